@@ -1,7 +1,5 @@
 """What is really held: live tensors as the garbage collector sees them, and the CPU allocator's own events."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ Options of one axis that change what another one does need every combination; th
 pairs, in a tenth of the time.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

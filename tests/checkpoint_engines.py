@@ -1,7 +1,5 @@
 """What tests of checkpoints under DeepSpeed share: engines of every stage and optimizer, and what they hold."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import zipfile
@@ -126,7 +124,6 @@ def states_of(engine: Any) -> States:
 
 
 def is_matrix(engine: Any, name: str) -> bool:
-    """Whether one of our rules for matrices trains it."""
     return name in MATRICES and engine.optimizer_name() == "LayerWiseMuon"
 
 
@@ -179,7 +176,6 @@ def snapshot(engine: Any) -> dict[str, Any]:
 
 
 def changed(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
-    """In what two snapshots differ."""
     return {key for key in expected if not equal(found[key], expected[key])}
 
 
@@ -208,7 +204,6 @@ def assert_holds(checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
 
 
 def convert_as_deepspeed_does(folder: Path, tag: str) -> str:
-    """With DeepSpeed's own converter; the folder of the result."""
     into = folder / "theirs"
     folders = {"input_folder": str(folder / tag), "output_folder": str(into / tag)}
     workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}

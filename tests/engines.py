@@ -110,8 +110,6 @@ EXACT = {nn.Linear: _Linear, nn.Embedding: _Embedding, nn.LayerNorm: _LayerNorm}
 
 
 class ExactLM(UnevenLM):
-    """The model with layers whose weights' gradients are rounded."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for module in self.modules():
@@ -433,7 +431,6 @@ class Alone:
 
 @contextlib.contextmanager
 def _at(optimizer: Any, factor: float) -> Iterator[None]:
-    """With learning rates times ``factor``."""
     if isinstance(optimizer, PlainRule):
         rates = [vars(matrix.rule) for matrix in optimizer.matrices]
     else:
@@ -448,13 +445,7 @@ def _at(optimizer: Any, factor: float) -> Iterator[None]:
 
 @functools.cache
 def reference(
-    matrix: str,
-    elementwise: str,
-    parts: int,
-    accumulation: int,
-    clips: tuple[float, Apart],
-    steps: int,
-    sharding: str,
+    matrix: str, elementwise: str, parts: int, accumulation: int, clips: tuple[float, Apart], steps: int, sharding: str
 ) -> tuple[dict[str, Tensor], list[float]]:
     """One process on the micro-batches of all ``parts``."""
     alone, norms = Alone(_model(sharding), matrix, elementwise, *clips), []

@@ -1,7 +1,5 @@
 """What tests on FSDP2 share: the shardings and modes of the support table, and a twin on one process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -46,7 +44,6 @@ def mesh_of(*shape: int, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The hidden layers, also when wrapped for activation checkpointing."""
     return [layer for layer in model.layers if any(True for _ in layer.parameters())]
 
 
@@ -185,7 +182,6 @@ def shard(sharding: str, mode: str) -> Sharded:
 
 @torch.no_grad()
 def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy whole weights into the parameters, or their parts, of these names."""
     for name, param in named(model):
         if name in weights and isinstance(param, DTensor):
             param.to_local().copy_(distribute_like(weights[name], param))
@@ -279,7 +275,6 @@ class Twin:
             optimizer.step()
 
     def difference(self, model: nn.Module) -> float:
-        """The largest difference of a weight."""
         found = weights_of(model)
         return max(float((found[name] - param.detach()).abs().max()) for name, param in self.params.items())
 

@@ -1,7 +1,5 @@
 """A model with several matrices in a parameter, and what trains them on one process as parameters of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -138,8 +136,6 @@ class Separate:
 
 
 class FusedReference(Reference):
-    """One process."""
-
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model = model or FusedLM()
         named = dict(self.model.named_parameters())

@@ -9,8 +9,6 @@ Prints a line of JSON for every run that ended in another way than well or with 
 how many runs there were and how much memory was in use. One that takes longer than ``SECONDS`` counts as such, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -51,7 +49,6 @@ GROUP = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
 
 
 def stage0(folder: Path) -> Path:
-    """As DeepSpeed writes it."""
     (folder / "global_step3").mkdir(parents=True)
     (folder / "latest").write_text("global_step3")
     module = {"a.weight": torch.randn(3, 4), "b.weight": torch.randn(5)}
@@ -66,8 +63,6 @@ def stage0(folder: Path) -> Path:
 
 
 # Payloads: pickles of one object each, which find_class and the opcodes alone make large, slow or dangerous
-
-
 def named(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
@@ -199,7 +194,6 @@ def pickled_in(path: Path) -> bytes:
 
 
 def with_pickle(path: Path, data: bytes) -> bytes:
-    """The file with another pickle, whose checksum is right."""
     if not zipfile.is_zipfile(path):
         return data
     written = io.BytesIO()
@@ -222,8 +216,6 @@ def places(path: Path) -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
 
 
 # Runs
-
-
 class TooLong(BaseException):
     """Not an Exception, so that nobody takes it for one of their own."""
 
@@ -233,7 +225,6 @@ def too_long(*_: Any) -> None:
 
 
 def ended(*words: object) -> Run | str:
-    """How a command ended, or what it raised."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         return lwopt(*words)
@@ -244,7 +235,6 @@ def ended(*words: object) -> Run | str:
 
 
 def wrong(*words: object) -> str:
-    """What is wrong with how a command ended, if anything is."""
     run = ended(*words)
     return run if isinstance(run, str) else wrong_in(run)
 
@@ -293,7 +283,6 @@ def flips(found: dict[str, Path], seed: int, count: int) -> Iterator[Harm]:
 
 
 def harm(data: bytearray, generator: random.Random) -> None:
-    """Flip bits or bytes, cut, or repeat a part."""
     if not data:
         return
     at = generator.randrange(len(data))

@@ -1,7 +1,5 @@
 """Running scripts as a user would, under real launchers; and, much faster, on rank processes that are up."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -23,12 +21,10 @@ TIMEOUT_SECONDS = 300
 
 
 def launch(*script: object) -> str:
-    """Run a script under ``deepspeed``; its output."""
     return _launched([Path(sys.executable).parent / "deepspeed", "--num_accelerators"], 2, script)
 
 
 def torchrun(*script: object, processes: int = 2) -> str:
-    """Run a script under ``torchrun``; its output."""
     return _launched([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"], processes, script)
 
 

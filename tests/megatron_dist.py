@@ -1,7 +1,5 @@
 """Small checkpoints in Megatron's torch_dist layouts, written from known tensors with torch's own DCP writer."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re
@@ -45,7 +43,6 @@ class Setup:
 
     @property
     def model(self) -> megatron_torch.Setup:
-        """The same model, optimizer and ranks."""
         family, optimizer = "moe" if self.experts else "llama", "layer_wise" if self.muon else "distributed"
         sizes = {"tp": self.tp, "dp": 2, "ep": self.ep, "stages": (self.stages,), "tied": self.tied}
         return megatron_torch.Setup(family, optimizer, **sizes)  # type: ignore[arg-type]
@@ -62,7 +59,6 @@ def truth(muon: bool, experts: bool = False, tied: bool = False) -> Truth:
 
 
 def write(step: Path, setup: Setup, known: Truth) -> None:
-    """A checkpoint of ``known`` in the folder of one step."""
     step.mkdir(parents=True)
     flat = {n: of_name for n, of_name in known.items() if setup.layout == "dp_reshardable" and not of_muon(of_name)}
     state: dict[str, Any] = keyed({name: of_name["weight"] for name, of_name in known.items()}, setup)
@@ -159,7 +155,6 @@ def keyed(tensors: dict[str, Tensor], setup: Setup) -> dict[str, Tensor]:
 
 
 def in_halves(key: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Gate and up by themselves; all others as they are."""
     halves = {"_w": slice(FFN), "_v": slice(FFN, None)} if key.endswith("linear_fc1.weight") else {"": slice(None)}
     return {key + end: tensor[part].clone() for end, part in halves.items()}
 

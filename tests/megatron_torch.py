@@ -3,8 +3,6 @@
 Follows the measured facts on the format and shares no code with the reader.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random
@@ -86,7 +84,6 @@ def with_biases(family: str, modules: Mapping[str, tuple[int, ...]]) -> dict[str
 
 
 def whole_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
-    """Of the whole model, in its order."""
     found: dict[str, tuple[int, ...]] = {EMBEDDING: (VOCAB, HIDDEN)}
     if setup.family == "gpt2":
         found["embedding.position_embeddings.weight"] = (POSITIONS, HIDDEN)
@@ -116,7 +113,6 @@ def make_truth(setup: Setup, shapes: Mapping[str, tuple[int, ...]]) -> Truth:
 
 
 def part_of(setup: Setup, name: str, tensor: Tensor, t: int) -> Tensor:
-    """What tensor parallel rank ``t`` has of it."""
     if "linear_fc1" in name and setup.family != "gpt2":
         return torch.cat([half.chunk(setup.tp)[t] for half in tensor.chunk(2)])
     if name in (EMBEDDING, OUTPUT) or "linear_qkv" in name or "linear_fc1" in name:

@@ -1,7 +1,5 @@
 """Small models with shapes that divide by nothing, and what they train on."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Tests whose body is called on every rank of a world."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

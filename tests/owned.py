@@ -1,7 +1,5 @@
 """What tests of owned storage share: a training loop, and a single-process reference whose sums are exact."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Training loops as users write them: on owned storage, and on one process with torch's optimizers, rank by rank."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,17 +90,14 @@ def micro_batches(*reduced: bool, **how: Any) -> Scenario:
 
 
 def back(model: nn.Module, step: int) -> None:
-    """A pass on this rank's rows."""
     Turn(model, step, dist.get_rank()).back()
 
 
 def optimizer_for(model: nn.Module, mode: str = "plain", **options: Any) -> LayerWiseOptimizer:
-    """With six or more buckets of ``Branches``."""
     return owned.optimizer_for(model, **{"bucket_mb": 0.0001, **MODES[mode], **options})
 
 
 def made(build: Callable[[], nn.Module] = Branches, mode: str = "plain", **options: Any) -> tuple[Any, Any]:
-    """A model whose gradients have exact sums, and its optimizer."""
     model = exact_sums(build())
     return model, optimizer_for(model, mode, **options)
 

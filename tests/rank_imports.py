@@ -1,7 +1,5 @@
 """What ranks of tests/ranks.py import, in the process that all are forked from: once, in memory that they share."""
 
-from __future__ import annotations
-
 import gc
 import os
 

@@ -6,8 +6,6 @@ the same arguments, and its results come back in rank order. A rank that raises 
 not answer in time ends the pool's processes, and the next call starts fresh ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """What tests of rules on engines share: the rules, and training with them on one process, on whole parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,8 +82,6 @@ class Cautious(torch.optim.Optimizer):
 
 
 class PlainRule:
-    """A matrix rule on whole matrices, one by one."""
-
     def __init__(self, params: list[Tensor], section: dict[str, Any]) -> None:
         self.params = params
         self.matrices = [Trained(rule_of(**section), param.detach()) for param in params]
@@ -102,7 +98,6 @@ class PlainRule:
 
 
 def matrix_optimizer(params: list[Tensor], section: dict[str, Any]) -> Any:
-    """The rule of a section on one process: an optimizer's own class, or the rule on whole matrices."""
     if section["name"] not in CLASSES:
         return PlainRule(params, section)
     options = {key: value for key, value in section.items() if key not in ("name", "class")}

@@ -1,7 +1,5 @@
 """Ranks that differ all stop, with the first difference."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 What a family's code does is followed with real numbers: every output of a fused linear is given its own.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -74,7 +72,6 @@ def named(blocks: Sequence[Block]) -> dict[str, set[float]]:
 
 
 # Following numbers
-
 PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "scaled_dot_product_attention")
 CUTS = ("split", "chunk", "unbind")
 ACTIVATIONS = ("silu", "gelu", "relu")
@@ -143,7 +140,6 @@ def check_use(parts: Mapping[str, set[float]], watch: Watch) -> None:
 
 
 # Whole models, at position 0, where a rotation leaves queries and keys as they are
-
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50}
 GPT = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50}
 GROUPED = {**TINY, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "pad_token_id": 0}
@@ -207,7 +203,6 @@ def test_parts_are_what_a_model_uses_them_for(case: str) -> None:
 
 
 # Modules of their own, which come with much around them in a model
-
 CONFIG: dict[str, Any] = {  # what modules read of their configurations
     **GROUPED,
     **{"num_heads": 4, "embed_dim": 32, "image_size": 32, "patch_size": 8, "layer_types": ["linear_attention"]},
@@ -242,12 +237,10 @@ class Around(nn.Module):
 
 
 def code_of(family: str) -> Any:
-    """Skips the test of a family that this version of transformers does not have."""
     return pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
 
 
 def configured(kind: str, *arguments: Any, **options: Any) -> nn.Module:
-    """The module with this key of the table."""
     config = hf.PretrainedConfig()
     vars(config).update({**CONFIG, **options})
     config._attn_implementation = config._experts_implementation = "eager"
@@ -256,7 +249,6 @@ def configured(kind: str, *arguments: Any, **options: Any) -> nn.Module:
 
 
 def unrotated(*shape: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines."""
     return torch.ones(*shape, 8), torch.zeros(*shape, 8)
 
 
@@ -340,8 +332,6 @@ def test_torchs_attention_has_q_k_and_v_in_one_weight() -> None:
 
 
 # Experts
-
-
 def stack_of(kind: str) -> Any:
     return nn.ModuleDict({"experts": configured(kind)})
 
@@ -418,18 +408,15 @@ def test_every_class_of_the_table_is_followed_here() -> None:
 
 
 # Right, or not at all
-
 PHI3 = "model.layers.0.self_attn.qkv_proj.weight"
 
 
 def phi3() -> tuple[Any, Any]:
-    """And its only attention."""
     model: Any = MODELS["phi3"][0]()
     return model, model.model.layers[0].self_attn
 
 
 def changed(model: Any, module: nn.Module, **attributes: Any) -> Any:
-    """The model, of which a module has other sizes."""
     vars(module).update(attributes)
     return model
 
@@ -494,8 +481,6 @@ def test_wrapped_modules_are_seen_through() -> None:
 
 
 # torchtitan's modules, known by their attributes, and what they do with the outputs
-
-
 class FusedQKVLinear(nn.Module):
     """Of every group of queries these, their key and their value."""
 
@@ -594,8 +579,6 @@ def test_gate_and_up_that_lie_side_by_side_are_two_matrices_of_each_expert_or_as
 
 
 # Reasons
-
-
 def reasons_of(model: nn.Module, **options: object) -> dict[str, str]:
     rules, config = settings_of(HostConfig, options, "test")
     found = group_parameters(model, [{"params": list(model.parameters())}], rules, config, stacks=True)
@@ -639,10 +622,7 @@ def test_the_reason_tells_the_parts_and_whose_they_are_or_why_a_weight_stays_who
 
 
 # Settings
-
-
 def linears(**shapes: tuple[int, int]) -> nn.Module:
-    """Linears with so many outputs and inputs, by name."""
     return nn.ModuleDict({name: nn.Linear(inputs, outputs, bias=True) for name, (outputs, inputs) in shapes.items()})
 
 

@@ -1,8 +1,6 @@
 """Matrices in a parameter are updated as if they were parameters of their own, on every engine, bit for bit; and
 QK-clip after a step equals multiplying the rows of heads by hand."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -187,8 +185,6 @@ def test_a_stack_is_owned_by_several_ranks(layout: str, rule: str, tmp_path: Pat
 
 
 # QK-clip
-
-
 def test_any_range_of_a_parameter_takes_the_factors_of_its_outputs() -> None:
     """However it is cut, within a row or not; stored transposed, of one dimension or of three."""
     shapes = {"plain": (6, 4), "transposed": (4, 6), "bias": (6,), "conv": (6, 2, 2)}

@@ -1,7 +1,5 @@
 """The benchmarks run, on models too small to time, and what they say of exactness, bytes and work holds."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -31,7 +29,6 @@ THEIRS, THEIR_GRAM, ADAMW = "DeepSpeed Muon, standard", "DeepSpeed Muon, gram", 
 
 
 def figures(tmp_path: Path, benchmark: str, arguments: str) -> tuple[Any, str]:
-    """What a benchmark writes and prints."""
     command = f"python {ROOT}/benchmarks/{benchmark}.py {arguments} --json {tmp_path}/figures.json"
     printed = succeeds(command, tmp_path)
     return json.loads((tmp_path / "figures.json").read_text()), printed

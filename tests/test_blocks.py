@@ -1,7 +1,5 @@
 """Blocks of a parameter: exactly its elements, in every storage and in the memory of every rank, in order."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence
@@ -23,13 +21,11 @@ def indices(stripes: Stripes) -> list[int]:
 
 
 def matrix_of(block: Block, param: Tensor) -> Tensor:
-    """The block's elements of a parameter, the plain way."""
     slices = param.reshape(block.grid.slices, block.grid.rows, block.grid.columns)
     return slices[block.slice][indices(block.rows)][:, indices(block.columns)]
 
 
 def numbered(shape: Sequence[int]) -> Tensor:
-    """A parameter of which every element is its own number."""
     return torch.arange(torch.Size(shape).numel()).view(shape)
 
 

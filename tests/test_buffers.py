@@ -1,7 +1,5 @@
 """Plans of buffers: lawful, padded ones never worse than Megatron-Core's, small ones against exact answers."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import random
@@ -41,17 +39,7 @@ from lwopt_backend.plan.buffers.placement import (
 )
 from lwopt_backend.plan.cost import COSTS, max_min_squared
 from tests.cells import cells
-from tests.planner_shapes import (
-    Figures,
-    aligned,
-    assert_lawful,
-    atoms_of,
-    figures,
-    model,
-    planned,
-    seconds,
-    unevenness,
-)
+from tests.planner_shapes import Figures, aligned, assert_lawful, atoms_of, figures, model, planned, seconds, unevenness
 
 
 def measured(plan: BufferPlan) -> list[tuple[int, list[int]]]:
@@ -76,8 +64,6 @@ def test_a_plan_counts_its_loads_and_names_what_is_wrong_with_it() -> None:
 
 
 # Padded plans beside Megatron-Core's
-
-
 def of_megatron(atoms: Sequence[Atom], ranks: int, bucket_numel: int | None) -> BufferPlan:
     """Megatron-Core's plan, its sizes summed up anew. A bucket ends on a multiple of its ranks and of 128 elements."""
     stream = Stream(atoms)
@@ -274,8 +260,6 @@ def test_planning_takes_little_memory(name: str, ranks: int, matrices: int, mega
 
 
 # Packing
-
-
 def optimum(items: Sequence[int], bins: int) -> int:
     """The lowest possible highest bin, by trying every assignment."""
     items = sorted(items, reverse=True)
@@ -380,8 +364,6 @@ def test_a_class_of_kinds_stands_for_its_largest_member(smallest: int) -> None:
 
 
 # Cutting
-
-
 def bucket_numels(packer: Packer, cuts: Cuts) -> list[int]:
     return [packer.height(start, stop) * packer.shards for start, stop in zip(cuts, cuts[1:])]
 
@@ -450,8 +432,6 @@ def test_whole_layers_cuts_only_between_layers_and_nearly_evenly() -> None:
 
 
 # Compact plans
-
-
 def by_longest_first(amounts: Sequence[int], ranks: int) -> int:
     """The busiest rank's amount, the largest first to the least loaded (Graham 1969)."""
     heap = [0] * ranks

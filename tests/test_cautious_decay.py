@@ -1,7 +1,5 @@
 """Cautious weight decay of the element-wise rules, beside its formulas, which test_equality.py has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,8 +18,6 @@ GRADS = gradients(SHAPE, 20)
 
 
 class Doubling(torch.optim.Optimizer):
-    """Moves a weight by a share of itself."""
-
     def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 

@@ -1,7 +1,5 @@
 """``lwopt convert``, ``inspect`` and ``diff``, as their users run them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -36,7 +34,6 @@ def to(target: str) -> tuple[object, ...]:
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of Megatron's Muon."""
     return torch_dist(tmp_path_factory.mktemp("source") / "from")
 
 
@@ -84,8 +81,6 @@ def test_masters_of_other_weights_are_refused_with_the_reason(tmp_path: Path) ->
 
 
 # Formats
-
-
 def test_every_format_says_what_it_is_and_how_large_its_states_are(made: dict[str, Path]) -> None:
     megatron = dict.fromkeys(("source", "megatron"), "megatron torch_dist") | {"torch": "megatron torch"}
     known = {**megatron, "universal": "deepspeed universal", "dcp": "torch dcp", "safetensors": "safetensors"}
@@ -153,8 +148,6 @@ def test_hugging_faces_names_and_back_with_numbers_that_are_given(source: Path, 
 
 
 # Options
-
-
 WRONG = {
     "--to univrsal": "unknown target 'univrsal' for --to; did you mean 'universal'?",
     "--to dcp --from megatron-tourch": "did you mean 'megatron-torch'?",
@@ -182,18 +175,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("options", "words"), WRONG.items())
-def test_wrong_options_are_an_error_and_nothing_is_written(
-    source: Path, tmp_path: Path, options: str, words: str
-) -> None:
+def test_wrong_options_fail_and_nothing_is_written(source: Path, tmp_path: Path, options: str, words: str) -> None:
     before = files(source)
     said = refused("convert", source, tmp_path / "to", *options.split())
     assert words in " ".join(said.split()), said
     assert list(tmp_path.iterdir()) == [] and files(source) == before
 
 
-def test_megatron_gets_the_schedule_and_what_is_missing_is_asked_for_by_name(
-    made: dict[str, Path], tmp_path: Path
-) -> None:
+def test_megatron_gets_the_schedule_and_what_is_missing_is_asked_for(made: dict[str, Path], tmp_path: Path) -> None:
     """Of a run that Megatron did not train: neither schedule nor arguments are in the checkpoint."""
     ours, to = tmp_path / "ours", tmp_path / "to"
     saved = formats.read(made["universal"])
@@ -227,8 +216,6 @@ def test_the_vocabularys_padding_is_cut_and_made(source: Path, tmp_path: Path) -
 
 
 # What is printed and what is written
-
-
 def test_what_was_done_or_would_be_is_said(source: Path, tmp_path: Path) -> None:
     words = ("convert", source, tmp_path / "to", "--to", "dcp")
     assert "Nothing was written (--dry-run)." in succeeds(*words, "--dry-run")
@@ -268,9 +255,7 @@ def test_folders_that_were_moved_aside_are_brought_back(made: dict[str, Path], t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_tables_keep_within_the_width_of_the_terminal(
-    made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_fit_into_the_terminal(made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = torch_dist(tmp_path / "other", muon=False)
     convert = ("convert", made["source"], tmp_path / "to", "--to", "universal", "--force")
     for width, words in itertools.product((80, 120), (convert, ("inspect", other), ("diff", made["source"], other))):
@@ -283,8 +268,6 @@ def test_tables_keep_within_the_width_of_the_terminal(
 
 
 # Differences
-
-
 def checkpoint(**params: Param) -> Checkpoint:
     return Checkpoint("made here", "", "model", params, ({"lr": 0.1},), iteration=3)
 
@@ -369,8 +352,6 @@ def test_steps_options_and_names_that_differ_are_said(source: Path, tmp_path: Pa
 
 
 # Safetensors
-
-
 def test_safetensors_are_read_as_their_own_library_reads_them(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {

@@ -1,7 +1,5 @@
 """Checkpoints of DeepSpeed's own optimizers are read as they held them, and go on from ours."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil
@@ -43,10 +41,7 @@ PATIENCE = 600.0  # the first engine with torch's AdamW imports a compiler
 
 
 # DeepSpeed
-
-
 def universal(source: Path, folder: Path) -> Checkpoint:
-    """Convert a native checkpoint; what was converted."""
     checkpoint = read_zero.read(source)
     pointers = {"latest_universal": "step3"}
     write_folder(folder / "step3", lambda new: write_universal.write(checkpoint, new), pointers=pointers)
@@ -149,8 +144,6 @@ def test_what_deepspeeds_converter_makes_is_read(ranks: RankPool, tmp_path: Path
 
 
 # FSDP2
-
-
 @on_ranks(2)
 def test_owners_state_of_other_parts_is_refused() -> None:
     """Of as large ones: these rows lie one after the other, those interleaved."""
@@ -182,8 +175,6 @@ def test_any_box_is_that_of_the_whole(tmp_path: Path) -> None:
 
 
 # What is damaged, made to do harm, or not whole
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "is missing|has no file|expected the .* files|where there is none": Path.unlink,
     "is damaged": lambda file: os.truncate(file, file.stat().st_size // 2),
@@ -213,9 +204,7 @@ def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("said", DAMAGE)
 @pytest.mark.parametrize("form", FORMS)
-def test_damaged_files_are_an_error_and_nothing_of_them_is_run(
-    saved: dict[str, Path], tmp_path: Path, said: str, form: str
-) -> None:
+def test_damaged_files_are_refused_and_not_run(saved: dict[str, Path], tmp_path: Path, said: str, form: str) -> None:
     """Of files with a name, one. In the other formats: test_files.py."""
     source = Path(shutil.copytree(saved[form], tmp_path / "source"))
     for file in {path.name: path for path in sorted(source.rglob("*.pt"))}.values():
@@ -253,8 +242,6 @@ def test_folders_that_are_not_whole_are_refused(saved: dict[str, Path], ranks: R
 
 
 # Folders of torch.distributed.checkpoint
-
-
 ONES = {"a": torch.ones(2)}
 
 

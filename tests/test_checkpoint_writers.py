@@ -1,8 +1,6 @@
 """Megatron's torch_dist, DCP and safetensors: what is written is read back exactly, is formed as the genuine, and takes
 ``workers`` tensors of memory, whatever the size of the checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle
@@ -70,8 +68,6 @@ def comparable(group: Mapping[str, Any], beside_muon: bool) -> dict[str, Any]:
 
 
 # Megatron: genuine checkpoints
-
-
 LIKE_16 = [  # those that our 0.16 is to be formed as
     *("t16_lw_muon_dp2_torchdist", "g16_lw_muon_dp2_torchdist", "m16_lw_muon_dp2_torchdist"),
     *("t16_lw_muon_tp2_torchdist", "t16_do_adam_dp2_torchdist_full", "t16_do_adam_tp2_torchdist_full"),
@@ -127,8 +123,6 @@ def form(folder: Path) -> tuple[dict[str, Any], set[str]]:
 
 
 # Megatron: our own samples
-
-
 def sample(folder: Path, **setup: Any) -> Checkpoint:
     found = read_megatron.read(torch_dist(folder, **setup))
     return dataclasses.replace(found, arguments={**found.arguments, "num_attention_heads": 4})
@@ -240,8 +234,6 @@ def test_what_has_no_place_is_refused(
 
 
 # Safetensors
-
-
 def test_weights_as_safetensors(tmp_path: Path) -> None:
     """Those of another dtype are made from masters."""
     buffers = {"count": held(torch.tensor([3]), "count")}
@@ -281,8 +273,6 @@ def test_safetensors_in_several_files(tmp_path: Path) -> None:
 
 
 # Memory. PyTorch's allocator is asked, whose events do not depend on time; what is smaller than a block does not count
-
-
 BLOCK = 1024  # elements: small, so that small tensors have many
 LARGEST = 4 * 256 * 128  # bytes in fp32
 LAYER = {

@@ -6,8 +6,6 @@ meet in one form, so every engine need not meet every other one: each occurs as 
 loads, with rules of every kind.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import io
@@ -211,7 +209,6 @@ def by_name(folder: Path) -> Path:
 
 
 def converted(source: Path, leg: Leg) -> Path:
-    """What the leg loads."""
     for number, target in enumerate(leg.via):
         folder = source.with_name(f"{source.name}, {number} {target}")
         succeeds("convert", source, folder, "--to", target, "--json")
@@ -329,8 +326,6 @@ def test_every_engine_saves_and_loads_and_zero_does_at_every_stage_on_every_numb
 
 
 # Without a conversion
-
-
 WIDE = {"float32": (), "bfloat16": ("wide",)}
 LAYOUTS = {  # of owned storage in plain PyTorch
     "to compact": "plain on 2 padded, plain on 1 compact small, plain on 3 compact, plain on 4 padded large",
@@ -388,9 +383,7 @@ FORMATS += [("muon", "by name", "float32"), ("muon", "flat", "bfloat16")]
 
 
 @pytest.mark.parametrize(("rule", "way", "dtype"), with_full(FORMATS, [("muon", "bare", "float32")]))
-def test_plain_pytorch_goes_on_with_torchs_own_formats_on_other_ranks_and_layouts(
-    go_on: GoOn, rule: str, way: str, dtype: str
-) -> None:
+def test_plain_pytorch_goes_on_with_torchs_formats_on_other_ranks(go_on: GoOn, rule: str, way: str, dtype: str) -> None:
     legs = route(BY_TORCH[way], *WIDE[dtype], native=True)
     go_on(Tour(rule, legs, dtype=dtype, atoms=PARTS if rule == "soap" else None))
 
@@ -414,8 +407,7 @@ OF_TORCH += [(rule, "short", form) for rule, form in FURTHER]
 
 
 @pytest.mark.parametrize(
-    ("rule", "ways", "form"),
-    with_full(OF_TORCH, itertools.product(("muon", "soap"), ("uneven", "square"), FORMS)),
+    ("rule", "ways", "form"), with_full(OF_TORCH, itertools.product(("muon", "soap"), ("uneven", "square"), FORMS))
 )
 def test_fsdp2_goes_on_with_torchs_own_formats_on_other_ranks_and_shardings(
     go_on: GoOn, rule: str, ways: str, form: str
@@ -428,8 +420,6 @@ def test_fsdp2_goes_on_with_torchs_own_formats_on_other_ranks_and_shardings(
 
 
 # What converters write is what the engine itself would have
-
-
 def test_what_is_written_for_fsdp2_is_formed_as_torch_writes_it(rank_pools: Pools, tmp_path: Path) -> None:
     """Paths, shapes and dtypes of weights and states."""
 

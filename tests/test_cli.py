@@ -1,7 +1,5 @@
 """The command ``lwopt``, called as a user calls it: plans, simulations, measurements, rules, and wrong arguments."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -36,7 +34,6 @@ def shapes(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> str:
-    """What ``lwopt`` prints to standard output; it must succeed."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -313,7 +310,6 @@ def test_the_nearest_class_has_the_word_and_its_bases_the_rest() -> None:
 
 
 # Small files that would ask for much
-
 LAUGHS = "\n".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi"))
 LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "vocab_size": 11, "num_attention_heads": 4}
 MOE = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 2}
@@ -382,7 +378,6 @@ def test_an_entry_of_deepspeed_is_written_in_our_words(tmp_path: Path) -> None:
 
 
 # What a run writes into metrics.jsonl
-
 ROWS = [{"step": step, "loss": 4.0 / step, "lr": [0.02, 3e-4], "update_rms": {"muon": 1e-3}} for step in (1, 2)]
 
 

@@ -1,7 +1,5 @@
 """Configurations: sections, options, entries written for DeepSpeed, param groups, a user's own rules; their errors."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable
@@ -48,7 +46,6 @@ from tests.zero import config, engine_for, train
 
 
 def fails(call: Callable[[], object], *messages: str) -> str:
-    """What a call says that must raise ValueError; it has all of ``messages``."""
     with pytest.raises(ValueError) as caught:
         call()
     answer = str(caught.value)
@@ -83,8 +80,6 @@ DEMANDING = {"name": "torch_optimizer", "class": Demanding}
 
 
 # Options
-
-
 @pytest.mark.parametrize(("options", "optimizer"), [(MuonOptions, torch.optim.Muon), (AdamWOptions, torch.optim.AdamW)])
 def test_names_and_defaults_are_torchs(options: Any, optimizer: Any) -> None:
     theirs = inspect.signature(optimizer.__init__).parameters
@@ -102,8 +97,6 @@ def test_what_travels_is_in_the_dtype_of_the_iteration_unless_told(given: dict[s
 
 
 # Sections and arguments
-
-
 def test_sections_name_the_rules_their_options_and_those_of_some_parameters() -> None:
     overrides = [
         {"params": "*.experts.*", "matrix": {"lr": 0.01}},
@@ -172,8 +165,6 @@ def test_overrides_make_param_groups_of_their_own() -> None:
 
 
 # Param groups
-
-
 def test_params_may_have_names_and_are_checked() -> None:
     model, (weight,) = nn.Linear(2, 3), tensors((2, 2))
     (group,) = as_groups(model.named_parameters())
@@ -219,8 +210,6 @@ def test_parameters_that_are_not_given_or_have_no_elements_are_not_trained() -> 
 
 
 # A user's own rules
-
-
 @pytest.fixture
 def own_rules() -> Any:
     with mock.patch.dict(MATRIX_RULES), mock.patch.dict(ELEMENTWISE_RULES):
@@ -296,7 +285,6 @@ def test_a_rule_has_a_default_routing_that_globs_overrule(own_rules: None) -> No
 
 
 # Entries of ds_config.json that were written for DeepSpeed's Muon or AdamW, with our type in them
-
 TYPES = pytest.mark.parametrize("settings", [muon_settings, layer_wise_settings])
 MUON_ENTRIES = [
     {"muon_lr": 0.05, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-6},
@@ -400,7 +388,6 @@ def test_an_unknown_type_is_an_error_that_says_what_to_do(written: str, message:
 
 
 # The shipped configurations of DeepSpeed; test_examples.py trains with FSDP2's
-
 CONFIGS = sorted(path for kind in ("stage*.json", "zero*.json") for path in (ROOT / "configs").glob(kind))
 
 

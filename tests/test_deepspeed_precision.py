@@ -1,8 +1,6 @@
 """16-bit parameters with fp32 masters, a loss scale that overflows, autocast, and clipping: what is clipped is the true
 gradient that Muon is given, never what it makes of it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -39,9 +37,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     accumulation=[1, 2],
     stage=[0, 1, 2],
 )
-def test_16_bit_training_with_owned_storage_equals_fp32_masters_on_one_process(
-    layout: str, precision: str, accumulation: int, stage: int
-) -> None:
+def test_16_bit_owned_training_equals_fp32_masters(layout: str, precision: str, accumulation: int, stage: int) -> None:
     """tests/test_deepspeed_table.py has ZeRO's storage."""
     dtype, _, accumulated = precision.partition("+")
     # At stage 2 micro-batches are reduced one by one, and add up at the owners, in fp32.
@@ -62,8 +58,6 @@ def test_16_bit_training_with_owned_storage_equals_fp32_masters_on_one_process(
 
 
 # Overflows
-
-
 @on_ranks(2)
 @cells(
     lambda storage, stage, precision: (
@@ -141,8 +135,6 @@ def test_autocast_to_bf16_trains_fp32_weights_that_owned_storage_has(stage: int)
 
 
 # Clipping
-
-
 def moments_of(engine: Any) -> dict[str, float]:
     """Over all ranks, each of which has a part, the norm of Muon's momentum and of AdamW's first moment."""
     squares = {"momentum_buffer": torch.zeros(()), "exp_avg": torch.zeros(())}

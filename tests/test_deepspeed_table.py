@@ -5,8 +5,6 @@ reduced, the fp32 weights must be those of single-process torch.optim.Muon and t
 engine must refuse on every rank.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from typing import Any
@@ -44,7 +42,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def rows_of(heading: str) -> list[list[str]]:
-    """The cells of the table under a heading, without its head."""
     section = PAGE[PAGE.index(f"## {heading}") :]
     section = section[: section.find("\n## ", 3)]
     lines = [line for line in section.splitlines() if line.startswith("|")]

@@ -1,7 +1,5 @@
 """deepspeed.utils.safe_get_* and safe_set_*: the right tensors, and what is not there is an error on all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

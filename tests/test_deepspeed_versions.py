@@ -1,7 +1,5 @@
 """Which DeepSpeed is supported, and what an unsupported one or one that lacks names is told."""
 
-from __future__ import annotations
-
 import copy
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """Every engine trains what torch.optim.Muon, AdamW or a rule on whole matrices trains on one process, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

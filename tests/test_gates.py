@@ -1,7 +1,5 @@
 """Gates: what is not whole, or not what it says, is refused with the reason; and param groups with our options."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import weakref
@@ -111,13 +109,11 @@ def test_frozen_parameters_and_weights_alone_pass_and_are_said() -> None:
 
 
 # Signs of several saves, or of damage, where nothing proves that there are none
-
 ADAMW = {**options_of("adamw", {"lr": 0.1}, "").model_dump(), "rule": "adamw"}
 SOAP = {"rule": "torch_optimizer", "class": "somewhere.Else", "lr": 0.1}
 
 
 def trained(group: dict[str, Any], *states: str, step: float | None = None, **more: Any) -> Checkpoint:
-    """Two matrices of one param group."""
     params = {
         name: dataclasses.replace(param((4, 6), *states, dtype=torch.float32), step=step, group=0)
         for name in ("first", "second")
@@ -162,8 +158,6 @@ def test_signs_of_several_saves_are_refused_unless_the_files_prove_that_they_are
 
 
 # Values
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_master_that_does_not_round_to_its_weight_is_named(dtype: torch.dtype) -> None:
     source = having({**whole().params, MATRIX: param((4, 6), MOMENTUM, dtype=dtype)})
@@ -274,7 +268,6 @@ def test_a_vocabulary_without_the_last_rows_that_were_trained_is_refused() -> No
 
 
 # Param groups of other optimizers under the options of ours; that engines go on with them is in the chains
-
 OF_MUON = (MOMENTUM,)
 ADAM = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
 MUON = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}

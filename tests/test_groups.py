@@ -1,7 +1,5 @@
 """Groups and the model of a step: formulas by hand, and choices against every other choice there was."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,9 +53,7 @@ WITHIN, ACROSS = (256 + 128) / 2 * (4 + 2), (256 + 128) / 2 * 4 * 2
         (replace(EIGHT, node_size=3), 2, WITHIN / 2 + ACROSS * 1 / 2 / 2, 800),  # ranks 2 and 3 are in two nodes
     ],
 )
-def test_a_step_is_the_busiest_owners_work_and_bytes(
-    machine: Machine, instances: int, wire: float, latency: float
-) -> None:
+def test_a_step_is_its_busiest_owners_work(machine: Machine, instances: int, wire: float, latency: float) -> None:
     time = buffer_step(two_buckets("padded"), machine, FLOPS, instances=instances)
     assert (time.compute, time.wire, time.latency) == (7.0, pytest.approx(wire), latency)
 

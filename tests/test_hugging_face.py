@@ -1,7 +1,5 @@
 """The Trainer and Accelerate, with DeepSpeed and with FSDP2: they train, equal torch.optim, and resume exactly."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -173,8 +171,6 @@ def accelerate_as_it_was() -> Iterator[None]:
 
 
 # The truth
-
-
 def is_matrix(name: str) -> bool:
     return bool(re.search(r"\.(\w+_proj|c_attn|c_fc)\.weight$", name))
 
@@ -297,8 +293,6 @@ def check_numbers(case: Case, rows: list[dict[str, Any]], ours: dict[str, Tensor
 
 
 # What a DeepSpeed configuration may say, under Accelerate's own prepare()
-
-
 def loss_of(model: Any, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + torch.distributed.get_rank())
     tokens = torch.randint(256, (2, 16), generator=generator)
@@ -348,8 +342,6 @@ def test_groups_keep_their_decay_and_a_schedule_of_factors_their_ratio() -> None
 
 
 # FSDP2's sharded_later, under Accelerate's own prepare()
-
-
 @contextlib.contextmanager
 def prepared(state_dict_type: str = "SHARDED_STATE_DICT") -> Iterator[tuple[Any, Any, Any]]:
     """An Accelerator, and a small Llama with its optimizer after ``prepare``."""
@@ -415,7 +407,6 @@ def test_what_cannot_be_before_and_after_sharding_is_refused() -> None:
 
 
 # The page
-
 PAGE = (ROOT / "docs" / "hugging_face.md").read_text()
 START = (ROOT / "docs" / "start" / "hugging_face.md").read_text()
 

@@ -1,7 +1,5 @@
 """One rate and one momentum for groups that differ: the ratio is kept where there is one to keep, no key is left."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path
@@ -119,8 +117,6 @@ def test_a_momentum_that_an_older_checkpoint_left_in_a_group_of_betas_is_dropped
 
 
 # torch's schedulers, in plain PyTorch
-
-
 def optimizer_of_both(**options: Any) -> LayerWiseOptimizer:
     model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6))
     settings = {"lr": 0.02, "elementwise": {"name": "adamw", "lr": 1e-3, "betas": (0.9, 0.95)}, **options}

@@ -1,7 +1,5 @@
 """What we write proves itself: a file that is flipped, cut, swapped, copied, lost or of another save is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -27,7 +25,6 @@ SHAPES = {"embedding.word_embeddings.weight": (32, 8), "output_layer.weight": (3
 
 
 def saved(folder: Path, target: str, step: int) -> Path:
-    """One checkpoint as a target; weights and states are those of the step."""
     torch.manual_seed(step)
     params = {}
     for name, shape in SHAPES.items():
@@ -44,8 +41,6 @@ def saved(folder: Path, target: str, step: int) -> Path:
 
 
 class Threads(Collectives):
-    """Ranks that are threads."""
-
     def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, values: dict[int, Any]) -> None:
         self.rank, self.world_size, self._barrier, self._values = rank, world_size, barrier, values
 
@@ -102,7 +97,6 @@ def alike(folder: Path) -> list[Path]:
 
 
 def flip(folder: Path, other: Path) -> Path:
-    """A bit of a tensor."""
     tensor = next(iter(formats.read(folder).params.values())).best.read()
     part = tensor.view(torch.uint8).flatten()[-12:].numpy().tobytes()
     path = next(path for path in sorted(folder.rglob("*")) if path.is_file() and part in path.read_bytes())
@@ -166,9 +160,7 @@ def test_a_file_that_is_not_the_one_that_was_saved_is_an_error_that_names_it(
     assert verify.code == 1 and any(str(harmed) in problem for problem in problems), problems
 
 
-def test_what_other_programs_add_is_no_error_and_a_folder_without_a_manifest_is_told(
-    made: dict[str, tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_more_files_are_no_error_and_no_manifest_is_told(made: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made["universal"][0], tmp_path / "from"))
     (folder / "global_step7" / "zero_to_fp32.py").write_text("print()")
     said = " ".join(succeeds("inspect", folder, "--verify").split())
@@ -182,9 +174,7 @@ def test_what_other_programs_add_is_no_error_and_a_folder_without_a_manifest_is_
     assert "not there" in refused("inspect", tmp_path / "nothing", "--verify")
 
 
-def test_a_damaged_manifest_is_an_error_and_one_that_leads_elsewhere_reads_nothing(
-    made: dict[str, tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_a_manifest_that_is_damaged_or_leads_out_is_refused(made: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made["dcp"][0], tmp_path / "from"))
     path = folder / manifest.NAME
     kept = json.loads(path.read_text())

@@ -1,7 +1,5 @@
 """Megatron's formats (``torch``, ``torch_dist``, ``fsdp_dtensor``) are read exactly, or refused with a reason."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 import shutil
@@ -37,7 +35,6 @@ LATENT = "decoder.layers{}.self_attention.linear_kv_down_proj.weight"
 
 
 def made(setup: TorchSetup | Setup | None, folder: Path) -> tuple[Path, Truth]:
-    """The folder of one step, and what is in it; without a setup one of Megatron-FSDP's."""
     if setup is None:
         known = truth(muon=False, tied=True)
         save(fsdp_state(known), folder / "iter_0000007")
@@ -59,7 +56,6 @@ def assert_exact(found: Checkpoint, known: Truth, in_order: bool = True) -> None
 
 
 # What is written by 0.14 to 0.19, beside what there are genuine folders of
-
 EP, MOE = dict(family="moe", ep=2), dict(family="moe", dp=2)
 BUCKETS = {"arguments": {"overlap_grad_reduce": True, "ddp_num_buckets": 3}}
 SMALL = {"arguments": {"overlap_grad_reduce": True, "ddp_bucket_size": 400}}
@@ -166,7 +162,6 @@ def assert_grouped(found: Checkpoint, setup: TorchSetup | Setup, name: str) -> N
 
 
 # What is damaged, or not known
-
 Damage = Callable[[Path], Any]
 COMMON, MODEL, FLAT = "common.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_00/distrib_optim.pt"
 OWN_0, OWN_1, OWN_2 = (f"mp_rank_00/layer_wise_optimizer_{rank}.pt" for rank in range(3))
@@ -177,8 +172,6 @@ def at(saved: Any, *path: Any) -> Any:
 
 
 def edited(edit: Callable[[Any], Any], file: str = MODEL, *path: Any) -> Damage:
-    """Change what is saved in a file of a step, under these keys."""
-
     def change(step: Path) -> None:
         saved = torch.load(step / file, weights_only=False)
         edit(at(saved, *path))
@@ -208,8 +201,6 @@ def lost(name: str) -> Damage:
 
 
 def from_other(file: str, **changes: Any) -> Damage:
-    """A file of another run with two ranks."""
-
     def change(step: Path) -> None:
         other = Writer(TorchSetup(**{"tp": 2, **changes})).write(step.parent.parent / "other")
         shutil.copy(other / file, step / file)
@@ -358,10 +349,7 @@ def test_what_is_damaged_or_not_known_is_refused(
 
 
 # Other forms
-
-
 def decoupled_rate(saved: Any) -> None:
-    """Embeddings have a group of their own."""
     optimizer = saved["optimizer"]
     decay, other = optimizer["optimizer"]["param_groups"]
     masters, rest = optimizer["fp32_from_fp16_params"]
@@ -413,7 +401,6 @@ def steps_are(step: float | None) -> Callable[[Checkpoint], bool]:
 
 
 def nudge(saved: Any) -> None:
-    """A moment of one rank's copy of a norm."""
     number = saved["optimizer"]["optimizer"]["param_groups"][1]["params"][2]
     saved["optimizer"]["optimizer"]["state"][number]["exp_avg"][4] += 1
 
@@ -641,8 +628,6 @@ def test_folders_that_are_none_of_megatrons_are_not_recognised(tmp_path: Path) -
 
 
 # Genuine ones
-
-
 def genuine_truth(path: Path) -> dict[str, tuple[dict[str, Tensor], Any, dict[str, Any]]]:
     """By parameter: weight and states, the step and the group, as Megatron held them."""
     found = {}
@@ -684,8 +669,6 @@ def test_genuine_checkpoints_are_read_exactly(path: Path) -> None:
 
 
 # Rules for what the small models here do not have
-
-
 def test_the_default_size_of_a_bucket_grows_with_the_ranks() -> None:
     for sizes, expected in (((50, 1), 50_000_000), ((2, 1), 40_000_000), ((50, 2), 100_000_000)):
         given = dict(zip(("data_parallel_size", "context_parallel_size"), sizes), overlap_grad_reduce=True)

@@ -1,7 +1,5 @@
 """Megatron's runs make their next step here as on one process, to the bit, and go back; what is left out is said."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,8 +38,6 @@ States = dict[str, dict[str, Tensor]]
 
 
 class Given(nn.Module):
-    """Its weight has the gradient that it is called with."""
-
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(shape))
@@ -51,8 +47,6 @@ class Given(nn.Module):
 
 
 class Named(nn.Module):
-    """Parameters of the names and shapes of a checkpoint's."""
-
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
         self.shapes = shapes
@@ -284,9 +278,7 @@ def assert_states(found: States, expected: States) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_megatrons_run_of_adam_goes_on_with_deepspeeds_own(
-    ranks: RankPool, sources: dict[str, Source], tmp_path: Path, stage: int
-) -> None:
+def test_adam_goes_on_with_deepspeeds(ranks: RankPool, sources: dict[str, Source], tmp_path: Path, stage: int) -> None:
     """At stage 3 DeepSpeed 0.19.8 itself gives all param groups the options of the first."""
     source = sources["adam"]
     ranks.run(step_on_zero, str(source.universal), source.shapes, stage, STOCK, str(tmp_path), timeout=600.0)
@@ -294,8 +286,6 @@ def test_megatrons_run_of_adam_goes_on_with_deepspeeds_own(
 
 
 # From Megatron to FSDP2
-
-
 def step_on_fsdp2(load: str, source: Source, elementwise: str, save: str) -> list[dict[str, Any]]:
     """One step by our optimizer, or without a rule by torch's AdamW, saved in a folder; its param groups."""
     model = Named(source.shapes)
@@ -371,8 +361,6 @@ def test_megatrons_run_goes_on_in_plain_pytorch(sources: dict[str, Source], tmp_
 
 
 # Options of Megatron's param groups in our engines: what is taken, and what is said of the rest
-
-
 CONFIGURED = {"momentum": 0.5, "nesterov": False, "ns_coefficients": "quintic", "eps": 1e-15}
 CONFIGURED |= {"adjust_lr_fn": "spectral"}  # as Megatron has them, but for momentum, which its groups tell
 OTHER = {**CONFIGURED, "nesterov": True, "extra_scale_factor": 0.5}
@@ -451,9 +439,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_that_is_not_loaded_is_said_with_what_to_do(
-    ranks: RankPool, sources: dict[str, Source], schedule: str
-) -> None:
+def test_a_schedule_that_is_not_loaded_is_told(ranks: RankPool, sources: dict[str, Source], schedule: str) -> None:
     source = sources["muon"]
     given = (str(source.universal), source.shapes, 1, ours(**CONFIGURED), None, schedule)
     first, second = ranks.run(step_on_zero, *given, load_lr_scheduler_states=False)

@@ -1,7 +1,5 @@
 """Going on with ours, on every engine, where another optimizer or another form of momentum has come to."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -52,7 +50,6 @@ Named = dict[str, dict[str, Tensor]]
 
 
 def named_state(alone: Alone) -> Named:
-    """Both of torch's optimizers."""
     (muon, adamw), (matrices, others) = alone.optimizers, alone.params
     found = from_checkpoint(muon.state_dict(), list(matrices))
     return {**found, **from_checkpoint(adamw.state_dict(), list(others), source="torch.optim.AdamW")}
@@ -129,8 +126,6 @@ def assert_parts_alone_are_kept(optimizer: Any) -> None:
 
 
 # What does not fit
-
-
 OTHER, TURNED = torch.zeros(37, 24), torch.zeros(24, 63)
 RULE = "; if another rule trained it, let the same rule train it here, with include or exclude"
 EXPECTED = "parameter 'lm_head.weight', which 'adamw' trains: expected ['exp_avg', 'exp_avg_sq', 'step'], found "
@@ -221,8 +216,6 @@ def test_sharded_state_is_refused() -> None:
 
 
 # Precisions, experts, pipelines
-
-
 def numbers_for(shapes: dict[str, tuple[int, ...]], matrices: Callable[[str], bool]) -> Named:
     """A state of Muon and AdamW with other numbers for every parameter."""
     state = {}
@@ -322,8 +315,6 @@ def test_every_stage_of_a_pipeline_takes_its_own() -> None:
 
 
 # From DeepSpeed's own Muon
-
-
 def deepspeeds_muon(stage: int) -> dict[str, Any]:
     settings = config(stage, rows=ROWS)
     settings["optimizer"] = {"type": "Muon", "params": {"torch_adam": True}}
@@ -364,8 +355,6 @@ def test_deepspeeds_own_muon_goes_on_with_ours(stage: int, storage: str) -> None
 
 
 # The form of momentum. Newton-Schulz is in fp32, where both forms differ by its rounding only
-
-
 def forms_of(optimizer: Any) -> list[str | None]:
     return [group.get("momentum_form") for group in optimizer.param_groups]
 

@@ -1,7 +1,5 @@
 """Other Muons: their settings as the page gives them, by their own classes or published formulas; and their state."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator
@@ -39,7 +37,6 @@ def test_torch_bit_by_bit_and_pytorch_optimizer_to_bfloat16s_rounding(shape: tup
 
 
 # Published formulas
-
 Table = list[tuple[float, float, float]]
 SIMPLE: Table = [(3.4445, -4.7750, 2.0315)] * 5
 QUINTIC: Table = [
@@ -110,11 +107,8 @@ def test_published_formulas(formula: Callable[..., None], shape: tuple[int, int]
 
 
 # DeepSpeed's own Muon
-
-
 @pytest.fixture
 def deepspeed_muon() -> Iterator[Any]:
-    """DeepSpeed's module of it."""
     from deepspeed.runtime.zero.muon import muon_optimizer
 
     with eager():
@@ -157,8 +151,6 @@ def test_whole_optimizers_and_their_state(deepspeed_muon: Any, peer: str, limit:
 
 
 # Momentum in its two forms; that a run goes on in the other one is tested on the engines
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.95, 0.999])
 def test_there_and_back_again(momentum: float) -> None:
     """Two roundings of fp32, each half a unit in the last place, and one more of the factor."""
@@ -199,8 +191,6 @@ def test_wrong_conversions(how: dict[str, Any], message: str) -> None:
 
 
 # Their state. That torch's is read, and shares no memory with theirs, is seen where engines go on with it
-
-
 def test_state_is_read_by_name_where_it_is_by_name() -> None:
     model = nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.Muon([("weight", model.weight)], lr=0.1)
@@ -256,7 +246,6 @@ def test_state_of_any_form_and_dtype_becomes_ours(case: str) -> None:
 
 
 def state_of(state: dict[str, Any] | None = None, **group: Any) -> dict[str, Any]:
-    """A state dict of one parameter."""
     group = {"params": [0], "momentum": 0.9, **group}
     return {"state": {0: {"momentum_buffer": TWENTY} if state is None else state}, "param_groups": [group]}
 
@@ -295,8 +284,6 @@ def test_every_source_is_on_the_page() -> None:
 
 
 # Their param groups as our arguments
-
-
 class Convolutional(nn.Module):
     """Linear layers, a kernel, a stack, and GPT-2's linear, which is stored as (inputs, outputs)."""
 
@@ -422,10 +409,7 @@ def test_jordans_kernels_are_flattened_and_have_his_factor() -> None:
             lambda m: from_torch([torch.optim.AdamW([nn.Parameter(torch.ones(1))])], m),
             "parameters that are not the model",
         ),
-        (
-            lambda m: from_dion([{"params": m.parameters(), "algorithm": "dion"}], m),
-            "algorithm 'dion' has no",
-        ),
+        (lambda m: from_dion([{"params": m.parameters(), "algorithm": "dion"}], m), "algorithm 'dion' has no"),
         (lambda m: from_dion([{"params": m.parameters()}], m), "parameter '0.bias' has no two dimensions"),
         (lambda m: from_dion([{"params": [*m.parameters()], "newton_schulz_func": print}], m), "newton_schulz_func is"),
     ],

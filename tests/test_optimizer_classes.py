@@ -1,7 +1,5 @@
 """Optimizers by their class: what is accepted, and that nothing they keep is lost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -40,8 +38,6 @@ class Forgetful(Own):
 
 
 class Opaque(Own):
-    """Keeps an object that no checkpoint holds."""
-
     def step(self, closure: Any = None) -> None:
         super().step()
         self.state_of_first()["helper"] = object()
@@ -60,8 +56,6 @@ class History(Own):
 
 
 class TensorInGroup(Own):
-    """Changes a tensor of its param group in place."""
-
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
         self.param_groups[0]["count"] = torch.zeros(())
@@ -72,16 +66,12 @@ class TensorInGroup(Own):
 
 
 class OwnSchedule(Own):
-    """Lowers its own learning rate."""
-
     def step(self, closure: Any = None) -> None:
         self.scaled_step(1.0)
         self.param_groups[0]["lr"] *= 0.9
 
 
 class FromTheStart(Own):
-    """Goes by the learning rate that it was made with."""
-
     def step(self, closure: Any = None) -> None:
         self.scaled_step(self.param_groups[0]["lr"] / self.defaults["lr"])
 
@@ -136,8 +126,6 @@ def test_a_class_that_would_lose_something_is_refused_when_it_is_named(kind: str
 
 
 class Keywords(torch.optim.AdamW):
-    """Takes the arguments of its base class."""
-
     def __init__(self, params: Any, scale: float = 1.0, **kwargs: Any) -> None:
         super().__init__(params, **kwargs)
 
@@ -199,8 +187,6 @@ def test_every_part_goes_by_its_own_count_however_it_is_stepped(calls: list[list
 
 
 class PutsAnother(torch.optim.Optimizer):
-    """Puts new tensors in place of those in its state."""
-
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 

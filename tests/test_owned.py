@@ -1,7 +1,5 @@
 """Owned storage under what users do: their loops, models, norms and precisions, bit for bit as on one process."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc
@@ -45,12 +43,9 @@ from tests.zero import ADAMW
 ALL = tuple(MODES)
 LAYOUTS = {"auto": 0.0001, "padded": 0.0001, "compact": 0.0005}  # in megabytes, what makes six buckets of ``Branches``
 
+
 # Models
-
-
 class Checkpointed(nn.Module):
-    """Blocks whose activations are computed again in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -107,15 +102,12 @@ class Output:
 
 
 def structured() -> nn.Module:
-    """Returns a dictionary with a dataclass and a tuple."""
     model = Branches()
     model.register_forward_hook(lambda _, given, y: {"first": Output(y[:4], "note"), "rest": (y[4:], 3)})
     return model
 
 
 # Loops: what a rank does in a step
-
-
 def gradient_penalty(turn: Turn) -> None:
     x = turn.rows().requires_grad_()
     output = turn.model(x)
@@ -233,8 +225,6 @@ def test_every_loop_and_model_equals_one_process_in_every_mode(loop: str, first:
 
 
 # What else goes on around a step
-
-
 @on_ranks(2)
 def test_param_groups_have_their_own_rates() -> None:
     """A group's lr and weight decay are those of matrices and of the rest, where its section says nothing else."""
@@ -324,10 +314,7 @@ def test_all_ranks_begin_with_the_first_ones_weights_and_buffers() -> None:
 
 
 # Parameters that are still on their way
-
-
 def lazily(build: type[nn.Module] = Branches, **options: Any) -> tuple[Any, Any, Any]:
-    """A model just after a step, its parameters on their way here; its optimizer; what they must be."""
     model, optimizer = made(build, "lazy return", **options)
     back(model, 0)
     optimizer.step()

@@ -4,8 +4,6 @@ Equality for every stage and layout is in tests/test_equality.py; loops, models,
 are with those of ZeRO's storage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -52,8 +50,6 @@ def test_a_backward_pass_that_fails_is_an_error_on_every_rank_and_training_can_g
 
 
 # Universal checkpoints
-
-
 def trained(
     folder: str, stage: int, precision: str, options: dict[str, Any], load: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,7 +1,5 @@
 """Experts that only some ranks share, beside dense parameters that all do: four ranks, two sets of experts."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -49,7 +47,6 @@ def one_pass(turn: Turn) -> None:
 
 @kept_in_a_world
 def sharers_of_experts() -> Any:
-    """The group of the ranks that have the same experts as this one."""
     return [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][dist.get_rank() % 2]
 
 
@@ -68,9 +65,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"group_size": 2}, {"expert_group_size": 1}
 
 @on_ranks()
 @cells(ranks=[4], layout=["padded", "compact", "auto"], options=OPTIONS)
-def test_dense_and_expert_parameters_equal_one_process_and_all_count_in_the_norm(
-    layout: str, options: dict[str, Any]
-) -> None:
+def test_experts_and_the_rest_equal_one_process_and_count_in_the_norm(layout: str, options: dict[str, Any]) -> None:
     def note_norm(single: nn.Module) -> None:
         norms.append(float(nn.utils.get_total_norm([param.grad for param in single.parameters()])))
 
@@ -85,7 +80,6 @@ def test_dense_and_expert_parameters_equal_one_process_and_all_count_in_the_norm
 
 
 def loads_of_ranks() -> list[int]:
-    """This rank's dense and its experts' work."""
     core = expert_optimizer(sharded()[0], group_size=4).core
     return [held.plan.loads[held.sharers.instance.rank] for held in core.holdings]
 

@@ -1,8 +1,6 @@
 """Gradients of owned storage: kept on all ranks as under DDP, measured as on one process, in 16 bits, as NCCL moves
 them."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +37,6 @@ LAYOUTS = ["padded", "compact", "auto"]
 FULL = pytest.mark.full
 
 # keep_full_grads: mean gradients in param.grad, to look at and to change
-
 USES: dict[str, Callable[[int], str]] = {
     "both branches": lambda rank: "both",
     "a branch per rank": lambda rank: "left" if rank else "right",
@@ -141,7 +138,6 @@ def test_grad_scaler_works_on_kept_gradients_and_refuses_others() -> None:
 
 
 # Norms and zeros: every element counts once
-
 SUBSETS: dict[str, Any] = {
     "all": "*",
     "matrices of the layers": "layers.*.weight",
@@ -161,7 +157,6 @@ def with_zeros(tied: bool = False) -> nn.Module:
 
 
 def after_backward(tied: bool = False, **options: Any) -> Any:
-    """The optimizer of such a model after a backward pass."""
     model = with_zeros(tied)
     optimizer = optimizer_of_lm(model, **options)
     model(*shares(0, dist.get_world_size())[dist.get_rank()]).backward()
@@ -184,9 +179,7 @@ def gradients_of_one_process(tied: bool) -> dict[str, Tensor]:
     tied=[False, True],
     keep=[False, True],
 )
-def test_norms_and_zeros_equal_one_process_and_a_clip_scales_to_the_norm_asked_for(
-    group_size: int | None, layout: str, tied: bool, keep: bool
-) -> None:
+def test_norms_zeros_and_clips_equal_one_process(group_size: int | None, layout: str, tied: bool, keep: bool) -> None:
     grads = gradients_of_one_process(tied)
     optimizer = after_backward(tied, group_size=group_size, layout=layout, keep_full_grads=keep)
     for subset, names in SUBSETS.items():
@@ -229,8 +222,6 @@ def test_no_norm_and_no_maximum_hides_a_nan(bad: int) -> None:
 
 
 # Sums as they round
-
-
 def weights_on_real_gradients(layout: str, **options: Any) -> dict[str, Tensor]:
     model = UnevenLM()
     train(model, optimizer_of_lm(model, layout=layout, **options), 5, accumulation=2, clip=0.3)
@@ -248,12 +239,10 @@ def test_layouts_and_runs_equal_each_other_on_gradients_as_they_are() -> None:
 
 
 # 16-bit parameters: as one process that keeps fp32 masters
-
 NARROW = {**MODES, "fp32 gradients": {"grad_dtype": "float32"}}
 
 
 def narrow(dtype: torch.dtype, mixed: bool) -> nn.Module:
-    """All parameters in 16 bits, or all but those of the norm and the head."""
     model = UnevenLM().to(dtype)
     for module in (model.layers[4], model.lm_head) if mixed else ():
         module.float().register_forward_pre_hook(lambda _, given: given[0].float())
@@ -269,9 +258,7 @@ def narrow(dtype: torch.dtype, mixed: bool) -> nn.Module:
     mode=["plain", "lazy return", "step in backward", "fp32 gradients"],
     load=[False, True],
 )
-def test_narrow_models_equal_one_process_with_masters_which_loaded_weights_replace(
-    dtype: torch.dtype, mixed: bool, layout: str, mode: str, load: bool
-) -> None:
+def test_narrow_models_equal_fp32_masters(dtype: torch.dtype, mixed: bool, layout: str, mode: str, load: bool) -> None:
     """On gradients as they are: a sum of two ranks' in fp32 has one value."""
     model, single = narrow(dtype, mixed), Masters(dtype)
     single.low = narrow(dtype, mixed)
@@ -289,8 +276,6 @@ def test_narrow_models_equal_one_process_with_masters_which_loaded_weights_repla
 
 
 # The collectives that NCCL takes, on gloo: reduce-scatter and all-gather, of equal parts and of unequal ones
-
-
 @contextlib.contextmanager
 def not_from_rank_to_rank() -> Iterator[set[str]]:
     """Groups that are not ``direct``, as NCCL's; says which ran. gloo lacks one, which broadcasts replace."""

@@ -1,8 +1,6 @@
 """What ranks hold and send is what ``memory_report`` and ``traffic`` say, byte for byte: counted over live tensors, by
 the allocator's own events, and in the tensors given to c10d."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections import Counter
@@ -116,8 +114,6 @@ def test_a_step_leaves_nothing_behind(dtype: str, options: dict[str, Any]) -> No
 
 
 # The most that is held, by the allocator's events
-
-
 def chain(layers: int, width: int = 40) -> nn.Module:
     """Square matrices alone, each a bucket of its own or several together; no other gradients."""
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
@@ -203,7 +199,7 @@ MORE_PEAKS = [
 
 
 @pytest.mark.parametrize("ranks, dtype, layers, options", with_full(PEAKS, MORE_PEAKS), indirect=["ranks"], ids=str)
-def test_the_most_that_backward_holds_is_what_is_reported_and_of_layers_as_the_formula_says(
+def test_the_most_that_backward_holds_is_told(
     ranks: RankPool, dtype: str, layers: int, options: dict[str, Any]
 ) -> None:
     """Tried again where the transport's thread was the last to hold a buffer: the profiler sees what this thread frees.
@@ -235,8 +231,6 @@ def test_loading_maps_one_file_at_a_time(rank_pools: dict[int, RankPool], tmp_pa
 
 
 # What is sent
-
-
 class Watch(TorchDispatchMode):
     """Counts the bytes of every tensor that this process gives to c10d, by operation; flags, in int32, are left out."""
 

@@ -1,7 +1,5 @@
 """The package as a user gets it: built, installed beside torch alone, and run without a warning."""
 
-from __future__ import annotations
-
 import email
 import importlib.metadata
 import json
@@ -70,7 +68,6 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requirements_of(name: str) -> dict[str, importlib.metadata.Distribution]:
-    """A distribution that is installed here, and all that it requires, by name."""
     found: dict[str, importlib.metadata.Distribution] = {}
     wanted = [name]
     while wanted:
@@ -83,7 +80,6 @@ def requirements_of(name: str) -> dict[str, importlib.metadata.Distribution]:
 
 
 def run(command: Sequence[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in ``folder`` and nothing of the checkout. Raises AssertionError if it fails."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONWARNINGS")}
     finished = subprocess.run(
         [str(part) for part in command],

@@ -1,7 +1,5 @@
 """What the README and the pages in docs/ show is true: scripts run as printed, names and defaults are the code's."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
@@ -48,7 +46,6 @@ def part(page: str, begin: str, end: str) -> str:
 
 
 def named_in(rows: str) -> set[str]:
-    """The options that the first cells of a table's rows name."""
     return {name for row in re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
 
 
@@ -56,9 +53,7 @@ SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write,
 
 
 @pytest.mark.parametrize("command", RUNS, ids=["train.py", "unmodified script"])
-def test_deepspeeds_training_commands_run_as_printed(
-    request: pytest.FixtureRequest, ranks: RankPool, command: str, tmp_path: Path
-) -> None:
+def test_deepspeeds_commands_run(request: pytest.FixtureRequest, ranks: RankPool, command: str, tmp_path: Path) -> None:
     """The unmodified script's under the launcher; the other so in `make test-full` only."""
     files, unmodified = dict(FILES), "--module" in command
     if unmodified:  # no line of ours
@@ -270,8 +265,6 @@ def test_the_support_table_of_fsdp2_is_the_tests_table() -> None:
 
 
 # -- docs/optimizers.md
-
-
 def test_a_users_own_rule_runs_as_printed(tmp_path: Path) -> None:
     ((name, script),) = re.findall(r"^```python (\S+)\n(.*?)^```$", PAGES["optimizers"], re.MULTILINE | re.DOTALL)
     (tmp_path / name).write_text(script)
@@ -299,8 +292,6 @@ def test_the_entries_of_the_page_are_understood_and_every_rule_is_in_its_table()
 
 
 # -- docs/migration.md
-
-
 def test_every_peer_has_a_table_with_keys_of_ours_and_settings_that_are_arguments_in_python_too() -> None:
     assert re.findall(r"^```json (\w+)$", MIGRATION, re.MULTILINE) == PEERS
     for peer in PEERS:

@@ -1,7 +1,5 @@
 """Plans of flat partitions and of meshes: exact, every element once there and back, and the same everywhere."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
@@ -208,7 +206,6 @@ FLAT = ("stay", "balance")
 
 
 def elements(atom: int, part: Segment | Fragment) -> list[tuple[int, int]]:
-    """An atom's elements in a part of it, in their order."""
     runs = range(part.start, part.start + part.runs * part.pitch, part.pitch) if part.runs > 1 else [part.start]
     return [(atom, run + i) for run in runs for i in range(part.stop - part.start)]
 
@@ -233,8 +230,7 @@ def assert_arrives(ways: list[Transfer]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "how"),
-    [*itertools.product(FLAT, [1, 2, 3, 4, 7]), *itertools.product(LAYOUTS, ["compact", "padded"])],
+    ("where", "how"), [*itertools.product(FLAT, [1, 2, 3, 4, 7]), *itertools.product(LAYOUTS, ["compact", "padded"])]
 )
 def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(where: str, how: str | int) -> None:
     if isinstance(how, int):

@@ -1,7 +1,5 @@
 """Ranks that differ, or fail: every engine comes to the same decision on all of them, or to an error that says why."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -49,8 +47,6 @@ def fail(*_: Any, **__: Any) -> Any:
 
 
 # When the optimizer is made
-
-
 def of_another_shape(model: nn.Module) -> None:
     model.lm_head = nn.Linear(24, 38, bias=False)
 
@@ -114,8 +110,6 @@ def test_ranks_that_are_given_different_things_all_stop_and_show_both(engine: st
 
 
 # Options at a step
-
-
 CHANGES: dict[str, tuple[int, str, Any]] = {  # of param group 0, muon's, or 1, adamw's
     "lr": (0, "lr", 0.5),
     "weight decay": (1, "weight_decay", 0.5),
@@ -194,8 +188,6 @@ def test_the_number_of_the_options_is_worked_out_again_only_if_one_has_changed(m
 
 
 # Failures
-
-
 def in_a_rule(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(muon, "newton_schulz", fail)
 

@@ -1,7 +1,5 @@
 """What cannot work under DeepSpeed is refused by name when the engine is built, on every rank, and nothing hangs."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable
@@ -81,10 +79,7 @@ OF_OWNED: list[tuple[dict[str, Any], str]] = [
     (BF16 | {"communication_data_type": "fp32"}, "communication_data_type is float32, but gradients travel as they"),
     (BF16 | {"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype is float16 and the model is"),
 ]
-SETTINGS = [
-    *(("zero", *row) for row in (*OF_BOTH, *OF_ZERO)),
-    *(("owned", *row) for row in (*OF_BOTH, *OF_OWNED)),
-]
+SETTINGS = [*(("zero", *row) for row in (*OF_BOTH, *OF_ZERO)), *(("owned", *row) for row in (*OF_BOTH, *OF_OWNED))]
 
 
 @pytest.mark.parametrize(("storage", "changes", "message"), SETTINGS)
@@ -108,14 +103,8 @@ OVERLAPPING = {name: {"params": glob, "max_norm": 1.0} for name, glob in (("a", 
     ("options", "message"),
     [
         ({"exclude": ["*"]}, "none of the 11 trained parameters is a matrix"),
-        (
-            {"ns_method": "gram-newton-schulz"},
-            "for Hopper and Blackwell GPUs of NVIDIA, not for a device of",
-        ),
-        (
-            {**OWNED, "ns_method": "quack-kernels"},
-            "ns_method is 'quack-kernels', whose kernels are for Ampere and",
-        ),
+        ({"ns_method": "gram-newton-schulz"}, "for Hopper and Blackwell GPUs of NVIDIA, not for a device of"),
+        ({**OWNED, "ns_method": "quack-kernels"}, "ns_method is 'quack-kernels', whose kernels are for Ampere and"),
         ({**OWNED, "group_size": 3}, "group size 3 does not divide the 2 data-parallel ranks"),
         ({"clip_groups": {"gates": {"params": "gat.*", "max_norm": 1.0}}}, "clip_groups['gates']: 'gat.*' matches no"),
         ({**OWNED, "clip_groups": OVERLAPPING}, "parameter 'gate.bias' is in clip_groups 'a' and 'b'; give it to one"),
@@ -145,7 +134,6 @@ def test_errors_of_layer_wise_say_layer_wise(storage: str) -> None:
 
 
 # Models and ranks
-
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 ON_OWNED = config(2, **OWNED) | zero()
 
@@ -220,28 +208,12 @@ def stages(settings: dict[str, Any]) -> None:
     [
         (shards, config(3), "tensor parallelism of 2 at zero_optimization.stage 3; use stage 0, 1 or 2"),
         (shards, ON_OWNED, 'tensor parallelism of 2; use "storage": "zero"'),
-        (
-            unequal_shards,
-            config(2),
-            "is a shard of (33, 16), which AutoTP cuts into unequal parts",
-        ),
+        (unequal_shards, config(2), "is a shard of (33, 16), which AutoTP cuts into unequal parts"),
         (shards_by_an_mpu, ON_OWNED, 'tensor parallelism of 2; use "storage": "zero"'),
-        (
-            shards_of_unknown_matrices,
-            config(2),
-            "'layers.0.weight' of shape (63, 24) is marked as tensor-parallel",
-        ),
+        (shards_of_unknown_matrices, config(2), "'layers.0.weight' of shape (63, 24) is marked as tensor-parallel"),
         (shards_with_their_own_gradients, config(2), "'layers.0.weight' of shape (63, 24) is marked sequence"),
-        (
-            shards_without_marks,
-            config(2),
-            "'embedding.weight' has no mark of tensor parallelism",
-        ),
-        (
-            stages_of_an_mpu,
-            config(2),
-            "mpu.get_model_parallel_world_size() is 2, of which 1",
-        ),
+        (shards_without_marks, config(2), "'embedding.weight' has no mark of tensor parallelism"),
+        (stages_of_an_mpu, config(2), "mpu.get_model_parallel_world_size() is 2, of which 1"),
         (experts_by_auto_ep, config(2), "expert_parallel.enabled is true (AutoEP), whose expert layers were not tried"),
         (experts, ON_OWNED, "the model has DeepSpeed's expert layers"),
         (stages, ON_OWNED, "the model is a PipelineModule"),

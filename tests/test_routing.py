@@ -1,7 +1,5 @@
 """Which parameters go to the matrix rule and why: of models people train, of those that PEFT wrapped, and by name."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -37,7 +35,6 @@ def routes_of(model: nn.Module, **options: Any) -> dict[str, Route]:
 
 
 def module(**parts: Any) -> nn.Module:
-    """With these modules and parameters."""
     made = nn.Module()
     for name, part in parts.items():
         setattr(made, name, part)
@@ -45,7 +42,6 @@ def module(**parts: Any) -> nn.Module:
 
 
 # Models as they are; those of Hugging Face's families are in test_model_shapes.py
-
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50, "intermediate_size": 48}
 
 
@@ -63,7 +59,6 @@ def test_models_of_stacked_experts_say_how_little_is_a_matrix() -> None:
 
 
 # Heads, tables, odd modules, and everything that is no matrix
-
 Make = Callable[[], nn.Module]
 
 
@@ -150,10 +145,7 @@ EXPECTED: list[tuple[Make, dict[str, str]]] = [  # by reason the names, without 
         real("GptOss", CAUSAL, num_local_experts=4, num_key_value_heads=2),
         {"bias": "model.layers.0.mlp.experts.down_proj_bias", PLAIN: "model.layers.0.mlp.router"},
     ),
-    (
-        real("Mamba", CAUSAL, MAMBA),
-        {DECAY: "backbone.layers.0.mixer.A_log", PLAIN: "backbone.layers.0.mixer.out_proj"},
-    ),
+    (real("Mamba", CAUSAL, MAMBA), {DECAY: "backbone.layers.0.mixer.A_log", PLAIN: "backbone.layers.0.mixer.out_proj"}),
     (real("Roberta", CLASSES), {PLAIN: "classifier.dense", CLASSIFIER: "classifier.out_proj"}),
     (real("Bert", CLASSES, max_position_embeddings=32), {PLAIN: "bert.pooler.dense", CLASSIFIER: "classifier"}),
     (real("ModernBert", "ForMaskedLM", pad_token_id=0), {PLAIN: "head.dense"}),
@@ -215,8 +207,6 @@ def test_parameters_are_routed_by_what_the_model_does_with_them(make: Make, expe
 
 
 # Overrides by name
-
-
 def test_globs_overrule_structure_and_exclude_wins_by_every_name_of_a_parameter() -> None:
     routes = routes_of(UnevenLM(), include=["lm_head.*", "layers.*"], exclude=["layers.2.*"])
     found = {name: (r.kind, r.reason) for name, r in routes.items()}
@@ -263,7 +253,6 @@ def test_globs_that_do_nothing_are_errors(globs: dict[str, list[str]], message: 
 
 
 # PEFT: by what a parameter is, never by the adapter's name
-
 Q = {"target_modules": ["q_proj"]}
 BOTH = {"target_modules": ["q_proj", "down_proj"]}
 FOUR, HEADED = {"r": 4, **BOTH}, {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head", "embed_tokens"]}
@@ -423,8 +412,6 @@ def test_globs_overrule_what_peft_layers_say_and_frozen_weights_are_not_looked_a
 
 
 # Which matrices are in LoRA's factors
-
-
 def blocks_of(model: nn.Module) -> dict[str, list[Block]]:
     routes = route(model, stacks=True)
     return {name.removeprefix("base_model.model."): list(d.blocks) for name, d in divide(model, routes).items()}
@@ -476,7 +463,6 @@ def changed_by(layer: Any, expert: int, factor: str) -> Tensor:
 
 
 # PEFT on engines
-
 EXPERTS = "base_model.model.experts.lora_"
 PIECES = {  # of experts' factors, by the formula of PEFT's change of a weight: "o r e, e r i -> e o i"
     f"{EXPERTS}A.default.weight": [lambda a, e=e: a.unflatten(0, (3, 4))[e] for e in range(3)],
@@ -493,8 +479,6 @@ def adapted() -> nn.Module:
 
 
 class AdaptedReference(Reference):
-    """One process: torch's Muon on every matrix as a parameter of its own."""
-
     def __init__(self) -> None:
         self.model = adapted()
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}

@@ -1,8 +1,6 @@
 """A step's temporary memory, by the allocator's events: on every engine at most two buckets and one batch, however
 many matrices there are."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The architecture holds: who imports whom. What is packaged: test_package.py."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Studies: deployments, memory and bytes by hand. That plans are those of runs: test_planned.py."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

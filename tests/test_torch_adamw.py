@@ -4,8 +4,6 @@ The sequence is that of torch's own tests of ``torch.distributed.checkpoint.stat
 some steps, loaded into a fresh optimizer, and trained on.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -117,8 +115,6 @@ def whole_of(value: Any) -> Any:
 
 
 # On one process
-
-
 def test_groups_have_torchs_keys_and_the_rule_can_still_be_read() -> None:
     (_, adamw), (_, ours) = torchs(), ours_on("owned")
     (theirs,), (group,) = adamw.param_groups, ours.param_groups

@@ -1,7 +1,5 @@
 """Types reach users: the script that mypy checks uses every public name, and runs. test_package.py has the marker."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training under DeepSpeed as people write it equals torch.optim.Muon and AdamW on one process, bit for bit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -65,8 +63,6 @@ def test_the_state_is_as_large_as_planned(stage: int, options: dict[str, Any]) -
 
 
 # Loops over the micro-batches of a step
-
-
 def accumulate(engine: Any, *parts: Any) -> None:
     for rows in parts:
         engine.backward(engine(*rows))
@@ -165,8 +161,6 @@ def test_training_loops_equal_a_single_process(storage: str, stage: int, loop: s
 
 
 # Models
-
-
 class Peculiar(ExactLM):
     """A tied head, frozen layers, parameters of no elements, layers that are run as ``how`` says, and one that is not,
     but may be ``touched``, which makes its gradient zero."""
@@ -303,8 +297,6 @@ def test_what_only_some_ranks_use_counts_as_a_zero_gradient_of_the_others_or_is_
 
 
 # Param groups
-
-
 def in_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """The 2-D parameters without the gate, the vectors, and the gate."""
     gate, params = model.gate.weight, list(model.parameters())
@@ -335,8 +327,6 @@ def test_param_groups_keep_their_own_lr_and_weight_decay_and_adamw_its_options()
 
 
 # Matrices that are stored as (inputs, outputs)
-
-
 class Stack(nn.Module):
     """Experts in one parameter of (inputs, outputs), or ``apart``, each in one of (outputs, inputs).
 
@@ -384,8 +374,6 @@ def test_every_slice_is_a_matrix_of_outputs_by_inputs_with_an_owner(stage: int, 
 
 
 # Offloading
-
-
 CPU = {"device": "cpu"}
 
 
@@ -451,8 +439,6 @@ def test_matrices_are_computed_where_the_configuration_says(stage: int, ns_devic
 
 
 # An engine's life
-
-
 @on_ranks(2)
 @each_stored
 def test_an_optimizer_serves_a_second_engine_when_the_first_is_gone(tmp_path: Path, storage: str, stage: int) -> None:

@@ -3,8 +3,6 @@
 On other ranks and stages, by conversion, it does in test_checkpoints.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +87,13 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, kind: str, stage: 
     indirect=["ranks"],
 )
 @on_ranks()
-def test_a_run_resumes_from_before_the_first_step_and_on_four_ranks(
-    tmp_path: Path, kind: str, stage: int, precision: str, first: int
-) -> None:
+def test_runs_resume_at_once_and_on_4_ranks(tmp_path: Path, kind: str, stage: int, precision: str, first: int) -> None:
     stop_and_go_on(tmp_path, kind, stage, precision, first)
 
 
 @pytest.mark.parametrize(("stage", "precision"), SOME)
 @on_ranks()
-def test_a_checkpoint_from_inside_an_accumulation_window_resumes_at_its_start(
-    tmp_path: Path, stage: int, precision: str
-) -> None:
+def test_a_checkpoint_inside_an_accumulation_resumes_at_its_start(tmp_path: Path, stage: int, precision: str) -> None:
     settings = scheduled(settings_of("zero", stage, precision, accumulation=2))
     with engine_for(settings) as engine:
         expected_losses = train(engine, 4)

@@ -4,8 +4,6 @@ Four ranks, expert parallel 2: ranks 0 and 2 share experts 0 and 1, ranks 1 and 
 the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -138,12 +136,7 @@ def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume
             kwargs["model_parameters"] = None
         return engine_for(own, model, **kwargs)
 
-    beside = Beside(
-        Reference(WholeMixture(), matrices=MATRICES),
-        train_step,
-        whole_name=whole_name,
-        settings=settings,
-    )
+    beside = Beside(Reference(WholeMixture(), matrices=MATRICES), train_step, whole_name=whole_name, settings=settings)
     beside.clip = clip
     binding = beside.train_and_resume(new_engine, tmp_path).basic_optimizer._binding
     sizes = [(unit.ranks.world_size, len(unit.params)) for unit in binding.units]
@@ -256,9 +249,7 @@ SPLIT = "split groups with deepspeed"
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
-def test_experts_that_cannot_be_trained_are_refused(
-    stage: int, model: Callable[[], nn.Module], how: str | None, message: str
-) -> None:
+def test_other_experts_are_refused(stage: int, model: Callable[[], nn.Module], how: str | None, message: str) -> None:
     module = model()
     groups = {} if how is None else {"model_parameters": grouped(module, how)}
     apart = {"precision": "bf16+fp32", "clip_groups": {"all": {"params": "*", "max_norm": 1.0}}} if stage == 1 else {}

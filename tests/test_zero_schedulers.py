@@ -1,8 +1,6 @@
 """Learning-rate schedules keep the ratio between Muon's rate and AdamW's, whatever they write, and are DeepSpeed's own
 or torch's, by configuration, as instances or as callables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

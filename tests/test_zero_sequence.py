@@ -3,8 +3,6 @@
 DeepSpeed replicates parameters over the ranks of a sequence and shards as over data-parallel ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +26,6 @@ SHARING, TIME = 2, 8  # ranks of a sequence; two ranks have one sequence, four h
 
 @contextlib.contextmanager
 def sharing_engine(settings: dict[str, Any], model: nn.Module | None = None) -> Iterator[Any]:
-    """An engine on ranks of which two share a sequence."""
     parallel_state_sp._release_sequence_parallel_groups()
     parallel_state_sp.initialize_sequence_parallel(SHARING)
     try:
@@ -43,7 +40,6 @@ def settings_of(storage: str, stage: int, precision: str = "fp32", **options: An
 
 
 def shares(step: int, accumulation: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """A rank's micro-batches: the rows of its sequences, and its half of their time."""
     sequences = dist.get_world_size() // SHARING
     tokens, targets = (
         [part.chunk(SHARING, 1)[rank % SHARING] for part in t.chunk(accumulation * sequences)]
@@ -70,9 +66,7 @@ def train_step(engine: Any, step: int) -> None:
     how=[(1, 0.0), (2, 0.5)],
     ranks=[2, 4],
 )
-def test_parameters_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume(
-    tmp_path: Path, stage: int, precision: str, how: tuple[int, float]
-) -> None:
+def test_bits_given_the_same_gradients(tmp_path: Path, stage: int, precision: str, how: tuple[int, float]) -> None:
     """With its default at stage 3 DeepSpeed averages the gradients over the ranks of a sequence, with AdamW, too; all
     other stages, and that setting off, sum them."""
     accumulation, clip = how

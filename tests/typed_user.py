@@ -4,8 +4,6 @@
 that need one process only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,8 +187,6 @@ def train_fsdp2(model: nn.Module, batch: Tensor) -> dict[str, Any]:
 
 
 # DeepSpeed, whose engine has no types
-
-
 def optimizer_for_deepspeed(model: nn.Module, muon: bool) -> torch.optim.Optimizer:
     deepspeed_zero.register()
     if muon:

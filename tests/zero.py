@@ -1,7 +1,5 @@
 """What tests under DeepSpeed share: configurations of both storages, a training loop, and single-process references."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,7 +35,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def config(stage: int = 2, *, accumulation: int = 1, clip: float = 0.0, rows: int = 4, **params: Any) -> dict[str, Any]:
-    """A ds_config with our optimizer entry; ``params`` are further options of it."""
     return {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": accumulation,
@@ -170,7 +167,6 @@ class Reference:
         return norm
 
     def difference(self, engine: Any) -> float:
-        """The largest of an engine's fp32 weights from this process's."""
         return largest_difference(full_weights(engine), self.model)
 
     def check(self, engine: Any, limit: float = 0.0) -> None:

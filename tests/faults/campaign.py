@@ -3,8 +3,6 @@
 ``FAULTS_SEED`` sets the seed, ``FAULTS_COUNT`` how many attacks a row makes in place of its own number.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import traceback
@@ -24,7 +22,6 @@ RAW = re.compile(
 
 
 def count(number: int) -> int:
-    """How many attacks to make where the campaign makes ``number``."""
     return int(os.environ.get("FAULTS_COUNT", number))
 
 

@@ -1,7 +1,5 @@
 """Hostile and damaged files given to readers and to engines in training: nothing runs, nothing is written elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

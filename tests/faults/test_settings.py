@@ -1,7 +1,5 @@
 """Bad settings of every host and command: refused by name before training, or accepted and right."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -56,7 +54,6 @@ TOKENS = torch.arange(7).view(1, 7)
 NAMES = [name for name, _ in Tiny().named_parameters()]
 
 # What is given
-
 scalars = some.one_of(
     some.none(),
     some.booleans(),
@@ -72,9 +69,7 @@ keys = some.one_of(
     some.sampled_from(["name", "lr", "class", "params", "heads", "qkv", "matrix"]), some.text(max_size=3)
 )
 anything = some.recursive(
-    scalars,
-    lambda inner: some.lists(inner, max_size=5) | some.dictionaries(keys, inner, max_size=3),
-    max_leaves=8,
+    scalars, lambda inner: some.lists(inner, max_size=5) | some.dictionaries(keys, inner, max_size=3), max_leaves=8
 )
 
 
@@ -119,7 +114,6 @@ def picked(draw: Any, known: Known) -> dict[str, Any]:
 
 @some.composite
 def section(draw: Any, rules: Any) -> Any:
-    """A rule's name, or a section of it with some options."""
     name = draw(some.sampled_from(sorted(rules)))
     if draw(some.booleans()):
         return name
@@ -171,9 +165,8 @@ IN_PYTHON = {
     "expert_group_size": NONE | some.integers(1, 3),
 }
 
+
 # What comes of it
-
-
 def too_long(given: Any) -> bool:
     """Whether it may be right but take more time than a test has."""
     if isinstance(given, dict):
@@ -326,7 +319,6 @@ GIVEN = {
 
 
 def drawn(strategy: some.SearchStrategy[Any], number: int) -> list[Any]:
-    """So many examples, the same ones for a seed."""
     found: list[Any] = []
     checks = list(hypothesis.HealthCheck)
 
@@ -342,7 +334,6 @@ def drawn(strategy: some.SearchStrategy[Any], number: int) -> list[Any]:
 
 
 # Commands
-
 WORDS = some.one_of(
     some.sampled_from(
         ["auto", "owned", "zero2", "zero3", "fsdp2", "float32", "bfloat16", "gpt", "h100-8x-ib", "flops"]
@@ -381,7 +372,6 @@ FITS = {
 
 @some.composite
 def command(draw: Any) -> dict[str, Any]:
-    """A command, most of whose options are right, and the files that it may name."""
     name = draw(some.sampled_from([*FITS, "plan", "plan"]))
     files = dict(FILES)
     if name == "plan" and draw(some.booleans()):
@@ -405,7 +395,6 @@ def fitting_text(option: Any) -> some.SearchStrategy[str]:
 
 @some.composite
 def altered(draw: Any, value: Any) -> Any:
-    """With another value somewhere."""
     if isinstance(value, dict) and value and draw(some.integers(0, 9)):
         key = draw(some.sampled_from(sorted(value)))
         return {**value, key: draw(altered(value[key]))}
@@ -416,7 +405,6 @@ def altered(draw: Any, value: Any) -> Any:
 
 
 def misfit(folder: Path, given: dict[str, Any]) -> str:
-    """What is wrong with how a command ends."""
     for name, value in given["files"].items():
         (folder / name).write_text(json.dumps(value))
     shutil.rmtree(folder / "to", ignore_errors=True)
