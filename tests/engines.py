@@ -23,13 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
@@ -247,16 +241,16 @@ class Engine:
             state = torch.load(f"{folder}/full.pt")
             if self.loaded_form == "full" and dist.get_rank() > 0:
                 state = {**state, "model": {}, "optimizer": {}}
-        set_model_state_dict(self.model, state["model"], options=options)
+        state_dict.set_model_state_dict(self.model, state["model"], options=options)
         if self.loaded_form == "flat full":  # torch 2.13 cannot shard one while loading, not for its own AdamW either
-            options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+            options = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+        state_dict.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
         self.go_on_from(state)
 
-    def _state(self, options: StateDictOptions) -> dict[str, Any]:
+    def _state(self, options: state_dict.StateDictOptions) -> dict[str, Any]:
         """As docs/fsdp2.md saves it."""
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        return {"model": get_model_state_dict(self.model, options=options), "optimizer": optimizer}
+        optimizer = state_dict.get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        return {"model": state_dict.get_model_state_dict(self.model, options=options), "optimizer": optimizer}
 
 
 @contextlib.contextmanager
@@ -303,9 +297,9 @@ class OnFSDP2(Engine):
         return fsdp2.weights_of(self.model)
 
 
-def _options_of(form: str) -> StateDictOptions:
+def _options_of(form: str) -> state_dict.StateDictOptions:
     full = dict.fromkeys(("full_state_dict", "cpu_offload", "broadcast_from_rank0"), "full" in form)
-    return StateDictOptions(flatten_optimizer_state_dict="flat" in form, **full)
+    return state_dict.StateDictOptions(flatten_optimizer_state_dict="flat" in form, **full)
 
 
 class UnderDeepSpeed(Engine):

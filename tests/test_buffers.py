@@ -14,15 +14,8 @@ from typing import Any
 import pytest
 
 from lwopt_backend.plan import Atom
+from lwopt_backend.plan.buffers import packing
 from lwopt_backend.plan.buffers.layout import MOST_KINDS, BufferPlan, Stream
-from lwopt_backend.plan.buffers.packing import (
-    capped_shards,
-    closing_rule,
-    ping_pong,
-    plan_compact,
-    plan_padded,
-    relieve,
-)
 from lwopt_backend.plan.buffers.placement import (
     Cuts,
     Packer,
@@ -67,8 +60,8 @@ def test_a_plan_counts_its_loads_and_names_what_is_wrong_with_it() -> None:
 def of_megatron(atoms: Sequence[Atom], ranks: int, bucket_numel: int | None) -> BufferPlan:
     """Megatron-Core's plan, its sizes summed up anew. A bucket ends on a multiple of its ranks and of 128 elements."""
     stream = Stream(atoms)
-    cuts = closing_rule(stream, ranks, bucket_numel)
-    owners = capped_shards(stream, cuts, ranks)
+    cuts = packing.closing_rule(stream, ranks, bucket_numel)
+    owners = packing.capped_shards(stream, cuts, ranks)
     backward = list(reversed(atoms))
     buckets = [bucket for bucket, (start, stop) in enumerate(zip(cuts, cuts[1:])) for _ in range(start, stop)]
     sizes = []
@@ -160,7 +153,7 @@ def test_any_shapes_are_planned_no_worse_than_by_megatron(shapes: str, shards: i
     plan = planned(atoms, shards, bucket_numel)
     assert_lawful_and_no_worse(plan, of_megatron(atoms, shards, bucket_numel))
     assert shards > 1 or set(plan.owners) == {0}
-    assert_lawful(plan_compact(atoms, shards, bucket_numel=bucket_numel))
+    assert_lawful(packing.plan_compact(atoms, shards, bucket_numel=bucket_numel))
 
 
 OBJECTIVES: tuple[Callable[[BufferPlan], float], ...] = (  # also what a hostile user could ask for; the least is taken
@@ -183,7 +176,7 @@ def test_random_shapes_are_planned_lawfully_and_no_worse_than_by_megatron_whatev
     atoms = [replace(atom, cost=COSTS[generator.choice(["newton_schulz", "soap"])].of(atom.shape)) for atom in atoms]
     theirs = of_megatron(atoms, ranks, bucket_numel)
     for objective in OBJECTIVES:
-        plan = plan_padded(atoms, ranks, bucket_numel=bucket_numel, seconds=objective)
+        plan = packing.plan_padded(atoms, ranks, bucket_numel=bucket_numel, seconds=objective)
         assert_lawful_and_no_worse(plan, theirs)
 
 
@@ -218,7 +211,7 @@ def trades(placement: Placement, shard: int) -> Iterator[Placement]:
 def test_relieving_ends_where_no_trade_helps_the_costliest_shard_and_keeps_the_caps(seed: int) -> None:
     placement = random_placement(seed)
     before, caps = max(placement.loads), [height + 512 * (seed % 3) for height in placement.heights]
-    relieve(placement, caps)
+    packing.relieve(placement, caps)
     again = with_owners(placement, list(placement.owners))
     assert (again.loads, again.filled) == (placement.loads, placement.filled), "sums are those of the owners"
     assert all(height <= cap for height, cap in zip(placement.heights, caps))
@@ -450,12 +443,12 @@ def by_longest_first(amounts: Sequence[int], ranks: int) -> int:
 )
 def test_work_is_as_even_as_by_longest_first_and_no_less_than_by_megatrons_ping_pong(figure: Figures) -> None:
     atoms = model(figure.model, figure.flavour)
-    plan = plan_compact(atoms, figure.ranks, bucket_numel=figure.bucket_numel)
+    plan = packing.plan_compact(atoms, figure.ranks, bucket_numel=figure.bucket_numel)
     assert_lawful(plan)
     for busiest, amounts in measured(plan):
         lowest_possible = max(max(amounts), -(-sum(amounts) // figure.ranks))
         assert lowest_possible <= busiest <= 1.01 * by_longest_first(amounts, figure.ranks)
-    theirs = replace(plan, owners=tuple(ping_pong([atom.numel for atom in atoms], figure.ranks)))
+    theirs = replace(plan, owners=tuple(packing.ping_pong([atom.numel for atom in atoms], figure.ranks)))
     assert unevenness(plan) <= figure.ping_pong == unevenness(theirs)
     assert plan.buffer_numel == sum(atom.numel for atom in plan.atoms) and plan.padding == 0
 
@@ -470,7 +463,7 @@ def test_small_buffers_are_owned_as_evenly_as_possible(shapes: str, factor: floa
         drawn = [(generator.choice(sides), generator.choice(sides)) for _ in range(generator.randint(1, 9))]
         atoms = atoms_of([(rows, rows if shapes == "squares" else columns) for rows, columns in drawn])
         ranks = generator.randint(1, 4)
-        plan = plan_compact(atoms, ranks, bucket_numel=None)
+        plan = packing.plan_compact(atoms, ranks, bucket_numel=None)
         assert_lawful(plan)
         pairs = [(busiest, optimum(amounts, ranks)) for busiest, amounts in measured(plan)]
         assert all(best <= busiest <= factor * best for busiest, best in pairs)
@@ -480,13 +473,13 @@ def test_small_buffers_are_owned_as_evenly_as_possible(shapes: str, factor: floa
 
 def test_buckets_hold_at_least_their_size_and_close_as_soon_as_they_do() -> None:
     atoms = atoms_of([(64, 64)] * 10 + [(64, 640)] + [(64, 64)] * 3)
-    plan = plan_compact(atoms, 4, bucket_numel=3 * 64 * 64)
+    plan = packing.plan_compact(atoms, 4, bucket_numel=3 * 64 * 64)
     assert sum(plan.bucket_numels) == plan.numel
     filled = dict.fromkeys(range(len(plan.bucket_numels)), 0)
     for bucket, atom in reversed(list(zip(plan.buckets, atoms))):
         assert filled[bucket] < 3 * 64 * 64, "closed as soon as it held enough"
         filled[bucket] += atom.numel
     assert all(numel >= 3 * 64 * 64 for numel in list(filled.values())[:-1])
-    assert len(plan_compact(atoms, 4, bucket_numel=None).shard_numels) == 1
-    assert_lawful(plan_compact([Atom(atom.name, atom.shape, 0) for atom in atoms], 2, bucket_numel=None))
+    assert len(packing.plan_compact(atoms, 4, bucket_numel=None).shard_numels) == 1
+    assert_lawful(packing.plan_compact([Atom(atom.name, atom.shape, 0) for atom in atoms], 2, bucket_numel=None))
     assert all(cost.of(atom.shape) > 0 for cost in COSTS.values() for atom in atoms), "0 is a user's cost model only"

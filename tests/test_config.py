@@ -20,18 +20,10 @@ from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer, MatrixRule, register_rule
 from lwopt_backend.cli.rule_facts import rule_facts
+from lwopt_backend.config import registry
 from lwopt_backend.config.choices import arguments_of, layer_wise_settings, muon_settings, settings_of
 from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
 from lwopt_backend.config.param_groups import as_groups, split
-from lwopt_backend.config.registry import (
-    ELEMENTWISE_RULES,
-    MATRIX_RULES,
-    AdamWOptions,
-    MuonOptions,
-    build_matrix_rule,
-    cost_of,
-    register_elementwise,
-)
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.routing.grouping import group_parameters
 from lwopt_backend.rules import option
@@ -80,7 +72,9 @@ DEMANDING = {"name": "torch_optimizer", "class": Demanding}
 
 
 # Options
-@pytest.mark.parametrize(("options", "optimizer"), [(MuonOptions, torch.optim.Muon), (AdamWOptions, torch.optim.AdamW)])
+@pytest.mark.parametrize(
+    ("options", "optimizer"), [(registry.MuonOptions, torch.optim.Muon), (registry.AdamWOptions, torch.optim.AdamW)]
+)
 def test_names_and_defaults_are_torchs(options: Any, optimizer: Any) -> None:
     theirs = inspect.signature(optimizer.__init__).parameters
     for name, field in options.model_fields.items():
@@ -92,7 +86,7 @@ def test_names_and_defaults_are_torchs(options: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("given", [{"ns_dtype": "float32"}, {"exchange_dtype": "float32"}, {}])
 def test_what_travels_is_in_the_dtype_of_the_iteration_unless_told(given: dict[str, Any]) -> None:
     rules, host = muon_settings(given, "")
-    rule = build_matrix_rule({"rule": "muon", **rules.matrix.options.model_dump()}, host)
+    rule = registry.build_matrix_rule({"rule": "muon", **rules.matrix.options.model_dump()}, host)
     assert rule.exchange_dtype == (torch.float32 if given else torch.bfloat16)
 
 
@@ -212,10 +206,10 @@ def test_parameters_that_are_not_given_or_have_no_elements_are_not_trained() -> 
 # A user's own rules
 @pytest.fixture
 def own_rules() -> Any:
-    with mock.patch.dict(MATRIX_RULES), mock.patch.dict(ELEMENTWISE_RULES):
+    with mock.patch.dict(registry.MATRIX_RULES), mock.patch.dict(registry.ELEMENTWISE_RULES):
         register_rule("sign", Sign, cost=flops)
         register_rule("greedy", Sign, takes=lambda route: "gate" not in route.name)
-        register_elementwise("own_sgd", torch.optim.SGD, options=PlainSGD, new_state=sgd_state)
+        registry.register_elementwise("own_sgd", torch.optim.SGD, options=PlainSGD, new_state=sgd_state)
         yield
 
 
@@ -230,7 +224,7 @@ def test_a_dataclass_and_one_call_make_a_rule_and_so_it_is_with_elementwise_ones
     assert torch.allclose(moved[moved > 0], torch.tensor(0.1 / 5))
     expected = twin.embedding.weight.detach().add(twin.embedding.weight.grad, alpha=-0.3)
     assert torch.equal(model.embedding.weight.detach(), expected)
-    assert cost_of((4, 5), {"rule": "sign", "lr": 0.1}) == 60
+    assert registry.cost_of((4, 5), {"rule": "sign", "lr": 0.1}) == 60
 
 
 @dataclass
@@ -244,7 +238,7 @@ class Bounded(Sign):
 
 
 def test_an_option_of_a_rule_has_what_its_field_says_of_it() -> None:
-    with mock.patch.dict(MATRIX_RULES):
+    with mock.patch.dict(registry.MATRIX_RULES):
         register_rule("bounded", Bounded)
         (rule,) = rule_facts("bounded", None)["rules"]
         assert rule["options"][-2:] == [
@@ -313,7 +307,7 @@ def test_an_entry_of_deepspeeds_muon_means_what_deepspeed_makes_of_it(settings: 
     for ours, group, keys in ((muon, theirs[0], (*SHARED, "momentum")), (adamw, theirs[1], (*SHARED, "betas", "eps"))):
         for key in keys:
             assert ours[key] == (tuple(group[key]) if key == "betas" else group[key]), key
-    gram = rules_for("deepspeed").matrix.options if theirs[0]["ns_method"] == "gram" else MuonOptions()
+    gram = rules_for("deepspeed").matrix.options if theirs[0]["ns_method"] == "gram" else registry.MuonOptions()
     assert all(muon[key] == getattr(gram, key) for key in ("gram_aspect", "gram_restarts", "ns_dtype"))
     assert "an entry of DeepSpeed's Muon" in note and "gradient_clipping limits gradients here" in note
 

@@ -9,21 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import zero
 from tests.cells import cells
 from tests.checkpoint_engines import changed, full_weights_of, snapshot
 from tests.models import MATRICES
 from tests.on_ranks import on_ranks
-from tests.zero import (
-    Masters,
-    Reference,
-    batch_shares,
-    engine_for,
-    largest_difference,
-    newton_schulz_in_float32,
-    settings_for,
-    there_is,
-    train,
-)
+from tests.zero import Masters, batch_shares, engine_for, largest_difference, settings_for, there_is, train
 
 LOOKS_AT_THE_NORM = [] if deepspeed.__version__ == "0.19.7" else ["fp32"]  # ZeRO, for gradients that are not finite
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -122,7 +113,7 @@ def test_fp16_losses_are_to_be_scaled(stage: int) -> None:
 def test_autocast_to_bf16_trains_fp32_weights_that_owned_storage_has(stage: int) -> None:
     """The reference autocasts likewise. DeepSpeed reduces in bf16 with ZeRO's storage: tests/test_deepspeed_table.py
     is exact there, given its gradients."""
-    single = Reference()
+    single = zero.Reference()
     with engine_for(settings_for("owned", stage, "autocast")) as engine:
         train(engine, 4, same_rows=True)
         for step in range(4):
@@ -184,7 +175,7 @@ def test_the_gradient_is_clipped_and_not_the_orthogonalized_update(storage: str,
     What is orthogonalized after a clip to 1e-6 has a norm below ``eps``, by which torch.optim.Muon divides it, so that
     the iteration starts from almost nothing; ours is as large as without, but for the rounding of the momentum.
     """
-    with newton_schulz_in_float32():
+    with zero.newton_schulz_in_float32():
         unclipped, clipped, apart, tiny = (
             Clipped(clip, storage, stage, precision, apart, ns_dtype="float32")
             for clip, apart in ((0.0, False), (0.01, False), (0.01, True), (1e-6, False))

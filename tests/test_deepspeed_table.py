@@ -11,28 +11,17 @@ from typing import Any
 
 import pytest
 
+from tests import zero
 from tests.cells import cells
 from tests.launcher import ROOT
 from tests.ranks import RankPool
-from tests.zero import (
-    BF16,
-    PRECISIONS,
-    ROWS,
-    Beside,
-    Reference,
-    build,
-    config,
-    engine_for,
-    full_weights,
-    largest_difference,
-    train,
-)
+from tests.zero import PRECISIONS, ROWS, Reference, build, config, engine_for, full_weights, largest_difference, train
 
 PAGE = (ROOT / "docs" / "deepspeed.md").read_text()
 STAGES = (0, 1, 2, 3)
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "bf16": BF16,
+    "bf16": zero.BF16,
     "bf16, fp32 accumulation": PRECISIONS["bf16+fp32"],
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
     "autocast to bf16": PRECISIONS["autocast"],
@@ -53,7 +42,7 @@ SAYS = {name: dict(zip(STAGES, row, strict=True)) for name, *row in rows_of("Sta
 
 def train_on(settings: dict[str, Any]) -> float:
     """How far all fp32 weights are off after some steps on the gradients that DeepSpeed reduced."""
-    both = Beside(Reference(), lambda engine, step: train(engine, range(step, step + 1)), settings=settings)
+    both = zero.Beside(Reference(), lambda engine, step: train(engine, range(step, step + 1)), settings=settings)
     with engine_for(settings) as engine:
         both.start(engine)
         both.train(engine, range(3))

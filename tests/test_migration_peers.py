@@ -12,17 +12,9 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend import LayerWiseOptimizer, migration
 from lwopt_backend.config.registry import optimizer_arguments
-from lwopt_backend.migration import (
-    SOURCES,
-    convert_momentum,
-    convert_named_momentum,
-    from_checkpoint,
-    from_dion,
-    from_keller_jordan,
-    from_torch,
-)
+from lwopt_backend.migration import convert_named_momentum, from_checkpoint, from_dion, from_keller_jordan, from_torch
 from lwopt_backend.rules.newton_schulz import TABLES
 from tests.migration import PAGE, distance, eager, ours_for, rules_for
 from tests.rule_steps import SHAPES, gradients, random, rule_of, trained, trained_by
@@ -156,11 +148,11 @@ def test_there_and_back_again(momentum: float) -> None:
     """Two roundings of fp32, each half a unit in the last place, and one more of the factor."""
     buffer = random((64, 48), 1)
     kept = buffer.clone()
-    total = convert_momentum(buffer, momentum, source="ema", target="sum")
+    total = migration.convert_momentum(buffer, momentum, source="ema", target="sum")
     torch.testing.assert_close(total, buffer / (1 - momentum), rtol=2e-7, atol=0)
-    back = convert_momentum(total, momentum, source="sum", target="ema")
+    back = migration.convert_momentum(total, momentum, source="sum", target="ema")
     torch.testing.assert_close(back, buffer, rtol=4e-7, atol=0)
-    same = convert_momentum(buffer, momentum, source="sum", target="sum")
+    same = migration.convert_momentum(buffer, momentum, source="sum", target="sum")
     assert torch.equal(same, buffer) and same.data_ptr() != buffer.data_ptr()
     assert torch.equal(buffer, kept)
 
@@ -279,7 +271,7 @@ def test_what_cannot_be_read(state_dict: dict[str, Any], how: dict[str, Any], me
 
 
 def test_every_source_is_on_the_page() -> None:
-    for source in SOURCES:
+    for source in migration.SOURCES:
         assert f"`{source}`" in PAGE
 
 

@@ -14,23 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lwopt_backend.runtime.collectives import Pending, TorchCollectives, largest_of_all
+from tests import owned_scenarios
 from tests.cells import cells
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.owned import exact_sums, shares, train
 from tests.owned import optimizer_for as optimizer_of_lm
-from tests.owned_scenarios import (
-    MODES,
-    Branches,
-    Turn,
-    assert_same,
-    assert_trains_exactly,
-    mean_gradients,
-    micro_batches,
-    optimizer_for,
-    optimizers_of,
-    step_all,
-)
 from tests.zero import Masters, batch_shares
 
 LAYOUTS = ["padded", "compact", "auto"]
@@ -50,13 +39,13 @@ USES: dict[str, Callable[[int], str]] = {
 def test_kept_gradients_are_those_of_ddp(use: str, layout: str) -> None:
     """On gradients as they are; accumulated locally, then reduced, then another pass on top of the reduced ones."""
     rank = dist.get_rank()
-    wrapped = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    model = Branches()
-    optimizer = optimizer_for(model, "kept gradients", layout=layout)
+    wrapped = DistributedDataParallel(owned_scenarios.Branches(), find_unused_parameters=True)
+    model = owned_scenarios.Branches()
+    optimizer = owned_scenarios.optimizer_for(model, "kept gradients", layout=layout)
     for part, apart in enumerate([True, False, False]):
         for trained, no_sync in ((model, optimizer.no_sync), (wrapped, wrapped.no_sync)):
             with no_sync() if apart else contextlib.nullcontext():
-                Turn(trained, 0, rank).back(part, use=USES[use](rank))
+                owned_scenarios.Turn(trained, 0, rank).back(part, use=USES[use](rank))
         for ours, theirs in zip(model.parameters(), wrapped.module.parameters()):
             assert (ours.grad is None) == (theirs.grad is None)
             assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
@@ -74,20 +63,20 @@ def change(model: Any) -> None:
 
 @on_ranks(2, 3)
 def test_what_the_user_does_to_gradients_is_stepped_on() -> None:
-    assert_trains_exactly(mode="kept gradients", change=change)
+    owned_scenarios.assert_trains_exactly(mode="kept gradients", change=change)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_the_models_zero_grad_does_as_well_and_only_a_zero_gradient_is_stepped_on(set_to_none: bool) -> None:
     for mode in ("plain", "kept gradients"):
-        assert_trains_exactly(mode=mode, forget=lambda model: model.zero_grad(set_to_none=set_to_none))
-    model = Branches()
-    optimizer = optimizer_for(model, "kept gradients")
+        owned_scenarios.assert_trains_exactly(mode=mode, forget=lambda model: model.zero_grad(set_to_none=set_to_none))
+    model = owned_scenarios.Branches()
+    optimizer = owned_scenarios.optimizer_for(model, "kept gradients")
     for step, use in enumerate(["both", "left"]):
         model.zero_grad(set_to_none=set_to_none)
         before = model.right.weight.detach().clone()
-        Turn(model, step, 0).back(use=use)
+        owned_scenarios.Turn(model, step, 0).back(use=use)
         optimizer.step()
     assert torch.equal(before, model.right.weight) == set_to_none
 
@@ -95,8 +84,8 @@ def test_the_models_zero_grad_does_as_well_and_only_a_zero_gradient_is_stepped_o
 @on_ranks(2)
 def test_a_gradient_that_no_backward_pass_made_is_an_error_on_every_rank() -> None:
     """A step without it would train nothing, and say nothing."""
-    model = Branches()
-    optimizer = optimizer_for(model, "plain")
+    model = owned_scenarios.Branches()
+    optimizer = owned_scenarios.optimizer_for(model, "plain")
     if dist.get_rank() == 1:
         model.left.weight.grad = torch.ones_like(model.left.weight)
     with pytest.raises(
@@ -104,7 +93,7 @@ def test_a_gradient_that_no_backward_pass_made_is_an_error_on_every_rank() -> No
     ):
         optimizer.step()
     model.zero_grad()
-    Turn(model, 0, 0).back(use="both")
+    owned_scenarios.Turn(model, 0, 0).back(use="both")
     optimizer.step()
 
 
@@ -113,19 +102,19 @@ def train_scaled(mode: str) -> None:
 
     Scales are powers of two and sums of two commute, so not a bit may differ.
     """
-    model, expected = Branches(), Branches()
-    optimizer, theirs = optimizer_for(model, mode), optimizers_of(expected)
+    model, expected = owned_scenarios.Branches(), owned_scenarios.Branches()
+    optimizer, theirs = owned_scenarios.optimizer_for(model, mode), owned_scenarios.optimizers_of(expected)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1000)
     for step in range(4):
-        turn = Turn(model, step, dist.get_rank())
+        turn = owned_scenarios.Turn(model, step, dist.get_rank())
         scaler.scale(turn.loss() * (float("inf") if (step, turn.rank) == (1, 0) else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         if step != 1:
-            mean_gradients(expected, Turn.back, step)
-            step_all(theirs)
-    assert_same(model, expected)
+            owned_scenarios.mean_gradients(expected, owned_scenarios.Turn.back, step)
+            owned_scenarios.step_all(theirs)
+    owned_scenarios.assert_same(model, expected)
     assert scaler.get_scale() == 2.0**3
 
 
@@ -239,7 +228,7 @@ def test_layouts_and_runs_equal_each_other_on_gradients_as_they_are() -> None:
 
 
 # 16-bit parameters: as one process that keeps fp32 masters
-NARROW = {**MODES, "fp32 gradients": {"grad_dtype": "float32"}}
+NARROW = {**owned_scenarios.MODES, "fp32 gradients": {"grad_dtype": "float32"}}
 
 
 def narrow(dtype: torch.dtype, mixed: bool) -> nn.Module:
@@ -269,10 +258,10 @@ def test_narrow_models_equal_fp32_masters(dtype: torch.dtype, mixed: bool, layou
             for each in (model, single.low, single.model):
                 each.load_state_dict(weights)
         model(*batch_shares(step, 2)[dist.get_rank()]).backward()
-        step_all([optimizer])
+        owned_scenarios.step_all([optimizer])
         single.advance(step, 2, scale=2.0)  # its loss is that of two micro-batches, halved
     optimizer.synchronize()
-    assert_same(model, single.low)
+    owned_scenarios.assert_same(model, single.low)
 
 
 # The collectives that NCCL takes, on gloo: reduce-scatter and all-gather, of equal parts and of unequal ones
@@ -301,7 +290,7 @@ def not_from_rank_to_rank() -> Iterator[set[str]]:
         yield calls
 
 
-ACCUMULATION = micro_batches(False, True)
+ACCUMULATION = owned_scenarios.micro_batches(False, True)
 
 
 @on_ranks()
@@ -314,7 +303,7 @@ ACCUMULATION = micro_batches(False, True)
 )
 def test_collectives_of_parts_equal_one_process(layout: str, mode: str, group_size: int | None) -> None:
     with not_from_rank_to_rank() as calls:
-        assert_trains_exactly(ACCUMULATION, mode=mode, layout=layout, group_size=group_size)
+        owned_scenarios.assert_trains_exactly(ACCUMULATION, mode=mode, layout=layout, group_size=group_size)
     if layout == "padded":
         assert calls == {"reduce_scatter_tensor", "all_gather_into_tensor"}
     if layout == "compact":

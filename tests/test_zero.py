@@ -17,29 +17,13 @@ from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.plan import MACHINES
 from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.runtime.stepper import MatrixStepper
+from tests import zero
 from tests.checkpoint_engines import changed, equal, snapshot
 from tests.engines import ExactLM
 from tests.models import MATRICES, VOCABULARY, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import kept_in_a_world
-from tests.zero import (
-    ADAMW,
-    BF16,
-    MUON,
-    OWN_ROWS,
-    ROWS,
-    Reference,
-    batch_shares,
-    build,
-    config,
-    engine_for,
-    full_weights,
-    newton_schulz_in_float32,
-    own_rows,
-    own_settings,
-    settings_for,
-    train,
-)
+from tests.zero import ADAMW, BF16, ROWS, Reference, config, engine_for, full_weights, own_settings, settings_for, train
 
 STEPS = 3
 STORED = [("zero", 0), ("zero", 1), ("zero", 2), ("zero", 3), ("owned", 0), ("owned", 1), ("owned", 2)]
@@ -153,10 +137,10 @@ def test_training_loops_equal_a_single_process(storage: str, stage: int, loop: s
     with engine_for(settings | changes | {"zero_optimization": options}, ExactLM()) as engine:
         if refusal is not None:
             with pytest.raises((RuntimeError, AssertionError), match=re.escape(refusal)):
-                run(engine, *own_rows(0, 2))
+                run(engine, *zero.own_rows(0, 2))
             return
         for step in range(2):
-            run(engine, *own_rows(step, 2))
+            run(engine, *zero.own_rows(step, 2))
         on_one_process().check(engine)
 
 
@@ -204,7 +188,7 @@ def test_models_equal_a_single_process(storage: str, stage: int) -> None:
         ways = ("once", "recomputed", "recomputed, reentrant", "recomputed by DeepSpeed", "twice")
         for step, how in enumerate(ways):
             engine.module.how, single.model.how = how, "twice" if how == "twice" else "once"
-            train(engine, range(step, step + 1), rows=OWN_ROWS)
+            train(engine, range(step, step + 1), rows=zero.OWN_ROWS)
             single.train_on_all(range(step, step + 1))
         optimizer = engine.basic_optimizer
         grouping = (optimizer._owned if storage == "owned" else optimizer._binding).grouping
@@ -223,7 +207,7 @@ def test_models_equal_a_single_process(storage: str, stage: int) -> None:
 def test_parameters_without_elements_are_refused_at_stage_3() -> None:
     """ZeRO-3 takes what it never gathers for what it has not gathered yet."""
     with pytest.raises(ValueError, match="have no elements, which ZeRO-3 cannot gather"):
-        build(own_settings("zero", 3), Peculiar())
+        zero.build(own_settings("zero", 3), Peculiar())
 
 
 @on_ranks(2)
@@ -284,9 +268,9 @@ def test_what_only_some_ranks_use_counts_as_a_zero_gradient_of_the_others_or_is_
     if optimizer == "AdamW":
         settings["optimizer"] = {"type": optimizer, "params": {**ADAMW, "torch_adam": True}}
         single.muon = torch.optim.AdamW(single.muon.param_groups[0]["params"], **ADAMW)
-    with newton_schulz_in_float32(), engine_for(settings, Forked()) as engine:
+    with zero.newton_schulz_in_float32(), engine_for(settings, Forked()) as engine:
         for step in range(STEPS):
-            shares = batch_shares(step, 2)
+            shares = zero.batch_shares(step, 2)
             engine.backward(engine(*shares[dist.get_rank()], dist.get_rank(), touching))
             engine.step()
             for way, rows in enumerate(shares):
@@ -312,7 +296,7 @@ def test_param_groups_keep_their_own_lr_and_weight_decay_and_adamw_its_options()
     (embedding, *matrices, head), vectors, gate = in_groups(single.model)
     of_muon = [{"params": matrices, **own[0]}, {"params": gate, "lr": 0.005}]
     of_adamw = [{"params": [embedding, head], **own[0]}, {"params": vectors, **own[1]}]
-    single.muon, single.adamw = torch.optim.Muon(of_muon, **MUON), torch.optim.AdamW(of_adamw, **amsgrad)
+    single.muon, single.adamw = torch.optim.Muon(of_muon, **zero.MUON), torch.optim.AdamW(of_adamw, **amsgrad)
     single.train(STEPS)
     with engine_for(config(2, rows=ROWS, adamw=amsgrad), model, model_parameters=groups) as engine:
         train(engine, STEPS, same_rows=True)
@@ -450,7 +434,7 @@ def test_an_optimizer_serves_a_second_engine_when_the_first_is_gone(tmp_path: Pa
         single = Reference(single.model)
         single.train_on_all(steps)
         with engine_for(settings, model, optimizer=optimizer) as engine:
-            train(engine, steps, rows=OWN_ROWS)
+            train(engine, steps, rows=zero.OWN_ROWS)
             kept.append(len(optimizer.state))
             engine.save_checkpoint(tmp_path)
             single.check(engine)
@@ -493,7 +477,7 @@ def test_deepspeeds_default_clipping_is_announced_once() -> None:
     default = {key: value for key, value in silent.items() if key != "gradient_clipping"}
     for settings, expected in ((default, 1 - dist.get_rank()), (silent, 0)):
         with mock.patch.object(logger, "warning") as said:
-            build(settings)
+            zero.build(settings)
         lines = [call.args[0] for call in said.call_args_list if "gradient_clipping" in call.args[0]]
         assert len(lines) == expected
         assert all("clips gradients at its default norm of 1.0; set it to 0" in line for line in lines)

@@ -26,22 +26,13 @@ from lwopt_backend import (
     migration,
     register_elementwise,
     register_rule,
+    rules,
 )
 from lwopt_backend.cli.watch import write_page
 from lwopt_backend.config.options import NonNegative, parse
 from lwopt_backend.integrations import deepspeed_zero, fsdp2
 from lwopt_backend.integrations.deepspeed import migration as deepspeed_migration
-from lwopt_backend.rules import (
-    AdaMuon,
-    Muon,
-    NorMuon,
-    QKFactors,
-    gram_newton_schulz,
-    newton_schulz,
-    option,
-    qk_clip_factors,
-    row_factors,
-)
+from lwopt_backend.rules import Muon, QKFactors, gram_newton_schulz, newton_schulz, option, qk_clip_factors, row_factors
 
 
 @dataclass
@@ -168,7 +159,7 @@ def clip_attention(optimizer: LayerWiseOptimizer, logits: Mapping[str, Tensor]) 
     clip(logits)
 
 
-def mathematics(matrices: Tensor, logits: Tensor, rule: Muon | NorMuon | AdaMuon) -> Tensor:
+def mathematics(matrices: Tensor, logits: Tensor, rule: Muon | rules.NorMuon | rules.AdaMuon) -> Tensor:
     assert_type(rule.iterates_in, torch.dtype)
     plain = newton_schulz(matrices, steps=5, coefficients="polar_express", eps=1e-7, dtype=torch.float32)
     gram = gram_newton_schulz(matrices, steps=5, coefficients=(3.4445, -4.775, 2.0315), eps=1e-7, dtype=torch.float32)
