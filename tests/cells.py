@@ -17,9 +17,7 @@ from allpairspy import AllPairs
 
 def cells(where: Callable[..., bool] | None = None, /, **axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Run a test on a table of its arguments. ``where`` says of a cell's values, by name, whether there is such a cell.
-
-    The axis ``ranks`` has numbers of ranks.
-    """
+    The axis ``ranks`` has numbers of ranks."""
     return pytest.mark.cells(where, axes)
 
 

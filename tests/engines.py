@@ -1,9 +1,6 @@
 """Every engine trains a cell of options, saves and loads, and one process trains the truth. Sums are exact, so bits can
-be compared.
-
-Gradients are rounded to multiples of 3 * 2^-14 as they leave a layer's backward. Sums of a few are then exact in fp32,
-in whatever order and by whatever collective; so are means over 2, 3 or 4 ranks.
-"""
+be compared. Gradients are rounded to multiples of 3 * 2^-14 as they leave a layer's backward. Sums of a few are then
+exact in fp32, in whatever order and by whatever collective; so are means over 2, 3 or 4 ranks."""
 
 from __future__ import annotations
 
@@ -46,11 +43,9 @@ CLIENT = {"mine": 3}  # what the user's own program saves along
 @dataclass(frozen=True)
 class Cell:
     """What is trained how; ``options`` are further ones of our optimizer, ``zero`` of DeepSpeed's zero_optimization.
-
     With ``alike`` all ranks train on all rows, so that any number of them comes to the same weights. Rates may be
-    ``falling`` from step to step, and begin at ``rate`` if it is given. ``form`` is how
-    torch saves FSDP2's or plain PyTorch's state; without it plain PyTorch's is saved by ``save_state_dict``.
-    """
+    ``falling`` from step to step, and begin at ``rate`` if it is given. ``form`` is how torch saves FSDP2's or plain
+    PyTorch's state; without it plain PyTorch's is saved by ``save_state_dict``."""
 
     engine: str
     matrix: str = "muon"

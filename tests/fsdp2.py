@@ -312,9 +312,7 @@ class BesideTwin:
 
     def check_gradients(self, step: int, limit: float) -> None:
         """What ``backward`` has left is the mean of what each rank's rows give a plain model with the twin's weights.
-
-        Relative to each gradient's norm. An expert's is the mean over the ranks that have it.
-        """
+        Relative to each gradient's norm. An expert's is the mean over the ranks that have it."""
         untied = (self.sharding, self.mode) == ("several roots", "tied")  # by FSDP2
         plain = new_model(self.sharding, "fp32" if untied else self.mode)
         if self.mode == "mixed precision":

@@ -148,9 +148,7 @@ def keyed(tensors: dict[str, Tensor], setup: Setup) -> dict[str, Tensor]:
         stacks.setdefault(key, {})[place] = tensor
     for key, parts in stacks.items():
         sizes = [1 + max(indices) for indices in zip(*parts)]
-        found[key] = torch.stack([parts[place] for place in sorted(parts)]).view(
-            *sizes, *next(iter(parts.values())).shape
-        )
+        found[key] = torch.stack([parts[p] for p in sorted(parts)]).view(*sizes, *next(iter(parts.values())).shape)
     return found
 
 

@@ -1,7 +1,5 @@
 """Writes checkpoints in Megatron's ``torch`` format, with their truth, by walking through what each rank would do.
-
-Follows the measured facts on the format and shares no code with the reader.
-"""
+Follows the measured facts on the format and shares no code with the reader."""
 
 import argparse
 import itertools
@@ -147,11 +145,9 @@ def is_sharded_expert(setup: Setup, name: str) -> bool:
 
 
 def in_buckets(parts: Truth, closed_at: int | None, alone: Collection[str]) -> list[dict[str, Tensor]]:
-    """The flat buckets of one buffer, without the padding at a bucket's end.
-
-    Parameters are in reversed order and start at multiples of 64 elements; what is between them is not set. A bucket is
-    closed when it has ``closed_at`` elements, and before and after those that are ``alone``.
-    """
+    """The flat buckets of one buffer, without the padding at a bucket's end. Parameters are in reversed order and start
+    at multiples of 64 elements; what is between them is not set. A bucket is closed when it has ``closed_at`` elements,
+    and before and after those that are ``alone``."""
     found: list[dict[str, Tensor]] = []
     pieces: list[Mapping[str, Tensor]] = []
 
@@ -159,9 +155,7 @@ def in_buckets(parts: Truth, closed_at: int | None, alone: Collection[str]) -> l
         return sum(piece["fp32"].numel() for piece in pieces)
 
     def close() -> None:
-        flat = {
-            saved: [piece[key].flatten() for piece in pieces] for key, saved in IN_BUCKETS.items() if key in pieces[-1]
-        }
+        flat = {saved: [p[key].flatten() for p in pieces] for key, saved in IN_BUCKETS.items() if key in pieces[-1]}
         found.append({saved: torch.cat(tensors) for saved, tensors in flat.items()})
         pieces.clear()
 

@@ -15,9 +15,8 @@ Test = Callable[..., None]
 
 def on_ranks(*sizes: int) -> Callable[[Test], Test]:
     """Call a test on all ranks, in worlds of these sizes, or of those that the axis ``ranks`` of its ``cells`` has.
-
-    What fails on one rank fails the test. Arguments (of ``parametrize``, ``cells`` and fixtures) have to be picklable.
-    """
+    What fails on one rank fails the test. Arguments (of ``parametrize``, ``cells`` and fixtures) have to be
+    picklable."""
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)

@@ -11,20 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import public_models
-from lwopt_backend.plan import (
-    MACHINES,
-    Atom,
-    FlatPartition,
-    MatrixPlan,
-    MeshLayout,
-    Sharding,
-    plan_matrices,
-    plan_spread,
-)
+from lwopt_backend.plan import Atom, FlatPartition, MatrixPlan, MeshLayout, Sharding, plan_matrices, plan_spread
 from lwopt_backend.plan.buffers.layout import BufferPlan, imbalance
 from lwopt_backend.plan.buffers.packing import plan_compact, plan_padded
 from lwopt_backend.plan.buffers.step import buffer_step
-from lwopt_backend.plan.cost import CLUSTERS, COSTS, newton_schulz_flops
+from lwopt_backend.plan.cost import CLUSTERS, COSTS, MACHINES, newton_schulz_flops
 
 
 class Figures(NamedTuple):

@@ -1,7 +1,5 @@
-"""Which matrices are in a parameter: as the modelling code uses them, or as it was set by name.
-
-What a family's code does is followed with real numbers: every output of a fused linear is given its own.
-"""
+"""Which matrices are in a parameter: as the modelling code uses them, or as it was set by name. What a family's code
+does is followed with real numbers: every output of a fused linear is given its own."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -308,9 +306,7 @@ def test_parts_of_hieras_attention_which_reads_no_configuration() -> None:
     check_module(code_of("hiera").HieraMaskUnitAttention(32, 64, 4), torch.rand(1, 4, 32))
 
 
-DELTA_NETS = [
-    f"{family}GatedDeltaNet" for family in ("qwen3_next.Qwen3Next", "qwen3_5.Qwen3_5", "qwen3_5_moe.Qwen3_5Moe")
-]
+DELTA_NETS = [f"{kind}GatedDeltaNet" for kind in ("qwen3_next.Qwen3Next", "qwen3_5.Qwen3_5", "qwen3_5_moe.Qwen3_5Moe")]
 
 
 @pytest.mark.parametrize("kind", DELTA_NETS)
@@ -355,10 +351,8 @@ def of_experts(blocks: Sequence[Block], part: str) -> set[float]:
     return {block.slice * 1000.0 + output for block in chosen for output in outputs_of(block)}
 
 
-STACKS = (
-    "mixtral.MixtralExperts aria.AriaExperts qwen3_moe.Qwen3MoeExperts deepseek_v3.DeepseekV3Experts "
-    "granitemoe.GraniteMoeExperts"
-)
+STACKS = "mixtral.MixtralExperts aria.AriaExperts qwen3_moe.Qwen3MoeExperts deepseek_v3.DeepseekV3Experts"
+STACKS += " granitemoe.GraniteMoeExperts"
 
 
 @pytest.mark.parametrize("kind", STACKS.split())
@@ -569,12 +563,8 @@ def test_gate_and_up_that_lie_side_by_side_are_two_matrices_of_each_expert_or_as
             matrix = numbered[block.slice, :, int(block.name.endswith("up"))]
             assert block.shape == tuple(matrix.shape)
             assert [block.flat(i) for i in range(block.numel)] == matrix.flatten().tolist()
-    for atoms, shapes in (
-        ("whole", [(6, 48)] * 3),
-        ({"heads": 2}, [(3, 48)] * 6),
-        ("stack", [(2, 24)] * 18),
-        ("flatten", [(3, 288)]),
-    ):
+    ways = [("whole", [(6, 48)] * 3), ({"heads": 2}, [(3, 48)] * 6), ("stack", [(2, 24)] * 18), ("flatten", [(3, 288)])]
+    for atoms, shapes in ways:
         assert [block.shape for block in divided_of(model, {"moe.w13": atoms})["moe.w13"].blocks] == shapes
 
 

@@ -230,9 +230,7 @@ def test_boxes_of_parameters_are_rectangles_of_blocks_and_views_give_their_eleme
 
 
 def test_a_part_without_few_views_is_refused_with_what_to_do() -> None:
-    q18, q24 = (
-        divided(Grid(1, 8, 6 * groups), grouped(QKV, (4, 1, 1), groups), transposed=True)[0] for groups in (3, 4)
-    )
+    q18, q24 = (divided(Grid(1, 8, 6 * n), grouped(QKV, (4, 1, 1), n), transposed=True)[0] for n in (3, 4))
     (kernel,) = divided(Grid.of((4, 3, 2, 2), 0), undivided(4))
     left = Block("left", Grid(1, 4, 12), 0, Stripes(0, 4), Stripes(0, 6))
     striped = Block("striped", Grid(1, 4, 12), 0, Stripes(0, 4), Stripes(0, 2, 2, 6))

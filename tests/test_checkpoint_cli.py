@@ -331,10 +331,7 @@ def written(folder: Path, content: Checkpoint, writer: Any) -> Path:
 
 def test_differences_in_json_have_no_infinities(tmp_path: Path) -> None:
     values = {"a": 1.0, "b": float("inf")}
-    folders = [
-        written(tmp_path / name, checkpoint(w=param(torch.tensor([value, 2.0]))), write_dcp)
-        for name, value in values.items()
-    ]
+    folders = [written(tmp_path / n, checkpoint(w=param(torch.tensor([v, 2.0]))), write_dcp) for n, v in values.items()]
     run, text = lwopt("diff", *folders, "--json"), lwopt("diff", *folders)
     found = json.loads(run.out, parse_constant=lambda word: pytest.fail(word))
     assert run.code == 1 and found["different"][0]["largest"] == "inf"

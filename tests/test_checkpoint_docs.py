@@ -141,11 +141,8 @@ def test_formats_names_operations_and_keys_in_the_tables_are_those_that_there_ar
     assert written == set(choices.WRITERS)
     assert {words(cells[0])[0] for cells in rows(section("formats", "Names"), "`--names`")} == set(names.FAMILIES)
     own = section("formats", "A map of your own")
-    for heading, known in (
-        ("operation", OPERATIONS),
-        ("key", MapFile.model_fields),
-        ("key of a rule", RuleEntry.model_fields),
-    ):
+    tables = {"operation": OPERATIONS, "key": MapFile.model_fields, "key of a rule": RuleEntry.model_fields}
+    for heading, known in tables.items():
         assert {word for cells in rows(own, heading) for word in words(cells[0])} == set(known), heading
 
 

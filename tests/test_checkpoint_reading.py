@@ -65,10 +65,8 @@ def there_is(optimizer: str, stage: int, precision: str, kinds: str) -> bool:
 def test_native_checkpoints_are_read_as_the_engine_held_them_and_so_is_the_universal_one(
     ranks: RankPool, tmp_path: Path, optimizer: str, stage: int, precision: str, kinds: str
 ) -> None:
-    """With frozen and tied parameters, buffers, the schedule and what the user's program saved along.
-
-    Those of our optimizers are compared in test_checkpoints.py.
-    """
+    """With frozen and tied parameters, buffers, the schedule and what the user's program saved along. Those of our
+    optimizers are compared in test_checkpoints.py."""
     native, converted = tmp_path / "native", tmp_path / "universal"
     options = ALL_KINDS if kinds == "all kinds" else {}
     how = (optimizer, stage, precision)
@@ -149,9 +147,7 @@ def test_owners_state_of_other_parts_is_refused() -> None:
     """Of as large ones: these rows lie one after the other, those interleaved."""
     rules = {"matrix": SECTIONS["soap"], "elementwise": ELEMENTWISE["adamw"], "report": False, "bucket_matrices": 2}
     other = {**PARTS, "layers.0.weight": {"qkv": [27, 18, 18], "groups": 1}}
-    saved, optimizer = (
-        LayerWiseOptimizer(shard("rows", "fp32").model, **rules, atoms=atoms) for atoms in (PARTS, other)
-    )
+    saved, optimizer = (LayerWiseOptimizer(shard("rows", "fp32").model, **rules, atoms=one) for one in (PARTS, other))
     said = r"rows 0:9 x 3 every 21.*expected those that there are here, \['slice 0 rows 0:27"
     with pytest.raises(ValueError, match=said):
         optimizer.load_state_dict(saved.state_dict())

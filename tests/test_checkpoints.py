@@ -1,10 +1,8 @@
 """Whatever engine saved a run, in whatever format, and whatever engine loads it: it goes on as if there were no break.
-
 A tour is one run through several engines. Each leg loads what the one before saved, as it is or converted, trains two
 steps and saves; what it saves has the weights, states, rates and counters of a run without a break. Readers and writers
 meet in one form, so every engine need not meet every other one: each occurs as the one that saves and as the one that
-loads, with rules of every kind.
-"""
+loads, with rules of every kind."""
 
 import copy
 import functools
@@ -71,10 +69,8 @@ def fused(seed: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Leg:
-    """Some steps on one engine. ``via``: the formats that what it loads is converted to, one after the other.
-
-    It is made with other rates than the run has, and has ``used`` steps behind it when it loads.
-    """
+    """Some steps on one engine. ``via``: the formats that what it loads is converted to, one after the other. It is
+    made with other rates than the run has, and has ``used`` steps behind it when it loads."""
 
     ranks: int
     cell: Cell
@@ -104,10 +100,8 @@ WORDS: dict[str, dict[str, Any]] = {
 
 
 def route(text: str, *further: str, native: bool = False) -> list[Leg]:
-    """Legs such as "zero 2 on 4 used": the engine, the number of ranks, and words for options.
-
-    What a leg loads is converted to the format of its engine, or ``native``: as the one before has saved it.
-    """
+    """Legs such as "zero 2 on 4 used": the engine, the number of ranks, and words for options. What a leg loads is
+    converted to the format of its engine, or ``native``: as the one before has saved it."""
     legs = []
     for words in text.split(", "):
         engine, _, rest = words.partition(" on ")
@@ -149,10 +143,8 @@ class Tour:
 
 def travel(tour: Tour, leg: Leg, begin: int, stops: list[int], folders: list[str], load: str | None = None) -> None:
     """On a rank: train to every stop and save there, in its folder."""
-    strange = {"rate": 0.5} if load else {}
-    with running(
-        replace(tour.cell_of(leg), **strange), tour.made(seed=5 if load else 0), converted=bool(leg.via)
-    ) as engine:
+    cell, model = replace(tour.cell_of(leg), **({"rate": 0.5} if load else {})), tour.made(seed=5 if load else 0)
+    with running(cell, model, converted=bool(leg.via)) as engine:
         if load:
             engine.train(range(leg.used))
             engine.load(load)
@@ -221,9 +213,7 @@ def converted(source: Path, leg: Leg) -> Path:
 def check(found: Checkpoint, truth: Checkpoint, tour: Tour, stop: int, samples: int) -> None:
     assert [one for one in differences(found, truth) if one.what] == []
     begin = {SECTIONS[tour.rule]["name"]: SECTIONS[tour.rule]["lr"], "adamw": ADAMW["lr"]}
-    assert {group["rule"]: group["lr"] for group in found.groups} == {
-        rule: rate * 0.9**stop for rule, rate in begin.items()
-    }
+    assert {g["rule"]: g["lr"] for g in found.groups} == {rule: rate * 0.9**stop for rule, rate in begin.items()}
     assert (found.iteration, found.samples, found.scheduler["last_epoch"]) == (stop, samples, stop)
     assert found.client == CLIENT
 

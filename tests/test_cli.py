@@ -91,9 +91,7 @@ def test_help_imports_nothing_that_is_slow_and_plans_are_the_same_in_every_proce
     done = subprocess.run([sys.executable, "-c", ALONE], **options)
     assert done.returncode == 0, done.stderr
     pages, planned, with_pyplot = json.loads(done.stdout)
-    assert {"", "plan", "rehearse", "calibrate", "rules", "convert", "inspect", "diff", "migrate", "watch"} <= set(
-        pages
-    )
+    assert {"", "plan", "rehearse", "calibrate", "rules", "convert", "inspect", "diff", "migrate", "watch"} <= {*pages}
     for name, (page, modules) in pages.items():
         assert f"Usage: lwopt {name}".rstrip() in page
         assert not HEAVY & set(modules), (name, HEAVY & set(modules))
@@ -209,9 +207,7 @@ def test_every_option_of_every_rule_and_host_has_a_default_a_meaning_and_a_sourc
     assert of.keys() >= {("soap", "matrices"), ("shampoo", "matrices"), *others}
     meaning = of["soap", "matrices"]["precondition_frequency"]["meaning"]
     assert meaning == "Number of steps between eigenbasis updates."
-    hosts = {
-        host["name"]: {option["name"]: option["default"] for option in host["options"]} for host in listed["hosts"]
-    }
+    hosts = {host["name"]: {o["name"]: o["default"] for o in host["options"]} for host in listed["hosts"]}
     models = {"DeepSpeed": ZeROConfig, "FSDP2": FSDP2Config, "plain PyTorch": OwnedConfig}
     expected = {name: {"matrix", "elementwise", "overrides", *model.model_fields} for name, model in models.items()}
     assert {name: set(options) for name, options in hosts.items()} == expected

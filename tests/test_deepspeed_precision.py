@@ -170,11 +170,9 @@ class Clipped:
 )
 def test_the_gradient_is_clipped_and_not_the_orthogonalized_update(storage: str, stage: int, precision: str) -> None:
     """Newton-Schulz takes no notice of its input's scale; a clipped update would be a thousand times smaller. A clip of
-    0 scales nothing.
-
-    What is orthogonalized after a clip to 1e-6 has a norm below ``eps``, by which torch.optim.Muon divides it, so that
-    the iteration starts from almost nothing; ours is as large as without, but for the rounding of the momentum.
-    """
+    0 scales nothing. What is orthogonalized after a clip to 1e-6 has a norm below ``eps``, by which torch.optim.Muon
+    divides it, so that the iteration starts from almost nothing; ours is as large as without, but for the rounding of
+    the momentum."""
     with zero.newton_schulz_in_float32():
         unclipped, clipped, apart, tiny = (
             Clipped(clip, storage, stage, precision, apart, ns_dtype="float32")

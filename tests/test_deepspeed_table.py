@@ -1,9 +1,7 @@
-"""The table of stages and precisions in docs/deepspeed.md, cell by cell, and the tests that its other table names.
-
-In every cell each rank trains on its own rows, in one and in two micro-batches. Given the gradients that DeepSpeed
+"""The table of stages and precisions in docs/deepspeed.md, cell by cell, and the tests that its other table names. In
+every cell each rank trains on its own rows, in one and in two micro-batches. Given the gradients that DeepSpeed
 reduced, the fp32 weights must be those of single-process torch.optim.Muon and torch.optim.AdamW to the last bit; or the
-engine must refuse on every rank.
-"""
+engine must refuse on every rank."""
 
 import importlib
 import re

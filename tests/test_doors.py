@@ -210,11 +210,7 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
     (DOORS, {"params": set(model().parameters())}, "TypeError: ... in an order that all ranks share; found a set"),
     (DOORS, {"params": model()}, "TypeError: ... found a Sequential; pass model.parameters()"),
     (DOORS, {"params": [{"params": 5}]}, "TypeError: ... group 0: params: expected a list of parameters, found 5"),
-    (
-        (owned,),
-        overriding("*.wieght", matrix={"lr": 1.0}),
-        "overrides[0]: '*.wieght' matches no trained parameter; did",
-    ),
+    ((owned,), overriding("*.wieght", matrix={"lr": 1.0}), "overrides[0]: '*.wieght' matches no trained parameter;"),
     ((owned,), overriding("*.bias", matrix={"lr": 1.0}), "all that match are trained by 'elementwise'"),
     ((owned,), overriding("*.weight", elementwise={"lr": 1.0}), "all that match are trained by 'matrix'"),
     ((owned,), {"expert_params": [1]}, f"ValueError: {GLOBS}; found [1]"),

@@ -114,18 +114,14 @@ SOAP = {"rule": "torch_optimizer", "class": "somewhere.Else", "lr": 0.1}
 
 
 def trained(group: dict[str, Any], *states: str, step: float | None = None, **more: Any) -> Checkpoint:
-    params = {
-        name: dataclasses.replace(param((4, 6), *states, dtype=torch.float32), step=step, group=0)
-        for name in ("first", "second")
-    }
-    return Checkpoint("deepspeed zero 2", "", "model", params, (group,), iteration=7, **more)
+    one = dataclasses.replace(param((4, 6), *states, dtype=torch.float32), step=step, group=0)
+    return Checkpoint("deepspeed zero 2", "", "model", {"first": one, "second": one}, (group,), iteration=7, **more)
 
 
 FLIPPED = {("wdight_decay" if key == "weight_decay" else key): value for key, value in ADAMW.items()}
 ADAM = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-OWNED = dataclasses.replace(
-    trained(SOAP), params={n: dataclasses.replace(p, owner_states={0: {}}) for n, p in trained(SOAP).params.items()}
-)
+KEPT = {name: dataclasses.replace(param, owner_states={0: {}}) for name, param in trained(SOAP).params.items()}
+OWNED = dataclasses.replace(trained(SOAP), params=KEPT)
 COUNTED = trained(ADAMW, *MOMENTS, step=7.0)
 SIGNS: dict[str, tuple[Checkpoint, str]] = {
     "other steps": (changed(COUNTED, "second", step=6.0), "'second' was trained for 6 steps, 'first' of the same"),

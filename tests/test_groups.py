@@ -201,10 +201,8 @@ def test_a_chosen_group_is_judged_against_every_other_divisor(seed: int, layout:
     assert chosen.time.total <= whole.time.total
     if whole.plan.padding <= 0.10 and all(whole.plan.loads()):
         assert chosen == whole
-    as_good = [
-        g for g in every if memory(g, elements) <= memory(whole, elements) and g.time.compute <= whole.time.compute
-    ]
-    frugal = [g for g in as_good if g.plan.padding <= 0.10 and g.time.total <= whole.time.total]
+    good = [g for g in every if memory(g, elements) <= memory(whole, elements) and g.time.compute <= whole.time.compute]
+    frugal = [g for g in good if g.plan.padding <= 0.10 and g.time.total <= whole.time.total]
     if frugal and whole.plan.padding > 0.10:
         assert chosen.plan.padding <= 0.10 and chosen.time.compute <= whole.time.compute
         assert chosen.time.total <= 1.05 * min(g.time.total for g in frugal)

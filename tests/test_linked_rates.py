@@ -69,10 +69,8 @@ def test_a_rate_written_to_one_group_changes_that_group_only_and_ends_no_round()
 
 
 def test_own_rates_outlast_a_checkpoint() -> None:
-    """The end of a cosine, resumed: both rates have reached the same floor and must not be taken for one rate.
-
-    A flattened checkpoint is read by the keys that the groups have; they are saved as plain dictionaries.
-    """
+    """The end of a cosine, resumed: both rates have reached the same floor and must not be taken for one rate. A
+    flattened checkpoint is read by the keys that the groups have; they are saved as plain dictionaries."""
     groups = linked(0.02, 3e-4)
     assert [group[OWN_RATES] for group in groups] == [False, False]
     write(groups, 0.012, 2.4e-4)

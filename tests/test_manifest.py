@@ -194,10 +194,8 @@ def test_a_save_in_place_of_another_has_its_own_manifest(tmp_path: Path) -> None
         assert found is not None and (found.step, found.world) == (step, 2)
         assert {entry.rank for entry in found.files.values()} == {0, 1}
         assert manifest.verify(found, lambda _: None) == [] and len(found.files) == 3
-        assert (
-            read_dcp.DcpFolder(tmp_path).tensor("model.a").read()[:, 0].tolist()
-            == [10.0 * step] * 4 + [10.0 * step + 1] * 4
-        )
+        column = read_dcp.DcpFolder(tmp_path).tensor("model.a").read()[:, 0]
+        assert column.tolist() == [10.0 * step] * 4 + [10.0 * step + 1] * 4
     (tmp_path / manifest.NAME).unlink()
     read_dcp.DcpFolder(tmp_path)
 

@@ -537,9 +537,7 @@ def test_lion_of_matrices_has_adam_beside_it(tmp_path: Path) -> None:
     for each in (found, dist_reader.read(again)):
         assert_exact(each, known)
         groups = {name: each.groups[param.group] for name, param in each.params.items()}
-        assert {name for name, group in groups.items() if "eps" in group} == {
-            n for n in known if "exp_avg_sq" in known[n]
-        }
+        assert {n for n, group in groups.items() if "eps" in group} == {n for n in known if "exp_avg_sq" in known[n]}
     alone = {name: {key: t for key, t in of.items() if key != "exp_avg_sq"} for name, of in known.items()}
     write(tmp_path / "iter_0000009", Setup(arguments=more), alone)
     with pytest.raises(CheckpointError, match="does not save Adam's exp_avg_sq; save without --use-distributed-opt"):

@@ -74,10 +74,8 @@ EMBEDDINGS = ("*word_embeddings.weight", "*output_layer.weight")
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint of Megatron's, and what ``lwopt convert --to universal`` makes of it.
-
-    ``states`` are known from elsewhere, by parameter, with ``fp32``.
-    """
+    """A checkpoint of Megatron's, and what ``lwopt convert --to universal`` makes of it. ``states`` are known from
+    elsewhere, by parameter, with ``fp32``."""
 
     folder: Path
     universal: Path
@@ -119,10 +117,8 @@ def step_on_zero(
     schedule: str = "none",
     **choice: Any,
 ) -> dict[str, Any]:
-    """One step by an engine that is told other learning rates and decays than the checkpoint's, saved in a folder.
-
-    Its param groups after loading, and what this rank said then.
-    """
+    """One step by an engine that is told other learning rates and decays than the checkpoint's, saved in a folder. Its
+    param groups after loading, and what this rank said then."""
     said: list[str] = []
     warn, model = loading.logger.warning, Named(shapes)
     settings = {
@@ -179,12 +175,8 @@ def step_alone(source: Source) -> States:
     return found
 
 
-MUON_ARGUMENTS = {
-    "muon_use_nesterov": False,
-    "muon_scale_mode": "spectral",
-    "muon_num_ns_steps": 5,
-    "muon_extra_scale_factor": 1.0,
-}
+MUON_ARGUMENTS = {"muon_use_nesterov": False, "muon_scale_mode": "spectral", "muon_num_ns_steps": 5}
+MUON_ARGUMENTS["muon_extra_scale_factor"] = 1.0
 
 
 def small_megatron(folder: Path, muon: bool, lion: bool = False) -> Source:

@@ -319,10 +319,8 @@ def test_torchs_pair_trains_the_same_and_weights_stored_the_other_way_by_its_fac
     pair = [muon, torch.optim.AdamW(their_biases, lr=torch.tensor(0.004), betas=(0.8, 0.9))]
     arguments = json.loads(json.dumps(from_torch(pair, theirs)))
     assert arguments["include"] == ["embed.weight"]
-    assert [override["params"] for override in arguments["overrides"]] == [
-        ["layers.1.weight", "layers.2.weight"],
-        ["c_fc.weight"],
-    ]
+    overridden = [override["params"] for override in arguments["overrides"]]
+    assert overridden == [["layers.1.weight", "layers.2.weight"], ["c_fc.weight"]]
     ours = LayerWiseOptimizer(model, **arguments, report=False)
     for step in range(3):
         for each in (model, theirs):
@@ -349,10 +347,8 @@ def test_groups_of_dion_say_heads_kernels_stacks_rules_and_decay() -> None:
         {"params": biases, "algorithm": "adamw", "lr": 0.25, "betas": (0.1, 0.2)},
     ]
     found = from_dion(groups, model, algorithm="normuon", flatten=True, use_gram_newton_schulz=True, adjust_lr=None)
-    assert (
-        found["matrix"].items()
-        >= {"name": "normuon", "beta2": 0.95, "update_norm": "preserve", "adjust_lr_fn": "none"}.items()
-    )
+    expected = {"name": "normuon", "beta2": 0.95, "update_norm": "preserve", "adjust_lr_fn": "none"}
+    assert found["matrix"].items() >= expected.items()
     assert found["elementwise"] == {"name": "lion", "lr": 0.01, "weight_decay": 0.01, "betas": [0.7, 0.8]}
     split, of_biases = found["overrides"]
     assert split["params"] == ["layers.2.weight"]
@@ -370,10 +366,8 @@ def test_a_group_does_not_keep_what_only_the_first_one_says() -> None:
     first, second, third = model.parameters()
     groups = [{"params": [first], "cautious_wd": True}, {"params": [second, third], "cautious_wd": False}]
     optimizer = LayerWiseOptimizer(model, **json.loads(json.dumps(from_dion(groups, model))), report=False)
-    assert [(len(g["params"]), g["weight_decay_form"]) for g in optimizer.param_groups] == [
-        (1, "cautious"),
-        (2, "decoupled"),
-    ]
+    forms = [(len(g["params"]), g["weight_decay_form"]) for g in optimizer.param_groups]
+    assert forms == [(1, "cautious"), (2, "decoupled")]
     model = nn.Sequential(nn.Conv2d(2, 3, (4, 1), bias=False), nn.Linear(4, 4, bias=False))
     optimizer = LayerWiseOptimizer(model, **from_keller_jordan([{"params": model.parameters()}], model), report=False)
     factors = [(group["adjust_lr_fn"], group["extra_scale_factor"]) for group in optimizer.param_groups]

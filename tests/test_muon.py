@@ -355,10 +355,8 @@ def test_gram_newton_schulz_is_the_same_polynomial(spectrum: str, shape: tuple[i
 
 @cells(spectrum=list(SPECTRA), shape=[(96, 144), (384, 96)])
 def test_gram_newton_schulz_in_bf16_keeps_singular_values_in_the_band(spectrum: str, shape: tuple[int, int]) -> None:
-    """None above what the coefficients allow; those that exact steps bring to the band are there.
-
-    With 3 steps before the restart, as for torch's coefficients, some of the other tables end 0.5 to 2.5 above.
-    """
+    """None above what the coefficients allow; those that exact steps bring to the band are there. With 3 steps before
+    the restart, as for torch's coefficients, some of the other tables end 0.5 to 2.5 above."""
     matrix = matrices_of(spectrum, shape)
     exact = iterated(newton_schulz, matrix, torch.float64)
     values = torch.linalg.svdvals(iterated(gram_newton_schulz, matrix, torch.bfloat16).double())
@@ -478,11 +476,9 @@ def paper(name: str, shape: tuple[int, int]) -> Tensor:
 
 
 def emerging_optimizers(name: str, shape: tuple[int, int], factor_first: bool = False) -> Tensor:
-    """AdaptiveMuon with Nesterov's momentum and without signs; moments are of the longer side or of elements.
-
-    Since 0.3.0 the factor by shape comes last, and moments of the longer side leave the norm as it was. In 0.2.0 the
-    factor came first, so the division took it out again, and no norm was restored.
-    """
+    """AdaptiveMuon with Nesterov's momentum and without signs; moments are of the longer side or of elements. Since
+    0.3.0 the factor by shape comes last, and moments of the longer side leave the norm as it was. In 0.2.0 the factor
+    came first, so the division took it out again, and no norm was restored."""
     weight, momentum, moment, elementwise = random(shape, 1), torch.zeros(shape), 0.0, name == "adamuon"
     factor, axis = max(shape) ** 0.5, 1 if shape[0] >= shape[1] else 0
     for grad in gradients(shape):

@@ -1,8 +1,6 @@
-"""Newton-Schulz with packages that need a GPU: refused without one, and called as their signatures say.
-
-Stand-ins have the packages' own signatures and compute with torch. The package gram-newton-schulz itself runs in
-tests/peers/test_gram_newton_schulz.py.
-"""
+"""Newton-Schulz with packages that need a GPU: refused without one, and called as their signatures say. Stand-ins have
+the packages' own signatures and compute with torch. The package gram-newton-schulz itself runs in
+tests/peers/test_gram_newton_schulz.py."""
 
 import sys
 from importlib import import_module

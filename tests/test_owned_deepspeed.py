@@ -1,8 +1,6 @@
-"""Owned storage under DeepSpeed: what happens in training, and universal checkpoints that go anywhere.
-
-Equality for every stage and layout is in tests/test_equality.py; loops, models, precisions, checkpoints and refusals
-are with those of ZeRO's storage.
-"""
+"""Owned storage under DeepSpeed: what happens in training, and universal checkpoints that go anywhere. Equality for
+every stage and layout is in tests/test_equality.py; loops, models, precisions, checkpoints and refusals are with those
+of ZeRO's storage."""
 
 import contextlib
 import functools
@@ -53,10 +51,8 @@ def test_a_backward_pass_that_fails_is_an_error_on_every_rank_and_training_can_g
 def trained(
     folder: str, stage: int, precision: str, options: dict[str, Any], load: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is saved or loaded, of a model with a frozen parameter, and what there is two steps later.
-
-    All ranks train on all rows. Added up in fp32, micro-batches are alike at all numbers of ranks.
-    """
+    """What is saved or loaded, of a model with a frozen parameter, and what there is two steps later. All ranks train
+    on all rows. Added up in fp32, micro-batches are alike at all numbers of ranks."""
     settings = scheduled(settings_for("owned", stage, precision, accumulation=2, **options))
     settings["checkpoint"] = {"load_universal": load}
     model = Buffered(seed=int(load))

@@ -88,9 +88,7 @@ def test_a_gradient_that_no_backward_pass_made_is_an_error_on_every_rank() -> No
     optimizer = owned_scenarios.optimizer_for(model, "plain")
     if dist.get_rank() == 1:
         model.left.weight.grad = torch.ones_like(model.left.weight)
-    with pytest.raises(
-        RuntimeError, match=r"'left.weight' has a .grad that no .* set keep_full_grads=True .*\(rank 1\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"'left.weight' has a .grad that no .*set keep_full_grads=True.*\(rank 1\)"):
         optimizer.step()
     model.zero_grad()
     owned_scenarios.Turn(model, 0, 0).back(use="both")
@@ -98,10 +96,8 @@ def test_a_gradient_that_no_backward_pass_made_is_an_error_on_every_rank() -> No
 
 
 def train_scaled(mode: str) -> None:
-    """With torch.amp.GradScaler, whose second step overflows on one rank; the truth is a loop without that step.
-
-    Scales are powers of two and sums of two commute, so not a bit may differ.
-    """
+    """With torch.amp.GradScaler, whose second step overflows on one rank; the truth is a loop without that step. Scales
+    are powers of two and sums of two commute, so not a bit may differ."""
     model, expected = owned_scenarios.Branches(), owned_scenarios.Branches()
     optimizer, theirs = owned_scenarios.optimizer_for(model, mode), owned_scenarios.optimizers_of(expected)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1000)
@@ -189,10 +185,8 @@ def test_norms_zeros_and_clips_equal_one_process(group_size: int | None, layout:
 @on_ranks(3)
 @pytest.mark.parametrize("bad", [-1, 0, 1, 2])
 def test_no_norm_and_no_maximum_hides_a_nan(bad: int) -> None:
-    """On one rank. Of gradients, of order infinity and 2, and of a number per rank: gloo's own maximum goes on.
-
-    The step goes through with it, as torch's does.
-    """
+    """On one rank. Of gradients, of order infinity and 2, and of a number per rank: gloo's own maximum goes on. The
+    step goes through with it, as torch's does."""
     optimizer, rank = after_backward(), dist.get_rank()
     optimizer.grad_norm()
     if rank == bad:

@@ -1,7 +1,5 @@
-"""Optimizer state of owned storage: what is written, and that what does not fit is an error and changes nothing.
-
-That it goes on on other ranks and layouts, bit for bit, is in test_checkpoints.py.
-"""
+"""Optimizer state of owned storage: what is written, and that what does not fit is an error and changes nothing. That
+it goes on on other ranks and layouts, bit for bit, is in test_checkpoints.py."""
 
 import copy
 import os
@@ -107,10 +105,8 @@ def test_saving_between_backward_and_a_step_that_has_begun_is_an_error(tmp_path:
 # What cannot be loaded
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    largest = max(
-        (s for s in DcpFolder(path.parent, metadata_only=True).stored if s.path == path),
-        key=lambda stored: stored.length,
-    )
+    inside = [stored for stored in DcpFolder(path.parent, metadata_only=True).stored if stored.path == path]
+    largest = max(inside, key=lambda stored: stored.length)
     data[largest.offset + largest.length // 2] ^= 4
     path.write_bytes(data)
 

@@ -183,13 +183,8 @@ def test_the_messages_in_troubleshooting_are_ours() -> None:
         "Received data size doesn't match expected size",
         "KeyError: 'exp_avg'",
     }
-    code = "".join(
-        path.read_text() for folder in ("lwopt_backend", "integrations") for path in (ROOT / folder).rglob("*.py")
-    )
-    first = {
-        message.partition(" lr")[0].partition(" ...")[0].replace("rank 1 failed", "failed")
-        for message in quoted - theirs
-    }
+    code = "".join(p.read_text() for folder in ("lwopt_backend", "integrations") for p in (ROOT / folder).rglob("*.py"))
+    first = {m.partition(" lr")[0].partition(" ...")[0].replace("rank 1 failed", "failed") for m in quoted - theirs}
     assert theirs < quoted and [message for message in first if message not in code] == []
 
 

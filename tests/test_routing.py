@@ -140,62 +140,46 @@ GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50, "eos_token_id
 MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
 SWIN = {"embed_dim": 8, "depths": [1], "num_heads": [2], "image_size": 32, "patch_size": 2, "window_size": 4}
 CAUSAL, CLASSES, CLASSIFIER = "ForCausalLM", "ForSequenceClassification", NAMED("classifier")
-EXPECTED: list[tuple[Make, dict[str, str]]] = [  # by reason the names, without ".weight"
-    (
-        real("GptOss", CAUSAL, num_local_experts=4, num_key_value_heads=2),
-        {"bias": "model.layers.0.mlp.experts.down_proj_bias", PLAIN: "model.layers.0.mlp.router"},
-    ),
-    (real("Mamba", CAUSAL, MAMBA), {DECAY: "backbone.layers.0.mixer.A_log", PLAIN: "backbone.layers.0.mixer.out_proj"}),
-    (real("Roberta", CLASSES), {PLAIN: "classifier.dense", CLASSIFIER: "classifier.out_proj"}),
-    (real("Bert", CLASSES, max_position_embeddings=32), {PLAIN: "bert.pooler.dense", CLASSIFIER: "classifier"}),
-    (real("ModernBert", "ForMaskedLM", pad_token_id=0), {PLAIN: "head.dense"}),
-    (real("Swin", "ForImageClassification", SWIN), {CLASSIFIER: "classifier"}),
-    (
-        several_heads,
-        {
-            **{"embedding": "tokens positions bag", "embedding by name": "pos_emb", "bias": "relative_bias_table"},
-            PLAIN: "layers.0.output layers.0.head pooler classifier.dense score.dense heads.0.0 heads.1.0",
-            **{WIDE: "predictors.0 predictors.1", CLASSIFIER: "classifier.out_proj"},
-            NAMED("heads"): "heads.0.1 heads.1.1",
-        },
-    ),
-    (lambda: nn.Sequential(nn.Embedding(50, 16), *linears(16, 50, 16, 50, 2)), {PLAIN: "1 2 4", WIDE: "3"}),
+EXPECTED: dict[Make, dict[str, str]] = {  # by reason the names, without ".weight"
+    real("GptOss", CAUSAL, num_local_experts=4, num_key_value_heads=2): {
+        **{"bias": "model.layers.0.mlp.experts.down_proj_bias", PLAIN: "model.layers.0.mlp.router"}
+    },
+    real("Mamba", CAUSAL, MAMBA): {DECAY: "backbone.layers.0.mixer.A_log", PLAIN: "backbone.layers.0.mixer.out_proj"},
+    real("Roberta", CLASSES): {PLAIN: "classifier.dense", CLASSIFIER: "classifier.out_proj"},
+    real("Bert", CLASSES, max_position_embeddings=32): {PLAIN: "bert.pooler.dense", CLASSIFIER: "classifier"},
+    real("ModernBert", "ForMaskedLM", pad_token_id=0): {PLAIN: "head.dense"},
+    real("Swin", "ForImageClassification", SWIN): {CLASSIFIER: "classifier"},
+    several_heads: {
+        **{"embedding": "tokens positions bag", "embedding by name": "pos_emb", "bias": "relative_bias_table"},
+        PLAIN: "layers.0.output layers.0.head pooler classifier.dense score.dense heads.0.0 heads.1.0",
+        **{WIDE: "predictors.0 predictors.1", CLASSIFIER: "classifier.out_proj", NAMED("heads"): "heads.0.1 heads.1.1"},
+    },
+    lambda: nn.Sequential(nn.Embedding(50, 16), *linears(16, 50, 16, 50, 2)): {PLAIN: "1 2 4", WIDE: "3"},
     # A list of plain layers is not a list of blocks.
-    (lambda: nn.Sequential(nn.Embedding(50, 16), nn.Sequential(*linears(16, 16, 50))), {PLAIN: "1.0", WIDE: "1.1"}),
-    (tied_in_a_function, {PLAIN: "layers.1.0 layers.1.2 pooler"}),
-    (tied, {"embedding, tied to out": "tokens", PLAIN: "last"}),
-    (shared, {NAMED("lm_head"): "first"}),  # which one module's two names say
+    lambda: nn.Sequential(nn.Embedding(50, 16), nn.Sequential(*linears(16, 16, 50))): {PLAIN: "1.0", WIDE: "1.1"},
+    tied_in_a_function: {PLAIN: "layers.1.0 layers.1.2 pooler"},
+    tied: {"embedding, tied to out": "tokens", PLAIN: "last"},
+    shared: {NAMED("lm_head"): "first"},  # which one module's two names say
     # As GPT-2 medium with its 1024 positions and width 1024; the head is tied.
-    (
-        lambda: on_meta(hf.GPT2Config(**GPT2, n_positions=32)),
-        {
-            **{"embedding, tied to lm_head": "transformer.wte", "embedding": "transformer.wpe"},
-            f"{PLAIN}, stored transposed": "transformer.h.0.attn.c_proj",
-        },
-    ),
-    (
-        lambda: module(lm_head=LowRank(), inner=LowRank()),
-        {NAMED("lm_head"): "lm_head lm_head.lora_a lm_head.lora_b", PLAIN: "inner inner.lora_a inner.lora_b"},
-    ),
-    (
-        vectors,
-        {
-            **{"one row": "value router", "one column": "time", "3 stacked experts": "experts.up"},
-            "3 stacked experts of one row": "experts.rows",
-            "3 stacked experts of one column": "experts.columns",
-        },
-    ),
-    (
-        odd,
-        {
-            **{"3-D": "conv", "1-D": "conv.bias", "norm": "norm norm.bias", "0-D": "scale", "bias": "bias"},
-            **{"requires_grad is False": "frozen", "no elements": "empty", PLAIN: "rnn.weight_ih_l0"},
-        },
-    ),
-]
+    lambda: on_meta(hf.GPT2Config(**GPT2, n_positions=32)): {
+        **{"embedding, tied to lm_head": "transformer.wte", "embedding": "transformer.wpe"},
+        f"{PLAIN}, stored transposed": "transformer.h.0.attn.c_proj",
+    },
+    lambda: module(lm_head=LowRank(), inner=LowRank()): {
+        **{NAMED("lm_head"): "lm_head lm_head.lora_a lm_head.lora_b", PLAIN: "inner inner.lora_a inner.lora_b"}
+    },
+    vectors: {
+        **{"one row": "value router", "one column": "time", "3 stacked experts": "experts.up"},
+        **{"3 stacked experts of one row": "experts.rows", "3 stacked experts of one column": "experts.columns"},
+    },
+    odd: {
+        **{"3-D": "conv", "1-D": "conv.bias", "norm": "norm norm.bias", "0-D": "scale", "bias": "bias"},
+        **{"requires_grad is False": "frozen", "no elements": "empty", PLAIN: "rnn.weight_ih_l0"},
+    },
+}
 
 
-@pytest.mark.parametrize(("make", "expected"), EXPECTED)
+@pytest.mark.parametrize(("make", "expected"), EXPECTED.items())
 def test_parameters_are_routed_by_what_the_model_does_with_them(make: Make, expected: dict[str, str]) -> None:
     routes = routes_of(make(), stacks=True)
     for reason, names in expected.items():
@@ -486,9 +470,7 @@ class AdaptedReference(Reference):
         with pytest.MonkeyPatch.context() as patch:
             for name, pieces in PIECES.items():
                 patch.setitem(BLOCKS, name, pieces)
-            self.muon = Separate(
-                {name: named.pop(name) for name in list(named) if name.startswith(of_matrices)}, **MUON
-            )
+            self.muon = Separate({name: named.pop(name) for name in [*named] if name.startswith(of_matrices)}, **MUON)
         self.adamw = torch.optim.AdamW(list(named.values()), **ADAMW)
 
 

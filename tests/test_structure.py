@@ -75,14 +75,13 @@ def test_integrations_refuse_to_be_imported_from_the_checkout_by_their_bare_name
     assert tried.returncode != 0 and "import this package as 'lwopt_backend.integrations'" in tried.stderr
 
 
+NAMED = re.compile(r"\b((?:peers/|faults/)?test_[a-z0-9_]+)(?:\.py)?(?:::(test_[a-z0-9_]+))?")
+
+
 def test_scripts_and_mutants_name_tests_that_exist() -> None:
     for path in [*files(ROOT / "scripts"), ROOT / "scripts" / "mutants.yaml"]:
-        for file, test in re.findall(
-            r"\b((?:peers/|faults/)?test_[a-z0-9_]+)(?:\.py)?(?:::(test_[a-z0-9_]+))?", path.read_text()
-        ):
+        for file, test in NAMED.findall(path.read_text()):
             named = [ROOT / "tests" / f"{file}.py", ROOT / "tests" / "peers" / f"{file}.py"]
             found = next((place for place in named if place.exists()), None)
             assert found or list((ROOT / "tests").glob(f"{file}*.py")), f"{path.name} names {file}.py"
-            assert not test or f"def {test}(" in (found.read_text() if found else ""), (
-                f"{path.name} names {file}::{test}"
-            )
+            assert not test or f"def {test}(" in (found.read_text() if found else ""), f"{path.name}: {file}::{test}"

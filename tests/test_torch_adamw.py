@@ -1,8 +1,6 @@
 """Where AdamW trains everything, state dicts go from torch.optim.AdamW to ours and back, nested and flat, on all ranks.
-
-The sequence is that of torch's own tests of ``torch.distributed.checkpoint.state_dict``: states are compared after
-some steps, loaded into a fresh optimizer, and trained on.
-"""
+The sequence is that of torch's own tests of ``torch.distributed.checkpoint.state_dict``: states are compared after some
+steps, loaded into a fresh optimizer, and trained on."""
 
 import copy
 from collections.abc import Callable

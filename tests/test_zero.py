@@ -259,10 +259,8 @@ class Forked(UnevenLM):
 def test_what_only_some_ranks_use_counts_as_a_zero_gradient_of_the_others_or_is_mixed_up(
     storage: str, stage: int, touching: bool, optimizer: str, mixed_up: bool
 ) -> None:
-    """ZeRO adds up buckets in the order in which each rank filled its own, with any optimizer, and says nothing.
-
-    Should a row of those fail, DeepSpeed has learnt better, and the documentation must.
-    """
+    """ZeRO adds up buckets in the order in which each rank filled its own, with any optimizer, and says nothing. Should
+    a row of those fail, DeepSpeed has learnt better, and the documentation must."""
     settings = settings_for(storage, stage, rows=ROWS // 2, ns_dtype="float32")
     single = Reference(Forked(), matrices=(*MATRICES, "ways.0.weight", "ways.1.weight"))
     if optimizer == "AdamW":
@@ -313,9 +311,7 @@ def test_param_groups_keep_their_own_lr_and_weight_decay_and_adamw_its_options()
 # Matrices that are stored as (inputs, outputs)
 class Stack(nn.Module):
     """Experts in one parameter of (inputs, outputs), or ``apart``, each in one of (outputs, inputs).
-
-    tests/test_atoms_on_engines.py has fused weights, other stacks, convolutions.
-    """
+    tests/test_atoms_on_engines.py has fused weights, other stacks, convolutions."""
 
     def __init__(self, *, apart: bool = False) -> None:
         super().__init__()
@@ -453,10 +449,8 @@ def test_a_parameter_that_deepspeed_does_not_train_is_warned_of_once(stage: int)
     model.layers[0].bias.requires_grad_(False)
     given = [p for p in model.parameters() if p.requires_grad]
     expected = ["LayerWiseMuon: parameter 'layers.0.bias' is trained now, but not when the optimizer was"]
-    with (
-        engine_for(config(stage), model, model_parameters=given) as engine,
-        mock.patch.object(logger, "warning") as said,
-    ):
+    made = engine_for(config(stage), model, model_parameters=given)
+    with made as engine, mock.patch.object(logger, "warning") as said:
         train(engine, 1)
         model.layers[0].bias.requires_grad_(True)
         train(engine, 2)

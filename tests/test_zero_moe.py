@@ -1,8 +1,6 @@
-"""Experts of deepspeed.moe: every expert's matrices are updated whole, inside the ranks that share that expert.
-
-Four ranks, expert parallel 2: ranks 0 and 2 share experts 0 and 1, ranks 1 and 3 share experts 2 and 3; all four share
-the rest.
-"""
+"""Experts of deepspeed.moe: every expert's matrices are updated whole, inside the ranks that share that expert. Four
+ranks, expert parallel 2: ranks 0 and 2 share experts 0 and 1, ranks 1 and 3 share experts 2 and 3; all four share the
+rest."""
 
 import contextlib
 import copy
@@ -219,6 +217,8 @@ def test_state_that_owners_keep_is_resumed_at_stage_0(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path)
 
 
+NOT_TRIED = "clip_groups with experts in bf16 and fp32 accumulation at stage 1 were not tried; use stage 2"
+AT_STAGE_3 = "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains"
 SPLIT = "split groups with deepspeed"
 
 
@@ -226,26 +226,13 @@ SPLIT = "split groups with deepspeed"
 @pytest.mark.parametrize(
     ("stage", "model", "how", "message"),
     [
-        (
-            1,
-            Mixture,
-            None,
-            "clip_groups with experts in bf16 and fp32 accumulation at stage 1 were not tried; use stage 2",
-        ),
-        (
-            3,
-            Mixture,
-            None,
-            "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains",
-        ),
+        (1, Mixture, None, NOT_TRIED),
+        (3, Mixture, None, AT_STAGE_3),
         (2, Mixture, "unmarked", f"param group 0 has experts' parameters, but not 'moe': True; {SPLIT}"),
         (2, Mixture, "misnamed", "param group 1 has 'moe': True and name 'ep_size_3'; the model has 'ep_size_2'"),
         (2, Mixture, "mixed", f"param group 1 has 'moe': True, but not only experts' parameters; {SPLIT}"),
         (2, TwoSizes, "two sizes", "param group 1 is named 'ep_size_2', but has experts of 'ep_size_4'; split"),
-        (
-            *(2, UnevenLM, "no experts"),
-            "param group 0 has 'moe': True and name 'e'; the model has none, because it has no deepspeed.moe",
-        ),
+        (2, UnevenLM, "no experts", "'moe': True and name 'e'; the model has none, because it has no deepspeed.moe"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )

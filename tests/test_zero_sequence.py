@@ -1,7 +1,5 @@
 """Sequence parallelism: ranks that share a sequence are ranks like others to the optimizer, with summed gradients.
-
-DeepSpeed replicates parameters over the ranks of a sequence and shards as over data-parallel ranks.
-"""
+DeepSpeed replicates parameters over the ranks of a sequence and shards as over data-parallel ranks."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """A user's script in which every public name occurs, for scripts/typecheck.py: mypy's strict mode finds no error in it.
-
-``assert_type`` says what a call returns, so that no type is lost to ``Any`` unseen. test_typing.py runs the functions
-that need one process only.
-"""
+``assert_type`` says what a call returns, so that no type is lost to ``Any`` unseen. test_package.py runs the functions
+that need one process only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

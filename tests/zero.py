@@ -71,10 +71,8 @@ def there_is(storage: str, stage: int, **_: Any) -> bool:
 
 @contextlib.contextmanager
 def engine_for(settings: dict[str, Any], model: nn.Module | None = None, **kwargs: Any) -> Iterator[Any]:
-    """A real engine on this rank's model, destroyed afterwards so that the rank can be borrowed again.
-
-    In fp16 too: a CPU without units for it computes it all the same, but says that it does not.
-    """
+    """A real engine on this rank's model, destroyed afterwards so that the rank can be borrowed again. In fp16 too: a
+    CPU without units for it computes it all the same, but says that it does not."""
     deepspeed_zero.register()
     model = model or UnevenLM()
     kwargs.setdefault("model_parameters", list(model.parameters()))
@@ -181,9 +179,7 @@ class Reference:
 
 class Masters(Reference):
     """fp32 masters of a 16-bit model on one process. DeepSpeed rounds the model first and takes the masters from that.
-
-    Gradients of micro-batches add up in fp32, or in the model's dtype.
-    """
+    Gradients of micro-batches add up in fp32, or in the model's dtype."""
 
     def __init__(self, dtype: torch.dtype, in_fp32: bool = True) -> None:
         super().__init__(UnevenLM().to(dtype).float())
@@ -245,10 +241,8 @@ def largest_difference(ours: dict[str, Tensor], reference: nn.Module) -> float:
 
 
 class Beside:
-    """Engines beside one process that steps on the gradients which DeepSpeed has reduced, whatever ranks share.
-
-    Those have to be the gradients of the whole batch, which the process computes, and the weights its weights.
-    """
+    """Engines beside one process that steps on the gradients which DeepSpeed has reduced, whatever ranks share. Those
+    have to be the gradients of the whole batch, which the process computes, and the weights its weights."""
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
-"""What the campaign's attacks share: how many, with which seed, and which errors are ours.
-
-``FAULTS_SEED`` sets the seed, ``FAULTS_COUNT`` how many attacks a row makes in place of its own number.
-"""
+"""What the campaign's attacks share: how many, with which seed, and which errors are ours. ``FAULTS_SEED`` sets the
+seed, ``FAULTS_COUNT`` how many attacks a row makes in place of its own number."""
 
 import os
 import re

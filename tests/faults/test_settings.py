@@ -65,9 +65,7 @@ scalars = some.one_of(
     some.sampled_from(NAMES),
     some.text(max_size=4),
 )
-keys = some.one_of(
-    some.sampled_from(["name", "lr", "class", "params", "heads", "qkv", "matrix"]), some.text(max_size=3)
-)
+keys = some.sampled_from(["name", "lr", "class", "params", "heads", "qkv", "matrix"]) | some.text(max_size=3)
 anything = some.recursive(
     scalars, lambda inner: some.lists(inner, max_size=5) | some.dictionaries(keys, inner, max_size=3), max_leaves=8
 )
