@@ -30,6 +30,8 @@ PARTS: dict[str, Any] = {  # which matrices are in a parameter
     "layers.0.weight": {"qkv": [9, 6, 6], "groups": 3},
     "layers.2.weight": {"qkv": [21, 10, 10], "groups": 1},
 }
+Engines = Sequence[Callable[[], Any]]
+Step = Callable[[Any, int], object]
 
 
 class Buffered(UnevenLM):
@@ -209,10 +211,6 @@ def convert_as_deepspeed_does(folder: Path, tag: str) -> str:
     workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
     ds_to_universal.main(argparse.Namespace(**folders, **workers, inject_missing_state=True))
     return str(into)
-
-
-Engines = Sequence[Callable[[], Any]]
-Step = Callable[[Any, int], object]
 
 
 def go_through(pool: RankPool, folder: Path, legs: Engines, train_step: Step, renewed: Collection[int]) -> None:

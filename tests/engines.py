@@ -96,6 +96,7 @@ class _LayerNorm(nn.LayerNorm):
 
 
 EXACT = {nn.Linear: _Linear, nn.Embedding: _Embedding, nn.LayerNorm: _LayerNorm}
+Apart = tuple[tuple[str, str, float], ...]  # clip groups: a name, a glob and the largest norm
 
 
 class ExactLM(UnevenLM):
@@ -364,9 +365,6 @@ def _precise(matrix: str, clip: object) -> dict[str, Any]:
 
 def _model(sharding: str) -> ExactLM:
     return ExactLM(hidden=fsdp2.EVEN) if sharding in fsdp2.EVEN_ONLY else ExactLM()
-
-
-Apart = tuple[tuple[str, str, float], ...]  # clip groups: a name, a glob and the largest norm
 
 
 class Alone:

@@ -22,6 +22,7 @@ from tests.zero import ADAMW, MUON, ROWS
 
 EVEN = (64, 40)  # hidden sizes that divide by 2 and 4
 MATRIX_NAMES = set(MATRICES)
+IGNORED = ("layers.2.weight", "gate.bias")
 
 
 @dataclass
@@ -107,9 +108,6 @@ def shard_roots(model: nn.Module, **kwargs: Any) -> Sharded:
     for part in (model.embedding, model.layers, model.gate, model.lm_head):
         fully_shard(part, mesh=mesh_of(), **kwargs)
     return by_rank(model)
-
-
-IGNORED = ("layers.2.weight", "gate.bias")
 
 
 def shard_ignoring(model: nn.Module, **kwargs: Any) -> Sharded:

@@ -75,12 +75,8 @@ class FusedLM(nn.Module):
         return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
 
 
-ATOMS: dict[str, Any] = {
-    "qkv.weight": {"qkv": [24, 8, 8]},
-    "grouped.weight": {"qkv": [8, 4, 4], "groups": 2},
-    "gate_up.weight": {"gate_up": "halves"},
-    "conv.weight": "flatten",
-}
+ATOMS: dict[str, Any] = {"qkv.weight": {"qkv": [24, 8, 8]}, "grouped.weight": {"qkv": [8, 4, 4], "groups": 2}}
+ATOMS |= {"gate_up.weight": {"gate_up": "halves"}, "conv.weight": "flatten"}
 MATRICES = (
     *(f"{name}.weight" for name in ("qkv", "grouped", "down", "gate_up", "out", "mix", "conv")),
     *("experts.up", "moe.w13", "moe.w2_EDF"),

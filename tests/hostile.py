@@ -31,6 +31,7 @@ SECONDS = 10  # of the processor's time
 ADDRESS_SPACE = 6 << 30  # bytes: of this process, most of which libraries reserve and do not use
 START = b"\x80\x04"
 MEMO = 1 << 20  # where payloads' own places begin, after those of the file that they are put into
+GROUP = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
 
 
 def samples(folder: Path) -> dict[str, Path]:
@@ -43,9 +44,6 @@ def samples(folder: Path) -> dict[str, Path]:
     for path in folder.rglob(manifest.NAME):
         path.unlink()
     return found
-
-
-GROUP = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
 
 
 def stage0(folder: Path) -> Path:

@@ -87,14 +87,9 @@ def write(step: Path, setup: Setup, known: Truth) -> None:
         of_matrices = {**lion, "weight_decay": 0.1, "wd_mult": 1.0} if lion_of_matrices else muon
         optimizer = {0: {"optimizer": {"param_groups": [of_matrices]}}, 1: optimizer}
     arguments = {**megatron_torch.arguments_of(setup.model), "transformer_impl": "local", **setup.arguments}
-    common = {
-        "args": argparse.Namespace(**arguments),
-        "checkpoint_version": 3.0,
-        "iteration": 7,
-        "optimizer": optimizer,
-        "opt_param_scheduler": megatron_torch.SCHEDULE,
-        "content_metadata": {} if setup.layout is None else {"distrib_optim_sharding_type": setup.layout},
-    }
+    common = {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 7}
+    common |= {"optimizer": optimizer, "opt_param_scheduler": megatron_torch.SCHEDULE}
+    common |= {"content_metadata": {} if setup.layout is None else {"distrib_optim_sharding_type": setup.layout}}
     if setup.common_file:
         torch.save(common, step / "common.pt")
     else:

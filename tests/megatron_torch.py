@@ -56,12 +56,8 @@ class Setup:
 
 def shapes_of_layer(family: str) -> dict[str, tuple[int, ...]]:
     """In the order of Megatron's modules (local spec)."""
-    modules: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (HIDDEN,),
-        "self_attention.linear_proj": (HIDDEN, HIDDEN),
-        "self_attention.linear_qkv": (2 * HIDDEN, HIDDEN),
-        "pre_mlp_layernorm": (HIDDEN,),
-    }
+    modules: dict[str, tuple[int, ...]] = {"input_layernorm": (HIDDEN,), "self_attention.linear_proj": (HIDDEN, HIDDEN)}
+    modules |= {"self_attention.linear_qkv": (2 * HIDDEN, HIDDEN), "pre_mlp_layernorm": (HIDDEN,)}
     places = [""]
     if family == "moe":
         modules["mlp.router"] = (EXPERTS, HIDDEN)

@@ -26,11 +26,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "a class": {"name": "torch_optimizer", "class": "torch.optim.RMSprop", "lr": 1e-3, "momentum": 0.9},
 }
 # What one process runs instead, on all matrices in one optimizer.
-CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    "soap": pytorch_optimizer.SOAP,
-    "shampoo": pytorch_optimizer.Shampoo,
-    "torch_optimizer": torch.optim.RMSprop,
-}
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {"soap": pytorch_optimizer.SOAP, "shampoo": pytorch_optimizer.Shampoo}
+CLASSES |= {"torch_optimizer": torch.optim.RMSprop}
 ELEMENTWISE: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", **ADAMW},
     "lion": {"name": "lion", "lr": 1e-3, "weight_decay": 0.1},

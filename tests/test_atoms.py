@@ -288,6 +288,7 @@ MODULES: dict[str, tuple[Inputs, Inputs, dict[str, Any]]] = {  # what it is call
     ]
     for kind in kinds.split()
 }
+DELTA_NETS = [f"{kind}GatedDeltaNet" for kind in ("qwen3_next.Qwen3Next", "qwen3_5.Qwen3_5", "qwen3_5_moe.Qwen3_5Moe")]
 
 
 def check_module(module: nn.Module, *inputs: Any) -> None:
@@ -304,9 +305,6 @@ def test_parts_are_what_a_module_uses_them_for(kind: str) -> None:
 
 def test_parts_of_hieras_attention_which_reads_no_configuration() -> None:
     check_module(code_of("hiera").HieraMaskUnitAttention(32, 64, 4), torch.rand(1, 4, 32))
-
-
-DELTA_NETS = [f"{kind}GatedDeltaNet" for kind in ("qwen3_next.Qwen3Next", "qwen3_5.Qwen3_5", "qwen3_5_moe.Qwen3_5Moe")]
 
 
 @pytest.mark.parametrize("kind", DELTA_NETS)
@@ -617,14 +615,9 @@ def linears(**shapes: tuple[int, int]) -> nn.Module:
 
 
 def test_settings_divide_outputs_by_name() -> None:
-    settings = {
-        "a.*": {"qkv": [8, 2, 2]},
-        "b.weight": {"qkv": [2, 1, 1], "groups": 3},
-        "c.*": {"heads": 3},
-        "d.*": {"split_sizes": [3, 1], "groups": 3},
-        "[de].weight": {"gate_up": "interleaved"},
-        "f.weight": {"gate_up": "halves"},
-    }
+    settings = {"a.*": {"qkv": [8, 2, 2]}, "b.weight": {"qkv": [2, 1, 1], "groups": 3}, "c.*": {"heads": 3}}
+    settings |= {"d.*": {"split_sizes": [3, 1], "groups": 3}, "[de].weight": {"gate_up": "interleaved"}}
+    settings |= {"f.weight": {"gate_up": "halves"}}
     found = divided_of(linears(**dict.fromkeys("abcdef", (12, 4))), settings)
     assert {name[0]: {b.name: sorted(outputs_of(b)) for b in each.blocks} for name, each in found.items()} == {
         "a": {"q": list(range(8)), "k": [8, 9], "v": [10, 11]},

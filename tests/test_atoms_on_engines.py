@@ -235,15 +235,13 @@ WRONG_LAYERS: list[tuple[dict[str, Any], Heads, str]] = [
     ({"atoms": {"qkv.weight": {"split_sizes": [24, 8, 8]}}}, FUSED, f"{APART}'part0', 'part1', 'part2'{DIVIDE}"),
     ({"atoms": {}, "exclude": ["qkv.weight"]}, FUSED, f"{APART}none, because no matrix rule updates it{DIVIDE}"),
 ]
+ONE_PER_HEAD = "layer 'fused': expected max_logits as a tensor of shape (4,), one per head; found "
 
 
 @pytest.mark.parametrize(("options", "heads", "message"), WRONG_LAYERS)
 def test_wrong_layers_are_errors(options: dict[str, Any], heads: Heads, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         QKClip(optimizer_for(FusedLM(), **{"atoms": ATOMS, **options}), {"fused": heads})
-
-
-ONE_PER_HEAD = "layer 'fused': expected max_logits as a tensor of shape (4,), one per head; found "
 
 
 @pytest.mark.parametrize(

@@ -15,21 +15,9 @@ import pytest
 
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.buffers import packing
+from lwopt_backend.plan.buffers import placement as places
 from lwopt_backend.plan.buffers.layout import MOST_KINDS, BufferPlan, Stream
-from lwopt_backend.plan.buffers.placement import (
-    Cuts,
-    Packer,
-    Pattern,
-    Placement,
-    cannot_fit,
-    deal_bins,
-    fit,
-    height_bound,
-    least_padding,
-    longest_first,
-    pack,
-    whole_layers,
-)
+from lwopt_backend.plan.buffers.placement import Packer, Placement, height_bound, least_padding, whole_layers
 from lwopt_backend.plan.cost import COSTS, max_min_squared
 from tests.cells import cells
 from tests.planner_shapes import Figures, aligned, assert_lawful, atoms_of, figures, model, planned, seconds, unevenness
@@ -226,7 +214,7 @@ def test_relieving_ends_where_no_trade_helps_the_costliest_shard_and_keeps_the_c
 def test_the_heaviest_bin_is_dealt_to_the_least_loaded_shard() -> None:
     # Two buckets of two bins, of sizes 2 | 1 each: the heavy bin of one is matched with the light bin of the other.
     stream = Stream(atoms_of([(64, 64), (64, 128)] * 2))
-    assert deal_bins(Packer(stream, 2), (0, 2, 4), stream.numels).loads == [3 * 64 * 64] * 2
+    assert places.deal_bins(Packer(stream, 2), (0, 2, 4), stream.numels).loads == [3 * 64 * 64] * 2
 
 
 PEAK = """
@@ -286,7 +274,7 @@ def small_instances(count: int, seed: int) -> Iterator[Instance]:
         yield sizes, counts, generator.randint(1, 5)
 
 
-def assert_packs(patterns: list[Pattern], instance: Instance, room: int) -> int:
+def assert_packs(patterns: list[places.Pattern], instance: Instance, room: int) -> int:
     """Every item once, no more bins than there are, none higher than ``room``; returns the highest."""
     sizes, counts, bins = instance
     packed: Counter[int] = Counter()
@@ -309,23 +297,23 @@ def test_small_packings_lose_nothing_and_are_near_the_optimum_that_no_bound_exce
         items = [size for size, count in zip(sizes, counts) for _ in range(count)]
         best = optimum(items, bins)
         assert max(-(-sum(items) // bins), *items) <= height_bound(sizes, counts, bins) <= best
-        height, patterns = pack(sizes, counts, bins)
+        height, patterns = places.pack(sizes, counts, bins)
         assert assert_packs(patterns, instance, height) == height
         assert best <= height <= 1.1 * best
         exact += height == best
-        height, patterns = longest_first(sizes, counts, bins)
+        height, patterns = places.longest_first(sizes, counts, bins)
         assert assert_packs(patterns, instance, height) == height
         assert best <= height and 3 * bins * height <= (4 * bins - 1) * best, "Graham's promise"
-        assert fit(sizes, counts, bins, best - 1) is None
-        assert not cannot_fit(sizes, counts, bins, best)
-        refused += cannot_fit(sizes, counts, bins, best - 1)
+        assert places.fit(sizes, counts, bins, best - 1) is None
+        assert not places.cannot_fit(sizes, counts, bins, best)
+        refused += places.cannot_fit(sizes, counts, bins, best - 1)
         for room in (best, best + 1, best + best // 4, 2 * best):
-            fitting = fit(sizes, counts, bins, room)
+            fitting = places.fit(sizes, counts, bins, room)
             assert fitting is not None or room < 2 * best, "filling bins in any order is enough"
             assert fitting is None or assert_packs(fitting, instance, room)
             missed += fitting is None and room == best
     assert exact >= 0.98 * 600 and missed <= 12, "all of them, and none, when this was written"
-    assert refused >= 350 and cannot_fit([60, 41], [1, 3], 2, 100), "which height_bound allows"
+    assert refused >= 350 and places.cannot_fit([60, 41], [1, 3], 2, 100), "which height_bound allows"
     assert height_bound([60, 41], [1, 3], 2) <= 100
 
 
@@ -340,7 +328,7 @@ def test_small_packings_lose_nothing_and_are_near_the_optimum_that_no_bound_exce
     ],
 )
 def test_many_kinds_are_packed_in_few_patterns(sizes: list[int], counts: list[int], bins: int, excess: float) -> None:
-    height, patterns = pack(sizes, counts, bins)
+    height, patterns = places.pack(sizes, counts, bins)
     assert height <= excess * height_bound(sizes, counts, bins) and len(patterns) < 50
     assert_packs(patterns, (sizes, counts, bins), height)
 
@@ -357,11 +345,11 @@ def test_a_class_of_kinds_stands_for_its_largest_member(smallest: int) -> None:
 
 
 # Cutting
-def bucket_numels(packer: Packer, cuts: Cuts) -> list[int]:
+def bucket_numels(packer: Packer, cuts: places.Cuts) -> list[int]:
     return [packer.height(start, stop) * packer.shards for start, stop in zip(cuts, cuts[1:])]
 
 
-def assert_covers(cuts: Cuts, count: int) -> None:
+def assert_covers(cuts: places.Cuts, count: int) -> None:
     assert cuts[0] == 0 and cuts[-1] == count
     assert all(start < stop for start, stop in zip(cuts, cuts[1:])), "no bucket is empty"
 

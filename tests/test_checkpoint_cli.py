@@ -351,15 +351,9 @@ def test_steps_options_and_names_that_differ_are_said(source: Path, tmp_path: Pa
 # Safetensors
 def test_safetensors_are_read_as_their_own_library_reads_them(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    tensors = {
-        "a": torch.randn(3, 5, generator=generator),
-        "b": torch.randn(4, generator=generator).bfloat16(),
-        "c": torch.arange(6).view(2, 3),
-        "d": torch.tensor(2.5),
-        "e": torch.empty(0, 4),
-        "f": torch.tensor([True, False]),
-        "g": torch.ones(3).to(torch.float8_e5m2),
-    }
+    tensors = {"a": torch.randn(3, 5, generator=generator), "b": torch.randn(4, generator=generator).bfloat16()}
+    tensors |= {"c": torch.arange(6).view(2, 3), "d": torch.tensor(2.5), "e": torch.empty(0, 4)}
+    tensors |= {"f": torch.tensor([True, False]), "g": torch.ones(3).to(torch.float8_e5m2)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     found = safetensors_folder.load(tmp_path / "model.safetensors")
     assert found.keys() == tensors.keys()

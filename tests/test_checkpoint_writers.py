@@ -134,6 +134,12 @@ SETUPS: dict[str, dict[str, Any]] = {  # beside what there are genuine ones of
     "adam, tied": {"muon": False, "tied": True},
     "adam, experts": {"muon": False, "experts": True, "ep": 2, "chained": True},
 }
+NORM, FC2 = "decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc2.weight"
+FUSED = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
+ALONE = {MASTER: held(torch.ones(8, 12), "")}
+OF_PARTS = {1: {"a": torch.ones(1)}}
+OLD, OURS = partial(write_megatron.write, version="0.14"), partial(write_megatron.write, version="0.16")
+NEW = partial(write_megatron.write, version="0.19")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -187,14 +193,6 @@ def test_weights_alone_need_no_schedule(tmp_path: Path) -> None:
 def changed(checkpoint: Checkpoint, name: str = "embedding.word_embeddings.weight", **changes: Any) -> Checkpoint:
     param = dataclasses.replace(checkpoint.params.get(name, checkpoint.params[NORM]), **changes)
     return dataclasses.replace(checkpoint, params={**checkpoint.params, name: param})
-
-
-NORM, FC2 = "decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc2.weight"
-FUSED = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
-ALONE = {MASTER: held(torch.ones(8, 12), "")}
-OF_PARTS = {1: {"a": torch.ones(1)}}
-OLD, OURS = partial(write_megatron.write, version="0.14"), partial(write_megatron.write, version="0.16")
-NEW = partial(write_megatron.write, version="0.19")
 
 
 def of_lion_alone(checkpoint: Checkpoint) -> Checkpoint:
@@ -275,18 +273,20 @@ def test_safetensors_in_several_files(tmp_path: Path) -> None:
 # Memory. PyTorch's allocator is asked, whose events do not depend on time; what is smaller than a block does not count
 BLOCK = 1024  # elements: small, so that small tensors have many
 LARGEST = 4 * 256 * 128  # bytes in fp32
-LAYER = {
-    "input_layernorm.weight": (128,),
-    "self_attention.linear_qkv.weight": (384, 64),
-    "self_attention.linear_proj.weight": (64, 128),
-    "mlp.linear_fc1.weight": (256, 100),
-    "mlp.linear_fc2.weight": (100, 256),
-}
+LAYER = {"input_layernorm.weight": (128,), "self_attention.linear_qkv.weight": (384, 64)}
+LAYER |= {"self_attention.linear_proj.weight": (64, 128), "mlp.linear_fc1.weight": (256, 100)}
+LAYER |= {"mlp.linear_fc2.weight": (100, 256)}
 SHAPES = {
     "embedding.word_embeddings.weight": (256, 128),
     **{f"decoder.layers.{layer}.{name}": shape for layer in range(3) for name, shape in LAYER.items()},
     "decoder.final_layernorm.weight": (128,),
 }
+TARGETS = ("universal", "megatron", "dcp", "safetensors")
+WAYS = [
+    pytest.param(source, target, marks=() if "universal" in (source, target) else pytest.mark.full)
+    for source in TARGETS[:3]
+    for target in TARGETS
+]
 
 
 def made() -> Checkpoint:
@@ -324,14 +324,6 @@ def converted(checkpoint: Checkpoint, target: str, folder: Path, workers: int = 
     place = convert.place_of(checkpoint, target, folder)
     convert.write(checkpoint, target, place, force=True, workers=workers, finish=partial(gate.finish, workers))
     return folder
-
-
-TARGETS = ("universal", "megatron", "dcp", "safetensors")
-WAYS = [
-    pytest.param(source, target, marks=() if "universal" in (source, target) else pytest.mark.full)
-    for source in TARGETS[:3]
-    for target in TARGETS
-]
 
 
 @pytest.mark.parametrize(("source", "target"), WAYS)

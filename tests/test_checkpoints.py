@@ -373,7 +373,7 @@ FORMATS += [("muon", "by name", "float32"), ("muon", "flat", "bfloat16")]
 
 
 @pytest.mark.parametrize(("rule", "way", "dtype"), with_full(FORMATS, [("muon", "bare", "float32")]))
-def test_plain_pytorch_goes_on_with_torchs_formats_on_other_ranks(go_on: GoOn, rule: str, way: str, dtype: str) -> None:
+def test_plain_pytorch_goes_on_with_torchs_own_formats_in_layouts(go_on: GoOn, rule: str, way: str, dtype: str) -> None:
     legs = route(BY_TORCH[way], *WIDE[dtype], native=True)
     go_on(Tour(rule, legs, dtype=dtype, atoms=PARTS if rule == "soap" else None))
 

@@ -289,6 +289,12 @@ MUON_ENTRIES = [
 ]
 SHARED = ("lr", "weight_decay")
 ADAMW = {"lr": 5e-5, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.01}
+UNREGISTERED = "ValueError: optimizer.type is {!r}, but it is not registered; call lwopt_backend."
+UNKNOWN = {
+    **{name: UNREGISTERED.format(name) for name in ("LayerWiseMuon", "layerwise")},
+    "LayerWiseMoun": "which DeepSpeed does not know; did you mean 'LayerWiseMuon'?",
+    "Nonsense": "AssertionError: Nonsense is not a supported DeepSpeed Optimizer",
+}
 
 
 def options_of(settings: Any, entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -356,14 +362,6 @@ def test_an_engine_takes_the_entry_with_the_type_in_any_case_and_says_so_once(wr
     notes = [call.args[0] for call in warning.call_args_list if "an entry of" in call.args[0]]
     assert len(notes) == (1 if dist.get_rank() == 0 else 0)
     assert all("makes this an entry of AdamW" in note for note in notes)
-
-
-UNREGISTERED = "ValueError: optimizer.type is {!r}, but it is not registered; call lwopt_backend."
-UNKNOWN = {
-    **{name: UNREGISTERED.format(name) for name in ("LayerWiseMuon", "layerwise")},
-    "LayerWiseMoun": "which DeepSpeed does not know; did you mean 'LayerWiseMuon'?",
-    "Nonsense": "AssertionError: Nonsense is not a supported DeepSpeed Optimizer",
-}
 
 
 @pytest.mark.parametrize(("written", "message"), UNKNOWN.items())

@@ -12,12 +12,13 @@ from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.zero import Reference, batch_shares, engine_for, settings_for, train
 
-STORAGES: dict[str, dict[str, Any]] = {
-    "zero": {"storage": "zero"},
-    "padded": {"storage": "owned", "layout": "padded"},
-    "compact": {"storage": "owned", "layout": "compact"},
-    "instances": {"storage": "owned", "group_size": 1},
-}
+STORAGES: dict[str, dict[str, Any]] = {"zero": {"storage": "zero"}, "padded": {"storage": "owned", "layout": "padded"}}
+STORAGES |= {"compact": {"storage": "owned", "layout": "compact"}, "instances": {"storage": "owned", "group_size": 1}}
+OF_A_MATRIX = "^parameter 'gate.weight' has no optimizer state 'exp_avg'; its rule, 'muon', keeps 'momentum_buffer'"
+OF_OTHERS = "^parameter 'lm_head.weight' has no optimizer state {!r}; its rule, 'adamw', keeps 'exp_avg', 'exp_avg_sq'"
+EARLY = "^parameter 'gate.weight' has no 'momentum_buffer' yet; the first step makes it"
+NO_GRADIENT = "^parameter 'gate.weight' has no gradient at its owner; ask after the backward pass that"
+CELLS = [*(("zero", s, "fp32") for s in (1, 2, 3)), ("zero", 1, "bf16+fp32"), *(("owned", s, "fp32") for s in range(3))]
 
 
 class Tensors:
@@ -91,13 +92,6 @@ def test_tensors_are_those_of_a_single_process_and_what_is_written_is_stepped_wi
         single.step()
         for tensors in whole:
             tensors.assert_weights_and_states()
-
-
-OF_A_MATRIX = "^parameter 'gate.weight' has no optimizer state 'exp_avg'; its rule, 'muon', keeps 'momentum_buffer'"
-OF_OTHERS = "^parameter 'lm_head.weight' has no optimizer state {!r}; its rule, 'adamw', keeps 'exp_avg', 'exp_avg_sq'"
-EARLY = "^parameter 'gate.weight' has no 'momentum_buffer' yet; the first step makes it"
-NO_GRADIENT = "^parameter 'gate.weight' has no gradient at its owner; ask after the backward pass that"
-CELLS = [*(("zero", s, "fp32") for s in (1, 2, 3)), ("zero", 1, "bf16+fp32"), *(("owned", s, "fp32") for s in range(3))]
 
 
 @on_ranks(2)

@@ -54,20 +54,18 @@ def layer_wise_muon(**options: Any) -> object:
 
 RULES = (owned, on_fsdp2, layer_wise)
 DOORS = (*RULES, layer_wise_muon)
-
-
-def answer(door: Door, **options: Any) -> str:
-    with pytest.raises((TypeError, ValueError)) as caught:
-        door(**options)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
 NAMES = {
     **{"learning_rate": "matrix.lr", "wd": "matrix.weight_decay", "mu": "matrix.momentum"},
     **{"muon_momentum": "matrix.momentum", "adamw_betas": "elementwise.betas", "adam_epsilon": "elementwise.eps"},
     "scalar_lr": "elementwise.lr",
 }
 TRANSLATED = {"betas": "elementwise.betas", "muon_lr": "matrix.lr", "adam_lr": "elementwise.lr"}  # by ds_config
+
+
+def answer(door: Door, **options: Any) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        door(**options)
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 @pytest.mark.parametrize(("foreign", "ours"), {**NAMES, **TRANSLATED}.items())

@@ -39,6 +39,7 @@ ZERO_OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"zero_hpz_partition_size": 2},
     ],
 }
+APART = {"layers": {"params": "layers.*", "max_norm": 0.2}, "gates": {"params": "gate.*", "max_norm": 0.001}}
 
 
 def equal(ranks: RankPool, *of: Cell, limit: float = 0.0) -> None:
@@ -83,9 +84,6 @@ def test_clips_by_the_norm_of_all_gradients(ranks: RankPool, engine: str, accumu
     """Within rounding: the norm is summed in fp64 here, in fp32 by torch. Newton-Schulz multiplies what that makes of
     the smallest singular values by up to 3.4 in each of 5 steps. Without the clip weights are 1e-3 from the truth."""
     equal(ranks, Cell(engine, clip=0.3, accumulation=accumulation), limit=1e-4)
-
-
-APART = {"layers": {"params": "layers.*", "max_norm": 0.2}, "gates": {"params": "gate.*", "max_norm": 0.001}}
 
 
 @cells(ranks=[1, 2, 4], engine=ENGINES, clip=[0.0, 0.3])

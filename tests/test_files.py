@@ -422,6 +422,7 @@ REFUSED = {
     "sets items of a list": ["a list that is set by slices"],
     "sets the state of a Named": ["attributes of a function"],
 }
+Harm = Callable[[Any, Any], None]
 
 
 @pytest.mark.parametrize(("name", "words"), [(name, words) for words, names in REFUSED.items() for name in names])
@@ -450,9 +451,6 @@ def test_states_of_random_generators_and_numbers_of_numpy_are_read(tmp_path: Pat
     assert found["new"] == new and (found["columns"] == columns).all()
     assert found["number"] == numpy.float32(0.1) and found["number"].dtype == numpy.float32 and found["flag"]
     assert found["word"].tolist() == ["ab", "c"] and found["none"].shape == (0, 3)
-
-
-Harm = Callable[[Any, Any], None]
 
 
 def in_metadata(change: Harm) -> Callable[[Path], None]:

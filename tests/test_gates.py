@@ -30,12 +30,8 @@ def param(shape: tuple[int, ...], *states: str, dtype: torch.dtype = torch.bfloa
 
 def whole(**changes: Any) -> Checkpoint:
     """Seven rows of the embedding are used, of eight."""
-    params = {
-        EMBEDDING: param((8, 4), *MOMENTS),
-        MATRIX: param((4, 6), MOMENTUM),
-        NORM: param((4,), *MOMENTS),
-        HEAD: param((8, 4), *MOMENTS),
-    }
+    params = {EMBEDDING: param((8, 4), *MOMENTS), MATRIX: param((4, 6), MOMENTUM), NORM: param((4,), *MOMENTS)}
+    params |= {HEAD: param((8, 4), *MOMENTS)}
     source = Checkpoint("megatron torch_dist", "0.16.1", CORE, params, **changes)
     for key in MOMENTS:
         seven = torch.cat([params[EMBEDDING].states[key].read()[:7], torch.zeros(1, 4)])

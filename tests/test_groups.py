@@ -18,6 +18,10 @@ H100 = CLUSTERS["h100-8x-ib"]
 SIMPLE = Machine("simple", flops_per_second=10, bytes_per_second=2, latency_seconds=100)
 NODES_OF_TWO = replace(SIMPLE, node_size=2, node_bytes_per_second=8)
 ONE_LAYER = list(model("llama3.1-8b")[:7])
+EIGHT = replace(NODES_OF_TWO, node_size=8)  # of 2 bytes a second between nodes, 8 within
+# A rank sends half of every bucket (256 and 128 elements, compact 192 and 64) within a group of two: 4 bytes a gradient
+# and 2 a parameter. Instances add an all-reduce of the owned gradients, 2 x (instances - 1) / instances of 4 bytes.
+WITHIN, ACROSS = (256 + 128) / 2 * (4 + 2), (256 + 128) / 2 * 4 * 2
 
 
 def grouped(
@@ -32,12 +36,6 @@ def two_buckets(layout: str) -> BufferPlan:
     """Over two shards: bucket 1 is matrix 0 (64 elements) at shard 1; bucket 0 is 1 (128) and 2 (64) at 0 and 1."""
     atoms = Atom("a", (8, 8), 30), Atom("b", (8, 16), 50), Atom("c", (8, 8), 40)
     return BufferPlan(layout, "by hand", atoms, 2, (1, 0, 1), (1, 0, 0), (128, 64))
-
-
-EIGHT = replace(NODES_OF_TWO, node_size=8)  # of 2 bytes a second between nodes, 8 within
-# A rank sends half of every bucket (256 and 128 elements, compact 192 and 64) within a group of two: 4 bytes a gradient
-# and 2 a parameter. Instances add an all-reduce of the owned gradients, 2 x (instances - 1) / instances of 4 bytes.
-WITHIN, ACROSS = (256 + 128) / 2 * (4 + 2), (256 + 128) / 2 * 4 * 2
 
 
 @pytest.mark.parametrize(

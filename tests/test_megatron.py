@@ -470,6 +470,12 @@ OTHER_FORMS: dict[str, tuple[TorchSetup | Setup | None, Damage, Callable[[Checkp
     "fsdp, torch's Adam": (None, all_of(), of_torchs_adam),
     "weights alone, and groups": (PLAIN, resaved(without_states), says("no state of a parameter is saved")),
 }
+OTHER_STATES: dict[str, dict[str, Any]] = {  # what other optimizers' arguments are
+    "Lion": {"optimizer": "lion"},
+    "Lion beside Muon": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
+    "adaptive_muon": {"optimizer": "adaptive_muon"},
+    "fp16 before its first step": {"optimizer": "adam", "fp16": True},
+}
 
 
 @pytest.mark.parametrize("case", OTHER_FORMS)
@@ -482,14 +488,6 @@ def test_other_forms_are_read(case: str, tmp_path: Path) -> None:
     known = {name: {"weight": of_name["weight"]} for name, of_name in known.items()} if alone else known
     assert_exact(found, known, in_order=setup is not None)
     assert holds(found)
-
-
-OTHER_STATES: dict[str, dict[str, Any]] = {  # what other optimizers' arguments are
-    "Lion": {"optimizer": "lion"},
-    "Lion beside Muon": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
-    "adaptive_muon": {"optimizer": "adaptive_muon"},
-    "fp16 before its first step": {"optimizer": "adam", "fp16": True},
-}
 
 
 def with_states_of(what: str, known: Truth) -> Truth:

@@ -35,6 +35,11 @@ from tests.rule_steps import Trained, rule_of
 from tests.zero import engine_for
 
 States = dict[str, dict[str, Tensor]]
+EMBEDDINGS = ("*word_embeddings.weight", "*output_layer.weight")
+AS_MEGATRON = {"exclude": list(EMBEDDINGS), "atoms": {"*": "whole"}}
+STOCK = {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True}}
+MUON_ARGUMENTS = {"muon_use_nesterov": False, "muon_scale_mode": "spectral", "muon_num_ns_steps": 5}
+MUON_ARGUMENTS["muon_extra_scale_factor"] = 1.0
 
 
 class Given(nn.Module):
@@ -69,9 +74,6 @@ def gradients(shapes: dict[str, tuple[int, ...]], step: int) -> dict[str, Tensor
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
 
 
-EMBEDDINGS = ("*word_embeddings.weight", "*output_layer.weight")
-
-
 @dataclass(frozen=True)
 class Source:
     """A checkpoint of Megatron's, and what ``lwopt convert --to universal`` makes of it. ``states`` are known from
@@ -87,10 +89,6 @@ class Source:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(states["fp32"].shape) for name, states in self.states.items()}
-
-
-AS_MEGATRON = {"exclude": list(EMBEDDINGS), "atoms": {"*": "whole"}}
-STOCK = {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True}}
 
 
 def ours(elementwise: str = "adamw", **matrix: Any) -> dict[str, Any]:
@@ -121,15 +119,9 @@ def step_on_zero(
     param groups after loading, and what this rank said then."""
     said: list[str] = []
     warn, model = loading.logger.warning, Named(shapes)
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
-        "optimizer": optimizer,
-        "steps_per_print": 1_000_000,
-        "checkpoint": {"load_universal": True},
-    }
+    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "bf16": {"enabled": True}}
+    settings |= {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10}}
+    settings |= {"optimizer": optimizer, "steps_per_print": 1_000_000, "checkpoint": {"load_universal": True}}
     kwargs: dict[str, Any] = {"model_parameters": groups_of(model)}
     if schedule == "torch":
         kwargs["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -173,10 +165,6 @@ def step_alone(source: Source) -> States:
         state = {key: tensor for key, tensor in optimizer.state[param].items() if key != "step"}
         found[name] = {"fp32": param.detach(), **state}
     return found
-
-
-MUON_ARGUMENTS = {"muon_use_nesterov": False, "muon_scale_mode": "spectral", "muon_num_ns_steps": 5}
-MUON_ARGUMENTS["muon_extra_scale_factor"] = 1.0
 
 
 def small_megatron(folder: Path, muon: bool, lion: bool = False) -> Source:
@@ -396,6 +384,8 @@ SAID: dict[str, tuple[Callable[[Group], Group], str, dict[str, Any], dict[str, A
 
 
 RENAMED = [("momentum_beta alone", True), ("configured otherwise", True)]
+SCHEDULES = {"none": [], "torch": ["from its last_epoch 0, but the checkpoint was saved after 7 steps"]}
+SCHEDULES |= {"deepspeed": ["set its last_batch_iteration to 6"]}
 
 
 @pytest.mark.parametrize(("case", "renamed"), [*((case, False) for case in SAID), *RENAMED])
@@ -421,13 +411,6 @@ def test_options_are_the_checkpoints_and_rank_0_says_what_is_not(
         assert group.items() >= muon.items() and "momentum_beta" not in group
     assert second["said"] == [] and all(text.startswith(f"{folder}") for text in first["said"])
     assert [words in text for words, text in zip(said, first["said"], strict=True)] == [True] * len(said)
-
-
-SCHEDULES = {
-    "none": [],
-    "torch": ["from its last_epoch 0, but the checkpoint was saved after 7 steps"],
-    "deepspeed": ["set its last_batch_iteration to 6"],
-}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

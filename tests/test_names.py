@@ -90,14 +90,8 @@ OF_LLAMA = {
     "mlp.shared_experts.linear_fc1": "mlp.shared_expert.gate_proj mlp.shared_expert.up_proj",
     "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
 }
-OF_GPT2 = {
-    "input_layernorm": "ln_1",
-    "pre_mlp_layernorm": "ln_2",
-    "self_attention.linear_qkv": "q k v",
-    "self_attention.linear_proj": "attn.c_proj",
-    "mlp.linear_fc1": "mlp.c_fc",
-    "mlp.linear_fc2": "mlp.c_proj",
-}
+OF_GPT2 = {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2", "self_attention.linear_qkv": "q k v"}
+OF_GPT2 |= {"self_attention.linear_proj": "attn.c_proj", "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"}
 
 
 def core_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:

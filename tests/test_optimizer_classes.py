@@ -117,6 +117,11 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ("torch.optim.NAdam", "torch.optim.NAdam: its state does not begin with zeros"),
     ],
 }
+CALLS = [  # the parts that are stepped together, call by call, and how many steps each part then has made
+    ([[0, 1, 2]] * 4, [4, 4, 4]),
+    ([[2], [0, 1]] * 4, [4, 4, 4]),
+    ([[0], [0, 1], [0, 1]], [3, 2, 0]),  # what had no gradient in some steps is younger than the others
+]
 
 
 @pytest.mark.parametrize(("kind", "cls", "message"), [(kind, *row) for kind, rows in REFUSED.items() for row in rows])
@@ -168,13 +173,6 @@ class CountsForOne(Own):
             state.setdefault("step", 0)
         state["step"] += 1
         self.scaled_step(state["step"] + group["calls"])
-
-
-CALLS = [  # the parts that are stepped together, call by call, and how many steps each part then has made
-    ([[0, 1, 2]] * 4, [4, 4, 4]),
-    ([[2], [0, 1]] * 4, [4, 4, 4]),
-    ([[0], [0, 1], [0, 1]], [3, 2, 0]),  # what had no gradient in some steps is younger than the others
-]
 
 
 @pytest.mark.parametrize(("calls", "counts"), CALLS)

@@ -16,6 +16,7 @@ from tests.owned_scenarios import Turn, assert_same, optimizer_for, rows, train_
 from tests.ranks import RankPool, kept_in_a_world
 
 EXPERTS = 4  # ranks 0 and 2 have the first two, ranks 1 and 3 the others
+OPTIONS: list[dict[str, Any]] = [{}, {"group_size": 2}, {"expert_group_size": 1}, {"overlap_param_gather": True}]
 
 
 def held_by(rank: int) -> range:
@@ -58,9 +59,6 @@ def sharded() -> tuple[MoE, Any]:
 def expert_optimizer(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
     options = {"expert_params": ["experts.*"], "expert_process_group": sharers_of_experts(), **options}
     return optimizer_for(model, bucket_mb=0.004, exclude=("last.weight",), **options)
-
-
-OPTIONS: list[dict[str, Any]] = [{}, {"group_size": 2}, {"expert_group_size": 1}, {"overlap_param_gather": True}]
 
 
 @on_ranks()

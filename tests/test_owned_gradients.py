@@ -26,11 +26,8 @@ LAYOUTS = ["padded", "compact", "auto"]
 FULL = pytest.mark.full
 
 # keep_full_grads: mean gradients in param.grad, to look at and to change
-USES: dict[str, Callable[[int], str]] = {
-    "both branches": lambda rank: "both",
-    "a branch per rank": lambda rank: "left" if rank else "right",
-    "one branch on no rank": lambda rank: "left",
-}
+USES: dict[str, Callable[[int], str]] = {"both branches": lambda rank: "both"}
+USES |= {"a branch per rank": lambda rank: "left" if rank else "right", "one branch on no rank": lambda rank: "left"}
 
 
 @on_ranks(2)
@@ -123,12 +120,8 @@ def test_grad_scaler_works_on_kept_gradients_and_refuses_others() -> None:
 
 
 # Norms and zeros: every element counts once
-SUBSETS: dict[str, Any] = {
-    "all": "*",
-    "matrices of the layers": "layers.*.weight",
-    "two globs": ["embedding.*", "*bias"],
-    "one parameter": "gate.weight",
-}
+SUBSETS: dict[str, Any] = {"all": "*", "matrices of the layers": "layers.*.weight"}
+SUBSETS |= {"two globs": ["embedding.*", "*bias"], "one parameter": "gate.weight"}
 
 
 def with_zeros(tied: bool = False) -> nn.Module:

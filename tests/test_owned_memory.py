@@ -52,16 +52,8 @@ def report_of(optimizer: LayerWiseOptimizer) -> RankMemory:
     return optimizer.memory_report()[dist.get_rank()]
 
 
-HELD: list[dict[str, Any]] = [
-    PADDED,
-    COMPACT,
-    {"layout": "auto"},
-    {**PADDED, "bus_alignment": True},
-    KEPT,
-    KEPT_PADDED,
-    {**COMPACT, "grad_dtype": "float32"},
-    {**PADDED, "overlap_grad_reduce": False},
-]
+HELD: list[dict[str, Any]] = [PADDED, COMPACT, {"layout": "auto"}, {**PADDED, "bus_alignment": True}, KEPT, KEPT_PADDED]
+HELD += [{**COMPACT, "grad_dtype": "float32"}, {**PADDED, "overlap_grad_reduce": False}]
 HELD_IN_TURN = [(3, ("bfloat16", "float32")[number % 2], options) for number, options in enumerate(HELD)]
 INSTANCES = [(4, "bfloat16", {**PADDED, "group_size": size}) for size in (1, 2)]
 

@@ -171,11 +171,8 @@ SUCCEED = (
     *(f"inspect {made}" for made in ("trained", "universal", "dcp", "safetensors")),
     *("diff trained universal", "diff universal dcp --weights", "diff trained safetensors --weights"),
 )
-NEED_AN_EXTRA = {
-    f"plan {PLANNED} --png plan.png": "matplotlib",
-    f"plan {PLANNED} --html plan.html": "matplotlib",
-    "plan --hf config.json --world-size 8": "transformers",
-}
+NEED_AN_EXTRA = {f"plan {PLANNED} --png plan.png": "matplotlib", f"plan {PLANNED} --html plan.html": "matplotlib"}
+NEED_AN_EXTRA |= {"plan --hf config.json --world-size 8": "transformers"}
 
 
 @pytest.mark.full

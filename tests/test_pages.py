@@ -39,6 +39,13 @@ BLOCKS = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGES["start/deepspeed"
 FILES = {name: text for _, name, text in BLOCKS if name and "." in name}
 RUNS = [text for language, name, text in BLOCKS if language == "bash" and name == "run"]
 MIGRATION = PAGES["migration"]
+SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write, which another rank's cannot cut in two
+SAYS = {
+    "start/fsdp2": (2, r"loss [01]\.\d+ after 40 steps", "Routing: 4 of 11 trained parameters are matrices"),
+    "start/plain": (2, r"loss [01]\.\d+ after 40 steps", "Storage: owned by 2 data-parallel ranks"),
+    "modules": (4, r"loss 0\.\d+ after 40 steps, gradient norm \d\.\d+ over both modules", ""),
+    "migration": (2, r"largest difference after 10 more steps: 0\.0", ""),
+}
 
 
 def part(page: str, begin: str, end: str) -> str:
@@ -47,9 +54,6 @@ def part(page: str, begin: str, end: str) -> str:
 
 def named_in(rows: str) -> set[str]:
     return {name for row in re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
-
-
-SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write, which another rank's cannot cut in two
 
 
 @pytest.mark.parametrize("command", RUNS, ids=["train.py", "unmodified script"])
@@ -95,14 +99,6 @@ def test_the_module_runner_hands_on_its_arguments_and_needs_a_script(tmp_path: P
                 run.main(list(wrong))
             assert str(ended.value.code).splitlines()[-1] == message
     assert json.loads(seen.read_text()) == ["--local_rank=1", "--word", "hello"]
-
-
-SAYS = {
-    "start/fsdp2": (2, r"loss [01]\.\d+ after 40 steps", "Routing: 4 of 11 trained parameters are matrices"),
-    "start/plain": (2, r"loss [01]\.\d+ after 40 steps", "Storage: owned by 2 data-parallel ranks"),
-    "modules": (4, r"loss 0\.\d+ after 40 steps, gradient norm \d\.\d+ over both modules", ""),
-    "migration": (2, r"largest difference after 10 more steps: 0\.0", ""),
-}
 
 
 @pytest.mark.parametrize("page", SAYS)

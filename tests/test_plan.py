@@ -16,26 +16,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lwopt_backend.plan import (
-    MACHINES,
-    Atom,
-    FlatPartition,
-    Fragment,
-    Layout,
-    Machine,
-    MeshLayout,
-    ParameterPartition,
-    Replicas,
-    Sharding,
-    TensorShards,
-    plan_matrices,
-    plan_spread,
-)
-from lwopt_backend.plan.atoms import matrices_of
-from lwopt_backend.plan.cost import newton_schulz_flops
+from lwopt_backend.plan.atoms import Atom, matrices_of
+from lwopt_backend.plan.cost import MACHINES, Machine, newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer
-from lwopt_backend.plan.layouts import in_blocks
-from lwopt_backend.plan.owners import balance, critical_path, cut_buckets, stay
+from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas, in_blocks
+from lwopt_backend.plan.mesh import MeshLayout, Sharding, TensorShards
+from lwopt_backend.plan.owners import balance, critical_path, cut_buckets, plan_matrices, plan_spread, stay
 from tests.fsdp2 import mesh_of
 from tests.on_ranks import on_ranks
 from tests.planner_shapes import UNEVEN_SHAPES as SHAPES
@@ -86,6 +72,7 @@ PLACEMENTS = {
         *[(_StridedShard(0, split_factor=2), Shard(0)), (Shard(0), Replicate())],
     ],
 }
+GPT = [(1152, 384), (384, 384), (1536, 384), (384, 1536)] * 12
 
 
 @on_ranks(4)
@@ -148,9 +135,6 @@ def test_the_modelled_step_is_the_busiest_rank_on_its_machine_and_auto_takes_the
     assert (best, other) == ("balance", "stay") and best_time.total < other_time.total
     assert plan.ownership.policy == "balance"
     assert plan_of([(64, 64)] * 8, 2, "auto").ownership.policy == "stay", "already balanced, nothing to move"
-
-
-GPT = [(1152, 384), (384, 384), (1536, 384), (384, 1536)] * 12
 
 
 @pytest.mark.parametrize(("ranks", "bound"), [(2, 1.01), (3, 1.01), (4, 1.01), (8, 1.05), (16, 1.34), (64, 1.0)])

@@ -89,6 +89,7 @@ OF_OWNED: list[tuple[dict[str, Any], str]] = [
     (BF16 | {"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype is float16 and the model is"),
 ]
 SETTINGS = [*(("zero", *row) for row in (*OF_BOTH, *OF_ZERO)), *(("owned", *row) for row in (*OF_BOTH, *OF_OWNED))]
+OVERLAPPING = {name: {"params": glob, "max_norm": 1.0} for name, glob in (("a", "gate.*"), ("b", "*.bias"))}
 
 
 @pytest.mark.parametrize(("storage", "changes", "message"), SETTINGS)
@@ -102,9 +103,6 @@ def test_settings_that_cannot_work_are_refused(storage: str, changes: dict[str, 
         assert f"scheduler.type is {changes['scheduler']['type']!r}" in error and "lr_scheduler=lambda optim" in error
     elif storage == "owned":
         assert "LayerWiseMuon with owned storage cannot train with this configuration" in error
-
-
-OVERLAPPING = {name: {"params": glob, "max_norm": 1.0} for name, glob in (("a", "gate.*"), ("b", "*.bias"))}
 
 
 # What is wrong without a model is in test_doors.py.
@@ -370,6 +368,10 @@ def test_names_that_are_missing_are_listed_at_once(monkeypatch: pytest.MonkeyPat
 
 OLDER, NEWER = "an older one lacks what it needs", "a newer one may have moved what it replaces"
 REASONS = {"0.18.9": OLDER, "0.19.6": OLDER, "0.20.0rc1": NEWER, "0.20.0+cuda": NEWER, "1.0": NEWER}
+WRONG_ON_CPUS = {  # what 0.19.7 does there, by the settings that make it
+    "zero_optimization.stage is 3 on a CPU, where DeepSpeed 0.19.7 uses parameters before all": config(3),
+    "zero_optimization.contiguous_gradients is false on a CPU, where DeepSpeed 0.19.7 does not reduce": config(1),
+}
 
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,12 +392,6 @@ def test_pip_installs_what_is_supported() -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["deepspeed"] == [f"deepspeed{SUPPORTED}"]
-
-
-WRONG_ON_CPUS = {  # what 0.19.7 does there, by the settings that make it
-    "zero_optimization.stage is 3 on a CPU, where DeepSpeed 0.19.7 uses parameters before all": config(3),
-    "zero_optimization.contiguous_gradients is false on a CPU, where DeepSpeed 0.19.7 does not reduce": config(1),
-}
 
 
 @pytest.mark.parametrize("message", WRONG_ON_CPUS)

@@ -14,6 +14,8 @@ PACKAGE, INTEGRATIONS = ROOT / "lwopt_backend", ROOT / "integrations"
 STANDARD = tuple(sys.stdlib_module_names)
 SHOWING = ("cli", "pictures", "planner")  # what only shows plans
 FSDP2 = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh")
+MAY_IMPORT = {"plan": (), "rules": ("torch",), "runtime": ("torch", "lwopt_backend.plan", "lwopt_backend.rules")}
+NAMED = re.compile(r"\b((?:peers/|faults/)?test_[a-z0-9_]+)(?:\.py)?(?:::(test_[a-z0-9_]+))?")
 
 
 @functools.cache
@@ -34,9 +36,6 @@ def files(*folders: Path) -> list[Path]:
 
 def within(module: str, *packages: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
-
-
-MAY_IMPORT = {"plan": (), "rules": ("torch",), "runtime": ("torch", "lwopt_backend.plan", "lwopt_backend.rules")}
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)
@@ -73,9 +72,6 @@ def test_nobody_imports_the_integrations_but_themselves_and_the_package_no_host(
 def test_integrations_refuse_to_be_imported_from_the_checkout_by_their_bare_name() -> None:
     tried = subprocess.run([sys.executable, "-c", "import integrations"], cwd=ROOT, capture_output=True, text=True)
     assert tried.returncode != 0 and "import this package as 'lwopt_backend.integrations'" in tried.stderr
-
-
-NAMED = re.compile(r"\b((?:peers/|faults/)?test_[a-z0-9_]+)(?:\.py)?(?:::(test_[a-z0-9_]+))?")
 
 
 def test_scripts_and_mutants_name_tests_that_exist() -> None:

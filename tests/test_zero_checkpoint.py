@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "instances": {"storage": "owned", "group_size": 1},
     "pairs": {"storage": "owned", "group_size": 2, "layout": "compact"},
 }
+SOME = [(0, "fp32"), (1, "bf16+fp32"), (2, "fp32"), (3, "bf16")]
 
 
 def settings_of(kind: str, stage: int, precision: str, **params: Any) -> dict[str, Any]:
@@ -62,9 +63,6 @@ def stop_and_go_on(folder: Path, kind: str, stage: int, precision: str, first: i
         assert client["rows"] == 3 and changed(snapshot(engine), before) == set()
         assert train(engine, further) == losses
         assert changed(snapshot(engine), after) == set()
-
-
-SOME = [(0, "fp32"), (1, "bf16+fp32"), (2, "fp32"), (3, "bf16")]
 
 
 def is_saved(kind: str, stage: int, precision: str = "fp32") -> bool:
@@ -192,6 +190,7 @@ def test_the_schedule_starts_anew_where_its_state_is_not_loaded(tmp_path: Path, 
 
 # What does not fit
 Weights = dict[str, torch.Tensor]
+Saving = Callable[..., tuple[str, dict[str, Weights]]]
 
 
 def settings_at(kind: str, stage: int, precision: str = "fp32", **options: Any) -> dict[str, Any]:
@@ -232,9 +231,6 @@ def load(folder: str, kind: str, stage: int, options: dict[str, Any], **choice: 
             assert equal([weights_of(engine), list(engine.get_lr()), engine.global_steps], before)
             raise
         return path, weights_of(engine)
-
-
-Saving = Callable[..., tuple[str, dict[str, Weights]]]
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +307,7 @@ REFUSED: list[Row] = [
         "^ValueError: only the weights of tag 'a' are asked for, but at stage 3 ",
     ),
 ]
+SWAPPED = "expected this rank's state, found that of .*; it was copied or renamed"
 
 
 def in_short(row: Row) -> str:
@@ -323,9 +320,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused(rank_pools: dict[int, RankPoo
     folder, _ = saved(*(*theirs, {})[:3])
     errors = rank_pools[here].errors(load, folder, *(*ours, {})[:3], **choice)
     assert all(re.search(message, error, re.DOTALL) for error in errors), errors
-
-
-SWAPPED = "expected this rank's state, found that of .*; it was copied or renamed"
 
 
 @pytest.mark.parametrize("attack", ["swapped", "copied", "of another step"])

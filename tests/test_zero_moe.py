@@ -34,6 +34,13 @@ RANKS, EXPERTS, EXPERT_PARALLEL = 4, 4, 2
 WIDTH = 24
 LOCAL = "deepspeed_moe.experts.deepspeed_experts."
 MATRICES = ("dense.weight", "router.weight", *(f"experts.{e}.{i}.weight" for e in range(EXPERTS) for i in (0, 2)))
+WAYS = {
+    "fp32": [(2, 1, False), (4, 2, False), (2, 0, False), (1, 0, False), (2, 2, True), (2, 0, True), (2, 1, False)],
+    "bf16+fp32": [(2, 1, False), (4, 1, False), (1, 2, False), (2, 1, False)],
+}
+NOT_TRIED = "clip_groups with experts in bf16 and fp32 accumulation at stage 1 were not tried; use stage 2"
+AT_STAGE_3 = "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains"
+SPLIT = "split groups with deepspeed"
 
 
 def expert(number: int) -> nn.Module:
@@ -177,12 +184,6 @@ def engine_of(rule: str, precision: str, parallel: int, stage: int, rows: bool, 
     return engine_for(settings, model, lr_scheduler=falling)
 
 
-WAYS = {
-    "fp32": [(2, 1, False), (4, 2, False), (2, 0, False), (1, 0, False), (2, 2, True), (2, 0, True), (2, 1, False)],
-    "bf16+fp32": [(2, 1, False), (4, 1, False), (1, 2, False), (2, 1, False)],
-}
-
-
 @pytest.mark.parametrize(("rule", "precision"), [("muon", "fp32"), ("soap", "fp32"), ("muon", "bf16+fp32")])
 def test_a_run_goes_on_with_other_numbers_of_expert_parallel_ranks(
     rank_pools: dict[int, RankPool], tmp_path: Path, rule: str, precision: str
@@ -215,11 +216,6 @@ def test_state_that_owners_keep_is_resumed_at_stage_0(tmp_path: Path) -> None:
     refused = pytest.raises(ValueError, match="holds other parameters than in the checkpoint")
     with engine_of("soap", "fp32", 1, 0, False, universal=False) as engine, refused:
         engine.load_checkpoint(tmp_path)
-
-
-NOT_TRIED = "clip_groups with experts in bf16 and fp32 accumulation at stage 1 were not tried; use stage 2"
-AT_STAGE_3 = "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains"
-SPLIT = "split groups with deepspeed"
 
 
 @on_ranks(RANKS)

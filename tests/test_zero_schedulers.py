@@ -37,6 +37,15 @@ SCHEDULES = {
     "CosineAnnealingLR": {"T_max": 10},
     "CosineAnnealingWarmRestarts": {"T_0": 4},
 }
+AT_EVERY_STAGE = ("WarmupLR", "OneCycle", "CosineAnnealingLR")
+BY_CONFIG = [
+    *((2, "zero", name) for name in SCHEDULES),
+    *((stage, "zero", name) for stage, name in zip((0, 1, 3), AT_EVERY_STAGE)),
+    *((1, "owned", name) for name in ("OneCycle", "OneCycleLR", "WarmupLR")),
+]
+ONE_RATE = "one rate, by configuration"
+FACTORS = "factors, by a callable"  # whose floor is a part of the rate in the optimizer's defaults
+OWN_RATES, OF_GROUP = "its own rates, by instances", "a group's rate, by instances"  # which is for both its halves
 
 
 def on_one_process(name: str, params: dict[str, Any]) -> tuple[list[float], list[tuple[float, float]]]:
@@ -51,14 +60,6 @@ def on_one_process(name: str, params: dict[str, Any]) -> tuple[list[float], list
         rates.append(optimizer.param_groups[0]["lr"])
         betas.append(tuple(optimizer.param_groups[0]["betas"]))
     return rates, betas
-
-
-AT_EVERY_STAGE = ("WarmupLR", "OneCycle", "CosineAnnealingLR")
-BY_CONFIG = [
-    *((2, "zero", name) for name in SCHEDULES),
-    *((stage, "zero", name) for stage, name in zip((0, 1, 3), AT_EVERY_STAGE)),
-    *((1, "owned", name) for name in ("OneCycle", "OneCycleLR", "WarmupLR")),
-]
 
 
 @pytest.mark.parametrize(
@@ -91,11 +92,6 @@ def test_a_schedule_on_a_metric_is_given_as_a_callable() -> None:
             engine.backward(engine(*zero.batch_shares(0, 2)[0]))
             engine.step(lr_kwargs={"metrics": metric})
             assert engine.get_lr() == pytest.approx([zero.MUON["lr"] * factor, zero.ADAMW["lr"] * factor])
-
-
-ONE_RATE = "one rate, by configuration"
-FACTORS = "factors, by a callable"  # whose floor is a part of the rate in the optimizer's defaults
-OWN_RATES, OF_GROUP = "its own rates, by instances", "a group's rate, by instances"  # which is for both its halves
 
 
 @cells(zero.there_is, storage=["zero", "owned"], stage=[0, 1, 2, 3], how=[ONE_RATE, FACTORS, OWN_RATES, OF_GROUP])

@@ -12,20 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import assert_type
 
 import lwopt_backend
-from lwopt_backend import (
-    Heads,
-    LayerWiseOptimizer,
-    MatrixRule,
-    ModuleOptimizers,
-    Options,
-    OwnerStateRule,
-    QKClip,
-    WeightRule,
-    migration,
-    register_elementwise,
-    register_rule,
-    rules,
-)
+from lwopt_backend import LayerWiseOptimizer, QKClip, WeightRule, migration, register_elementwise, register_rule, rules
 from lwopt_backend.cli.watch import write_page
 from lwopt_backend.config.options import NonNegative, parse
 from lwopt_backend.integrations import deepspeed_zero, fsdp2
@@ -34,7 +21,7 @@ from lwopt_backend.rules import Muon, QKFactors, gram_newton_schulz, newton_schu
 
 
 @dataclass
-class Sign(MatrixRule):
+class Sign(lwopt_backend.MatrixRule):
     lr: float = 0.01
     momentum: float = option(0.9, "of the average of gradients", "Keller Jordan 2024", ge=0, lt=1)
     state_keys = ("average",)
@@ -53,7 +40,7 @@ class Sign(MatrixRule):
 
 
 @dataclass
-class RowNormalized(OwnerStateRule):
+class RowNormalized(lwopt_backend.OwnerStateRule):
     lr: float = 0.01
 
     def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
@@ -73,7 +60,7 @@ class Whole(WeightRule):
         value.sub_(grad / grad.norm(), alpha=self.lr)
 
 
-class PlainSGD(Options):
+class PlainSGD(lwopt_backend.Options):
     lr: NonNegative = 0.1
 
 
@@ -136,7 +123,7 @@ def backward(model: nn.Module, batch: Tensor) -> None:
 
 
 def train_modules(vision: torch.optim.Optimizer, batch: Tensor, model: nn.Module, folder: Path) -> bool:
-    optimizers = ModuleOptimizers({"vision": vision, "language": None})
+    optimizers = lwopt_backend.ModuleOptimizers({"vision": vision, "language": None})
     with optimizers.no_sync():
         backward(model, batch)
     assert_type(optimizers.clip_grad_norm_({"vision": 1.0, "language": 0.5}), Tensor)
@@ -152,7 +139,9 @@ def train_modules(vision: torch.optim.Optimizer, batch: Tensor, model: nn.Module
 
 
 def clip_attention(optimizer: LayerWiseOptimizer, logits: Mapping[str, Tensor]) -> None:
-    layers = {name: Heads(f"{name}.q.weight", f"{name}.k.weight", heads=8, key_heads=2) for name in logits}
+    layers = {
+        name: lwopt_backend.Heads(f"{name}.q.weight", f"{name}.k.weight", heads=8, key_heads=2) for name in logits
+    }
     clip = QKClip(optimizer, layers, threshold=100.0)
     clip(logits)
 

@@ -24,14 +24,8 @@ OWNED = {"storage": "owned", "bucket_mb": 0.004}  # several buckets of the small
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
 IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": BF16,
-    "bf16+fp32": {**BF16, **IN_FP32},
-    "fp16": FP16,
-    "fp16+fp32": {**FP16, **IN_FP32},
-    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-}
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": BF16, "bf16+fp32": {**BF16, **IN_FP32}, "fp16": FP16}
+PRECISIONS |= {"fp16+fp32": {**FP16, **IN_FP32}, "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}}
 
 
 def config(stage: int = 2, *, accumulation: int = 1, clip: float = 0.0, rows: int = 4, **params: Any) -> dict[str, Any]:

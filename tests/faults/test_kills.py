@@ -28,6 +28,7 @@ WAYS = {
     **{name: Cell(name) for name in ("zero 0", "zero 1", "zero 2", "zero 3", "owned 0", "owned 1", "owned 2")},
     "modules": Cell("modules"),
 }
+truth_of: dict[str, list[str]] = {}  # of the ranks that load
 
 
 @kept_in_a_world
@@ -124,9 +125,6 @@ def loaded(way: str, folder: str, number: int) -> list[str]:
             engine.train(range(number, number + 1))
             found.append(digest(engine))
         return found
-
-
-truth_of: dict[str, list[str]] = {}  # of the ranks that load
 
 
 def remember(way: str) -> list[str]:

@@ -69,6 +69,7 @@ keys = some.sampled_from(["name", "lr", "class", "params", "heads", "qkv", "matr
 anything = some.recursive(
     scalars, lambda inner: some.lists(inner, max_size=5) | some.dictionaries(keys, inner, max_size=3), max_leaves=8
 )
+Known = dict[str, some.SearchStrategy[Any]]  # by option, values that it may well have
 
 
 def fitting(annotation: Any, default: Any) -> some.SearchStrategy[Any]:
@@ -83,9 +84,6 @@ def fitting(annotation: Any, default: Any) -> some.SearchStrategy[Any]:
     if float in kinds:
         found.append(some.floats(0, 1))
     return some.one_of(found)
-
-
-Known = dict[str, some.SearchStrategy[Any]]  # by option, values that it may well have
 
 
 def options_of(model: Any) -> Known:
@@ -309,11 +307,8 @@ deepspeed = some.fixed_dictionaries(
         "stage": some.integers(0, 3),
     }
 )
-GIVEN = {
-    "plain PyTorch": given_to(OwnedConfig, **IN_PYTHON),
-    "FSDP2": given_to(FSDP2Config, **IN_PYTHON),
-    "DeepSpeed": deepspeed,
-}
+GIVEN = {"plain PyTorch": given_to(OwnedConfig, **IN_PYTHON), "FSDP2": given_to(FSDP2Config, **IN_PYTHON)}
+GIVEN |= {"DeepSpeed": deepspeed}
 
 
 def drawn(strategy: some.SearchStrategy[Any], number: int) -> list[Any]:
@@ -353,11 +348,8 @@ content = some.recursive(
 )
 CONFIG: dict[str, Any] = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 CONFIG |= {"vocab_size": 11, "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
-FILES = {
-    "config.json": CONFIG,
-    "shapes.json": [["a.weight", [4, 3]], ["b.weight", [8, 4]]],
-    "cluster.yaml": dataclasses.asdict(CLUSTERS["h100-8x-ib"]),
-}
+FILES = {"config.json": CONFIG, "shapes.json": [["a.weight", [4, 3]], ["b.weight", [8, 4]]]}
+FILES |= {"cluster.yaml": dataclasses.asdict(CLUSTERS["h100-8x-ib"])}
 OPTIONS_OF = {name: list(each.params) for name, each in typer.main.get_command(app).commands.items()}
 FITS = {
     "plan": [["--world-size", "4", "--hf", "config.json"], ["--world-size", "4", "--shapes", "shapes.json"]],
