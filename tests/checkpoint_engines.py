@@ -82,13 +82,9 @@ def save(
 
 def held(engine: Any) -> dict[str, Any]:
     """Whole fp32 weights and states by parameter, buffers, counters."""
-    return {
-        "weights": full_weights_of(engine),
-        "states": states_of(engine),
-        "buffers": {name: buffer.clone() for name, buffer in engine.module.named_buffers()},
-        "steps": engine.global_steps,
-        "rates": list(engine.get_lr()),
-    }
+    buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    found = {"weights": full_weights_of(engine), "states": states_of(engine), "buffers": buffers}
+    return {**found, "steps": engine.global_steps, "rates": list(engine.get_lr())}
 
 
 def full_weights_of(engine: Any) -> dict[str, Tensor]:
@@ -120,13 +116,10 @@ def states_of(engine: Any) -> States:
     found: States = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
-            matrix = is_matrix(engine, name) or getattr(param, "use_muon", False)
+            of_ours = name in MATRICES and engine.optimizer_name() == "LayerWiseMuon"
+            matrix = of_ours or getattr(param, "use_muon", False)
             found[name] = {key: get(param, key).clone() for key in (("momentum_buffer",) if matrix else MOMENTS)}
     return found
-
-
-def is_matrix(engine: Any, name: str) -> bool:
-    return name in MATRICES and engine.optimizer_name() == "LayerWiseMuon"
 
 
 def _states_of_their_muon(engine: Any) -> States:

@@ -130,7 +130,9 @@ def check(limit: float, *cells: Cell) -> None:
 @contextlib.contextmanager
 def running(cell: Cell, model: nn.Module, *, converted: bool = False) -> Iterator[Engine]:
     """The engine of a cell. What it loads is ``converted``, for DeepSpeed to universal, or of an engine like it."""
-    rules = {"matrix": _matrix(cell), "elementwise": _elementwise(cell)}
+    rate = {} if cell.rate is None else {"lr": cell.rate}
+    matrix = {**SECTIONS[cell.matrix], **_precise(cell.matrix, cell.clip or cell.apart), **rate}
+    rules = {"matrix": matrix, "elementwise": {**RULES[cell.elementwise], **rate}}
     if cell.engine == "plain":
         optimizer = LayerWiseOptimizer(model, **rules, **{"bucket_mb": BUCKET_MB, **_options(cell)})
         yield Engine(cell, model, optimizer, "" if converted else cell.form)
@@ -344,18 +346,6 @@ def _settings(cell: Cell, rules: dict[str, Any], universal: bool) -> dict[str, A
 
 def _options(cell: Cell) -> dict[str, Any]:
     return {"report": False, "atoms": {"*": "whole"}, **cell.options}  # the truth takes fused weights whole
-
-
-def _matrix(cell: Cell) -> dict[str, Any]:
-    return {**SECTIONS[cell.matrix], **_precise(cell.matrix, cell.clip or cell.apart), **_rate(cell)}
-
-
-def _elementwise(cell: Cell) -> dict[str, Any]:
-    return {**RULES[cell.elementwise], **_rate(cell)}
-
-
-def _rate(cell: Cell) -> dict[str, float]:
-    return {} if cell.rate is None else {"lr": cell.rate}
 
 
 def _precise(matrix: str, clip: object) -> dict[str, Any]:

@@ -60,7 +60,11 @@ def truth(muon: bool, experts: bool = False, tied: bool = False) -> Truth:
 
 def write(step: Path, setup: Setup, known: Truth) -> None:
     step.mkdir(parents=True)
-    flat = {n: of_name for n, of_name in known.items() if setup.layout == "dp_reshardable" and not of_muon(of_name)}
+    flat = {
+        n: of_name
+        for n, of_name in known.items()
+        if setup.layout == "dp_reshardable" and "momentum_buffer" not in of_name
+    }
     state: dict[str, Any] = keyed({name: of_name["weight"] for name, of_name in known.items()}, setup)
     state["decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"] = [None]
     state["rng_state/shard_0.0_1.1"] = [[{"random_rng_state": (3, (1, 2))}]]
@@ -103,16 +107,12 @@ def save(state: dict[str, Any], step: Path) -> None:
     dcp.save(state, checkpoint_id=step, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
 
 
-def of_muon(states: dict[str, Tensor]) -> bool:
-    return "momentum_buffer" in states
-
-
 def by_name(known: Truth, setup: Setup) -> dict[str, Any]:
     """The optimizers' state under torch_dist's keys."""
     found: dict[str, Any] = {}
     keys = ("fp32", "momentum_buffer", "moment2_buffer", "exp_avg", "exp_avg_sq")
     for is_adam, key in itertools.product((False, True), keys):
-        tensors = {n: s[key] for n, s in known.items() if key in s and of_muon(s) != is_adam}
+        tensors = {n: s[key] for n, s in known.items() if key in s and ("momentum_buffer" in s) != is_adam}
         chain = f"chained_{int(is_adam and setup.muon)}." if setup.chained else ""
         master = "param" if setup.layout == "fully_reshardable" and is_adam else "fp32_param"
         prefix = f"{chain}optimizer.state.{master if key == 'fp32' else key}."

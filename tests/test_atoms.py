@@ -509,16 +509,14 @@ class Attention(nn.Module):
 
 
 KV_PARTS = {"wkv_a": ["kv", "k_rope"], "wkv_b": ["k_nope", "v"]}
+OF_TORCHTITAN: Any = [
+    *((FusedQKVLinear(heads=6, kv_heads=heads), {"wqkv": ["q", "k", "v"]}) for heads in (3, 6, 1)),
+    (Attention(), {"wq": ["q_nope", "q_rope"], **KV_PARTS}),
+    (Attention(queries=8), {"wq_b": ["q_nope", "q_rope"], **KV_PARTS}),
+]
 
 
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        *((FusedQKVLinear(heads=6, kv_heads=heads), {"wqkv": ["q", "k", "v"]}) for heads in (3, 6, 1)),
-        (Attention(), {"wq": ["q_nope", "q_rope"], **KV_PARTS}),
-        (Attention(queries=8), {"wq_b": ["q_nope", "q_rope"], **KV_PARTS}),
-    ],
-)
+@pytest.mark.parametrize(("module", "expected"), OF_TORCHTITAN)
 def test_parts_of_torchtitans_weights_are_what_its_modules_cut(module: Any, expected: dict[str, list[str]]) -> None:
     """The rows that have a gradient are those that a part depends on."""
     fused, x = fused_of(nn.ModuleDict({"m": module})), torch.randn(2, 24)
@@ -667,32 +665,30 @@ def test_parameters_of_more_dimensions_become_matrices_where_a_setting_says_how(
 
 
 FITS_NOT = r"atoms 'a.\*': 'a.weight' of shape \(12, 4\) has 12 outputs, "
+WRONG: Any = [
+    ({"a.wieght": "whole"}, r"atoms: 'a.wieght' matches no parameter name; did you mean 'a.weight'\?"),
+    ({"a.bias": "whole"}, r"'a.bias' matches only parameters that no matrix rule updates, such as 'a.bias' \(elem"),
+    ({"a.*": {"qkv": [8, 2, 3]}}, rf"{FITS_NOT}but 8\+2\+3 are 13"),
+    ({"a.*": {"qkv": [2, 1, 1], "groups": 4}}, rf"{FITS_NOT}but 2\+1\+1, 4 times, are 16"),
+    ({"a.*": {"heads": 5}}, rf"{FITS_NOT}which do not divide into 5 equal parts"),
+    ({"odd.*": {"gate_up": "halves"}}, r"has 7 outputs, which do not divide into 2 equal parts"),
+    ({"a.*": {"head": 3}}, r"atoms 'a.\*': 1 wrong option\(s\)\n  unknown key 'head'; did you mean 'heads'\?"),
+    ({"a.*": {"qkv": [8, 4]}}, r"atoms 'a.\*': 1 wrong option\(s\)\n  qkv"),
+    ({"a.*": {"qkv": [8, 2, "2"]}}, r"qkv.2: input should be a valid integer; found '2'"),
+    ({"a.*": {"gate_up": "half"}}, r"gate_up: input should be 'halves' or 'interleaved'; found 'half'"),
+    ({"a.*": {"heads": 2, "gate_up": "halves"}}, r"expected one of .*; found 'heads' and 'gate_up'"),
+    ({"a.*": {"split_sizes": []}}, r"expected one of 'split_sizes', .* with sizes; found 'split_sizes'"),
+    ({"a.*": {}}, r"expected one of 'split_sizes', 'heads', 'qkv', 'gate_up', with sizes; found none"),
+    ({"a.*": {"heads": 2, "groups": 2}}, r"'groups' goes with 'qkv' or 'split_sizes'; found it with 'heads'"),
+    ({"a.*": "hole"}, r"atoms 'a.\*': unknown word 'hole'; did you mean 'whole'\?"),
+    ({"a.*": 12}, r"atoms 'a.\*': expected one of 'whole', 'stack', 'flatten' or a mapping .*; found 12"),
+    ({"a.weight": "stack"}, r"shape \(12, 4\): 'stack' is for parameters of three dimensions or more"),
+    ({"a.weight": "flatten"}, r"'flatten' is for parameters of three dimensions or more"),
+    (["a.*"], r"atoms: expected a mapping of globs to divisions; found \['a.\*'\]"),
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"a.wieght": "whole"}, r"atoms: 'a.wieght' matches no parameter name; did you mean 'a.weight'\?"),
-        ({"a.bias": "whole"}, r"'a.bias' matches only parameters that no matrix rule updates, such as 'a.bias' \(elem"),
-        ({"a.*": {"qkv": [8, 2, 3]}}, rf"{FITS_NOT}but 8\+2\+3 are 13"),
-        ({"a.*": {"qkv": [2, 1, 1], "groups": 4}}, rf"{FITS_NOT}but 2\+1\+1, 4 times, are 16"),
-        ({"a.*": {"heads": 5}}, rf"{FITS_NOT}which do not divide into 5 equal parts"),
-        ({"odd.*": {"gate_up": "halves"}}, r"has 7 outputs, which do not divide into 2 equal parts"),
-        ({"a.*": {"head": 3}}, r"atoms 'a.\*': 1 wrong option\(s\)\n  unknown key 'head'; did you mean 'heads'\?"),
-        ({"a.*": {"qkv": [8, 4]}}, r"atoms 'a.\*': 1 wrong option\(s\)\n  qkv"),
-        ({"a.*": {"qkv": [8, 2, "2"]}}, r"qkv.2: input should be a valid integer; found '2'"),
-        ({"a.*": {"gate_up": "half"}}, r"gate_up: input should be 'halves' or 'interleaved'; found 'half'"),
-        ({"a.*": {"heads": 2, "gate_up": "halves"}}, r"expected one of .*; found 'heads' and 'gate_up'"),
-        ({"a.*": {"split_sizes": []}}, r"expected one of 'split_sizes', .* with sizes; found 'split_sizes'"),
-        ({"a.*": {}}, r"expected one of 'split_sizes', 'heads', 'qkv', 'gate_up', with sizes; found none"),
-        ({"a.*": {"heads": 2, "groups": 2}}, r"'groups' goes with 'qkv' or 'split_sizes'; found it with 'heads'"),
-        ({"a.*": "hole"}, r"atoms 'a.\*': unknown word 'hole'; did you mean 'whole'\?"),
-        ({"a.*": 12}, r"atoms 'a.\*': expected one of 'whole', 'stack', 'flatten' or a mapping .*; found 12"),
-        ({"a.weight": "stack"}, r"shape \(12, 4\): 'stack' is for parameters of three dimensions or more"),
-        ({"a.weight": "flatten"}, r"'flatten' is for parameters of three dimensions or more"),
-        (["a.*"], r"atoms: expected a mapping of globs to divisions; found \['a.\*'\]"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), WRONG)
 def test_wrong_settings_are_refused_by_name(settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         divided_of(linears(a=(12, 4), odd=(7, 3)), settings)

@@ -181,10 +181,6 @@ def cuts_runs(sharding: Sharding) -> bool:
     return False
 
 
-def in_box(param: Tensor, sharding: Sharding, coordinate: tuple[int, ...]) -> Tensor:
-    return param[tuple(slice(begin, begin + size) for begin, size in sharding.box(coordinate))]
-
-
 def backwards(local: Tensor) -> Tensor:
     """The same tensor with its dimensions in memory in the opposite order, from some offset of a larger storage."""
     turned = local.permute(*reversed(range(local.ndim))).contiguous()
@@ -208,7 +204,8 @@ def test_boxes_of_parameters_are_rectangles_of_blocks_and_views_give_their_eleme
         assert not refused or (flattened and not side_by_side) or (in_runs and len(shape) - 1 in dims)
         layout, seen = MeshLayout(coordinates, (sharding,)), []
         for rank, coordinate in enumerate(coordinates):
-            local, fragment = in_box(param, sharding, coordinate), sharding.fragment(rank, coordinate)
+            local = param[tuple(slice(begin, begin + size) for begin, size in sharding.box(coordinate))]
+            fragment = sharding.fragment(rank, coordinate)
             mine = torch.isin(expected, local.flatten())
             if fragment is None:
                 assert not mine.any()

@@ -65,13 +65,9 @@ def test_masters_of_other_weights_are_refused_with_the_reason(tmp_path: Path) ->
     write(source / "iter_0000007", Setup(), known)
     (source / "latest_checkpointed_iteration.txt").write_text("7")
     said = refused("convert", source, tmp_path / "to", "--to", "universal")
-    for words in (
-        "1 problem(s), so that nothing is written",
-        f"master weight of '{EMBEDDING}' does not round to the saved torch.bfloat16",
-        f"{source}/iter_0000007",
-        "Take a checkpoint that was saved without that option",
-    ):
-        assert words in said
+    expected = [f"master weight of '{EMBEDDING}' does not round to the saved torch.bfloat16", f"{source}/iter_0000007"]
+    expected += ["1 problem(s), so that nothing is written", "Take a checkpoint that was saved without that option"]
+    assert all(words in said for words in expected), said
     assert not (tmp_path / "to").exists()
     run, text = lwopt("inspect", source, "--json"), lwopt("inspect", source)
     found = json.loads(run.out)
@@ -232,12 +228,9 @@ def test_what_was_done_or_would_be_is_said(source: Path, tmp_path: Path) -> None
 
 
 def test_not_even_force_replaces_the_source_or_its_newest_step(made: dict[str, Path], tmp_path: Path) -> None:
-    for key, where, target, what in (
-        ("source", "run", "dcp", "the source"),
-        ("source", ".", "dcp", "the source"),
-        ("megatron", "run", "megatron", "what is in the source"),
-        ("universal", "run", "universal", "what is in the source"),
-    ):
+    cases = [("source", "run", "dcp", "the source"), ("source", ".", "dcp", "the source")]
+    cases += [(form, "run", form, "what is in the source") for form in ("megatron", "universal")]
+    for key, where, target, what in cases:
         folder = tmp_path / f"{target} {where}"
         shutil.copytree(made[key], folder / "run")
         before = files(folder)
@@ -311,14 +304,10 @@ def test_owners_state_buffers_names_and_bits_are_compared() -> None:
     one = dataclasses.replace(checkpoint(a=OWNED, b=WHOLE, z=zero), buffers={"passes": ones})
     other = dataclasses.replace(checkpoint(a=owned, c=WHOLE, z=negative), buffers={"passes": twos}, tied={"d": "a"})
     found = {(entry.name, entry.key): entry for entry in differences(one, other) if entry.what}
-    assert {key: entry.what for key, entry in found.items()} == {
-        ("a", "owner.0.GG.0"): "1 of 2 elements differ",
-        ("a", "owner.0.count"): "3 in A, 4 in B",
-        ("b", ""): "only in A",
-        ("c", ""): "only in B",
-        ("z", "weight"): "2 of 3 elements differ",
-        ("passes", "buffer"): "2 of 2 elements differ",
-    }
+    of_a = {("a", "owner.0.GG.0"): "1 of 2 elements differ", ("a", "owner.0.count"): "3 in A, 4 in B"}
+    rest = {("b", ""): "only in A", ("c", ""): "only in B", ("z", "weight"): "2 of 3 elements differ"}
+    expected = {**of_a, **rest, ("passes", "buffer"): "2 of 2 elements differ"}
+    assert {key: entry.what for key, entry in found.items()} == expected
     assert found["a", "owner.0.GG.0"].largest == 0.5 and found["z", "weight"].largest == float("inf")
     assert found["passes", "buffer"].elements == 2
 

@@ -167,14 +167,10 @@ COMMON, MODEL, FLAT = "common.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_00/
 OWN_0, OWN_1, OWN_2 = (f"mp_rank_00/layer_wise_optimizer_{rank}.pt" for rank in range(3))
 
 
-def at(saved: Any, *path: Any) -> Any:
-    return functools.reduce(lambda place, key: place[key], path, saved)
-
-
 def edited(edit: Callable[[Any], Any], file: str = MODEL, *path: Any) -> Damage:
     def change(step: Path) -> None:
         saved = torch.load(step / file, weights_only=False)
-        edit(at(saved, *path))
+        edit(functools.reduce(lambda place, key: place[key], path, saved))
         torch.save(saved, step / file)
 
     return change

@@ -11,12 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -100,10 +96,8 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """As Megatron has them, by whether weights decay; with hyperparameters that the checkpoint's must replace."""
     params = dict(model.named_parameters())
     decayed = [name for name, shape in model.shapes.items() if len(shape) == 2]
-    return [
-        {"params": [params[name] for name in decayed], "lr": 0.5, "weight_decay": 0.5},
-        {"params": [p for name, p in params.items() if name not in decayed], "lr": 0.5, "weight_decay": 0.5},
-    ]
+    parts = [params[name] for name in decayed], [p for name, p in params.items() if name not in decayed]
+    return [{"params": part, "lr": 0.5, "weight_decay": 0.5} for part in parts]
 
 
 def step_on_zero(
@@ -227,10 +221,8 @@ def test_megatrons_run_makes_a_step_here_and_goes_back(
     assert_states(states_in(save), expected)
     names = () if name == "lion" else ("--source-names", "megatron-core")  # Megatron-core's names tell themselves
     succeeds("convert", save, tmp_path / "again", "--to", "universal", *names, "--json")
-    version_of = ("--megatron-version", version)
-    succeeds(
-        "convert", tmp_path / "again", tmp_path / "back", "--to", "megatron", *GIVEN.split(), *version_of, "--json"
-    )
+    words = ("--to", "megatron", *GIVEN.split(), "--megatron-version", version, "--json")
+    succeeds("convert", tmp_path / "again", tmp_path / "back", *words)
     back = formats.read(tmp_path / "back")
     assert (back.format, back.names, back.iteration) == ("megatron torch_dist", "megatron-core", source.step + 1)
     assert_states(states_in(tmp_path / "back"), expected)
@@ -277,8 +269,8 @@ def step_on_fsdp2(load: str, source: Source, elementwise: str, save: str) -> lis
         optimizer = LayerWiseOptimizer(model, "muon", 1.0, params=groups_of(model), **rules, report=False)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=load)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    state_dict.set_model_state_dict(model, state["model"])
+    state_dict.set_optimizer_state_dict(model, optimizer, state["optimizer"])
     model(source.step).backward()
     optimizer.step()
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -395,13 +387,10 @@ def test_options_are_the_checkpoints_and_rank_0_says_what_is_not(
     """Also of parameters under other names than Megatron's."""
     change, left_out, configured, muon, said = SAID[case]
     found, prefix = formats.read(sources["muon"].folder), "wrapped." * renamed
-    checkpoint = dataclasses.replace(
-        found,
-        names="mine" if renamed else found.names,
-        params={f"{prefix}{name}": param for name, param in found.params.items()},
-        groups=tuple(map(change, found.groups)),
-        arguments={key: value for key, value in found.arguments.items() if key != left_out},
-    )
+    params = {f"{prefix}{name}": param for name, param in found.params.items()}
+    arguments = {key: value for key, value in found.arguments.items() if key != left_out}
+    changes = {"params": params, "groups": tuple(map(change, found.groups)), "arguments": arguments}
+    checkpoint = dataclasses.replace(found, names="mine" if renamed else found.names, **changes)
     folder, pointers = tmp_path / "universal", {"latest_universal": "step"}
     write_folder(folder / "step", lambda made: universal_writer.write(checkpoint, made), pointers=pointers)
     shapes = {f"{prefix}{name}": shape for name, shape in sources["muon"].shapes.items()}

@@ -421,20 +421,18 @@ def test_a_deepspeed_checkpoint_gives_the_whole_model(ranks: RankPool, tmp_path:
 
 STATES, EXPERT = "mp_rank_00_model_states.pt", "layer_0_expert_0_mp_rank_00_model_states.pt"
 READABLE = "expected a .*safetensors .* DeepSpeed, found"
+NOT_WHOLE: Any = [
+    ([STATES, "mp_rank_01_model_states.pt"], "", "the parts of 2 model-parallel ranks"),
+    ([STATES, EXPERT], "", "in files of their own"),
+    ([STATES], "", "as with pipeline parallelism"),
+    (["latest"], "", "latest: expected the name of a folder beside it, found 'global_step7'"),
+    (["notes.txt"], "", f"{READABLE} notes.txt"),
+    (["notes.txt"], "notes.txt", f"{READABLE} a file ending in '.txt'"),
+    ([], "nothing.pt", "nothing.pt: expected a checkpoint, found nothing there"),
+]
 
 
-@pytest.mark.parametrize(
-    ("files", "given", "message"),
-    [
-        ([STATES, "mp_rank_01_model_states.pt"], "", "the parts of 2 model-parallel ranks"),
-        ([STATES, EXPERT], "", "in files of their own"),
-        ([STATES], "", "as with pipeline parallelism"),
-        (["latest"], "", "latest: expected the name of a folder beside it, found 'global_step7'"),
-        (["notes.txt"], "", f"{READABLE} notes.txt"),
-        (["notes.txt"], "notes.txt", f"{READABLE} a file ending in '.txt'"),
-        ([], "nothing.pt", "nothing.pt: expected a checkpoint, found nothing there"),
-    ],
-)
+@pytest.mark.parametrize(("files", "given", "message"), NOT_WHOLE)
 def test_what_is_no_whole_checkpoint_is_refused(tmp_path: Path, files: list[str], given: str, message: str) -> None:
     for file in files:
         written(tmp_path / file, "global_step7") if "pt" not in file else torch.save({"module": None}, tmp_path / file)

@@ -401,14 +401,10 @@ def test_gram_aspect_decides_by_the_sides_which_iteration_a_matrix_takes(shape: 
 def test_ns_method_decides_which_iteration_a_matrix_takes(shape: tuple[int, ...]) -> None:
     plain, gram = (iterated(way, random(shape, 3), torch.bfloat16) for way in (newton_schulz, gram_newton_schulz))
     assert not torch.equal(plain, gram)
-    for options, expected in [
-        ({}, plain),
-        ({"ns_method": "standard"}, plain),
-        ({"ns_method": "gram"}, gram),
-        ({"ns_method": "auto"}, gram if shape == (4, 20, 80) else plain),
-        ({"ns_method": "auto", "gram_aspect": 1.0}, gram),
-        ({"ns_method": "gram", "gram_aspect": 9.0}, plain),
-    ]:
+    ways = [({}, plain), ({"ns_method": "standard"}, plain), ({"ns_method": "gram"}, gram)]
+    ways += [({"ns_method": "auto"}, gram if shape == (4, 20, 80) else plain)]
+    ways += [({"ns_method": "auto", "gram_aspect": 1.0}, gram), ({"ns_method": "gram", "gram_aspect": 9.0}, plain)]
+    for options, expected in ways:
         assert torch.equal(rule_of("muon", **options).transform(random(shape, 3)), expected), options
 
 
@@ -577,10 +573,6 @@ def logits(query: Tensor, key: Tensor, inputs: Tensor) -> Tensor:
     return q @ k.repeat_interleave(len(q) // len(k), 0).mT / WIDTH**0.5
 
 
-def largest(matrix: Tensor) -> Tensor:
-    return matrix.flatten(1).amax(1)
-
-
 def projections(key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Query weights whose heads have very different logits, key weights, and inputs."""
     query = random((HEADS * WIDTH, SIZE), 0) * torch.tensor([0.1, 30.0, 0.5, 60.0]).repeat_interleave(WIDTH)[:, None]
@@ -591,12 +583,13 @@ def projections(key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_heads_over_the_threshold_are_brought_down_to_it_and_others_stay(key_heads: int, query_share: float) -> None:
     query, key, inputs = projections(key_heads)
     before = logits(query, key, inputs)
-    assert ((largest(before) > 50.0) == torch.tensor([False, True, False, True])).all()
-    factors = qk_clip_factors(largest(before), 50.0, key_heads=key_heads, query_share=query_share)
+    largest = before.flatten(1).amax(1)
+    assert ((largest > 50.0) == torch.tensor([False, True, False, True])).all()
+    factors = qk_clip_factors(largest, 50.0, key_heads=key_heads, query_share=query_share)
     query = query * row_factors([(WIDTH, factors.query)])[:, None]
     key = key * row_factors([(WIDTH, factors.key)])[:, None]
     after = logits(query, key, inputs)
-    torch.testing.assert_close(largest(after)[[1, 3]], torch.full((2,), 50.0))
+    torch.testing.assert_close(after.flatten(1).amax(1)[[1, 3]], torch.full((2,), 50.0))
     assert torch.equal(after[[0, 2]], before[[0, 2]])
     assert key_heads == HEADS or torch.equal(factors.key, torch.ones(key_heads))
 

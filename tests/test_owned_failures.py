@@ -213,17 +213,15 @@ def one_rank_ends(how: str, when: str) -> None:
 
 
 HEARING = "hearing from all ranks which parameters have gradients, with gradients of"
+GONE: Any = [
+    ("hangs", "late in backward", HEARING),
+    ("hangs", "when parameters return", "bringing its parameters to all ranks failed"),
+    ("dies", "early in backward", "bringing its gradients to their owners failed"),
+    pytest.param("dies", "before the step", HEARING, marks=pytest.mark.full),
+]
 
 
-@pytest.mark.parametrize(
-    ("how", "when", "what"),
-    [
-        ("hangs", "late in backward", HEARING),
-        ("hangs", "when parameters return", "bringing its parameters to all ranks failed"),
-        ("dies", "early in backward", "bringing its gradients to their owners failed"),
-        pytest.param("dies", "before the step", HEARING, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("how", "when", "what"), GONE)
 def test_a_rank_that_is_gone_ends_the_others(rank_pools: dict[int, RankPool], how: str, when: str, what: str) -> None:
     ranks = rank_pools[3] if how == "hangs" else RankPool(3)
     try:

@@ -85,14 +85,8 @@ def requirements_of(name: str) -> dict[str, importlib.metadata.Distribution]:
 
 def run(command: Sequence[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONWARNINGS")}
-    finished = subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
+    how = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS, "cwd": folder}
+    finished = subprocess.run([*map(str, command)], env={**environment, "OMP_NUM_THREADS": "1"}, **how)
     assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"
     return finished
 

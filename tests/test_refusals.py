@@ -301,21 +301,19 @@ OTHER_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 DIFFER = "^RanksDisagree: LayerWiseMuon: ranks differ"
 HEADS_DIFFER = "rank 0 has 'lm_head.weight 37x24 float32 adamw', rank 1 has 'lm_head.weight 38x24"
+UNTRAINABLE: Any = [
+    (tags_for_deepspeeds_own_muon, "1 parameters, the first is 'layers.0.weight', carry use_muon=True"),
+    (parameters_of_another_model, r"group 0, position 0: the parameter of shape \(37, 24\) is not in the model"),
+    (another_optimizer_on_our_param_groups, OF_ANOTHER_OPTIMIZER),
+    (another_model_on_rank_1, HEADS_DIFFER),
+    (smaller_partitions_than_planned, r"^RuntimeError: muon: planned \d+ elements a rank, found \d+"),
+    (offloading_states, "owned storage cannot move its states"),
+    (state_of_other_partitions, "param group 0: the checkpoint's momentum_buffer has"),
+    *((partial(other_options_on_rank_1, config(2), **one), f"{DIFFER} in {found}") for one, found in OTHER_OPTIONS),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (tags_for_deepspeeds_own_muon, "1 parameters, the first is 'layers.0.weight', carry use_muon=True"),
-        (parameters_of_another_model, r"group 0, position 0: the parameter of shape \(37, 24\) is not in the model"),
-        (another_optimizer_on_our_param_groups, OF_ANOTHER_OPTIMIZER),
-        (another_model_on_rank_1, HEADS_DIFFER),
-        (smaller_partitions_than_planned, r"^RuntimeError: muon: planned \d+ elements a rank, found \d+"),
-        (offloading_states, "owned storage cannot move its states"),
-        (state_of_other_partitions, "param group 0: the checkpoint's momentum_buffer has"),
-        *((partial(other_options_on_rank_1, config(2), **one), f"{DIFFER} in {found}") for one, found in OTHER_OPTIONS),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), UNTRAINABLE)
 @on_ranks(2)
 def test_what_cannot_be_trained_is_an_error_on_every_rank(make: Callable[[], None], message: str) -> None:
     assert re.search(message, error_of(make))

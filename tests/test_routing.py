@@ -125,13 +125,10 @@ def vectors() -> nn.Module:
 
 
 def odd() -> nn.Module:
-    return module(
-        **{"conv": nn.Conv1d(4, 4, 3), "norm": nn.LayerNorm((4, 6)), "rnn": nn.GRU(4, 5)},
-        scale=nn.Parameter(torch.ones(())),
-        bias=nn.Parameter(torch.ones(3, 3)),
-        frozen=nn.Linear(4, 4, bias=False).requires_grad_(False),
-        empty=nn.Parameter(torch.empty(0, 4)),
-    )
+    parts: dict[str, Any] = {"conv": nn.Conv1d(4, 4, 3), "norm": nn.LayerNorm((4, 6)), "rnn": nn.GRU(4, 5)}
+    parts |= {"scale": nn.Parameter(torch.ones(())), "bias": nn.Parameter(torch.ones(3, 3))}
+    parts |= {"frozen": nn.Linear(4, 4, bias=False).requires_grad_(False), "empty": nn.Parameter(torch.empty(0, 4))}
+    return module(**parts)
 
 
 PLAIN, WIDE, NAMED = "2-D weight", "output head, as wide as an embedding has rows", "output head, named '{}'".format

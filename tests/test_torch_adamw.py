@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
@@ -90,7 +86,7 @@ def test_torchs_sequence(engine: str, form: str) -> None:
 
     # torch's into ours. What is flat and full, torch cannot cut, for its own AdamW either.
     next_model, fresh = ours_on(engine)
-    set_model_state_dict(next_model, dict(now), options=StateDictOptions(full_state_dict=True))
+    dcp_state.set_model_state_dict(next_model, dict(now), options=StateDictOptions(full_state_dict=True))
     how = in_flat if "flat" in form else StateDictOptions(full_state_dict=True, broadcast_from_rank0="CPU" in form)
     if "flat" in form:
         saved = like(saved, get_optimizer_state_dict(next_model, fresh, options=in_flat))

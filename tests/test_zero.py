@@ -355,24 +355,21 @@ def test_every_slice_is_a_matrix_of_outputs_by_inputs_with_an_owner(stage: int, 
 
 # Offloading
 CPU = {"device": "cpu"}
+OFFLOADED: Any = [
+    (1, {"offload_optimizer": CPU}, {}, 0.5),
+    (1, {"offload_optimizer": CPU}, BF16, 0.0),
+    (2, {"offload_optimizer": CPU}, BF16, 0.0),
+    (2, {"offload_optimizer": {**CPU, "pin_memory": True}}, {}, 0.0),
+    (3, {"offload_optimizer": CPU}, {}, 0.0),
+    (3, {"offload_param": CPU}, {}, 0.5),
+    (3, {"offload_param": CPU, "offload_optimizer": CPU, "sub_group_size": 1000}, BF16, 0.0),
+    pytest.param(2, {"offload_optimizer": CPU}, {}, 0.5, marks=pytest.mark.full),
+    pytest.param(3, {"offload_optimizer": CPU}, BF16, 0.0, marks=pytest.mark.full),
+]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("stage", "offload", "changes", "clip"),
-    [
-        (1, {"offload_optimizer": CPU}, {}, 0.5),
-        (1, {"offload_optimizer": CPU}, BF16, 0.0),
-        (2, {"offload_optimizer": CPU}, BF16, 0.0),
-        (2, {"offload_optimizer": {**CPU, "pin_memory": True}}, {}, 0.0),
-        (3, {"offload_optimizer": CPU}, {}, 0.0),
-        (3, {"offload_param": CPU}, {}, 0.5),
-        (3, {"offload_param": CPU, "offload_optimizer": CPU, "sub_group_size": 1000}, BF16, 0.0),
-        pytest.param(2, {"offload_optimizer": CPU}, {}, 0.5, marks=pytest.mark.full),
-        pytest.param(3, {"offload_optimizer": CPU}, BF16, 0.0, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("stage", "offload", "changes", "clip"), OFFLOADED, ids=str)
 def test_offload_changes_no_bit_and_resumes(
     tmp_path: Path, stage: int, offload: dict[str, Any], changes: dict[str, Any], clip: float
 ) -> None:

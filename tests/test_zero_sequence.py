@@ -72,13 +72,8 @@ def test_bits_given_the_same_gradients(tmp_path: Path, stage: int, precision: st
     settings = settings_of("zero", stage, precision, accumulation=accumulation, **options)
     averaged = stage == 3 and precision == "bf16"
     settings["zero_optimization"]["reduce_scatter"] = stage < 3 or averaged
-    both = Beside(
-        Reference(),
-        train_step,
-        whole_batch=lambda step: batch(step, ROWS, TIME),
-        factor=1 / SHARING if averaged else 1.0,
-        settings=settings,
-    )
+    given = {"factor": 1 / SHARING if averaged else 1.0, "settings": settings}
+    both = Beside(Reference(), train_step, whole_batch=lambda step: batch(step, ROWS, TIME), **given)
     engine = both.train_and_resume(lambda: sharing_engine(settings), tmp_path)
     plan = engine.basic_optimizer._binding.plans[0]
     assert plan.layout.world_size == dist.get_world_size() and plan.matrices.buckets

@@ -113,11 +113,8 @@ def section(draw: Any, rules: Any) -> Any:
     name = draw(some.sampled_from(sorted(rules)))
     if draw(some.booleans()):
         return name
-    return {"name": name, **of_class(name), **draw(picked(options_of_rule(name)))}
-
-
-def of_class(name: str) -> dict[str, Any]:
-    return {"class": "torch.optim.RMSprop"} if name.startswith("torch_optimizer") else {}
+    of_class = {"class": "torch.optim.RMSprop"} if name.startswith("torch_optimizer") else {}
+    return {"name": name, **of_class, **draw(picked(options_of_rule(name)))}
 
 
 OVERRIDES = some.lists(
