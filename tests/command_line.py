@@ -81,5 +81,4 @@ def torch_format(folder: Path, **options: object) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Every file in a folder, hidden ones too."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -157,7 +157,6 @@ class RankPool:
 
 
 def forkserver() -> Any:
-    """What starts processes that have imported what ranks need."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.rank_imports"])
     return context
@@ -254,7 +253,6 @@ class _Worlds:
             deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
     def _seen(self) -> tuple[dict[tuple[Any, str], Any], Any]:
-        """The globals, and torch's default group."""
         from torch.distributed import distributed_c10d as c10d
 
         values = {(module, name): vars(module)[name] for module, names in self._globals.items() for name in names}

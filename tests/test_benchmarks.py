@@ -125,7 +125,6 @@ def test_fsdp2_steps(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_layouts(tmp_path: Path) -> None:
-    """The bytes are those that formulas give."""
     owned = ["owned, padded", "owned, compact", "owned, auto"]
     arguments = "--ranks 2 3 --layers 2 --width 48 --tokens 8 --rounds 1 --bucket-mb 0.05"
     found, _ = figures(tmp_path, "layouts", arguments)
@@ -153,7 +152,6 @@ def test_layouts(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_rules(tmp_path: Path) -> None:
-    """Every variant of Newton-Schulz is timed, batched and one by one."""
     variants = ["plain", "gram", "polar_express", "polar_express, gram", "fp32", "fp32, gram"]
     found, printed = figures(tmp_path, "rules", "--quick --device cpu")
     assert "torch.optim.Muon" in printed and "112 x 32, Llama-3-8B, gate" in printed

@@ -28,7 +28,6 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def to(target: str) -> tuple[object, ...]:
-    """With what Megatron's format needs and tests' own checkpoints do not say."""
     return ("--to", target, *(("--heads", 4) if target == "megatron" else ()))
 
 

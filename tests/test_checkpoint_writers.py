@@ -290,8 +290,6 @@ WAYS = [
 
 
 def made() -> Checkpoint:
-    """AdamW's, of tensors that are made when they are read."""
-
     def tensor(number: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> LazyTensor:
         def read() -> Tensor:
             return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(dtype)

@@ -108,7 +108,6 @@ def test_help_imports_nothing_that_is_slow_and_plans_are_the_same_in_every_proce
 
 @pytest.fixture
 def models(shapes: Path, tmp_path: Path) -> dict[str, Path]:
-    """Files of shapes, by what is special in them."""
     layer = [["attn.o", [512, 512]], *([f"moe.experts.{e}.{w}", [256, 512]] for e in range(8) for w in ("up", "down"))]
     made = {
         "stack": [["layers.0.experts.up", [4, 64, 32]], ["layers.0.q", [64, 64]]],

@@ -58,9 +58,7 @@ def test_16_bit_owned_training_equals_fp32_masters(layout: str, precision: str, 
     stage=[0, 1, 2, 3],
     precision=["fp32", "bf16", "fp16"],
 )
-def test_gradients_that_are_not_finite_skip_the_step_everywhere_and_the_next_is_exact(
-    storage: str, stage: int, precision: str
-) -> None:
+def test_gradients_not_finite_skip_the_step_and_the_next_is_exact(storage: str, stage: int, precision: str) -> None:
     """Of one rank, before the first step, and of a clip group before the third; beside a reference that takes four."""
     apart = {"gates": {"params": "gate.*", "max_norm": 1e6}}
     settings, is_fp16, scale = settings_for(storage, stage, precision, clip_groups=apart), precision == "fp16", 1.0

@@ -81,7 +81,6 @@ def test_a_folder_and_its_pointer_are_written_once_and_replaced_only_by_force(tm
 
 
 def test_what_cannot_be_written_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    """The target that appears meanwhile, too."""
     write_folder(tmp_path / "step1", fill("1"), pointers={"latest": "step1"})
 
     def damaged(folder: Path) -> None:
@@ -134,7 +133,6 @@ def test_a_name_that_leads_elsewhere_or_to_nothing_is_refused(tmp_path: Path) ->
 
 
 def test_what_gets_a_name_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen from below: what is flushed, and when names change."""
     write_folder(tmp_path / "step1", fill("1"))
     events: list[tuple[str, str]] = []
 
@@ -463,7 +461,6 @@ def in_metadata(change: Harm) -> Callable[[Path], None]:
 
 
 def larger(metadata: Any, tensor: Any) -> None:
-    """A tensor of 2**40 elements, and its chunk too."""
     tensor.size = torch.Size([2**40])
     tensor.chunks[0].offsets, tensor.chunks[0].sizes = torch.Size([0]), tensor.size
     index = next(index for index in metadata.storage_data if index.fqn == "a")

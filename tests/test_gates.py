@@ -272,7 +272,6 @@ MEGATRON = {
 def grouped(
     groups: list[dict[str, Any]], states: list[tuple[str, ...]], arguments: dict[str, Any] | None = None, **more: Any
 ) -> Checkpoint:
-    """A parameter in every group, with these states; as ours."""
     tensor = held(torch.ones(2, 2), "a tensor")
     params = {f"p{n}": Param(tensor, dict.fromkeys(keys, tensor), group=n) for n, keys in enumerate(states)}
     return as_ours(Checkpoint("any", "", "model", params, tuple(groups), arguments or {}, **more))

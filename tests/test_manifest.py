@@ -74,7 +74,6 @@ def by_ranks(folder: Path, step: int, world_size: int = 2) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Two saves of every format, at the same path of two folders."""
     found = {}
     for target in TARGETS:
         first = saved(tmp_path_factory.mktemp(target) / "save", target, 7)
@@ -87,7 +86,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
 
 
 def alike(folder: Path) -> list[Path]:
-    """Two files that hold other tensors, if there are such of one size."""
     by_size: dict[int, list[Path]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".pt", ".distcp", ".safetensors")):
         if path.read_bytes() not in [other.read_bytes() for other in by_size.get(path.stat().st_size, [])]:

@@ -410,7 +410,6 @@ def one_copy_differs(found: Checkpoint) -> bool:
 
 
 def of_torchs_adam(found: Checkpoint) -> bool:
-    """With random states and a tied embedding."""
     assert {(param.step, param.group) for param in found.params.values()} == {(7.0, 0)}
     assert found.groups == ({"betas": (0.9, 0.99), "lr": 0.5, "step": 7.0},)
     return (found.tied, found.notes, found.iteration) == ({OUTPUT: EMBEDDING}, ("left out: rng_state",), 7)

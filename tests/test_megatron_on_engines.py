@@ -93,7 +93,6 @@ def ours(elementwise: str = "adamw", **matrix: Any) -> dict[str, Any]:
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """As Megatron has them, by whether weights decay; with hyperparameters that the checkpoint's must replace."""
     params = dict(model.named_parameters())
     decayed = [name for name, shape in model.shapes.items() if len(shape) == 2]
     parts = [params[name] for name in decayed], [p for name, p in params.items() if name not in decayed]

@@ -282,7 +282,6 @@ def test_experts_under_one_name_are_refused_on_fsdp2() -> None:
 @pytest.mark.usefixtures("ranks_to_spoil")
 @on_ranks(4)
 def test_every_rank_under_deepspeed_takes_its_own_experts() -> None:
-    """It is given the whole model's state."""
     with zero.engine_for(moe.settings_for(2), moe.Mixture()) as engine:
         name_of = functools.partial(renumbered, first=first_experts(engine))
         shapes = [{name_of(name): tuple(param.shape) for name, param in engine.module.named_parameters()}] * 4
@@ -297,7 +296,6 @@ def test_every_rank_under_deepspeed_takes_its_own_experts() -> None:
 @pytest.mark.usefixtures("ranks_to_spoil")
 @on_ranks(4)
 def test_every_stage_of_a_pipeline_takes_its_own() -> None:
-    """It is given the whole model's state."""
     shapes = shapes_of(pipelines.Whole(pipelines.UNTIED))
     state = numbers_for(shapes, lambda name: name.endswith(pipelines.MATRICES))
     with zero.engine_for(pipelines.settings_for("fp32, stage 1"), pipelines.pipeline(pipelines.UNTIED)) as engine:

@@ -63,7 +63,6 @@ def read_shapes(shapes: ModelShapes) -> dict[str, tuple[int, ...]]:
 
 
 def kinds(shapes: ModelShapes) -> dict[str, str]:
-    """Of every name, a tied parameter's others too."""
     return {name: r.kind for r in shapes.routes for name in (r.name, *r.aliases)}
 
 

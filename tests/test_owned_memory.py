@@ -94,7 +94,6 @@ def test_what_is_held_is_what_is_reported(dtype: str, options: dict[str, Any]) -
 @pytest.mark.parametrize(("dtype", "options"), [("float32", PADDED), ("bfloat16", KEPT)], ids=str)
 @watched()
 def test_a_step_leaves_nothing_behind(dtype: str, options: dict[str, Any]) -> None:
-    """With the garbage collector off."""
     model = UnevenLM().to(DTYPES[dtype])
     optimizer, found = optimizer_for(model, **options), set()
     gc.disable()

@@ -166,7 +166,6 @@ def on_four(*dims: int | None, late: tuple[bool, bool] = (False, False)) -> Mesh
 
 
 def tensor_parallel(store: Callable[[tuple[int, ...]], FlatPartition | Replicas]) -> TensorShards:
-    """Matrices of an even number of elements in halves, others on both tensor-parallel ranks."""
     cut = tuple(numel % 2 == 0 for numel in NUMELS)
     shards = tuple(numel // (1 + halved) for numel, halved in zip(NUMELS, cut))
     blocks = tuple(block for shape in SMALL for block in matrices_of(shape))

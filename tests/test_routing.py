@@ -300,7 +300,6 @@ def matrices(routes: dict[str, Route]) -> set[str]:
 
 
 def causes(routes: dict[str, Route]) -> set[str]:
-    """Why parameters of LoRA are what they are, without whose they are."""
     return {r.reason.partition(": ")[2] for r in routes.values()}
 
 
@@ -472,7 +471,6 @@ class AdaptedReference(Reference):
 
 
 def told(routes: list[Route]) -> list[tuple[str, str]]:
-    """Without what an optimizer adds: why it has no frozen weights, and the matrices in a parameter."""
     return [(r.kind, r.kind if r.kind == "frozen" else r.reason.partition(": ")[0]) for r in routes]
 
 

@@ -36,7 +36,6 @@ def plan_study(routes: list[Route], deployment: Deployment, planned_for: Setting
 
 
 def of_stage(routes: list[Route], ranks: int, planned_for: Setting = OWNED) -> Planned:
-    """What ``ranks`` data-parallel ranks share."""
     (found,) = plan_study(routes, Deployment(ranks), planned_for).worst.planned
     return found
 

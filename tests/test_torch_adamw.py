@@ -55,7 +55,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """State dicts that are equal in keys and bits, sharded or not."""
     return equal(whole_of(ours), whole_of(theirs))
 
 

@@ -125,9 +125,7 @@ def test_a_checkpoint_inside_an_accumulation_resumes_at_its_start(tmp_path: Path
     choice=["load_optimizer_states", "load_module_only"],
 )
 @on_ranks()
-def test_weights_alone_are_loaded_with_fresh_optimizer_states(
-    tmp_path: Path, kind: str, stage: int, precision: str, choice: str
-) -> None:
+def test_weights_alone_load_with_new_states(tmp_path: Path, kind: str, stage: int, precision: str, choice: str) -> None:
     """They are what a new engine would start from that is given the model's weights, in their own dtype."""
     settings, how = settings_of(kind, stage, precision), {choice: choice == "load_module_only"}
     with engine_for(settings) as engine:
@@ -235,7 +233,6 @@ def load(folder: str, kind: str, stage: int, options: dict[str, Any], **choice: 
 
 @pytest.fixture(scope="module")
 def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Saving:
-    """The folder, and the weights by tag, of a checkpoint that two ranks made when it was first asked for."""
     made: dict[str, tuple[str, dict[str, Weights]]] = {}
 
     def find(kind: str, stage: int, options: dict[str, Any]) -> tuple[str, dict[str, Weights]]:
