@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tests import owned_scenarios
+from tests import owned
 from tests.cells import cells
 from tests.engines import ENGINES, OWNED, RULES, ZERO, Cell, check
 from tests.on_ranks import on_ranks
@@ -27,7 +27,7 @@ ALLOWED = {"adamw, fused": 1e-7}
 CPU_ADAM = {"name": "torch_optimizer", "class": "deepspeed.ops.adam.DeepSpeedCPUAdam", "lr": 3e-3, "weight_decay": 0.1}
 BUILD = "import torch; from deepspeed.ops.adam import DeepSpeedCPUAdam as A; A([torch.nn.Parameter(torch.zeros(1))])"
 LAYOUTS = ("padded", "compact", "auto")
-MODES = {**owned_scenarios.MODES, "bus alignment": {"bus_alignment": True}}
+MODES = {**owned.MODES, "bus alignment": {"bus_alignment": True}}
 OF_ALL: list[dict[str, Any]] = [{"overlap_comm": True}, {"contiguous_gradients": False}, {"reduce_scatter": False}]
 ZERO_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "zero 0": [{}],

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests import owned_scenarios as scenarios
+from tests import owned as scenarios
 from tests.cells import with_full
 from tests.on_ranks import on_ranks
-from tests.owned import difference, exact_sums
-from tests.owned_scenarios import Branches, Turn, assert_same, back, optimizer_for, rows, train_ours, truth
+from tests.owned import Branches, Turn, assert_same, back, difference, exact_sums, optimizer_in, rows, train_ours, truth
 from tests.zero import ADAMW
 
 ALL = tuple(scenarios.MODES)
@@ -217,7 +216,7 @@ def test_param_groups_have_their_own_rates() -> None:
 
     model, expected = exact_sums(Branches()), exact_sums(Branches())
     given = [{"lr": 0.05, "weight_decay": 0.0, "adamw": {"lr": 1e-3}}, {"lr": 0.01, "weight_decay": 0.3}]
-    ours = optimizer_for(model, params=[{"params": params, **each} for params, each in zip(parts(model), given)])
+    ours = optimizer_in(model, params=[{"params": params, **each} for params, each in zip(parts(model), given)])
     optimizers: list[Any] = [ours]
     for params, lr, adamw_lr, decay in zip(parts(expected), (0.05, 0.01), (1e-3, 0.01), (0.0, 0.3)):
         optimizers.append(torch.optim.Muon([p for p in params if p.ndim == 2], lr=lr, weight_decay=decay))
@@ -277,7 +276,7 @@ def test_a_second_optimizer_may_follow_the_first() -> None:
     model.zero_grad()
     expected = exact_sums(Branches())
     expected.load_state_dict({name: param.detach().clone() for name, param in model.named_parameters()})
-    train_ours(model, optimizer_for(model), 1)
+    train_ours(model, optimizer_in(model), 1)
     scenarios.mean_gradients(expected, Turn.back, 0)
     scenarios.step_all(scenarios.optimizers_of(expected))
     assert_same(model, expected)
@@ -289,7 +288,7 @@ def test_all_ranks_begin_with_the_first_ones_weights_and_buffers() -> None:
     with torch.no_grad():
         for tensor in (*model.parameters(), model.norm.running_mean):
             tensor.add_(dist.get_rank())
-    optimizer = optimizer_for(exact_sums(model))
+    optimizer = optimizer_in(exact_sums(model))
     assert float(model.norm.running_mean.abs().max()) == 0.0
     train_ours(model, optimizer, 3)
     assert_same(model, truth(3, Convolutions))
@@ -346,7 +345,7 @@ def test_a_copy_of_the_model_is_trained_by_itself() -> None:
     back(other, 5)
     assert other.first.weight.grad is not None
     other.zero_grad()
-    optimizer_of_other = optimizer_for(other)
+    optimizer_of_other = optimizer_in(other)
     for net, its in ((other, optimizer_of_other), (model, optimizer)):
         train_ours(net, its, (1, 2))
     assert_same(model, truth(3))
@@ -374,7 +373,7 @@ def test_a_compiled_model_equals_one_process(give_wrapper: bool, mode: str) -> N
     torch._dynamo.reset()
     model = exact_sums(Branches())
     compiled: Any = torch.compile(model, backend="eager")
-    train_ours(compiled, optimizer_for(compiled if give_wrapper else model, mode), 3)
+    train_ours(compiled, optimizer_in(compiled if give_wrapper else model, mode), 3)
     assert_same(model, truth(3))
 
 
@@ -382,7 +381,7 @@ def test_a_compiled_model_equals_one_process(give_wrapper: bool, mode: str) -> N
 def test_one_process_without_torch_distributed_equals_torch(mode: str) -> None:
     assert not dist.is_initialized()
     model, expected = Branches(), Branches()
-    ours = optimizer_for(model, mode)
+    ours = optimizer_in(model, mode)
     for optimizers, net in (([ours], model), (scenarios.optimizers_of(expected), expected)):
         for step in range(3):
             Turn(net, step, 0).back()

@@ -18,7 +18,7 @@ from tests.cells import cells
 from tests.checkpoint_engines import FROZEN, Buffered, changed, convert_as_deepspeed_does, scheduled, snapshot
 from tests.engines import ExactLM
 from tests.on_ranks import on_ranks
-from tests.owned_scenarios import assert_same
+from tests.owned import assert_same
 from tests.ranks import RankPool
 from tests.zero import OWN_ROWS, Reference, build, engine_for, own_rows, own_settings, settings_for, train
 

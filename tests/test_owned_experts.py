@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from lwopt_backend import LayerWiseOptimizer
 from tests.cells import cells
 from tests.on_ranks import on_ranks
-from tests.owned import exact_sums
-from tests.owned_scenarios import Turn, assert_same, optimizer_for, rows, train_ours, truth
+from tests.owned import Turn, assert_same, exact_sums, optimizer_in, rows, train_ours, truth
 from tests.ranks import RankPool, kept_in_a_world
 
 EXPERTS = 4  # ranks 0 and 2 have the first two, ranks 1 and 3 the others
@@ -58,7 +57,7 @@ def sharded() -> tuple[MoE, Any]:
 
 def expert_optimizer(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
     options = {"expert_params": ["experts.*"], "expert_process_group": sharers_of_experts(), **options}
-    return optimizer_for(model, bucket_mb=0.004, exclude=("last.weight",), **options)
+    return optimizer_in(model, bucket_mb=0.004, exclude=("last.weight",), **options)
 
 
 @on_ranks()
@@ -99,9 +98,9 @@ def test_experts_that_are_not_named_and_groups_of_others_are_errors_on_every_ran
     for make, options, message in (
         (expert_optimizer, {"expert_params": ("expert.*",)}, "matches no parameter name"),
         (expert_optimizer, {"expert_params": ()}, "belong together"),
-        (optimizer_for, {}, "ranks differ"),
-        (optimizer_for, {"expert_group_size": 2}, "no expert_params say"),
-        (optimizer_for, {"process_group": of_neighbour}, f"rank {rank} {outside}"),
+        (optimizer_in, {}, "ranks differ"),
+        (optimizer_in, {"expert_group_size": 2}, "no expert_params say"),
+        (optimizer_in, {"process_group": of_neighbour}, f"rank {rank} {outside}"),
         (expert_optimizer, {"expert_process_group": of_others}, f"{re.escape(told)}.*rank 0 {outside}"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):

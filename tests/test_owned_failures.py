@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.cells import cells
 from tests.on_ranks import on_ranks
-from tests.owned_scenarios import Branches, Turn, assert_same, back, made, optimizer_for, train_ours, truth
+from tests.owned import Branches, Turn, assert_same, back, made, optimizer_in, train_ours, truth
 from tests.ranks import RankFailed, RankPool
 
 
@@ -63,7 +63,7 @@ def passes(count: int, build: Callable[[], nn.Module] = Branches, **options: Any
 
 def a_second_optimizer() -> None:
     model, _optimizer = made()
-    optimizer_for(model)
+    optimizer_in(model)
 
 
 def forward_after_a_broken_pass() -> None:
@@ -107,7 +107,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
 def test_what_cannot_work_is_refused_on_all_ranks_in_words(case: str) -> None:
     make, message = {**MODELS, **CALLS}[case]
     with pytest.raises(Exception, match=re.escape(message)):
-        optimizer_for(make()) if case in MODELS else make()
+        optimizer_in(make()) if case in MODELS else make()
 
 
 # An exception inside backward

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lwopt_backend.runtime.collectives import Pending, TorchCollectives, largest_of_all
-from tests import owned_scenarios
+from tests import owned
 from tests.cells import cells
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.owned import exact_sums, shares, train
-from tests.owned import optimizer_for as optimizer_of_lm
 from tests.zero import Masters, batch_shares
 
 LAYOUTS = ["padded", "compact", "auto"]
@@ -36,13 +35,13 @@ USES |= {"a branch per rank": lambda rank: "left" if rank else "right", "one bra
 def test_kept_gradients_are_those_of_ddp(use: str, layout: str) -> None:
     """On gradients as they are; accumulated locally, then reduced, then another pass on top of the reduced ones."""
     rank = dist.get_rank()
-    wrapped = DistributedDataParallel(owned_scenarios.Branches(), find_unused_parameters=True)
-    model = owned_scenarios.Branches()
-    optimizer = owned_scenarios.optimizer_for(model, "kept gradients", layout=layout)
+    wrapped = DistributedDataParallel(owned.Branches(), find_unused_parameters=True)
+    model = owned.Branches()
+    optimizer = owned.optimizer_in(model, "kept gradients", layout=layout)
     for part, apart in enumerate([True, False, False]):
         for trained, no_sync in ((model, optimizer.no_sync), (wrapped, wrapped.no_sync)):
             with no_sync() if apart else contextlib.nullcontext():
-                owned_scenarios.Turn(trained, 0, rank).back(part, use=USES[use](rank))
+                owned.Turn(trained, 0, rank).back(part, use=USES[use](rank))
         for ours, theirs in zip(model.parameters(), wrapped.module.parameters()):
             assert (ours.grad is None) == (theirs.grad is None)
             assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
@@ -60,20 +59,20 @@ def change(model: Any) -> None:
 
 @on_ranks(2, 3)
 def test_what_the_user_does_to_gradients_is_stepped_on() -> None:
-    owned_scenarios.assert_trains_exactly(mode="kept gradients", change=change)
+    owned.assert_trains_exactly(mode="kept gradients", change=change)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_the_models_zero_grad_does_as_well_and_only_a_zero_gradient_is_stepped_on(set_to_none: bool) -> None:
     for mode in ("plain", "kept gradients"):
-        owned_scenarios.assert_trains_exactly(mode=mode, forget=lambda model: model.zero_grad(set_to_none=set_to_none))
-    model = owned_scenarios.Branches()
-    optimizer = owned_scenarios.optimizer_for(model, "kept gradients")
+        owned.assert_trains_exactly(mode=mode, forget=lambda model: model.zero_grad(set_to_none=set_to_none))
+    model = owned.Branches()
+    optimizer = owned.optimizer_in(model, "kept gradients")
     for step, use in enumerate(["both", "left"]):
         model.zero_grad(set_to_none=set_to_none)
         before = model.right.weight.detach().clone()
-        owned_scenarios.Turn(model, step, 0).back(use=use)
+        owned.Turn(model, step, 0).back(use=use)
         optimizer.step()
     assert torch.equal(before, model.right.weight) == set_to_none
 
@@ -81,33 +80,33 @@ def test_the_models_zero_grad_does_as_well_and_only_a_zero_gradient_is_stepped_o
 @on_ranks(2)
 def test_a_gradient_that_no_backward_pass_made_is_an_error_on_every_rank() -> None:
     """A step without it would train nothing, and say nothing."""
-    model = owned_scenarios.Branches()
-    optimizer = owned_scenarios.optimizer_for(model, "plain")
+    model = owned.Branches()
+    optimizer = owned.optimizer_in(model, "plain")
     if dist.get_rank() == 1:
         model.left.weight.grad = torch.ones_like(model.left.weight)
     with pytest.raises(RuntimeError, match=r"'left.weight' has a .grad that no .*set keep_full_grads=True.*\(rank 1\)"):
         optimizer.step()
     model.zero_grad()
-    owned_scenarios.Turn(model, 0, 0).back(use="both")
+    owned.Turn(model, 0, 0).back(use="both")
     optimizer.step()
 
 
 def train_scaled(mode: str) -> None:
     """With torch.amp.GradScaler, whose second step overflows on one rank; the truth is a loop without that step. Scales
     are powers of two and sums of two commute, so not a bit may differ."""
-    model, expected = owned_scenarios.Branches(), owned_scenarios.Branches()
-    optimizer, theirs = owned_scenarios.optimizer_for(model, mode), owned_scenarios.optimizers_of(expected)
+    model, expected = owned.Branches(), owned.Branches()
+    optimizer, theirs = owned.optimizer_in(model, mode), owned.optimizers_of(expected)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1000)
     for step in range(4):
-        turn = owned_scenarios.Turn(model, step, dist.get_rank())
+        turn = owned.Turn(model, step, dist.get_rank())
         scaler.scale(turn.loss() * (float("inf") if (step, turn.rank) == (1, 0) else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         if step != 1:
-            owned_scenarios.mean_gradients(expected, owned_scenarios.Turn.back, step)
-            owned_scenarios.step_all(theirs)
-    owned_scenarios.assert_same(model, expected)
+            owned.mean_gradients(expected, owned.Turn.back, step)
+            owned.step_all(theirs)
+    owned.assert_same(model, expected)
     assert scaler.get_scale() == 2.0**3
 
 
@@ -136,7 +135,7 @@ def with_zeros(tied: bool = False) -> nn.Module:
 
 def after_backward(tied: bool = False, **options: Any) -> Any:
     model = with_zeros(tied)
-    optimizer = optimizer_of_lm(model, **options)
+    optimizer = owned.optimizer_for(model, **options)
     model(*shares(0, dist.get_world_size())[dist.get_rank()]).backward()
     return optimizer
 
@@ -200,7 +199,7 @@ def test_no_norm_and_no_maximum_hides_a_nan(bad: int) -> None:
 # Sums as they round
 def weights_on_real_gradients(layout: str, **options: Any) -> dict[str, Tensor]:
     model = UnevenLM()
-    train(model, optimizer_of_lm(model, layout=layout, **options), 5, accumulation=2, clip=0.3)
+    train(model, owned.optimizer_for(model, layout=layout, **options), 5, accumulation=2, clip=0.3)
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
@@ -215,7 +214,7 @@ def test_layouts_and_runs_equal_each_other_on_gradients_as_they_are() -> None:
 
 
 # 16-bit parameters: as one process that keeps fp32 masters
-NARROW = {**owned_scenarios.MODES, "fp32 gradients": {"grad_dtype": "float32"}}
+NARROW = {**owned.MODES, "fp32 gradients": {"grad_dtype": "float32"}}
 
 
 def narrow(dtype: torch.dtype, mixed: bool) -> nn.Module:
@@ -238,17 +237,17 @@ def test_narrow_models_equal_fp32_masters(dtype: torch.dtype, mixed: bool, layou
     """On gradients as they are: a sum of two ranks' in fp32 has one value."""
     model, single = narrow(dtype, mixed), Masters(dtype)
     single.low = narrow(dtype, mixed)
-    optimizer = optimizer_of_lm(model, layout=layout, **NARROW[mode])
+    optimizer = owned.optimizer_for(model, layout=layout, **NARROW[mode])
     for step in range(4):
         if load and step == 2:
             weights = {name: param + 0.25 for name, param in single.low.state_dict().items()}
             for each in (model, single.low, single.model):
                 each.load_state_dict(weights)
         model(*batch_shares(step, 2)[dist.get_rank()]).backward()
-        owned_scenarios.step_all([optimizer])
+        owned.step_all([optimizer])
         single.advance(step, 2, scale=2.0)  # its loss is that of two micro-batches, halved
     optimizer.synchronize()
-    owned_scenarios.assert_same(model, single.low)
+    owned.assert_same(model, single.low)
 
 
 # The collectives that NCCL takes, on gloo: reduce-scatter and all-gather, of equal parts and of unequal ones
@@ -277,7 +276,7 @@ def not_from_rank_to_rank() -> Iterator[set[str]]:
         yield calls
 
 
-ACCUMULATION = owned_scenarios.micro_batches(False, True)
+ACCUMULATION = owned.micro_batches(False, True)
 
 
 @on_ranks()
@@ -290,7 +289,7 @@ ACCUMULATION = owned_scenarios.micro_batches(False, True)
 )
 def test_collectives_of_parts_equal_one_process(layout: str, mode: str, group_size: int | None) -> None:
     with not_from_rank_to_rank() as calls:
-        owned_scenarios.assert_trains_exactly(ACCUMULATION, mode=mode, layout=layout, group_size=group_size)
+        owned.assert_trains_exactly(ACCUMULATION, mode=mode, layout=layout, group_size=group_size)
     if layout == "padded":
         assert calls == {"reduce_scatter_tensor", "all_gather_into_tensor"}
     if layout == "compact":

@@ -28,8 +28,7 @@ from tests.cells import with_full
 from tests.checkpoint_contents import same as equal
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
-from tests.owned import BUCKET_MB, optimizer_for, train
-from tests.owned_scenarios import train_ours
+from tests.owned import BUCKET_MB, optimizer_for, train, train_ours
 from tests.ranks import RankPool
 from tests.test_owned_experts import MoE, expert_optimizer, one_pass, sharded, sharers_of_experts
 from tests.zero import ADAMW, MUON
