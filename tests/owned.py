@@ -1,4 +1,4 @@
-"""Training on owned storage as users write it, and on one process with torch's optimizers, rank by rank; sums are exact."""
+"""Training on owned storage as users write it, and on one process with torch's optimizers; sums are exact."""
 
 import contextlib
 from collections.abc import Callable
