@@ -334,13 +334,10 @@ def test_groups_of_dion_say_heads_kernels_stacks_rules_and_decay() -> None:
     weights, biases = model.groups()
     layers, embed = [layer.weight for layer in model.layers], model.embed.weight
     kernels = [p for p in weights if not any(p is other for other in (*layers, embed))]
-    groups = [
-        {"params": layers[:2], "num_heads": 2},
-        {"params": layers[2:], "split_sizes": (2, 4), "lr": 0.5, "cautious_wd": True},
-        {"params": kernels},
-        {"params": [embed], "algorithm": "lion", "beta1": 0.7, "beta2": 0.8},
-        {"params": biases, "algorithm": "adamw", "lr": 0.25, "betas": (0.1, 0.2)},
-    ]
+    groups = [{"params": layers[:2], "num_heads": 2}]
+    groups += [{"params": layers[2:], "split_sizes": (2, 4), "lr": 0.5, "cautious_wd": True}, {"params": kernels}]
+    groups += [{"params": [embed], "algorithm": "lion", "beta1": 0.7, "beta2": 0.8}]
+    groups += [{"params": biases, "algorithm": "adamw", "lr": 0.25, "betas": (0.1, 0.2)}]
     found = from_dion(groups, model, algorithm="normuon", flatten=True, use_gram_newton_schulz=True, adjust_lr=None)
     expected = {"name": "normuon", "beta2": 0.95, "update_norm": "preserve", "adjust_lr_fn": "none"}
     assert found["matrix"].items() >= expected.items()
