@@ -259,18 +259,12 @@ def go_on(rank_pools: Pools, tmp_path: Path) -> GoOn:
     return functools.partial(go_through, rank_pools, tmp_path)
 
 
-MUON = (
-    "zero 2 on 2, owned 0 on 1, zero 3 on 4, fsdp2 on 3 twice, owned 1 on 2, zero 1 on 1 used, plain on 3, "
-    "zero 0 on 3, owned 1 on 4 pairs used, zero 2 on 2 offloaded, zero 3 on 2 offloaded, owned 2 on 2, fsdp2 on 1"
-)
-SOAP = (
-    "plain on 2, fsdp2 on 2, zero 1 on 4, owned 2 on 3 compact, fsdp2 on 1, owned 0 on 1, zero 0 on 2 used, "
-    "owned 0 on 4 singles, zero 2 on 3, plain on 4 twice, zero 3 on 1"
-)
-NORMUON = (
-    "zero 3 on 2, zero 0 on 4, owned 1 on 3 compact, zero 1 on 3 used, zero 2 on 1, plain on 1, owned 2 on 2 padded, "
-    "zero 3 on 3, fsdp2 on 4"
-)
+MUON = "zero 2 on 2, owned 0 on 1, zero 3 on 4, fsdp2 on 3 twice, owned 1 on 2, zero 1 on 1 used, plain on 3, "
+MUON += "zero 0 on 3, owned 1 on 4 pairs used, zero 2 on 2 offloaded, zero 3 on 2 offloaded, owned 2 on 2, fsdp2 on 1"
+SOAP = "plain on 2, fsdp2 on 2, zero 1 on 4, owned 2 on 3 compact, fsdp2 on 1, owned 0 on 1, zero 0 on 2 used, "
+SOAP += "owned 0 on 4 singles, zero 2 on 3, plain on 4 twice, zero 3 on 1"
+NORMUON = "zero 3 on 2, zero 0 on 4, owned 1 on 3 compact, zero 1 on 3 used, zero 2 on 1, plain on 1, "
+NORMUON += "owned 2 on 2 padded, zero 3 on 3, fsdp2 on 4"
 SHAMPOO = (
     "zero 0 on 1, owned 1 on 4 pairs, zero 1 on 2 used, owned 2 on 2 singles, zero 2 on 4, fsdp2 on 3, zero 0 on 1"
 )
@@ -378,14 +372,10 @@ def test_plain_pytorch_goes_on_with_torchs_own_formats_in_layouts(go_on: GoOn, r
     go_on(Tour(rule, legs, dtype=dtype, atoms=PARTS if rule == "soap" else None))
 
 
-UNEVEN = (
-    "fsdp2 on 4 roots, fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1, fsdp2 on 2, fsdp2 on 4 hybrid, fsdp2 on 2, "
-    "fsdp2 on 4, fsdp2 on 3"
-)
-SQUARE = (
-    "fsdp2 on 4 tensors, fsdp2 on 2 columns, fsdp2 on 4 tensors, fsdp2 on 4 hybrid, fsdp2 on 2, fsdp2 on 3, "
-    "fsdp2 on 2 ignored_params, fsdp2 on 4 roots, fsdp2 on 1"
-)
+UNEVEN = "fsdp2 on 4 roots, fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1, fsdp2 on 2, fsdp2 on 4 hybrid, fsdp2 on 2, "
+UNEVEN += "fsdp2 on 4, fsdp2 on 3"
+SQUARE = "fsdp2 on 4 tensors, fsdp2 on 2 columns, fsdp2 on 4 tensors, fsdp2 on 4 hybrid, fsdp2 on 2, fsdp2 on 3, "
+SQUARE += "fsdp2 on 2 ignored_params, fsdp2 on 4 roots, fsdp2 on 1"
 
 
 LONG_WAYS = {"uneven": UNEVEN, "square": SQUARE, "short": "fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1"}
