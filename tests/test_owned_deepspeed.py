@@ -68,6 +68,7 @@ def trained(
         return before, snapshot(engine)
 
 
+SOURCES = [("fp32", 1), ("bf16+fp32", 2), ("fp16+fp32", 1)]
 LAYOUTS: dict[str, dict[str, Any]] = {"padded": {"layout": "padded"}, "pieces": {"layout": "compact", "group_size": 1}}
 TARGETS = [(1, 0, {"layout": "padded"}), (2, 2, {"layout": "compact"}), (2, 0, {"group_size": 1})]
 TARGETS += [(4, 1, {"group_size": 2}), (4, 2, {"layout": "padded"})]
@@ -88,12 +89,7 @@ def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFact
     return find
 
 
-@cells(
-    source=[("fp32", 1), ("bf16+fp32", 2), ("fp16+fp32", 1)],
-    layout=LAYOUTS,
-    target=TARGETS,
-    converter=["ours", "DeepSpeed's"],
-)
+@cells(source=SOURCES, layout=LAYOUTS, target=TARGETS, converter=["ours", "DeepSpeed's"])
 def test_universal_checkpoints_go_anywhere(
     rank_pools: dict[int, RankPool],
     saved: Any,

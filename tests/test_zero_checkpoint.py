@@ -21,6 +21,7 @@ from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.zero import ROWS, batch_shares, engine_for, settings_for, train
 
+OF_SAVES = ["fp32", "bf16", "bf16+fp32", "fp16", "autocast"]
 KINDS: dict[str, dict[str, Any]] = {
     "zero": {},
     "owned": {"storage": "owned"},
@@ -71,12 +72,7 @@ def is_saved(kind: str, stage: int, precision: str = "fp32") -> bool:
     return precision in (("fp32", "autocast") if stage == 0 else ("fp32", "bf16", "bf16+fp32"))
 
 
-@cells(
-    is_saved,
-    kind=["zero", "owned", "instances"],
-    stage=[0, 1, 2, 3],
-    precision=["fp32", "bf16", "bf16+fp32", "fp16", "autocast"],
-)
+@cells(is_saved, kind=["zero", "owned", "instances"], stage=range(4), precision=OF_SAVES)
 @on_ranks()
 def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, kind: str, stage: int, precision: str) -> None:
     stop_and_go_on(tmp_path, kind, stage, precision, 3)
