@@ -42,7 +42,7 @@ PARTS = {
         f"deepspeed=={OLDEST}",
         # Without build isolation, in which pip would fetch a second torch; the tools to build it are installed.
         ("--no-deps", "--no-build-isolation"),
-        ("test_deepspeed_versions", "test_equality", "test_zero_checkpoint*", "test_refusals"),
+        ("test_equality", "test_zero_checkpoint*", "test_refusals"),
         {"ranks": (1, 3, 4), "engine": ("plain", "fsdp2")},  # on two ranks; other numbers are the newest one's
     ),
     "torch": Part(

@@ -1,7 +1,5 @@
 """What is really held: live tensors as the garbage collector sees them, and the CPU allocator's own events."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 @contextmanager
 def watched() -> Iterator[None]:
     """Within it ``live_bytes`` sees only what was made since; that makes it quick, in processes that imported much.
-
     What there is stays out of the collector's sight, as it is in ranks from the start: to look through it takes longer
-    than most tests.
-    """
+    than most tests."""
     gc.collect()
     gc.freeze()
     yield
@@ -60,11 +56,8 @@ class Allocations:
 
 
 def allocations(function: Callable[[], Any], *, at_least: int = 0) -> Allocations:
-    """What a call allocates and frees on this thread, with the garbage collector off.
-
-    What is smaller than ``at_least`` does not count: tensors that PyTorch makes of numbers, and flags, which a
-    transport's thread may free.
-    """
+    """What a call allocates and frees on this thread, with the garbage collector off. What is smaller than ``at_least``
+    does not count: tensors that PyTorch makes of numbers, and flags, which a transport's thread may free."""
     gc.collect()
     gc.disable()
     try:

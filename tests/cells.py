@@ -7,8 +7,6 @@ Options of one axis that change what another one does need every combination; th
 pairs, in a tenth of the time.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,9 +17,7 @@ from allpairspy import AllPairs
 
 def cells(where: Callable[..., bool] | None = None, /, **axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Run a test on a table of its arguments. ``where`` says of a cell's values, by name, whether there is such a cell.
-
-    The axis ``ranks`` has numbers of ranks.
-    """
+    The axis ``ranks`` has numbers of ranks."""
     return pytest.mark.cells(where, axes)
 
 

@@ -1,7 +1,5 @@
 """What is in checkpoints, to be compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What tests of checkpoints under DeepSpeed share: engines of every stage and optimizer, and what they hold."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import zipfile
@@ -32,6 +30,8 @@ PARTS: dict[str, Any] = {  # which matrices are in a parameter
     "layers.0.weight": {"qkv": [9, 6, 6], "groups": 3},
     "layers.2.weight": {"qkv": [21, 10, 10], "groups": 1},
 }
+Engines = Sequence[Callable[[], Any]]
+Step = Callable[[Any, int], object]
 
 
 class Buffered(UnevenLM):
@@ -82,13 +82,9 @@ def save(
 
 def held(engine: Any) -> dict[str, Any]:
     """Whole fp32 weights and states by parameter, buffers, counters."""
-    return {
-        "weights": full_weights_of(engine),
-        "states": states_of(engine),
-        "buffers": {name: buffer.clone() for name, buffer in engine.module.named_buffers()},
-        "steps": engine.global_steps,
-        "rates": list(engine.get_lr()),
-    }
+    buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    found = {"weights": full_weights_of(engine), "states": states_of(engine), "buffers": buffers}
+    return {**found, "steps": engine.global_steps, "rates": list(engine.get_lr())}
 
 
 def full_weights_of(engine: Any) -> dict[str, Tensor]:
@@ -120,14 +116,10 @@ def states_of(engine: Any) -> States:
     found: States = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
-            matrix = is_matrix(engine, name) or getattr(param, "use_muon", False)
+            of_ours = name in MATRICES and engine.optimizer_name() == "LayerWiseMuon"
+            matrix = of_ours or getattr(param, "use_muon", False)
             found[name] = {key: get(param, key).clone() for key in (("momentum_buffer",) if matrix else MOMENTS)}
     return found
-
-
-def is_matrix(engine: Any, name: str) -> bool:
-    """Whether one of our rules for matrices trains it."""
-    return name in MATRICES and engine.optimizer_name() == "LayerWiseMuon"
 
 
 def _states_of_their_muon(engine: Any) -> States:
@@ -179,7 +171,6 @@ def snapshot(engine: Any) -> dict[str, Any]:
 
 
 def changed(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
-    """In what two snapshots differ."""
     return {key for key in expected if not equal(found[key], expected[key])}
 
 
@@ -208,16 +199,11 @@ def assert_holds(checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
 
 
 def convert_as_deepspeed_does(folder: Path, tag: str) -> str:
-    """With DeepSpeed's own converter; the folder of the result."""
     into = folder / "theirs"
     folders = {"input_folder": str(folder / tag), "output_folder": str(into / tag)}
     workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
     ds_to_universal.main(argparse.Namespace(**folders, **workers, inject_missing_state=True))
     return str(into)
-
-
-Engines = Sequence[Callable[[], Any]]
-Step = Callable[[Any, int], object]
 
 
 def go_through(pool: RankPool, folder: Path, legs: Engines, train_step: Step, renewed: Collection[int]) -> None:

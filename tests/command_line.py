@@ -1,7 +1,5 @@
 """The command ``lwopt`` as its users run it, in this process: starting one takes seconds."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys
@@ -44,7 +42,6 @@ class Run:
 
 
 def lwopt(*arguments: object) -> Run:
-    """Run ``lwopt`` with these arguments, as its entry point does."""
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with mock.patch.object(sys, "argv", ["lwopt", *map(str, arguments)]), redirect_stdout(out), redirect_stderr(err):
@@ -70,7 +67,6 @@ def refused(*arguments: object) -> str:
 
 
 def torch_dist(folder: Path, muon: bool = True, **options: object) -> Path:
-    """A small checkpoint of Megatron's in ``folder``."""
     setup = Setup(muon=muon, **options)  # type: ignore[arg-type]
     write(folder / "iter_0000007", setup, truth(muon, setup.experts, setup.tied))
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
@@ -85,5 +81,4 @@ def torch_format(folder: Path, **options: object) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Every file in a folder, hidden ones too."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

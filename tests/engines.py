@@ -1,9 +1,6 @@
 """Every engine trains a cell of options, saves and loads, and one process trains the truth. Sums are exact, so bits can
-be compared.
-
-Gradients are rounded to multiples of 3 * 2^-14 as they leave a layer's backward. Sums of a few are then exact in fp32,
-in whatever order and by whatever collective; so are means over 2, 3 or 4 ranks.
-"""
+be compared. Gradients are rounded to multiples of 3 * 2^-14 as they leave a layer's backward. Sums of a few are then
+exact in fp32, in whatever order and by whatever collective; so are means over 2, 3 or 4 ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
@@ -52,11 +43,9 @@ CLIENT = {"mine": 3}  # what the user's own program saves along
 @dataclass(frozen=True)
 class Cell:
     """What is trained how; ``options`` are further ones of our optimizer, ``zero`` of DeepSpeed's zero_optimization.
-
     With ``alike`` all ranks train on all rows, so that any number of them comes to the same weights. Rates may be
-    ``falling`` from step to step, and begin at ``rate`` if it is given. ``form`` is how
-    torch saves FSDP2's or plain PyTorch's state; without it plain PyTorch's is saved by ``save_state_dict``.
-    """
+    ``falling`` from step to step, and begin at ``rate`` if it is given. ``form`` is how torch saves FSDP2's or plain
+    PyTorch's state; without it plain PyTorch's is saved by ``save_state_dict``."""
 
     engine: str
     matrix: str = "muon"
@@ -107,11 +96,10 @@ class _LayerNorm(nn.LayerNorm):
 
 
 EXACT = {nn.Linear: _Linear, nn.Embedding: _Embedding, nn.LayerNorm: _LayerNorm}
+Apart = tuple[tuple[str, str, float], ...]  # clip groups: a name, a glob and the largest norm
 
 
 class ExactLM(UnevenLM):
-    """The model with layers whose weights' gradients are rounded."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for module in self.modules():
@@ -142,7 +130,9 @@ def check(limit: float, *cells: Cell) -> None:
 @contextlib.contextmanager
 def running(cell: Cell, model: nn.Module, *, converted: bool = False) -> Iterator[Engine]:
     """The engine of a cell. What it loads is ``converted``, for DeepSpeed to universal, or of an engine like it."""
-    rules = {"matrix": _matrix(cell), "elementwise": _elementwise(cell)}
+    rate = {} if cell.rate is None else {"lr": cell.rate}
+    matrix = {**SECTIONS[cell.matrix], **_precise(cell.matrix, cell.clip or cell.apart), **rate}
+    rules = {"matrix": matrix, "elementwise": {**RULES[cell.elementwise], **rate}}
     if cell.engine == "plain":
         optimizer = LayerWiseOptimizer(model, **rules, **{"bucket_mb": BUCKET_MB, **_options(cell)})
         yield Engine(cell, model, optimizer, "" if converted else cell.form)
@@ -249,16 +239,16 @@ class Engine:
             state = torch.load(f"{folder}/full.pt")
             if self.loaded_form == "full" and dist.get_rank() > 0:
                 state = {**state, "model": {}, "optimizer": {}}
-        set_model_state_dict(self.model, state["model"], options=options)
+        state_dict.set_model_state_dict(self.model, state["model"], options=options)
         if self.loaded_form == "flat full":  # torch 2.13 cannot shard one while loading, not for its own AdamW either
-            options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+            options = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+        state_dict.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
         self.go_on_from(state)
 
-    def _state(self, options: StateDictOptions) -> dict[str, Any]:
+    def _state(self, options: state_dict.StateDictOptions) -> dict[str, Any]:
         """As docs/fsdp2.md saves it."""
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        return {"model": get_model_state_dict(self.model, options=options), "optimizer": optimizer}
+        optimizer = state_dict.get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        return {"model": state_dict.get_model_state_dict(self.model, options=options), "optimizer": optimizer}
 
 
 @contextlib.contextmanager
@@ -305,9 +295,9 @@ class OnFSDP2(Engine):
         return fsdp2.weights_of(self.model)
 
 
-def _options_of(form: str) -> StateDictOptions:
+def _options_of(form: str) -> state_dict.StateDictOptions:
     full = dict.fromkeys(("full_state_dict", "cpu_offload", "broadcast_from_rank0"), "full" in form)
-    return StateDictOptions(flatten_optimizer_state_dict="flat" in form, **full)
+    return state_dict.StateDictOptions(flatten_optimizer_state_dict="flat" in form, **full)
 
 
 class UnderDeepSpeed(Engine):
@@ -358,18 +348,6 @@ def _options(cell: Cell) -> dict[str, Any]:
     return {"report": False, "atoms": {"*": "whole"}, **cell.options}  # the truth takes fused weights whole
 
 
-def _matrix(cell: Cell) -> dict[str, Any]:
-    return {**SECTIONS[cell.matrix], **_precise(cell.matrix, cell.clip or cell.apart), **_rate(cell)}
-
-
-def _elementwise(cell: Cell) -> dict[str, Any]:
-    return {**RULES[cell.elementwise], **_rate(cell)}
-
-
-def _rate(cell: Cell) -> dict[str, float]:
-    return {} if cell.rate is None else {"lr": cell.rate}
-
-
 def _precise(matrix: str, clip: object) -> dict[str, Any]:
     """Norms are rounded otherwise than torch's; a bf16 iteration would turn that into 1e-2 of an update."""
     return {"ns_dtype": "float32"} if clip and matrix == "muon" else {}
@@ -377,9 +355,6 @@ def _precise(matrix: str, clip: object) -> dict[str, Any]:
 
 def _model(sharding: str) -> ExactLM:
     return ExactLM(hidden=fsdp2.EVEN) if sharding in fsdp2.EVEN_ONLY else ExactLM()
-
-
-Apart = tuple[tuple[str, str, float], ...]  # clip groups: a name, a glob and the largest norm
 
 
 class Alone:
@@ -433,7 +408,6 @@ class Alone:
 
 @contextlib.contextmanager
 def _at(optimizer: Any, factor: float) -> Iterator[None]:
-    """With learning rates times ``factor``."""
     if isinstance(optimizer, PlainRule):
         rates = [vars(matrix.rule) for matrix in optimizer.matrices]
     else:
@@ -448,13 +422,7 @@ def _at(optimizer: Any, factor: float) -> Iterator[None]:
 
 @functools.cache
 def reference(
-    matrix: str,
-    elementwise: str,
-    parts: int,
-    accumulation: int,
-    clips: tuple[float, Apart],
-    steps: int,
-    sharding: str,
+    matrix: str, elementwise: str, parts: int, accumulation: int, clips: tuple[float, Apart], steps: int, sharding: str
 ) -> tuple[dict[str, Tensor], list[float]]:
     """One process on the micro-batches of all ``parts``."""
     alone, norms = Alone(_model(sharding), matrix, elementwise, *clips), []

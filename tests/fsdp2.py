@@ -1,7 +1,5 @@
 """What tests on FSDP2 share: the shardings and modes of the support table, and a twin on one process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from tests.zero import ADAMW, MUON, ROWS
 
 EVEN = (64, 40)  # hidden sizes that divide by 2 and 4
 MATRIX_NAMES = set(MATRICES)
+IGNORED = ("layers.2.weight", "gate.bias")
 
 
 @dataclass
@@ -46,7 +45,6 @@ def mesh_of(*shape: int, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The hidden layers, also when wrapped for activation checkpointing."""
     return [layer for layer in model.layers if any(True for _ in layer.parameters())]
 
 
@@ -110,9 +108,6 @@ def shard_roots(model: nn.Module, **kwargs: Any) -> Sharded:
     for part in (model.embedding, model.layers, model.gate, model.lm_head):
         fully_shard(part, mesh=mesh_of(), **kwargs)
     return by_rank(model)
-
-
-IGNORED = ("layers.2.weight", "gate.bias")
 
 
 def shard_ignoring(model: nn.Module, **kwargs: Any) -> Sharded:
@@ -185,7 +180,6 @@ def shard(sharding: str, mode: str) -> Sharded:
 
 @torch.no_grad()
 def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy whole weights into the parameters, or their parts, of these names."""
     for name, param in named(model):
         if name in weights and isinstance(param, DTensor):
             param.to_local().copy_(distribute_like(weights[name], param))
@@ -279,7 +273,6 @@ class Twin:
             optimizer.step()
 
     def difference(self, model: nn.Module) -> float:
-        """The largest difference of a weight."""
         found = weights_of(model)
         return max(float((found[name] - param.detach()).abs().max()) for name, param in self.params.items())
 
@@ -317,9 +310,7 @@ class BesideTwin:
 
     def check_gradients(self, step: int, limit: float) -> None:
         """What ``backward`` has left is the mean of what each rank's rows give a plain model with the twin's weights.
-
-        Relative to each gradient's norm. An expert's is the mean over the ranks that have it.
-        """
+        Relative to each gradient's norm. An expert's is the mean over the ranks that have it."""
         untied = (self.sharding, self.mode) == ("several roots", "tied")  # by FSDP2
         plain = new_model(self.sharding, "fp32" if untied else self.mode)
         if self.mode == "mixed precision":

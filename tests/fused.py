@@ -1,7 +1,5 @@
 """A model with several matrices in a parameter, and what trains them on one process as parameters of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -77,12 +75,8 @@ class FusedLM(nn.Module):
         return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
 
 
-ATOMS: dict[str, Any] = {
-    "qkv.weight": {"qkv": [24, 8, 8]},
-    "grouped.weight": {"qkv": [8, 4, 4], "groups": 2},
-    "gate_up.weight": {"gate_up": "halves"},
-    "conv.weight": "flatten",
-}
+ATOMS: dict[str, Any] = {"qkv.weight": {"qkv": [24, 8, 8]}, "grouped.weight": {"qkv": [8, 4, 4], "groups": 2}}
+ATOMS |= {"gate_up.weight": {"gate_up": "halves"}, "conv.weight": "flatten"}
 MATRICES = (
     *(f"{name}.weight" for name in ("qkv", "grouped", "down", "gate_up", "out", "mix", "conv")),
     *("experts.up", "moe.w13", "moe.w2_EDF"),
@@ -138,8 +132,6 @@ class Separate:
 
 
 class FusedReference(Reference):
-    """One process."""
-
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model = model or FusedLM()
         named = dict(self.model.named_parameters())

@@ -9,8 +9,6 @@ Prints a line of JSON for every run that ended in another way than well or with 
 how many runs there were and how much memory was in use. One that takes longer than ``SECONDS`` counts as such, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -33,6 +31,7 @@ SECONDS = 10  # of the processor's time
 ADDRESS_SPACE = 6 << 30  # bytes: of this process, most of which libraries reserve and do not use
 START = b"\x80\x04"
 MEMO = 1 << 20  # where payloads' own places begin, after those of the file that they are put into
+GROUP = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
 
 
 def samples(folder: Path) -> dict[str, Path]:
@@ -47,11 +46,7 @@ def samples(folder: Path) -> dict[str, Path]:
     return found
 
 
-GROUP = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
-
-
 def stage0(folder: Path) -> Path:
-    """As DeepSpeed writes it."""
     (folder / "global_step3").mkdir(parents=True)
     (folder / "latest").write_text("global_step3")
     module = {"a.weight": torch.randn(3, 4), "b.weight": torch.randn(5)}
@@ -66,8 +61,6 @@ def stage0(folder: Path) -> Path:
 
 
 # Payloads: pickles of one object each, which find_class and the opcodes alone make large, slow or dangerous
-
-
 def named(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
@@ -177,10 +170,6 @@ class Payload:
         return self.reduced
 
 
-def pickled(path: Path) -> bool:
-    return path.suffix == ".pt" or path.name == ".metadata"
-
-
 @contextlib.contextmanager
 def replaced(path: Path, data: bytes | None) -> Iterator[None]:
     """With other bytes in a file, or without it."""
@@ -199,7 +188,6 @@ def pickled_in(path: Path) -> bytes:
 
 
 def with_pickle(path: Path, data: bytes) -> bytes:
-    """The file with another pickle, whose checksum is right."""
     if not zipfile.is_zipfile(path):
         return data
     written = io.BytesIO()
@@ -222,8 +210,6 @@ def places(path: Path) -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
 
 
 # Runs
-
-
 class TooLong(BaseException):
     """Not an Exception, so that nobody takes it for one of their own."""
 
@@ -233,7 +219,6 @@ def too_long(*_: Any) -> None:
 
 
 def ended(*words: object) -> Run | str:
-    """How a command ended, or what it raised."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         return lwopt(*words)
@@ -244,7 +229,6 @@ def ended(*words: object) -> Run | str:
 
 
 def wrong(*words: object) -> str:
-    """What is wrong with how a command ended, if anything is."""
     run = ended(*words)
     return run if isinstance(run, str) else wrong_in(run)
 
@@ -272,7 +256,9 @@ def bombs(found: dict[str, Path], apart: int) -> Iterator[Harm]:
     every = [
         (folder, path, place, put)
         for folder in found.values()
-        for path in {path.name: path for path in sorted(folder.rglob("*")) if pickled(path)}.values()
+        for path in {
+            path.name: path for path in sorted(folder.rglob("*")) if path.suffix == ".pt" or path.name == ".metadata"
+        }.values()
         for place, put in places(path)
     ]
     for at, (name, payload) in enumerate(PAYLOADS.items()):
@@ -293,7 +279,6 @@ def flips(found: dict[str, Path], seed: int, count: int) -> Iterator[Harm]:
 
 
 def harm(data: bytearray, generator: random.Random) -> None:
-    """Flip bits or bytes, cut, or repeat a part."""
     if not data:
         return
     at = generator.randrange(len(data))

@@ -1,7 +1,5 @@
 """Running scripts as a user would, under real launchers; and, much faster, on rank processes that are up."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -23,12 +21,10 @@ TIMEOUT_SECONDS = 300
 
 
 def launch(*script: object) -> str:
-    """Run a script under ``deepspeed``; its output."""
     return _launched([Path(sys.executable).parent / "deepspeed", "--num_accelerators"], 2, script)
 
 
 def torchrun(*script: object, processes: int = 2) -> str:
-    """Run a script under ``torchrun``; its output."""
     return _launched([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"], processes, script)
 
 
@@ -38,10 +34,8 @@ def _launched(launcher: list[object], processes: int, script: tuple[object, ...]
 
 
 def succeeds(command: str | list[str], cwd: Path, **variables: str) -> str:
-    """What a command, or a shell's command line, prints, with this environment's programs first.
-
-    Raises AssertionError, with what it printed, if it fails or does not end in time.
-    """
+    """What a command, or a shell's command line, prints, with this environment's programs first. Raises AssertionError,
+    with what it printed, if it fails or does not end in time."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     how: dict[str, Any] = {"shell": isinstance(command, str), "cwd": cwd, "env": environment, "text": True}
@@ -58,10 +52,9 @@ def succeeds(command: str | list[str], cwd: Path, **variables: str) -> str:
 def run_on_ranks(
     ranks: RankPool, script: str | Path, *arguments: object, joined: bool, **variables: str
 ) -> tuple[list[Any], str]:
-    """Run a script as ``__main__`` on ranks that are up: how it ended on each (0 or a message), and what it printed.
-
-    A script that is not ``joined`` makes the process group itself, as under torchrun; DeepSpeed takes the one there is.
-    """
+    """Run a script as ``__main__`` on ranks that are up: how it ended on each (0 or a message), and what it printed. A
+    script that is not ``joined`` makes the process group itself, as under torchrun; DeepSpeed takes the one there
+    is."""
     given = [str(script), *map(str, arguments)]
     try:
         ended = ranks.run(run_script, given, {"MASTER_PORT": str(free_port()), **variables}, joined)

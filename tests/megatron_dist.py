@@ -1,7 +1,5 @@
 """Small checkpoints in Megatron's torch_dist layouts, written from known tensors with torch's own DCP writer."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re
@@ -45,7 +43,6 @@ class Setup:
 
     @property
     def model(self) -> megatron_torch.Setup:
-        """The same model, optimizer and ranks."""
         family, optimizer = "moe" if self.experts else "llama", "layer_wise" if self.muon else "distributed"
         sizes = {"tp": self.tp, "dp": 2, "ep": self.ep, "stages": (self.stages,), "tied": self.tied}
         return megatron_torch.Setup(family, optimizer, **sizes)  # type: ignore[arg-type]
@@ -62,9 +59,12 @@ def truth(muon: bool, experts: bool = False, tied: bool = False) -> Truth:
 
 
 def write(step: Path, setup: Setup, known: Truth) -> None:
-    """A checkpoint of ``known`` in the folder of one step."""
     step.mkdir(parents=True)
-    flat = {n: of_name for n, of_name in known.items() if setup.layout == "dp_reshardable" and not of_muon(of_name)}
+    flat = {
+        n: of_name
+        for n, of_name in known.items()
+        if setup.layout == "dp_reshardable" and "momentum_buffer" not in of_name
+    }
     state: dict[str, Any] = keyed({name: of_name["weight"] for name, of_name in known.items()}, setup)
     state["decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"] = [None]
     state["rng_state/shard_0.0_1.1"] = [[{"random_rng_state": (3, (1, 2))}]]
@@ -91,14 +91,9 @@ def write(step: Path, setup: Setup, known: Truth) -> None:
         of_matrices = {**lion, "weight_decay": 0.1, "wd_mult": 1.0} if lion_of_matrices else muon
         optimizer = {0: {"optimizer": {"param_groups": [of_matrices]}}, 1: optimizer}
     arguments = {**megatron_torch.arguments_of(setup.model), "transformer_impl": "local", **setup.arguments}
-    common = {
-        "args": argparse.Namespace(**arguments),
-        "checkpoint_version": 3.0,
-        "iteration": 7,
-        "optimizer": optimizer,
-        "opt_param_scheduler": megatron_torch.SCHEDULE,
-        "content_metadata": {} if setup.layout is None else {"distrib_optim_sharding_type": setup.layout},
-    }
+    common = {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 7}
+    common |= {"optimizer": optimizer, "opt_param_scheduler": megatron_torch.SCHEDULE}
+    common |= {"content_metadata": {} if setup.layout is None else {"distrib_optim_sharding_type": setup.layout}}
     if setup.common_file:
         torch.save(common, step / "common.pt")
     else:
@@ -112,16 +107,12 @@ def save(state: dict[str, Any], step: Path) -> None:
     dcp.save(state, checkpoint_id=step, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
 
 
-def of_muon(states: dict[str, Tensor]) -> bool:
-    return "momentum_buffer" in states
-
-
 def by_name(known: Truth, setup: Setup) -> dict[str, Any]:
     """The optimizers' state under torch_dist's keys."""
     found: dict[str, Any] = {}
     keys = ("fp32", "momentum_buffer", "moment2_buffer", "exp_avg", "exp_avg_sq")
     for is_adam, key in itertools.product((False, True), keys):
-        tensors = {n: s[key] for n, s in known.items() if key in s and of_muon(s) != is_adam}
+        tensors = {n: s[key] for n, s in known.items() if key in s and ("momentum_buffer" in s) != is_adam}
         chain = f"chained_{int(is_adam and setup.muon)}." if setup.chained else ""
         master = "param" if setup.layout == "fully_reshardable" and is_adam else "fp32_param"
         prefix = f"{chain}optimizer.state.{master if key == 'fp32' else key}."
@@ -152,14 +143,11 @@ def keyed(tensors: dict[str, Tensor], setup: Setup) -> dict[str, Tensor]:
         stacks.setdefault(key, {})[place] = tensor
     for key, parts in stacks.items():
         sizes = [1 + max(indices) for indices in zip(*parts)]
-        found[key] = torch.stack([parts[place] for place in sorted(parts)]).view(
-            *sizes, *next(iter(parts.values())).shape
-        )
+        found[key] = torch.stack([parts[p] for p in sorted(parts)]).view(*sizes, *next(iter(parts.values())).shape)
     return found
 
 
 def in_halves(key: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Gate and up by themselves; all others as they are."""
     halves = {"_w": slice(FFN), "_v": slice(FFN, None)} if key.endswith("linear_fc1.weight") else {"": slice(None)}
     return {key + end: tensor[part].clone() for end, part in halves.items()}
 

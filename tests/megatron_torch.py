@@ -1,9 +1,5 @@
 """Writes checkpoints in Megatron's ``torch`` format, with their truth, by walking through what each rank would do.
-
-Follows the measured facts on the format and shares no code with the reader.
-"""
-
-from __future__ import annotations
+Follows the measured facts on the format and shares no code with the reader."""
 
 import argparse
 import itertools
@@ -60,12 +56,8 @@ class Setup:
 
 def shapes_of_layer(family: str) -> dict[str, tuple[int, ...]]:
     """In the order of Megatron's modules (local spec)."""
-    modules: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (HIDDEN,),
-        "self_attention.linear_proj": (HIDDEN, HIDDEN),
-        "self_attention.linear_qkv": (2 * HIDDEN, HIDDEN),
-        "pre_mlp_layernorm": (HIDDEN,),
-    }
+    modules: dict[str, tuple[int, ...]] = {"input_layernorm": (HIDDEN,), "self_attention.linear_proj": (HIDDEN, HIDDEN)}
+    modules |= {"self_attention.linear_qkv": (2 * HIDDEN, HIDDEN), "pre_mlp_layernorm": (HIDDEN,)}
     places = [""]
     if family == "moe":
         modules["mlp.router"] = (EXPERTS, HIDDEN)
@@ -86,7 +78,6 @@ def with_biases(family: str, modules: Mapping[str, tuple[int, ...]]) -> dict[str
 
 
 def whole_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
-    """Of the whole model, in its order."""
     found: dict[str, tuple[int, ...]] = {EMBEDDING: (VOCAB, HIDDEN)}
     if setup.family == "gpt2":
         found["embedding.position_embeddings.weight"] = (POSITIONS, HIDDEN)
@@ -116,7 +107,6 @@ def make_truth(setup: Setup, shapes: Mapping[str, tuple[int, ...]]) -> Truth:
 
 
 def part_of(setup: Setup, name: str, tensor: Tensor, t: int) -> Tensor:
-    """What tensor parallel rank ``t`` has of it."""
     if "linear_fc1" in name and setup.family != "gpt2":
         return torch.cat([half.chunk(setup.tp)[t] for half in tensor.chunk(2)])
     if name in (EMBEDDING, OUTPUT) or "linear_qkv" in name or "linear_fc1" in name:
@@ -151,11 +141,9 @@ def is_sharded_expert(setup: Setup, name: str) -> bool:
 
 
 def in_buckets(parts: Truth, closed_at: int | None, alone: Collection[str]) -> list[dict[str, Tensor]]:
-    """The flat buckets of one buffer, without the padding at a bucket's end.
-
-    Parameters are in reversed order and start at multiples of 64 elements; what is between them is not set. A bucket is
-    closed when it has ``closed_at`` elements, and before and after those that are ``alone``.
-    """
+    """The flat buckets of one buffer, without the padding at a bucket's end. Parameters are in reversed order and start
+    at multiples of 64 elements; what is between them is not set. A bucket is closed when it has ``closed_at`` elements,
+    and before and after those that are ``alone``."""
     found: list[dict[str, Tensor]] = []
     pieces: list[Mapping[str, Tensor]] = []
 
@@ -163,9 +151,7 @@ def in_buckets(parts: Truth, closed_at: int | None, alone: Collection[str]) -> l
         return sum(piece["fp32"].numel() for piece in pieces)
 
     def close() -> None:
-        flat = {
-            saved: [piece[key].flatten() for piece in pieces] for key, saved in IN_BUCKETS.items() if key in pieces[-1]
-        }
+        flat = {saved: [p[key].flatten() for p in pieces] for key, saved in IN_BUCKETS.items() if key in pieces[-1]}
         found.append({saved: torch.cat(tensors) for saved, tensors in flat.items()})
         pieces.clear()
 

@@ -1,7 +1,5 @@
 """What tests of migration share: the peers, and the settings that the page has for them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -22,7 +20,6 @@ PEERS = ["torch", "keller_jordan", "dion", "deepspeed", "megatron", "moonlight",
 
 
 def entry(peer: str) -> dict[str, Any]:
-    """The JSON block of that name on the page."""
     (block,) = re.findall(rf"^```json {peer}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     return json.loads(block)
 

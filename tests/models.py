@@ -1,11 +1,10 @@
 """Small models with shapes that divide by nothing, and what they train on."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
 VOCABULARY = 37
+MATRICES = ("layers.0.weight", "layers.2.weight", "layers.5.weight", "gate.weight")
 
 
 class UnevenLM(nn.Module):
@@ -38,9 +37,6 @@ class UnevenLM(nn.Module):
     def gated(self, x: Tensor) -> Tensor:
         """One for each half of the channels, so that the rows of its gradient do not depend on each other."""
         return torch.sigmoid(self.gate(x[..., :5])).repeat_interleave(12, dim=-1)
-
-
-MATRICES = ("layers.0.weight", "layers.2.weight", "layers.5.weight", "gate.weight")
 
 
 def batch(step: int, rows: int, time: int = 9) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,5 @@
 """Tests whose body is called on every rank of a world."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
@@ -17,9 +15,8 @@ Test = Callable[..., None]
 
 def on_ranks(*sizes: int) -> Callable[[Test], Test]:
     """Call a test on all ranks, in worlds of these sizes, or of those that the axis ``ranks`` of its ``cells`` has.
-
-    What fails on one rank fails the test. Arguments (of ``parametrize``, ``cells`` and fixtures) have to be picklable.
-    """
+    What fails on one rank fails the test. Arguments (of ``parametrize``, ``cells`` and fixtures) have to be
+    picklable."""
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)

@@ -1,7 +1,5 @@
 """Matrices of four public models, Megatron-Core's own plans for them, and what every plan of a buffer must be."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import hashlib
@@ -13,20 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import public_models
-from lwopt_backend.plan import (
-    MACHINES,
-    Atom,
-    FlatPartition,
-    MatrixPlan,
-    MeshLayout,
-    Sharding,
-    plan_matrices,
-    plan_spread,
-)
+from lwopt_backend.plan import Atom, FlatPartition, MatrixPlan, MeshLayout, Sharding, plan_matrices, plan_spread
 from lwopt_backend.plan.buffers.layout import BufferPlan, imbalance
 from lwopt_backend.plan.buffers.packing import plan_compact, plan_padded
 from lwopt_backend.plan.buffers.step import buffer_step
-from lwopt_backend.plan.cost import CLUSTERS, COSTS, newton_schulz_flops
+from lwopt_backend.plan.cost import CLUSTERS, COSTS, MACHINES, newton_schulz_flops
 
 
 class Figures(NamedTuple):
@@ -64,7 +53,6 @@ def model(name: str, flavour: str = "hf") -> tuple[Atom, ...]:
 
 
 def atoms_of(shapes: Sequence[tuple[int, int]]) -> list[Atom]:
-    """Three matrices a layer."""
     return [Atom(f"layers.{i // 3}.{i % 3}", shape, newton_schulz_flops(shape)) for i, shape in enumerate(shapes)]
 
 
@@ -99,7 +87,6 @@ def assert_lawful(plan: BufferPlan) -> None:
 
 
 # Plans of every kind
-
 UNEVEN_SHAPES = [(63, 24), (41, 63), (24, 41), (1, 5), (5, 1), (96, 96), (7, 300), (300, 7), (2, 2), (64, 64)]
 
 
@@ -121,11 +108,7 @@ def everything() -> str:
     kinds = [(64 * draw.randint(1, 64), 64 * draw.randint(1, 64)) for _ in range(20)]
     kinds += [(128, 1024), (256, 512), (64, 2048), (2048, 1024), (4096, 512)]  # equal sizes, other costs
     atoms, many = atoms_of([draw.choice(kinds) for _ in range(500)]), UNEVEN_SHAPES * 20
-    buffers = [
-        planned(atoms, 24, None),
-        planned(atoms[:80], 8, 20_000_000),
-        plan_compact(atoms, 24, bucket_numel=None),
-    ]
+    buffers = [planned(atoms, 24, None), planned(atoms[:80], 8, 20_000_000), plan_compact(atoms, 24, bucket_numel=None)]
     found = [repr((plan.strategy, plan.owners, plan.buckets, plan.shard_numels)) for plan in buffers]
     spread = plan_spread(atoms_of(many), rows_over(many, 16))
     lines = [*plan_of(many, 16, "balance").lines(), *spread.lines(), *found]

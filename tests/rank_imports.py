@@ -1,7 +1,5 @@
 """What ranks of tests/ranks.py import, in the process that all are forked from: once, in memory that they share."""
 
-from __future__ import annotations
-
 import gc
 import os
 
@@ -18,7 +16,7 @@ from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: E402, F4
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: E402, F401 - which asks torch to compile, at the first engine
 
 from lwopt_backend.integrations import deepspeed_zero, fsdp2  # noqa: E402, F401
-from tests import checkpoint_engines, command_line, engines, fused, on_ranks, owned_scenarios  # noqa: E402, F401
+from tests import checkpoint_engines, command_line, engines, fused, on_ranks, owned  # noqa: E402, F401
 
 deepspeed_zero.register()
 deepspeed.utils.logger.setLevel("WARNING")

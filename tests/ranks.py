@@ -1,12 +1,8 @@
 """A pool of ranks: processes that are forked once, from one that has imported torch and DeepSpeed, for many tests.
-
 Starting ranks costs seconds, running a function on ranks that are up costs milliseconds. A function that must run on
 several ranks is a module-level function of a test module, given to ``RankPool.run``; it is called on every rank with
 the same arguments, and its results come back in rank order. A rank that raises makes the call raise; a rank that does
-not answer in time ends the pool's processes, and the next call starts fresh ones.
-"""
-
-from __future__ import annotations
+not answer in time ends the pool's processes, and the next call starts fresh ones."""
 
 import contextlib
 import functools
@@ -39,11 +35,9 @@ class RankFailed(AssertionError):
 
 
 class RankProcesses:
-    """Processes that serve as ranks, started when first needed and kept until ``close``; on gloo.
-
-    They are the ranks of one world at a time: a call that asks for another number of ranks changes the default group,
-    which takes milliseconds, where a process takes seconds to start.
-    """
+    """Processes that serve as ranks, started when first needed and kept until ``close``; on gloo. They are the ranks of
+    one world at a time: a call that asks for another number of ranks changes the default group, which takes
+    milliseconds, where a process takes seconds to start."""
 
     def __init__(self) -> None:
         self._processes: list[Any] = []
@@ -163,7 +157,6 @@ class RankPool:
 
 
 def forkserver() -> Any:
-    """What starts processes that have imported what ranks need."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.rank_imports"])
     return context
@@ -216,11 +209,9 @@ def _serve(pipe: Connection, port: int, folder: str) -> None:
 
 
 class _Worlds:
-    """The default groups that this process is or was a rank of, one at a time the current one.
-
-    A world is left, not destroyed: what still refers to its groups would keep threads of gloo that wait for peers that
-    are gone, without pause.
-    """
+    """The default groups that this process is or was a rank of, one at a time the current one. A world is left, not
+    destroyed: what still refers to its groups would keep threads of gloo that wait for peers that are gone, without
+    pause."""
 
     current = 0
 
@@ -262,7 +253,6 @@ class _Worlds:
             deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
     def _seen(self) -> tuple[dict[tuple[Any, str], Any], Any]:
-        """The globals, and torch's default group."""
         from torch.distributed import distributed_c10d as c10d
 
         values = {(module, name): vars(module)[name] for module, names in self._globals.items() for name in names}

@@ -1,7 +1,5 @@
 """Rules on whole matrices in one process, as the steppers drive them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +15,6 @@ SHAPES = [(48, 63), (63, 48), (32, 32), (1, 7), (7, 1), (200, 3)]
 
 
 def rule_of(name: str, **options: Any) -> MatrixRule:
-    """A registered rule with its defaults and these options."""
     checked = parse(MATRIX_RULES[name].model({}, name), options, name)
     return build_matrix_rule({"rule": name, **checked.model_dump()}, HostConfig())
 
@@ -27,8 +24,6 @@ def random(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 class Trained:
-    """One matrix and its state under a rule."""
-
     def __init__(self, rule: MatrixRule, value: Tensor) -> None:
         self.rule = rule
         self.value = value.clone()
@@ -47,7 +42,6 @@ class Trained:
         return self.rule.transform(direction)
 
     def step(self, grad: Tensor) -> Tensor:
-        """The new weight."""
         self.rule.apply(self.value, self.update(grad), tuple(self.value.shape))
         return self.value
 
@@ -57,7 +51,6 @@ def gradients(shape: tuple[int, ...], steps: int = 4) -> Sequence[Tensor]:
 
 
 def trained(rule: MatrixRule, shape: tuple[int, ...], steps: int = 4) -> Tensor:
-    """A random matrix after some steps."""
     matrix = Trained(rule, random(shape, 1))
     for grad in gradients(shape, steps):
         matrix.step(grad)
@@ -65,7 +58,6 @@ def trained(rule: MatrixRule, shape: tuple[int, ...], steps: int = 4) -> Tensor:
 
 
 def trained_by(make: Callable[[torch.nn.Parameter], torch.optim.Optimizer], shape: tuple[int, int]) -> Tensor:
-    """The same matrix after the same steps of someone else's optimizer."""
     param = torch.nn.Parameter(random(shape, 1))
     optimizer = make(param)
     for grad in gradients(shape):

@@ -1,7 +1,5 @@
 """What tests of rules on engines share: the rules, and training with them on one process, on whole parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,11 +26,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "a class": {"name": "torch_optimizer", "class": "torch.optim.RMSprop", "lr": 1e-3, "momentum": 0.9},
 }
 # What one process runs instead, on all matrices in one optimizer.
-CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    "soap": pytorch_optimizer.SOAP,
-    "shampoo": pytorch_optimizer.Shampoo,
-    "torch_optimizer": torch.optim.RMSprop,
-}
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {"soap": pytorch_optimizer.SOAP, "shampoo": pytorch_optimizer.Shampoo}
+CLASSES |= {"torch_optimizer": torch.optim.RMSprop}
 ELEMENTWISE: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", **ADAMW},
     "lion": {"name": "lion", "lr": 1e-3, "weight_decay": 0.1},
@@ -84,8 +79,6 @@ class Cautious(torch.optim.Optimizer):
 
 
 class PlainRule:
-    """A matrix rule on whole matrices, one by one."""
-
     def __init__(self, params: list[Tensor], section: dict[str, Any]) -> None:
         self.params = params
         self.matrices = [Trained(rule_of(**section), param.detach()) for param in params]
@@ -102,7 +95,6 @@ class PlainRule:
 
 
 def matrix_optimizer(params: list[Tensor], section: dict[str, Any]) -> Any:
-    """The rule of a section on one process: an optimizer's own class, or the rule on whole matrices."""
     if section["name"] not in CLASSES:
         return PlainRule(params, section)
     options = {key: value for key, value in section.items() if key not in ("name", "class")}

@@ -1,9 +1,5 @@
-"""Which matrices are in a parameter: as the modelling code uses them, or as it was set by name.
-
-What a family's code does is followed with real numbers: every output of a fused linear is given its own.
-"""
-
-from __future__ import annotations
+"""Which matrices are in a parameter: as the modelling code uses them, or as it was set by name. What a family's code
+does is followed with real numbers: every output of a fused linear is given its own."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,7 +70,6 @@ def named(blocks: Sequence[Block]) -> dict[str, set[float]]:
 
 
 # Following numbers
-
 PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "scaled_dot_product_attention")
 CUTS = ("split", "chunk", "unbind")
 ACTIVATIONS = ("silu", "gelu", "relu")
@@ -143,7 +138,6 @@ def check_use(parts: Mapping[str, set[float]], watch: Watch) -> None:
 
 
 # Whole models, at position 0, where a rotation leaves queries and keys as they are
-
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50}
 GPT = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50}
 GROUPED = {**TINY, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "pad_token_id": 0}
@@ -207,7 +201,6 @@ def test_parts_are_what_a_model_uses_them_for(case: str) -> None:
 
 
 # Modules of their own, which come with much around them in a model
-
 CONFIG: dict[str, Any] = {  # what modules read of their configurations
     **GROUPED,
     **{"num_heads": 4, "embed_dim": 32, "image_size": 32, "patch_size": 8, "layer_types": ["linear_attention"]},
@@ -242,12 +235,10 @@ class Around(nn.Module):
 
 
 def code_of(family: str) -> Any:
-    """Skips the test of a family that this version of transformers does not have."""
     return pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
 
 
 def configured(kind: str, *arguments: Any, **options: Any) -> nn.Module:
-    """The module with this key of the table."""
     config = hf.PretrainedConfig()
     vars(config).update({**CONFIG, **options})
     config._attn_implementation = config._experts_implementation = "eager"
@@ -256,7 +247,6 @@ def configured(kind: str, *arguments: Any, **options: Any) -> nn.Module:
 
 
 def unrotated(*shape: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines."""
     return torch.ones(*shape, 8), torch.zeros(*shape, 8)
 
 
@@ -298,6 +288,7 @@ MODULES: dict[str, tuple[Inputs, Inputs, dict[str, Any]]] = {  # what it is call
     ]
     for kind in kinds.split()
 }
+DELTA_NETS = [f"{kind}GatedDeltaNet" for kind in ("qwen3_next.Qwen3Next", "qwen3_5.Qwen3_5", "qwen3_5_moe.Qwen3_5Moe")]
 
 
 def check_module(module: nn.Module, *inputs: Any) -> None:
@@ -314,11 +305,6 @@ def test_parts_are_what_a_module_uses_them_for(kind: str) -> None:
 
 def test_parts_of_hieras_attention_which_reads_no_configuration() -> None:
     check_module(code_of("hiera").HieraMaskUnitAttention(32, 64, 4), torch.rand(1, 4, 32))
-
-
-DELTA_NETS = [
-    f"{family}GatedDeltaNet" for family in ("qwen3_next.Qwen3Next", "qwen3_5.Qwen3_5", "qwen3_5_moe.Qwen3_5Moe")
-]
 
 
 @pytest.mark.parametrize("kind", DELTA_NETS)
@@ -340,8 +326,6 @@ def test_torchs_attention_has_q_k_and_v_in_one_weight() -> None:
 
 
 # Experts
-
-
 def stack_of(kind: str) -> Any:
     return nn.ModuleDict({"experts": configured(kind)})
 
@@ -365,10 +349,8 @@ def of_experts(blocks: Sequence[Block], part: str) -> set[float]:
     return {block.slice * 1000.0 + output for block in chosen for output in outputs_of(block)}
 
 
-STACKS = (
-    "mixtral.MixtralExperts aria.AriaExperts qwen3_moe.Qwen3MoeExperts deepseek_v3.DeepseekV3Experts "
-    "granitemoe.GraniteMoeExperts"
-)
+STACKS = "mixtral.MixtralExperts aria.AriaExperts qwen3_moe.Qwen3MoeExperts deepseek_v3.DeepseekV3Experts"
+STACKS += " granitemoe.GraniteMoeExperts"
 
 
 @pytest.mark.parametrize("kind", STACKS.split())
@@ -418,18 +400,15 @@ def test_every_class_of_the_table_is_followed_here() -> None:
 
 
 # Right, or not at all
-
 PHI3 = "model.layers.0.self_attn.qkv_proj.weight"
 
 
 def phi3() -> tuple[Any, Any]:
-    """And its only attention."""
     model: Any = MODELS["phi3"][0]()
     return model, model.model.layers[0].self_attn
 
 
 def changed(model: Any, module: nn.Module, **attributes: Any) -> Any:
-    """The model, of which a module has other sizes."""
     vars(module).update(attributes)
     return model
 
@@ -494,8 +473,6 @@ def test_wrapped_modules_are_seen_through() -> None:
 
 
 # torchtitan's modules, known by their attributes, and what they do with the outputs
-
-
 class FusedQKVLinear(nn.Module):
     """Of every group of queries these, their key and their value."""
 
@@ -532,16 +509,14 @@ class Attention(nn.Module):
 
 
 KV_PARTS = {"wkv_a": ["kv", "k_rope"], "wkv_b": ["k_nope", "v"]}
+OF_TORCHTITAN: Any = [
+    *((FusedQKVLinear(heads=6, kv_heads=heads), {"wqkv": ["q", "k", "v"]}) for heads in (3, 6, 1)),
+    (Attention(), {"wq": ["q_nope", "q_rope"], **KV_PARTS}),
+    (Attention(queries=8), {"wq_b": ["q_nope", "q_rope"], **KV_PARTS}),
+]
 
 
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        *((FusedQKVLinear(heads=6, kv_heads=heads), {"wqkv": ["q", "k", "v"]}) for heads in (3, 6, 1)),
-        (Attention(), {"wq": ["q_nope", "q_rope"], **KV_PARTS}),
-        (Attention(queries=8), {"wq_b": ["q_nope", "q_rope"], **KV_PARTS}),
-    ],
-)
+@pytest.mark.parametrize(("module", "expected"), OF_TORCHTITAN)
 def test_parts_of_torchtitans_weights_are_what_its_modules_cut(module: Any, expected: dict[str, list[str]]) -> None:
     """The rows that have a gradient are those that a part depends on."""
     fused, x = fused_of(nn.ModuleDict({"m": module})), torch.randn(2, 24)
@@ -584,18 +559,12 @@ def test_gate_and_up_that_lie_side_by_side_are_two_matrices_of_each_expert_or_as
             matrix = numbered[block.slice, :, int(block.name.endswith("up"))]
             assert block.shape == tuple(matrix.shape)
             assert [block.flat(i) for i in range(block.numel)] == matrix.flatten().tolist()
-    for atoms, shapes in (
-        ("whole", [(6, 48)] * 3),
-        ({"heads": 2}, [(3, 48)] * 6),
-        ("stack", [(2, 24)] * 18),
-        ("flatten", [(3, 288)]),
-    ):
+    ways = [("whole", [(6, 48)] * 3), ({"heads": 2}, [(3, 48)] * 6), ("stack", [(2, 24)] * 18), ("flatten", [(3, 288)])]
+    for atoms, shapes in ways:
         assert [block.shape for block in divided_of(model, {"moe.w13": atoms})["moe.w13"].blocks] == shapes
 
 
 # Reasons
-
-
 def reasons_of(model: nn.Module, **options: object) -> dict[str, str]:
     rules, config = settings_of(HostConfig, options, "test")
     found = group_parameters(model, [{"params": list(model.parameters())}], rules, config, stacks=True)
@@ -639,22 +608,14 @@ def test_the_reason_tells_the_parts_and_whose_they_are_or_why_a_weight_stays_who
 
 
 # Settings
-
-
 def linears(**shapes: tuple[int, int]) -> nn.Module:
-    """Linears with so many outputs and inputs, by name."""
     return nn.ModuleDict({name: nn.Linear(inputs, outputs, bias=True) for name, (outputs, inputs) in shapes.items()})
 
 
 def test_settings_divide_outputs_by_name() -> None:
-    settings = {
-        "a.*": {"qkv": [8, 2, 2]},
-        "b.weight": {"qkv": [2, 1, 1], "groups": 3},
-        "c.*": {"heads": 3},
-        "d.*": {"split_sizes": [3, 1], "groups": 3},
-        "[de].weight": {"gate_up": "interleaved"},
-        "f.weight": {"gate_up": "halves"},
-    }
+    settings = {"a.*": {"qkv": [8, 2, 2]}, "b.weight": {"qkv": [2, 1, 1], "groups": 3}, "c.*": {"heads": 3}}
+    settings |= {"d.*": {"split_sizes": [3, 1], "groups": 3}, "[de].weight": {"gate_up": "interleaved"}}
+    settings |= {"f.weight": {"gate_up": "halves"}}
     found = divided_of(linears(**dict.fromkeys("abcdef", (12, 4))), settings)
     assert {name[0]: {b.name: sorted(outputs_of(b)) for b in each.blocks} for name, each in found.items()} == {
         "a": {"q": list(range(8)), "k": [8, 9], "v": [10, 11]},
@@ -704,32 +665,30 @@ def test_parameters_of_more_dimensions_become_matrices_where_a_setting_says_how(
 
 
 FITS_NOT = r"atoms 'a.\*': 'a.weight' of shape \(12, 4\) has 12 outputs, "
+WRONG: Any = [
+    ({"a.wieght": "whole"}, r"atoms: 'a.wieght' matches no parameter name; did you mean 'a.weight'\?"),
+    ({"a.bias": "whole"}, r"'a.bias' matches only parameters that no matrix rule updates, such as 'a.bias' \(elem"),
+    ({"a.*": {"qkv": [8, 2, 3]}}, rf"{FITS_NOT}but 8\+2\+3 are 13"),
+    ({"a.*": {"qkv": [2, 1, 1], "groups": 4}}, rf"{FITS_NOT}but 2\+1\+1, 4 times, are 16"),
+    ({"a.*": {"heads": 5}}, rf"{FITS_NOT}which do not divide into 5 equal parts"),
+    ({"odd.*": {"gate_up": "halves"}}, r"has 7 outputs, which do not divide into 2 equal parts"),
+    ({"a.*": {"head": 3}}, r"atoms 'a.\*': 1 wrong option\(s\)\n  unknown key 'head'; did you mean 'heads'\?"),
+    ({"a.*": {"qkv": [8, 4]}}, r"atoms 'a.\*': 1 wrong option\(s\)\n  qkv"),
+    ({"a.*": {"qkv": [8, 2, "2"]}}, r"qkv.2: input should be a valid integer; found '2'"),
+    ({"a.*": {"gate_up": "half"}}, r"gate_up: input should be 'halves' or 'interleaved'; found 'half'"),
+    ({"a.*": {"heads": 2, "gate_up": "halves"}}, r"expected one of .*; found 'heads' and 'gate_up'"),
+    ({"a.*": {"split_sizes": []}}, r"expected one of 'split_sizes', .* with sizes; found 'split_sizes'"),
+    ({"a.*": {}}, r"expected one of 'split_sizes', 'heads', 'qkv', 'gate_up', with sizes; found none"),
+    ({"a.*": {"heads": 2, "groups": 2}}, r"'groups' goes with 'qkv' or 'split_sizes'; found it with 'heads'"),
+    ({"a.*": "hole"}, r"atoms 'a.\*': unknown word 'hole'; did you mean 'whole'\?"),
+    ({"a.*": 12}, r"atoms 'a.\*': expected one of 'whole', 'stack', 'flatten' or a mapping .*; found 12"),
+    ({"a.weight": "stack"}, r"shape \(12, 4\): 'stack' is for parameters of three dimensions or more"),
+    ({"a.weight": "flatten"}, r"'flatten' is for parameters of three dimensions or more"),
+    (["a.*"], r"atoms: expected a mapping of globs to divisions; found \['a.\*'\]"),
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"a.wieght": "whole"}, r"atoms: 'a.wieght' matches no parameter name; did you mean 'a.weight'\?"),
-        ({"a.bias": "whole"}, r"'a.bias' matches only parameters that no matrix rule updates, such as 'a.bias' \(elem"),
-        ({"a.*": {"qkv": [8, 2, 3]}}, rf"{FITS_NOT}but 8\+2\+3 are 13"),
-        ({"a.*": {"qkv": [2, 1, 1], "groups": 4}}, rf"{FITS_NOT}but 2\+1\+1, 4 times, are 16"),
-        ({"a.*": {"heads": 5}}, rf"{FITS_NOT}which do not divide into 5 equal parts"),
-        ({"odd.*": {"gate_up": "halves"}}, r"has 7 outputs, which do not divide into 2 equal parts"),
-        ({"a.*": {"head": 3}}, r"atoms 'a.\*': 1 wrong option\(s\)\n  unknown key 'head'; did you mean 'heads'\?"),
-        ({"a.*": {"qkv": [8, 4]}}, r"atoms 'a.\*': 1 wrong option\(s\)\n  qkv"),
-        ({"a.*": {"qkv": [8, 2, "2"]}}, r"qkv.2: input should be a valid integer; found '2'"),
-        ({"a.*": {"gate_up": "half"}}, r"gate_up: input should be 'halves' or 'interleaved'; found 'half'"),
-        ({"a.*": {"heads": 2, "gate_up": "halves"}}, r"expected one of .*; found 'heads' and 'gate_up'"),
-        ({"a.*": {"split_sizes": []}}, r"expected one of 'split_sizes', .* with sizes; found 'split_sizes'"),
-        ({"a.*": {}}, r"expected one of 'split_sizes', 'heads', 'qkv', 'gate_up', with sizes; found none"),
-        ({"a.*": {"heads": 2, "groups": 2}}, r"'groups' goes with 'qkv' or 'split_sizes'; found it with 'heads'"),
-        ({"a.*": "hole"}, r"atoms 'a.\*': unknown word 'hole'; did you mean 'whole'\?"),
-        ({"a.*": 12}, r"atoms 'a.\*': expected one of 'whole', 'stack', 'flatten' or a mapping .*; found 12"),
-        ({"a.weight": "stack"}, r"shape \(12, 4\): 'stack' is for parameters of three dimensions or more"),
-        ({"a.weight": "flatten"}, r"'flatten' is for parameters of three dimensions or more"),
-        (["a.*"], r"atoms: expected a mapping of globs to divisions; found \['a.\*'\]"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), WRONG)
 def test_wrong_settings_are_refused_by_name(settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         divided_of(linears(a=(12, 4), odd=(7, 3)), settings)

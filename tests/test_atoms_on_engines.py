@@ -1,8 +1,6 @@
 """Matrices in a parameter are updated as if they were parameters of their own, on every engine, bit for bit; and
 QK-clip after a step equals multiplying the rows of heads by hand."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -187,8 +185,6 @@ def test_a_stack_is_owned_by_several_ranks(layout: str, rule: str, tmp_path: Pat
 
 
 # QK-clip
-
-
 def test_any_range_of_a_parameter_takes_the_factors_of_its_outputs() -> None:
     """However it is cut, within a row or not; stored transposed, of one dimension or of three."""
     shapes = {"plain": (6, 4), "transposed": (4, 6), "bias": (6,), "conv": (6, 2, 2)}
@@ -239,15 +235,13 @@ WRONG_LAYERS: list[tuple[dict[str, Any], Heads, str]] = [
     ({"atoms": {"qkv.weight": {"split_sizes": [24, 8, 8]}}}, FUSED, f"{APART}'part0', 'part1', 'part2'{DIVIDE}"),
     ({"atoms": {}, "exclude": ["qkv.weight"]}, FUSED, f"{APART}none, because no matrix rule updates it{DIVIDE}"),
 ]
+ONE_PER_HEAD = "layer 'fused': expected max_logits as a tensor of shape (4,), one per head; found "
 
 
 @pytest.mark.parametrize(("options", "heads", "message"), WRONG_LAYERS)
 def test_wrong_layers_are_errors(options: dict[str, Any], heads: Heads, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         QKClip(optimizer_for(FusedLM(), **{"atoms": ATOMS, **options}), {"fused": heads})
-
-
-ONE_PER_HEAD = "layer 'fused': expected max_logits as a tensor of shape (4,), one per head; found "
 
 
 @pytest.mark.parametrize(

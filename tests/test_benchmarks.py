@@ -1,7 +1,5 @@
 """The benchmarks run, on models too small to time, and what they say of exactness, bytes and work holds."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -31,7 +29,6 @@ THEIRS, THEIR_GRAM, ADAMW = "DeepSpeed Muon, standard", "DeepSpeed Muon, gram", 
 
 
 def figures(tmp_path: Path, benchmark: str, arguments: str) -> tuple[Any, str]:
-    """What a benchmark writes and prints."""
     command = f"python {ROOT}/benchmarks/{benchmark}.py {arguments} --json {tmp_path}/figures.json"
     printed = succeeds(command, tmp_path)
     return json.loads((tmp_path / "figures.json").read_text()), printed
@@ -128,7 +125,6 @@ def test_fsdp2_steps(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_layouts(tmp_path: Path) -> None:
-    """The bytes are those that formulas give."""
     owned = ["owned, padded", "owned, compact", "owned, auto"]
     arguments = "--ranks 2 3 --layers 2 --width 48 --tokens 8 --rounds 1 --bucket-mb 0.05"
     found, _ = figures(tmp_path, "layouts", arguments)
@@ -156,14 +152,12 @@ def test_layouts(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_rules(tmp_path: Path) -> None:
-    """Every variant of Newton-Schulz is timed, batched and one by one."""
     variants = ["plain", "gram", "polar_express", "polar_express, gram", "fp32", "fp32, gram"]
     found, printed = figures(tmp_path, "rules", "--quick --device cpu")
     assert "torch.optim.Muon" in printed and "112 x 32, Llama-3-8B, gate" in printed
     for name in PACKAGES:
-        assert (
-            len(re.findall(f"^not timed: ns_method is '{name}', .* not for a device of type 'cpu'", printed, re.M)) == 1
-        )
+        told = re.findall(f"^not timed: ns_method is '{name}', .* not for a device of type 'cpu'", printed, re.M)
+        assert len(told) == 1
     by_shape: dict[str, dict[tuple[str, bool], dict[str, float]]] = {}
     for row in found["rows"]:
         by_shape.setdefault(row["of"], {})[row["variant"], row["batched"]] = row

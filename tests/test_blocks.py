@@ -1,7 +1,5 @@
 """Blocks of a parameter: exactly its elements, in every storage and in the memory of every rank, in order."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence
@@ -23,13 +21,11 @@ def indices(stripes: Stripes) -> list[int]:
 
 
 def matrix_of(block: Block, param: Tensor) -> Tensor:
-    """The block's elements of a parameter, the plain way."""
     slices = param.reshape(block.grid.slices, block.grid.rows, block.grid.columns)
     return slices[block.slice][indices(block.rows)][:, indices(block.columns)]
 
 
 def numbered(shape: Sequence[int]) -> Tensor:
-    """A parameter of which every element is its own number."""
     return torch.arange(torch.Size(shape).numel()).view(shape)
 
 
@@ -185,10 +181,6 @@ def cuts_runs(sharding: Sharding) -> bool:
     return False
 
 
-def in_box(param: Tensor, sharding: Sharding, coordinate: tuple[int, ...]) -> Tensor:
-    return param[tuple(slice(begin, begin + size) for begin, size in sharding.box(coordinate))]
-
-
 def backwards(local: Tensor) -> Tensor:
     """The same tensor with its dimensions in memory in the opposite order, from some offset of a larger storage."""
     turned = local.permute(*reversed(range(local.ndim))).contiguous()
@@ -212,7 +204,8 @@ def test_boxes_of_parameters_are_rectangles_of_blocks_and_views_give_their_eleme
         assert not refused or (flattened and not side_by_side) or (in_runs and len(shape) - 1 in dims)
         layout, seen = MeshLayout(coordinates, (sharding,)), []
         for rank, coordinate in enumerate(coordinates):
-            local, fragment = in_box(param, sharding, coordinate), sharding.fragment(rank, coordinate)
+            local = param[tuple(slice(begin, begin + size) for begin, size in sharding.box(coordinate))]
+            fragment = sharding.fragment(rank, coordinate)
             mine = torch.isin(expected, local.flatten())
             if fragment is None:
                 assert not mine.any()
@@ -234,9 +227,7 @@ def test_boxes_of_parameters_are_rectangles_of_blocks_and_views_give_their_eleme
 
 
 def test_a_part_without_few_views_is_refused_with_what_to_do() -> None:
-    q18, q24 = (
-        divided(Grid(1, 8, 6 * groups), grouped(QKV, (4, 1, 1), groups), transposed=True)[0] for groups in (3, 4)
-    )
+    q18, q24 = (divided(Grid(1, 8, 6 * n), grouped(QKV, (4, 1, 1), n), transposed=True)[0] for n in (3, 4))
     (kernel,) = divided(Grid.of((4, 3, 2, 2), 0), undivided(4))
     left = Block("left", Grid(1, 4, 12), 0, Stripes(0, 4), Stripes(0, 6))
     striped = Block("striped", Grid(1, 4, 12), 0, Stripes(0, 4), Stripes(0, 2, 2, 6))

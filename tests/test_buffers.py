@@ -1,7 +1,5 @@
 """Plans of buffers: lawful, padded ones never worse than Megatron-Core's, small ones against exact answers."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import random
@@ -16,42 +14,13 @@ from typing import Any
 import pytest
 
 from lwopt_backend.plan import Atom
+from lwopt_backend.plan.buffers import packing
+from lwopt_backend.plan.buffers import placement as places
 from lwopt_backend.plan.buffers.layout import MOST_KINDS, BufferPlan, Stream
-from lwopt_backend.plan.buffers.packing import (
-    capped_shards,
-    closing_rule,
-    ping_pong,
-    plan_compact,
-    plan_padded,
-    relieve,
-)
-from lwopt_backend.plan.buffers.placement import (
-    Cuts,
-    Packer,
-    Pattern,
-    Placement,
-    cannot_fit,
-    deal_bins,
-    fit,
-    height_bound,
-    least_padding,
-    longest_first,
-    pack,
-    whole_layers,
-)
+from lwopt_backend.plan.buffers.placement import Packer, Placement, height_bound, least_padding, whole_layers
 from lwopt_backend.plan.cost import COSTS, max_min_squared
 from tests.cells import cells
-from tests.planner_shapes import (
-    Figures,
-    aligned,
-    assert_lawful,
-    atoms_of,
-    figures,
-    model,
-    planned,
-    seconds,
-    unevenness,
-)
+from tests.planner_shapes import Figures, aligned, assert_lawful, atoms_of, figures, model, planned, seconds, unevenness
 
 
 def measured(plan: BufferPlan) -> list[tuple[int, list[int]]]:
@@ -76,13 +45,11 @@ def test_a_plan_counts_its_loads_and_names_what_is_wrong_with_it() -> None:
 
 
 # Padded plans beside Megatron-Core's
-
-
 def of_megatron(atoms: Sequence[Atom], ranks: int, bucket_numel: int | None) -> BufferPlan:
     """Megatron-Core's plan, its sizes summed up anew. A bucket ends on a multiple of its ranks and of 128 elements."""
     stream = Stream(atoms)
-    cuts = closing_rule(stream, ranks, bucket_numel)
-    owners = capped_shards(stream, cuts, ranks)
+    cuts = packing.closing_rule(stream, ranks, bucket_numel)
+    owners = packing.capped_shards(stream, cuts, ranks)
     backward = list(reversed(atoms))
     buckets = [bucket for bucket, (start, stop) in enumerate(zip(cuts, cuts[1:])) for _ in range(start, stop)]
     sizes = []
@@ -174,7 +141,7 @@ def test_any_shapes_are_planned_no_worse_than_by_megatron(shapes: str, shards: i
     plan = planned(atoms, shards, bucket_numel)
     assert_lawful_and_no_worse(plan, of_megatron(atoms, shards, bucket_numel))
     assert shards > 1 or set(plan.owners) == {0}
-    assert_lawful(plan_compact(atoms, shards, bucket_numel=bucket_numel))
+    assert_lawful(packing.plan_compact(atoms, shards, bucket_numel=bucket_numel))
 
 
 OBJECTIVES: tuple[Callable[[BufferPlan], float], ...] = (  # also what a hostile user could ask for; the least is taken
@@ -197,7 +164,7 @@ def test_random_shapes_are_planned_lawfully_and_no_worse_than_by_megatron_whatev
     atoms = [replace(atom, cost=COSTS[generator.choice(["newton_schulz", "soap"])].of(atom.shape)) for atom in atoms]
     theirs = of_megatron(atoms, ranks, bucket_numel)
     for objective in OBJECTIVES:
-        plan = plan_padded(atoms, ranks, bucket_numel=bucket_numel, seconds=objective)
+        plan = packing.plan_padded(atoms, ranks, bucket_numel=bucket_numel, seconds=objective)
         assert_lawful_and_no_worse(plan, theirs)
 
 
@@ -232,7 +199,7 @@ def trades(placement: Placement, shard: int) -> Iterator[Placement]:
 def test_relieving_ends_where_no_trade_helps_the_costliest_shard_and_keeps_the_caps(seed: int) -> None:
     placement = random_placement(seed)
     before, caps = max(placement.loads), [height + 512 * (seed % 3) for height in placement.heights]
-    relieve(placement, caps)
+    packing.relieve(placement, caps)
     again = with_owners(placement, list(placement.owners))
     assert (again.loads, again.filled) == (placement.loads, placement.filled), "sums are those of the owners"
     assert all(height <= cap for height, cap in zip(placement.heights, caps))
@@ -247,7 +214,7 @@ def test_relieving_ends_where_no_trade_helps_the_costliest_shard_and_keeps_the_c
 def test_the_heaviest_bin_is_dealt_to_the_least_loaded_shard() -> None:
     # Two buckets of two bins, of sizes 2 | 1 each: the heavy bin of one is matched with the light bin of the other.
     stream = Stream(atoms_of([(64, 64), (64, 128)] * 2))
-    assert deal_bins(Packer(stream, 2), (0, 2, 4), stream.numels).loads == [3 * 64 * 64] * 2
+    assert places.deal_bins(Packer(stream, 2), (0, 2, 4), stream.numels).loads == [3 * 64 * 64] * 2
 
 
 PEAK = """
@@ -274,8 +241,6 @@ def test_planning_takes_little_memory(name: str, ranks: int, matrices: int, mega
 
 
 # Packing
-
-
 def optimum(items: Sequence[int], bins: int) -> int:
     """The lowest possible highest bin, by trying every assignment."""
     items = sorted(items, reverse=True)
@@ -309,7 +274,7 @@ def small_instances(count: int, seed: int) -> Iterator[Instance]:
         yield sizes, counts, generator.randint(1, 5)
 
 
-def assert_packs(patterns: list[Pattern], instance: Instance, room: int) -> int:
+def assert_packs(patterns: list[places.Pattern], instance: Instance, room: int) -> int:
     """Every item once, no more bins than there are, none higher than ``room``; returns the highest."""
     sizes, counts, bins = instance
     packed: Counter[int] = Counter()
@@ -332,23 +297,23 @@ def test_small_packings_lose_nothing_and_are_near_the_optimum_that_no_bound_exce
         items = [size for size, count in zip(sizes, counts) for _ in range(count)]
         best = optimum(items, bins)
         assert max(-(-sum(items) // bins), *items) <= height_bound(sizes, counts, bins) <= best
-        height, patterns = pack(sizes, counts, bins)
+        height, patterns = places.pack(sizes, counts, bins)
         assert assert_packs(patterns, instance, height) == height
         assert best <= height <= 1.1 * best
         exact += height == best
-        height, patterns = longest_first(sizes, counts, bins)
+        height, patterns = places.longest_first(sizes, counts, bins)
         assert assert_packs(patterns, instance, height) == height
         assert best <= height and 3 * bins * height <= (4 * bins - 1) * best, "Graham's promise"
-        assert fit(sizes, counts, bins, best - 1) is None
-        assert not cannot_fit(sizes, counts, bins, best)
-        refused += cannot_fit(sizes, counts, bins, best - 1)
+        assert places.fit(sizes, counts, bins, best - 1) is None
+        assert not places.cannot_fit(sizes, counts, bins, best)
+        refused += places.cannot_fit(sizes, counts, bins, best - 1)
         for room in (best, best + 1, best + best // 4, 2 * best):
-            fitting = fit(sizes, counts, bins, room)
+            fitting = places.fit(sizes, counts, bins, room)
             assert fitting is not None or room < 2 * best, "filling bins in any order is enough"
             assert fitting is None or assert_packs(fitting, instance, room)
             missed += fitting is None and room == best
     assert exact >= 0.98 * 600 and missed <= 12, "all of them, and none, when this was written"
-    assert refused >= 350 and cannot_fit([60, 41], [1, 3], 2, 100), "which height_bound allows"
+    assert refused >= 350 and places.cannot_fit([60, 41], [1, 3], 2, 100), "which height_bound allows"
     assert height_bound([60, 41], [1, 3], 2) <= 100
 
 
@@ -363,7 +328,7 @@ def test_small_packings_lose_nothing_and_are_near_the_optimum_that_no_bound_exce
     ],
 )
 def test_many_kinds_are_packed_in_few_patterns(sizes: list[int], counts: list[int], bins: int, excess: float) -> None:
-    height, patterns = pack(sizes, counts, bins)
+    height, patterns = places.pack(sizes, counts, bins)
     assert height <= excess * height_bound(sizes, counts, bins) and len(patterns) < 50
     assert_packs(patterns, (sizes, counts, bins), height)
 
@@ -380,13 +345,11 @@ def test_a_class_of_kinds_stands_for_its_largest_member(smallest: int) -> None:
 
 
 # Cutting
-
-
-def bucket_numels(packer: Packer, cuts: Cuts) -> list[int]:
+def bucket_numels(packer: Packer, cuts: places.Cuts) -> list[int]:
     return [packer.height(start, stop) * packer.shards for start, stop in zip(cuts, cuts[1:])]
 
 
-def assert_covers(cuts: Cuts, count: int) -> None:
+def assert_covers(cuts: places.Cuts, count: int) -> None:
     assert cuts[0] == 0 and cuts[-1] == count
     assert all(start < stop for start, stop in zip(cuts, cuts[1:])), "no bucket is empty"
 
@@ -450,8 +413,6 @@ def test_whole_layers_cuts_only_between_layers_and_nearly_evenly() -> None:
 
 
 # Compact plans
-
-
 def by_longest_first(amounts: Sequence[int], ranks: int) -> int:
     """The busiest rank's amount, the largest first to the least loaded (Graham 1969)."""
     heap = [0] * ranks
@@ -470,12 +431,12 @@ def by_longest_first(amounts: Sequence[int], ranks: int) -> int:
 )
 def test_work_is_as_even_as_by_longest_first_and_no_less_than_by_megatrons_ping_pong(figure: Figures) -> None:
     atoms = model(figure.model, figure.flavour)
-    plan = plan_compact(atoms, figure.ranks, bucket_numel=figure.bucket_numel)
+    plan = packing.plan_compact(atoms, figure.ranks, bucket_numel=figure.bucket_numel)
     assert_lawful(plan)
     for busiest, amounts in measured(plan):
         lowest_possible = max(max(amounts), -(-sum(amounts) // figure.ranks))
         assert lowest_possible <= busiest <= 1.01 * by_longest_first(amounts, figure.ranks)
-    theirs = replace(plan, owners=tuple(ping_pong([atom.numel for atom in atoms], figure.ranks)))
+    theirs = replace(plan, owners=tuple(packing.ping_pong([atom.numel for atom in atoms], figure.ranks)))
     assert unevenness(plan) <= figure.ping_pong == unevenness(theirs)
     assert plan.buffer_numel == sum(atom.numel for atom in plan.atoms) and plan.padding == 0
 
@@ -490,7 +451,7 @@ def test_small_buffers_are_owned_as_evenly_as_possible(shapes: str, factor: floa
         drawn = [(generator.choice(sides), generator.choice(sides)) for _ in range(generator.randint(1, 9))]
         atoms = atoms_of([(rows, rows if shapes == "squares" else columns) for rows, columns in drawn])
         ranks = generator.randint(1, 4)
-        plan = plan_compact(atoms, ranks, bucket_numel=None)
+        plan = packing.plan_compact(atoms, ranks, bucket_numel=None)
         assert_lawful(plan)
         pairs = [(busiest, optimum(amounts, ranks)) for busiest, amounts in measured(plan)]
         assert all(best <= busiest <= factor * best for busiest, best in pairs)
@@ -500,13 +461,13 @@ def test_small_buffers_are_owned_as_evenly_as_possible(shapes: str, factor: floa
 
 def test_buckets_hold_at_least_their_size_and_close_as_soon_as_they_do() -> None:
     atoms = atoms_of([(64, 64)] * 10 + [(64, 640)] + [(64, 64)] * 3)
-    plan = plan_compact(atoms, 4, bucket_numel=3 * 64 * 64)
+    plan = packing.plan_compact(atoms, 4, bucket_numel=3 * 64 * 64)
     assert sum(plan.bucket_numels) == plan.numel
     filled = dict.fromkeys(range(len(plan.bucket_numels)), 0)
     for bucket, atom in reversed(list(zip(plan.buckets, atoms))):
         assert filled[bucket] < 3 * 64 * 64, "closed as soon as it held enough"
         filled[bucket] += atom.numel
     assert all(numel >= 3 * 64 * 64 for numel in list(filled.values())[:-1])
-    assert len(plan_compact(atoms, 4, bucket_numel=None).shard_numels) == 1
-    assert_lawful(plan_compact([Atom(atom.name, atom.shape, 0) for atom in atoms], 2, bucket_numel=None))
+    assert len(packing.plan_compact(atoms, 4, bucket_numel=None).shard_numels) == 1
+    assert_lawful(packing.plan_compact([Atom(atom.name, atom.shape, 0) for atom in atoms], 2, bucket_numel=None))
     assert all(cost.of(atom.shape) > 0 for cost in COSTS.values() for atom in atoms), "0 is a user's cost model only"

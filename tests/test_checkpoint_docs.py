@@ -1,7 +1,5 @@
 """What docs/checkpoints.md, formats.md and from_megatron.md show is true: commands run, tables are the code's."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -28,11 +26,9 @@ PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("checkpoi
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 HEADS, GROUPS = 4, 2  # as the pages have it
 
+
 # The pages' commands, in a folder with a checkpoint in Megatron's format
-
-
 def blocks(page: str) -> list[tuple[str, str, str]]:
-    """Language, name and text of every block of a page."""
     return re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
 
 
@@ -62,7 +58,6 @@ def run(page: str, folder: Path, ranks: RankPool | None = None) -> dict[str, str
 
 
 def run_there(folder: Path, arguments: list[str]) -> str:
-    """On a rank: what a script prints, run in a folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         return run_script(arguments, {}, joined=True)[1]
@@ -118,15 +113,12 @@ def test_what_the_reference_shows_runs(walked: tuple[Path, dict[str, str]]) -> N
 
 
 # Tables
-
-
 def section(page: str, heading: str) -> str:
     (found,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGES[page], re.MULTILINE | re.DOTALL)
     return found
 
 
 def rows(text: str, first: str) -> list[list[str]]:
-    """The cells of the table whose first heading is ``first``."""
     lines = text[text.index(f"| {first} |") :].splitlines()[2:]
     found = []
     for line in lines:
@@ -149,11 +141,8 @@ def test_formats_names_operations_and_keys_in_the_tables_are_those_that_there_ar
     assert written == set(choices.WRITERS)
     assert {words(cells[0])[0] for cells in rows(section("formats", "Names"), "`--names`")} == set(names.FAMILIES)
     own = section("formats", "A map of your own")
-    for heading, known in (
-        ("operation", OPERATIONS),
-        ("key", MapFile.model_fields),
-        ("key of a rule", RuleEntry.model_fields),
-    ):
+    tables = {"operation": OPERATIONS, "key": MapFile.model_fields, "key of a rule": RuleEntry.model_fields}
+    for heading, known in tables.items():
         assert {word for cells in rows(own, heading) for word in words(cells[0])} == set(known), heading
 
 
@@ -174,8 +163,6 @@ def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
 
 
 # Commands and settings anywhere on the pages
-
-
 def test_every_command_on_the_pages_parses() -> None:
     checked = 0
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):

@@ -1,7 +1,5 @@
 """Checkpoints of DeepSpeed's own optimizers are read as they held them, and go on from ours."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil
@@ -43,10 +41,7 @@ PATIENCE = 600.0  # the first engine with torch's AdamW imports a compiler
 
 
 # DeepSpeed
-
-
 def universal(source: Path, folder: Path) -> Checkpoint:
-    """Convert a native checkpoint; what was converted."""
     checkpoint = read_zero.read(source)
     pointers = {"latest_universal": "step3"}
     write_folder(folder / "step3", lambda new: write_universal.write(checkpoint, new), pointers=pointers)
@@ -70,10 +65,8 @@ def there_is(optimizer: str, stage: int, precision: str, kinds: str) -> bool:
 def test_native_checkpoints_are_read_as_the_engine_held_them_and_so_is_the_universal_one(
     ranks: RankPool, tmp_path: Path, optimizer: str, stage: int, precision: str, kinds: str
 ) -> None:
-    """With frozen and tied parameters, buffers, the schedule and what the user's program saved along.
-
-    Those of our optimizers are compared in test_checkpoints.py.
-    """
+    """With frozen and tied parameters, buffers, the schedule and what the user's program saved along. Those of our
+    optimizers are compared in test_checkpoints.py."""
     native, converted = tmp_path / "native", tmp_path / "universal"
     options = ALL_KINDS if kinds == "all kinds" else {}
     how = (optimizer, stage, precision)
@@ -149,16 +142,12 @@ def test_what_deepspeeds_converter_makes_is_read(ranks: RankPool, tmp_path: Path
 
 
 # FSDP2
-
-
 @on_ranks(2)
 def test_owners_state_of_other_parts_is_refused() -> None:
     """Of as large ones: these rows lie one after the other, those interleaved."""
     rules = {"matrix": SECTIONS["soap"], "elementwise": ELEMENTWISE["adamw"], "report": False, "bucket_matrices": 2}
     other = {**PARTS, "layers.0.weight": {"qkv": [27, 18, 18], "groups": 1}}
-    saved, optimizer = (
-        LayerWiseOptimizer(shard("rows", "fp32").model, **rules, atoms=atoms) for atoms in (PARTS, other)
-    )
+    saved, optimizer = (LayerWiseOptimizer(shard("rows", "fp32").model, **rules, atoms=one) for one in (PARTS, other))
     said = r"rows 0:9 x 3 every 21.*expected those that there are here, \['slice 0 rows 0:27"
     with pytest.raises(ValueError, match=said):
         optimizer.load_state_dict(saved.state_dict())
@@ -182,8 +171,6 @@ def test_any_box_is_that_of_the_whole(tmp_path: Path) -> None:
 
 
 # What is damaged, made to do harm, or not whole
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "is missing|has no file|expected the .* files|where there is none": Path.unlink,
     "is damaged": lambda file: os.truncate(file, file.stat().st_size // 2),
@@ -213,9 +200,7 @@ def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("said", DAMAGE)
 @pytest.mark.parametrize("form", FORMS)
-def test_damaged_files_are_an_error_and_nothing_of_them_is_run(
-    saved: dict[str, Path], tmp_path: Path, said: str, form: str
-) -> None:
+def test_damaged_files_are_refused_and_not_run(saved: dict[str, Path], tmp_path: Path, said: str, form: str) -> None:
     """Of files with a name, one. In the other formats: test_files.py."""
     source = Path(shutil.copytree(saved[form], tmp_path / "source"))
     for file in {path.name: path for path in sorted(source.rglob("*.pt"))}.values():
@@ -242,19 +227,15 @@ def test_folders_that_are_not_whole_are_refused(saved: dict[str, Path], ranks: R
         content = torch.load(file, weights_only=False)
         del content["optimizer_state_dict"]["base_optimizer_state"][SAVE]
         torch.save(content, file)
-    for case, words in (
-        ("tp", "2 model-parallel ranks"),
-        ("pp", "layer_01-model_states.pt"),
-        ("mixed", "it was saved after 2 steps, mp_rank_00_model_states.pt after 1"),
-        ("unmarked", "'step' is 1.0 on the ranks before, 2.0 in"),
-    ):
+    said = {"tp": "2 model-parallel ranks", "pp": "layer_01-model_states.pt"}
+    said |= {"mixed": "it was saved after 2 steps, mp_rank_00_model_states.pt after 1"}
+    said |= {"unmarked": "'step' is 1.0 on the ranks before, 2.0 in"}
+    for case, words in said.items():
         with pytest.raises(CheckpointError, match=words):
             read_zero.read(tmp_path / case)
 
 
 # Folders of torch.distributed.checkpoint
-
-
 ONES = {"a": torch.ones(2)}
 
 

@@ -1,8 +1,6 @@
 """Megatron's torch_dist, DCP and safetensors: what is written is read back exactly, is formed as the genuine, and takes
 ``workers`` tensors of memory, whatever the size of the checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle
@@ -71,8 +69,6 @@ def comparable(group: Mapping[str, Any], beside_muon: bool) -> dict[str, Any]:
 
 
 # Megatron: genuine checkpoints
-
-
 LIKE_16 = [  # those that our 0.16 is to be formed as
     *("t16_lw_muon_dp2_torchdist", "g16_lw_muon_dp2_torchdist", "m16_lw_muon_dp2_torchdist"),
     *("t16_lw_muon_tp2_torchdist", "t16_do_adam_dp2_torchdist_full", "t16_do_adam_tp2_torchdist_full"),
@@ -128,8 +124,6 @@ def form(folder: Path) -> tuple[dict[str, Any], set[str]]:
 
 
 # Megatron: our own samples
-
-
 def sample(folder: Path, **setup: Any) -> Checkpoint:
     found = read_megatron.read(torch_dist(folder, **setup))
     return dataclasses.replace(found, arguments={**found.arguments, "num_attention_heads": 4})
@@ -141,6 +135,12 @@ SETUPS: dict[str, dict[str, Any]] = {  # beside what there are genuine ones of
     "adam, tied": {"muon": False, "tied": True},
     "adam, experts": {"muon": False, "experts": True, "ep": 2, "chained": True},
 }
+NORM, FC2 = "decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc2.weight"
+FUSED = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
+ALONE = {MASTER: held(torch.ones(8, 12), "")}
+OF_PARTS = {1: {"a": torch.ones(1)}}
+OLD, OURS = partial(write_megatron.write, version="0.14"), partial(write_megatron.write, version="0.16")
+NEW = partial(write_megatron.write, version="0.19")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -196,14 +196,6 @@ def changed(checkpoint: Checkpoint, name: str = "embedding.word_embeddings.weigh
     return dataclasses.replace(checkpoint, params={**checkpoint.params, name: param})
 
 
-NORM, FC2 = "decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc2.weight"
-FUSED = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
-ALONE = {MASTER: held(torch.ones(8, 12), "")}
-OF_PARTS = {1: {"a": torch.ones(1)}}
-OLD, OURS = partial(write_megatron.write, version="0.14"), partial(write_megatron.write, version="0.16")
-NEW = partial(write_megatron.write, version="0.19")
-
-
 def of_lion_alone(checkpoint: Checkpoint) -> Checkpoint:
     """A run that Megatron did not make."""
     groups = tuple({key: value for key, value in group.items() if key != "wd_mult"} for group in checkpoint.groups)
@@ -241,8 +233,6 @@ def test_what_has_no_place_is_refused(
 
 
 # Safetensors
-
-
 def test_weights_as_safetensors(tmp_path: Path) -> None:
     """Those of another dtype are made from masters."""
     buffers = {"count": held(torch.tensor([3]), "count")}
@@ -282,27 +272,25 @@ def test_safetensors_in_several_files(tmp_path: Path) -> None:
 
 
 # Memory. PyTorch's allocator is asked, whose events do not depend on time; what is smaller than a block does not count
-
-
 BLOCK = 1024  # elements: small, so that small tensors have many
 LARGEST = 4 * 256 * 128  # bytes in fp32
-LAYER = {
-    "input_layernorm.weight": (128,),
-    "self_attention.linear_qkv.weight": (384, 64),
-    "self_attention.linear_proj.weight": (64, 128),
-    "mlp.linear_fc1.weight": (256, 100),
-    "mlp.linear_fc2.weight": (100, 256),
-}
+LAYER = {"input_layernorm.weight": (128,), "self_attention.linear_qkv.weight": (384, 64)}
+LAYER |= {"self_attention.linear_proj.weight": (64, 128), "mlp.linear_fc1.weight": (256, 100)}
+LAYER |= {"mlp.linear_fc2.weight": (100, 256)}
 SHAPES = {
     "embedding.word_embeddings.weight": (256, 128),
     **{f"decoder.layers.{layer}.{name}": shape for layer in range(3) for name, shape in LAYER.items()},
     "decoder.final_layernorm.weight": (128,),
 }
+TARGETS = ("universal", "megatron", "dcp", "safetensors")
+WAYS = [
+    pytest.param(source, target, marks=() if "universal" in (source, target) else pytest.mark.full)
+    for source in TARGETS[:3]
+    for target in TARGETS
+]
 
 
 def made() -> Checkpoint:
-    """AdamW's, of tensors that are made when they are read."""
-
     def tensor(number: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> LazyTensor:
         def read() -> Tensor:
             return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(dtype)
@@ -335,14 +323,6 @@ def converted(checkpoint: Checkpoint, target: str, folder: Path, workers: int = 
     place = convert.place_of(checkpoint, target, folder)
     convert.write(checkpoint, target, place, force=True, workers=workers, finish=partial(gate.finish, workers))
     return folder
-
-
-TARGETS = ("universal", "megatron", "dcp", "safetensors")
-WAYS = [
-    pytest.param(source, target, marks=() if "universal" in (source, target) else pytest.mark.full)
-    for source in TARGETS[:3]
-    for target in TARGETS
-]
 
 
 @pytest.mark.parametrize(("source", "target"), WAYS)

@@ -1,12 +1,8 @@
 """Whatever engine saved a run, in whatever format, and whatever engine loads it: it goes on as if there were no break.
-
 A tour is one run through several engines. Each leg loads what the one before saved, as it is or converted, trains two
 steps and saves; what it saves has the weights, states, rates and counters of a run without a break. Readers and writers
 meet in one form, so every engine need not meet every other one: each occurs as the one that saves and as the one that
-loads, with rules of every kind.
-"""
-
-from __future__ import annotations
+loads, with rules of every kind."""
 
 import copy
 import functools
@@ -73,10 +69,8 @@ def fused(seed: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Leg:
-    """Some steps on one engine. ``via``: the formats that what it loads is converted to, one after the other.
-
-    It is made with other rates than the run has, and has ``used`` steps behind it when it loads.
-    """
+    """Some steps on one engine. ``via``: the formats that what it loads is converted to, one after the other. It is
+    made with other rates than the run has, and has ``used`` steps behind it when it loads."""
 
     ranks: int
     cell: Cell
@@ -106,10 +100,8 @@ WORDS: dict[str, dict[str, Any]] = {
 
 
 def route(text: str, *further: str, native: bool = False) -> list[Leg]:
-    """Legs such as "zero 2 on 4 used": the engine, the number of ranks, and words for options.
-
-    What a leg loads is converted to the format of its engine, or ``native``: as the one before has saved it.
-    """
+    """Legs such as "zero 2 on 4 used": the engine, the number of ranks, and words for options. What a leg loads is
+    converted to the format of its engine, or ``native``: as the one before has saved it."""
     legs = []
     for words in text.split(", "):
         engine, _, rest = words.partition(" on ")
@@ -151,10 +143,8 @@ class Tour:
 
 def travel(tour: Tour, leg: Leg, begin: int, stops: list[int], folders: list[str], load: str | None = None) -> None:
     """On a rank: train to every stop and save there, in its folder."""
-    strange = {"rate": 0.5} if load else {}
-    with running(
-        replace(tour.cell_of(leg), **strange), tour.made(seed=5 if load else 0), converted=bool(leg.via)
-    ) as engine:
+    cell, model = replace(tour.cell_of(leg), **({"rate": 0.5} if load else {})), tour.made(seed=5 if load else 0)
+    with running(cell, model, converted=bool(leg.via)) as engine:
         if load:
             engine.train(range(leg.used))
             engine.load(load)
@@ -211,7 +201,6 @@ def by_name(folder: Path) -> Path:
 
 
 def converted(source: Path, leg: Leg) -> Path:
-    """What the leg loads."""
     for number, target in enumerate(leg.via):
         folder = source.with_name(f"{source.name}, {number} {target}")
         succeeds("convert", source, folder, "--to", target, "--json")
@@ -224,9 +213,7 @@ def converted(source: Path, leg: Leg) -> Path:
 def check(found: Checkpoint, truth: Checkpoint, tour: Tour, stop: int, samples: int) -> None:
     assert [one for one in differences(found, truth) if one.what] == []
     begin = {SECTIONS[tour.rule]["name"]: SECTIONS[tour.rule]["lr"], "adamw": ADAMW["lr"]}
-    assert {group["rule"]: group["lr"] for group in found.groups} == {
-        rule: rate * 0.9**stop for rule, rate in begin.items()
-    }
+    assert {g["rule"]: g["lr"] for g in found.groups} == {rule: rate * 0.9**stop for rule, rate in begin.items()}
     assert (found.iteration, found.samples, found.scheduler["last_epoch"]) == (stop, samples, stop)
     assert found.client == CLIENT
 
@@ -272,18 +259,12 @@ def go_on(rank_pools: Pools, tmp_path: Path) -> GoOn:
     return functools.partial(go_through, rank_pools, tmp_path)
 
 
-MUON = (
-    "zero 2 on 2, owned 0 on 1, zero 3 on 4, fsdp2 on 3 twice, owned 1 on 2, zero 1 on 1 used, plain on 3, "
-    "zero 0 on 3, owned 1 on 4 pairs used, zero 2 on 2 offloaded, zero 3 on 2 offloaded, owned 2 on 2, fsdp2 on 1"
-)
-SOAP = (
-    "plain on 2, fsdp2 on 2, zero 1 on 4, owned 2 on 3 compact, fsdp2 on 1, owned 0 on 1, zero 0 on 2 used, "
-    "owned 0 on 4 singles, zero 2 on 3, plain on 4 twice, zero 3 on 1"
-)
-NORMUON = (
-    "zero 3 on 2, zero 0 on 4, owned 1 on 3 compact, zero 1 on 3 used, zero 2 on 1, plain on 1, owned 2 on 2 padded, "
-    "zero 3 on 3, fsdp2 on 4"
-)
+MUON = "zero 2 on 2, owned 0 on 1, zero 3 on 4, fsdp2 on 3 twice, owned 1 on 2, zero 1 on 1 used, plain on 3, "
+MUON += "zero 0 on 3, owned 1 on 4 pairs used, zero 2 on 2 offloaded, zero 3 on 2 offloaded, owned 2 on 2, fsdp2 on 1"
+SOAP = "plain on 2, fsdp2 on 2, zero 1 on 4, owned 2 on 3 compact, fsdp2 on 1, owned 0 on 1, zero 0 on 2 used, "
+SOAP += "owned 0 on 4 singles, zero 2 on 3, plain on 4 twice, zero 3 on 1"
+NORMUON = "zero 3 on 2, zero 0 on 4, owned 1 on 3 compact, zero 1 on 3 used, zero 2 on 1, plain on 1, "
+NORMUON += "owned 2 on 2 padded, zero 3 on 3, fsdp2 on 4"
 SHAMPOO = (
     "zero 0 on 1, owned 1 on 4 pairs, zero 1 on 2 used, owned 2 on 2 singles, zero 2 on 4, fsdp2 on 3, zero 0 on 1"
 )
@@ -329,8 +310,6 @@ def test_every_engine_saves_and_loads_and_zero_does_at_every_stage_on_every_numb
 
 
 # Without a conversion
-
-
 WIDE = {"float32": (), "bfloat16": ("wide",)}
 LAYOUTS = {  # of owned storage in plain PyTorch
     "to compact": "plain on 2 padded, plain on 1 compact small, plain on 3 compact, plain on 4 padded large",
@@ -388,21 +367,15 @@ FORMATS += [("muon", "by name", "float32"), ("muon", "flat", "bfloat16")]
 
 
 @pytest.mark.parametrize(("rule", "way", "dtype"), with_full(FORMATS, [("muon", "bare", "float32")]))
-def test_plain_pytorch_goes_on_with_torchs_own_formats_on_other_ranks_and_layouts(
-    go_on: GoOn, rule: str, way: str, dtype: str
-) -> None:
+def test_plain_pytorch_goes_on_with_torchs_own_formats_in_layouts(go_on: GoOn, rule: str, way: str, dtype: str) -> None:
     legs = route(BY_TORCH[way], *WIDE[dtype], native=True)
     go_on(Tour(rule, legs, dtype=dtype, atoms=PARTS if rule == "soap" else None))
 
 
-UNEVEN = (
-    "fsdp2 on 4 roots, fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1, fsdp2 on 2, fsdp2 on 4 hybrid, fsdp2 on 2, "
-    "fsdp2 on 4, fsdp2 on 3"
-)
-SQUARE = (
-    "fsdp2 on 4 tensors, fsdp2 on 2 columns, fsdp2 on 4 tensors, fsdp2 on 4 hybrid, fsdp2 on 2, fsdp2 on 3, "
-    "fsdp2 on 2 ignored_params, fsdp2 on 4 roots, fsdp2 on 1"
-)
+UNEVEN = "fsdp2 on 4 roots, fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1, fsdp2 on 2, fsdp2 on 4 hybrid, fsdp2 on 2, "
+UNEVEN += "fsdp2 on 4, fsdp2 on 3"
+SQUARE = "fsdp2 on 4 tensors, fsdp2 on 2 columns, fsdp2 on 4 tensors, fsdp2 on 4 hybrid, fsdp2 on 2, fsdp2 on 3, "
+SQUARE += "fsdp2 on 2 ignored_params, fsdp2 on 4 roots, fsdp2 on 1"
 
 
 LONG_WAYS = {"uneven": UNEVEN, "square": SQUARE, "short": "fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1"}
@@ -414,8 +387,7 @@ OF_TORCH += [(rule, "short", form) for rule, form in FURTHER]
 
 
 @pytest.mark.parametrize(
-    ("rule", "ways", "form"),
-    with_full(OF_TORCH, itertools.product(("muon", "soap"), ("uneven", "square"), FORMS)),
+    ("rule", "ways", "form"), with_full(OF_TORCH, itertools.product(("muon", "soap"), ("uneven", "square"), FORMS))
 )
 def test_fsdp2_goes_on_with_torchs_own_formats_on_other_ranks_and_shardings(
     go_on: GoOn, rule: str, ways: str, form: str
@@ -428,8 +400,6 @@ def test_fsdp2_goes_on_with_torchs_own_formats_on_other_ranks_and_shardings(
 
 
 # What converters write is what the engine itself would have
-
-
 def test_what_is_written_for_fsdp2_is_formed_as_torch_writes_it(rank_pools: Pools, tmp_path: Path) -> None:
     """Paths, shapes and dtypes of weights and states."""
 

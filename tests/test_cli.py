@@ -1,7 +1,5 @@
 """The command ``lwopt``, called as a user calls it: plans, simulations, measurements, rules, and wrong arguments."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -36,7 +34,6 @@ def shapes(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> str:
-    """What ``lwopt`` prints to standard output; it must succeed."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -94,9 +91,7 @@ def test_help_imports_nothing_that_is_slow_and_plans_are_the_same_in_every_proce
     done = subprocess.run([sys.executable, "-c", ALONE], **options)
     assert done.returncode == 0, done.stderr
     pages, planned, with_pyplot = json.loads(done.stdout)
-    assert {"", "plan", "rehearse", "calibrate", "rules", "convert", "inspect", "diff", "migrate", "watch"} <= set(
-        pages
-    )
+    assert {"", "plan", "rehearse", "calibrate", "rules", "convert", "inspect", "diff", "migrate", "watch"} <= {*pages}
     for name, (page, modules) in pages.items():
         assert f"Usage: lwopt {name}".rstrip() in page
         assert not HEAVY & set(modules), (name, HEAVY & set(modules))
@@ -113,7 +108,6 @@ def test_help_imports_nothing_that_is_slow_and_plans_are_the_same_in_every_proce
 
 @pytest.fixture
 def models(shapes: Path, tmp_path: Path) -> dict[str, Path]:
-    """Files of shapes, by what is special in them."""
     layer = [["attn.o", [512, 512]], *([f"moe.experts.{e}.{w}", [256, 512]] for e in range(8) for w in ("up", "down"))]
     made = {
         "stack": [["layers.0.experts.up", [4, 64, 32]], ["layers.0.q", [64, 64]]],
@@ -212,9 +206,7 @@ def test_every_option_of_every_rule_and_host_has_a_default_a_meaning_and_a_sourc
     assert of.keys() >= {("soap", "matrices"), ("shampoo", "matrices"), *others}
     meaning = of["soap", "matrices"]["precondition_frequency"]["meaning"]
     assert meaning == "Number of steps between eigenbasis updates."
-    hosts = {
-        host["name"]: {option["name"]: option["default"] for option in host["options"]} for host in listed["hosts"]
-    }
+    hosts = {host["name"]: {o["name"]: o["default"] for o in host["options"]} for host in listed["hosts"]}
     models = {"DeepSpeed": ZeROConfig, "FSDP2": FSDP2Config, "plain PyTorch": OwnedConfig}
     expected = {name: {"matrix", "elementwise", "overrides", *model.model_fields} for name, model in models.items()}
     assert {name: set(options) for name, options in hosts.items()} == expected
@@ -313,7 +305,6 @@ def test_the_nearest_class_has_the_word_and_its_bases_the_rest() -> None:
 
 
 # Small files that would ask for much
-
 LAUGHS = "\n".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi"))
 LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "vocab_size": 11, "num_attention_heads": 4}
 MOE = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 2}
@@ -382,7 +373,6 @@ def test_an_entry_of_deepspeed_is_written_in_our_words(tmp_path: Path) -> None:
 
 
 # What a run writes into metrics.jsonl
-
 ROWS = [{"step": step, "loss": 4.0 / step, "lr": [0.02, 3e-4], "update_rms": {"muon": 1e-3}} for step in (1, 2)]
 
 

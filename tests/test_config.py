@@ -1,7 +1,5 @@
 """Configurations: sections, options, entries written for DeepSpeed, param groups, a user's own rules; their errors."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable
@@ -22,18 +20,10 @@ from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer, MatrixRule, register_rule
 from lwopt_backend.cli.rule_facts import rule_facts
+from lwopt_backend.config import registry
 from lwopt_backend.config.choices import arguments_of, layer_wise_settings, muon_settings, settings_of
 from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
 from lwopt_backend.config.param_groups import as_groups, split
-from lwopt_backend.config.registry import (
-    ELEMENTWISE_RULES,
-    MATRIX_RULES,
-    AdamWOptions,
-    MuonOptions,
-    build_matrix_rule,
-    cost_of,
-    register_elementwise,
-)
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.routing.grouping import group_parameters
 from lwopt_backend.rules import option
@@ -48,7 +38,6 @@ from tests.zero import config, engine_for, train
 
 
 def fails(call: Callable[[], object], *messages: str) -> str:
-    """What a call says that must raise ValueError; it has all of ``messages``."""
     with pytest.raises(ValueError) as caught:
         call()
     answer = str(caught.value)
@@ -83,9 +72,9 @@ DEMANDING = {"name": "torch_optimizer", "class": Demanding}
 
 
 # Options
-
-
-@pytest.mark.parametrize(("options", "optimizer"), [(MuonOptions, torch.optim.Muon), (AdamWOptions, torch.optim.AdamW)])
+@pytest.mark.parametrize(
+    ("options", "optimizer"), [(registry.MuonOptions, torch.optim.Muon), (registry.AdamWOptions, torch.optim.AdamW)]
+)
 def test_names_and_defaults_are_torchs(options: Any, optimizer: Any) -> None:
     theirs = inspect.signature(optimizer.__init__).parameters
     for name, field in options.model_fields.items():
@@ -97,13 +86,11 @@ def test_names_and_defaults_are_torchs(options: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("given", [{"ns_dtype": "float32"}, {"exchange_dtype": "float32"}, {}])
 def test_what_travels_is_in_the_dtype_of_the_iteration_unless_told(given: dict[str, Any]) -> None:
     rules, host = muon_settings(given, "")
-    rule = build_matrix_rule({"rule": "muon", **rules.matrix.options.model_dump()}, host)
+    rule = registry.build_matrix_rule({"rule": "muon", **rules.matrix.options.model_dump()}, host)
     assert rule.exchange_dtype == (torch.float32 if given else torch.bfloat16)
 
 
 # Sections and arguments
-
-
 def test_sections_name_the_rules_their_options_and_those_of_some_parameters() -> None:
     overrides = [
         {"params": "*.experts.*", "matrix": {"lr": 0.01}},
@@ -162,18 +149,14 @@ def test_overrides_make_param_groups_of_their_own() -> None:
     groups = LayerWiseOptimizer(model, lr=0.02, weight_decay=0.1, report=False, overrides=overrides).param_groups
     found = [(g["rule"], g["lr"], g["weight_decay"], [names[id(p)] for p in g["params"]]) for g in groups]
     others = ["embedding.weight", "layers.0.bias", "layers.2.bias", "gate.bias", "lm_head.weight"]
-    assert found == [
-        ("muon", 0.02, 0.1, ["layers.0.weight", "gate.weight"]),
-        ("muon", 0.01, 0.1, ["layers.2.weight"]),
-        ("normuon", 0.03, 0.1, ["layers.5.weight"]),
-        ("adamw", 1e-3, 0.01, others),
-        ("adamw", 1e-3, 0.0, ["layers.4.weight", "layers.4.bias"]),
-    ]
+    *matrices, first, second = found
+    assert matrices[:1] == [("muon", 0.02, 0.1, ["layers.0.weight", "gate.weight"])]
+    assert matrices[1:] == [("muon", 0.01, 0.1, ["layers.2.weight"]), ("normuon", 0.03, 0.1, ["layers.5.weight"])]
+    assert first == ("adamw", 1e-3, 0.01, others)
+    assert second == ("adamw", 1e-3, 0.0, ["layers.4.weight", "layers.4.bias"])
 
 
 # Param groups
-
-
 def test_params_may_have_names_and_are_checked() -> None:
     model, (weight,) = nn.Linear(2, 3), tensors((2, 2))
     (group,) = as_groups(model.named_parameters())
@@ -219,14 +202,12 @@ def test_parameters_that_are_not_given_or_have_no_elements_are_not_trained() -> 
 
 
 # A user's own rules
-
-
 @pytest.fixture
 def own_rules() -> Any:
-    with mock.patch.dict(MATRIX_RULES), mock.patch.dict(ELEMENTWISE_RULES):
+    with mock.patch.dict(registry.MATRIX_RULES), mock.patch.dict(registry.ELEMENTWISE_RULES):
         register_rule("sign", Sign, cost=flops)
         register_rule("greedy", Sign, takes=lambda route: "gate" not in route.name)
-        register_elementwise("own_sgd", torch.optim.SGD, options=PlainSGD, new_state=sgd_state)
+        registry.register_elementwise("own_sgd", torch.optim.SGD, options=PlainSGD, new_state=sgd_state)
         yield
 
 
@@ -241,7 +222,7 @@ def test_a_dataclass_and_one_call_make_a_rule_and_so_it_is_with_elementwise_ones
     assert torch.allclose(moved[moved > 0], torch.tensor(0.1 / 5))
     expected = twin.embedding.weight.detach().add(twin.embedding.weight.grad, alpha=-0.3)
     assert torch.equal(model.embedding.weight.detach(), expected)
-    assert cost_of((4, 5), {"rule": "sign", "lr": 0.1}) == 60
+    assert registry.cost_of((4, 5), {"rule": "sign", "lr": 0.1}) == 60
 
 
 @dataclass
@@ -255,7 +236,7 @@ class Bounded(Sign):
 
 
 def test_an_option_of_a_rule_has_what_its_field_says_of_it() -> None:
-    with mock.patch.dict(MATRIX_RULES):
+    with mock.patch.dict(registry.MATRIX_RULES):
         register_rule("bounded", Bounded)
         (rule,) = rule_facts("bounded", None)["rules"]
         assert rule["options"][-2:] == [
@@ -296,7 +277,6 @@ def test_a_rule_has_a_default_routing_that_globs_overrule(own_rules: None) -> No
 
 
 # Entries of ds_config.json that were written for DeepSpeed's Muon or AdamW, with our type in them
-
 TYPES = pytest.mark.parametrize("settings", [muon_settings, layer_wise_settings])
 MUON_ENTRIES = [
     {"muon_lr": 0.05, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-6},
@@ -307,6 +287,12 @@ MUON_ENTRIES = [
 ]
 SHARED = ("lr", "weight_decay")
 ADAMW = {"lr": 5e-5, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.01}
+UNREGISTERED = "ValueError: optimizer.type is {!r}, but it is not registered; call lwopt_backend."
+UNKNOWN = {
+    **{name: UNREGISTERED.format(name) for name in ("LayerWiseMuon", "layerwise")},
+    "LayerWiseMoun": "which DeepSpeed does not know; did you mean 'LayerWiseMuon'?",
+    "Nonsense": "AssertionError: Nonsense is not a supported DeepSpeed Optimizer",
+}
 
 
 def options_of(settings: Any, entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -325,7 +311,7 @@ def test_an_entry_of_deepspeeds_muon_means_what_deepspeed_makes_of_it(settings: 
     for ours, group, keys in ((muon, theirs[0], (*SHARED, "momentum")), (adamw, theirs[1], (*SHARED, "betas", "eps"))):
         for key in keys:
             assert ours[key] == (tuple(group[key]) if key == "betas" else group[key]), key
-    gram = rules_for("deepspeed").matrix.options if theirs[0]["ns_method"] == "gram" else MuonOptions()
+    gram = rules_for("deepspeed").matrix.options if theirs[0]["ns_method"] == "gram" else registry.MuonOptions()
     assert all(muon[key] == getattr(gram, key) for key in ("gram_aspect", "gram_restarts", "ns_dtype"))
     assert "an entry of DeepSpeed's Muon" in note and "gradient_clipping limits gradients here" in note
 
@@ -376,14 +362,6 @@ def test_an_engine_takes_the_entry_with_the_type_in_any_case_and_says_so_once(wr
     assert all("makes this an entry of AdamW" in note for note in notes)
 
 
-UNREGISTERED = "ValueError: optimizer.type is {!r}, but it is not registered; call lwopt_backend."
-UNKNOWN = {
-    **{name: UNREGISTERED.format(name) for name in ("LayerWiseMuon", "layerwise")},
-    "LayerWiseMoun": "which DeepSpeed does not know; did you mean 'LayerWiseMuon'?",
-    "Nonsense": "AssertionError: Nonsense is not a supported DeepSpeed Optimizer",
-}
-
-
 @pytest.mark.parametrize(("written", "message"), UNKNOWN.items())
 @on_ranks(2)
 def test_an_unknown_type_is_an_error_that_says_what_to_do(written: str, message: str) -> None:
@@ -400,7 +378,6 @@ def test_an_unknown_type_is_an_error_that_says_what_to_do(written: str, message:
 
 
 # The shipped configurations of DeepSpeed; test_examples.py trains with FSDP2's
-
 CONFIGS = sorted(path for kind in ("stage*.json", "zero*.json") for path in (ROOT / "configs").glob(kind))
 
 

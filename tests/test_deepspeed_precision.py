@@ -1,8 +1,6 @@
 """16-bit parameters with fp32 masters, a loss scale that overflows, autocast, and clipping: what is clipped is the true
 gradient that Muon is given, never what it makes of it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -11,21 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import zero
 from tests.cells import cells
 from tests.checkpoint_engines import changed, full_weights_of, snapshot
 from tests.models import MATRICES
 from tests.on_ranks import on_ranks
-from tests.zero import (
-    Masters,
-    Reference,
-    batch_shares,
-    engine_for,
-    largest_difference,
-    newton_schulz_in_float32,
-    settings_for,
-    there_is,
-    train,
-)
+from tests.zero import Masters, batch_shares, engine_for, largest_difference, settings_for, there_is, train
 
 LOOKS_AT_THE_NORM = [] if deepspeed.__version__ == "0.19.7" else ["fp32"]  # ZeRO, for gradients that are not finite
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,9 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     accumulation=[1, 2],
     stage=[0, 1, 2],
 )
-def test_16_bit_training_with_owned_storage_equals_fp32_masters_on_one_process(
-    layout: str, precision: str, accumulation: int, stage: int
-) -> None:
+def test_16_bit_owned_training_equals_fp32_masters(layout: str, precision: str, accumulation: int, stage: int) -> None:
     """tests/test_deepspeed_table.py has ZeRO's storage."""
     dtype, _, accumulated = precision.partition("+")
     # At stage 2 micro-batches are reduced one by one, and add up at the owners, in fp32.
@@ -62,8 +49,6 @@ def test_16_bit_training_with_owned_storage_equals_fp32_masters_on_one_process(
 
 
 # Overflows
-
-
 @on_ranks(2)
 @cells(
     lambda storage, stage, precision: (
@@ -73,9 +58,7 @@ def test_16_bit_training_with_owned_storage_equals_fp32_masters_on_one_process(
     stage=[0, 1, 2, 3],
     precision=["fp32", "bf16", "fp16"],
 )
-def test_gradients_that_are_not_finite_skip_the_step_everywhere_and_the_next_is_exact(
-    storage: str, stage: int, precision: str
-) -> None:
+def test_gradients_not_finite_skip_the_step_and_the_next_is_exact(storage: str, stage: int, precision: str) -> None:
     """Of one rank, before the first step, and of a clip group before the third; beside a reference that takes four."""
     apart = {"gates": {"params": "gate.*", "max_norm": 1e6}}
     settings, is_fp16, scale = settings_for(storage, stage, precision, clip_groups=apart), precision == "fp16", 1.0
@@ -128,7 +111,7 @@ def test_fp16_losses_are_to_be_scaled(stage: int) -> None:
 def test_autocast_to_bf16_trains_fp32_weights_that_owned_storage_has(stage: int) -> None:
     """The reference autocasts likewise. DeepSpeed reduces in bf16 with ZeRO's storage: tests/test_deepspeed_table.py
     is exact there, given its gradients."""
-    single = Reference()
+    single = zero.Reference()
     with engine_for(settings_for("owned", stage, "autocast")) as engine:
         train(engine, 4, same_rows=True)
         for step in range(4):
@@ -141,8 +124,6 @@ def test_autocast_to_bf16_trains_fp32_weights_that_owned_storage_has(stage: int)
 
 
 # Clipping
-
-
 def moments_of(engine: Any) -> dict[str, float]:
     """Over all ranks, each of which has a part, the norm of Muon's momentum and of AdamW's first moment."""
     squares = {"momentum_buffer": torch.zeros(()), "exp_avg": torch.zeros(())}
@@ -187,12 +168,10 @@ class Clipped:
 )
 def test_the_gradient_is_clipped_and_not_the_orthogonalized_update(storage: str, stage: int, precision: str) -> None:
     """Newton-Schulz takes no notice of its input's scale; a clipped update would be a thousand times smaller. A clip of
-    0 scales nothing.
-
-    What is orthogonalized after a clip to 1e-6 has a norm below ``eps``, by which torch.optim.Muon divides it, so that
-    the iteration starts from almost nothing; ours is as large as without, but for the rounding of the momentum.
-    """
-    with newton_schulz_in_float32():
+    0 scales nothing. What is orthogonalized after a clip to 1e-6 has a norm below ``eps``, by which torch.optim.Muon
+    divides it, so that the iteration starts from almost nothing; ours is as large as without, but for the rounding of
+    the momentum."""
+    with zero.newton_schulz_in_float32():
         unclipped, clipped, apart, tiny = (
             Clipped(clip, storage, stage, precision, apart, ns_dtype="float32")
             for clip, apart in ((0.0, False), (0.01, False), (0.01, True), (1e-6, False))

@@ -1,11 +1,7 @@
-"""The table of stages and precisions in docs/deepspeed.md, cell by cell, and the tests that its other table names.
-
-In every cell each rank trains on its own rows, in one and in two micro-batches. Given the gradients that DeepSpeed
+"""The table of stages and precisions in docs/deepspeed.md, cell by cell, and the tests that its other table names. In
+every cell each rank trains on its own rows, in one and in two micro-batches. Given the gradients that DeepSpeed
 reduced, the fp32 weights must be those of single-process torch.optim.Muon and torch.optim.AdamW to the last bit; or the
-engine must refuse on every rank.
-"""
-
-from __future__ import annotations
+engine must refuse on every rank."""
 
 import importlib
 import re
@@ -13,28 +9,17 @@ from typing import Any
 
 import pytest
 
+from tests import zero
 from tests.cells import cells
 from tests.launcher import ROOT
 from tests.ranks import RankPool
-from tests.zero import (
-    BF16,
-    PRECISIONS,
-    ROWS,
-    Beside,
-    Reference,
-    build,
-    config,
-    engine_for,
-    full_weights,
-    largest_difference,
-    train,
-)
+from tests.zero import PRECISIONS, ROWS, Reference, build, config, engine_for, full_weights, largest_difference, train
 
 PAGE = (ROOT / "docs" / "deepspeed.md").read_text()
 STAGES = (0, 1, 2, 3)
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "bf16": BF16,
+    "bf16": zero.BF16,
     "bf16, fp32 accumulation": PRECISIONS["bf16+fp32"],
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
     "autocast to bf16": PRECISIONS["autocast"],
@@ -44,7 +29,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def rows_of(heading: str) -> list[list[str]]:
-    """The cells of the table under a heading, without its head."""
     section = PAGE[PAGE.index(f"## {heading}") :]
     section = section[: section.find("\n## ", 3)]
     lines = [line for line in section.splitlines() if line.startswith("|")]
@@ -56,7 +40,7 @@ SAYS = {name: dict(zip(STAGES, row, strict=True)) for name, *row in rows_of("Sta
 
 def train_on(settings: dict[str, Any]) -> float:
     """How far all fp32 weights are off after some steps on the gradients that DeepSpeed reduced."""
-    both = Beside(Reference(), lambda engine, step: train(engine, range(step, step + 1)), settings=settings)
+    both = zero.Beside(Reference(), lambda engine, step: train(engine, range(step, step + 1)), settings=settings)
     with engine_for(settings) as engine:
         both.start(engine)
         both.train(engine, range(3))

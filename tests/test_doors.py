@@ -1,7 +1,5 @@
 """Wrong arguments, options and entries: every engine answers with what was found, expected, and called here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -56,20 +54,18 @@ def layer_wise_muon(**options: Any) -> object:
 
 RULES = (owned, on_fsdp2, layer_wise)
 DOORS = (*RULES, layer_wise_muon)
-
-
-def answer(door: Door, **options: Any) -> str:
-    with pytest.raises((TypeError, ValueError)) as caught:
-        door(**options)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
 NAMES = {
     **{"learning_rate": "matrix.lr", "wd": "matrix.weight_decay", "mu": "matrix.momentum"},
     **{"muon_momentum": "matrix.momentum", "adamw_betas": "elementwise.betas", "adam_epsilon": "elementwise.eps"},
     "scalar_lr": "elementwise.lr",
 }
 TRANSLATED = {"betas": "elementwise.betas", "muon_lr": "matrix.lr", "adam_lr": "elementwise.lr"}  # by ds_config
+
+
+def answer(door: Door, **options: Any) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        door(**options)
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 @pytest.mark.parametrize(("foreign", "ours"), {**NAMES, **TRANSLATED}.items())
@@ -124,10 +120,7 @@ OF_ONE: dict[Door, list[Wrong]] = {
             "LayerWiseMuon: 2 wrong option(s)\n  momentum: ... \n  unknown key 'Momentum'; did you mean 'momentum'?",
         ),
         ({"zzzz": 1}, "unknown key 'zzzz'; known: 'lr', 'weight_decay'"),
-        (
-            {"adamw": {"momentum": 1, "beta": []}},
-            "'adamw.momentum' ... unknown key 'adamw.beta'; did you mean 'betas'",
-        ),
+        ({"adamw": {"momentum": 1, "beta": []}}, "'adamw.momentum' ... unknown key 'adamw.beta'; did you mean 'betas'"),
         ({"amsgrad": True}, "unknown key 'amsgrad'; did you mean 'adamw.amsgrad'?"),
         ({"betas": [0.9, 0.9], "adamw": {"lr": 0.1}}, "unknown key 'betas'; did you mean 'adamw.betas'?"),
         ({"adamw": {"foreach": True, "fused": True}}, "foreach and fused are both true, but torch supports one of"),
@@ -156,20 +149,14 @@ OF_ONE: dict[Door, list[Wrong]] = {
         ({"overrides": [{"params": 3, "matrix": {"lr": 1.0}}]}, "overrides[0]: params: expected a glob on names, or a"),
         ({"overrides": [{"params": ["*", 3], "matrix": {"lr": 1.0}}]}, "or a list of them; found ['*', 3]"),
         (overriding("*", **of_class(3)), f"overrides[0]: matrix: {PATH}"),
-        (
-            of_class(ADAM) | overriding("*", matrix={"class": "torch.optim.Adm"}),
-            "matrix: class 'torch.optim.Adm': ",
-        ),
+        (of_class(ADAM) | overriding("*", matrix={"class": "torch.optim.Adm"}), "matrix: class 'torch.optim.Adm': "),
         ({"matrix": {"name": ["muon"]}}, "matrix: name: expected one of muon, normuon, adamuon, "),
         (of_class(3), f"matrix: {PATH}, e.g. 'pytorch_optimizer.SOAP'; found 3"),
         (of_class("torch.optim.Adm"), "torch.optim has no 'Adm'; did you mean 'Adam'?"),
         (of_class(ADAM, betas=3), "Adam refuses these arguments: betas is 3; expected a value like (0.9, 0.999)"),
         (of_class(".a.Adam"), "class '.a.Adam' cannot be imported: "),
         (of_class("no_such_package.X"), "cannot be imported: No module named"),
-        (
-            of_class("torch.nn.Linear"),
-            "expected a torch.optim.Optimizer, found <class 'torch.nn.modules.linear.",
-        ),
+        (of_class("torch.nn.Linear"), "expected a torch.optim.Optimizer, found <class 'torch.nn.modules.linear."),
         (of_class(ADAM, betaz=1), "unknown key 'betaz'; did you mean 'betas'?"),
         (of_class(ADAM, lr=-1.0), "torch.optim.Adam refuses these arguments: Invalid learning rate: -1.0"),
     ],

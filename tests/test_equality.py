@@ -1,7 +1,5 @@
 """Every engine trains what torch.optim.Muon, AdamW or a rule on whole matrices trains on one process, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -14,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tests import owned_scenarios
+from tests import owned
 from tests.cells import cells
 from tests.engines import ENGINES, OWNED, RULES, ZERO, Cell, check
 from tests.on_ranks import on_ranks
@@ -29,31 +27,19 @@ ALLOWED = {"adamw, fused": 1e-7}
 CPU_ADAM = {"name": "torch_optimizer", "class": "deepspeed.ops.adam.DeepSpeedCPUAdam", "lr": 3e-3, "weight_decay": 0.1}
 BUILD = "import torch; from deepspeed.ops.adam import DeepSpeedCPUAdam as A; A([torch.nn.Parameter(torch.zeros(1))])"
 LAYOUTS = ("padded", "compact", "auto")
-MODES = {**owned_scenarios.MODES, "bus alignment": {"bus_alignment": True}}
+MODES = {**owned.MODES, "bus alignment": {"bus_alignment": True}}
+OF_ALL: list[dict[str, Any]] = [{"overlap_comm": True}, {"contiguous_gradients": False}, {"reduce_scatter": False}]
 ZERO_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "zero 0": [{}],
-    **{
-        engine: [
-            {"overlap_comm": True},
-            {"contiguous_gradients": False},
-            {"reduce_scatter": False},
-            {"parameter_alignment": True},
-            {"reduce_bucket_size": 500},
-        ]
-        for engine in ("zero 1", "zero 2")
-    },
+    **dict.fromkeys(("zero 1", "zero 2"), [*OF_ALL, {"parameter_alignment": True}, {"reduce_bucket_size": 500}]),
     "zero 3": [
-        {"overlap_comm": True},
-        {"contiguous_gradients": False},
-        {"reduce_scatter": False},
-        {"sub_group_size": 1000},
-        {"sub_group_size": 1},
-        {"stage3_param_persistence_threshold": 0},
+        *(*OF_ALL, {"sub_group_size": 1000}, {"sub_group_size": 1}, {"stage3_param_persistence_threshold": 0}),
         {"stage3_param_persistence_threshold": 1000, "sub_group_size": 1000},
         {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0},
         {"zero_hpz_partition_size": 2},
     ],
 }
+APART = {"layers": {"params": "layers.*", "max_norm": 0.2}, "gates": {"params": "gate.*", "max_norm": 0.001}}
 
 
 def equal(ranks: RankPool, *of: Cell, limit: float = 0.0) -> None:
@@ -96,12 +82,8 @@ def test_zero_options_change_no_bit(ranks: RankPool, engine: str) -> None:
 @cells(ranks=[1, 2, 4], engine=["plain", *ZERO, *OWNED, "fsdp2"], accumulation=[1, 2])
 def test_clips_by_the_norm_of_all_gradients(ranks: RankPool, engine: str, accumulation: int) -> None:
     """Within rounding: the norm is summed in fp64 here, in fp32 by torch. Newton-Schulz multiplies what that makes of
-    the smallest singular values by up to 3.4 in each of 5 steps. Without the clip weights are 1e-3 from the truth.
-    """
+    the smallest singular values by up to 3.4 in each of 5 steps. Without the clip weights are 1e-3 from the truth."""
     equal(ranks, Cell(engine, clip=0.3, accumulation=accumulation), limit=1e-4)
-
-
-APART = {"layers": {"params": "layers.*", "max_norm": 0.2}, "gates": {"params": "gate.*", "max_norm": 0.001}}
 
 
 @cells(ranks=[1, 2, 4], engine=ENGINES, clip=[0.0, 0.3])

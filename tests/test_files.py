@@ -1,7 +1,5 @@
 """Files and folders: written whole or not at all, and read without harm, whoever made or damaged them."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy as copies
@@ -48,7 +46,6 @@ from tests.hostile import Payload, replaced
 ROOT = Path(__file__).parents[1]
 
 # Folders are written whole or not at all
-
 FILES = ("a.pt", "zero/b.pt", "zero/deep/c.pt")
 
 
@@ -62,7 +59,6 @@ def fill(text: str) -> Callable[[Path], None]:
 
 
 def content(folder: Path) -> dict[str, str]:
-    """Every file in it, what is temporary too."""
     return {name: data.decode() for name, data in files(folder).items()}
 
 
@@ -85,7 +81,6 @@ def test_a_folder_and_its_pointer_are_written_once_and_replaced_only_by_force(tm
 
 
 def test_what_cannot_be_written_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    """The target that appears meanwhile, too."""
     write_folder(tmp_path / "step1", fill("1"), pointers={"latest": "step1"})
 
     def damaged(folder: Path) -> None:
@@ -138,7 +133,6 @@ def test_a_name_that_leads_elsewhere_or_to_nothing_is_refused(tmp_path: Path) ->
 
 
 def test_what_gets_a_name_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen from below: what is flushed, and when names change."""
     write_folder(tmp_path / "step1", fill("1"))
     events: list[tuple[str, str]] = []
 
@@ -160,9 +154,7 @@ def test_what_gets_a_name_is_on_the_disk_before(tmp_path: Path, monkeypatch: pyt
     assert events[place + 1] == ("flush", ".")
 
 
-def test_what_another_program_has_unfinished_is_removed_and_what_is_of_other_folders_is_left_alone(
-    tmp_path: Path,
-) -> None:
+def test_what_another_program_has_unfinished_is_removed_and_other_folders_are_left_alone(tmp_path: Path) -> None:
     """The other program fails, and puts no part of a folder in place."""
     other = folders.beside(tmp_path / "step1.more", NEW)
     other.mkdir()
@@ -177,7 +169,6 @@ def test_what_another_program_has_unfinished_is_removed_and_what_is_of_other_fol
 
 
 # A kill at any moment
-
 CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree"}
 
 
@@ -209,7 +200,6 @@ def killed(work: Callable[[], object], change: int) -> bool:
 
 
 def tiny(folder: Path, value: float) -> Path:
-    """A universal checkpoint of one parameter."""
     tensor = held(torch.full((2, 3), value), "a test's")
     params = {"a": Param(tensor, {"exp_avg": tensor}, 1.0, 0)}
     (folder / "global_step4").mkdir(parents=True)
@@ -219,7 +209,6 @@ def tiny(folder: Path, value: float) -> Path:
 
 
 def lasting(folder: Path) -> dict[str, bytes]:
-    """Files without temporary ones."""
     return {name: data for name, data in files(folder).items() if not any(map(folders.is_temporary, Path(name).parts))}
 
 
@@ -290,7 +279,6 @@ def test_a_program_that_is_killed_as_it_saves_owned_state_leaves_the_save_before
 
 
 # Files of torch.save: what is checked when, and how often
-
 SAVED = {
     "matrix": torch.arange(600.0).view(20, 30),
     "columns": torch.arange(600.0).view(20, 30).t(),
@@ -372,8 +360,6 @@ def test_what_is_written_is_as_torch_maps_it_by_any_number_of_workers(tmp_path: 
 
 
 # What a file can do to the program that reads it
-
-
 def test_tensors_are_not_larger_than_their_bytes_or_far_larger_than_their_file(tmp_path: Path) -> None:
     """In the first the shape is changed in the pickle, and the checksum is made to fit."""
     path = saved(tmp_path / "a.pt", {"x": torch.zeros(100, 101)})
@@ -434,6 +420,7 @@ REFUSED = {
     "sets items of a list": ["a list that is set by slices"],
     "sets the state of a Named": ["attributes of a function"],
 }
+Harm = Callable[[Any, Any], None]
 
 
 @pytest.mark.parametrize(("name", "words"), [(name, words) for words, names in REFUSED.items() for name in names])
@@ -453,7 +440,6 @@ def test_bombs_and_damaged_files_are_refused_in_plain_words_and_take_little_memo
 
 
 def test_states_of_random_generators_and_numbers_of_numpy_are_read(tmp_path: Path) -> None:
-    """As training programs save them."""
     old, new = numpy.random.RandomState(3).get_state(), numpy.random.default_rng(3).bit_generator.state
     columns = numpy.arange(6.0).reshape(2, 3).T
     numbers = {"old": old, "new": new, "columns": columns, "number": numpy.float32(0.1), "flag": numpy.bool_(True)}
@@ -463,9 +449,6 @@ def test_states_of_random_generators_and_numbers_of_numpy_are_read(tmp_path: Pat
     assert found["new"] == new and (found["columns"] == columns).all()
     assert found["number"] == numpy.float32(0.1) and found["number"].dtype == numpy.float32 and found["flag"]
     assert found["word"].tolist() == ["ab", "c"] and found["none"].shape == (0, 3)
-
-
-Harm = Callable[[Any, Any], None]
 
 
 def in_metadata(change: Harm) -> Callable[[Path], None]:
@@ -478,7 +461,6 @@ def in_metadata(change: Harm) -> Callable[[Path], None]:
 
 
 def larger(metadata: Any, tensor: Any) -> None:
-    """A tensor of 2**40 elements, and its chunk too."""
     tensor.size = torch.Size([2**40])
     tensor.chunks[0].offsets, tensor.chunks[0].sizes = torch.Size([0]), tensor.size
     index = next(index for index in metadata.storage_data if index.fqn == "a")
@@ -554,7 +536,6 @@ def test_weights_that_may_be_tied_are_read_once_each_however_many_there_are() ->
 
 
 # Damaged and hostile checkpoints on the command line
-
 PICKLED = ("torch", "megatron", "universal", "dcp")
 FORMATS = (*PICKLED, "safetensors")
 Copy = Callable[[str], Path]
@@ -562,13 +543,11 @@ Copy = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of all formats, which are not to be changed."""
     return hostile.samples(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture
 def copy(whole: dict[str, Path], tmp_path: Path) -> Copy:
-    """A copy of one that may be harmed."""
     return lambda form: Path(shutil.copytree(whole[form], tmp_path / "from"))
 
 
@@ -590,7 +569,6 @@ def needed(folder: Path) -> list[Path]:
 
 
 def payloads(mark: Path) -> dict[str, Any]:
-    """Each makes the file ``mark`` if it is run."""
     return {
         "system": Payload(os.system, f"touch {mark}"),
         "eval": {"iteration": 3, "args": Payload(eval, f"open({str(mark)!r}, 'w')")},
@@ -663,8 +641,6 @@ def test_a_flipped_bit_is_noticed_or_is_of_no_consequence(copy: Copy, whole: dic
 
 
 # Paths that lead out of the folder
-
-
 @pytest.mark.parametrize("form", ["torch", "megatron", "universal", "stage0"])
 def test_a_pointer_that_leads_elsewhere_is_refused(copy: Copy, form: str) -> None:
     source = copy(form)
@@ -748,9 +724,7 @@ def test_links_within_the_folder_and_to_it_are_followed_and_one_at_the_target_is
     assert succeeds("diff", source, target)
 
 
-def test_a_target_may_be_spelled_in_many_ways(
-    whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_has_many_spellings(whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folders above it need not be there; one that is there keeps its other steps."""
     for number, target in enumerate(("to", "to/", "./to", "a/b/to", "there", "there/.", ".")):
         root = tmp_path / str(number)
@@ -770,8 +744,6 @@ def test_a_target_may_be_spelled_in_many_ways(
 
 
 # A full disk
-
-
 @pytest.mark.parametrize("target", ["universal", "universal, into a folder", "megatron", "dcp", "safetensors"])
 def test_a_file_that_cannot_be_written_is_one_error_that_names_the_target(tmp_path: Path, target: str) -> None:
     """The system says that a file is too large where it would else say that the disk is full."""

@@ -1,7 +1,5 @@
 """Gates: what is not whole, or not what it says, is refused with the reason; and param groups with our options."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import weakref
@@ -32,12 +30,8 @@ def param(shape: tuple[int, ...], *states: str, dtype: torch.dtype = torch.bfloa
 
 def whole(**changes: Any) -> Checkpoint:
     """Seven rows of the embedding are used, of eight."""
-    params = {
-        EMBEDDING: param((8, 4), *MOMENTS),
-        MATRIX: param((4, 6), MOMENTUM),
-        NORM: param((4,), *MOMENTS),
-        HEAD: param((8, 4), *MOMENTS),
-    }
+    params = {EMBEDDING: param((8, 4), *MOMENTS), MATRIX: param((4, 6), MOMENTUM), NORM: param((4,), *MOMENTS)}
+    params |= {HEAD: param((8, 4), *MOMENTS)}
     source = Checkpoint("megatron torch_dist", "0.16.1", CORE, params, **changes)
     for key in MOMENTS:
         seven = torch.cat([params[EMBEDDING].states[key].read()[:7], torch.zeros(1, 4)])
@@ -111,25 +105,19 @@ def test_frozen_parameters_and_weights_alone_pass_and_are_said() -> None:
 
 
 # Signs of several saves, or of damage, where nothing proves that there are none
-
 ADAMW = {**options_of("adamw", {"lr": 0.1}, "").model_dump(), "rule": "adamw"}
 SOAP = {"rule": "torch_optimizer", "class": "somewhere.Else", "lr": 0.1}
 
 
 def trained(group: dict[str, Any], *states: str, step: float | None = None, **more: Any) -> Checkpoint:
-    """Two matrices of one param group."""
-    params = {
-        name: dataclasses.replace(param((4, 6), *states, dtype=torch.float32), step=step, group=0)
-        for name in ("first", "second")
-    }
-    return Checkpoint("deepspeed zero 2", "", "model", params, (group,), iteration=7, **more)
+    one = dataclasses.replace(param((4, 6), *states, dtype=torch.float32), step=step, group=0)
+    return Checkpoint("deepspeed zero 2", "", "model", {"first": one, "second": one}, (group,), iteration=7, **more)
 
 
 FLIPPED = {("wdight_decay" if key == "weight_decay" else key): value for key, value in ADAMW.items()}
 ADAM = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-OWNED = dataclasses.replace(
-    trained(SOAP), params={n: dataclasses.replace(p, owner_states={0: {}}) for n, p in trained(SOAP).params.items()}
-)
+KEPT = {name: dataclasses.replace(param, owner_states={0: {}}) for name, param in trained(SOAP).params.items()}
+OWNED = dataclasses.replace(trained(SOAP), params=KEPT)
 COUNTED = trained(ADAMW, *MOMENTS, step=7.0)
 SIGNS: dict[str, tuple[Checkpoint, str]] = {
     "other steps": (changed(COUNTED, "second", step=6.0), "'second' was trained for 6 steps, 'first' of the same"),
@@ -162,8 +150,6 @@ def test_signs_of_several_saves_are_refused_unless_the_files_prove_that_they_are
 
 
 # Values
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_master_that_does_not_round_to_its_weight_is_named(dtype: torch.dtype) -> None:
     source = having({**whole().params, MATRIX: param((4, 6), MOMENTUM, dtype=dtype)})
@@ -274,7 +260,6 @@ def test_a_vocabulary_without_the_last_rows_that_were_trained_is_refused() -> No
 
 
 # Param groups of other optimizers under the options of ours; that engines go on with them is in the chains
-
 OF_MUON = (MOMENTUM,)
 ADAM = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
 MUON = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
@@ -287,7 +272,6 @@ MEGATRON = {
 def grouped(
     groups: list[dict[str, Any]], states: list[tuple[str, ...]], arguments: dict[str, Any] | None = None, **more: Any
 ) -> Checkpoint:
-    """A parameter in every group, with these states; as ours."""
     tensor = held(torch.ones(2, 2), "a tensor")
     params = {f"p{n}": Param(tensor, dict.fromkeys(keys, tensor), group=n) for n, keys in enumerate(states)}
     return as_ours(Checkpoint("any", "", "model", params, tuple(groups), arguments or {}, **more))

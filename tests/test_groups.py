@@ -1,7 +1,5 @@
 """Groups and the model of a step: formulas by hand, and choices against every other choice there was."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +18,10 @@ H100 = CLUSTERS["h100-8x-ib"]
 SIMPLE = Machine("simple", flops_per_second=10, bytes_per_second=2, latency_seconds=100)
 NODES_OF_TWO = replace(SIMPLE, node_size=2, node_bytes_per_second=8)
 ONE_LAYER = list(model("llama3.1-8b")[:7])
+EIGHT = replace(NODES_OF_TWO, node_size=8)  # of 2 bytes a second between nodes, 8 within
+# A rank sends half of every bucket (256 and 128 elements, compact 192 and 64) within a group of two: 4 bytes a gradient
+# and 2 a parameter. Instances add an all-reduce of the owned gradients, 2 x (instances - 1) / instances of 4 bytes.
+WITHIN, ACROSS = (256 + 128) / 2 * (4 + 2), (256 + 128) / 2 * 4 * 2
 
 
 def grouped(
@@ -36,12 +38,6 @@ def two_buckets(layout: str) -> BufferPlan:
     return BufferPlan(layout, "by hand", atoms, 2, (1, 0, 1), (1, 0, 0), (128, 64))
 
 
-EIGHT = replace(NODES_OF_TWO, node_size=8)  # of 2 bytes a second between nodes, 8 within
-# A rank sends half of every bucket (256 and 128 elements, compact 192 and 64) within a group of two: 4 bytes a gradient
-# and 2 a parameter. Instances add an all-reduce of the owned gradients, 2 x (instances - 1) / instances of 4 bytes.
-WITHIN, ACROSS = (256 + 128) / 2 * (4 + 2), (256 + 128) / 2 * 4 * 2
-
-
 @pytest.mark.parametrize(
     ("machine", "instances", "wire", "latency"),
     [
@@ -55,9 +51,7 @@ WITHIN, ACROSS = (256 + 128) / 2 * (4 + 2), (256 + 128) / 2 * 4 * 2
         (replace(EIGHT, node_size=3), 2, WITHIN / 2 + ACROSS * 1 / 2 / 2, 800),  # ranks 2 and 3 are in two nodes
     ],
 )
-def test_a_step_is_the_busiest_owners_work_and_bytes(
-    machine: Machine, instances: int, wire: float, latency: float
-) -> None:
+def test_a_step_is_its_busiest_owners_work(machine: Machine, instances: int, wire: float, latency: float) -> None:
     time = buffer_step(two_buckets("padded"), machine, FLOPS, instances=instances)
     assert (time.compute, time.wire, time.latency) == (7.0, pytest.approx(wire), latency)
 
@@ -205,10 +199,8 @@ def test_a_chosen_group_is_judged_against_every_other_divisor(seed: int, layout:
     assert chosen.time.total <= whole.time.total
     if whole.plan.padding <= 0.10 and all(whole.plan.loads()):
         assert chosen == whole
-    as_good = [
-        g for g in every if memory(g, elements) <= memory(whole, elements) and g.time.compute <= whole.time.compute
-    ]
-    frugal = [g for g in as_good if g.plan.padding <= 0.10 and g.time.total <= whole.time.total]
+    good = [g for g in every if memory(g, elements) <= memory(whole, elements) and g.time.compute <= whole.time.compute]
+    frugal = [g for g in good if g.plan.padding <= 0.10 and g.time.total <= whole.time.total]
     if frugal and whole.plan.padding > 0.10:
         assert chosen.plan.padding <= 0.10 and chosen.time.compute <= whole.time.compute
         assert chosen.time.total <= 1.05 * min(g.time.total for g in frugal)

@@ -1,7 +1,5 @@
 """The Trainer and Accelerate, with DeepSpeed and with FSDP2: they train, equal torch.optim, and resume exactly."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -61,10 +59,8 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}  # hosts would use an accelerator that pro
 
 @dataclass(frozen=True)
 class Case:
-    """A run: which launcher starts which example with which configuration (None: FSDP2, which has no such file).
-
-    In ``make test-full`` it does, else the example runs on ranks that are up.
-    """
+    """A run: which launcher starts which example with which configuration (None: FSDP2, which has no such file). In
+    ``make test-full`` it does, else the example runs on ranks that are up."""
 
     launcher: str
     script: str
@@ -173,8 +169,6 @@ def accelerate_as_it_was() -> Iterator[None]:
 
 
 # The truth
-
-
 def is_matrix(name: str) -> bool:
     return bool(re.search(r"\.(\w+_proj|c_attn|c_fc)\.weight$", name))
 
@@ -297,8 +291,6 @@ def check_numbers(case: Case, rows: list[dict[str, Any]], ours: dict[str, Tensor
 
 
 # What a DeepSpeed configuration may say, under Accelerate's own prepare()
-
-
 def loss_of(model: Any, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + torch.distributed.get_rank())
     tokens = torch.randint(256, (2, 16), generator=generator)
@@ -348,8 +340,6 @@ def test_groups_keep_their_decay_and_a_schedule_of_factors_their_ratio() -> None
 
 
 # FSDP2's sharded_later, under Accelerate's own prepare()
-
-
 @contextlib.contextmanager
 def prepared(state_dict_type: str = "SHARDED_STATE_DICT") -> Iterator[tuple[Any, Any, Any]]:
     """An Accelerator, and a small Llama with its optimizer after ``prepare``."""
@@ -415,7 +405,6 @@ def test_what_cannot_be_before_and_after_sharding_is_refused() -> None:
 
 
 # The page
-
 PAGE = (ROOT / "docs" / "hugging_face.md").read_text()
 START = (ROOT / "docs" / "start" / "hugging_face.md").read_text()
 

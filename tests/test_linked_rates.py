@@ -1,7 +1,5 @@
 """One rate and one momentum for groups that differ: the ratio is kept where there is one to keep, no key is left."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path
@@ -79,10 +77,8 @@ def test_a_rate_written_to_one_group_changes_that_group_only_and_ends_no_round()
 
 
 def test_own_rates_outlast_a_checkpoint() -> None:
-    """The end of a cosine, resumed: both rates have reached the same floor and must not be taken for one rate.
-
-    A flattened checkpoint is read by the keys that the groups have; they are saved as plain dictionaries.
-    """
+    """The end of a cosine, resumed: both rates have reached the same floor and must not be taken for one rate. A
+    flattened checkpoint is read by the keys that the groups have; they are saved as plain dictionaries."""
     groups = linked(0.02, 3e-4)
     assert [group[OWN_RATES] for group in groups] == [False, False]
     write(groups, 0.012, 2.4e-4)
@@ -127,8 +123,6 @@ def test_a_momentum_that_an_older_checkpoint_left_in_a_group_of_betas_is_dropped
 
 
 # torch's schedulers, in plain PyTorch
-
-
 def optimizer_of_both(**options: Any) -> LayerWiseOptimizer:
     model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6))
     settings = {"lr": 0.02, "elementwise": {"name": "adamw", "lr": 1e-3, "betas": (0.9, 0.95)}, **options}

@@ -1,7 +1,5 @@
 """What we write proves itself: a file that is flipped, cut, swapped, copied, lost or of another save is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -27,7 +25,6 @@ SHAPES = {"embedding.word_embeddings.weight": (32, 8), "output_layer.weight": (3
 
 
 def saved(folder: Path, target: str, step: int) -> Path:
-    """One checkpoint as a target; weights and states are those of the step."""
     torch.manual_seed(step)
     params = {}
     for name, shape in SHAPES.items():
@@ -44,8 +41,6 @@ def saved(folder: Path, target: str, step: int) -> Path:
 
 
 class Threads(Collectives):
-    """Ranks that are threads."""
-
     def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, values: dict[int, Any]) -> None:
         self.rank, self.world_size, self._barrier, self._values = rank, world_size, barrier, values
 
@@ -79,7 +74,6 @@ def by_ranks(folder: Path, step: int, world_size: int = 2) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Two saves of every format, at the same path of two folders."""
     found = {}
     for target in TARGETS:
         first = saved(tmp_path_factory.mktemp(target) / "save", target, 7)
@@ -92,7 +86,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
 
 
 def alike(folder: Path) -> list[Path]:
-    """Two files that hold other tensors, if there are such of one size."""
     by_size: dict[int, list[Path]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".pt", ".distcp", ".safetensors")):
         if path.read_bytes() not in [other.read_bytes() for other in by_size.get(path.stat().st_size, [])]:
@@ -102,7 +95,6 @@ def alike(folder: Path) -> list[Path]:
 
 
 def flip(folder: Path, other: Path) -> Path:
-    """A bit of a tensor."""
     tensor = next(iter(formats.read(folder).params.values())).best.read()
     part = tensor.view(torch.uint8).flatten()[-12:].numpy().tobytes()
     path = next(path for path in sorted(folder.rglob("*")) if path.is_file() and part in path.read_bytes())
@@ -166,9 +158,7 @@ def test_a_file_that_is_not_the_one_that_was_saved_is_an_error_that_names_it(
     assert verify.code == 1 and any(str(harmed) in problem for problem in problems), problems
 
 
-def test_what_other_programs_add_is_no_error_and_a_folder_without_a_manifest_is_told(
-    made: dict[str, tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_more_files_are_no_error_and_no_manifest_is_told(made: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made["universal"][0], tmp_path / "from"))
     (folder / "global_step7" / "zero_to_fp32.py").write_text("print()")
     said = " ".join(succeeds("inspect", folder, "--verify").split())
@@ -182,9 +172,7 @@ def test_what_other_programs_add_is_no_error_and_a_folder_without_a_manifest_is_
     assert "not there" in refused("inspect", tmp_path / "nothing", "--verify")
 
 
-def test_a_damaged_manifest_is_an_error_and_one_that_leads_elsewhere_reads_nothing(
-    made: dict[str, tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_a_manifest_that_is_damaged_or_leads_out_is_refused(made: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made["dcp"][0], tmp_path / "from"))
     path = folder / manifest.NAME
     kept = json.loads(path.read_text())
@@ -204,10 +192,8 @@ def test_a_save_in_place_of_another_has_its_own_manifest(tmp_path: Path) -> None
         assert found is not None and (found.step, found.world) == (step, 2)
         assert {entry.rank for entry in found.files.values()} == {0, 1}
         assert manifest.verify(found, lambda _: None) == [] and len(found.files) == 3
-        assert (
-            read_dcp.DcpFolder(tmp_path).tensor("model.a").read()[:, 0].tolist()
-            == [10.0 * step] * 4 + [10.0 * step + 1] * 4
-        )
+        column = read_dcp.DcpFolder(tmp_path).tensor("model.a").read()[:, 0]
+        assert column.tolist() == [10.0 * step] * 4 + [10.0 * step + 1] * 4
     (tmp_path / manifest.NAME).unlink()
     read_dcp.DcpFolder(tmp_path)
 

@@ -1,7 +1,5 @@
 """Megatron's formats (``torch``, ``torch_dist``, ``fsdp_dtensor``) are read exactly, or refused with a reason."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 import shutil
@@ -37,7 +35,6 @@ LATENT = "decoder.layers{}.self_attention.linear_kv_down_proj.weight"
 
 
 def made(setup: TorchSetup | Setup | None, folder: Path) -> tuple[Path, Truth]:
-    """The folder of one step, and what is in it; without a setup one of Megatron-FSDP's."""
     if setup is None:
         known = truth(muon=False, tied=True)
         save(fsdp_state(known), folder / "iter_0000007")
@@ -59,7 +56,6 @@ def assert_exact(found: Checkpoint, known: Truth, in_order: bool = True) -> None
 
 
 # What is written by 0.14 to 0.19, beside what there are genuine folders of
-
 EP, MOE = dict(family="moe", ep=2), dict(family="moe", dp=2)
 BUCKETS = {"arguments": {"overlap_grad_reduce": True, "ddp_num_buckets": 3}}
 SMALL = {"arguments": {"overlap_grad_reduce": True, "ddp_bucket_size": 400}}
@@ -166,22 +162,15 @@ def assert_grouped(found: Checkpoint, setup: TorchSetup | Setup, name: str) -> N
 
 
 # What is damaged, or not known
-
 Damage = Callable[[Path], Any]
 COMMON, MODEL, FLAT = "common.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_00/distrib_optim.pt"
 OWN_0, OWN_1, OWN_2 = (f"mp_rank_00/layer_wise_optimizer_{rank}.pt" for rank in range(3))
 
 
-def at(saved: Any, *path: Any) -> Any:
-    return functools.reduce(lambda place, key: place[key], path, saved)
-
-
 def edited(edit: Callable[[Any], Any], file: str = MODEL, *path: Any) -> Damage:
-    """Change what is saved in a file of a step, under these keys."""
-
     def change(step: Path) -> None:
         saved = torch.load(step / file, weights_only=False)
-        edit(at(saved, *path))
+        edit(functools.reduce(lambda place, key: place[key], path, saved))
         torch.save(saved, step / file)
 
     return change
@@ -208,8 +197,6 @@ def lost(name: str) -> Damage:
 
 
 def from_other(file: str, **changes: Any) -> Damage:
-    """A file of another run with two ranks."""
-
     def change(step: Path) -> None:
         other = Writer(TorchSetup(**{"tp": 2, **changes})).write(step.parent.parent / "other")
         shutil.copy(other / file, step / file)
@@ -358,10 +345,7 @@ def test_what_is_damaged_or_not_known_is_refused(
 
 
 # Other forms
-
-
 def decoupled_rate(saved: Any) -> None:
-    """Embeddings have a group of their own."""
     optimizer = saved["optimizer"]
     decay, other = optimizer["optimizer"]["param_groups"]
     masters, rest = optimizer["fp32_from_fp16_params"]
@@ -413,7 +397,6 @@ def steps_are(step: float | None) -> Callable[[Checkpoint], bool]:
 
 
 def nudge(saved: Any) -> None:
-    """A moment of one rank's copy of a norm."""
     number = saved["optimizer"]["optimizer"]["param_groups"][1]["params"][2]
     saved["optimizer"]["optimizer"]["state"][number]["exp_avg"][4] += 1
 
@@ -427,7 +410,6 @@ def one_copy_differs(found: Checkpoint) -> bool:
 
 
 def of_torchs_adam(found: Checkpoint) -> bool:
-    """With random states and a tied embedding."""
     assert {(param.step, param.group) for param in found.params.values()} == {(7.0, 0)}
     assert found.groups == ({"betas": (0.9, 0.99), "lr": 0.5, "step": 7.0},)
     return (found.tied, found.notes, found.iteration) == ({OUTPUT: EMBEDDING}, ("left out: rng_state",), 7)
@@ -483,6 +465,12 @@ OTHER_FORMS: dict[str, tuple[TorchSetup | Setup | None, Damage, Callable[[Checkp
     "fsdp, torch's Adam": (None, all_of(), of_torchs_adam),
     "weights alone, and groups": (PLAIN, resaved(without_states), says("no state of a parameter is saved")),
 }
+OTHER_STATES: dict[str, dict[str, Any]] = {  # what other optimizers' arguments are
+    "Lion": {"optimizer": "lion"},
+    "Lion beside Muon": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
+    "adaptive_muon": {"optimizer": "adaptive_muon"},
+    "fp16 before its first step": {"optimizer": "adam", "fp16": True},
+}
 
 
 @pytest.mark.parametrize("case", OTHER_FORMS)
@@ -495,14 +483,6 @@ def test_other_forms_are_read(case: str, tmp_path: Path) -> None:
     known = {name: {"weight": of_name["weight"]} for name, of_name in known.items()} if alone else known
     assert_exact(found, known, in_order=setup is not None)
     assert holds(found)
-
-
-OTHER_STATES: dict[str, dict[str, Any]] = {  # what other optimizers' arguments are
-    "Lion": {"optimizer": "lion"},
-    "Lion beside Muon": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
-    "adaptive_muon": {"optimizer": "adaptive_muon"},
-    "fp16 before its first step": {"optimizer": "adam", "fp16": True},
-}
 
 
 def with_states_of(what: str, known: Truth) -> Truth:
@@ -550,9 +530,7 @@ def test_lion_of_matrices_has_adam_beside_it(tmp_path: Path) -> None:
     for each in (found, dist_reader.read(again)):
         assert_exact(each, known)
         groups = {name: each.groups[param.group] for name, param in each.params.items()}
-        assert {name for name, group in groups.items() if "eps" in group} == {
-            n for n in known if "exp_avg_sq" in known[n]
-        }
+        assert {n for n, group in groups.items() if "eps" in group} == {n for n in known if "exp_avg_sq" in known[n]}
     alone = {name: {key: t for key, t in of.items() if key != "exp_avg_sq"} for name, of in known.items()}
     write(tmp_path / "iter_0000009", Setup(arguments=more), alone)
     with pytest.raises(CheckpointError, match="does not save Adam's exp_avg_sq; save without --use-distributed-opt"):
@@ -641,8 +619,6 @@ def test_folders_that_are_none_of_megatrons_are_not_recognised(tmp_path: Path) -
 
 
 # Genuine ones
-
-
 def genuine_truth(path: Path) -> dict[str, tuple[dict[str, Tensor], Any, dict[str, Any]]]:
     """By parameter: weight and states, the step and the group, as Megatron held them."""
     found = {}
@@ -684,8 +660,6 @@ def test_genuine_checkpoints_are_read_exactly(path: Path) -> None:
 
 
 # Rules for what the small models here do not have
-
-
 def test_the_default_size_of_a_bucket_grows_with_the_ranks() -> None:
     for sizes, expected in (((50, 1), 50_000_000), ((2, 1), 40_000_000), ((50, 2), 100_000_000)):
         given = dict(zip(("data_parallel_size", "context_parallel_size"), sizes), overlap_grad_reduce=True)

@@ -1,7 +1,5 @@
 """Megatron's runs make their next step here as on one process, to the bit, and go back; what is left out is said."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -37,11 +31,14 @@ from tests.rule_steps import Trained, rule_of
 from tests.zero import engine_for
 
 States = dict[str, dict[str, Tensor]]
+EMBEDDINGS = ("*word_embeddings.weight", "*output_layer.weight")
+AS_MEGATRON = {"exclude": list(EMBEDDINGS), "atoms": {"*": "whole"}}
+STOCK = {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True}}
+MUON_ARGUMENTS = {"muon_use_nesterov": False, "muon_scale_mode": "spectral", "muon_num_ns_steps": 5}
+MUON_ARGUMENTS["muon_extra_scale_factor"] = 1.0
 
 
 class Given(nn.Module):
-    """Its weight has the gradient that it is called with."""
-
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(shape))
@@ -51,8 +48,6 @@ class Given(nn.Module):
 
 
 class Named(nn.Module):
-    """Parameters of the names and shapes of a checkpoint's."""
-
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
         self.shapes = shapes
@@ -75,15 +70,10 @@ def gradients(shapes: dict[str, tuple[int, ...]], step: int) -> dict[str, Tensor
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
 
 
-EMBEDDINGS = ("*word_embeddings.weight", "*output_layer.weight")
-
-
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint of Megatron's, and what ``lwopt convert --to universal`` makes of it.
-
-    ``states`` are known from elsewhere, by parameter, with ``fp32``.
-    """
+    """A checkpoint of Megatron's, and what ``lwopt convert --to universal`` makes of it. ``states`` are known from
+    elsewhere, by parameter, with ``fp32``."""
 
     folder: Path
     universal: Path
@@ -97,23 +87,16 @@ class Source:
         return {name: tuple(states["fp32"].shape) for name, states in self.states.items()}
 
 
-AS_MEGATRON = {"exclude": list(EMBEDDINGS), "atoms": {"*": "whole"}}
-STOCK = {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True}}
-
-
 def ours(elementwise: str = "adamw", **matrix: Any) -> dict[str, Any]:
     rules = {"matrix": {"name": "muon", "lr": 1.0, **matrix}, "elementwise": {"name": elementwise, "lr": 1.0}}
     return {"type": "LayerWise", "params": {**rules, **AS_MEGATRON, "report": False}}
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """As Megatron has them, by whether weights decay; with hyperparameters that the checkpoint's must replace."""
     params = dict(model.named_parameters())
     decayed = [name for name, shape in model.shapes.items() if len(shape) == 2]
-    return [
-        {"params": [params[name] for name in decayed], "lr": 0.5, "weight_decay": 0.5},
-        {"params": [p for name, p in params.items() if name not in decayed], "lr": 0.5, "weight_decay": 0.5},
-    ]
+    parts = [params[name] for name in decayed], [p for name, p in params.items() if name not in decayed]
+    return [{"params": part, "lr": 0.5, "weight_decay": 0.5} for part in parts]
 
 
 def step_on_zero(
@@ -125,21 +108,13 @@ def step_on_zero(
     schedule: str = "none",
     **choice: Any,
 ) -> dict[str, Any]:
-    """One step by an engine that is told other learning rates and decays than the checkpoint's, saved in a folder.
-
-    Its param groups after loading, and what this rank said then.
-    """
+    """One step by an engine that is told other learning rates and decays than the checkpoint's, saved in a folder. Its
+    param groups after loading, and what this rank said then."""
     said: list[str] = []
     warn, model = loading.logger.warning, Named(shapes)
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
-        "optimizer": optimizer,
-        "steps_per_print": 1_000_000,
-        "checkpoint": {"load_universal": True},
-    }
+    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "bf16": {"enabled": True}}
+    settings |= {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10}}
+    settings |= {"optimizer": optimizer, "steps_per_print": 1_000_000, "checkpoint": {"load_universal": True}}
     kwargs: dict[str, Any] = {"model_parameters": groups_of(model)}
     if schedule == "torch":
         kwargs["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -183,14 +158,6 @@ def step_alone(source: Source) -> States:
         state = {key: tensor for key, tensor in optimizer.state[param].items() if key != "step"}
         found[name] = {"fp32": param.detach(), **state}
     return found
-
-
-MUON_ARGUMENTS = {
-    "muon_use_nesterov": False,
-    "muon_scale_mode": "spectral",
-    "muon_num_ns_steps": 5,
-    "muon_extra_scale_factor": 1.0,
-}
 
 
 def small_megatron(folder: Path, muon: bool, lion: bool = False) -> Source:
@@ -253,10 +220,8 @@ def test_megatrons_run_makes_a_step_here_and_goes_back(
     assert_states(states_in(save), expected)
     names = () if name == "lion" else ("--source-names", "megatron-core")  # Megatron-core's names tell themselves
     succeeds("convert", save, tmp_path / "again", "--to", "universal", *names, "--json")
-    version_of = ("--megatron-version", version)
-    succeeds(
-        "convert", tmp_path / "again", tmp_path / "back", "--to", "megatron", *GIVEN.split(), *version_of, "--json"
-    )
+    words = ("--to", "megatron", *GIVEN.split(), "--megatron-version", version, "--json")
+    succeeds("convert", tmp_path / "again", tmp_path / "back", *words)
     back = formats.read(tmp_path / "back")
     assert (back.format, back.names, back.iteration) == ("megatron torch_dist", "megatron-core", source.step + 1)
     assert_states(states_in(tmp_path / "back"), expected)
@@ -284,9 +249,7 @@ def assert_states(found: States, expected: States) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_megatrons_run_of_adam_goes_on_with_deepspeeds_own(
-    ranks: RankPool, sources: dict[str, Source], tmp_path: Path, stage: int
-) -> None:
+def test_adam_goes_on_with_deepspeeds(ranks: RankPool, sources: dict[str, Source], tmp_path: Path, stage: int) -> None:
     """At stage 3 DeepSpeed 0.19.8 itself gives all param groups the options of the first."""
     source = sources["adam"]
     ranks.run(step_on_zero, str(source.universal), source.shapes, stage, STOCK, str(tmp_path), timeout=600.0)
@@ -294,8 +257,6 @@ def test_megatrons_run_of_adam_goes_on_with_deepspeeds_own(
 
 
 # From Megatron to FSDP2
-
-
 def step_on_fsdp2(load: str, source: Source, elementwise: str, save: str) -> list[dict[str, Any]]:
     """One step by our optimizer, or without a rule by torch's AdamW, saved in a folder; its param groups."""
     model = Named(source.shapes)
@@ -307,8 +268,8 @@ def step_on_fsdp2(load: str, source: Source, elementwise: str, save: str) -> lis
         optimizer = LayerWiseOptimizer(model, "muon", 1.0, params=groups_of(model), **rules, report=False)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=load)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    state_dict.set_model_state_dict(model, state["model"])
+    state_dict.set_optimizer_state_dict(model, optimizer, state["optimizer"])
     model(source.step).backward()
     optimizer.step()
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -371,8 +332,6 @@ def test_megatrons_run_goes_on_in_plain_pytorch(sources: dict[str, Source], tmp_
 
 
 # Options of Megatron's param groups in our engines: what is taken, and what is said of the rest
-
-
 CONFIGURED = {"momentum": 0.5, "nesterov": False, "ns_coefficients": "quintic", "eps": 1e-15}
 CONFIGURED |= {"adjust_lr_fn": "spectral"}  # as Megatron has them, but for momentum, which its groups tell
 OTHER = {**CONFIGURED, "nesterov": True, "extra_scale_factor": 0.5}
@@ -416,6 +375,8 @@ SAID: dict[str, tuple[Callable[[Group], Group], str, dict[str, Any], dict[str, A
 
 
 RENAMED = [("momentum_beta alone", True), ("configured otherwise", True)]
+SCHEDULES = {"none": [], "torch": ["from its last_epoch 0, but the checkpoint was saved after 7 steps"]}
+SCHEDULES |= {"deepspeed": ["set its last_batch_iteration to 6"]}
 
 
 @pytest.mark.parametrize(("case", "renamed"), [*((case, False) for case in SAID), *RENAMED])
@@ -425,13 +386,10 @@ def test_options_are_the_checkpoints_and_rank_0_says_what_is_not(
     """Also of parameters under other names than Megatron's."""
     change, left_out, configured, muon, said = SAID[case]
     found, prefix = formats.read(sources["muon"].folder), "wrapped." * renamed
-    checkpoint = dataclasses.replace(
-        found,
-        names="mine" if renamed else found.names,
-        params={f"{prefix}{name}": param for name, param in found.params.items()},
-        groups=tuple(map(change, found.groups)),
-        arguments={key: value for key, value in found.arguments.items() if key != left_out},
-    )
+    params = {f"{prefix}{name}": param for name, param in found.params.items()}
+    arguments = {key: value for key, value in found.arguments.items() if key != left_out}
+    changes = {"params": params, "groups": tuple(map(change, found.groups)), "arguments": arguments}
+    checkpoint = dataclasses.replace(found, names="mine" if renamed else found.names, **changes)
     folder, pointers = tmp_path / "universal", {"latest_universal": "step"}
     write_folder(folder / "step", lambda made: universal_writer.write(checkpoint, made), pointers=pointers)
     shapes = {f"{prefix}{name}": shape for name, shape in sources["muon"].shapes.items()}
@@ -443,17 +401,8 @@ def test_options_are_the_checkpoints_and_rank_0_says_what_is_not(
     assert [words in text for words, text in zip(said, first["said"], strict=True)] == [True] * len(said)
 
 
-SCHEDULES = {
-    "none": [],
-    "torch": ["from its last_epoch 0, but the checkpoint was saved after 7 steps"],
-    "deepspeed": ["set its last_batch_iteration to 6"],
-}
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_that_is_not_loaded_is_said_with_what_to_do(
-    ranks: RankPool, sources: dict[str, Source], schedule: str
-) -> None:
+def test_a_schedule_that_is_not_loaded_is_told(ranks: RankPool, sources: dict[str, Source], schedule: str) -> None:
     source = sources["muon"]
     given = (str(source.universal), source.shapes, 1, ours(**CONFIGURED), None, schedule)
     first, second = ranks.run(step_on_zero, *given, load_lr_scheduler_states=False)

@@ -1,7 +1,5 @@
 """Going on with ours, on every engine, where another optimizer or another form of momentum has come to."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -26,6 +24,7 @@ from lwopt_backend.storage.owned_state import state_pieces
 from tests import test_owned_experts as experts
 from tests import test_zero_moe as moe
 from tests import test_zero_pipeline as pipelines
+from tests import zero
 from tests.cells import cells
 from tests.checkpoint_engines import equal, full_weights_of
 from tests.engines import ENGINES, OWNED, Alone, Cell, Engine, ExactLM, UnderDeepSpeed, running
@@ -35,24 +34,12 @@ from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.owned import shares
 from tests.rule_steps import random
-from tests.zero import (
-    ROWS,
-    Reference,
-    config,
-    engine_for,
-    full_weights,
-    largest_difference,
-    settings_for,
-    there_is,
-    train,
-)
 
 BEFORE, AFTER = range(3), range(3, 6)
 Named = dict[str, dict[str, Tensor]]
 
 
 def named_state(alone: Alone) -> Named:
-    """Both of torch's optimizers."""
     (muon, adamw), (matrices, others) = alone.optimizers, alone.params
     found = from_checkpoint(muon.state_dict(), list(matrices))
     return {**found, **from_checkpoint(adamw.state_dict(), list(others), source="torch.optim.AdamW")}
@@ -86,7 +73,7 @@ def load(engine: Engine, state: Named, **how: Any) -> list[str]:
 def go_on(engine: Engine, alone: Alone, steps: range, limit: float = 0.0) -> None:
     engine.train(steps)
     train_alone(alone, steps)
-    assert largest_difference(engine.weights(), alone.model) <= limit
+    assert zero.largest_difference(engine.weights(), alone.model) <= limit
 
 
 def groups_of(engine: Engine) -> list[dict[str, Any]]:
@@ -129,8 +116,6 @@ def assert_parts_alone_are_kept(optimizer: Any) -> None:
 
 
 # What does not fit
-
-
 OTHER, TURNED = torch.zeros(37, 24), torch.zeros(24, 63)
 RULE = "; if another rule trained it, let the same rule train it here, with include or exclude"
 EXPECTED = "parameter 'lm_head.weight', which 'adamw' trains: expected ['exp_avg', 'exp_avg_sq', 'step'], found "
@@ -202,9 +187,9 @@ def test_other_optimizers_are_refused(function: Callable[[Any], Any]) -> None:
 
 @on_ranks(2)
 def test_another_engine_is_refused() -> None:
-    settings = {**config(0), "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    settings = {**zero.config(0), "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
     expected = "expected a DeepSpeed engine whose optimizer is LayerWise or LayerWiseMuon, found DeepSpeedEngine"
-    with engine_for(settings) as engine, pytest.raises(TypeError, match=expected):
+    with zero.engine_for(settings) as engine, pytest.raises(TypeError, match=expected):
         of_deepspeed.load_named_state(engine, {})
 
 
@@ -221,8 +206,6 @@ def test_sharded_state_is_refused() -> None:
 
 
 # Precisions, experts, pipelines
-
-
 def numbers_for(shapes: dict[str, tuple[int, ...]], matrices: Callable[[str], bool]) -> Named:
     """A state of Muon and AdamW with other numbers for every parameter."""
     state = {}
@@ -250,14 +233,14 @@ def assert_deepspeed_takes(engine: Any, state: Named, name_of: Callable[[str], s
 
 
 @cells(
-    lambda storage, stage, **_: there_is(storage, stage) and (storage, stage) != ("zero", 0),
+    lambda storage, stage, **_: zero.there_is(storage, stage) and (storage, stage) != ("zero", 0),
     storage=["zero", "owned"],
     stage=[0, 1, 2, 3],
     precision=["fp32", "bf16", "bf16+fp32"],
 )
 @on_ranks()
 def test_deepspeed_sees_what_was_loaded(storage: str, stage: int, precision: str) -> None:
-    with engine_for(settings_for(storage, stage, precision)) as engine:
+    with zero.engine_for(zero.settings_for(storage, stage, precision)) as engine:
         assert_deepspeed_takes(engine, numbers_for(shapes_of(engine.module), MATRICES.__contains__))
 
 
@@ -299,8 +282,7 @@ def test_experts_under_one_name_are_refused_on_fsdp2() -> None:
 @pytest.mark.usefixtures("ranks_to_spoil")
 @on_ranks(4)
 def test_every_rank_under_deepspeed_takes_its_own_experts() -> None:
-    """It is given the whole model's state."""
-    with engine_for(moe.settings_for(2), moe.Mixture()) as engine:
+    with zero.engine_for(moe.settings_for(2), moe.Mixture()) as engine:
         name_of = functools.partial(renumbered, first=first_experts(engine))
         shapes = [{name_of(name): tuple(param.shape) for name, param in engine.module.named_parameters()}] * 4
         dist.all_gather_object(shapes, shapes[0])
@@ -314,18 +296,15 @@ def test_every_rank_under_deepspeed_takes_its_own_experts() -> None:
 @pytest.mark.usefixtures("ranks_to_spoil")
 @on_ranks(4)
 def test_every_stage_of_a_pipeline_takes_its_own() -> None:
-    """It is given the whole model's state."""
     shapes = shapes_of(pipelines.Whole(pipelines.UNTIED))
     state = numbers_for(shapes, lambda name: name.endswith(pipelines.MATRICES))
-    with engine_for(pipelines.settings_for("fp32, stage 1"), pipelines.pipeline(pipelines.UNTIED)) as engine:
+    with zero.engine_for(pipelines.settings_for("fp32, stage 1"), pipelines.pipeline(pipelines.UNTIED)) as engine:
         assert_deepspeed_takes(engine, state)
 
 
 # From DeepSpeed's own Muon
-
-
 def deepspeeds_muon(stage: int) -> dict[str, Any]:
-    settings = config(stage, rows=ROWS)
+    settings = zero.config(stage, rows=zero.ROWS)
     settings["optimizer"] = {"type": "Muon", "params": {"torch_adam": True}}
     settings["zero_optimization"]["reduce_scatter"] = False  # it refuses stage 3 with it
     return settings
@@ -335,9 +314,9 @@ def deepspeeds_muon(stage: int) -> dict[str, Any]:
 @on_ranks()
 def test_deepspeeds_muon_clips_updates(stage: int) -> None:
     """Which the page says has no counterpart: the norm is near the root of the sum of all matrices' shorter sides."""
-    with eager(), engine_for(deepspeeds_muon(stage)) as engine:
-        train(engine, 1, same_rows=True)
-        assert float(engine.get_global_grad_norm()) > 5 * Reference().train(1)[0]
+    with eager(), zero.engine_for(deepspeeds_muon(stage)) as engine:
+        zero.train(engine, 1, same_rows=True)
+        assert float(engine.get_global_grad_norm()) > 5 * zero.Reference().train(1)[0]
 
 
 @pytest.mark.parametrize(("stage", "storage"), [(0, "zero"), (2, "zero"), (3, "zero"), (2, "owned")], ids=str)
@@ -345,27 +324,25 @@ def test_deepspeeds_muon_clips_updates(stage: int) -> None:
 def test_deepspeeds_own_muon_goes_on_with_ours(stage: int, storage: str) -> None:
     """By the settings of the page. In fp32 to its rounding, which steps of 0.02 and Adam on gradients of nearly zero
     enlarge."""
-    with eager(), engine_for(deepspeeds_muon(0)) as engine:
-        train(engine, BEFORE, same_rows=True)
+    with eager(), zero.engine_for(deepspeeds_muon(0)) as engine:
+        zero.train(engine, BEFORE, same_rows=True)
         names = {id(param): name for name, param in engine.module.named_parameters()}
         order = [names[id(param)] for group in engine.optimizer.param_groups for param in group["params"]]
         state = from_checkpoint(engine.optimizer.state_dict(), order, source="deepspeed")
         model = UnevenLM()
         model.load_state_dict(engine.module.state_dict())
-        train(engine, AFTER, same_rows=True)
+        zero.train(engine, AFTER, same_rows=True)
         expected = copy.deepcopy(engine.module)
-    settings = config(stage, rows=ROWS)
+    settings = zero.config(stage, rows=zero.ROWS)
     settings["optimizer"] = copy.deepcopy(entry("deepspeed"))
     settings["optimizer"]["params"].update(report=False, storage=storage)
-    with engine_for(settings, model) as engine:
+    with zero.engine_for(settings, model) as engine:
         of_deepspeed.load_named_state(engine, state)
-        train(engine, AFTER, same_rows=True)
-        assert largest_difference(full_weights(engine), expected) < 1e-4
+        zero.train(engine, AFTER, same_rows=True)
+        assert zero.largest_difference(zero.full_weights(engine), expected) < 1e-4
 
 
 # The form of momentum. Newton-Schulz is in fp32, where both forms differ by its rounding only
-
-
 def forms_of(optimizer: Any) -> list[str | None]:
     return [group.get("momentum_form") for group in optimizer.param_groups]
 
@@ -396,4 +373,4 @@ def test_a_checkpoint_brings_its_form_with_it_and_then_it_can_be_changed(tmp_pat
         assert forms_of(loaded.optimizer) == ["sum", None]
         saved.train(AFTER)
         loaded.train(AFTER)
-        assert largest_difference(saved.weights(), loaded.model) < 2e-5
+        assert zero.largest_difference(saved.weights(), loaded.model) < 2e-5

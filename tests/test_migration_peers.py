@@ -1,7 +1,5 @@
 """Other Muons: their settings as the page gives them, by their own classes or published formulas; and their state."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator
@@ -14,17 +12,9 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend import LayerWiseOptimizer, migration
 from lwopt_backend.config.registry import optimizer_arguments
-from lwopt_backend.migration import (
-    SOURCES,
-    convert_momentum,
-    convert_named_momentum,
-    from_checkpoint,
-    from_dion,
-    from_keller_jordan,
-    from_torch,
-)
+from lwopt_backend.migration import convert_named_momentum, from_checkpoint, from_dion, from_keller_jordan, from_torch
 from lwopt_backend.rules.newton_schulz import TABLES
 from tests.migration import PAGE, distance, eager, ours_for, rules_for
 from tests.rule_steps import SHAPES, gradients, random, rule_of, trained, trained_by
@@ -39,16 +29,10 @@ def test_torch_bit_by_bit_and_pytorch_optimizer_to_bfloat16s_rounding(shape: tup
 
 
 # Published formulas
-
 Table = list[tuple[float, float, float]]
 SIMPLE: Table = [(3.4445, -4.7750, 2.0315)] * 5
-QUINTIC: Table = [
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-]
+QUINTIC: Table = [(4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037)]
+QUINTIC += [(2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012)]
 POLAR = list(TABLES["polar_express_5"].triples)  # test_muon.py computes it as its paper does
 
 
@@ -110,11 +94,8 @@ def test_published_formulas(formula: Callable[..., None], shape: tuple[int, int]
 
 
 # DeepSpeed's own Muon
-
-
 @pytest.fixture
 def deepspeed_muon() -> Iterator[Any]:
-    """DeepSpeed's module of it."""
     from deepspeed.runtime.zero.muon import muon_optimizer
 
     with eager():
@@ -157,18 +138,16 @@ def test_whole_optimizers_and_their_state(deepspeed_muon: Any, peer: str, limit:
 
 
 # Momentum in its two forms; that a run goes on in the other one is tested on the engines
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.95, 0.999])
 def test_there_and_back_again(momentum: float) -> None:
     """Two roundings of fp32, each half a unit in the last place, and one more of the factor."""
     buffer = random((64, 48), 1)
     kept = buffer.clone()
-    total = convert_momentum(buffer, momentum, source="ema", target="sum")
+    total = migration.convert_momentum(buffer, momentum, source="ema", target="sum")
     torch.testing.assert_close(total, buffer / (1 - momentum), rtol=2e-7, atol=0)
-    back = convert_momentum(total, momentum, source="sum", target="ema")
+    back = migration.convert_momentum(total, momentum, source="sum", target="ema")
     torch.testing.assert_close(back, buffer, rtol=4e-7, atol=0)
-    same = convert_momentum(buffer, momentum, source="sum", target="sum")
+    same = migration.convert_momentum(buffer, momentum, source="sum", target="sum")
     assert torch.equal(same, buffer) and same.data_ptr() != buffer.data_ptr()
     assert torch.equal(buffer, kept)
 
@@ -199,8 +178,6 @@ def test_wrong_conversions(how: dict[str, Any], message: str) -> None:
 
 
 # Their state. That torch's is read, and shares no memory with theirs, is seen where engines go on with it
-
-
 def test_state_is_read_by_name_where_it_is_by_name() -> None:
     model = nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.Muon([("weight", model.weight)], lr=0.1)
@@ -256,7 +233,6 @@ def test_state_of_any_form_and_dtype_becomes_ours(case: str) -> None:
 
 
 def state_of(state: dict[str, Any] | None = None, **group: Any) -> dict[str, Any]:
-    """A state dict of one parameter."""
     group = {"params": [0], "momentum": 0.9, **group}
     return {"state": {0: {"momentum_buffer": TWENTY} if state is None else state}, "param_groups": [group]}
 
@@ -290,13 +266,11 @@ def test_what_cannot_be_read(state_dict: dict[str, Any], how: dict[str, Any], me
 
 
 def test_every_source_is_on_the_page() -> None:
-    for source in SOURCES:
+    for source in migration.SOURCES:
         assert f"`{source}`" in PAGE
 
 
 # Their param groups as our arguments
-
-
 class Convolutional(nn.Module):
     """Linear layers, a kernel, a stack, and GPT-2's linear, which is stored as (inputs, outputs)."""
 
@@ -340,10 +314,8 @@ def test_torchs_pair_trains_the_same_and_weights_stored_the_other_way_by_its_fac
     pair = [muon, torch.optim.AdamW(their_biases, lr=torch.tensor(0.004), betas=(0.8, 0.9))]
     arguments = json.loads(json.dumps(from_torch(pair, theirs)))
     assert arguments["include"] == ["embed.weight"]
-    assert [override["params"] for override in arguments["overrides"]] == [
-        ["layers.1.weight", "layers.2.weight"],
-        ["c_fc.weight"],
-    ]
+    overridden = [override["params"] for override in arguments["overrides"]]
+    assert overridden == [["layers.1.weight", "layers.2.weight"], ["c_fc.weight"]]
     ours = LayerWiseOptimizer(model, **arguments, report=False)
     for step in range(3):
         for each in (model, theirs):
@@ -362,18 +334,13 @@ def test_groups_of_dion_say_heads_kernels_stacks_rules_and_decay() -> None:
     weights, biases = model.groups()
     layers, embed = [layer.weight for layer in model.layers], model.embed.weight
     kernels = [p for p in weights if not any(p is other for other in (*layers, embed))]
-    groups = [
-        {"params": layers[:2], "num_heads": 2},
-        {"params": layers[2:], "split_sizes": (2, 4), "lr": 0.5, "cautious_wd": True},
-        {"params": kernels},
-        {"params": [embed], "algorithm": "lion", "beta1": 0.7, "beta2": 0.8},
-        {"params": biases, "algorithm": "adamw", "lr": 0.25, "betas": (0.1, 0.2)},
-    ]
+    groups = [{"params": layers[:2], "num_heads": 2}]
+    groups += [{"params": layers[2:], "split_sizes": (2, 4), "lr": 0.5, "cautious_wd": True}, {"params": kernels}]
+    groups += [{"params": [embed], "algorithm": "lion", "beta1": 0.7, "beta2": 0.8}]
+    groups += [{"params": biases, "algorithm": "adamw", "lr": 0.25, "betas": (0.1, 0.2)}]
     found = from_dion(groups, model, algorithm="normuon", flatten=True, use_gram_newton_schulz=True, adjust_lr=None)
-    assert (
-        found["matrix"].items()
-        >= {"name": "normuon", "beta2": 0.95, "update_norm": "preserve", "adjust_lr_fn": "none"}.items()
-    )
+    expected = {"name": "normuon", "beta2": 0.95, "update_norm": "preserve", "adjust_lr_fn": "none"}
+    assert found["matrix"].items() >= expected.items()
     assert found["elementwise"] == {"name": "lion", "lr": 0.01, "weight_decay": 0.01, "betas": [0.7, 0.8]}
     split, of_biases = found["overrides"]
     assert split["params"] == ["layers.2.weight"]
@@ -391,10 +358,8 @@ def test_a_group_does_not_keep_what_only_the_first_one_says() -> None:
     first, second, third = model.parameters()
     groups = [{"params": [first], "cautious_wd": True}, {"params": [second, third], "cautious_wd": False}]
     optimizer = LayerWiseOptimizer(model, **json.loads(json.dumps(from_dion(groups, model))), report=False)
-    assert [(len(g["params"]), g["weight_decay_form"]) for g in optimizer.param_groups] == [
-        (1, "cautious"),
-        (2, "decoupled"),
-    ]
+    forms = [(len(g["params"]), g["weight_decay_form"]) for g in optimizer.param_groups]
+    assert forms == [(1, "cautious"), (2, "decoupled")]
     model = nn.Sequential(nn.Conv2d(2, 3, (4, 1), bias=False), nn.Linear(4, 4, bias=False))
     optimizer = LayerWiseOptimizer(model, **from_keller_jordan([{"params": model.parameters()}], model), report=False)
     factors = [(group["adjust_lr_fn"], group["extra_scale_factor"]) for group in optimizer.param_groups]
@@ -422,10 +387,7 @@ def test_jordans_kernels_are_flattened_and_have_his_factor() -> None:
             lambda m: from_torch([torch.optim.AdamW([nn.Parameter(torch.ones(1))])], m),
             "parameters that are not the model",
         ),
-        (
-            lambda m: from_dion([{"params": m.parameters(), "algorithm": "dion"}], m),
-            "algorithm 'dion' has no",
-        ),
+        (lambda m: from_dion([{"params": m.parameters(), "algorithm": "dion"}], m), "algorithm 'dion' has no"),
         (lambda m: from_dion([{"params": m.parameters()}], m), "parameter '0.bias' has no two dimensions"),
         (lambda m: from_dion([{"params": [*m.parameters()], "newton_schulz_func": print}], m), "newton_schulz_func is"),
     ],

@@ -1,7 +1,5 @@
 """The parameters of a model from shapes, configurations and checkpoints, compared with the model itself."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -65,7 +63,6 @@ def read_shapes(shapes: ModelShapes) -> dict[str, tuple[int, ...]]:
 
 
 def kinds(shapes: ModelShapes) -> dict[str, str]:
-    """Of every name, a tied parameter's others too."""
     return {name: r.kind for r in shapes.routes for name in (r.name, *r.aliases)}
 
 
@@ -81,8 +78,6 @@ def save_dcp(state: dict[str, Any], folder: Path, **kwargs: Any) -> None:
 
 
 # Shapes that the user lists
-
-
 def test_listed_shapes_keep_their_order_and_every_2d_one_is_a_matrix(tmp_path: Path) -> None:
     listed = [["z.embedding", [64, 32]], ["a", [3, 3]], ["experts", [4, 8, 8]], ["norm", [32]]]
     for content in (listed, dict(listed)):
@@ -126,10 +121,7 @@ def test_errors_name_the_file_and_what_was_found(tmp_path: Path, file: str, cont
 
 
 # Hugging Face configurations and checkpoints
-
-
 def saved(family: str, folder: Path) -> nn.Module:
-    """A family's real model, which transformers saved to the folder."""
     name, kind, sizes = FAMILIES[family]
     model = getattr(transformers, name + kind)(getattr(transformers, f"{name}Config")(**sizes))
     model.save_pretrained(folder)
@@ -211,7 +203,6 @@ def test_both_readers_take_globs_and_say_what_to_install(tmp_path: Path, monkeyp
 
 
 # Routing by name
-
 RELEASED: dict[str, tuple[tuple[int, ...], str]] = {
     "model.embed_tokens.weight": ((48, 8), "embedding by name"),
     "model.layers.0.mlp.up_proj.weight": ((6, 8), "2-D weight"),
@@ -257,8 +248,6 @@ def test_names_of_released_checkpoints_are_routed_as_they_are_meant_in_the_order
 
 
 # Files of tensors
-
-
 def test_safetensors_are_read_from_their_header_alone_and_what_only_ends_so_is_an_error(tmp_path: Path) -> None:
     """A terabyte of weights that is not there: only the header was written, the rest is a hole in the file."""
     header = json.dumps({"w": {"dtype": "BF16", "shape": [2**20, 2**19], "data_offsets": [0, 2**40]}}).encode()
@@ -342,8 +331,6 @@ def test_a_torch_file_without_a_state_dict_is_an_error(tmp_path: Path, content: 
 
 
 # Folders of torch.distributed.checkpoint, Megatron and DeepSpeed
-
-
 @pytest.mark.parametrize("nesting", ["flat", "model", "app"])
 def test_a_dcp_folder_gives_the_model_and_not_its_optimizer(tmp_path: Path, nesting: str) -> None:
     model = UnevenLM().bfloat16()
@@ -389,7 +376,6 @@ def test_a_megatron_folder_gives_whole_parameters_by_layer_and_expert(tmp_path: 
 
 
 def frozen_and_tied() -> nn.Module:
-    """And with a buffer."""
     model = UnevenLM(tied=True)
     model.gate.requires_grad_(False)
     model.register_buffer("table", torch.zeros(3, 4))
@@ -434,20 +420,18 @@ def test_a_deepspeed_checkpoint_gives_the_whole_model(ranks: RankPool, tmp_path:
 
 STATES, EXPERT = "mp_rank_00_model_states.pt", "layer_0_expert_0_mp_rank_00_model_states.pt"
 READABLE = "expected a .*safetensors .* DeepSpeed, found"
+NOT_WHOLE: Any = [
+    ([STATES, "mp_rank_01_model_states.pt"], "", "the parts of 2 model-parallel ranks"),
+    ([STATES, EXPERT], "", "in files of their own"),
+    ([STATES], "", "as with pipeline parallelism"),
+    (["latest"], "", "latest: expected the name of a folder beside it, found 'global_step7'"),
+    (["notes.txt"], "", f"{READABLE} notes.txt"),
+    (["notes.txt"], "notes.txt", f"{READABLE} a file ending in '.txt'"),
+    ([], "nothing.pt", "nothing.pt: expected a checkpoint, found nothing there"),
+]
 
 
-@pytest.mark.parametrize(
-    ("files", "given", "message"),
-    [
-        ([STATES, "mp_rank_01_model_states.pt"], "", "the parts of 2 model-parallel ranks"),
-        ([STATES, EXPERT], "", "in files of their own"),
-        ([STATES], "", "as with pipeline parallelism"),
-        (["latest"], "", "latest: expected the name of a folder beside it, found 'global_step7'"),
-        (["notes.txt"], "", f"{READABLE} notes.txt"),
-        (["notes.txt"], "notes.txt", f"{READABLE} a file ending in '.txt'"),
-        ([], "nothing.pt", "nothing.pt: expected a checkpoint, found nothing there"),
-    ],
-)
+@pytest.mark.parametrize(("files", "given", "message"), NOT_WHOLE)
 def test_what_is_no_whole_checkpoint_is_refused(tmp_path: Path, files: list[str], given: str, message: str) -> None:
     for file in files:
         written(tmp_path / file, "global_step7") if "pt" not in file else torch.save({"module": None}, tmp_path / file)

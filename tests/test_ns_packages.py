@@ -1,10 +1,6 @@
-"""Newton-Schulz with packages that need a GPU: refused without one, and called as their signatures say.
-
-Stand-ins have the packages' own signatures and compute with torch. The package gram-newton-schulz itself runs in
-tests/peers/test_gram_newton_schulz.py.
-"""
-
-from __future__ import annotations
+"""Newton-Schulz with packages that need a GPU: refused without one, and called as their signatures say. Stand-ins have
+the packages' own signatures and compute with torch. The package gram-newton-schulz itself runs in
+tests/peers/test_gram_newton_schulz.py."""
 
 import sys
 from importlib import import_module
@@ -71,9 +67,7 @@ def quack(monkeypatch: pytest.MonkeyPatch) -> Quack:
 
 
 @cells(on_gram=[True, False], table=list(TABLES), shape=SHAPES)
-def test_symmetric_products_by_quack_are_the_same_iteration(
-    on_gram: bool, table: str, shape: tuple[int, ...], quack: Quack
-) -> None:
+def test_quack_makes_the_same_iteration(on_gram: bool, table: str, shape: tuple[int, ...], quack: Quack) -> None:
     options = {"steps": STEPS[table], "coefficients": table, "eps": 1e-7, "dtype": torch.float64}
     matrices = random(shape, 0).double()
     ours = WAYS[on_gram](matrices, **options, symmetric=packages.quack_product)
@@ -83,9 +77,7 @@ def test_symmetric_products_by_quack_are_the_same_iteration(
 
 
 @cells(shape=[(16, 40), (40, 16), (24, 24), (16, 24)], aspect=[None, 1.0, 2.0], steps=[1, 3, 5])
-def test_a_rule_with_quack_costs_what_it_saves_less(
-    shape: tuple[int, int], aspect: float | None, steps: int, quack: Quack
-) -> None:
+def test_quack_costs_what_it_saves_less(shape: tuple[int, int], aspect: float | None, steps: int, quack: Quack) -> None:
     """And takes the Gram matrix of what is not square, where half a product makes up for more of them."""
     options = {"ns_method": "quack-kernels", "gram_aspect": aspect, "ns_steps": steps}
     with FlopCounterMode(display=False) as counter:
@@ -102,9 +94,7 @@ def test_a_rule_with_quack_costs_what_it_saves_less(
 
 
 @pytest.mark.parametrize(("shape", "least"), [((12, 40), 8), ((2, 40, 12), 8), ((4, 7), 8), ((16, 40), 24)], ids=str)
-def test_sides_that_the_kernels_do_not_take_are_torchs(
-    shape: tuple[int, ...], least: int, quack: Quack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sides_left_to_torch(shape: tuple[int, ...], least: int, quack: Quack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "LEAST_SIDE", least)
     expected = rule_of("muon", ns_method="gram").transform(random(shape, 0))
     assert torch.equal(rule_of("muon", ns_method="quack-kernels").transform(random(shape, 0)), expected)
@@ -173,19 +163,15 @@ def test_the_rule_calls_the_package_by_shape(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("lwopt_backend.rules.muon.packaged_newton_schulz", instead)
     table = TABLES["simple"].triples * 5
-    for options, shape, expected in [
-        ({}, (6, 6), (False, None)),
-        ({}, (6, 7), (True, None)),
-        ({"gram_aspect": 2.0}, (6, 7), (False, None)),
-        ({"gram_aspect": 1.0, "gram_restarts": [2]}, (2, 6, 6), (True, (2,))),
-    ]:
+    cases: Any = [({}, (6, 6), (False, None)), ({}, (6, 7), (True, None))]
+    cases += [({"gram_aspect": 2.0}, (6, 7), (False, None))]
+    cases += [({"gram_aspect": 1.0, "gram_restarts": [2]}, (2, 6, 6), (True, (2,)))]
+    for options, shape, expected in cases:
         rule_of("muon", ns_method="gram-newton-schulz", **options).transform(torch.ones(shape))
         assert asked.pop() == (*expected, torch.bfloat16, table)
 
 
 # Devices and installation
-
-
 @pytest.mark.parametrize("name", list(packages.PACKAGES))
 def test_a_package_is_refused_where_it_cannot_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, cuda = rule_of("muon", ns_method=name), torch.device("cuda", 0)

@@ -1,18 +1,19 @@
 """Optimizers by their class: what is accepted, and that nothing they keep is lost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.config.optimizer_classes import elementwise_state
-from lwopt_backend.config.registry import options_of
+from lwopt_backend.config.param_groups import ElementwiseGroups
+from lwopt_backend.config.registry import new_state, options_of
+from lwopt_backend.runtime import elementwise as cautious_decay
 from lwopt_backend.runtime.elementwise import ElementwiseStepper
 from lwopt_backend.runtime.whole import Slices
+from tests.rule_steps import gradients, random
 
 
 class Own(torch.optim.SGD):
@@ -40,8 +41,6 @@ class Forgetful(Own):
 
 
 class Opaque(Own):
-    """Keeps an object that no checkpoint holds."""
-
     def step(self, closure: Any = None) -> None:
         super().step()
         self.state_of_first()["helper"] = object()
@@ -60,8 +59,6 @@ class History(Own):
 
 
 class TensorInGroup(Own):
-    """Changes a tensor of its param group in place."""
-
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
         self.param_groups[0]["count"] = torch.zeros(())
@@ -72,16 +69,12 @@ class TensorInGroup(Own):
 
 
 class OwnSchedule(Own):
-    """Lowers its own learning rate."""
-
     def step(self, closure: Any = None) -> None:
         self.scaled_step(1.0)
         self.param_groups[0]["lr"] *= 0.9
 
 
 class FromTheStart(Own):
-    """Goes by the learning rate that it was made with."""
-
     def step(self, closure: Any = None) -> None:
         self.scaled_step(self.param_groups[0]["lr"] / self.defaults["lr"])
 
@@ -124,6 +117,11 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ("torch.optim.NAdam", "torch.optim.NAdam: its state does not begin with zeros"),
     ],
 }
+CALLS = [  # the parts that are stepped together, call by call, and how many steps each part then has made
+    ([[0, 1, 2]] * 4, [4, 4, 4]),
+    ([[2], [0, 1]] * 4, [4, 4, 4]),
+    ([[0], [0, 1], [0, 1]], [3, 2, 0]),  # what had no gradient in some steps is younger than the others
+]
 
 
 @pytest.mark.parametrize(("kind", "cls", "message"), [(kind, *row) for kind, rows in REFUSED.items() for row in rows])
@@ -136,8 +134,6 @@ def test_a_class_that_would_lose_something_is_refused_when_it_is_named(kind: str
 
 
 class Keywords(torch.optim.AdamW):
-    """Takes the arguments of its base class."""
-
     def __init__(self, params: Any, scale: float = 1.0, **kwargs: Any) -> None:
         super().__init__(params, **kwargs)
 
@@ -179,13 +175,6 @@ class CountsForOne(Own):
         self.scaled_step(state["step"] + group["calls"])
 
 
-CALLS = [  # the parts that are stepped together, call by call, and how many steps each part then has made
-    ([[0, 1, 2]] * 4, [4, 4, 4]),
-    ([[2], [0, 1]] * 4, [4, 4, 4]),
-    ([[0], [0, 1], [0, 1]], [3, 2, 0]),  # what had no gradient in some steps is younger than the others
-]
-
-
 @pytest.mark.parametrize(("calls", "counts"), CALLS)
 def test_every_part_goes_by_its_own_count_however_it_is_stepped(calls: list[list[int]], counts: list[int]) -> None:
     found = elementwise_state(f"{__name__}.{CountsForOne.__name__}", {"lr": 0.1})
@@ -199,8 +188,6 @@ def test_every_part_goes_by_its_own_count_however_it_is_stepped(calls: list[list
 
 
 class PutsAnother(torch.optim.Optimizer):
-    """Puts new tensors in place of those in its state."""
-
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
@@ -220,3 +207,68 @@ def test_tensors_that_are_put_in_place_of_others_reach_where_state_is_stored() -
     for _ in range(3):
         stepper.step({"lr": 0.1}, [Slices(torch.zeros(2), torch.ones(2), {"total": stored[1:3]})])
     assert stored.tolist() == [0.0, 3.0, 3.0, 0.0]
+
+
+# Steps of chunks, and cautious weight decay
+SHAPE = (13, 7)
+GRADS = gradients(SHAPE, 20)
+
+
+class Doubling(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def step(self) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.add_(param.abs() * param.grad.sign(), alpha=-self.param_groups[0]["lr"])
+
+
+def group_of(rule: str, **given: Any) -> dict[str, Any]:
+    options = {"weight_decay": 0.1, "weight_decay_form": "cautious", **given}
+    return {"rule": rule, **options_of(rule, options, "test").model_dump()}
+
+
+def trained(group: dict[str, Any], start: Tensor) -> Tensor:
+    value, optimizers = start.clone(), ElementwiseGroups()
+    state = new_state(value, group)
+    for grad in GRADS:
+        optimizers.step(0, group, [Slices(value, grad.clone(), state)])
+    return value
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd"])
+def test_a_parameter_that_is_stepped_in_chunks_has_the_same_bits(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters advance once. A chunk has several parts and no more than its elements."""
+    group, start = group_of(rule, lr=1e-2), random(SHAPE, 1)
+    whole = trained(group, start)
+    monkeypatch.setattr(cautious_decay, "CHUNK", 20)
+    assert torch.equal(trained(group, start), whole)
+    parts = [Slices(random((n,), n), random((n,), n), {}) for n in (8, 8, 8, 50)]
+    chunks = [[piece.value.numel() for piece in some] for some in cautious_decay._chunks(parts)]
+    assert chunks == [[8, 8], [8], [20], [20], [10]]
+
+
+def test_an_update_too_small_to_change_a_weight_still_has_a_sign() -> None:
+    value = torch.tensor([1e6, 1e6])
+    group = group_of("lion", lr=1e-4, weight_decay=100.0)
+    ElementwiseGroups().step(0, group, [Slices(value, torch.tensor([1.0, -1.0]), new_state(value, group))])
+    assert value.tolist() == [pytest.approx(0.99e6), 1e6]
+
+
+DOUBLING = f"{Doubling.__module__}.{Doubling.__qualname__}"
+CLASS = "torch_optimizer_elementwise"
+WRONG = [
+    (CLASS, {"class": DOUBLING}, "depends on the weight even without decay; leave weight_decay_form out"),
+    (CLASS, {"class": "pytorch_optimizer.MSVAG"}, "unknown key 'weight_decay_form'"),
+    ("adamw", {"weight_decay_form": "cautius"}, "input should be 'decoupled' or 'cautious'; found 'cautius'"),
+    ("lion", {"weight_decay_form": "cautius"}, "input should be 'own' or 'cautious'; found 'cautius'"),
+]
+
+
+@pytest.mark.parametrize(("rule", "given", "message"), WRONG)
+def test_a_form_of_decay_that_there_is_not_is_refused(rule: str, given: dict[str, Any], message: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    elementwise = {"name": rule, "weight_decay_form": "cautious", **given}
+    with pytest.raises(ValueError, match=message):
+        LayerWiseOptimizer(model, elementwise=elementwise, report=False)

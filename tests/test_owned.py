@@ -1,7 +1,5 @@
 """Owned storage under what users do: their loops, models, norms and precisions, bit for bit as on one process."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc
@@ -17,40 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests import owned as scenarios
 from tests.cells import with_full
 from tests.on_ranks import on_ranks
-from tests.owned import difference, exact_sums
-from tests.owned_scenarios import (
-    MODES,
-    SEVERAL_PASSES,
-    Branches,
-    Scenario,
-    Turn,
-    assert_same,
-    assert_trains_exactly,
-    back,
-    loss_of,
-    made,
-    mean_gradients,
-    micro_batches,
-    optimizer_for,
-    optimizers_of,
-    rows,
-    step_all,
-    train_ours,
-    truth,
-)
+from tests.owned import Branches, Turn, assert_same, back, difference, exact_sums, optimizer_in, rows, train_ours, truth
 from tests.zero import ADAMW
 
-ALL = tuple(MODES)
+ALL = tuple(scenarios.MODES)
 LAYOUTS = {"auto": 0.0001, "padded": 0.0001, "compact": 0.0005}  # in megabytes, what makes six buckets of ``Branches``
 
+
 # Models
-
-
 class Checkpointed(nn.Module):
-    """Blocks whose activations are computed again in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -107,20 +83,17 @@ class Output:
 
 
 def structured() -> nn.Module:
-    """Returns a dictionary with a dataclass and a tuple."""
     model = Branches()
     model.register_forward_hook(lambda _, given, y: {"first": Output(y[:4], "note"), "rest": (y[4:], 3)})
     return model
 
 
 # Loops: what a rank does in a step
-
-
 def gradient_penalty(turn: Turn) -> None:
     x = turn.rows().requires_grad_()
     output = turn.model(x)
     (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-    (loss_of(output) + grad.square().mean()).backward()
+    (scenarios.loss_of(output) + grad.square().mean()).backward()
 
 
 def looks_in_between(turn: Turn) -> None:
@@ -164,7 +137,7 @@ def second_backward(turn: Turn) -> None:
 
 def one_graph_twice(turn: Turn) -> None:
     output = turn.model(turn.rows())
-    loss_of(output).backward(retain_graph=True)
+    scenarios.loss_of(output).backward(retain_graph=True)
     output.abs().mean().backward()
 
 
@@ -183,35 +156,35 @@ def without_the_model(turn: Turn) -> None:
 
 def structured_pass(turn: Turn) -> None:
     output = turn.model(turn.rows())
-    loss_of(torch.cat([output["first"].value, output["rest"][0]])).backward()
+    scenarios.loss_of(torch.cat([output["first"].value, output["rest"][0]])).backward()
 
 
-LOOPS: dict[str, tuple[Scenario, Callable[[], nn.Module], tuple[str, ...]]] = {
+LOOPS: dict[str, tuple[scenarios.Scenario, Callable[[], nn.Module], tuple[str, ...]]] = {
     "no rank uses a branch": (lambda t: t.back(use="left" if t.step % 2 else "right"), Branches, ALL),
     "one rank uses a branch": (lambda t: t.back(use="left" if t.rank else "right"), Branches, ALL),
     "one rank has nothing for some": (lambda t: t.back(use="neither" if t.rank else "both"), Branches, ALL),
     "one rank has no pass": (lambda t: t.back() if t.rank != t.step % 2 else None, Branches, ALL),
     "no rank has a pass in one step": (lambda t: t.back() if t.step != 1 else None, Branches, ALL),
     "a module used twice": (
-        lambda t: loss_of(t.model(t.rows()) + t.model(t.rows().flip(0), use="left")).backward(),
+        lambda t: scenarios.loss_of(t.model(t.rows()) + t.model(t.rows().flip(0), use="left")).backward(),
         *(Branches, ALL),
     ),
     "a gradient penalty": (gradient_penalty, Branches, ALL),
     "backward creates a graph": (lambda t: t.loss().backward(create_graph=True), Branches, ALL),
     "autograd.grad in between on one rank": (looks_in_between, Branches, ALL),
     "nested no_sync": (nested_no_sync, Branches, ALL),
-    "everything in no_sync": (micro_batches(False), Branches, ALL),
+    "everything in no_sync": (scenarios.micro_batches(False), Branches, ALL),
     "evaluation, and calls without gradients": (evaluates_and_calls, Branches, ALL),
     "a hook of the user": (hook_of_the_user, Branches, ALL),
     "a layer is frozen for a step": (frozen_for_a_step, Branches, ("plain",)),
-    "a second backward pass adds": (second_backward, Branches, SEVERAL_PASSES),
-    "several passes through one graph": (one_graph_twice, Branches, SEVERAL_PASSES),
-    "two forwards, then two backwards": (forwards_then_backwards, Branches, SEVERAL_PASSES),
-    "the last micro-batch in no_sync": (micro_batches(True, False), Branches, SEVERAL_PASSES),
+    "a second backward pass adds": (second_backward, Branches, scenarios.SEVERAL_PASSES),
+    "several passes through one graph": (one_graph_twice, Branches, scenarios.SEVERAL_PASSES),
+    "two forwards, then two backwards": (forwards_then_backwards, Branches, scenarios.SEVERAL_PASSES),
+    "the last micro-batch in no_sync": (scenarios.micro_batches(True, False), Branches, scenarios.SEVERAL_PASSES),
     "checkpoints": (lambda t: t.back(reentrant=False), Checkpointed, ALL),
     "reentrant checkpoints": (lambda t: t.back(reentrant=True), Checkpointed, ALL),
-    "reentrant checkpoints under no_sync": (micro_batches(False, True, reentrant=True), Checkpointed, ALL),
-    "reentrant checkpoints without the model": (without_the_model, Checkpointed, SEVERAL_PASSES),
+    "reentrant checkpoints under no_sync": (scenarios.micro_batches(False, True, reentrant=True), Checkpointed, ALL),
+    "reentrant checkpoints without the model": (without_the_model, Checkpointed, scenarios.SEVERAL_PASSES),
     "a tied embedding and attention": (Turn.back, Transformer, ALL),
     "a structured output": (structured_pass, structured, ALL),
     "convolutions": (Turn.back, Convolutions, ALL),
@@ -229,12 +202,10 @@ def test_every_loop_and_model_equals_one_process_in_every_mode(loop: str, first:
     scenario, build, modes = LOOPS[loop]
     for number, mode in enumerate(modes):
         layout, size = [*LAYOUTS.items()][(number + first) % 3]
-        assert_trains_exactly(scenario, build, mode, layout=layout, bucket_mb=size)
+        scenarios.assert_trains_exactly(scenario, build, mode, layout=layout, bucket_mb=size)
 
 
 # What else goes on around a step
-
-
 @on_ranks(2)
 def test_param_groups_have_their_own_rates() -> None:
     """A group's lr and weight decay are those of matrices and of the rest, where its section says nothing else."""
@@ -245,7 +216,7 @@ def test_param_groups_have_their_own_rates() -> None:
 
     model, expected = exact_sums(Branches()), exact_sums(Branches())
     given = [{"lr": 0.05, "weight_decay": 0.0, "adamw": {"lr": 1e-3}}, {"lr": 0.01, "weight_decay": 0.3}]
-    ours = optimizer_for(model, params=[{"params": params, **each} for params, each in zip(parts(model), given)])
+    ours = optimizer_in(model, params=[{"params": params, **each} for params, each in zip(parts(model), given)])
     optimizers: list[Any] = [ours]
     for params, lr, adamw_lr, decay in zip(parts(expected), (0.05, 0.01), (1e-3, 0.01), (0.0, 0.3)):
         optimizers.append(torch.optim.Muon([p for p in params if p.ndim == 2], lr=lr, weight_decay=decay))
@@ -253,14 +224,14 @@ def test_param_groups_have_their_own_rates() -> None:
         optimizers.append(torch.optim.AdamW([p for p in params if p.ndim < 2], **rates))
     for step in range(3):
         back(model, step)
-        mean_gradients(expected, Turn.back, step)
-        step_all(optimizers)
+        scenarios.mean_gradients(expected, Turn.back, step)
+        scenarios.step_all(optimizers)
     assert_same(model, expected)
 
 
 @on_ranks(2)
 def test_a_closure_is_called_once_and_its_loss_returned() -> None:
-    model, optimizer = made()
+    model, optimizer = scenarios.made()
     losses = []
 
     def closure() -> Tensor:
@@ -288,15 +259,15 @@ def test_a_pass_after_the_norm_was_asked_for_counts() -> None:
         else:
             turn.back(1)
 
-    model, optimizer = made()
+    model, optimizer = scenarios.made()
     train_ours(model, optimizer, 3, asks)
-    assert_same(model, truth(3, scenario=micro_batches(True, True)))
+    assert_same(model, truth(3, scenario=scenarios.micro_batches(True, True)))
 
 
 @on_ranks(2)
 def test_a_second_optimizer_may_follow_the_first() -> None:
     """Gradients are the model's own in between."""
-    model, first = made(mode="step in backward")
+    model, first = scenarios.made(mode="step in backward")
     train_ours(model, first, 1)
     del first
     gc.collect()
@@ -305,9 +276,9 @@ def test_a_second_optimizer_may_follow_the_first() -> None:
     model.zero_grad()
     expected = exact_sums(Branches())
     expected.load_state_dict({name: param.detach().clone() for name, param in model.named_parameters()})
-    train_ours(model, optimizer_for(model), 1)
-    mean_gradients(expected, Turn.back, 0)
-    step_all(optimizers_of(expected))
+    train_ours(model, optimizer_in(model), 1)
+    scenarios.mean_gradients(expected, Turn.back, 0)
+    scenarios.step_all(scenarios.optimizers_of(expected))
     assert_same(model, expected)
 
 
@@ -317,18 +288,15 @@ def test_all_ranks_begin_with_the_first_ones_weights_and_buffers() -> None:
     with torch.no_grad():
         for tensor in (*model.parameters(), model.norm.running_mean):
             tensor.add_(dist.get_rank())
-    optimizer = optimizer_for(exact_sums(model))
+    optimizer = optimizer_in(exact_sums(model))
     assert float(model.norm.running_mean.abs().max()) == 0.0
     train_ours(model, optimizer, 3)
     assert_same(model, truth(3, Convolutions))
 
 
 # Parameters that are still on their way
-
-
 def lazily(build: type[nn.Module] = Branches, **options: Any) -> tuple[Any, Any, Any]:
-    """A model just after a step, its parameters on their way here; its optimizer; what they must be."""
-    model, optimizer = made(build, "lazy return", **options)
+    model, optimizer = scenarios.made(build, "lazy return", **options)
     back(model, 0)
     optimizer.step()
     return model, optimizer, truth(1, build)
@@ -377,7 +345,7 @@ def test_a_copy_of_the_model_is_trained_by_itself() -> None:
     back(other, 5)
     assert other.first.weight.grad is not None
     other.zero_grad()
-    optimizer_of_other = optimizer_for(other)
+    optimizer_of_other = optimizer_in(other)
     for net, its in ((other, optimizer_of_other), (model, optimizer)):
         train_ours(net, its, (1, 2))
     assert_same(model, truth(3))
@@ -405,18 +373,18 @@ def test_a_compiled_model_equals_one_process(give_wrapper: bool, mode: str) -> N
     torch._dynamo.reset()
     model = exact_sums(Branches())
     compiled: Any = torch.compile(model, backend="eager")
-    train_ours(compiled, optimizer_for(compiled if give_wrapper else model, mode), 3)
+    train_ours(compiled, optimizer_in(compiled if give_wrapper else model, mode), 3)
     assert_same(model, truth(3))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", scenarios.MODES)
 def test_one_process_without_torch_distributed_equals_torch(mode: str) -> None:
     assert not dist.is_initialized()
     model, expected = Branches(), Branches()
-    ours = optimizer_for(model, mode)
-    for optimizers, net in (([ours], model), (optimizers_of(expected), expected)):
+    ours = optimizer_in(model, mode)
+    for optimizers, net in (([ours], model), (scenarios.optimizers_of(expected), expected)):
         for step in range(3):
             Turn(net, step, 0).back()
-            step_all(optimizers)
+            scenarios.step_all(optimizers)
     ours.synchronize()
     assert_same(model, expected)

@@ -1,10 +1,6 @@
-"""Owned storage under DeepSpeed: what happens in training, and universal checkpoints that go anywhere.
-
-Equality for every stage and layout is in tests/test_equality.py; loops, models, precisions, checkpoints and refusals
-are with those of ZeRO's storage.
-"""
-
-from __future__ import annotations
+"""Owned storage under DeepSpeed: what happens in training, and universal checkpoints that go anywhere. Equality for
+every stage and layout is in tests/test_equality.py; loops, models, precisions, checkpoints and refusals are with those
+of ZeRO's storage."""
 
 import contextlib
 import functools
@@ -22,7 +18,7 @@ from tests.cells import cells
 from tests.checkpoint_engines import FROZEN, Buffered, changed, convert_as_deepspeed_does, scheduled, snapshot
 from tests.engines import ExactLM
 from tests.on_ranks import on_ranks
-from tests.owned_scenarios import assert_same
+from tests.owned import assert_same
 from tests.ranks import RankPool
 from tests.zero import OWN_ROWS, Reference, build, engine_for, own_rows, own_settings, settings_for, train
 
@@ -52,15 +48,11 @@ def test_a_backward_pass_that_fails_is_an_error_on_every_rank_and_training_can_g
 
 
 # Universal checkpoints
-
-
 def trained(
     folder: str, stage: int, precision: str, options: dict[str, Any], load: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is saved or loaded, of a model with a frozen parameter, and what there is two steps later.
-
-    All ranks train on all rows. Added up in fp32, micro-batches are alike at all numbers of ranks.
-    """
+    """What is saved or loaded, of a model with a frozen parameter, and what there is two steps later. All ranks train
+    on all rows. Added up in fp32, micro-batches are alike at all numbers of ranks."""
     settings = scheduled(settings_for("owned", stage, precision, accumulation=2, **options))
     settings["checkpoint"] = {"load_universal": load}
     model = Buffered(seed=int(load))
@@ -76,14 +68,10 @@ def trained(
         return before, snapshot(engine)
 
 
+SOURCES = [("fp32", 1), ("bf16+fp32", 2), ("fp16+fp32", 1)]
 LAYOUTS: dict[str, dict[str, Any]] = {"padded": {"layout": "padded"}, "pieces": {"layout": "compact", "group_size": 1}}
-TARGETS = [
-    (1, 0, {"layout": "padded"}),
-    (2, 2, {"layout": "compact"}),
-    (2, 0, {"group_size": 1}),
-    (4, 1, {"group_size": 2}),
-    (4, 2, {"layout": "padded"}),
-]
+TARGETS = [(1, 0, {"layout": "padded"}), (2, 2, {"layout": "compact"}), (2, 0, {"group_size": 1})]
+TARGETS += [(4, 1, {"group_size": 2}), (4, 2, {"layout": "padded"})]
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +89,7 @@ def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFact
     return find
 
 
-@cells(
-    source=[("fp32", 1), ("bf16+fp32", 2), ("fp16+fp32", 1)],
-    layout=LAYOUTS,
-    target=TARGETS,
-    converter=["ours", "DeepSpeed's"],
-)
+@cells(source=SOURCES, layout=LAYOUTS, target=TARGETS, converter=["ours", "DeepSpeed's"])
 def test_universal_checkpoints_go_anywhere(
     rank_pools: dict[int, RankPool],
     saved: Any,
@@ -129,9 +112,6 @@ def test_the_first_rank_says_who_owns_what_and_which_settings_have_no_effect() -
     settings["zero_optimization"]["reduce_bucket_size"] = 1000
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         build(settings)
-    for line in (
-        "Storage: owned by 2 data-parallel ranks",
-        "Without effect on owned storage: zero_optimization.reduce_bucket_size.",
-        "4 of 11 trained parameters are matrices",
-    ):
+    without = "Without effect on owned storage: zero_optimization.reduce_bucket_size."
+    for line in ("Storage: owned by 2 data-parallel ranks", without, "4 of 11 trained parameters are matrices"):
         assert (line in printed.getvalue()) == (dist.get_rank() == 0)

@@ -1,7 +1,5 @@
 """Experts that only some ranks share, beside dense parameters that all do: four ranks, two sets of experts."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -13,11 +11,11 @@ from torch import Tensor, nn
 from lwopt_backend import LayerWiseOptimizer
 from tests.cells import cells
 from tests.on_ranks import on_ranks
-from tests.owned import exact_sums
-from tests.owned_scenarios import Turn, assert_same, optimizer_for, rows, train_ours, truth
+from tests.owned import Turn, assert_same, exact_sums, optimizer_in, rows, train_ours, truth
 from tests.ranks import RankPool, kept_in_a_world
 
 EXPERTS = 4  # ranks 0 and 2 have the first two, ranks 1 and 3 the others
+OPTIONS: list[dict[str, Any]] = [{}, {"group_size": 2}, {"expert_group_size": 1}, {"overlap_param_gather": True}]
 
 
 def held_by(rank: int) -> range:
@@ -49,7 +47,6 @@ def one_pass(turn: Turn) -> None:
 
 @kept_in_a_world
 def sharers_of_experts() -> Any:
-    """The group of the ranks that have the same experts as this one."""
     return [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][dist.get_rank() % 2]
 
 
@@ -60,17 +57,12 @@ def sharded() -> tuple[MoE, Any]:
 
 def expert_optimizer(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
     options = {"expert_params": ["experts.*"], "expert_process_group": sharers_of_experts(), **options}
-    return optimizer_for(model, bucket_mb=0.004, exclude=("last.weight",), **options)
-
-
-OPTIONS: list[dict[str, Any]] = [{}, {"group_size": 2}, {"expert_group_size": 1}, {"overlap_param_gather": True}]
+    return optimizer_in(model, bucket_mb=0.004, exclude=("last.weight",), **options)
 
 
 @on_ranks()
 @cells(ranks=[4], layout=["padded", "compact", "auto"], options=OPTIONS)
-def test_dense_and_expert_parameters_equal_one_process_and_all_count_in_the_norm(
-    layout: str, options: dict[str, Any]
-) -> None:
+def test_experts_and_the_rest_equal_one_process_and_count_in_the_norm(layout: str, options: dict[str, Any]) -> None:
     def note_norm(single: nn.Module) -> None:
         norms.append(float(nn.utils.get_total_norm([param.grad for param in single.parameters()])))
 
@@ -85,7 +77,6 @@ def test_dense_and_expert_parameters_equal_one_process_and_all_count_in_the_norm
 
 
 def loads_of_ranks() -> list[int]:
-    """This rank's dense and its experts' work."""
     core = expert_optimizer(sharded()[0], group_size=4).core
     return [held.plan.loads[held.sharers.instance.rank] for held in core.holdings]
 
@@ -107,9 +98,9 @@ def test_experts_that_are_not_named_and_groups_of_others_are_errors_on_every_ran
     for make, options, message in (
         (expert_optimizer, {"expert_params": ("expert.*",)}, "matches no parameter name"),
         (expert_optimizer, {"expert_params": ()}, "belong together"),
-        (optimizer_for, {}, "ranks differ"),
-        (optimizer_for, {"expert_group_size": 2}, "no expert_params say"),
-        (optimizer_for, {"process_group": of_neighbour}, f"rank {rank} {outside}"),
+        (optimizer_in, {}, "ranks differ"),
+        (optimizer_in, {"expert_group_size": 2}, "no expert_params say"),
+        (optimizer_in, {"process_group": of_neighbour}, f"rank {rank} {outside}"),
         (expert_optimizer, {"expert_process_group": of_others}, f"{re.escape(told)}.*rank 0 {outside}"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):

@@ -1,7 +1,5 @@
 """What owned storage refuses, and what happens when a rank, a backward pass or the model breaks: never a hang."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os
@@ -22,12 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.cells import cells
 from tests.on_ranks import on_ranks
-from tests.owned_scenarios import Branches, Turn, assert_same, back, made, optimizer_for, train_ours, truth
+from tests.owned import Branches, Turn, assert_same, back, made, optimizer_in, train_ours, truth
 from tests.ranks import RankFailed, RankPool
 
+
 # Models and options
-
-
 def float8() -> nn.Module:
     model = Branches()
     model.left.weight = nn.Parameter(model.left.weight.to(torch.float8_e4m3fn), requires_grad=True)
@@ -66,7 +63,7 @@ def passes(count: int, build: Callable[[], nn.Module] = Branches, **options: Any
 
 def a_second_optimizer() -> None:
     model, _optimizer = made()
-    optimizer_for(model)
+    optimizer_in(model)
 
 
 def forward_after_a_broken_pass() -> None:
@@ -110,12 +107,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
 def test_what_cannot_work_is_refused_on_all_ranks_in_words(case: str) -> None:
     make, message = {**MODELS, **CALLS}[case]
     with pytest.raises(Exception, match=re.escape(message)):
-        optimizer_for(make()) if case in MODELS else make()
+        optimizer_in(make()) if case in MODELS else make()
 
 
 # An exception inside backward
-
-
 class Broken(Exception):
     """The user's own."""
 
@@ -170,8 +165,6 @@ def test_gradients_that_one_rank_drops_are_used_by_none() -> None:
 
 
 # The model is changed behind the optimizer's back
-
-
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {  # "unfrozen" is in test_fsdp2.py
     "replaced": (lambda model: setattr(model, "left", nn.Linear(11, 7)), "are no longer in the model (replaced)"),
     "cast": (lambda model: model.double(), "was moved or got other data (model.to(), param.data = ...)"),
@@ -195,8 +188,6 @@ def test_a_changed_model_is_an_error_on_all_ranks_that_names_the_parameter(how: 
 
 
 # A rank ends, or does something else
-
-
 class Gone(Exception):
     """Ends what a rank does; to the others it is as if it hung."""
 
@@ -222,20 +213,16 @@ def one_rank_ends(how: str, when: str) -> None:
 
 
 HEARING = "hearing from all ranks which parameters have gradients, with gradients of"
+GONE: Any = [
+    ("hangs", "late in backward", HEARING),
+    ("hangs", "when parameters return", "bringing its parameters to all ranks failed"),
+    ("dies", "early in backward", "bringing its gradients to their owners failed"),
+    pytest.param("dies", "before the step", HEARING, marks=pytest.mark.full),
+]
 
 
-@pytest.mark.parametrize(
-    ("how", "when", "what"),
-    [
-        ("hangs", "late in backward", HEARING),
-        ("hangs", "when parameters return", "bringing its parameters to all ranks failed"),
-        ("dies", "early in backward", "bringing its gradients to their owners failed"),
-        pytest.param("dies", "before the step", HEARING, marks=pytest.mark.full),
-    ],
-)
-def test_a_rank_that_hangs_or_dies_ends_the_others_with_an_error_that_says_where(
-    rank_pools: dict[int, RankPool], how: str, when: str, what: str
-) -> None:
+@pytest.mark.parametrize(("how", "when", "what"), GONE)
+def test_a_rank_that_is_gone_ends_the_others(rank_pools: dict[int, RankPool], how: str, when: str, what: str) -> None:
     ranks = rank_pools[3] if how == "hangs" else RankPool(3)
     try:
         with pytest.raises(RankFailed) as caught:

@@ -1,8 +1,6 @@
 """Gradients of owned storage: kept on all ranks as under DDP, measured as on one process, in 16 bits, as NCCL moves
 them."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,35 +14,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lwopt_backend.runtime.collectives import Pending, TorchCollectives, largest_of_all
+from tests import owned
 from tests.cells import cells
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.owned import exact_sums, shares, train
-from tests.owned import optimizer_for as optimizer_of_lm
-from tests.owned_scenarios import (
-    MODES,
-    Branches,
-    Turn,
-    assert_same,
-    assert_trains_exactly,
-    mean_gradients,
-    micro_batches,
-    optimizer_for,
-    optimizers_of,
-    step_all,
-)
 from tests.zero import Masters, batch_shares
 
 LAYOUTS = ["padded", "compact", "auto"]
 FULL = pytest.mark.full
 
 # keep_full_grads: mean gradients in param.grad, to look at and to change
-
-USES: dict[str, Callable[[int], str]] = {
-    "both branches": lambda rank: "both",
-    "a branch per rank": lambda rank: "left" if rank else "right",
-    "one branch on no rank": lambda rank: "left",
-}
+USES: dict[str, Callable[[int], str]] = {"both branches": lambda rank: "both"}
+USES |= {"a branch per rank": lambda rank: "left" if rank else "right", "one branch on no rank": lambda rank: "left"}
 
 
 @on_ranks(2)
@@ -53,13 +35,13 @@ USES: dict[str, Callable[[int], str]] = {
 def test_kept_gradients_are_those_of_ddp(use: str, layout: str) -> None:
     """On gradients as they are; accumulated locally, then reduced, then another pass on top of the reduced ones."""
     rank = dist.get_rank()
-    wrapped = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    model = Branches()
-    optimizer = optimizer_for(model, "kept gradients", layout=layout)
+    wrapped = DistributedDataParallel(owned.Branches(), find_unused_parameters=True)
+    model = owned.Branches()
+    optimizer = owned.optimizer_in(model, "kept gradients", layout=layout)
     for part, apart in enumerate([True, False, False]):
         for trained, no_sync in ((model, optimizer.no_sync), (wrapped, wrapped.no_sync)):
             with no_sync() if apart else contextlib.nullcontext():
-                Turn(trained, 0, rank).back(part, use=USES[use](rank))
+                owned.Turn(trained, 0, rank).back(part, use=USES[use](rank))
         for ours, theirs in zip(model.parameters(), wrapped.module.parameters()):
             assert (ours.grad is None) == (theirs.grad is None)
             assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
@@ -77,20 +59,20 @@ def change(model: Any) -> None:
 
 @on_ranks(2, 3)
 def test_what_the_user_does_to_gradients_is_stepped_on() -> None:
-    assert_trains_exactly(mode="kept gradients", change=change)
+    owned.assert_trains_exactly(mode="kept gradients", change=change)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_the_models_zero_grad_does_as_well_and_only_a_zero_gradient_is_stepped_on(set_to_none: bool) -> None:
     for mode in ("plain", "kept gradients"):
-        assert_trains_exactly(mode=mode, forget=lambda model: model.zero_grad(set_to_none=set_to_none))
-    model = Branches()
-    optimizer = optimizer_for(model, "kept gradients")
+        owned.assert_trains_exactly(mode=mode, forget=lambda model: model.zero_grad(set_to_none=set_to_none))
+    model = owned.Branches()
+    optimizer = owned.optimizer_in(model, "kept gradients")
     for step, use in enumerate(["both", "left"]):
         model.zero_grad(set_to_none=set_to_none)
         before = model.right.weight.detach().clone()
-        Turn(model, step, 0).back(use=use)
+        owned.Turn(model, step, 0).back(use=use)
         optimizer.step()
     assert torch.equal(before, model.right.weight) == set_to_none
 
@@ -98,37 +80,33 @@ def test_the_models_zero_grad_does_as_well_and_only_a_zero_gradient_is_stepped_o
 @on_ranks(2)
 def test_a_gradient_that_no_backward_pass_made_is_an_error_on_every_rank() -> None:
     """A step without it would train nothing, and say nothing."""
-    model = Branches()
-    optimizer = optimizer_for(model, "plain")
+    model = owned.Branches()
+    optimizer = owned.optimizer_in(model, "plain")
     if dist.get_rank() == 1:
         model.left.weight.grad = torch.ones_like(model.left.weight)
-    with pytest.raises(
-        RuntimeError, match=r"'left.weight' has a .grad that no .* set keep_full_grads=True .*\(rank 1\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"'left.weight' has a .grad that no .*set keep_full_grads=True.*\(rank 1\)"):
         optimizer.step()
     model.zero_grad()
-    Turn(model, 0, 0).back(use="both")
+    owned.Turn(model, 0, 0).back(use="both")
     optimizer.step()
 
 
 def train_scaled(mode: str) -> None:
-    """With torch.amp.GradScaler, whose second step overflows on one rank; the truth is a loop without that step.
-
-    Scales are powers of two and sums of two commute, so not a bit may differ.
-    """
-    model, expected = Branches(), Branches()
-    optimizer, theirs = optimizer_for(model, mode), optimizers_of(expected)
+    """With torch.amp.GradScaler, whose second step overflows on one rank; the truth is a loop without that step. Scales
+    are powers of two and sums of two commute, so not a bit may differ."""
+    model, expected = owned.Branches(), owned.Branches()
+    optimizer, theirs = owned.optimizer_in(model, mode), owned.optimizers_of(expected)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1000)
     for step in range(4):
-        turn = Turn(model, step, dist.get_rank())
+        turn = owned.Turn(model, step, dist.get_rank())
         scaler.scale(turn.loss() * (float("inf") if (step, turn.rank) == (1, 0) else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         if step != 1:
-            mean_gradients(expected, Turn.back, step)
-            step_all(theirs)
-    assert_same(model, expected)
+            owned.mean_gradients(expected, owned.Turn.back, step)
+            owned.step_all(theirs)
+    owned.assert_same(model, expected)
     assert scaler.get_scale() == 2.0**3
 
 
@@ -141,13 +119,8 @@ def test_grad_scaler_works_on_kept_gradients_and_refuses_others() -> None:
 
 
 # Norms and zeros: every element counts once
-
-SUBSETS: dict[str, Any] = {
-    "all": "*",
-    "matrices of the layers": "layers.*.weight",
-    "two globs": ["embedding.*", "*bias"],
-    "one parameter": "gate.weight",
-}
+SUBSETS: dict[str, Any] = {"all": "*", "matrices of the layers": "layers.*.weight"}
+SUBSETS |= {"two globs": ["embedding.*", "*bias"], "one parameter": "gate.weight"}
 
 
 def with_zeros(tied: bool = False) -> nn.Module:
@@ -161,9 +134,8 @@ def with_zeros(tied: bool = False) -> nn.Module:
 
 
 def after_backward(tied: bool = False, **options: Any) -> Any:
-    """The optimizer of such a model after a backward pass."""
     model = with_zeros(tied)
-    optimizer = optimizer_of_lm(model, **options)
+    optimizer = owned.optimizer_for(model, **options)
     model(*shares(0, dist.get_world_size())[dist.get_rank()]).backward()
     return optimizer
 
@@ -184,9 +156,7 @@ def gradients_of_one_process(tied: bool) -> dict[str, Tensor]:
     tied=[False, True],
     keep=[False, True],
 )
-def test_norms_and_zeros_equal_one_process_and_a_clip_scales_to_the_norm_asked_for(
-    group_size: int | None, layout: str, tied: bool, keep: bool
-) -> None:
+def test_norms_zeros_and_clips_equal_one_process(group_size: int | None, layout: str, tied: bool, keep: bool) -> None:
     grads = gradients_of_one_process(tied)
     optimizer = after_backward(tied, group_size=group_size, layout=layout, keep_full_grads=keep)
     for subset, names in SUBSETS.items():
@@ -207,10 +177,8 @@ def test_norms_and_zeros_equal_one_process_and_a_clip_scales_to_the_norm_asked_f
 @on_ranks(3)
 @pytest.mark.parametrize("bad", [-1, 0, 1, 2])
 def test_no_norm_and_no_maximum_hides_a_nan(bad: int) -> None:
-    """On one rank. Of gradients, of order infinity and 2, and of a number per rank: gloo's own maximum goes on.
-
-    The step goes through with it, as torch's does.
-    """
+    """On one rank. Of gradients, of order infinity and 2, and of a number per rank: gloo's own maximum goes on. The
+    step goes through with it, as torch's does."""
     optimizer, rank = after_backward(), dist.get_rank()
     optimizer.grad_norm()
     if rank == bad:
@@ -229,11 +197,9 @@ def test_no_norm_and_no_maximum_hides_a_nan(bad: int) -> None:
 
 
 # Sums as they round
-
-
 def weights_on_real_gradients(layout: str, **options: Any) -> dict[str, Tensor]:
     model = UnevenLM()
-    train(model, optimizer_of_lm(model, layout=layout, **options), 5, accumulation=2, clip=0.3)
+    train(model, owned.optimizer_for(model, layout=layout, **options), 5, accumulation=2, clip=0.3)
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
@@ -248,12 +214,10 @@ def test_layouts_and_runs_equal_each_other_on_gradients_as_they_are() -> None:
 
 
 # 16-bit parameters: as one process that keeps fp32 masters
-
-NARROW = {**MODES, "fp32 gradients": {"grad_dtype": "float32"}}
+NARROW = {**owned.MODES, "fp32 gradients": {"grad_dtype": "float32"}}
 
 
 def narrow(dtype: torch.dtype, mixed: bool) -> nn.Module:
-    """All parameters in 16 bits, or all but those of the norm and the head."""
     model = UnevenLM().to(dtype)
     for module in (model.layers[4], model.lm_head) if mixed else ():
         module.float().register_forward_pre_hook(lambda _, given: given[0].float())
@@ -269,28 +233,24 @@ def narrow(dtype: torch.dtype, mixed: bool) -> nn.Module:
     mode=["plain", "lazy return", "step in backward", "fp32 gradients"],
     load=[False, True],
 )
-def test_narrow_models_equal_one_process_with_masters_which_loaded_weights_replace(
-    dtype: torch.dtype, mixed: bool, layout: str, mode: str, load: bool
-) -> None:
+def test_narrow_models_equal_fp32_masters(dtype: torch.dtype, mixed: bool, layout: str, mode: str, load: bool) -> None:
     """On gradients as they are: a sum of two ranks' in fp32 has one value."""
     model, single = narrow(dtype, mixed), Masters(dtype)
     single.low = narrow(dtype, mixed)
-    optimizer = optimizer_of_lm(model, layout=layout, **NARROW[mode])
+    optimizer = owned.optimizer_for(model, layout=layout, **NARROW[mode])
     for step in range(4):
         if load and step == 2:
             weights = {name: param + 0.25 for name, param in single.low.state_dict().items()}
             for each in (model, single.low, single.model):
                 each.load_state_dict(weights)
         model(*batch_shares(step, 2)[dist.get_rank()]).backward()
-        step_all([optimizer])
+        owned.step_all([optimizer])
         single.advance(step, 2, scale=2.0)  # its loss is that of two micro-batches, halved
     optimizer.synchronize()
-    assert_same(model, single.low)
+    owned.assert_same(model, single.low)
 
 
 # The collectives that NCCL takes, on gloo: reduce-scatter and all-gather, of equal parts and of unequal ones
-
-
 @contextlib.contextmanager
 def not_from_rank_to_rank() -> Iterator[set[str]]:
     """Groups that are not ``direct``, as NCCL's; says which ran. gloo lacks one, which broadcasts replace."""
@@ -316,7 +276,7 @@ def not_from_rank_to_rank() -> Iterator[set[str]]:
         yield calls
 
 
-ACCUMULATION = micro_batches(False, True)
+ACCUMULATION = owned.micro_batches(False, True)
 
 
 @on_ranks()
@@ -329,7 +289,7 @@ ACCUMULATION = micro_batches(False, True)
 )
 def test_collectives_of_parts_equal_one_process(layout: str, mode: str, group_size: int | None) -> None:
     with not_from_rank_to_rank() as calls:
-        assert_trains_exactly(ACCUMULATION, mode=mode, layout=layout, group_size=group_size)
+        owned.assert_trains_exactly(ACCUMULATION, mode=mode, layout=layout, group_size=group_size)
     if layout == "padded":
         assert calls == {"reduce_scatter_tensor", "all_gather_into_tensor"}
     if layout == "compact":

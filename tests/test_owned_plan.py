@@ -1,7 +1,5 @@
 """Plans of owned storage, as pure data: where parameters lie, whose they are, which layout."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

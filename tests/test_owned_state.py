@@ -1,9 +1,5 @@
-"""Optimizer state of owned storage: what is written, and that what does not fit is an error and changes nothing.
-
-That it goes on on other ranks and layouts, bit for bit, is in test_checkpoints.py.
-"""
-
-from __future__ import annotations
+"""Optimizer state of owned storage: what is written, and that what does not fit is an error and changes nothing. That
+it goes on on other ranks and layouts, bit for bit, is in test_checkpoints.py."""
 
 import copy
 import os
@@ -20,11 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 
 from lwopt_backend import LayerWiseOptimizer
@@ -36,8 +28,7 @@ from tests.cells import with_full
 from tests.checkpoint_contents import same as equal
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
-from tests.owned import BUCKET_MB, optimizer_for, train
-from tests.owned_scenarios import train_ours
+from tests.owned import BUCKET_MB, optimizer_for, train, train_ours
 from tests.ranks import RankPool
 from tests.test_owned_experts import MoE, expert_optimizer, one_pass, sharded, sharers_of_experts
 from tests.zero import ADAMW, MUON
@@ -55,7 +46,6 @@ def trained(steps: int = 1, **options: Any) -> tuple[nn.Module, LayerWiseOptimiz
 
 
 def owned_state(optimizer: LayerWiseOptimizer) -> list[Any]:
-    """A copy of all that loading may change."""
     pieces = state_pieces(optimizer.core)
     copies = {p.member: [{k: t.clone() for k, t in p.tensors.items()}, copy.deepcopy(p.owner)] for p in pieces}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -63,7 +53,6 @@ def owned_state(optimizer: LayerWiseOptimizer) -> list[Any]:
 
 
 def in_vain(optimizer: LayerWiseOptimizer, load: Callable[[], None], message: str) -> None:
-    """Loading raises, and leaves everything as it was."""
     before = owned_state(optimizer)
     with pytest.raises(Exception) as error:
         load()
@@ -72,8 +61,6 @@ def in_vain(optimizer: LayerWiseOptimizer, load: Callable[[], None], message: st
 
 
 # What a folder holds
-
-
 @on_ranks(3)
 def test_a_folder_holds_the_files_of_one_save_and_pieces_of_every_parameter(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "folder"
@@ -115,21 +102,15 @@ def test_saving_between_backward_and_a_step_that_has_begun_is_an_error(tmp_path:
 
 
 # What cannot be loaded
-
-
 def flip(path: Path) -> None:
-    """One bit in the middle of the largest tensor in a file."""
     data = bytearray(path.read_bytes())
-    largest = max(
-        (s for s in DcpFolder(path.parent, metadata_only=True).stored if s.path == path),
-        key=lambda stored: stored.length,
-    )
+    inside = [stored for stored in DcpFolder(path.parent, metadata_only=True).stored if stored.path == path]
+    largest = max(inside, key=lambda stored: stored.length)
     data[largest.offset + largest.length // 2] ^= 4
     path.write_bytes(data)
 
 
 def without_a_chunk(path: Path) -> None:
-    """A hole in a tensor."""
     saved = pickle.loads((path.parent / ".metadata").read_bytes())
     saved.state_dict_metadata["optimizer.state.embedding.weight.exp_avg"].chunks.pop()
     (path.parent / ".metadata").write_bytes(pickle.dumps(saved))
@@ -162,9 +143,7 @@ def load_all_in_vain(messages: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
-def test_a_damaged_folder_is_an_error_on_all_ranks_and_changes_nothing(
-    ranks: RankPool, saves: Path, tmp_path: Path, rank: int
-) -> None:
+def test_a_damaged_folder_fails_and_changes_nothing(ranks: RankPool, saves: Path, tmp_path: Path, rank: int) -> None:
     messages = {}
     for what, (damage, message) in DAMAGE.items():
         folder = shutil.copytree(saves, tmp_path / what) / "state"
@@ -212,8 +191,6 @@ def test_another_models_state_is_an_error_on_all_ranks_and_changes_nothing(saves
 
 
 # Crashes
-
-
 @pytest.mark.parametrize(("rank", "fault"), with_full([(0, "metadata"), (1, "fsync")], [(0, "fsync")]))
 @on_ranks(2)
 def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, rank: int, fault: str) -> None:
@@ -247,8 +224,6 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, rank: int, faul
 
 
 # Param groups
-
-
 def with_groups(order: list[int], rates: list[float]) -> LayerWiseOptimizer:
     model = UnevenLM()
     parts = [list(model.layers.parameters()), list(model.embedding.parameters()) + list(model.lm_head.parameters())]
@@ -262,13 +237,9 @@ def test_param_groups_are_known_by_their_members(tmp_path: Path) -> None:
     with_groups([0, 1, 2], [0.1, 0.2, 0.3]).save_state_dict(tmp_path)
     optimizer = with_groups([2, 0, 1], [0.5] * 3)
     optimizer.load_state_dict_from(tmp_path)
-    assert {f"{group['note']} {group['rule']}": group["lr"] for group in optimizer.param_groups} == {
-        "part 0 muon": 0.1,
-        "part 0 adamw": 0.1,
-        "part 1 adamw": 0.2,
-        "part 2 muon": 0.3,
-        "part 2 adamw": 0.3,
-    }
+    rates = {f"{group['note']} {group['rule']}": group["lr"] for group in optimizer.param_groups}
+    of_both = {f"part {part} {rule}": rate for part, rate in ((0, 0.1), (2, 0.3)) for rule in ("muon", "adamw")}
+    assert rates == {**of_both, "part 1 adamw": 0.2}
     other = optimizer_for(UnevenLM())
     message = "param group 0 (muon) has the parameters of the checkpoint's groups ['0.muon'"
     in_vain(other, lambda: other.load_state_dict_from(tmp_path), message)
@@ -293,8 +264,6 @@ def test_param_groups_that_cannot_be_saved_are_an_error_on_all_ranks(tmp_path: P
 
 
 # Experts that only some ranks have
-
-
 def summary(optimizer: LayerWiseOptimizer) -> dict[tuple[str, str], float]:
     """By parameter and key the sum of absolute values of this rank's state."""
     members = optimizer.core.members
@@ -317,9 +286,7 @@ def load_experts(folder: str) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"group_size": 2, "expert_group_size": 1}], ids=str)
-def test_experts_are_loaded_where_all_ranks_have_all(
-    rank_pools: dict[int, RankPool], tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_experts_load_on_all_ranks(rank_pools: dict[int, RankPool], tmp_path: Path, options: dict[str, Any]) -> None:
     totals: Counter[tuple[str, str]] = Counter()
     # With options, two instances: of the dense ranks 0, 1 and 2, 3, and of those that share experts, 0, 2 and 1, 3.
     for of_rank in rank_pools[4].run(train_experts, str(tmp_path), **options)[: 2 if options else 4]:
@@ -357,9 +324,7 @@ def local_experts_alone(folder: str) -> None:
     optimizer_for(OneExpert(10)).load_state_dict_from(folder)
 
 
-def test_experts_of_one_name_are_told_apart_by_the_ranks_that_have_them(
-    rank_pools: dict[int, RankPool], tmp_path: Path
-) -> None:
+def test_experts_of_one_name_are_told_apart_by_their_ranks(rank_pools: dict[int, RankPool], tmp_path: Path) -> None:
     rank_pools[4].run(save_and_load_local_experts, str(tmp_path))
     names = formats.read(tmp_path).params
     assert {"expert.weight of expert set 0", "expert.weight of expert set 1", "dense.weight"} <= set(names)
@@ -368,8 +333,6 @@ def test_experts_of_one_name_are_told_apart_by_the_ranks_that_have_them(
 
 
 # torch's own state_dict
-
-
 @pytest.mark.parametrize("whole", [False, True])
 @on_ranks(2)
 def test_a_state_dict_goes_on_bit_for_bit(whole: bool) -> None:

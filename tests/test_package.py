@@ -1,7 +1,6 @@
 """The package as a user gets it: built, installed beside torch alone, and run without a warning."""
 
-from __future__ import annotations
-
+import ast
 import email
 import importlib.metadata
 import json
@@ -17,12 +16,17 @@ import venv
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from packaging.requirements import Requirement
+from torch import nn
 
 from lwopt_backend.config.optimizer_classes import PACKAGES
 from lwopt_backend.config.options import install_command
+from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES
+from tests import typed_user
 from tests.launcher import ROOT, TIMEOUT_SECONDS, unpack_page
 
 NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
@@ -48,11 +52,9 @@ def build(what: str, source: Path, destination: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that has the wheel, what pip installs for it, and the torch that is here.
-
-    Of what is here only torch and its requirements are linked into it, so that a requirement that we forget to name is
-    missing. They are pinned: pip would replace what the links lead to.
-    """
+    """The interpreter of an environment that has the wheel, what pip installs for it, and the torch that is here. Of
+    what is here only torch and its requirements are linked into it, so that a requirement that we forget to name is
+    missing. They are pinned: pip would replace what the links lead to."""
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder, symlinks=True)
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
@@ -70,7 +72,6 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requirements_of(name: str) -> dict[str, importlib.metadata.Distribution]:
-    """A distribution that is installed here, and all that it requires, by name."""
     found: dict[str, importlib.metadata.Distribution] = {}
     wanted = [name]
     while wanted:
@@ -83,16 +84,9 @@ def requirements_of(name: str) -> dict[str, importlib.metadata.Distribution]:
 
 
 def run(command: Sequence[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in ``folder`` and nothing of the checkout. Raises AssertionError if it fails."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONWARNINGS")}
-    finished = subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
+    how = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS, "cwd": folder}
+    finished = subprocess.run([*map(str, command)], env={**environment, "OMP_NUM_THREADS": "1"}, **how)
     assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"
     return finished
 
@@ -171,11 +165,8 @@ SUCCEED = (
     *(f"inspect {made}" for made in ("trained", "universal", "dcp", "safetensors")),
     *("diff trained universal", "diff universal dcp --weights", "diff trained safetensors --weights"),
 )
-NEED_AN_EXTRA = {
-    f"plan {PLANNED} --png plan.png": "matplotlib",
-    f"plan {PLANNED} --html plan.html": "matplotlib",
-    "plan --hf config.json --world-size 8": "transformers",
-}
+NEED_AN_EXTRA = {f"plan {PLANNED} --png plan.png": "matplotlib", f"plan {PLANNED} --html plan.html": "matplotlib"}
+NEED_AN_EXTRA |= {"plan --hf config.json --world-size 8": "transformers"}
 
 
 @pytest.mark.full
@@ -198,3 +189,47 @@ def test_what_messages_tell_to_install_is_what_an_extra_asks_for(package: str) -
     *words, told = shlex.split(install_command(package))
     assert words == ["pip", "install"]
     assert Requirement(told) in [Requirement(text) for texts in extras.values() for text in texts]
+
+
+# Types reach users: the script that mypy checks uses every public name, and runs
+PUBLIC = [  # where users' scripts import from
+    *(ROOT / "lwopt_backend" / name for name in ("__init__.py", "migration.py", "rules/__init__.py")),
+    ROOT / "integrations" / "fsdp2.py",
+]
+MARKDOWN = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+IN_MARKDOWN = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def test_the_typed_user_uses_every_public_name() -> None:
+    """What the public modules list, and what the documentation and the examples import."""
+    text = (ROOT / "tests" / "typed_user.py").read_text()
+    used = imported(text) | set(re.findall(r"\b\w+\.(\w+)", text))
+    code = "".join(path.read_text() for path in PUBLIC)
+    lists = re.findall(r"^__all__ = (\[.*?\])", code, re.MULTILINE | re.DOTALL)
+    listed = {name for names in lists for name in ast.literal_eval(names)}
+    for path in (ROOT / "integrations" / "deepspeed_zero.py", ROOT / "integrations" / "deepspeed" / "migration.py"):
+        listed |= set(re.findall(r"^(?:def|class) ([a-zA-Z]\w*)", path.read_text(), re.MULTILINE))
+    codes = [code for path in MARKDOWN for code in IN_MARKDOWN.findall(path.read_text())]
+    codes += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    shown = set().union(*map(imported, codes))
+    assert len(listed) > 20 and "parse" in shown
+    assert sorted((listed | shown) - used) == []
+
+
+def imported(code: str) -> set[str]:
+    """The names that code imports of the package, without what needs torchtitan (tests/peers)."""
+    froms = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    modules = [(node.module or "").split(".") for node in froms]
+    ours = [node for node, path in zip(froms, modules) if path[0] == "lwopt_backend" and path[-1] != "torchtitan"]
+    return {alias.name for node in ours for alias in node.names}
+
+
+def test_the_typed_user_trains(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    before = [param.detach().clone() for param in model.parameters()]
+    with mock.patch.dict(MATRIX_RULES), mock.patch.dict(ELEMENTWISE_RULES):
+        typed_user.register_own_rules()
+        optimizer = typed_user.train_plain(model, list(torch.randn(3, 5, 4)), tmp_path)
+    assert all(not torch.equal(param.detach(), old) for param, old in zip(model.parameters(), before))
+    with pytest.raises(ValueError, match="there is no state of parameter"):
+        typed_user.resume(optimizer, {"state": {}, "param_groups": []}, [])

@@ -1,7 +1,5 @@
 """What the README and the pages in docs/ show is true: scripts run as printed, names and defaults are the code's."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
@@ -41,6 +39,13 @@ BLOCKS = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGES["start/deepspeed"
 FILES = {name: text for _, name, text in BLOCKS if name and "." in name}
 RUNS = [text for language, name, text in BLOCKS if language == "bash" and name == "run"]
 MIGRATION = PAGES["migration"]
+SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write, which another rank's cannot cut in two
+SAYS = {
+    "start/fsdp2": (2, r"loss [01]\.\d+ after 40 steps", "Routing: 4 of 11 trained parameters are matrices"),
+    "start/plain": (2, r"loss [01]\.\d+ after 40 steps", "Storage: owned by 2 data-parallel ranks"),
+    "modules": (4, r"loss 0\.\d+ after 40 steps, gradient norm \d\.\d+ over both modules", ""),
+    "migration": (2, r"largest difference after 10 more steps: 0\.0", ""),
+}
 
 
 def part(page: str, begin: str, end: str) -> str:
@@ -48,17 +53,11 @@ def part(page: str, begin: str, end: str) -> str:
 
 
 def named_in(rows: str) -> set[str]:
-    """The options that the first cells of a table's rows name."""
     return {name for row in re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
 
 
-SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write, which another rank's cannot cut in two
-
-
 @pytest.mark.parametrize("command", RUNS, ids=["train.py", "unmodified script"])
-def test_deepspeeds_training_commands_run_as_printed(
-    request: pytest.FixtureRequest, ranks: RankPool, command: str, tmp_path: Path
-) -> None:
+def test_deepspeeds_commands_run(request: pytest.FixtureRequest, ranks: RankPool, command: str, tmp_path: Path) -> None:
     """The unmodified script's under the launcher; the other so in `make test-full` only."""
     files, unmodified = dict(FILES), "--module" in command
     if unmodified:  # no line of ours
@@ -88,11 +87,9 @@ def test_deepspeeds_client_optimizer_runs_as_printed(ranks: RankPool, tmp_path: 
 def test_the_module_runner_hands_on_its_arguments_and_needs_a_script(tmp_path: Path) -> None:
     script, seen = tmp_path / "seen.py", tmp_path / "seen.json"
     script.write_text(f"import json, sys\njson.dump(sys.argv[1:], open({str(seen)!r}, 'w'))\n")
-    refused = {
-        (): "no script was given; found only []",
-        ("--local_rank=1",): "no script was given; found only ['--local_rank=1']",
-        ("nowhere.py",): "no such script: nowhere.py",
-    }
+    none = "no script was given; found only"
+    refused = {(): f"{none} []", ("--local_rank=1",): f"{none} ['--local_rank=1']"}
+    refused |= {("nowhere.py",): "no such script: nowhere.py"}
     with surroundings_kept():
         run.main(["--local_rank=1", str(script), "--word", "hello"])
         for wrong, message in refused.items():
@@ -100,14 +97,6 @@ def test_the_module_runner_hands_on_its_arguments_and_needs_a_script(tmp_path: P
                 run.main(list(wrong))
             assert str(ended.value.code).splitlines()[-1] == message
     assert json.loads(seen.read_text()) == ["--local_rank=1", "--word", "hello"]
-
-
-SAYS = {
-    "start/fsdp2": (2, r"loss [01]\.\d+ after 40 steps", "Routing: 4 of 11 trained parameters are matrices"),
-    "start/plain": (2, r"loss [01]\.\d+ after 40 steps", "Storage: owned by 2 data-parallel ranks"),
-    "modules": (4, r"loss 0\.\d+ after 40 steps, gradient norm \d\.\d+ over both modules", ""),
-    "migration": (2, r"largest difference after 10 more steps: 0\.0", ""),
-}
 
 
 @pytest.mark.parametrize("page", SAYS)
@@ -183,18 +172,10 @@ def test_the_messages_in_troubleshooting_are_ours() -> None:
     """Those that the table quotes, but for DeepSpeed's, Accelerate's and gloo's."""
     quoted = set(re.findall(r"^\| [^|]*?`([^`|]+ [^`|]+)`", PAGES["troubleshooting"], re.MULTILINE))
     theirs = {"LayerWiseMuon is not a supported DeepSpeed Optimizer", "optimizer.params.adamw.lr not found in kwargs"}
-    theirs |= {
-        "train_batch_size is not equal to",
-        "Received data size doesn't match expected size",
-        "KeyError: 'exp_avg'",
-    }
-    code = "".join(
-        path.read_text() for folder in ("lwopt_backend", "integrations") for path in (ROOT / folder).rglob("*.py")
-    )
-    first = {
-        message.partition(" lr")[0].partition(" ...")[0].replace("rank 1 failed", "failed")
-        for message in quoted - theirs
-    }
+    theirs |= {"train_batch_size is not equal to", "Received data size doesn't match expected size"}
+    theirs |= {"KeyError: 'exp_avg'"}
+    code = "".join(p.read_text() for folder in ("lwopt_backend", "integrations") for p in (ROOT / folder).rglob("*.py"))
+    first = {m.partition(" lr")[0].partition(" ...")[0].replace("rank 1 failed", "failed") for m in quoted - theirs}
     assert theirs < quoted and [message for message in first if message not in code] == []
 
 
@@ -270,8 +251,6 @@ def test_the_support_table_of_fsdp2_is_the_tests_table() -> None:
 
 
 # -- docs/optimizers.md
-
-
 def test_a_users_own_rule_runs_as_printed(tmp_path: Path) -> None:
     ((name, script),) = re.findall(r"^```python (\S+)\n(.*?)^```$", PAGES["optimizers"], re.MULTILINE | re.DOTALL)
     (tmp_path / name).write_text(script)
@@ -299,8 +278,6 @@ def test_the_entries_of_the_page_are_understood_and_every_rule_is_in_its_table()
 
 
 # -- docs/migration.md
-
-
 def test_every_peer_has_a_table_with_keys_of_ours_and_settings_that_are_arguments_in_python_too() -> None:
     assert re.findall(r"^```json (\w+)$", MIGRATION, re.MULTILINE) == PEERS
     for peer in PEERS:

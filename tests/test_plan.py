@@ -1,7 +1,5 @@
 """Plans of flat partitions and of meshes: exact, every element once there and back, and the same everywhere."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
@@ -18,26 +16,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lwopt_backend.plan import (
-    MACHINES,
-    Atom,
-    FlatPartition,
-    Fragment,
-    Layout,
-    Machine,
-    MeshLayout,
-    ParameterPartition,
-    Replicas,
-    Sharding,
-    TensorShards,
-    plan_matrices,
-    plan_spread,
-)
-from lwopt_backend.plan.atoms import matrices_of
-from lwopt_backend.plan.cost import newton_schulz_flops
+from lwopt_backend.plan.atoms import Atom, matrices_of
+from lwopt_backend.plan.cost import MACHINES, Machine, newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer
-from lwopt_backend.plan.layouts import in_blocks
-from lwopt_backend.plan.owners import balance, critical_path, cut_buckets, stay
+from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas, in_blocks
+from lwopt_backend.plan.mesh import MeshLayout, Sharding, TensorShards
+from lwopt_backend.plan.owners import balance, critical_path, cut_buckets, plan_matrices, plan_spread, stay
 from tests.fsdp2 import mesh_of
 from tests.on_ranks import on_ranks
 from tests.planner_shapes import UNEVEN_SHAPES as SHAPES
@@ -88,6 +72,7 @@ PLACEMENTS = {
         *[(_StridedShard(0, split_factor=2), Shard(0)), (Shard(0), Replicate())],
     ],
 }
+GPT = [(1152, 384), (384, 384), (1536, 384), (384, 1536)] * 12
 
 
 @on_ranks(4)
@@ -152,9 +137,6 @@ def test_the_modelled_step_is_the_busiest_rank_on_its_machine_and_auto_takes_the
     assert plan_of([(64, 64)] * 8, 2, "auto").ownership.policy == "stay", "already balanced, nothing to move"
 
 
-GPT = [(1152, 384), (384, 384), (1536, 384), (384, 1536)] * 12
-
-
 @pytest.mark.parametrize(("ranks", "bound"), [(2, 1.01), (3, 1.01), (4, 1.01), (8, 1.05), (16, 1.34), (64, 1.0)])
 def test_work_is_balanced_over_all_buckets(ranks: int, bound: float) -> None:
     atoms = atoms_of(GPT)
@@ -184,7 +166,6 @@ def on_four(*dims: int | None, late: tuple[bool, bool] = (False, False)) -> Mesh
 
 
 def tensor_parallel(store: Callable[[tuple[int, ...]], FlatPartition | Replicas]) -> TensorShards:
-    """Matrices of an even number of elements in halves, others on both tensor-parallel ranks."""
     cut = tuple(numel % 2 == 0 for numel in NUMELS)
     shards = tuple(numel // (1 + halved) for numel, halved in zip(NUMELS, cut))
     blocks = tuple(block for shape in SMALL for block in matrices_of(shape))
@@ -208,7 +189,6 @@ FLAT = ("stay", "balance")
 
 
 def elements(atom: int, part: Segment | Fragment) -> list[tuple[int, int]]:
-    """An atom's elements in a part of it, in their order."""
     runs = range(part.start, part.start + part.runs * part.pitch, part.pitch) if part.runs > 1 else [part.start]
     return [(atom, run + i) for run in runs for i in range(part.stop - part.start)]
 
@@ -233,8 +213,7 @@ def assert_arrives(ways: list[Transfer]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "how"),
-    [*itertools.product(FLAT, [1, 2, 3, 4, 7]), *itertools.product(LAYOUTS, ["compact", "padded"])],
+    ("where", "how"), [*itertools.product(FLAT, [1, 2, 3, 4, 7]), *itertools.product(LAYOUTS, ["compact", "padded"])]
 )
 def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(where: str, how: str | int) -> None:
     if isinstance(how, int):

@@ -1,7 +1,5 @@
 """What ``lwopt plan`` says is what a run does: the same plan by name, and the memory of every rank to the byte."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -31,7 +29,6 @@ Held = tuple[str, dict[str, int]]  # the plan's name, and bytes that this rank h
 
 @pytest.fixture(scope="module")
 def phi3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a model with fused q, k, v and gate, up, norms, an embedding and a head."""
     folder = tmp_path_factory.mktemp("phi3")
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "vocab_size": 50}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "pad_token_id": 0}

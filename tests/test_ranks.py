@@ -1,7 +1,5 @@
 """What one test does to the ranks is not seen by the next, and worlds of other sizes follow each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import deepspeed

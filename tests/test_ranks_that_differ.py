@@ -1,7 +1,5 @@
 """Ranks that differ, or fail: every engine comes to the same decision on all of them, or to an error that says why."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -24,7 +22,8 @@ from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.config import param_groups
 from lwopt_backend.config.param_groups import OptionsInUse
 from lwopt_backend.rules import muon
-from lwopt_backend.runtime.agreement import RanksDisagree
+from lwopt_backend.runtime.agreement import RanksDisagree, agree, digest, first_difference, setting
+from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.elementwise import ElementwiseStepper
 from lwopt_backend.runtime.whole import WholeMatrices
 from tests.cells import cells, with_full
@@ -32,6 +31,46 @@ from tests.engines import ENGINES, ZERO, Cell, Engine, ExactLM, running
 from tests.on_ranks import on_ranks
 from tests.owned import shares
 from tests.ranks import RankFailed, RankPool
+
+
+# One decision
+@on_ranks(2)
+def test_equal_lines_agree_and_of_different_ones_every_rank_names_the_first_difference() -> None:
+    collectives = TorchCollectives()
+
+    def agree_with(other: list[str]) -> str:
+        return agree(collectives, "a test", lambda: ("agreed", [["a", "b"], other][collectives.rank]))
+
+    assert agree_with(["a", "b"]) == "agreed"
+    for other, found in ((["a", "c"], "'c'"), (["a"], "nothing further")):
+        with pytest.raises(RanksDisagree, match=f"^a test: ranks differ: rank 0 has 'b', rank 1 has {found}$"):
+            agree_with(other)
+    assert issubclass(RanksDisagree, RuntimeError)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_takes_the_others_with_it(failing: int) -> None:
+    collectives = TorchCollectives()
+    mine = collectives.rank == failing
+
+    def decide() -> tuple[None, list[str]]:
+        if mine:
+            raise KeyError("missing")
+        return None, []
+
+    told = re.escape(f"a test: rank {failing} failed with KeyError('missing')")
+    with pytest.raises(KeyError if mine else RuntimeError, match="^'missing'$" if mine else f"^{told}"):
+        agree(collectives, "a test", decide)
+
+
+def test_a_setting_that_differs_is_named_with_both_values_and_nothing_else() -> None:
+    ranks = [[setting("lr", 0.02), setting("betas", (0.9, beta)), setting("eps", 0)] for beta in (0.95, 0.95, 0.99)]
+    found = first_difference(ranks)
+    assert found == "ranks differ in betas: (0.9, 0.95) on rank 0, (0.9, 0.99) on rank 2; give all ranks the same"
+    assert first_difference([["a"], ["a"]]) == "all lines are equal"
+    assert digest(["a", "b"]) == digest(["a", "b"]) != digest(["a", "c"])
+
 
 OWNED = ("plain", "owned 0", "owned 1", "owned 2")
 
@@ -49,8 +88,6 @@ def fail(*_: Any, **__: Any) -> Any:
 
 
 # When the optimizer is made
-
-
 def of_another_shape(model: nn.Module) -> None:
     model.lm_head = nn.Linear(24, 38, bias=False)
 
@@ -78,6 +115,7 @@ def both(name: str, first: str, other: str) -> str:
     return rf"^(LayerWiseOptimizer|LayerWise): {re.escape(said)}$"
 
 
+FORMS = both("elementwise.weight_decay_form", "'decoupled'", "'cautious'")
 DIFFERENCES: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] = {
     "shape": (of_another_shape, {}, r"ranks differ: rank 0 has .*lm_head.*, rank 1 has .*lm_head"),
     "order": (in_another_order, {}, "ranks differ: rank 0 has "),
@@ -85,11 +123,7 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] 
     "torch": (with_another_torch, {}, both("torch.__version__", repr(str(torch.__version__)), "'2.13.1'")),
     "routing": (same, {"options": {"exclude": ("layers.2.*",)}}, both("exclude", "()", "('layers.2.*',)")),
     "rate": (same, {"rate": 0.5}, both("matrix.lr", "0.02", "0.5")),
-    "element-wise option": (
-        same,
-        {"elementwise": "cautious adamw"},
-        both("elementwise.weight_decay_form", "'decoupled'", "'cautious'"),
-    ),
+    "element-wise option": (same, {"elementwise": "cautious adamw"}, FORMS),
 }
 
 
@@ -114,8 +148,6 @@ def test_ranks_that_are_given_different_things_all_stop_and_show_both(engine: st
 
 
 # Options at a step
-
-
 CHANGES: dict[str, tuple[int, str, Any]] = {  # of param group 0, muon's, or 1, adamw's
     "lr": (0, "lr", 0.5),
     "weight decay": (1, "weight_decay", 0.5),
@@ -175,9 +207,8 @@ def test_plain_optimizers_of_a_module_are_compared_with_the_norm() -> None:
 
     assert train()
     optimizer.param_groups[0]["lr"] += 0.25 * dist.get_rank()
-    with pytest.raises(
-        RanksDisagree, match="'all': ranks differ in lr of param group 0: 0.25 on rank 0, 0.5 on rank 1"
-    ):
+    told = "'all': ranks differ in lr of param group 0: 0.25 on rank 0, 0.5 on rank 1"
+    with pytest.raises(RanksDisagree, match=told):
         train()
 
 
@@ -194,16 +225,6 @@ def test_the_number_of_the_options_is_worked_out_again_only_if_one_has_changed(m
 
 
 # Failures
-
-
-def in_a_rule(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(muon, "newton_schulz", fail)
-
-
-def in_an_elementwise_rule(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ElementwiseStepper, "step", fail)
-
-
 def in_a_hook(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     optimizer = engine.optimizer
     while hasattr(optimizer, "optimizer"):  # DeepSpeed's, around ours
@@ -212,8 +233,8 @@ def in_a_hook(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS: dict[str, Callable[[Engine, pytest.MonkeyPatch], None]] = {
-    "rule": in_a_rule,
-    "element-wise rule": in_an_elementwise_rule,
+    "rule": lambda engine, patch: patch.setattr(muon, "newton_schulz", fail),
+    "element-wise rule": lambda engine, patch: patch.setattr(ElementwiseStepper, "step", fail),
     "hook": in_a_hook,
 }
 TOLD = re.escape("rank 1 failed with Broken('here'); rank 0 stops with it")

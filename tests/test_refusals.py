@@ -1,15 +1,17 @@
 """What cannot work under DeepSpeed is refused by name when the engine is built, on every rank, and nothing hangs."""
 
-from __future__ import annotations
-
 import copy
+import importlib.metadata
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,10 +19,15 @@ from deepspeed.module_inject import auto_ep
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from lwopt_backend.integrations import deepspeed_zero
+from lwopt_backend.integrations.deepspeed import versions
+from lwopt_backend.integrations.deepspeed.versions import OLDEST, SUPPORTED
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
+from tests.launcher import ROOT
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
@@ -81,10 +88,8 @@ OF_OWNED: list[tuple[dict[str, Any], str]] = [
     (BF16 | {"communication_data_type": "fp32"}, "communication_data_type is float32, but gradients travel as they"),
     (BF16 | {"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype is float16 and the model is"),
 ]
-SETTINGS = [
-    *(("zero", *row) for row in (*OF_BOTH, *OF_ZERO)),
-    *(("owned", *row) for row in (*OF_BOTH, *OF_OWNED)),
-]
+SETTINGS = [*(("zero", *row) for row in (*OF_BOTH, *OF_ZERO)), *(("owned", *row) for row in (*OF_BOTH, *OF_OWNED))]
+OVERLAPPING = {name: {"params": glob, "max_norm": 1.0} for name, glob in (("a", "gate.*"), ("b", "*.bias"))}
 
 
 @pytest.mark.parametrize(("storage", "changes", "message"), SETTINGS)
@@ -100,22 +105,13 @@ def test_settings_that_cannot_work_are_refused(storage: str, changes: dict[str, 
         assert "LayerWiseMuon with owned storage cannot train with this configuration" in error
 
 
-OVERLAPPING = {name: {"params": glob, "max_norm": 1.0} for name, glob in (("a", "gate.*"), ("b", "*.bias"))}
-
-
 # What is wrong without a model is in test_doors.py.
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"exclude": ["*"]}, "none of the 11 trained parameters is a matrix"),
-        (
-            {"ns_method": "gram-newton-schulz"},
-            "for Hopper and Blackwell GPUs of NVIDIA, not for a device of",
-        ),
-        (
-            {**OWNED, "ns_method": "quack-kernels"},
-            "ns_method is 'quack-kernels', whose kernels are for Ampere and",
-        ),
+        ({"ns_method": "gram-newton-schulz"}, "for Hopper and Blackwell GPUs of NVIDIA, not for a device of"),
+        ({**OWNED, "ns_method": "quack-kernels"}, "ns_method is 'quack-kernels', whose kernels are for Ampere and"),
         ({**OWNED, "group_size": 3}, "group size 3 does not divide the 2 data-parallel ranks"),
         ({"clip_groups": {"gates": {"params": "gat.*", "max_norm": 1.0}}}, "clip_groups['gates']: 'gat.*' matches no"),
         ({**OWNED, "clip_groups": OVERLAPPING}, "parameter 'gate.bias' is in clip_groups 'a' and 'b'; give it to one"),
@@ -145,8 +141,8 @@ def test_errors_of_layer_wise_say_layer_wise(storage: str) -> None:
 
 
 # Models and ranks
-
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+WEIGHT = "'layers.0.weight' of shape (63, 24)"
 ON_OWNED = config(2, **OWNED) | zero()
 
 
@@ -168,10 +164,6 @@ def shards(settings: dict[str, Any], vocabulary: int = 32) -> None:
     build(settings | {"tensor_parallel": {"autotp_size": 2}}, model)
 
 
-def unequal_shards(settings: dict[str, Any]) -> None:
-    shards(settings, vocabulary=33)
-
-
 def shards_by_an_mpu(settings: dict[str, Any], **marks: Any) -> None:
     model, mpu = UnevenLM(), TensorParallel()
     vars(model.layers[0].weight).update(marks)
@@ -179,21 +171,12 @@ def shards_by_an_mpu(settings: dict[str, Any], **marks: Any) -> None:
     build(settings, model, mpu=mpu)
 
 
-def shards_of_unknown_matrices(settings: dict[str, Any]) -> None:
-    shards_by_an_mpu(settings, tensor_model_parallel=True)
-
-
-def shards_with_their_own_gradients(settings: dict[str, Any]) -> None:
-    shards_by_an_mpu(settings, sequence_parallel=True)
-
-
-def stages_of_an_mpu(settings: dict[str, Any]) -> None:
-    shards_by_an_mpu(settings, ranks=1)
+def marked(**marks: Any) -> Callable[..., None]:
+    return partial(shards_by_an_mpu, **marks)
 
 
 def shards_without_marks(settings: dict[str, Any]) -> None:
-    model = UnevenLM(seed=dist.get_rank())
-    build(settings, model, mpu=TensorParallel())
+    build(settings, UnevenLM(seed=dist.get_rank()), mpu=TensorParallel())
 
 
 def experts_by_auto_ep(settings: dict[str, Any]) -> None:
@@ -220,33 +203,16 @@ def stages(settings: dict[str, Any]) -> None:
     [
         (shards, config(3), "tensor parallelism of 2 at zero_optimization.stage 3; use stage 0, 1 or 2"),
         (shards, ON_OWNED, 'tensor parallelism of 2; use "storage": "zero"'),
-        (
-            unequal_shards,
-            config(2),
-            "is a shard of (33, 16), which AutoTP cuts into unequal parts",
-        ),
-        (shards_by_an_mpu, ON_OWNED, 'tensor parallelism of 2; use "storage": "zero"'),
-        (
-            shards_of_unknown_matrices,
-            config(2),
-            "'layers.0.weight' of shape (63, 24) is marked as tensor-parallel",
-        ),
-        (shards_with_their_own_gradients, config(2), "'layers.0.weight' of shape (63, 24) is marked sequence"),
-        (
-            shards_without_marks,
-            config(2),
-            "'embedding.weight' has no mark of tensor parallelism",
-        ),
-        (
-            stages_of_an_mpu,
-            config(2),
-            "mpu.get_model_parallel_world_size() is 2, of which 1",
-        ),
+        (partial(shards, vocabulary=33), config(2), "is a shard of (33, 16), which AutoTP cuts into unequal parts"),
+        (marked(), ON_OWNED, 'tensor parallelism of 2; use "storage": "zero"'),
+        (marked(tensor_model_parallel=True), config(2), f"{WEIGHT} is marked as tensor-parallel"),
+        (marked(sequence_parallel=True), config(2), f"{WEIGHT} is marked sequence"),
+        (shards_without_marks, config(2), "'embedding.weight' has no mark of tensor parallelism"),
+        (marked(ranks=1), config(2), "mpu.get_model_parallel_world_size() is 2, of which 1"),
         (experts_by_auto_ep, config(2), "expert_parallel.enabled is true (AutoEP), whose expert layers were not tried"),
         (experts, ON_OWNED, "the model has DeepSpeed's expert layers"),
         (stages, ON_OWNED, "the model is a PipelineModule"),
     ],
-    ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_models_over_other_ranks_are_refused(
     ranks_to_spoil: RankPool, make: Callable[..., None], settings: dict[str, Any], message: str
@@ -335,21 +301,19 @@ OTHER_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 DIFFER = "^RanksDisagree: LayerWiseMuon: ranks differ"
 HEADS_DIFFER = "rank 0 has 'lm_head.weight 37x24 float32 adamw', rank 1 has 'lm_head.weight 38x24"
+UNTRAINABLE: Any = [
+    (tags_for_deepspeeds_own_muon, "1 parameters, the first is 'layers.0.weight', carry use_muon=True"),
+    (parameters_of_another_model, r"group 0, position 0: the parameter of shape \(37, 24\) is not in the model"),
+    (another_optimizer_on_our_param_groups, OF_ANOTHER_OPTIMIZER),
+    (another_model_on_rank_1, HEADS_DIFFER),
+    (smaller_partitions_than_planned, r"^RuntimeError: muon: planned \d+ elements a rank, found \d+"),
+    (offloading_states, "owned storage cannot move its states"),
+    (state_of_other_partitions, "param group 0: the checkpoint's momentum_buffer has"),
+    *((partial(other_options_on_rank_1, config(2), **one), f"{DIFFER} in {found}") for one, found in OTHER_OPTIONS),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (tags_for_deepspeeds_own_muon, "1 parameters, the first is 'layers.0.weight', carry use_muon=True"),
-        (parameters_of_another_model, r"group 0, position 0: the parameter of shape \(37, 24\) is not in the model"),
-        (another_optimizer_on_our_param_groups, OF_ANOTHER_OPTIMIZER),
-        (another_model_on_rank_1, HEADS_DIFFER),
-        (smaller_partitions_than_planned, r"^RuntimeError: muon: planned \d+ elements a rank, found \d+"),
-        (offloading_states, "owned storage cannot move its states"),
-        (state_of_other_partitions, "param group 0: the checkpoint's momentum_buffer has"),
-        *((partial(other_options_on_rank_1, config(2), **one), f"{DIFFER} in {found}") for one, found in OTHER_OPTIONS),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), UNTRAINABLE)
 @on_ranks(2)
 def test_what_cannot_be_trained_is_an_error_on_every_rank(make: Callable[[], None], message: str) -> None:
     assert re.search(message, error_of(make))
@@ -376,3 +340,69 @@ def test_an_optimizer_belongs_to_its_engine() -> None:
         copy.deepcopy(optimizer)
     with pytest.raises((NotImplementedError, RuntimeError, ValueError), match="takes no param group after it was made"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+
+
+# Which DeepSpeed is supported, and what one that is not, or that lacks names, is told
+def installed() -> tuple[str, str]:
+    return deepspeed.__version__, str(Path(deepspeed.__file__).parent)
+
+
+def test_ranks_run_the_deepspeed_that_was_asked_for(ranks: RankPool) -> None:
+    """scripts/oldest.py says which one it wants tested; without it, it is the one that pip installed."""
+    asked = os.environ.get("DEEPSPEED_UNDER_TEST") or importlib.metadata.version("deepspeed")
+    assert deepspeed.__version__ == asked
+    assert ranks.run(installed) == [installed()] * 2
+
+
+def test_names_that_are_missing_are_listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions.check()  # this one has them all
+    versions.check.cache_clear()
+    monkeypatch.delattr(DeepSpeedEngine, "zero_sub_group_size")
+    monkeypatch.setitem(versions.NAMES, "deepspeed.gone", "anything")
+    missing = "deepspeed.runtime.engine.DeepSpeedEngine.zero_sub_group_size, deepspeed.gone. "
+    with pytest.raises(ImportError, match=f"DeepSpeed {deepspeed.__version__} .*: {missing}.*deepspeed{SUPPORTED}"):
+        deepspeed_zero.register()
+
+
+OLDER, NEWER = "an older one lacks what it needs", "a newer one may have moved what it replaces"
+REASONS = {"0.18.9": OLDER, "0.19.6": OLDER, "0.20.0rc1": NEWER, "0.20.0+cuda": NEWER, "1.0": NEWER}
+WRONG_ON_CPUS = {  # what 0.19.7 does there, by the settings that make it
+    "zero_optimization.stage is 3 on a CPU, where DeepSpeed 0.19.7 uses parameters before all": config(3),
+    "zero_optimization.contiguous_gradients is false on a CPU, where DeepSpeed 0.19.7 does not reduce": config(1),
+}
+
+
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (OLDEST, f"{OLDEST}+local", "0.19.99", "0.19.9.dev0"):
+        monkeypatch.setattr(deepspeed, "__version__", version)
+        versions.check.__wrapped__()
+    for version, reason in REASONS.items():
+        monkeypatch.setattr(deepspeed, "__version__", version)
+        with pytest.raises(ImportError) as raised:
+            versions.check.__wrapped__()
+        message = str(raised.value)
+        assert f"DeepSpeed {version} is installed, but lwopt_backend supports {SUPPORTED}: {reason}" in message
+        assert f"pip install 'deepspeed{SUPPORTED}'" in message
+        assert ("a newer lwopt_backend" in message) == (reason == NEWER)
+
+
+def test_pip_installs_what_is_supported() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["deepspeed"] == [f"deepspeed{SUPPORTED}"]
+
+
+@pytest.mark.parametrize("message", WRONG_ON_CPUS)
+def test_what_the_oldest_gets_wrong_on_cpus_is_refused_with_it_only(ranks: RankPool, message: str) -> None:
+    settings = copy.deepcopy(WRONG_ON_CPUS[message])
+    settings["zero_optimization"]["contiguous_gradients"] = False
+    if deepspeed.__version__ != "0.19.7":
+        ranks.run(build, settings)
+    for error in ranks.errors(build_as_with_the_oldest, settings):
+        assert message in error
+
+
+def build_as_with_the_oldest(settings: dict[str, Any]) -> None:
+    """On a rank: what is refused goes by DeepSpeed's version."""
+    with mock.patch.object(deepspeed, "__version__", "0.19.7"):
+        build(settings)

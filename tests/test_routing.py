@@ -1,7 +1,5 @@
 """Which parameters go to the matrix rule and why: of models people train, of those that PEFT wrapped, and by name."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -37,7 +35,6 @@ def routes_of(model: nn.Module, **options: Any) -> dict[str, Route]:
 
 
 def module(**parts: Any) -> nn.Module:
-    """With these modules and parameters."""
     made = nn.Module()
     for name, part in parts.items():
         setattr(made, name, part)
@@ -45,7 +42,6 @@ def module(**parts: Any) -> nn.Module:
 
 
 # Models as they are; those of Hugging Face's families are in test_model_shapes.py
-
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50, "intermediate_size": 48}
 
 
@@ -63,7 +59,6 @@ def test_models_of_stacked_experts_say_how_little_is_a_matrix() -> None:
 
 
 # Heads, tables, odd modules, and everything that is no matrix
-
 Make = Callable[[], nn.Module]
 
 
@@ -130,13 +125,10 @@ def vectors() -> nn.Module:
 
 
 def odd() -> nn.Module:
-    return module(
-        **{"conv": nn.Conv1d(4, 4, 3), "norm": nn.LayerNorm((4, 6)), "rnn": nn.GRU(4, 5)},
-        scale=nn.Parameter(torch.ones(())),
-        bias=nn.Parameter(torch.ones(3, 3)),
-        frozen=nn.Linear(4, 4, bias=False).requires_grad_(False),
-        empty=nn.Parameter(torch.empty(0, 4)),
-    )
+    parts: dict[str, Any] = {"conv": nn.Conv1d(4, 4, 3), "norm": nn.LayerNorm((4, 6)), "rnn": nn.GRU(4, 5)}
+    parts |= {"scale": nn.Parameter(torch.ones(())), "bias": nn.Parameter(torch.ones(3, 3))}
+    parts |= {"frozen": nn.Linear(4, 4, bias=False).requires_grad_(False), "empty": nn.Parameter(torch.empty(0, 4))}
+    return module(**parts)
 
 
 PLAIN, WIDE, NAMED = "2-D weight", "output head, as wide as an embedding has rows", "output head, named '{}'".format
@@ -145,65 +137,46 @@ GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50, "eos_token_id
 MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
 SWIN = {"embed_dim": 8, "depths": [1], "num_heads": [2], "image_size": 32, "patch_size": 2, "window_size": 4}
 CAUSAL, CLASSES, CLASSIFIER = "ForCausalLM", "ForSequenceClassification", NAMED("classifier")
-EXPECTED: list[tuple[Make, dict[str, str]]] = [  # by reason the names, without ".weight"
-    (
-        real("GptOss", CAUSAL, num_local_experts=4, num_key_value_heads=2),
-        {"bias": "model.layers.0.mlp.experts.down_proj_bias", PLAIN: "model.layers.0.mlp.router"},
-    ),
-    (
-        real("Mamba", CAUSAL, MAMBA),
-        {DECAY: "backbone.layers.0.mixer.A_log", PLAIN: "backbone.layers.0.mixer.out_proj"},
-    ),
-    (real("Roberta", CLASSES), {PLAIN: "classifier.dense", CLASSIFIER: "classifier.out_proj"}),
-    (real("Bert", CLASSES, max_position_embeddings=32), {PLAIN: "bert.pooler.dense", CLASSIFIER: "classifier"}),
-    (real("ModernBert", "ForMaskedLM", pad_token_id=0), {PLAIN: "head.dense"}),
-    (real("Swin", "ForImageClassification", SWIN), {CLASSIFIER: "classifier"}),
-    (
-        several_heads,
-        {
-            **{"embedding": "tokens positions bag", "embedding by name": "pos_emb", "bias": "relative_bias_table"},
-            PLAIN: "layers.0.output layers.0.head pooler classifier.dense score.dense heads.0.0 heads.1.0",
-            **{WIDE: "predictors.0 predictors.1", CLASSIFIER: "classifier.out_proj"},
-            NAMED("heads"): "heads.0.1 heads.1.1",
-        },
-    ),
-    (lambda: nn.Sequential(nn.Embedding(50, 16), *linears(16, 50, 16, 50, 2)), {PLAIN: "1 2 4", WIDE: "3"}),
+EXPECTED: dict[Make, dict[str, str]] = {  # by reason the names, without ".weight"
+    real("GptOss", CAUSAL, num_local_experts=4, num_key_value_heads=2): {
+        **{"bias": "model.layers.0.mlp.experts.down_proj_bias", PLAIN: "model.layers.0.mlp.router"}
+    },
+    real("Mamba", CAUSAL, MAMBA): {DECAY: "backbone.layers.0.mixer.A_log", PLAIN: "backbone.layers.0.mixer.out_proj"},
+    real("Roberta", CLASSES): {PLAIN: "classifier.dense", CLASSIFIER: "classifier.out_proj"},
+    real("Bert", CLASSES, max_position_embeddings=32): {PLAIN: "bert.pooler.dense", CLASSIFIER: "classifier"},
+    real("ModernBert", "ForMaskedLM", pad_token_id=0): {PLAIN: "head.dense"},
+    real("Swin", "ForImageClassification", SWIN): {CLASSIFIER: "classifier"},
+    several_heads: {
+        **{"embedding": "tokens positions bag", "embedding by name": "pos_emb", "bias": "relative_bias_table"},
+        PLAIN: "layers.0.output layers.0.head pooler classifier.dense score.dense heads.0.0 heads.1.0",
+        **{WIDE: "predictors.0 predictors.1", CLASSIFIER: "classifier.out_proj", NAMED("heads"): "heads.0.1 heads.1.1"},
+    },
+    lambda: nn.Sequential(nn.Embedding(50, 16), *linears(16, 50, 16, 50, 2)): {PLAIN: "1 2 4", WIDE: "3"},
     # A list of plain layers is not a list of blocks.
-    (lambda: nn.Sequential(nn.Embedding(50, 16), nn.Sequential(*linears(16, 16, 50))), {PLAIN: "1.0", WIDE: "1.1"}),
-    (tied_in_a_function, {PLAIN: "layers.1.0 layers.1.2 pooler"}),
-    (tied, {"embedding, tied to out": "tokens", PLAIN: "last"}),
-    (shared, {NAMED("lm_head"): "first"}),  # which one module's two names say
+    lambda: nn.Sequential(nn.Embedding(50, 16), nn.Sequential(*linears(16, 16, 50))): {PLAIN: "1.0", WIDE: "1.1"},
+    tied_in_a_function: {PLAIN: "layers.1.0 layers.1.2 pooler"},
+    tied: {"embedding, tied to out": "tokens", PLAIN: "last"},
+    shared: {NAMED("lm_head"): "first"},  # which one module's two names say
     # As GPT-2 medium with its 1024 positions and width 1024; the head is tied.
-    (
-        lambda: on_meta(hf.GPT2Config(**GPT2, n_positions=32)),
-        {
-            **{"embedding, tied to lm_head": "transformer.wte", "embedding": "transformer.wpe"},
-            f"{PLAIN}, stored transposed": "transformer.h.0.attn.c_proj",
-        },
-    ),
-    (
-        lambda: module(lm_head=LowRank(), inner=LowRank()),
-        {NAMED("lm_head"): "lm_head lm_head.lora_a lm_head.lora_b", PLAIN: "inner inner.lora_a inner.lora_b"},
-    ),
-    (
-        vectors,
-        {
-            **{"one row": "value router", "one column": "time", "3 stacked experts": "experts.up"},
-            "3 stacked experts of one row": "experts.rows",
-            "3 stacked experts of one column": "experts.columns",
-        },
-    ),
-    (
-        odd,
-        {
-            **{"3-D": "conv", "1-D": "conv.bias", "norm": "norm norm.bias", "0-D": "scale", "bias": "bias"},
-            **{"requires_grad is False": "frozen", "no elements": "empty", PLAIN: "rnn.weight_ih_l0"},
-        },
-    ),
-]
+    lambda: on_meta(hf.GPT2Config(**GPT2, n_positions=32)): {
+        **{"embedding, tied to lm_head": "transformer.wte", "embedding": "transformer.wpe"},
+        f"{PLAIN}, stored transposed": "transformer.h.0.attn.c_proj",
+    },
+    lambda: module(lm_head=LowRank(), inner=LowRank()): {
+        **{NAMED("lm_head"): "lm_head lm_head.lora_a lm_head.lora_b", PLAIN: "inner inner.lora_a inner.lora_b"}
+    },
+    vectors: {
+        **{"one row": "value router", "one column": "time", "3 stacked experts": "experts.up"},
+        **{"3 stacked experts of one row": "experts.rows", "3 stacked experts of one column": "experts.columns"},
+    },
+    odd: {
+        **{"3-D": "conv", "1-D": "conv.bias", "norm": "norm norm.bias", "0-D": "scale", "bias": "bias"},
+        **{"requires_grad is False": "frozen", "no elements": "empty", PLAIN: "rnn.weight_ih_l0"},
+    },
+}
 
 
-@pytest.mark.parametrize(("make", "expected"), EXPECTED)
+@pytest.mark.parametrize(("make", "expected"), EXPECTED.items())
 def test_parameters_are_routed_by_what_the_model_does_with_them(make: Make, expected: dict[str, str]) -> None:
     routes = routes_of(make(), stacks=True)
     for reason, names in expected.items():
@@ -215,8 +188,6 @@ def test_parameters_are_routed_by_what_the_model_does_with_them(make: Make, expe
 
 
 # Overrides by name
-
-
 def test_globs_overrule_structure_and_exclude_wins_by_every_name_of_a_parameter() -> None:
     routes = routes_of(UnevenLM(), include=["lm_head.*", "layers.*"], exclude=["layers.2.*"])
     found = {name: (r.kind, r.reason) for name, r in routes.items()}
@@ -263,7 +234,6 @@ def test_globs_that_do_nothing_are_errors(globs: dict[str, list[str]], message: 
 
 
 # PEFT: by what a parameter is, never by the adapter's name
-
 Q = {"target_modules": ["q_proj"]}
 BOTH = {"target_modules": ["q_proj", "down_proj"]}
 FOUR, HEADED = {"r": 4, **BOTH}, {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head", "embed_tokens"]}
@@ -330,7 +300,6 @@ def matrices(routes: dict[str, Route]) -> set[str]:
 
 
 def causes(routes: dict[str, Route]) -> set[str]:
-    """Why parameters of LoRA are what they are, without whose they are."""
     return {r.reason.partition(": ")[2] for r in routes.values()}
 
 
@@ -383,11 +352,9 @@ def test_copies_of_every_adapter_are_routed_as_what_they_are_copies_of(first: st
     for active in (first, "second"):
         model.set_adapter(active)
         routes = trained(model, active)
-        assert {name: r.reason for name, r in routes.items() if "modules_to_save" in name} == {
-            "model.embed_tokens.modules_to_save.weight": "embedding",
-            "model.layers.0.mlp.up_proj.modules_to_save.weight": PLAIN,
-            "lm_head.modules_to_save.weight": NAMED("lm_head"),
-        }
+        copies = {name: r.reason for name, r in routes.items() if "modules_to_save" in name}
+        own = {"model.embed_tokens": "embedding", "model.layers.0.mlp.up_proj": PLAIN, "lm_head": NAMED("lm_head")}
+        assert copies == {f"{name}.modules_to_save.weight": reason for name, reason in own.items()}
 
 
 def test_heads_are_found_where_a_classifier_is_copied_and_where_width_tells() -> None:
@@ -423,8 +390,6 @@ def test_globs_overrule_what_peft_layers_say_and_frozen_weights_are_not_looked_a
 
 
 # Which matrices are in LoRA's factors
-
-
 def blocks_of(model: nn.Module) -> dict[str, list[Block]]:
     routes = route(model, stacks=True)
     return {name.removeprefix("base_model.model."): list(d.blocks) for name, d in divide(model, routes).items()}
@@ -476,7 +441,6 @@ def changed_by(layer: Any, expert: int, factor: str) -> Tensor:
 
 
 # PEFT on engines
-
 EXPERTS = "base_model.model.experts.lora_"
 PIECES = {  # of experts' factors, by the formula of PEFT's change of a weight: "o r e, e r i -> e o i"
     f"{EXPERTS}A.default.weight": [lambda a, e=e: a.unflatten(0, (3, 4))[e] for e in range(3)],
@@ -493,8 +457,6 @@ def adapted() -> nn.Module:
 
 
 class AdaptedReference(Reference):
-    """One process: torch's Muon on every matrix as a parameter of its own."""
-
     def __init__(self) -> None:
         self.model = adapted()
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
@@ -502,14 +464,11 @@ class AdaptedReference(Reference):
         with pytest.MonkeyPatch.context() as patch:
             for name, pieces in PIECES.items():
                 patch.setitem(BLOCKS, name, pieces)
-            self.muon = Separate(
-                {name: named.pop(name) for name in list(named) if name.startswith(of_matrices)}, **MUON
-            )
+            self.muon = Separate({name: named.pop(name) for name in [*named] if name.startswith(of_matrices)}, **MUON)
         self.adamw = torch.optim.AdamW(list(named.values()), **ADAMW)
 
 
 def told(routes: list[Route]) -> list[tuple[str, str]]:
-    """Without what an optimizer adds: why it has no frozen weights, and the matrices in a parameter."""
     return [(r.kind, r.kind if r.kind == "frozen" else r.reason.partition(": ")[0]) for r in routes]
 
 

@@ -1,7 +1,5 @@
 """What profilers, hooks and ``metrics`` see of a step: its parts by name, and one step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -63,7 +61,6 @@ def step_on(engine: str, seeing: AbstractContextManager[Any], matrix: dict[str, 
 
 @contextmanager
 def told(seen: list[str]) -> Iterator[None]:
-    """What hooks on every optimizer's steps are told."""
     with ExitStack() as handles:
         for when, register in (("pre", register_optimizer_step_pre_hook), ("post", register_optimizer_step_post_hook)):
             handle = register(lambda optimizer, *_, when=when: seen.append(f"{when} {type(optimizer).__name__}"))
@@ -103,7 +100,6 @@ def test_a_profile_names_the_parts_of_a_step_and_hooks_are_told_of_one(
 
 
 # optimizer.metrics()
-
 APART = {"gates": {"params": "gate.*", "max_norm": 0.001}}
 
 

@@ -1,7 +1,5 @@
 """Other systems beside ours, from few ranks to many: modelled by hand, drawn, and run."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -25,7 +23,6 @@ from simulate_picture import draw_systems  # noqa: E402
 
 
 def planned(matrices: int, width: int, ranks: int) -> Part:
-    """Ours: square matrices that ``ranks`` own."""
     part = of_stage([matrix(f"l.{i}.w", width, width) for i in range(matrices)], ranks).part
     assert part is not None
     return part
@@ -83,7 +80,6 @@ def test_systems_are_lines_of_their_seconds_and_bytes() -> None:
 
 
 def simulate(arguments: str) -> tuple[Any, str]:
-    """How the program ends, and what it prints."""
     return run_script([f"{ROOT}/benchmarks/simulate.py", *arguments.split()], {}, joined=True)
 
 

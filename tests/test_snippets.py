@@ -1,10 +1,6 @@
-"""Every Python block of the README and of docs/ runs: a script in the test of its page, a fragment here.
-
-A fragment runs on one rank, in a folder of its own, between lines that give it what its page has before it and lines
-that use what it made.
-"""
-
-from __future__ import annotations
+"""Every Python block of the README and of docs/ runs: a script in the test of its page, a fragment here. A fragment
+runs on one rank, in a folder of its own, between lines that give it what its page has before it and lines that use what
+it made."""
 
 import json
 import os
@@ -178,7 +174,6 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
 
 
 def in_language(language: str) -> list[tuple[str, str]]:
-    """Page and text of every block in a language."""
     pattern = re.compile(rf"^```{language}(?: \S+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     return [(page, text) for page, whole in TEXTS.items() for text in pattern.findall(whole)]
 
@@ -227,7 +222,6 @@ def test_a_fragment_runs(rank_pools: dict[int, RankPool], tmp_path: Path, page: 
 
 
 def run_fragment(code: str, where: str, folder: Path) -> None:
-    """On a rank."""
     there = os.getcwd()
     with surroundings_kept():
         os.chdir(folder)

@@ -1,7 +1,5 @@
 """The stepper on gloo, without DeepSpeed: what it computes, what it sends and when, and what it leaves in place."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch
@@ -22,8 +20,6 @@ from tests.test_plan import SHAPES, plan_of
 
 
 class Alone:
-    """The collectives of a single rank: there are none."""
-
     rank, world_size = 0, 1
 
 
@@ -34,7 +30,6 @@ def mine(plan: MatrixPlan, flat: Tensor, rank: int) -> Tensor:
 
 
 def stepped(plan: MatrixPlan, rule: MatrixRule, steps: int = 1, batch_numel: int = 0) -> Slices:
-    """This rank's part after some steps."""
     collectives = TorchCollectives() if plan.layout.world_size > 1 else Alone()
     stepper = MatrixStepper(plan, collectives, torch.device("cpu"), batch_numel=batch_numel)
     flat = [random((sum(plan.layout.numels),), seed) for seed in range(steps + 1)]
@@ -50,7 +45,7 @@ def stepped(plan: MatrixPlan, rule: MatrixRule, steps: int = 1, batch_numel: int
     ranks=[2, 3, 4], policy=["stay", "balance"], bucket_numel=[1, 3000, 10**6], dtype=[torch.bfloat16, torch.float32]
 )
 @on_ranks()
-def test_ranks_together_hold_the_bits_of_one_and_send_what_the_plan_says(
+def test_ranks_hold_the_bits_of_one_and_send_what_is_planned(
     policy: str, bucket_numel: int, dtype: torch.dtype
 ) -> None:
     """With two buckets in flight at most."""

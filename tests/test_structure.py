@@ -1,7 +1,5 @@
 """The architecture holds: who imports whom. What is packaged: test_package.py."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -16,6 +14,8 @@ PACKAGE, INTEGRATIONS = ROOT / "lwopt_backend", ROOT / "integrations"
 STANDARD = tuple(sys.stdlib_module_names)
 SHOWING = ("cli", "pictures", "planner")  # what only shows plans
 FSDP2 = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh")
+MAY_IMPORT = {"plan": (), "rules": ("torch",), "runtime": ("torch", "lwopt_backend.plan", "lwopt_backend.rules")}
+NAMED = re.compile(r"\b((?:peers/|faults/)?test_[a-z0-9_]+)(?:\.py)?(?:::(test_[a-z0-9_]+))?")
 
 
 @functools.cache
@@ -36,9 +36,6 @@ def files(*folders: Path) -> list[Path]:
 
 def within(module: str, *packages: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
-
-
-MAY_IMPORT = {"plan": (), "rules": ("torch",), "runtime": ("torch", "lwopt_backend.plan", "lwopt_backend.rules")}
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)
@@ -79,12 +76,8 @@ def test_integrations_refuse_to_be_imported_from_the_checkout_by_their_bare_name
 
 def test_scripts_and_mutants_name_tests_that_exist() -> None:
     for path in [*files(ROOT / "scripts"), ROOT / "scripts" / "mutants.yaml"]:
-        for file, test in re.findall(
-            r"\b((?:peers/|faults/)?test_[a-z0-9_]+)(?:\.py)?(?:::(test_[a-z0-9_]+))?", path.read_text()
-        ):
+        for file, test in NAMED.findall(path.read_text()):
             named = [ROOT / "tests" / f"{file}.py", ROOT / "tests" / "peers" / f"{file}.py"]
             found = next((place for place in named if place.exists()), None)
             assert found or list((ROOT / "tests").glob(f"{file}*.py")), f"{path.name} names {file}.py"
-            assert not test or f"def {test}(" in (found.read_text() if found else ""), (
-                f"{path.name} names {file}::{test}"
-            )
+            assert not test or f"def {test}(" in (found.read_text() if found else ""), f"{path.name}: {file}::{test}"

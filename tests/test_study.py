@@ -1,7 +1,5 @@
 """Studies: deployments, memory and bytes by hand. That plans are those of runs: test_planned.py."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,9 @@ def setting(engine: str = "owned", grad_dtype: str = "float32", **options: Any) 
 
 
 OWNED = setting(layout="padded")
+DENSE = {"qkv": (384, 128), "o": (128, 128), "norm": (128,)}
+UP_DOWN = {f"mlp.experts.{e}.{name}": (512, 256) for e in range(8) for name in ("up", "down")}
+MOE = {"attn": (256, 256), "router": (8, 256), **UP_DOWN}
 
 
 def plan_study(routes: list[Route], deployment: Deployment, planned_for: Setting) -> Study:
@@ -35,7 +36,6 @@ def plan_study(routes: list[Route], deployment: Deployment, planned_for: Setting
 
 
 def of_stage(routes: list[Route], ranks: int, planned_for: Setting = OWNED) -> Planned:
-    """What ``ranks`` data-parallel ranks share."""
     (found,) = plan_study(routes, Deployment(ranks), planned_for).worst.planned
     return found
 
@@ -46,11 +46,6 @@ def matrix(name: str, *shape: int) -> Route:
 
 def layers(count: int, shapes: dict[str, tuple[int, ...]]) -> list[Route]:
     return [matrix(f"layers.{i}.{name}", *shape) for i in range(count) for name, shape in shapes.items()]
-
-
-DENSE = {"qkv": (384, 128), "o": (128, 128), "norm": (128,)}
-UP_DOWN = {f"mlp.experts.{e}.{name}": (512, 256) for e in range(8) for name in ("up", "down")}
-MOE = {"attn": (256, 256), "router": (8, 256), **UP_DOWN}
 
 
 def test_world_size_counts_all_ranks_and_numbers_that_do_not_divide_are_refused() -> None:

@@ -1,10 +1,6 @@
 """Where AdamW trains everything, state dicts go from torch.optim.AdamW to ours and back, nested and flat, on all ranks.
-
-The sequence is that of torch's own tests of ``torch.distributed.checkpoint.state_dict``: states are compared after
-some steps, loaded into a fresh optimizer, and trained on.
-"""
-
-from __future__ import annotations
+The sequence is that of torch's own tests of ``torch.distributed.checkpoint.state_dict``: states are compared after some
+steps, loaded into a fresh optimizer, and trained on."""
 
 import copy
 from collections.abc import Callable
@@ -14,12 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
@@ -63,7 +55,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """State dicts that are equal in keys and bits, sharded or not."""
     return equal(whole_of(ours), whole_of(theirs))
 
 
@@ -94,7 +85,7 @@ def test_torchs_sequence(engine: str, form: str) -> None:
 
     # torch's into ours. What is flat and full, torch cannot cut, for its own AdamW either.
     next_model, fresh = ours_on(engine)
-    set_model_state_dict(next_model, dict(now), options=StateDictOptions(full_state_dict=True))
+    dcp_state.set_model_state_dict(next_model, dict(now), options=StateDictOptions(full_state_dict=True))
     how = in_flat if "flat" in form else StateDictOptions(full_state_dict=True, broadcast_from_rank0="CPU" in form)
     if "flat" in form:
         saved = like(saved, get_optimizer_state_dict(next_model, fresh, options=in_flat))
@@ -117,8 +108,6 @@ def whole_of(value: Any) -> Any:
 
 
 # On one process
-
-
 def test_groups_have_torchs_keys_and_the_rule_can_still_be_read() -> None:
     (_, adamw), (_, ours) = torchs(), ours_on("owned")
     (theirs,), (group,) = adamw.param_groups, ours.param_groups

@@ -1,7 +1,5 @@
 """Training under DeepSpeed as people write it equals torch.optim.Muon and AdamW on one process, bit for bit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -19,29 +17,13 @@ from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.plan import MACHINES
 from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.runtime.stepper import MatrixStepper
+from tests import zero
 from tests.checkpoint_engines import changed, equal, snapshot
 from tests.engines import ExactLM
 from tests.models import MATRICES, VOCABULARY, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import kept_in_a_world
-from tests.zero import (
-    ADAMW,
-    BF16,
-    MUON,
-    OWN_ROWS,
-    ROWS,
-    Reference,
-    batch_shares,
-    build,
-    config,
-    engine_for,
-    full_weights,
-    newton_schulz_in_float32,
-    own_rows,
-    own_settings,
-    settings_for,
-    train,
-)
+from tests.zero import ADAMW, BF16, ROWS, Reference, config, engine_for, full_weights, own_settings, settings_for, train
 
 STEPS = 3
 STORED = [("zero", 0), ("zero", 1), ("zero", 2), ("zero", 3), ("owned", 0), ("owned", 1), ("owned", 2)]
@@ -65,8 +47,6 @@ def test_the_state_is_as_large_as_planned(stage: int, options: dict[str, Any]) -
 
 
 # Loops over the micro-batches of a step
-
-
 def accumulate(engine: Any, *parts: Any) -> None:
     for rows in parts:
         engine.backward(engine(*rows))
@@ -157,16 +137,14 @@ def test_training_loops_equal_a_single_process(storage: str, stage: int, loop: s
     with engine_for(settings | changes | {"zero_optimization": options}, ExactLM()) as engine:
         if refusal is not None:
             with pytest.raises((RuntimeError, AssertionError), match=re.escape(refusal)):
-                run(engine, *own_rows(0, 2))
+                run(engine, *zero.own_rows(0, 2))
             return
         for step in range(2):
-            run(engine, *own_rows(step, 2))
+            run(engine, *zero.own_rows(step, 2))
         on_one_process().check(engine)
 
 
 # Models
-
-
 class Peculiar(ExactLM):
     """A tied head, frozen layers, parameters of no elements, layers that are run as ``how`` says, and one that is not,
     but may be ``touched``, which makes its gradient zero."""
@@ -210,7 +188,7 @@ def test_models_equal_a_single_process(storage: str, stage: int) -> None:
         ways = ("once", "recomputed", "recomputed, reentrant", "recomputed by DeepSpeed", "twice")
         for step, how in enumerate(ways):
             engine.module.how, single.model.how = how, "twice" if how == "twice" else "once"
-            train(engine, range(step, step + 1), rows=OWN_ROWS)
+            train(engine, range(step, step + 1), rows=zero.OWN_ROWS)
             single.train_on_all(range(step, step + 1))
         optimizer = engine.basic_optimizer
         grouping = (optimizer._owned if storage == "owned" else optimizer._binding).grouping
@@ -229,7 +207,7 @@ def test_models_equal_a_single_process(storage: str, stage: int) -> None:
 def test_parameters_without_elements_are_refused_at_stage_3() -> None:
     """ZeRO-3 takes what it never gathers for what it has not gathered yet."""
     with pytest.raises(ValueError, match="have no elements, which ZeRO-3 cannot gather"):
-        build(own_settings("zero", 3), Peculiar())
+        zero.build(own_settings("zero", 3), Peculiar())
 
 
 @on_ranks(2)
@@ -281,18 +259,16 @@ class Forked(UnevenLM):
 def test_what_only_some_ranks_use_counts_as_a_zero_gradient_of_the_others_or_is_mixed_up(
     storage: str, stage: int, touching: bool, optimizer: str, mixed_up: bool
 ) -> None:
-    """ZeRO adds up buckets in the order in which each rank filled its own, with any optimizer, and says nothing.
-
-    Should a row of those fail, DeepSpeed has learnt better, and the documentation must.
-    """
+    """ZeRO adds up buckets in the order in which each rank filled its own, with any optimizer, and says nothing. Should
+    a row of those fail, DeepSpeed has learnt better, and the documentation must."""
     settings = settings_for(storage, stage, rows=ROWS // 2, ns_dtype="float32")
     single = Reference(Forked(), matrices=(*MATRICES, "ways.0.weight", "ways.1.weight"))
     if optimizer == "AdamW":
         settings["optimizer"] = {"type": optimizer, "params": {**ADAMW, "torch_adam": True}}
         single.muon = torch.optim.AdamW(single.muon.param_groups[0]["params"], **ADAMW)
-    with newton_schulz_in_float32(), engine_for(settings, Forked()) as engine:
+    with zero.newton_schulz_in_float32(), engine_for(settings, Forked()) as engine:
         for step in range(STEPS):
-            shares = batch_shares(step, 2)
+            shares = zero.batch_shares(step, 2)
             engine.backward(engine(*shares[dist.get_rank()], dist.get_rank(), touching))
             engine.step()
             for way, rows in enumerate(shares):
@@ -303,8 +279,6 @@ def test_what_only_some_ranks_use_counts_as_a_zero_gradient_of_the_others_or_is_
 
 
 # Param groups
-
-
 def in_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """The 2-D parameters without the gate, the vectors, and the gate."""
     gate, params = model.gate.weight, list(model.parameters())
@@ -320,7 +294,7 @@ def test_param_groups_keep_their_own_lr_and_weight_decay_and_adamw_its_options()
     (embedding, *matrices, head), vectors, gate = in_groups(single.model)
     of_muon = [{"params": matrices, **own[0]}, {"params": gate, "lr": 0.005}]
     of_adamw = [{"params": [embedding, head], **own[0]}, {"params": vectors, **own[1]}]
-    single.muon, single.adamw = torch.optim.Muon(of_muon, **MUON), torch.optim.AdamW(of_adamw, **amsgrad)
+    single.muon, single.adamw = torch.optim.Muon(of_muon, **zero.MUON), torch.optim.AdamW(of_adamw, **amsgrad)
     single.train(STEPS)
     with engine_for(config(2, rows=ROWS, adamw=amsgrad), model, model_parameters=groups) as engine:
         train(engine, STEPS, same_rows=True)
@@ -335,13 +309,9 @@ def test_param_groups_keep_their_own_lr_and_weight_decay_and_adamw_its_options()
 
 
 # Matrices that are stored as (inputs, outputs)
-
-
 class Stack(nn.Module):
     """Experts in one parameter of (inputs, outputs), or ``apart``, each in one of (outputs, inputs).
-
-    tests/test_atoms_on_engines.py has fused weights, other stacks, convolutions.
-    """
+    tests/test_atoms_on_engines.py has fused weights, other stacks, convolutions."""
 
     def __init__(self, *, apart: bool = False) -> None:
         super().__init__()
@@ -384,27 +354,22 @@ def test_every_slice_is_a_matrix_of_outputs_by_inputs_with_an_owner(stage: int, 
 
 
 # Offloading
-
-
 CPU = {"device": "cpu"}
+OFFLOADED: Any = [
+    (1, {"offload_optimizer": CPU}, {}, 0.5),
+    (1, {"offload_optimizer": CPU}, BF16, 0.0),
+    (2, {"offload_optimizer": CPU}, BF16, 0.0),
+    (2, {"offload_optimizer": {**CPU, "pin_memory": True}}, {}, 0.0),
+    (3, {"offload_optimizer": CPU}, {}, 0.0),
+    (3, {"offload_param": CPU}, {}, 0.5),
+    (3, {"offload_param": CPU, "offload_optimizer": CPU, "sub_group_size": 1000}, BF16, 0.0),
+    pytest.param(2, {"offload_optimizer": CPU}, {}, 0.5, marks=pytest.mark.full),
+    pytest.param(3, {"offload_optimizer": CPU}, BF16, 0.0, marks=pytest.mark.full),
+]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("stage", "offload", "changes", "clip"),
-    [
-        (1, {"offload_optimizer": CPU}, {}, 0.5),
-        (1, {"offload_optimizer": CPU}, BF16, 0.0),
-        (2, {"offload_optimizer": CPU}, BF16, 0.0),
-        (2, {"offload_optimizer": {**CPU, "pin_memory": True}}, {}, 0.0),
-        (3, {"offload_optimizer": CPU}, {}, 0.0),
-        (3, {"offload_param": CPU}, {}, 0.5),
-        (3, {"offload_param": CPU, "offload_optimizer": CPU, "sub_group_size": 1000}, BF16, 0.0),
-        pytest.param(2, {"offload_optimizer": CPU}, {}, 0.5, marks=pytest.mark.full),
-        pytest.param(3, {"offload_optimizer": CPU}, BF16, 0.0, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("stage", "offload", "changes", "clip"), OFFLOADED, ids=str)
 def test_offload_changes_no_bit_and_resumes(
     tmp_path: Path, stage: int, offload: dict[str, Any], changes: dict[str, Any], clip: float
 ) -> None:
@@ -451,8 +416,6 @@ def test_matrices_are_computed_where_the_configuration_says(stage: int, ns_devic
 
 
 # An engine's life
-
-
 @on_ranks(2)
 @each_stored
 def test_an_optimizer_serves_a_second_engine_when_the_first_is_gone(tmp_path: Path, storage: str, stage: int) -> None:
@@ -464,7 +427,7 @@ def test_an_optimizer_serves_a_second_engine_when_the_first_is_gone(tmp_path: Pa
         single = Reference(single.model)
         single.train_on_all(steps)
         with engine_for(settings, model, optimizer=optimizer) as engine:
-            train(engine, steps, rows=OWN_ROWS)
+            train(engine, steps, rows=zero.OWN_ROWS)
             kept.append(len(optimizer.state))
             engine.save_checkpoint(tmp_path)
             single.check(engine)
@@ -483,10 +446,8 @@ def test_a_parameter_that_deepspeed_does_not_train_is_warned_of_once(stage: int)
     model.layers[0].bias.requires_grad_(False)
     given = [p for p in model.parameters() if p.requires_grad]
     expected = ["LayerWiseMuon: parameter 'layers.0.bias' is trained now, but not when the optimizer was"]
-    with (
-        engine_for(config(stage), model, model_parameters=given) as engine,
-        mock.patch.object(logger, "warning") as said,
-    ):
+    made = engine_for(config(stage), model, model_parameters=given)
+    with made as engine, mock.patch.object(logger, "warning") as said:
         train(engine, 1)
         model.layers[0].bias.requires_grad_(True)
         train(engine, 2)
@@ -507,7 +468,7 @@ def test_deepspeeds_default_clipping_is_announced_once() -> None:
     default = {key: value for key, value in silent.items() if key != "gradient_clipping"}
     for settings, expected in ((default, 1 - dist.get_rank()), (silent, 0)):
         with mock.patch.object(logger, "warning") as said:
-            build(settings)
+            zero.build(settings)
         lines = [call.args[0] for call in said.call_args_list if "gradient_clipping" in call.args[0]]
         assert len(lines) == expected
         assert all("clips gradients at its default norm of 1.0; set it to 0" in line for line in lines)

@@ -1,13 +1,13 @@
-"""DeepSpeed's own checkpoints carry the optimizer, of either storage: a resumed run continues bit for bit.
+"""DeepSpeed's own checkpoints carry the optimizer, of either storage: a resumed run continues bit for bit. On other
+ranks and stages, by conversion, it does in test_checkpoints.py."""
 
-On other ranks and stages, by conversion, it does in test_checkpoints.py.
-"""
-
-from __future__ import annotations
-
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -15,16 +15,20 @@ from torch import Tensor
 
 from tests.cells import cells
 from tests.checkpoint_engines import changed, equal, scheduled, snapshot
-from tests.models import UnevenLM
+from tests.command_line import refused
+from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
+from tests.ranks import RankPool
 from tests.zero import ROWS, batch_shares, engine_for, settings_for, train
 
+OF_SAVES = ["fp32", "bf16", "bf16+fp32", "fp16", "autocast"]
 KINDS: dict[str, dict[str, Any]] = {
     "zero": {},
     "owned": {"storage": "owned"},
     "instances": {"storage": "owned", "group_size": 1},
     "pairs": {"storage": "owned", "group_size": 2, "layout": "compact"},
 }
+SOME = [(0, "fp32"), (1, "bf16+fp32"), (2, "fp32"), (3, "bf16")]
 
 
 def settings_of(kind: str, stage: int, precision: str, **params: Any) -> dict[str, Any]:
@@ -62,21 +66,13 @@ def stop_and_go_on(folder: Path, kind: str, stage: int, precision: str, first: i
         assert changed(snapshot(engine), after) == set()
 
 
-SOME = [(0, "fp32"), (1, "bf16+fp32"), (2, "fp32"), (3, "bf16")]
-
-
 def is_saved(kind: str, stage: int, precision: str = "fp32") -> bool:
     if kind != "zero":
         return stage < 3 and precision != "autocast"
     return precision in (("fp32", "autocast") if stage == 0 else ("fp32", "bf16", "bf16+fp32"))
 
 
-@cells(
-    is_saved,
-    kind=["zero", "owned", "instances"],
-    stage=[0, 1, 2, 3],
-    precision=["fp32", "bf16", "bf16+fp32", "fp16", "autocast"],
-)
+@cells(is_saved, kind=["zero", "owned", "instances"], stage=range(4), precision=OF_SAVES)
 @on_ranks()
 def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, kind: str, stage: int, precision: str) -> None:
     stop_and_go_on(tmp_path, kind, stage, precision, 3)
@@ -89,17 +85,13 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, kind: str, stage: 
     indirect=["ranks"],
 )
 @on_ranks()
-def test_a_run_resumes_from_before_the_first_step_and_on_four_ranks(
-    tmp_path: Path, kind: str, stage: int, precision: str, first: int
-) -> None:
+def test_runs_resume_at_once_and_on_4_ranks(tmp_path: Path, kind: str, stage: int, precision: str, first: int) -> None:
     stop_and_go_on(tmp_path, kind, stage, precision, first)
 
 
 @pytest.mark.parametrize(("stage", "precision"), SOME)
 @on_ranks()
-def test_a_checkpoint_from_inside_an_accumulation_window_resumes_at_its_start(
-    tmp_path: Path, stage: int, precision: str
-) -> None:
+def test_a_checkpoint_inside_an_accumulation_resumes_at_its_start(tmp_path: Path, stage: int, precision: str) -> None:
     settings = scheduled(settings_of("zero", stage, precision, accumulation=2))
     with engine_for(settings) as engine:
         expected_losses = train(engine, 4)
@@ -129,9 +121,7 @@ def test_a_checkpoint_from_inside_an_accumulation_window_resumes_at_its_start(
     choice=["load_optimizer_states", "load_module_only"],
 )
 @on_ranks()
-def test_weights_alone_are_loaded_with_fresh_optimizer_states(
-    tmp_path: Path, kind: str, stage: int, precision: str, choice: str
-) -> None:
+def test_weights_alone_load_with_new_states(tmp_path: Path, kind: str, stage: int, precision: str, choice: str) -> None:
     """They are what a new engine would start from that is given the model's weights, in their own dtype."""
     settings, how = settings_of(kind, stage, precision), {choice: choice == "load_module_only"}
     with engine_for(settings) as engine:
@@ -190,3 +180,189 @@ def test_the_schedule_starts_anew_where_its_state_is_not_loaded(tmp_path: Path, 
     with engine_for(settings) as engine:
         engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
         assert changed(snapshot(engine), saved) == {"schedule"} and rates(engine) == first
+
+
+# What does not fit
+Weights = dict[str, torch.Tensor]
+Saving = Callable[..., tuple[str, dict[str, Weights]]]
+
+
+def settings_at(kind: str, stage: int, precision: str = "fp32", **options: Any) -> dict[str, Any]:
+    """Of a storage, or AdamW's, in one param group or in those that ours would make."""
+    if not kind.startswith("AdamW"):
+        return settings_for(kind, stage, precision, rows=4, **options)
+    adamw = {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}}
+    return settings_for("zero", stage, rows=4) | {"optimizer": adamw}
+
+
+def save(folder: str, kind: str, stage: int, **options: Any) -> dict[str, Weights]:
+    model = UnevenLM()
+    groups: list[Any] = list(model.parameters())
+    if kind == "AdamW in our groups":
+        named = dict(model.named_parameters())
+        groups = [{"params": [named.pop(name) for name in MATRICES]}, {"params": list(named.values())}]
+    weights = {}
+    with engine_for(settings_at(kind, stage, **options), model, model_parameters=groups) as engine:
+        for step, tag in enumerate("ab"):
+            train(engine, range(step, step + 1), same_rows=True)
+            engine.save_checkpoint(folder, tag=tag)
+            weights[tag] = weights_of(engine)
+    return weights
+
+
+def weights_of(engine: Any) -> Weights:
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+
+def load(folder: str, kind: str, stage: int, options: dict[str, Any], **choice: Any) -> tuple[str | None, Weights]:
+    """Where it was loaded from, and the weights. If loading raises, nothing has changed."""
+    with engine_for(settings_at(kind, stage, **options), UnevenLM(seed=1)) as engine:
+        before = [weights_of(engine), list(engine.get_lr()), 0]
+        try:
+            path, _ = engine.load_checkpoint(folder, **choice)
+        except (ValueError, RuntimeError):  # of this rank, or of another
+            assert equal([weights_of(engine), list(engine.get_lr()), engine.global_steps], before)
+            raise
+        return path, weights_of(engine)
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Saving:
+    made: dict[str, tuple[str, dict[str, Weights]]] = {}
+
+    def find(kind: str, stage: int, options: dict[str, Any]) -> tuple[str, dict[str, Weights]]:
+        key = repr((kind, stage, options))
+        if key not in made:
+            folder = str(tmp_path_factory.mktemp("checkpoint"))
+            made[key] = folder, rank_pools[2].run(save, folder, kind, stage, **options)[0]
+        return made[key]
+
+    return find
+
+
+def only(name: str) -> dict[str, Any]:
+    return {"exclude": [name]}
+
+
+WEIGHTS_ONLY = {"load_optimizer_states": False}
+ON_2 = r"^ValueError: the checkpoint '\S+/b' was saved on 2 data-parallel ranks and is loaded on {}; load it on 2\. "
+UNIVERSAL = r"Another number of ranks needs DeepSpeed's universal format"
+STRANGER = (
+    r"^ValueError: the checkpoint '\S+/b' was written by another optimizer \(its ds_config says 'AdamW'\), whose state "
+    r"this one cannot continue with; load its weights alone, with .*load_optimizer_states=False"
+)
+GROUP_0 = "^ValueError: group 0 holds other parameters than in the checkpoint: "
+STAGE = "was saved at ZeRO stage {} and is loaded at stage {}"
+CONVERT = "lwopt convert SRC DST --to universal"
+FIRST = "'layers.0.weight' here, 'layers.2.weight' there;"
+THEIRS = "holds other parameters: 'layers.2.weight' \\(41, 63\\) by adamw here, 'layers.2.weight' \\(41, 63\\) by"
+Row = tuple[tuple[Any, ...], tuple[Any, ...], int, dict[str, Any], str]
+# What was saved: by which storage at which stage, with which options; what loads it, on how many ranks; what it says.
+REFUSED: list[Row] = [
+    *(
+        (("zero", stage), ("zero", stage), here, {}, ON_2.format(here) + UNIVERSAL + end)
+        for stage, here, end in (
+            (1, 1, ".*with load_optimizer_states=False$"),
+            (2, 4, ".*with load_optimizer_states=False$"),
+            (3, 1, ".*with load_optimizer_states=False$"),
+            (3, 4, ".*true}$"),  # DeepSpeed would wait for ever for the ranks that find no file of theirs
+        )
+    ),
+    (("zero", 3), ("zero", 3), 4, WEIGHTS_ONLY, "was saved on 2 data-parallel ranks and is loaded on 4"),
+    (("owned", 1), ("owned", 1), 4, {}, f"was saved on 2 data-parallel ranks and is loaded on 4.*{CONVERT}"),
+    *(
+        (("zero", there), ("zero", here), 2, {}, STAGE.format(named, here))
+        for there, here, named in ((0, 2, "0"), (0, 3, "0, 1 or 2"), (2, 0, "1 or 2"), (2, 3, "0, 1 or 2"), (3, 1, "3"))
+    ),
+    (("owned", 0), ("owned", 1), 2, {}, STAGE.format("0", 1)),
+    (("owned", 1), ("owned", 0), 2, {}, STAGE.format("1 or 2", 0)),
+    # Also where other numbers of parameters make DeepSpeed speak of parameter alignment.
+    *(
+        (("zero", stage, only(theirs)), ("zero", stage, only(ours)), 2, {}, GROUP_0 + difference)
+        for stage, theirs, ours, difference in (
+            (2, "layers.0.weight", "layers.2.weight", FIRST),
+            (3, "layers.0.weight", "gate.bias", FIRST),
+            (2, "gate.bias", "gate.weight", "no further parameter here, 'gate.weight' there;"),
+            (3, "gate.bias", "gate.weight", "no further parameter here, 'gate.weight' there;"),
+        )
+    ),
+    *((("owned", stage), ("owned", stage, only("layers.2.weight")), 2, {}, THEIRS) for stage in (0, 1, 2)),
+    *((("AdamW in our groups", stage), ("zero", stage), 2, {}, STRANGER) for stage in range(4)),
+    *((("AdamW", s), (kind, s), 2, {}, STRANGER) for kind, s in (("zero", 1), ("zero", 3), ("owned", 0), ("owned", 2))),
+    *((("zero", s), ("owned", s), 2, {}, f'was not saved with "storage": "owned".*{CONVERT}') for s in range(3)),
+    *((("owned", s), ("zero", s), 2, {}, 'was saved with "storage": "owned"; load it with that') for s in range(3)),
+    (("owned", 1), ("owned", 1, {"group_size": 1}), 2, {}, f"is laid out differently.*{CONVERT}"),
+    (("owned", 1, {"precision": "bf16"}), ("owned", 1), 2, {}, "load it in the precision it was saved in"),
+    *((("zero", s), ("zero", s), 2, {"tag": "c"}, r"^ValueError: the checkpoint '\S+/c' has no file ") for s in (2, 3)),
+    (
+        *(("zero", 3), ("zero", 3), 2, {"tag": "a", "load_module_only": True}),
+        "^ValueError: only the weights of tag 'a' are asked for, but at stage 3 ",
+    ),
+]
+SWAPPED = "expected this rank's state, found that of .*; it was copied or renamed"
+
+
+def in_short(row: Row) -> str:
+    return " - ".join(" ".join(map(str, part[:2])) if isinstance(part, tuple) else str(part)[:40] for part in row)
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=in_short)
+def test_a_checkpoint_that_does_not_fit_is_refused(rank_pools: dict[int, RankPool], saved: Saving, row: Row) -> None:
+    theirs, ours, here, choice, message = row
+    folder, _ = saved(*(*theirs, {})[:3])
+    errors = rank_pools[here].errors(load, folder, *(*ours, {})[:3], **choice)
+    assert all(re.search(message, error, re.DOTALL) for error in errors), errors
+
+
+@pytest.mark.parametrize("attack", ["swapped", "copied", "of another step"])
+@pytest.mark.parametrize("engine", [("zero", 1), ("zero", 3), ("owned", 1)], ids=str)
+def test_files_of_other_ranks_or_saves_are_refused(
+    rank_pools: dict[int, RankPool], saved: Saving, tmp_path: Path, engine: tuple[str, int], attack: str
+) -> None:
+    """By the engine on every rank, and on the command line; they name the file."""
+    folder = Path(shutil.copytree(saved(*engine, {})[0], tmp_path / "from"))
+    first, harmed = sorted((folder / "b").glob("*optim_states.pt"))
+    kept = harmed.read_bytes()
+    shutil.copy(folder / "a" / harmed.name if attack == "of another step" else first, harmed)
+    if attack == "swapped":
+        first.write_bytes(kept)
+    message = "it was saved after 1 steps, .* after 2" if attack == "of another step" else SWAPPED
+    name = r"zero_pp_rank_\d_mp_rank_00_optim_states.pt" if attack == "swapped" else harmed.name
+    for error in [*rank_pools[2].errors(load, str(folder), *engine, {}), refused("inspect", folder)]:
+        assert re.search(f"{name}: {message}", error.replace("\n", " ")), error
+
+
+LOADED: list[Row] = [  # the last: at which tag
+    (("zero", 1), ("zero", 1), 1, WEIGHTS_ONLY, "b"),
+    (("zero", 2), ("zero", 2), 4, WEIGHTS_ONLY, "b"),
+    (("zero", 3), ("zero", 3), 1, WEIGHTS_ONLY, "b"),
+    (("zero", 3), ("zero", 3), 1, {"load_module_only": True}, "b"),
+    (("zero", 1), ("zero", 2), 2, {}, "b"),
+    (("zero", 2), ("zero", 1), 2, {}, "b"),
+    *((("AdamW", stage), ("zero", stage), 2, WEIGHTS_ONLY, "b") for stage in (1, 2, 3)),
+    *((("zero", stage), ("zero", stage), 2, {"tag": "a", "load_module_only": True}, "a") for stage in (1, 2)),
+]
+
+
+@pytest.mark.parametrize("row", LOADED, ids=in_short)
+def test_weights_alone_and_stages_1_or_2_can_load(rank_pools: dict[int, RankPool], saved: Saving, row: Row) -> None:
+    """On other numbers of ranks, those of another optimizer, and those of an earlier tag."""
+    theirs, ours, here, choice, tag = row
+    folder, weights = saved(*theirs, {})
+    assert not equal(weights["a"], weights["b"])
+    for path, found in rank_pools[here].run(load, folder, *ours, {}, **choice):
+        assert str(path).startswith(f"{folder}/{tag}") and equal(found, weights[tag])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_folder_without_checkpoints_is_left_to_deepspeed(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    assert [path for path, _ in ranks.run(load, str(tmp_path), "zero", stage, {})] == [None, None]
+
+
+def test_a_pointer_that_was_emptied_and_not_written_is_refused_with_the_tags(ranks: RankPool, tmp_path: Path) -> None:
+    """DeepSpeed does both in turn."""
+    (tmp_path / "global_step7").mkdir()
+    (tmp_path / "latest").touch()
+    for error in ranks.errors(load, str(tmp_path), "zero", 2, {}):
+        assert "latest is empty: the save that wrote it was interrupted" in error and error.endswith(": global_step7")

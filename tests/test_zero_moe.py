@@ -1,10 +1,6 @@
-"""Experts of deepspeed.moe: every expert's matrices are updated whole, inside the ranks that share that expert.
-
-Four ranks, expert parallel 2: ranks 0 and 2 share experts 0 and 1, ranks 1 and 3 share experts 2 and 3; all four share
-the rest.
-"""
-
-from __future__ import annotations
+"""Experts of deepspeed.moe: every expert's matrices are updated whole, inside the ranks that share that expert. Four
+ranks, expert parallel 2: ranks 0 and 2 share experts 0 and 1, ranks 1 and 3 share experts 2 and 3; all four share the
+rest."""
 
 import contextlib
 import copy
@@ -38,6 +34,13 @@ RANKS, EXPERTS, EXPERT_PARALLEL = 4, 4, 2
 WIDTH = 24
 LOCAL = "deepspeed_moe.experts.deepspeed_experts."
 MATRICES = ("dense.weight", "router.weight", *(f"experts.{e}.{i}.weight" for e in range(EXPERTS) for i in (0, 2)))
+WAYS = {
+    "fp32": [(2, 1, False), (4, 2, False), (2, 0, False), (1, 0, False), (2, 2, True), (2, 0, True), (2, 1, False)],
+    "bf16+fp32": [(2, 1, False), (4, 1, False), (1, 2, False), (2, 1, False)],
+}
+NOT_TRIED = "clip_groups with experts in bf16 and fp32 accumulation at stage 1 were not tried; use stage 2"
+AT_STAGE_3 = "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains"
+SPLIT = "split groups with deepspeed"
 
 
 def expert(number: int) -> nn.Module:
@@ -138,12 +141,7 @@ def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume
             kwargs["model_parameters"] = None
         return engine_for(own, model, **kwargs)
 
-    beside = Beside(
-        Reference(WholeMixture(), matrices=MATRICES),
-        train_step,
-        whole_name=whole_name,
-        settings=settings,
-    )
+    beside = Beside(Reference(WholeMixture(), matrices=MATRICES), train_step, whole_name=whole_name, settings=settings)
     beside.clip = clip
     binding = beside.train_and_resume(new_engine, tmp_path).basic_optimizer._binding
     sizes = [(unit.ranks.world_size, len(unit.params)) for unit in binding.units]
@@ -186,12 +184,6 @@ def engine_of(rule: str, precision: str, parallel: int, stage: int, rows: bool, 
     return engine_for(settings, model, lr_scheduler=falling)
 
 
-WAYS = {
-    "fp32": [(2, 1, False), (4, 2, False), (2, 0, False), (1, 0, False), (2, 2, True), (2, 0, True), (2, 1, False)],
-    "bf16+fp32": [(2, 1, False), (4, 1, False), (1, 2, False), (2, 1, False)],
-}
-
-
 @pytest.mark.parametrize(("rule", "precision"), [("muon", "fp32"), ("soap", "fp32"), ("muon", "bf16+fp32")])
 def test_a_run_goes_on_with_other_numbers_of_expert_parallel_ranks(
     rank_pools: dict[int, RankPool], tmp_path: Path, rule: str, precision: str
@@ -226,39 +218,21 @@ def test_state_that_owners_keep_is_resumed_at_stage_0(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path)
 
 
-SPLIT = "split groups with deepspeed"
-
-
 @on_ranks(RANKS)
 @pytest.mark.parametrize(
     ("stage", "model", "how", "message"),
     [
-        (
-            1,
-            Mixture,
-            None,
-            "clip_groups with experts in bf16 and fp32 accumulation at stage 1 were not tried; use stage 2",
-        ),
-        (
-            3,
-            Mixture,
-            None,
-            "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains",
-        ),
+        (1, Mixture, None, NOT_TRIED),
+        (3, Mixture, None, AT_STAGE_3),
         (2, Mixture, "unmarked", f"param group 0 has experts' parameters, but not 'moe': True; {SPLIT}"),
         (2, Mixture, "misnamed", "param group 1 has 'moe': True and name 'ep_size_3'; the model has 'ep_size_2'"),
         (2, Mixture, "mixed", f"param group 1 has 'moe': True, but not only experts' parameters; {SPLIT}"),
         (2, TwoSizes, "two sizes", "param group 1 is named 'ep_size_2', but has experts of 'ep_size_4'; split"),
-        (
-            *(2, UnevenLM, "no experts"),
-            "param group 0 has 'moe': True and name 'e'; the model has none, because it has no deepspeed.moe",
-        ),
+        (2, UnevenLM, "no experts", "'moe': True and name 'e'; the model has none, because it has no deepspeed.moe"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
-def test_experts_that_cannot_be_trained_are_refused(
-    stage: int, model: Callable[[], nn.Module], how: str | None, message: str
-) -> None:
+def test_other_experts_are_refused(stage: int, model: Callable[[], nn.Module], how: str | None, message: str) -> None:
     module = model()
     groups = {} if how is None else {"model_parameters": grouped(module, how)}
     apart = {"precision": "bf16+fp32", "clip_groups": {"all": {"params": "*", "max_norm": 1.0}}} if stage == 1 else {}

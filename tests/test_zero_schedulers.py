@@ -1,8 +1,6 @@
 """Learning-rate schedules keep the ratio between Muon's rate and AdamW's, whatever they write, and are DeepSpeed's own
 or torch's, by configuration, as instances or as callables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,26 +12,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlat
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
+from tests import zero
 from tests.cells import cells, with_full
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
-from tests.zero import (
-    ADAMW,
-    MUON,
-    OWNED,
-    Reference,
-    batch_shares,
-    build,
-    config,
-    engine_for,
-    full_weights,
-    largest_difference,
-    settings_for,
-    there_is,
-    train,
-)
 
-RATIO = ADAMW["lr"] / MUON["lr"]
+RATIO = zero.ADAMW["lr"] / zero.MUON["lr"]
 STEPS = 6
 SCHEDULES = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.02, "warmup_num_steps": 4},
@@ -53,11 +37,20 @@ SCHEDULES = {
     "CosineAnnealingLR": {"T_max": 10},
     "CosineAnnealingWarmRestarts": {"T_0": 4},
 }
+AT_EVERY_STAGE = ("WarmupLR", "OneCycle", "CosineAnnealingLR")
+BY_CONFIG = [
+    *((2, "zero", name) for name in SCHEDULES),
+    *((stage, "zero", name) for stage, name in zip((0, 1, 3), AT_EVERY_STAGE)),
+    *((1, "owned", name) for name in ("OneCycle", "OneCycleLR", "WarmupLR")),
+]
+ONE_RATE = "one rate, by configuration"
+FACTORS = "factors, by a callable"  # whose floor is a part of the rate in the optimizer's defaults
+OWN_RATES, OF_GROUP = "its own rates, by instances", "a group's rate, by instances"  # which is for both its halves
 
 
 def on_one_process(name: str, params: dict[str, Any]) -> tuple[list[float], list[tuple[float, float]]]:
     """What the scheduler makes of AdamW alone that has Muon's rate: rates and betas, by step."""
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=MUON["lr"], betas=ADAMW["betas"])
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=zero.MUON["lr"], betas=zero.ADAMW["betas"])
     scheduler = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
     schedule = scheduler(optimizer, **params)
     rates, betas = [], []
@@ -67,14 +60,6 @@ def on_one_process(name: str, params: dict[str, Any]) -> tuple[list[float], list
         rates.append(optimizer.param_groups[0]["lr"])
         betas.append(tuple(optimizer.param_groups[0]["betas"]))
     return rates, betas
-
-
-AT_EVERY_STAGE = ("WarmupLR", "OneCycle", "CosineAnnealingLR")
-BY_CONFIG = [
-    *((2, "zero", name) for name in SCHEDULES),
-    *((stage, "zero", name) for stage, name in zip((0, 1, 3), AT_EVERY_STAGE)),
-    *((1, "owned", name) for name in ("OneCycle", "OneCycleLR", "WarmupLR")),
-]
 
 
 @pytest.mark.parametrize(
@@ -88,10 +73,12 @@ def test_schedulers_by_config_keep_the_ratio_and_cycle_both_momenta(stage: int, 
     expected, betas = on_one_process(name, params)
     assert len(set(expected)) > 1, "the schedule must move to be tested"
     assert len(set(betas)) > 1 or not schedule.startswith("OneCycle")
-    settings = config(stage, **(OWNED if storage == "owned" else {})) | {"scheduler": {"type": name, "params": params}}
-    with engine_for(settings) as engine:
+    settings = zero.config(stage, **(zero.OWNED if storage == "owned" else {})) | {
+        "scheduler": {"type": name, "params": params}
+    }
+    with zero.engine_for(settings) as engine:
         for step, (rate, of_adam) in enumerate(zip(expected, betas)):
-            train(engine, range(step, step + 1))
+            zero.train(engine, range(step, step + 1))
             assert engine.get_lr() == pytest.approx([rate, rate * RATIO])
             muon, adamw = engine.basic_optimizer.param_groups
             assert len(set(betas)) == 1 or (muon["momentum"], tuple(adamw["betas"])) == (of_adam[0], of_adam)
@@ -100,23 +87,18 @@ def test_schedulers_by_config_keep_the_ratio_and_cycle_both_momenta(stage: int, 
 
 @on_ranks(2)
 def test_a_schedule_on_a_metric_is_given_as_a_callable() -> None:
-    with engine_for(config(2), lr_scheduler=partial(ReduceLROnPlateau, factor=0.5, patience=1)) as engine:
+    with zero.engine_for(zero.config(2), lr_scheduler=partial(ReduceLROnPlateau, factor=0.5, patience=1)) as engine:
         for metric, factor in ((3.0, 1.0), (2.0, 1.0), (2.0, 1.0), (2.0, 0.5), (1.0, 0.5)):
-            engine.backward(engine(*batch_shares(0, 2)[0]))
+            engine.backward(engine(*zero.batch_shares(0, 2)[0]))
             engine.step(lr_kwargs={"metrics": metric})
-            assert engine.get_lr() == pytest.approx([MUON["lr"] * factor, ADAMW["lr"] * factor])
+            assert engine.get_lr() == pytest.approx([zero.MUON["lr"] * factor, zero.ADAMW["lr"] * factor])
 
 
-ONE_RATE = "one rate, by configuration"
-FACTORS = "factors, by a callable"  # whose floor is a part of the rate in the optimizer's defaults
-OWN_RATES, OF_GROUP = "its own rates, by instances", "a group's rate, by instances"  # which is for both its halves
-
-
-@cells(there_is, storage=["zero", "owned"], stage=[0, 1, 2, 3], how=[ONE_RATE, FACTORS, OWN_RATES, OF_GROUP])
+@cells(zero.there_is, storage=["zero", "owned"], stage=[0, 1, 2, 3], how=[ONE_RATE, FACTORS, OWN_RATES, OF_GROUP])
 @on_ranks()
 def test_a_schedule_trains_like_one_on_each_of_two_optimizers(storage: str, stage: int, how: str) -> None:
-    settings, model = settings_for(storage, stage), UnevenLM()
-    options, kwargs, rates = settings["optimizer"]["params"], {}, (MUON["lr"], ADAMW["lr"])
+    settings, model = zero.settings_for(storage, stage), UnevenLM()
+    options, kwargs, rates = settings["optimizer"]["params"], {}, (zero.MUON["lr"], zero.ADAMW["lr"])
     make: Callable[..., Any] = partial(CosineAnnealingLR, T_max=8)
     alone = make
     if how == ONE_RATE:
@@ -125,7 +107,7 @@ def test_a_schedule_trains_like_one_on_each_of_two_optimizers(storage: str, stag
     elif how == FACTORS:
         make = partial(get_cosine_with_min_lr_schedule_with_warmup, num_warmup_steps=2, num_training_steps=6)
         alone = partial(make, min_lr_rate=0.5)
-        floor = partial(make, min_lr=MUON["lr"] / 2)
+        floor = partial(make, min_lr=zero.MUON["lr"] / 2)
         kwargs = {"optimizer": lambda params: LayerWiseMuon(params, **options), "lr_scheduler": floor}
     else:
         params: Any = model.parameters()
@@ -135,34 +117,32 @@ def test_a_schedule_trains_like_one_on_each_of_two_optimizers(storage: str, stag
         kwargs["lr_scheduler"] = make if how == OF_GROUP else make(kwargs["optimizer"])
     if kwargs:
         del settings["optimizer"]
-    single = Reference(muon={**MUON, "lr": rates[0]}, adamw={**ADAMW, "lr": rates[1]})
+    single = zero.Reference(muon={**zero.MUON, "lr": rates[0]}, adamw={**zero.ADAMW, "lr": rates[1]})
     singles = (single.muon, single.adamw)
     schedules = [
         alone(one) if kwargs else lr_schedules.WarmupLR(one, **{**warmup, "warmup_max_lr": rate})
         for one, rate in zip(singles, rates)
     ]
-    with engine_for(settings, model, **kwargs) as engine:
+    with zero.engine_for(settings, model, **kwargs) as engine:
         for step in range(4):
-            train(engine, range(step, step + 1), same_rows=True)
+            zero.train(engine, range(step, step + 1), same_rows=True)
             single.train(range(step, step + 1))
             for schedule in schedules:
                 schedule.step()
         assert engine.get_lr() == pytest.approx([one.param_groups[0]["lr"] for one in singles])
         assert how != OF_GROUP or engine.get_lr() == pytest.approx([0.0025, 0.0025])
         # A single rate is multiplied by the ratio after the schedule, not before: rounding.
-        assert largest_difference(full_weights(engine), single.model) <= (1e-7 if how == ONE_RATE else 0.0)
+        assert zero.largest_difference(zero.full_weights(engine), single.model) <= (1e-7 if how == ONE_RATE else 0.0)
 
 
 @on_ranks(2)
 def test_scheduler_built_before_the_model_was_known_is_refused_where_groups_change() -> None:
     """A model of 2-D parameters only: one group until the embedding and the head are known for what they are."""
-    settings = config(2)
+    settings = zero.config(2)
     options = settings.pop("optimizer")["params"]
     model = torch.nn.Sequential(torch.nn.Embedding(8, 6), torch.nn.Linear(6, 6, bias=False))
     optimizer = LayerWiseMuon(model.parameters(), **options)
     schedule = LambdaLR(optimizer, lambda step: 1.0)
-    message = (
-        "the lr_scheduler was built on 1 param groups, but routing the model makes 2.*lr_scheduler=lambda optimizer"
-    )
-    with pytest.raises(ValueError, match=message):
-        build(settings, model, optimizer=optimizer, lr_scheduler=schedule)
+    told = "the lr_scheduler was built on 1 param groups, but routing the model makes 2.*lr_scheduler=lambda optimizer"
+    with pytest.raises(ValueError, match=told):
+        zero.build(settings, model, optimizer=optimizer, lr_scheduler=schedule)

@@ -1,9 +1,5 @@
 """Sequence parallelism: ranks that share a sequence are ranks like others to the optimizer, with summed gradients.
-
-DeepSpeed replicates parameters over the ranks of a sequence and shards as over data-parallel ranks.
-"""
-
-from __future__ import annotations
+DeepSpeed replicates parameters over the ranks of a sequence and shards as over data-parallel ranks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -28,7 +24,6 @@ SHARING, TIME = 2, 8  # ranks of a sequence; two ranks have one sequence, four h
 
 @contextlib.contextmanager
 def sharing_engine(settings: dict[str, Any], model: nn.Module | None = None) -> Iterator[Any]:
-    """An engine on ranks of which two share a sequence."""
     parallel_state_sp._release_sequence_parallel_groups()
     parallel_state_sp.initialize_sequence_parallel(SHARING)
     try:
@@ -43,7 +38,6 @@ def settings_of(storage: str, stage: int, precision: str = "fp32", **options: An
 
 
 def shares(step: int, accumulation: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """A rank's micro-batches: the rows of its sequences, and its half of their time."""
     sequences = dist.get_world_size() // SHARING
     tokens, targets = (
         [part.chunk(SHARING, 1)[rank % SHARING] for part in t.chunk(accumulation * sequences)]
@@ -70,9 +64,7 @@ def train_step(engine: Any, step: int) -> None:
     how=[(1, 0.0), (2, 0.5)],
     ranks=[2, 4],
 )
-def test_parameters_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume(
-    tmp_path: Path, stage: int, precision: str, how: tuple[int, float]
-) -> None:
+def test_bits_given_the_same_gradients(tmp_path: Path, stage: int, precision: str, how: tuple[int, float]) -> None:
     """With its default at stage 3 DeepSpeed averages the gradients over the ranks of a sequence, with AdamW, too; all
     other stages, and that setting off, sum them."""
     accumulation, clip = how
@@ -80,13 +72,8 @@ def test_parameters_have_the_bits_of_torch_muon_given_the_same_gradients_and_res
     settings = settings_of("zero", stage, precision, accumulation=accumulation, **options)
     averaged = stage == 3 and precision == "bf16"
     settings["zero_optimization"]["reduce_scatter"] = stage < 3 or averaged
-    both = Beside(
-        Reference(),
-        train_step,
-        whole_batch=lambda step: batch(step, ROWS, TIME),
-        factor=1 / SHARING if averaged else 1.0,
-        settings=settings,
-    )
+    given = {"factor": 1 / SHARING if averaged else 1.0, "settings": settings}
+    both = Beside(Reference(), train_step, whole_batch=lambda step: batch(step, ROWS, TIME), **given)
     engine = both.train_and_resume(lambda: sharing_engine(settings), tmp_path)
     plan = engine.basic_optimizer._binding.plans[0]
     assert plan.layout.world_size == dist.get_world_size() and plan.matrices.buckets

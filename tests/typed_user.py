@@ -1,10 +1,6 @@
 """A user's script in which every public name occurs, for scripts/typecheck.py: mypy's strict mode finds no error in it.
-
-``assert_type`` says what a call returns, so that no type is lost to ``Any`` unseen. test_typing.py runs the functions
-that need one process only.
-"""
-
-from __future__ import annotations
+``assert_type`` says what a call returns, so that no type is lost to ``Any`` unseen. test_package.py runs the functions
+that need one process only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,38 +12,16 @@ from torch import Tensor, nn
 from typing_extensions import assert_type
 
 import lwopt_backend
-from lwopt_backend import (
-    Heads,
-    LayerWiseOptimizer,
-    MatrixRule,
-    ModuleOptimizers,
-    Options,
-    OwnerStateRule,
-    QKClip,
-    WeightRule,
-    migration,
-    register_elementwise,
-    register_rule,
-)
+from lwopt_backend import LayerWiseOptimizer, QKClip, WeightRule, migration, register_elementwise, register_rule, rules
 from lwopt_backend.cli.watch import write_page
 from lwopt_backend.config.options import NonNegative, parse
 from lwopt_backend.integrations import deepspeed_zero, fsdp2
 from lwopt_backend.integrations.deepspeed import migration as deepspeed_migration
-from lwopt_backend.rules import (
-    AdaMuon,
-    Muon,
-    NorMuon,
-    QKFactors,
-    gram_newton_schulz,
-    newton_schulz,
-    option,
-    qk_clip_factors,
-    row_factors,
-)
+from lwopt_backend.rules import Muon, QKFactors, gram_newton_schulz, newton_schulz, option, qk_clip_factors, row_factors
 
 
 @dataclass
-class Sign(MatrixRule):
+class Sign(lwopt_backend.MatrixRule):
     lr: float = 0.01
     momentum: float = option(0.9, "of the average of gradients", "Keller Jordan 2024", ge=0, lt=1)
     state_keys = ("average",)
@@ -66,7 +40,7 @@ class Sign(MatrixRule):
 
 
 @dataclass
-class RowNormalized(OwnerStateRule):
+class RowNormalized(lwopt_backend.OwnerStateRule):
     lr: float = 0.01
 
     def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
@@ -86,7 +60,7 @@ class Whole(WeightRule):
         value.sub_(grad / grad.norm(), alpha=self.lr)
 
 
-class PlainSGD(Options):
+class PlainSGD(lwopt_backend.Options):
     lr: NonNegative = 0.1
 
 
@@ -149,7 +123,7 @@ def backward(model: nn.Module, batch: Tensor) -> None:
 
 
 def train_modules(vision: torch.optim.Optimizer, batch: Tensor, model: nn.Module, folder: Path) -> bool:
-    optimizers = ModuleOptimizers({"vision": vision, "language": None})
+    optimizers = lwopt_backend.ModuleOptimizers({"vision": vision, "language": None})
     with optimizers.no_sync():
         backward(model, batch)
     assert_type(optimizers.clip_grad_norm_({"vision": 1.0, "language": 0.5}), Tensor)
@@ -165,12 +139,14 @@ def train_modules(vision: torch.optim.Optimizer, batch: Tensor, model: nn.Module
 
 
 def clip_attention(optimizer: LayerWiseOptimizer, logits: Mapping[str, Tensor]) -> None:
-    layers = {name: Heads(f"{name}.q.weight", f"{name}.k.weight", heads=8, key_heads=2) for name in logits}
+    layers = {
+        name: lwopt_backend.Heads(f"{name}.q.weight", f"{name}.k.weight", heads=8, key_heads=2) for name in logits
+    }
     clip = QKClip(optimizer, layers, threshold=100.0)
     clip(logits)
 
 
-def mathematics(matrices: Tensor, logits: Tensor, rule: Muon | NorMuon | AdaMuon) -> Tensor:
+def mathematics(matrices: Tensor, logits: Tensor, rule: Muon | rules.NorMuon | rules.AdaMuon) -> Tensor:
     assert_type(rule.iterates_in, torch.dtype)
     plain = newton_schulz(matrices, steps=5, coefficients="polar_express", eps=1e-7, dtype=torch.float32)
     gram = gram_newton_schulz(matrices, steps=5, coefficients=(3.4445, -4.775, 2.0315), eps=1e-7, dtype=torch.float32)
@@ -189,8 +165,6 @@ def train_fsdp2(model: nn.Module, batch: Tensor) -> dict[str, Any]:
 
 
 # DeepSpeed, whose engine has no types
-
-
 def optimizer_for_deepspeed(model: nn.Module, muon: bool) -> torch.optim.Optimizer:
     deepspeed_zero.register()
     if muon:

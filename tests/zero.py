@@ -1,7 +1,5 @@
 """What tests under DeepSpeed share: configurations of both storages, a training loop, and single-process references."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,18 +24,11 @@ OWNED = {"storage": "owned", "bucket_mb": 0.004}  # several buckets of the small
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
 IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": BF16,
-    "bf16+fp32": {**BF16, **IN_FP32},
-    "fp16": FP16,
-    "fp16+fp32": {**FP16, **IN_FP32},
-    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-}
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": BF16, "bf16+fp32": {**BF16, **IN_FP32}, "fp16": FP16}
+PRECISIONS |= {"fp16+fp32": {**FP16, **IN_FP32}, "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}}
 
 
 def config(stage: int = 2, *, accumulation: int = 1, clip: float = 0.0, rows: int = 4, **params: Any) -> dict[str, Any]:
-    """A ds_config with our optimizer entry; ``params`` are further options of it."""
     return {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": accumulation,
@@ -74,10 +65,8 @@ def there_is(storage: str, stage: int, **_: Any) -> bool:
 
 @contextlib.contextmanager
 def engine_for(settings: dict[str, Any], model: nn.Module | None = None, **kwargs: Any) -> Iterator[Any]:
-    """A real engine on this rank's model, destroyed afterwards so that the rank can be borrowed again.
-
-    In fp16 too: a CPU without units for it computes it all the same, but says that it does not.
-    """
+    """A real engine on this rank's model, destroyed afterwards so that the rank can be borrowed again. In fp16 too: a
+    CPU without units for it computes it all the same, but says that it does not."""
     deepspeed_zero.register()
     model = model or UnevenLM()
     kwargs.setdefault("model_parameters", list(model.parameters()))
@@ -170,7 +159,6 @@ class Reference:
         return norm
 
     def difference(self, engine: Any) -> float:
-        """The largest of an engine's fp32 weights from this process's."""
         return largest_difference(full_weights(engine), self.model)
 
     def check(self, engine: Any, limit: float = 0.0) -> None:
@@ -185,9 +173,7 @@ class Reference:
 
 class Masters(Reference):
     """fp32 masters of a 16-bit model on one process. DeepSpeed rounds the model first and takes the masters from that.
-
-    Gradients of micro-batches add up in fp32, or in the model's dtype.
-    """
+    Gradients of micro-batches add up in fp32, or in the model's dtype."""
 
     def __init__(self, dtype: torch.dtype, in_fp32: bool = True) -> None:
         super().__init__(UnevenLM().to(dtype).float())
@@ -249,10 +235,8 @@ def largest_difference(ours: dict[str, Tensor], reference: nn.Module) -> float:
 
 
 class Beside:
-    """Engines beside one process that steps on the gradients which DeepSpeed has reduced, whatever ranks share.
-
-    Those have to be the gradients of the whole batch, which the process computes, and the weights its weights.
-    """
+    """Engines beside one process that steps on the gradients which DeepSpeed has reduced, whatever ranks share. Those
+    have to be the gradients of the whole batch, which the process computes, and the weights its weights."""
 
     def __init__(
         self,

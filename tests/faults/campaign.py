@@ -1,9 +1,5 @@
-"""What the campaign's attacks share: how many, with which seed, and which errors are ours.
-
-``FAULTS_SEED`` sets the seed, ``FAULTS_COUNT`` how many attacks a row makes in place of its own number.
-"""
-
-from __future__ import annotations
+"""What the campaign's attacks share: how many, with which seed, and which errors are ours. ``FAULTS_SEED`` sets the
+seed, ``FAULTS_COUNT`` how many attacks a row makes in place of its own number."""
 
 import os
 import re
@@ -24,7 +20,6 @@ RAW = re.compile(
 
 
 def count(number: int) -> int:
-    """How many attacks to make where the campaign makes ``number``."""
     return int(os.environ.get("FAULTS_COUNT", number))
 
 

@@ -1,7 +1,5 @@
 """Flipped, cut, zeroed, swapped, doubled, deleted, mixed files of every format: refused, or without consequence."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import shutil
@@ -53,7 +51,6 @@ def cut(generator: random.Random, data: Data, other: Data) -> Data:
 
 
 def zeroed(generator: random.Random, data: Data, other: Data) -> Data:
-    """As a disk leaves blocks that were not written."""
     path = one(generator, data)
     content = bytearray(data[path])
     begin = generator.randrange(len(content))
@@ -63,7 +60,6 @@ def zeroed(generator: random.Random, data: Data, other: Data) -> Data:
 
 
 def pair(generator: random.Random, data: Data) -> tuple[Path, Path]:
-    """Two files of one kind."""
     first = one(generator, data)
     others = [path for path in sorted(data) if path.suffix == first.suffix and path != first]
     return first, generator.choice(others or [first])
@@ -110,7 +106,6 @@ def save(engine: str, folder: str, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]]:
-    """Checkpoints of two runs, in a format."""
     folder = tmp_path_factory.mktemp("saved")
 
     def find(form: str) -> list[Path]:

@@ -1,7 +1,5 @@
 """Disks that are full or read-only, and folders that go: one line that names the target; the old checkpoint stays."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
@@ -84,7 +82,7 @@ SAID = {
 @pytest.mark.parametrize("disk", DISKS)
 @pytest.mark.parametrize("there", ["new", "old"])
 @pytest.mark.parametrize("to", TARGETS)
-def test_convert_says_in_one_line_what_is_not_written_and_leaves_what_was_there(
+def test_convert_says_in_one_line_what_is_missing_and_leaves_the_old(
     tmp_path: Path, to: str, there: str, disk: str
 ) -> None:
     source, other = (torch_dist(tmp_path / name, muon=name == "muon") for name in ("muon", "adamw"))
@@ -137,9 +135,7 @@ def load_first(way: str, folder: str) -> str:
 
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("way", OURS)
-def test_a_save_that_fails_leaves_the_one_before_it(
-    ranks: RankPool, tmp_path: Path, way: str, everywhere: bool
-) -> None:
+def test_a_save_that_fails_leaves_the_one_before(ranks: RankPool, tmp_path: Path, way: str, everywhere: bool) -> None:
     """On all ranks, or on the last one; all of them say so."""
     results = ranks.run(save_on, way, str(tmp_path), everywhere)
     for _, error, left in results:

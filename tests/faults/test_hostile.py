@@ -1,7 +1,5 @@
 """Hostile and damaged files given to readers and to engines in training: nothing runs, nothing is written elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -27,11 +25,8 @@ from tests.ranks import RankPool
 MOST_MEMORY = 2 << 30  # bytes, of everything that a process has
 MORE_ADDRESSES = 4 << 30  # bytes beyond those of a process with an engine
 # What reads files of ours. DeepSpeed's and torch's own loading unpickles whatever it is given: docs/reliability.md.
-LOADS = {
-    "plain": Cell("plain"),
-    "modules": Cell("modules"),
-    **{f"universal, {name}": Cell(name) for name in ("zero 0", "zero 2", "zero 3", "owned 1")},
-}
+LOADS = {"plain": Cell("plain"), "modules": Cell("modules")}
+LOADS |= {f"universal, {name}": Cell(name) for name in ("zero 0", "zero 2", "zero 3", "owned 1")}
 
 
 class Marks:

@@ -1,7 +1,5 @@
 """kill -9 of one rank and of all, at any moment of every way to write: the last checkpoint loads, or the new one."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import random
@@ -30,6 +28,7 @@ WAYS = {
     **{name: Cell(name) for name in ("zero 0", "zero 1", "zero 2", "zero 3", "owned 0", "owned 1", "owned 2")},
     "modules": Cell("modules"),
 }
+truth_of: dict[str, list[str]] = {}  # of the ranks that load
 
 
 @kept_in_a_world
@@ -84,7 +83,6 @@ def place(way: str, folder: str, number: int) -> str:
 
 
 def write(way: str, folder: str) -> None:
-    """Train, and save after every step."""
     with engine_of(way) as engine:
         for number in range(SAVES):
             engine.train(range(number, number + 1))
@@ -109,7 +107,6 @@ def digest(engine: Engine) -> str:
 
 
 def truth(way: str) -> list[str]:
-    """After every step."""
     with engine_of(way) as engine:
         found = []
         for number in range(SAVES + 1):
@@ -128,9 +125,6 @@ def loaded(way: str, folder: str, number: int) -> list[str]:
             engine.train(range(number, number + 1))
             found.append(digest(engine))
         return found
-
-
-truth_of: dict[str, list[str]] = {}  # of the ranks that load
 
 
 def remember(way: str) -> list[str]:
@@ -177,9 +171,7 @@ class Writing:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_after_a_kill_the_last_checkpoint_loads_or_the_new_one(
-    ranks: RankPool, writers: RankPool, tmp_path: Path, way: str
-) -> None:
+def test_after_a_kill_the_old_or_new_save_loads(ranks: RankPool, writers: RankPool, tmp_path: Path, way: str) -> None:
     states, writing = ranks.run(remember, way)[0], Writing(writers, random.Random(SEED))
     newer = 0
     for attack in range(-1, count(50)):  # before the first, one that is not killed
@@ -211,15 +203,11 @@ def test_after_a_kill_the_last_checkpoint_loads_or_the_new_one(
 
 
 # lwopt convert
-
-
 def heads(to: str) -> list[object]:
-    """What writing this format needs besides."""
     return ["--heads", 4] if to == "megatron" else []
 
 
 def convert(folder: str, sources: list[str], to: str) -> None:
-    """Replace one by the other."""
     Path(folder, "began 0").touch()
     for number in range(SAVES):
         lwopt("convert", sources[number % 2], f"{folder}/to", "--to", to, *heads(to), "--force")
@@ -233,9 +221,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("to", ["universal", "dcp", "megatron", "safetensors"])
-def test_after_a_kill_of_convert_the_old_folder_is_there_or_the_new_one(
-    sources: list[str], tmp_path: Path, to: str
-) -> None:
+def test_after_a_kill_of_convert_the_old_or_new_folder_is_there(sources: list[str], tmp_path: Path, to: str) -> None:
     pool = RankPool(1)
     writing, weights = Writing(pool, random.Random(SEED)), ["--weights"] if to == "safetensors" else []
     for attack in range(-1, count(50)):

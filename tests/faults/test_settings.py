@@ -1,7 +1,5 @@
 """Bad settings of every host and command: refused by name before training, or accepted and right."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -56,7 +54,6 @@ TOKENS = torch.arange(7).view(1, 7)
 NAMES = [name for name, _ in Tiny().named_parameters()]
 
 # What is given
-
 scalars = some.one_of(
     some.none(),
     some.booleans(),
@@ -68,14 +65,11 @@ scalars = some.one_of(
     some.sampled_from(NAMES),
     some.text(max_size=4),
 )
-keys = some.one_of(
-    some.sampled_from(["name", "lr", "class", "params", "heads", "qkv", "matrix"]), some.text(max_size=3)
-)
+keys = some.sampled_from(["name", "lr", "class", "params", "heads", "qkv", "matrix"]) | some.text(max_size=3)
 anything = some.recursive(
-    scalars,
-    lambda inner: some.lists(inner, max_size=5) | some.dictionaries(keys, inner, max_size=3),
-    max_leaves=8,
+    scalars, lambda inner: some.lists(inner, max_size=5) | some.dictionaries(keys, inner, max_size=3), max_leaves=8
 )
+Known = dict[str, some.SearchStrategy[Any]]  # by option, values that it may well have
 
 
 def fitting(annotation: Any, default: Any) -> some.SearchStrategy[Any]:
@@ -90,9 +84,6 @@ def fitting(annotation: Any, default: Any) -> some.SearchStrategy[Any]:
     if float in kinds:
         found.append(some.floats(0, 1))
     return some.one_of(found)
-
-
-Known = dict[str, some.SearchStrategy[Any]]  # by option, values that it may well have
 
 
 def options_of(model: Any) -> Known:
@@ -119,15 +110,11 @@ def picked(draw: Any, known: Known) -> dict[str, Any]:
 
 @some.composite
 def section(draw: Any, rules: Any) -> Any:
-    """A rule's name, or a section of it with some options."""
     name = draw(some.sampled_from(sorted(rules)))
     if draw(some.booleans()):
         return name
-    return {"name": name, **of_class(name), **draw(picked(options_of_rule(name)))}
-
-
-def of_class(name: str) -> dict[str, Any]:
-    return {"class": "torch.optim.RMSprop"} if name.startswith("torch_optimizer") else {}
+    of_class = {"class": "torch.optim.RMSprop"} if name.startswith("torch_optimizer") else {}
+    return {"name": name, **of_class, **draw(picked(options_of_rule(name)))}
 
 
 OVERRIDES = some.lists(
@@ -171,9 +158,8 @@ IN_PYTHON = {
     "expert_group_size": NONE | some.integers(1, 3),
 }
 
+
 # What comes of it
-
-
 def too_long(given: Any) -> bool:
     """Whether it may be right but take more time than a test has."""
     if isinstance(given, dict):
@@ -318,15 +304,11 @@ deepspeed = some.fixed_dictionaries(
         "stage": some.integers(0, 3),
     }
 )
-GIVEN = {
-    "plain PyTorch": given_to(OwnedConfig, **IN_PYTHON),
-    "FSDP2": given_to(FSDP2Config, **IN_PYTHON),
-    "DeepSpeed": deepspeed,
-}
+GIVEN = {"plain PyTorch": given_to(OwnedConfig, **IN_PYTHON), "FSDP2": given_to(FSDP2Config, **IN_PYTHON)}
+GIVEN |= {"DeepSpeed": deepspeed}
 
 
 def drawn(strategy: some.SearchStrategy[Any], number: int) -> list[Any]:
-    """So many examples, the same ones for a seed."""
     found: list[Any] = []
     checks = list(hypothesis.HealthCheck)
 
@@ -342,7 +324,6 @@ def drawn(strategy: some.SearchStrategy[Any], number: int) -> list[Any]:
 
 
 # Commands
-
 WORDS = some.one_of(
     some.sampled_from(
         ["auto", "owned", "zero2", "zero3", "fsdp2", "float32", "bfloat16", "gpt", "h100-8x-ib", "flops"]
@@ -364,11 +345,8 @@ content = some.recursive(
 )
 CONFIG: dict[str, Any] = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 CONFIG |= {"vocab_size": 11, "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
-FILES = {
-    "config.json": CONFIG,
-    "shapes.json": [["a.weight", [4, 3]], ["b.weight", [8, 4]]],
-    "cluster.yaml": dataclasses.asdict(CLUSTERS["h100-8x-ib"]),
-}
+FILES = {"config.json": CONFIG, "shapes.json": [["a.weight", [4, 3]], ["b.weight", [8, 4]]]}
+FILES |= {"cluster.yaml": dataclasses.asdict(CLUSTERS["h100-8x-ib"])}
 OPTIONS_OF = {name: list(each.params) for name, each in typer.main.get_command(app).commands.items()}
 FITS = {
     "plan": [["--world-size", "4", "--hf", "config.json"], ["--world-size", "4", "--shapes", "shapes.json"]],
@@ -381,7 +359,6 @@ FITS = {
 
 @some.composite
 def command(draw: Any) -> dict[str, Any]:
-    """A command, most of whose options are right, and the files that it may name."""
     name = draw(some.sampled_from([*FITS, "plan", "plan"]))
     files = dict(FILES)
     if name == "plan" and draw(some.booleans()):
@@ -405,7 +382,6 @@ def fitting_text(option: Any) -> some.SearchStrategy[str]:
 
 @some.composite
 def altered(draw: Any, value: Any) -> Any:
-    """With another value somewhere."""
     if isinstance(value, dict) and value and draw(some.integers(0, 9)):
         key = draw(some.sampled_from(sorted(value)))
         return {**value, key: draw(altered(value[key]))}
@@ -416,7 +392,6 @@ def altered(draw: Any, value: Any) -> Any:
 
 
 def misfit(folder: Path, given: dict[str, Any]) -> str:
-    """What is wrong with how a command ends."""
     for name, value in given["files"].items():
         (folder / name).write_text(json.dumps(value))
     shutil.rmtree(folder / "to", ignore_errors=True)

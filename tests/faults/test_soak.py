@@ -1,7 +1,5 @@
 """Thousands of steps, and many engines, saves and loads: memory, threads, files, groups and hooks stay as they are."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import shutil
