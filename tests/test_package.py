@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import venv
 import zipfile
 from collections.abc import Sequence
@@ -98,8 +97,7 @@ def members(wheel: Path) -> dict[str, bytes]:
 
 @pytest.mark.full
 def test_the_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
-    with tarfile.open(build("sdist", checkout, tmp_path / "sdist")) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
+    shutil.unpack_archive(build("sdist", checkout, tmp_path / "sdist"), tmp_path / "unpacked")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     again = build("wheel", unpacked, tmp_path / "again")
     assert again.name == wheel.name and members(again) == members(wheel)
