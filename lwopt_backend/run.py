@@ -17,8 +17,6 @@ import runpy
 import sys
 from typing import Any
 
-from lwopt_backend.optimizer import LayerWiseOptimizer
-
 OPTIMIZER = "--optimizer="
 USAGE = f"usage: python -m lwopt_backend.run [{OPTIMIZER}JSON] SCRIPT.py [its arguments]"
 
@@ -48,6 +46,8 @@ def give_to_the_trainer(text: str) -> None:
     what is not an object.
     """
     from transformers import Trainer, TrainingArguments
+
+    from lwopt_backend.optimizer import LayerWiseOptimizer
 
     try:
         arguments = dict(json.loads(text))
