@@ -64,7 +64,7 @@ def give_to_the_trainer(text: str) -> None:
         auto = {key: value for key, value in theirs.items() if arguments.get(key) == "auto"}
         return lambda: LayerWiseOptimizer, {**arguments, **auto, "sharded_later": True}
 
-    Trainer.get_optimizer_cls_and_kwargs = staticmethod(chosen)
+    Trainer.get_optimizer_cls_and_kwargs = staticmethod(chosen)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
