@@ -87,7 +87,7 @@ class FSDP2Engine:
             loss = self.model(*(rows.to(self.device) for rows in batch)) / self.accumulation
             loss.backward()
             total += loss.detach()
-        self._norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._clipping).full_tensor()
+        self._norm = self.optimizer.clip_grad_norm_(self._clipping)  # torch's knows no ``clip_groups``
         self.optimizer.step()
         self._scheduler.step()
         self.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""``LayerWiseOptimizer`` in torchtitan's trainer (0.3.0), by a name that any of its recipes takes::
+"""``LayerWiseOptimizer`` in torchtitan's trainer, 0.3.0 and main of August 2026, by a name that any recipe takes::
 
     --override.imports lwopt_backend.integrations.torchtitan.layer_wise
     --override.imports 'lwopt_backend.integrations.torchtitan.layer_wise={"lr": 0.02, "elementwise_lr": 8e-4}'

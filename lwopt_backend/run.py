@@ -1,18 +1,24 @@
-"""Run an unmodified training script with our optimizers registered.
+"""Run an unmodified training script with our optimizers.
 
     deepspeed --module lwopt_backend.run train.py --deepspeed --deepspeed_config ds_config.json
+    torchrun -m lwopt_backend.run --optimizer='{"lr": "auto", "adamw": {"lr": 3e-4}}' run_clm.py --fsdp --output_dir ...
 
-The launcher puts its own ``--local_rank=N`` before the script's name; it is handed on to the script.
+They are registered with DeepSpeed. With ``--optimizer=``, Hugging Face's Trainer gets a ``LayerWiseOptimizer`` with
+these arguments instead. The launcher puts its own ``--local_rank=N`` before the script's name; it is handed on to the
+script.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import runpy
 import sys
+from typing import Any
 
-USAGE = "usage: python -m lwopt_backend.run SCRIPT.py [its arguments]"
+OPTIMIZER = "--optimizer="
+USAGE = f"usage: python -m lwopt_backend.run [{OPTIMIZER}JSON] SCRIPT.py [its arguments]"
 
 
 def main(arguments: list[str]) -> None:
@@ -23,10 +29,42 @@ def main(arguments: list[str]) -> None:
     script = arguments[position]
     if not os.path.isfile(script):
         raise SystemExit(f"{USAGE}\nno such script: {script}")
-    importlib.import_module("lwopt_backend.integrations.deepspeed_zero").register()
-    sys.argv = [script, *arguments[:position], *arguments[position + 1 :]]
+    chosen = [argument for argument in arguments[:position] if argument.startswith(OPTIMIZER)]
+    if chosen:
+        give_to_the_trainer(chosen[-1].removeprefix(OPTIMIZER))
+    else:
+        importlib.import_module("lwopt_backend.integrations.deepspeed_zero").register()
+    sys.argv = [script, *(each for each in arguments[:position] if each not in chosen), *arguments[position + 1 :]]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")
+
+
+def give_to_the_trainer(text: str) -> None:
+    """Every Trainer that is given no optimizer makes a ``LayerWiseOptimizer`` with the arguments in this JSON.
+
+    "auto" as ``lr`` and ``weight_decay`` is the Trainer's ``learning_rate`` and ``weight_decay``. Raises SystemExit for
+    what is not an object.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    from lwopt_backend.optimizer import LayerWiseOptimizer
+
+    try:
+        arguments = dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise SystemExit(f"{USAGE}\n{OPTIMIZER}: expected an object in JSON, found {text!r} ({error})") from None
+
+    def chosen(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        if not args.fsdp:
+            raise ValueError(
+                f"{OPTIMIZER} needs --fsdp; under DeepSpeed, leave it out and write the "
+                "optimizer into its configuration"
+            )
+        theirs = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+        auto = {key: value for key, value in theirs.items() if arguments.get(key) == "auto"}
+        return lambda: LayerWiseOptimizer, {**arguments, **auto, "sharded_later": True}
+
+    Trainer.get_optimizer_cls_and_kwargs = staticmethod(chosen)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

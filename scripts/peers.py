@@ -15,8 +15,8 @@ from beside import ROOT, environment
 PEERS = {  # what an environment has beyond the prepared one
     # Emerging-Optimizers asks for Python 3.12, but runs on 3.11.
     "megatron": ["--ignore-requires-python", "megatron-core==0.16.1", "emerging-optimizers==0.3.0"],
-    "trl": ["trl>=1.16,<2", "peft>=0.18"],
-    "torchtitan": ["torchtitan==0.3.0", "triton"],
+    "trl": ["trl>=1.16,<2", "peft>=0.18", "evaluate"],
+    "torchtitan": ["torchtitan==0.3.0", "triton", "grain"],  # its main needs grain
     "lightning": ["lightning>=2.6,<3"],
     "hugging_face": ["--upgrade", "accelerate>=1.15", "transformers>=5,<6"],  # the newest
     "pytorch_optimizer": ["--upgrade", "pytorch-optimizer>=4.1,<5"],

@@ -1,5 +1,6 @@
 """The command ``lwopt``, called as a user calls it: plans, simulations, measurements, rules, and wrong arguments."""
 
+import io
 import json
 import os
 import subprocess
@@ -9,11 +10,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lwopt_backend.checkpoint import choices, names
 from lwopt_backend.cli import app
 from lwopt_backend.cli.rule_facts import argument_meanings, meanings_in
+from lwopt_backend.cli.watch import read, table
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.registry import MATRIX_RULES
 from lwopt_backend.plan.cost import max_min_squared
@@ -395,5 +398,21 @@ def test_watch_shows_a_run_in_the_terminal_as_a_page_and_to_tensorboard(tmp_path
     with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}):
         assert "pip install 'tensorboard>=2'" in refused("watch", tmp_path, "--tensorboard", tmp_path / "events")
     assert "nothing.jsonl: no such file" in refused("watch", tmp_path / "nothing.jsonl")
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "no step yet" in run("watch", tmp_path, "--once")
     (tmp_path / "metrics.jsonl").write_text("half\n" + lines[1])
     assert "metrics.jsonl, line 1: " in refused("watch", tmp_path, "--once")
+
+
+def test_watch_shows_a_killed_and_resumed_run_as_one_that_went_on(tmp_path: Path) -> None:
+    """Killed while it wrote step 4, resumed from step 0; its first row is in that half a line."""
+    rows = [json.dumps({"step": step, "loss": float(step)}) for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*rows[:4], rows[4][:9] + rows[1], *rows[2:]]) + "\n")
+    assert read(tmp_path / "metrics.jsonl") == [json.loads(row) for row in rows]
+    assert read(tmp_path / "removed by a new run") == []
+
+
+def test_watch_leaves_out_the_oldest_bars_where_a_terminal_is_narrow() -> None:
+    shown = Console(width=60, file=io.StringIO())
+    shown.print(table([{"step": step, "loss": 1.0 + (step == 40)} for step in range(41)]))
+    assert "▁█ │" in shown.file.getvalue() and "…" not in shown.file.getvalue()

@@ -15,6 +15,7 @@ import pytest
 import pytorch_optimizer
 import torch
 import typer
+from transformers import Trainer
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers, run
 from lwopt_backend.cli import app
@@ -97,6 +98,21 @@ def test_the_module_runner_hands_on_its_arguments_and_needs_a_script(tmp_path: P
                 run.main(list(wrong))
             assert str(ended.value.code).splitlines()[-1] == message
     assert json.loads(seen.read_text()) == ["--local_rank=1", "--word", "hello"]
+
+
+@on_ranks(1)
+def test_the_module_runner_gives_the_trainer_its_optimizer_on_fsdp2(tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").touch()
+    with surroundings_kept(), mock.patch.object(Trainer, "get_optimizer_cls_and_kwargs"):
+        run.main(['--optimizer={"lr": "auto", "momentum": 0.9}', str(tmp_path / "nothing.py")])
+        assert sys.argv == [str(tmp_path / "nothing.py")]
+        its = mock.Mock(fsdp=True, learning_rate=0.03, weight_decay=0.1)
+        factory, arguments = Trainer.get_optimizer_cls_and_kwargs(its)
+        with pytest.raises(ValueError, match="needs --fsdp; under DeepSpeed"):
+            Trainer.get_optimizer_cls_and_kwargs(mock.Mock(fsdp=None))
+        with pytest.raises(SystemExit, match="expected an object in JSON, found 'x'"):
+            run.main(["--optimizer=x", str(tmp_path / "nothing.py")])
+    assert factory() is LayerWiseOptimizer and arguments == {"lr": 0.03, "momentum": 0.9, "sharded_later": True}
 
 
 @pytest.mark.parametrize("page", SAYS)

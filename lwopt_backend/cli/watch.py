@@ -7,13 +7,16 @@ import io
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console, ConsoleOptions
 from rich.live import Live
-from rich.table import Table
+from rich.measure import Measurement
+from rich.table import Column, Table
+from rich.text import Text
 
 from lwopt_backend.config.options import install_command
 
@@ -27,8 +30,8 @@ TITLES = {  # of panels, in their order: a key of a row, and what it is
     "clip_group_norms": ("Norms of clip groups", "before clipping"),
     "update_rms": ("Update sizes", "root mean square of what a step changes, by rule"),
     "orthogonality": ("Orthogonality", "of a sampled update, by rule: 0 is orthogonal"),
-    "seconds": ("Seconds of a step", "of the busiest rank, by part"),
-    "exchange_bytes": ("Bytes sent in a step", "by the busiest rank"),
+    "seconds": ("Seconds", "of a step of the busiest rank, by part"),
+    "exchange_bytes": ("Bytes sent", "in a step by the busiest rank"),
     "tokens_per_s": ("Tokens a second", "over all ranks"),
 }
 BARS = "▁▂▃▄▅▆▇█"
@@ -71,19 +74,24 @@ def watch(
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; one that is being written is left out. Raises ValueError for anything else."""
-    rows = []
-    lines = path.read_text().splitlines()
+    """The rows of a metrics.jsonl. Raises ValueError for anything else.
+
+    A row that is being written, or was when a run was killed, is left out; so are the steps that a resumed run repeats.
+    """
+    rows = list[dict[str, Any]]()
+    lines = path.read_text().splitlines() if path.exists() else []  # a new run removes it
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise ValueError("expected an object with a number 'step'")
-            rows.append(row)
-        except ValueError as error:
-            if number == len(lines):
-                break
+                raise TypeError("expected an object with a number 'step'")
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ValueError) and (line.startswith("{") or number == len(lines)):
+                continue
             raise ValueError(f"{path}, line {number}: {error}; found {line[:80]!r}") from None
+        if rows and row["step"] < rows[-1]["step"]:
+            rows = [earlier for earlier in rows if earlier["step"] < row["step"]]
+        rows.append(row)
     return rows
 
 
@@ -107,20 +115,27 @@ def panels(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Points]]:
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A line for each value: the last one, and how it has moved."""
     last = rows[-1]["step"] if rows else 0
-    shown = Table("what", "", f"step {last}", "least", "most", f"last {TREND}")
+    names = (Column(name, no_wrap=True) for name in ("what", "", f"step {last}", "least", "most"))
+    shown = Table(*names, f"last {TREND}", caption=None if rows else "no step yet")  # the last column alone shrinks
     for panel, series in panels(rows).items():
         for number, (label, points) in enumerate(series.items()):
             values = [value for _, value in points]
             title = TITLES.get(panel, (panel, ""))[0] if number == 0 else ""
             numbers = (f"{value:.4g}" for value in (values[-1], min(values), max(values)))
-            shown.add_row(title, "" if label == panel else label, *numbers, trend(values[-TREND:]))
+            shown.add_row(title, "" if label == panel else label, *numbers, Trend(values[-TREND:]))
     return shown
 
 
-def trend(values: Sequence[float]) -> str:
-    """A bar for each value, from the least to the most."""
-    low, span = min(values), max(values) - min(values)
-    return "".join(BARS[round((value - low) / span * (len(BARS) - 1)) if span else 0] for value in values)
+class Trend(list[float]):
+    """A bar for each of the last values for which there is room, from the least to the most."""
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, len(self))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        values = self[-options.max_width :]
+        low, span = min(values), max(values) - min(values)
+        yield Text("".join(BARS[round((value - low) / span * (len(BARS) - 1)) if span else 0] for value in values))
 
 
 def write_page(rows: Sequence[Mapping[str, Any]], name: str, path: Path) -> None:

@@ -1,8 +1,13 @@
-"""torchtitan's trainer with our optimizer by name: torch.optim's weights, resumed runs, and recipes in our words."""
+"""torchtitan's trainer with our optimizer by name: torch.optim's weights, resumed runs, and recipes in our words.
+
+LWOPT_TORCHTITAN_SOURCES names a folder with a package ``torchtitan``, of main for example, that is run in place of the
+installed one.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -19,6 +24,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from tests.launcher import ROOT, torchrun
 from tests.zero import newton_schulz_in_float32
 
+if "LWOPT_TORCHTITAN_SOURCES" in os.environ:
+    sys.path.insert(0, os.environ["LWOPT_TORCHTITAN_SOURCES"])
+    os.environ["PYTHONPATH"] = os.environ["LWOPT_TORCHTITAN_SOURCES"]  # of the trainer's ranks
 SCRIPT = Path(__file__).with_name("torchtitan_llama3.py")
 
 

@@ -1,9 +1,14 @@
-"""TRL's SFTTrainer training LoRA adapters of PEFT, with the losses of torch.optim; and TRL's own script, unmodified."""
+"""TRL's SFTTrainer training LoRA adapters of PEFT, with the losses of torch.optim; and two scripts, unmodified.
+
+They are TRL's sft.py and transformers' run_clm.py, which no package has: LWOPT_TRANSFORMERS_EXAMPLES names its folder,
+examples/pytorch/language-modeling of a checkout; without it, that script is not run.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -18,6 +23,7 @@ from tests.zero import MUON, newton_schulz_in_float32
 
 sys.path.append(str(ROOT / "examples"))
 
+ENTRY = {"lr": "auto", "weight_decay": "auto", "adamw": {"lr": 3e-4}}
 TEXTS = [f"Question {n}: what is {n} plus {n}? Answer: {2 * n}." for n in range(40)]
 
 
@@ -84,6 +90,12 @@ def test_adapters_are_matrices_and_train_as_with_torch_optim(tmp_path: Path) -> 
     assert set(matrices) == wanted
 
 
+def zero2(path: Path) -> None:
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping"), "auto")
+    optimizer = {"type": "LayerWiseMuon", "params": ENTRY}
+    path.write_text(json.dumps({**auto, "zero_optimization": {"stage": 2}, "optimizer": optimizer}))
+
+
 @pytest.mark.parametrize(
     ("adapters", "routing"),
     [(["--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "down_proj"], "8 of 8"), ([], "14 of 21")],
@@ -96,10 +108,7 @@ def test_its_own_script_trains_unmodified(tmp_path: Path, adapters: list[str], r
     of_bytes().save_pretrained(tmp_path / "model")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
-    entry = {"type": "LayerWiseMuon", "params": {"lr": "auto", "weight_decay": "auto", "adamw": {"lr": 3e-4}}}
-    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping"), "auto")
-    config = {**auto, "zero_optimization": {"stage": 2}, "optimizer": entry}
-    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    zero2(tmp_path / "ds_config.json")
     (package,) = importlib.util.find_spec("trl").submodule_search_locations  # type: ignore[union-attr,misc]
     arguments = {
         "model_name_or_path": tmp_path / "model",
@@ -120,3 +129,46 @@ def test_its_own_script_trains_unmodified(tmp_path: Path, adapters: list[str], r
     found = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
     assert f"Routing: {routing}" in printed, printed
     assert len(found) == 6 and found[-1] < found[0], printed
+
+
+def test_transformers_own_script_trains_unmodified_alike_on_both_engines(tmp_path: Path) -> None:
+    """``run_clm.py`` on two ranks of DeepSpeed and of FSDP2, through ``lwopt_backend.run``."""
+    if "LWOPT_TRANSFORMERS_EXAMPLES" not in os.environ:
+        pytest.skip("LWOPT_TRANSFORMERS_EXAMPLES: no folder with run_clm.py is named")
+    of_bytes().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS * 2))
+    zero2(tmp_path / "ds_config.json")
+    (tmp_path / "fsdp.json").write_text(json.dumps({"version": 2}))
+    on_cpus = "import sys; sys.path.append({!r}); from hugging_face import shard_on_cpus_too; shard_on_cpus_too()\n"
+    start = on_cpus.format(str(ROOT / "examples")) + "from lwopt_backend import run; run.main(sys.argv[1:])\n"
+    (tmp_path / "start.py").write_text(start)  # Accelerate shards on no CPU by itself
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 256, "resid_pdrop": 0.0}
+    sizes |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 254, "eos_token_id": 254}
+    arguments = {
+        "model_type": "gpt2",
+        "config_overrides": ",".join(f"{key}={value}" for key, value in sizes.items()),
+        "tokenizer_name": tmp_path / "tokenizer",
+        "train_file": tmp_path / "texts.txt",
+        "cache_dir": tmp_path / "cache",
+        "block_size": 64,
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.02,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "report_to": "none",
+    }
+    given = [part for name, value in arguments.items() for part in (f"--{name}", value)] + ["--do_train", "--use_cpu"]
+    script = Path(os.environ["LWOPT_TRANSFORMERS_EXAMPLES"], "run_clm.py")
+    found = []
+    for start, engine in (
+        (["-m", "lwopt_backend.run"], ["--deepspeed", tmp_path / "ds_config.json"]),
+        (
+            [tmp_path / "start.py", f"--optimizer={json.dumps(ENTRY)}"],
+            ["--fsdp", "--fsdp_config", tmp_path / "fsdp.json"],
+        ),
+    ):
+        printed = torchrun(*start, script, *given, *engine, "--output_dir", tmp_path / engine[0])
+        assert "Routing: 8 of 28" in printed and "distributed & accumulation) = 8" in printed, printed
+        found.append(re.findall(r"'loss': '?([\d.]+)", printed))
+    assert found[0] == found[1] and len(found[0]) == 6 and float(found[0][-1]) < float(found[0][0])

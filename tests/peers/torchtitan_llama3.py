@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +56,19 @@ class TorchsOptimizers(OptimizersContainer):
         self._post_init(list(named.values()))
 
 
+def read_texts(config: Any, texts: Path) -> None:
+    """Two rows of 32 tokens in a batch."""
+    training, loader = config.training, config.dataloader
+    if hasattr(training, "seq_len"):  # 0.3.0
+        training.seq_len, training.local_batch_size, loader.dataset_path = 32, 2, str(texts)
+        return
+    from torchtitan.components.data import IndexedJsonlSource
+
+    training.max_context_length, training.num_tokens_per_microbatch_per_dp_rank = 32, 64
+    source = IndexedJsonlSource.Config(patterns=(str(texts / "texts.json"),))
+    loader.dataset = replace(loader.dataset, dataset=replace(loader.dataset.dataset, source=source))
+
+
 def main(folder: Path, run: str, kind: str, steps: int, resized: bool) -> None:
     config = config_registry.llama3_debugmodel()
     config.model_spec = model_registry("debugmodel", attn_backend="flex")
@@ -69,9 +82,8 @@ def main(folder: Path, run: str, kind: str, steps: int, resized: bool) -> None:
         rules = {"matrix": {"name": kind, "ns_dtype": "float32", **MUON}, "elementwise": {"name": "adamw", **ADAMW}}
         config.override.imports.append((OVERRIDE, {**rules, "atoms": {"*": "whole"}}))
     config.lr_scheduler.total_steps = 6
-    config.training.steps, config.training.seq_len, config.training.local_batch_size = steps, 32, 2
-    config.training.mixed_precision_param = "float32"
-    config.dataloader.dataset_path = str(folder / "texts")
+    config.training.steps, config.training.mixed_precision_param = steps, "float32"
+    read_texts(config, folder / "texts")
     config.parallelism.spmd_backend = "partial_dtensor"
     config.checkpoint.enable, config.checkpoint.interval = True, 3
     config.checkpoint.exclude_from_loading = ["dataloader"] if resized else []  # it is of another number of ranks
