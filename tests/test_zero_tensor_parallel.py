@@ -135,10 +135,16 @@ class BesideWhole(Beside):
 
 
 @contextlib.contextmanager
-def sharded_engine(settings: dict[str, Any], shards: int = SHARDS) -> Iterator[Any]:
+def sharded_engine(settings: dict[str, Any], shards: int = SHARDS, frozen: float | None = None) -> Iterator[Any]:
+    """Parameters of which there are all kinds of cuts are multiplied by ``frozen``, and not trained."""
     groups.mpu = None  # DeepSpeed keeps that of an engine before
     mpu = ModelParallel(shards) if shards > 1 else None
-    with engine_for(settings, ShardedLM(mpu), mpu=mpu) as engine:
+    model = ShardedLM(mpu)
+    if frozen is not None:
+        model.register_buffer("passes", torch.full((2,), frozen))
+        for name in FROZEN:
+            model.get_parameter(name).requires_grad_(False).data.mul_(frozen)
+    with engine_for(settings, model, mpu=mpu) as engine:
         yield engine
 
 
@@ -314,6 +320,26 @@ def test_universal_checkpoints_go_to_another_size(tmp_path: Path, stage: int, wa
 def test_and_those_of_auto_tp(tmp_path: Path, stage: int, way: tuple[int, int], of: Trained) -> None:
     source, target = (settings_of(stage, shards=shards) for shards in way)
     goes_on(of.beside_torch(source), of.engine(source, way[0]), of.engine(target | UNIVERSAL, way[1]), tmp_path)
+
+
+FROZEN = ("up.bias", "down.weight", "gated.weight", "gated.bias", "norm.weight")
+
+
+@on_ranks(2)
+@cells(stage=[0, 1, 2], way=[(1, 2), (2, 1), (2, 2)])
+def test_frozen_parameters_and_buffers_go_along(tmp_path: Path, stage: int, way: tuple[int, int]) -> None:
+    source, target = (settings_of(stage, shards=n, atoms=FUSED if n > 1 else {}) for n in way)
+    with sharded_engine(source, way[0], frozen=1.0) as engine:
+        train_step(engine, 0)
+        engine.save_checkpoint(tmp_path / "native")
+    if dist.get_rank() == 0:
+        succeeds("convert", tmp_path / "native", tmp_path / "universal", "--to", "universal")
+    dist.barrier()
+    with sharded_engine(target | UNIVERSAL, way[1], frozen=2.0) as engine:
+        engine.load_checkpoint(tmp_path / "universal")
+        found = beside_torch(source)._whole({name: param.detach() for name, param in engine.module.named_parameters()})
+        assert all(torch.equal(found[name], ShardedLM().get_parameter(name)) for name in FROZEN)
+        assert torch.equal(engine.module.passes, torch.ones(2))
 
 
 @on_ranks(2)

@@ -245,6 +245,9 @@ def _of_shards(tag: Path, parts: Sequence[Checkpoint], cuts: Mapping[str, Any]) 
                 replicas += [(f"{key} of {name} on tensor-parallel ranks", tensor, other) for other in shards[1:]]
         owner = {place: partial(e.owner_states.__getitem__, place) for e in of_parts for place in e.owner_states}
         params[name] = replace(param.changed(tensors), owner_states=OwnerStates(owner))
+    for name, buffer in first.buffers.items():
+        others = [part.buffers[name] for part in parts[1:] if name in part.buffers]
+        replicas += [(f"buffer {name} on tensor-parallel ranks", buffer, other) for other in others]
     world = {**first.world, "tp": len(parts)}
     return replace(first, params=params, replicas=tuple(replicas), world=world)
 
