@@ -17,6 +17,8 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
+from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.deepspeed import zero
 from tests.cells import cells
 from tests.command_line import succeeds
 from tests.fused import Separate
@@ -343,13 +345,19 @@ def test_frozen_parameters_and_buffers_go_along(tmp_path: Path, stage: int, way:
 
 
 @on_ranks(2)
-def test_deepspeeds_own_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
+def test_deepspeeds_own_checkpoint_of_another_size_or_without_a_ranks_files_is_refused(tmp_path: Path) -> None:
     with sharded_engine(settings_of(1)) as engine:
         train_step(engine, 0)
         engine.save_checkpoint(tmp_path)
     refused = "saved on 2 tensor-parallel ranks and is loaded on 1; load it on 2. Another number of ranks needs"
     with sharded_engine(settings_of(1, shards=1), 1) as engine, pytest.raises(ValueError, match=refused):
         engine.load_checkpoint(tmp_path)
+    if dist.get_rank() == 0:  # a copy without the first rank's files
+        for file in (tmp_path / "global_step1").glob("*mp_rank_00_*"):
+            file.unlink()
+        missing = "has the files of 1 of 2 tensor-parallel ranks, the first is mp_rank_01_model_states.pt"
+        with pytest.raises(CheckpointError, match=missing):
+            zero.read(tmp_path)
 
 
 @on_ranks(2)

@@ -108,9 +108,14 @@ def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
 
 def _shards(tag: Path, first: tuple[ModelStates, OfRanks], others: Sequence[int]) -> list[tuple[ModelStates, OfRanks]]:
     """The files of a rank, ``first``, and of the ``others`` that are tensor-parallel. Raises CheckpointError."""
-    _, of_ranks = first
+    states, of_ranks = first
+    if (count := 1 + len(others)) != (saved_on := states.saved.get("mp_world_size") or 1):
+        raise CheckpointError(
+            f"{tag} has the files of {count} of {saved_on} tensor-parallel ranks, the first is {states.path.name}; "
+            "copy the whole folder again"
+        )
     if others and ds.mark_of(of_ranks[0][1], ds.CUTS) is None:
-        raise ds.not_told(tag, 1 + len(others))
+        raise ds.not_told(tag, count)
     read = [(ds.read_model_states(ds.model_files(tag, other)), other) for other in others]
     return [first, *((states, _of_ranks(tag, states, other)) for states, other in read)]
 
