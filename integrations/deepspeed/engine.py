@@ -446,12 +446,10 @@ class GroupNorms:
         pairs = zip(chain(*wrapper.bf16_groups), chain(*wrapper.fp32_groups_gradients))
         groups = {id(grad): self._group_of(param) for param, grad in pairs}
 
-        # DeepSpeed takes no norm of no tensors, for which the other ranks would wait, and 0.19.7 none that is 0.
-        nothing = torch.tensor(1e-15, device=wrapper.fp32_groups_flat_partition[0].device)
-
         def of(group: str | None, grads: Sequence[Tensor]) -> list[Tensor]:
             found = [grad for grad in grads if groups[id(grad)] == group]
-            return found or [nothing]
+            # DeepSpeed takes no norm of no tensors, for which the other ranks would wait, and 0.19.7 none that is 0.
+            return found or [torch.full((), 1e-15, device=wrapper.fp32_groups_flat_partition[0].device)]
 
         if for_clipping:
             return of(None, self._all_grads(for_clipping=True))
