@@ -23,6 +23,8 @@ from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.storage.gradients import checked_order, clip_factor
 from lwopt_backend.storage.modules import NAME, Part, check_held, held_by, load, parts_of, save, together
 
+Norms = dict[str | None, dict[str, float]]  # by clip group, None for the rest, and module
+
 HAS_STATE = "has_state"  # a key beside a module's state in a state dict
 
 
@@ -48,6 +50,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
         check_held(self.names, held)
         self._first = {name: next(rank for rank, has in enumerate(held) if name in has) for name in self.names}
         self.overflowed: tuple[str, ...] = ()
+        self._limits = {g: limit for of_rank in held for has in of_rank.values() for g, limit in has.limits.items()}
+        self._clipped, self._group_norms = False, dict[str, Tensor]()
         common = set.intersection(*(set(has.defaults) for of_rank in held for has in of_rank.values()))
         mine = next((optimizer.defaults for optimizer in self.modules.values()), {})
         # As after unpickling: the base class's constructor requires parameters, which a rank may not have.
@@ -83,16 +87,13 @@ class ModuleOptimizers(torch.optim.Optimizer):
     @torch.no_grad()
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """The norm of each module's mean gradients, fp32 on the CPU; all modules' norms on all ranks."""
-        return {name: torch.tensor(norm, dtype=torch.float32) for name, norm in self._norms(norm_type).items()}
+        found = self._norms(norm_type).values()
+        return {name: _total([of[name] for of in found], norm_type) for name in self.names}
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all modules' mean gradients as one vector, each element counted once, fp32 on the CPU."""
-        order, values = checked_order(norm_type), torch.tensor([*self._norms(norm_type).values()], dtype=torch.float64)
-        largest = values.max()
-        if order != math.inf and 0 < largest < math.inf:  # the norms are divided by it first, so that none overflows
-            largest = largest * torch.linalg.vector_norm(values / largest, order)
-        return largest.float()
+        return _total([norm for of in self._norms(norm_type).values() for norm in of.values()], norm_type)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -108,21 +109,44 @@ class ModuleOptimizers(torch.optim.Optimizer):
         the norm before clipping. If it is not finite, gradients are not changed (``step`` will use none of them), and
         with ``error_if_nonfinite`` it raises RuntimeError. Raises ValueError for missing or unknown modules in
         ``max_norm``.
+
+        Parameters in ``clip_groups`` do not count: each group, of one name in all modules, is clipped by its own norm
+        over them, here or else in the step.
         """
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(self.names, max_norm)
         self._check_names("max_norm", limits, self.names)
-        norm = self.grad_norm(norm_type)
-        if torch.isfinite(norm):
-            for name, part in self._parts.items():
-                factor = clip_factor(limits[name], norm).item()
-                if factor < 1:
-                    part.scale(factor)
-        elif error_if_nonfinite:
+        norms = self._clip(self._norms(norm_type), norm_type, limits)
+        wrong = [norm.item() for norm in norms.values() if not torch.isfinite(norm)]
+        if wrong and error_if_nonfinite:
             raise RuntimeError(
-                f"the total norm of order {norm_type} of all modules' gradients is {norm.item()}; set "
+                f"the total norm of order {norm_type} of all modules' gradients is {wrong[0]}; set "
                 "error_if_nonfinite=False to have step() skip them"
             )
-        return norm
+        return norms[None]
+
+    def _clip(
+        self, found: Norms, norm_type: float, max_norms: Mapping[str, float] | None = None
+    ) -> dict[str | None, Tensor]:
+        """Clip each clip group by its norm, which this returns, and the rest (None) of each module by ``max_norms``, if
+        given; nothing, if a norm is not finite."""
+        norms = {group: _total([*of.values()], norm_type) for group, of in found.items()}
+        self._clipped, self._group_norms = True, {group: norm for group, norm in norms.items() if group is not None}
+        finite = all(map(torch.isfinite, norms.values()))
+        for name, part in self._parts.items():
+            limits = dict(part.groups.limits)
+            if max_norms is not None:
+                limits[None] = max_norms[name]
+            part.groups.norms.update({group: norms[group] for group in limits})
+            for group, limit in limits.items() if finite else ():
+                factor = clip_factor(limit, norms[group]).item()
+                if factor < 1:
+                    part.scale(factor, part.groups.pick(group))
+        return norms
+
+    @property
+    def clip_group_norms(self) -> dict[str, Tensor]:
+        """The norm over all modules of each group in ``clip_groups`` before it was last clipped, fp32 on the CPU."""
+        return dict(self._group_norms)
 
     @torch.no_grad()
     def scale_grads(self, factor: float) -> None:
@@ -151,14 +175,17 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
 
         def take_step(name: str, part: Part) -> None:
-            part.optimizer.step()
+            part.step()
 
         if closure is not None:
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
         report = StepReport()
         with one_call(self, begins=True, ends=True, attempt=report.attempt):
             norms = self._norms(2.0, report)
-            self.overflowed = tuple(name for name, norm in norms.items() if not math.isfinite(norm))
+            self.overflowed = tuple(n for n in self.names if not all(math.isfinite(of[n]) for of in norms.values()))
+            if self._limits and not self._clipped:
+                self._clip(norms, 2.0)
+            self._clipped = False
             if self.overflowed:
                 self.zero_grad()
                 return False
@@ -173,15 +200,15 @@ class ModuleOptimizers(torch.optim.Optimizer):
         for optimizer in self.modules.values():
             optimizer.zero_grad(set_to_none)
 
-    def _norms(self, norm_type: float, step: StepReport | None = None) -> dict[str, float]:
-        """The norm of each module's gradients. Before a ``step``, also compares the options of plain optimizers."""
+    def _norms(self, norm_type: float, step: StepReport | None = None) -> Norms:
+        """The norms of gradients. Before a ``step``, also compares the options of plain optimizers."""
         order = checked_order(norm_type)
 
-        def measure(name: str, part: Any) -> tuple[float, list[str]]:
-            norm = part.norm(order)
+        def measure(name: str, part: Part) -> tuple[dict[str | None, float], list[str]]:
+            norms = {group: part.norm(order, group) for group in (None, *part.groups.limits)}
             if step is not None and step.failure is not None:
                 raise step.failure
-            return norm, part.options() if step is not None else []
+            return norms, part.options() if step is not None else []
 
         what = "the norm of gradients"
         found = together(self._everyone, what, self._parts, measure)
@@ -190,7 +217,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
             options = [found[rank][name][1] for rank in ranks]
             if any(lines != options[0] for lines in options):
                 raise RanksDisagree(f"{NAME}: module {name!r}: {first_difference(options, ranks)}")
-        return self._agreed(what, [{name: norm for name, (norm, _) in of_rank.items()} for of_rank in found])
+
+        def of_group(group: str | None) -> dict[str, float]:
+            return self._agreed(what, [{n: norms.get(group, 0.0) for n, (norms, _) in of.items()} for of in found])
+
+        return {group: of_group(group) for group in (None, *self._limits)}
 
     def _agreed(self, what: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """By module, what all of its ranks ``found``. Raises RuntimeError, on all ranks, where they differ."""
@@ -281,3 +312,12 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{NAME} holds process groups and cannot be copied or pickled; use state_dict()")
+
+
+def _total(norms: Sequence[float], norm_type: float) -> Tensor:
+    """The norm of what has these ``norms``, in fp32."""
+    order, values = checked_order(norm_type), torch.tensor(norms, dtype=torch.float64)
+    largest = values.max()
+    if order != math.inf and 0 < largest < math.inf:  # the norms are divided by it first, so that none overflows
+        largest = largest * torch.linalg.vector_norm(values / largest, order)
+    return largest.float()

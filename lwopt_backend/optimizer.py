@@ -147,7 +147,7 @@ class LayerWiseOptimizer(LinkedOptimizer):
         shown = [{k: v for k, v in group.items() if k not in marks} for group in linked_rates.shown(groups)]
         super().__init__(shown, {})
         self._begin(rules, groups, linked_rates.marks_of(groups))
-        self._clip_groups = ClipGroups(self.config, self._grouping.clip_groups)
+        self._clip_groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups)
         self._clipped = False  # since the last step
 
     @torch.no_grad()

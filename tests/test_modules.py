@@ -34,7 +34,7 @@ from tests.zero import ADAMW, MUON
 
 INF, NAN = math.inf, math.nan
 NAMES = ("vision", "language")
-CLIPPED = {"all": {"params": "*", "max_norm": 1.0}}
+BIASES: dict[str, Any] = {"clip_groups": {"biases": {"params": "*.bias", "max_norm": 0.002}}}
 OWNED = "owned and owned"
 SPLITS = ["01|23", "0|123", "012|123", "0123|0123", "0|0"]  # beside each other, overlapping, everywhere, all on one
 
@@ -79,9 +79,9 @@ def owned(module: nn.Module, group: Any, **options: Any) -> tuple[nn.Module, Any
     return module, optimizer_for(module, process_group=group, **options)
 
 
-def sharded(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
+def sharded(module: nn.Module, group: Any, **options: Any) -> tuple[nn.Module, Any]:
     fsdp(module, mesh_of_group(group))
-    return module, layer_wise(module)
+    return module, layer_wise(module, **options)
 
 
 def sharded_early(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
@@ -143,12 +143,15 @@ class OneProcess:
             for param, summed in zip(params, flat.split([param.numel() for param in params])):
                 param.grad = summed.view_as(param) / count
 
-    def grads(self, name: str) -> list[Tensor]:
-        return [param.grad for param in self.modules[name].parameters() if param.grad is not None]
+    def grads(self, name: str, apart: str = "") -> list[Tensor]:
+        """Of all parameters, or with ``apart`` of "biases" or "rest"."""
+        named = self.modules[name].named_parameters()
+        kinds = ((p.grad, "biases" if name.endswith("bias") else "rest") for name, p in named)
+        return [grad for grad, kind in kinds if grad is not None and apart in ("", kind)]
 
-    def norms(self, norm_type: float = 2.0) -> list[float]:
+    def norms(self, norm_type: float = 2.0, apart: str = "") -> list[float]:
         """Of each module's gradients, and of all."""
-        flat = [torch.cat([grad.flatten() for grad in self.grads(name)]).double() for name in NAMES]
+        flat = [torch.cat([grad.flatten() for grad in self.grads(name, apart)]).double() for name in NAMES]
         return [torch.linalg.vector_norm(grad, norm_type).item() for grad in (*flat, torch.cat(flat))]
 
     def zeros(self) -> dict[str, int]:
@@ -167,6 +170,7 @@ class Beside:
         self.split, self.kinds = split, kinds
         self.modules, self.optimizers = make(split, kinds, **options)
         self.single = single or OneProcess(kinds.startswith(("DDP", "plain")))
+        self.apart = "clip_groups" in options
 
     def train(self, steps: range, *, accumulation: int = 1, clip: float | Mapping[str, float] | None = None) -> None:
         """Steps of both; norms and zeros are those of one process, which clips with our norm."""
@@ -178,17 +182,22 @@ class Beside:
             if clip is not None:
                 self.clip(clip)
             assert self.optimizers.step() is True and self.optimizers.overflowed == ()
+            if self.apart:
+                self.clip_single("biases", self.optimizers.clip_group_norms["biases"], dict.fromkeys(NAMES, 0.002))
             self.optimizers.zero_grad()
             self.single.step()
 
     def clip(self, clip: float | Mapping[str, float]) -> None:
         limits = clip if isinstance(clip, Mapping) else dict.fromkeys(NAMES, clip)
         assert self.optimizers.zero_counts() == self.single.zeros()
-        norm = self.optimizers.clip_grad_norm_(clip)
-        assert norm.item() == pytest.approx(self.single.norms()[-1], rel=1e-6)
+        self.clip_single("rest" if self.apart else "", self.optimizers.clip_grad_norm_(clip), limits)
+
+    def clip_single(self, apart: str, norm: Tensor, limits: Mapping[str, float]) -> None:
+        """By a norm of ours, which has to be that of the one process."""
+        assert norm.item() == pytest.approx(self.single.norms(apart=apart)[-1], rel=1e-6)
         assert norm > max(limits.values()), "nothing is clipped"
         for name in NAMES:
-            for grad in self.single.grads(name):
+            for grad in self.single.grads(name, apart):
                 grad.mul_(torch.clamp(limits[name] / (norm + 1e-6), max=1.0))  # as torch.nn.utils.clip_grad_norm_
 
     def check(self) -> None:
@@ -224,16 +233,21 @@ def fails_with(words: str, call: Callable[[], Any]) -> None:
 
 @on_ranks(4)
 @cells(
+    lambda options, split="01|23", accumulation=1, clip=None, kinds=OWNED: (
+        kinds == OWNED or (options == BIASES and accumulation == 1 and split == "01|23")
+    ),
     split=SPLITS,
     accumulation=[1, 2],
     clip=[None, 0.05, {"vision": 0.01, "language": 0.05}],
-    options=[{}, {"layout": "padded"}, {"layout": "compact", "group_size": 1}, {"overlap_param_gather": True}],
+    options=[{}, BIASES, {"layout": "padded"}, {"layout": "compact", "group_size": 1}, {"overlap_param_gather": True}],
+    kinds=[OWNED, "FSDP2 and owned"],
 )
 def test_parameters_equal_one_process_that_holds_both_modules(
-    split: str, accumulation: int, clip: Any, options: dict[str, Any]
+    split: str, accumulation: int, clip: Any, options: dict[str, Any], kinds: str
 ) -> None:
-    """Clipped by the one norm over both, which counts each element once, with one limit or one for each."""
-    run = Beside(split, **options)
+    """Clipped by the one norm over both, which counts each element once, with one limit or one for each; biases of both
+    by theirs."""
+    run = Beside(split, kinds, **options)
     run.train(range(3), accumulation=accumulation, clip=clip)
     run.check()
 
@@ -435,7 +449,15 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
         ("module 'vision' is not the same on ranks 0 and 1: parameter '4 of group 0", {"vision": adam(other)}),
         ("module 'vision' has optimizers of different kinds on ranks 0 and 2", on(half) if rank < 2 else ours),
         ("step_in_backward uses gradients before all ranks know", on(everyone, step_in_backward=True)),
-        ("clip_groups are clipped by one optimizer", on(everyone, clip_groups=CLIPPED)),
+        (
+            "clip_groups['biases'] has the max_norm 0.002 in module 'vision' and 1.0 in 'language', but a group is",
+            {
+                **on(half, **BIASES),
+                "language": optimizer_for(
+                    language, process_group=everyone, clip_groups={"biases": {"params": "*.bias", "max_norm": 1.0}}
+                ),
+            },
+        ),
         ("is a DTensor, whose norm Adam cannot tell", {"vision": adam(sharded(model_of("vision"), everyone)[0])}),
     ]
     for words, optimizers in given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 from collections.abc import Callable, Iterator
@@ -17,13 +18,15 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
+from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.deepspeed import zero
 from tests.cells import cells
 from tests.command_line import succeeds
 from tests.fused import Separate
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
 from tests.rules import SECTIONS, matrix_optimizer
-from tests.zero import ADAMW, MUON, ROWS, Beside, Reference, batch_shares, engine_for, settings_for
+from tests.zero import ADAMW, MUON, ROWS, Beside, Reference, batch_shares, engine_for, full_weights, settings_for
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 SHARDS, WIDTH = 2, 24
@@ -114,6 +117,10 @@ class ShardedLM(nn.Module):
 
 
 class BesideWhole(Beside):
+    def start(self, engine: Any) -> None:
+        """A tied weight's other name is not there."""
+        self.single.model.load_state_dict(self._whole(full_weights(engine)), strict=False)
+
     def _whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
         """Of shards, the whole; of anything else, what all ranks have alike."""
         of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -135,10 +142,16 @@ class BesideWhole(Beside):
 
 
 @contextlib.contextmanager
-def sharded_engine(settings: dict[str, Any], shards: int = SHARDS) -> Iterator[Any]:
+def sharded_engine(settings: dict[str, Any], shards: int = SHARDS, frozen: float | None = None) -> Iterator[Any]:
+    """Parameters of which there are all kinds of cuts are multiplied by ``frozen``, and not trained."""
     groups.mpu = None  # DeepSpeed keeps that of an engine before
     mpu = ModelParallel(shards) if shards > 1 else None
-    with engine_for(settings, ShardedLM(mpu), mpu=mpu) as engine:
+    model = ShardedLM(mpu)
+    if frozen is not None:
+        model.register_buffer("passes", torch.full((2,), frozen))
+        for name in FROZEN:
+            model.get_parameter(name).requires_grad_(False).data.mul_(frozen)
+    with engine_for(settings, model, mpu=mpu) as engine:
         yield engine
 
 
@@ -154,6 +167,13 @@ class WithLoss(nn.Module):
 
 class Llama(WithLoss, LlamaForCausalLM):
     pass
+
+
+class TiedLlama(Llama):
+    """AutoTP cuts its output head with the embedding, and takes the loss of parts of the logits itself."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return LlamaForCausalLM.forward(self, tokens, labels=targets).loss
 
 
 class Phi3(WithLoss, Phi3ForCausalLM):
@@ -224,7 +244,7 @@ class Trained(NamedTuple):
     """An architecture of transformers as AutoTP cuts it, and what DeepSpeed is to be told of it."""
 
     model: type[WithLoss]
-    config: type
+    config: Callable[..., Any]
     cut: dict[str, Any] = {}
 
     @contextlib.contextmanager
@@ -248,6 +268,7 @@ class Trained(NamedTuple):
 
 
 LLAMA = Trained(Llama, LlamaConfig)
+TIED = Trained(TiedLlama, functools.partial(LlamaConfig, tie_word_embeddings=True))
 PHI3 = Trained(Phi3, Phi3Config, {"partition_config": {"use_default_specs": False, "layer_specs": OF_PHI3}})
 
 
@@ -265,16 +286,23 @@ def test_shards_by_auto_tp_too(tmp_path: Path, stage: int, precision: str, how: 
     of.beside_torch(settings).train_and_resume(lambda: of.engine(settings), tmp_path)
 
 
+def settings_of_rule(rule: str, stage: int, shards: int = SHARDS) -> dict[str, Any]:
+    options = {"matrix": SECTIONS[rule], "elementwise": {"name": "adamw", **ADAMW}, "exclude": ["gated.weight"]}
+    options |= {"report": False, "atoms": FUSED if shards > 1 else {}}  # how an excluded weight is cut, too
+    return settings_of(stage, shards=shards) | {"optimizer": {"type": "LayerWise", "params": options}}
+
+
+def beside_rule(rule: str, settings: dict[str, Any]) -> BesideWhole:
+    single = Reference(ShardedLM(), matrices=(matrices := [name for name in MATRICES if "gated" not in name]))
+    single.muon = matrix_optimizer([single.model.get_parameter(name) for name in matrices], SECTIONS[rule])
+    return BesideWhole(single, train_step, settings=settings)
+
+
 @on_ranks(2)
 @cells(rule=["normuon", "adamuon", "soap", "shampoo", "a class"], stage=[0, 1])
 def test_rules_that_keep_more_than_momentum(tmp_path: Path, rule: str, stage: int) -> None:
-    settings, section = settings_of(stage), SECTIONS[rule]
-    options = {"matrix": section, "elementwise": {"name": "adamw", **ADAMW}, "exclude": ["gated.weight"]}
-    settings["optimizer"] = {"type": "LayerWise", "params": {**options, "report": False}}
-    single = Reference(ShardedLM(), matrices=(matrices := [name for name in MATRICES if "gated" not in name]))
-    single.muon = matrix_optimizer([single.model.get_parameter(name) for name in matrices], section)
-    both = BesideWhole(single, train_step, settings=settings)
-    both.train_and_resume(lambda: sharded_engine(settings), tmp_path)
+    settings = settings_of_rule(rule, stage)
+    beside_rule(rule, settings).train_and_resume(lambda: sharded_engine(settings), tmp_path)
 
 
 def goes_on(both: BesideWhole, before: Any, after: Any, folder: Path) -> None:
@@ -296,6 +324,14 @@ def goes_on(both: BesideWhole, before: Any, after: Any, folder: Path) -> None:
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
+@on_ranks(2)
+@cells(rule=["soap", "shampoo"], stage=[0, 1], way=[(1, 2), (2, 1)])
+def test_what_owners_keep_goes_to_another_size(tmp_path: Path, rule: str, stage: int, way: tuple[int, int]) -> None:
+    source, target = (settings_of_rule(rule, stage, shards) for shards in way)
+    engines = sharded_engine(source, way[0]), sharded_engine(target | UNIVERSAL, way[1])
+    goes_on(beside_rule(rule, source), *engines, tmp_path)
+
+
 @on_ranks()
 @cells(
     lambda stage, ranks=4, way=(1, 1): ranks >= max(way),
@@ -310,20 +346,46 @@ def test_universal_checkpoints_go_to_another_size(tmp_path: Path, stage: int, wa
 
 
 @on_ranks(2)
-@cells(stage=[0, 1], way=[(1, 2), (2, 1)], of=[LLAMA, PHI3])
+@cells(stage=[0, 1], way=[(1, 2), (2, 1)], of=[LLAMA, TIED, PHI3])
 def test_and_those_of_auto_tp(tmp_path: Path, stage: int, way: tuple[int, int], of: Trained) -> None:
     source, target = (settings_of(stage, shards=shards) for shards in way)
     goes_on(of.beside_torch(source), of.engine(source, way[0]), of.engine(target | UNIVERSAL, way[1]), tmp_path)
 
 
+FROZEN = ("up.bias", "down.weight", "gated.weight", "gated.bias", "norm.weight")
+
+
 @on_ranks(2)
-def test_deepspeeds_own_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
+@cells(stage=[0, 1, 2], way=[(1, 2), (2, 1), (2, 2)])
+def test_frozen_parameters_and_buffers_go_along(tmp_path: Path, stage: int, way: tuple[int, int]) -> None:
+    source, target = (settings_of(stage, shards=n, atoms=FUSED if n > 1 else {}) for n in way)
+    with sharded_engine(source, way[0], frozen=1.0) as engine:
+        train_step(engine, 0)
+        engine.save_checkpoint(tmp_path / "native")
+    if dist.get_rank() == 0:
+        succeeds("convert", tmp_path / "native", tmp_path / "universal", "--to", "universal")
+    dist.barrier()
+    with sharded_engine(target | UNIVERSAL, way[1], frozen=2.0) as engine:
+        engine.load_checkpoint(tmp_path / "universal")
+        found = beside_torch(source)._whole({name: param.detach() for name, param in engine.module.named_parameters()})
+        assert all(torch.equal(found[name], ShardedLM().get_parameter(name)) for name in FROZEN)
+        assert torch.equal(engine.module.passes, torch.ones(2))
+
+
+@on_ranks(2)
+def test_deepspeeds_own_checkpoint_of_another_size_or_without_a_ranks_files_is_refused(tmp_path: Path) -> None:
     with sharded_engine(settings_of(1)) as engine:
         train_step(engine, 0)
         engine.save_checkpoint(tmp_path)
     refused = "saved on 2 tensor-parallel ranks and is loaded on 1; load it on 2. Another number of ranks needs"
     with sharded_engine(settings_of(1, shards=1), 1) as engine, pytest.raises(ValueError, match=refused):
         engine.load_checkpoint(tmp_path)
+    if dist.get_rank() == 0:  # a copy without the first rank's files
+        for file in (tmp_path / "global_step1").glob("*mp_rank_00_*"):
+            file.unlink()
+        missing = "has the files of 1 of 2 tensor-parallel ranks, the first is mp_rank_01_model_states.pt"
+        with pytest.raises(CheckpointError, match=missing):
+            zero.read(tmp_path)
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -186,6 +187,21 @@ def _cut(module: nn.Module, param: Tensor, ranks: int) -> Cut | None:
     if cut.whole(param.shape) != tuple(of_autotp["original_shape"]) or any(len(set(some)) > 1 for some in sizes):
         raise ValueError(f"is a shard of {tuple(of_autotp['original_shape'])}, which AutoTP cuts into unequal parts")
     return cut
+
+
+def note_parts(param: Tensor, parts: tuple[int, ...]) -> None:
+    """Note the rows that each rank has of every part of a parameter that tensor parallelism cuts."""
+    if (cut := cut_of(param)) is not None:
+        setattr(param, CUT, replace(cut, parts=parts))
+
+
+def shard_of(engine: DeepSpeedEngine, param: Tensor, whole: Tensor) -> Tensor:
+    """This rank's shard of the ``whole`` parameter; the whole, if tensor parallelism does not cut it."""
+    if (cut := cut_of(param)) is None:
+        return whole
+    parts = whole.split([rows * cut.ranks for rows in cut.parts] or whole.shape[cut.dim], cut.dim)
+    rank = bwc_tensor_model_parallel_rank(engine.mpu)
+    return torch.cat([part.chunk(cut.ranks, cut.dim)[rank] for part in parts], cut.dim)
 
 
 def _digest(param: Tensor) -> int:
@@ -430,12 +446,10 @@ class GroupNorms:
         pairs = zip(chain(*wrapper.bf16_groups), chain(*wrapper.fp32_groups_gradients))
         groups = {id(grad): self._group_of(param) for param, grad in pairs}
 
-        # DeepSpeed takes no norm of no tensors, and 0.19.7 none that is 0.
-        nothing = torch.tensor(1e-15, device=wrapper.fp32_groups_flat_partition[0].device)
-
         def of(group: str | None, grads: Sequence[Tensor]) -> list[Tensor]:
             found = [grad for grad in grads if groups[id(grad)] == group]
-            return found or [nothing]
+            # DeepSpeed takes no norm of no tensors, for which the other ranks would wait, and 0.19.7 none that is 0.
+            return found or [torch.full((), 1e-15, device=wrapper.fp32_groups_flat_partition[0].device)]
 
         if for_clipping:
             return of(None, self._all_grads(for_clipping=True))

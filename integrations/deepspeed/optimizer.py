@@ -123,10 +123,10 @@ class ZeROLayerWise(EngineOptimizer):
         self.row_scaling = self._binding.grouping.row_scaling()
         self._steppers = {}
         self.state.clear()  # an earlier engine's, whose partitions are gone
-        self._clip_groups = ClipGroups(self.config, self._binding.grouping.clip_groups)
+        self._clip_groups = ClipGroups(self.config.clip_groups, self._binding.grouping.clip_groups)
         if self._binding.replicated:
             deepspeed_engine.report_norm(engine, self, self._clip_groups)
-        elif self._clip_groups.limits:
+        elif self._clip_groups.limits or deepspeed_engine.uses_bf16_optimizer(engine):
             deepspeed_engine.when_wrapped(engine, lambda wrapper: zero.clip_apart(wrapper, self._clip_groups, binding))
         self._take_groups(self._binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)

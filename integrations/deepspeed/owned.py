@@ -137,7 +137,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self.destroy()
         binding = bind(self.name, engine, self._given, self.rules, self.config)
         self._take_groups(binding.groups())
-        self._clip_groups = ClipGroups(self.config, binding.grouping.clip_groups)
+        self._clip_groups = ClipGroups(self.config.clip_groups, binding.grouping.clip_groups)
         deepspeed_engine.adopt_torch_scheduler(engine)
         self._stage, self._clip = engine.zero_optimization_stage(), engine.gradient_clipping() or 0.0
         self.loss_scaler = CreateLossScaler(  # dynamic or static in fp16, without effect in other precisions

@@ -31,8 +31,9 @@ from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import OURS, of_another_optimizer
 from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state, option_names
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, prepare_saving
-from lwopt_backend.integrations.deepspeed.engine import first_experts
+from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
 from lwopt_backend.plan import TrainedParam
+from lwopt_backend.routing.routing import full_shape
 from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import OwnerStates, StateStore, Whole, keeps_state, put
@@ -141,7 +142,8 @@ def _put(store: EngineStore, choice: Choice, with_state: bool) -> None:
 
 @torch.no_grad()
 def _put_rest(engine: DeepSpeedEngine, choice: Choice) -> None:
-    """Load buffers and frozen parameters; the first rank reads those that stage 3 has cut. Called on all ranks."""
+    """Load buffers and frozen parameters, of those that tensor parallelism cuts this rank's shard; the first rank reads
+    those that stage 3 has cut. Called on all ranks."""
     first = first_experts(engine)
     named = [*engine.module.named_buffers(), *engine.module.named_parameters()]
     there = {renumbered(name, first): tensor for name, tensor in named}
@@ -151,7 +153,7 @@ def _put_rest(engine: DeepSpeedEngine, choice: Choice) -> None:
                 if engine.global_rank == 0:
                     there[name].data.copy_(tensor.read())
         else:
-            there[name].data.copy_(tensor.read())
+            there[name].data.copy_(shard_of(engine, there[name], tensor.read()))
 
 
 def _go_on(engine: DeepSpeedEngine, choice: Choice, asked: Mapping[str, Any]) -> list[str]:
@@ -236,7 +238,7 @@ def _others(engine: DeepSpeedEngine, trained: Mapping[str, TrainedParam]) -> dic
     """Names and whole shapes of the module's frozen parameters, and of the buffers that its state dict has."""
     saved = engine.module.state_dict().keys()  # at stage 3, too: only the parameters' data is elsewhere
     buffers = {name: tuple(buffer.shape) for name, buffer in engine.module.named_buffers() if name in saved}
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
+    shapes = {name: full_shape(param) for name, param in engine.module.named_parameters()}
     first = first_experts(engine)
     named = {renumbered(name, first): shape for name, shape in {**shapes, **buffers}.items()}
     return {name: shape for name, shape in named.items() if name not in trained}

@@ -25,7 +25,7 @@ from lwopt_backend.integrations.deepspeed.pipeline import Stage
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
 from lwopt_backend.plan import Replicas, TensorShards, TrainedParam, machine_of
 from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_parameters
-from lwopt_backend.routing.routing import Route
+from lwopt_backend.routing.routing import Route, cut_of, named_parameters
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, brought_here
@@ -188,9 +188,8 @@ def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -
         if param.blocks
     }
     if binding.places:
-        lie = {param.name: param.parts for unit in binding.units for param in unit.plan.params}
-        cuts = {route.name: route.cut for route in binding.grouping.routes if route.cut is not None}
-        found[CUTS] = {name: (cut.dim, lie.get(name, ())) for name, cut in cuts.items()}
+        cuts = {name: cut_of(param) for name, param in named_parameters(binding.engine.module)}
+        found[CUTS] = {name: (cut.dim, cut.parts) for name, cut in cuts.items() if cut is not None}
     if held is None:
         return found
     if binding.replicated:
@@ -435,6 +434,8 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
         else:
             grouping = group_parameters(model, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
             pipeline.check(engine, stage)
+        for of_model, param in named_parameters(model) if cut else ():
+            deepspeed_engine.note_parts(param, grouping.parts(of_model, param))
         check_devices(grouping.groups, config, torch.device("cpu") if config.ns_device == "cpu" else engine.device)
         units = _units(engine, grouping, config, ranks, places)
         lines = [settings_lines(rules, config) for _ in ranks]

@@ -130,7 +130,7 @@ class Grouping:
     routes: list[Route]
     groups: list[dict[str, Any]]
     names: Mapping[int, str]
-    divided: Mapping[str, Divided]  # by a matrix parameter's name, the matrices in it
+    divided: Mapping[str, Divided]  # by name, of what the matrix rule updates, or tensor parallelism cuts by rows
     clip_groups: Mapping[str, str] = field(default_factory=dict)  # of a parameter, by name, if it is in one
 
     def row_scaling(self) -> RowScaling:
@@ -157,12 +157,12 @@ class Grouping:
             name in self.tied,
             self.matrices_in(name),
             cut_of(param),
-            self._parts(name, param),
+            self.parts(name, param),
             param=param,
         )
 
-    def _parts(self, name: str, param: Tensor) -> tuple[int, ...]:
-        """As in ``TrainedParam``; a bias has those of the weight beside it."""
+    def parts(self, name: str, param: Tensor) -> tuple[int, ...]:
+        """As in ``TrainedParam``, also of a frozen one; a bias has those of the weight beside it."""
         cut, weight = cut_of(param), f"{name.rpartition('.')[0]}.weight"
         if cut is None or cut.dim > 0:
             return ()

@@ -37,15 +37,16 @@ class Divided:
 def divide(
     model: nn.Module, routes: Sequence[Route], settings: AtomSettings | None = None, *, elsewhere: Sequence[Route] = ()
 ) -> dict[str, Divided]:
-    """The matrices of every parameter in ``routes`` that goes to the matrix rule, by its name.
+    """The matrices of every parameter in ``routes`` that goes to the matrix rule, by its name; and the ``parts``, no
+    matrices, of others whose rows tensor parallelism cuts.
 
     ``routes`` are those of all parameters of ``model``; if it is a part of a model, ``elsewhere`` are those of the
-    other parts. Does not change the model; the same on all ranks. Raises ValueError for a glob that matches no matrix
+    other parts. Does not change the model; the same on all ranks. Raises ValueError for a glob that matches no such
     parameter, and for sizes that do not add up.
     """
     settings = settings or AtomSettings()
-    matrices = [route for route in routes if route.kind == "matrix"]
     _check_globs(settings, [*routes, *elsewhere])
+    matrices = [route for route in routes if _is_divided(route)]
     params = {name: param for name, param in named_parameters(model)}
     by_id = {id(params[route.name]): route for route in routes}
 
@@ -72,10 +73,19 @@ def divide(
                 f"atoms {setting[0]!r}: {route.name!r} is of a transposed convolution, whose outputs are not its first "
                 "dimension; it cannot be flattened"
             )
-        found[route.name] = _divided(route, settings, fused.get(id(params[route.name])))
-        _check_cut(route, found[route.name].blocks)
-        check_cover(route.name, found[route.name].blocks)
+        of_route = _divided(route, settings, fused.get(id(params[route.name])))
+        check_cover(route.name, of_route.blocks)
+        if route.kind == "matrix":
+            _check_cut(route, of_route.blocks)
+        else:
+            of_route = Divided((), is_plain=True, parts=of_route.parts)
+        found[route.name] = of_route
     return found
+
+
+def _is_divided(route: Route) -> bool:
+    of_shards = route.cut is not None and route.cut.dim == 0 and len(route.shape) == 2
+    return route.kind == "matrix" or of_shards
 
 
 def divide_by_name(routes: Sequence[Route], settings: AtomSettings) -> dict[str, Divided]:
@@ -152,5 +162,5 @@ def _check_globs(settings: AtomSettings, routes: Sequence[Route]) -> None:
         such = f"{route.name!r} ({route.kind}: {route.reason})"
         return f"no matrix rule updates, such as {such}; leave it out, or include the parameter"
 
-    matrices = [route for route in routes if route.kind == "matrix"]
+    matrices = [route for route in routes if _is_divided(route)]
     check_globs("atoms", [glob for glob, _ in settings.by_glob], matrices, routes, why_not)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend.config.hosts import HostConfig
+from lwopt_backend.config.hosts import ClipGroup
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import Sharers
 from lwopt_backend.runtime.collectives import NORM, largest_of_all, phase
@@ -64,10 +64,10 @@ class MeshGradients:
             counts = _with_other_ranks(self._steppers, self._different, counts, 1.0)
         return round(sum(count.item() for count in counts))
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients by ``factor``, in place."""
-        for _, param in self.params():
-            if param.grad is not None:
+    def scale(self, factor: float, pick: Pick = everything) -> None:
+        """Multiply the gradients of the parameters that ``pick`` selects by ``factor``, in place."""
+        for name, param in self.params():
+            if param.grad is not None and pick(name):
                 param.grad.mul_(factor)
 
     def clip(self, max_norm: float, norm: Tensor, pick: Pick, foreach: bool | None) -> None:
@@ -236,8 +236,8 @@ class ClipGroups:
     ``norms`` has each group's before the last clipping.
     """
 
-    def __init__(self, config: HostConfig, group_of: Mapping[str, str]) -> None:
-        self.limits: dict[str | None, float] = {name: group.max_norm for name, group in config.clip_groups.items()}
+    def __init__(self, groups: Mapping[str, ClipGroup], group_of: Mapping[str, str]) -> None:
+        self.limits: dict[str | None, float] = {name: group.max_norm for name, group in groups.items()}
         self._group_of = group_of
         self.norms: dict[str | None, Tensor] = {}
 

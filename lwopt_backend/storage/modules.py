@@ -15,9 +15,10 @@ from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import plain
-from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
+from lwopt_backend.optimizer import LayerWiseOptimizer, MeshOptimizer, OwnedOptimizer
 from lwopt_backend.runtime.agreement import agree, failing, setting
 from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.storage.gradients import ClipGroups, Pick, everything
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from lwopt_backend.checkpoint.dcp.reader import DcpFolder
@@ -37,28 +38,35 @@ class Part:
     """A module's optimizer on a rank that has the module.
 
     ``place`` is this rank and the number of ranks that share the optimizer's work; None if each rank has an independent
-    copy. ``norm`` and ``count_zeros`` are called on all ranks of the module and return the same on all of them.
+    copy. ``groups`` are its clip groups. ``norm`` and ``count_zeros`` are called on all ranks of the module and return
+    the same on all of them.
     """
 
     kind: str
     optimizer: torch.optim.Optimizer
     place: tuple[int, int] | None
+    groups: ClipGroups
 
     def params(self) -> Sequence[tuple[str, Tensor]]:
         """The trained parameters with their names."""
         raise NotImplementedError
 
-    def norm(self, norm_type: float) -> float:
-        """The norm of the mean gradients, every element counted once."""
+    def norm(self, norm_type: float, group: str | None) -> float:
+        """The norm of the mean gradients of a clip group, or of the rest (None), every element counted once."""
         raise NotImplementedError
 
     def count_zeros(self) -> int:
         """How many elements of the mean gradients are zero, every element counted once."""
         raise NotImplementedError
 
-    def scale(self, factor: float) -> None:
-        """Multiply the gradients that ``norm`` measured by ``factor``; calls no collective."""
+    def scale(self, factor: float, pick: Pick = everything) -> None:
+        """Multiply the gradients that ``norm`` measured, of parameters that ``pick`` selects by name, by ``factor``;
+        calls no collective."""
         raise NotImplementedError
+
+    def step(self) -> None:
+        """Step, without clipping the clip groups."""
+        self.optimizer.step()
 
     def options(self) -> list[str]:
         """Lines of what all ranks of the module must have alike, where its step does not see to that itself."""
@@ -69,7 +77,26 @@ class Part:
         return nullcontext()
 
 
-class OwnedPart(Part):
+class OurPart(Part):
+    """``lwopt_backend.LayerWiseOptimizer``."""
+
+    optimizer: LayerWiseOptimizer
+
+    def __init__(self, optimizer: LayerWiseOptimizer) -> None:
+        self.optimizer, self.groups = optimizer, optimizer._clip_groups
+
+    def norm(self, norm_type: float, group: str | None) -> float:
+        return self.optimizer.gradients.norm(norm_type, self.groups.pick(group)).item()
+
+    def scale(self, factor: float, pick: Pick = everything) -> None:
+        self.optimizer.gradients.scale(factor, pick)
+
+    def step(self) -> None:
+        self.optimizer._clipped = True
+        self.optimizer.step()
+
+
+class OwnedPart(OurPart):
     """``lwopt_backend.LayerWiseOptimizer`` of a plain model."""
 
     kind = "pieces"
@@ -78,21 +105,15 @@ class OwnedPart(Part):
     def __init__(self, optimizer: OwnedOptimizer) -> None:
         if optimizer.config.step_in_backward:
             raise ValueError("step_in_backward uses gradients before all ranks know that all are finite; leave it out")
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.everyone = optimizer.core.holdings[0].sharers.everyone
         self.place = self.everyone.rank, self.everyone.world_size
 
     def params(self) -> Sequence[tuple[str, Tensor]]:
         return [(member.name, member.param) for member in self.optimizer.core.members]
 
-    def norm(self, norm_type: float) -> float:
-        return self.optimizer.grad_norm(norm_type=norm_type).item()
-
     def count_zeros(self) -> int:
         return self.optimizer.count_zeros()
-
-    def scale(self, factor: float) -> None:
-        self.optimizer.core.gradients.scale(factor)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.optimizer.no_sync()
@@ -104,27 +125,21 @@ class OwnedPart(Part):
         return [group for group in (getattr(g, "process_group", None) for g in groups) if group is not None]
 
 
-class MeshPart(Part):
+class MeshPart(OurPart):
     """``lwopt_backend.LayerWiseOptimizer`` of a sharded model."""
 
     kind = "whole"
     optimizer: MeshOptimizer
 
     def __init__(self, optimizer: MeshOptimizer) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.place = optimizer.gradients.place
 
     def params(self) -> Sequence[tuple[str, Tensor]]:
         return self.optimizer.gradients.params()
 
-    def norm(self, norm_type: float) -> float:
-        return self.optimizer.gradients.norm(norm_type).item()
-
     def count_zeros(self) -> int:
         return self.optimizer.gradients.count_zeros()
-
-    def scale(self, factor: float) -> None:
-        self.optimizer.gradients.scale(factor)
 
 
 class CopyPart(Part):
@@ -134,7 +149,7 @@ class CopyPart(Part):
     place = None
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self.groups = optimizer, ClipGroups({}, {})
         for name, param in self.params():
             if hasattr(param, "device_mesh"):
                 raise TypeError(
@@ -149,7 +164,7 @@ class CopyPart(Part):
             found += zip(names, group["params"])
         return found
 
-    def norm(self, norm_type: float) -> float:
+    def norm(self, norm_type: float, group: str | None) -> float:
         norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64).cpu() for g in self._grads()]
         return torch.linalg.vector_norm(torch.stack(norms), norm_type).item() if norms else 0.0
 
@@ -165,7 +180,7 @@ class CopyPart(Part):
             if key not in ("params", "param_names")
         ]
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float, pick: Pick = everything) -> None:
         for grad in self._grads():
             grad.mul_(factor)
 
@@ -177,8 +192,6 @@ def part_of(optimizer: Any) -> Part:
     """The part for an optimizer. Raises TypeError or ValueError if it is no optimizer, or cannot be one of several."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, or None on ranks without it; found {optimizer!r}")
-    if isinstance(optimizer, (OwnedOptimizer, MeshOptimizer)) and optimizer.config.clip_groups:
-        raise ValueError("clip_groups are clipped by one optimizer; here give clip_grad_norm_ a largest norm by module")
     if isinstance(optimizer, OwnedOptimizer):
         return OwnedPart(optimizer)
     if isinstance(optimizer, MeshOptimizer):
@@ -193,13 +206,14 @@ NAME = "ModuleOptimizers"
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has of a module: the kind of its optimizer, its ``place``, lines that are equal for copies, and the
-    names of the optimizer's defaults."""
+    """What a rank has of a module: the kind of its optimizer, its ``place``, lines that are equal for copies, the names
+    of the optimizer's defaults, and its clip groups' largest norms."""
 
     kind: str
     place: tuple[int, int] | None
     lines: tuple[str, ...]
     defaults: tuple[str, ...]
+    limits: Mapping[str | None, float]
 
 
 def parts_of(optimizers: Any) -> dict[str, Part]:
@@ -251,11 +265,20 @@ def held_by(part: Part) -> Held:
         wide = param.detach().double()
         sums = f"{wide.sum().item()!r}, {wide.abs().sum().item()!r} unsigned"
         lines.append(f"{name} {tuple(param.shape)} {param.dtype} of sum {sums}")
-    return Held(part.kind, part.place, tuple(lines), tuple(part.optimizer.defaults))
+    return Held(part.kind, part.place, tuple(lines), tuple(part.optimizer.defaults), part.groups.limits)
 
 
 def check_held(names: Sequence[str], held: Sequence[Mapping[str, Held]]) -> None:
     """Compare what each rank has of each module. Raises ValueError, the same on all ranks."""
+    of_group: dict[str | None, tuple[float, str]] = {}
+    for name, found in ((name, of_rank[name]) for of_rank in held for name in of_rank):
+        for group, limit in found.limits.items():
+            other, where = of_group.setdefault(group, (limit, name))
+            if other != limit:
+                raise ValueError(
+                    f"{NAME}: clip_groups[{group!r}] has the max_norm {other} in module {where!r} and {limit} in "
+                    f"{name!r}, but a group is clipped as one; give it one max_norm, or two names"
+                )
     for name in names:
         ranks = [rank for rank, modules in enumerate(held) if name in modules]
         if not ranks:

@@ -108,9 +108,14 @@ def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
 
 def _shards(tag: Path, first: tuple[ModelStates, OfRanks], others: Sequence[int]) -> list[tuple[ModelStates, OfRanks]]:
     """The files of a rank, ``first``, and of the ``others`` that are tensor-parallel. Raises CheckpointError."""
-    _, of_ranks = first
+    states, of_ranks = first
+    if (count := 1 + len(others)) != (saved_on := states.saved.get("mp_world_size") or 1):
+        raise CheckpointError(
+            f"{tag} has the files of {count} of {saved_on} tensor-parallel ranks, the first is {states.path.name}; "
+            "copy the whole folder again"
+        )
     if others and ds.mark_of(of_ranks[0][1], ds.CUTS) is None:
-        raise ds.not_told(tag, 1 + len(others))
+        raise ds.not_told(tag, count)
     read = [(ds.read_model_states(ds.model_files(tag, other)), other) for other in others]
     return [first, *((states, _of_ranks(tag, states, other)) for states, other in read)]
 
@@ -245,6 +250,9 @@ def _of_shards(tag: Path, parts: Sequence[Checkpoint], cuts: Mapping[str, Any]) 
                 replicas += [(f"{key} of {name} on tensor-parallel ranks", tensor, other) for other in shards[1:]]
         owner = {place: partial(e.owner_states.__getitem__, place) for e in of_parts for place in e.owner_states}
         params[name] = replace(param.changed(tensors), owner_states=OwnerStates(owner))
+    for name, buffer in first.buffers.items():
+        others = [part.buffers[name] for part in parts[1:] if name in part.buffers]
+        replicas += [(f"buffer {name} on tensor-parallel ranks", buffer, other) for other in others]
     world = {**first.world, "tp": len(parts)}
     return replace(first, params=params, replicas=tuple(replicas), world=world)
 
