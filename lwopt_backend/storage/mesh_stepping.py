@@ -174,7 +174,7 @@ class Returns:
 
     def __init__(self) -> None:
         self._coming: list[_Coming] = []
-        self._gated: set[Tensor] = set()
+        self.gated: set[Tensor] = set()  # that nothing but FSDP2 reads
         self._stream: Any = None
         self._report = StepReport()
 
@@ -182,7 +182,7 @@ class Returns:
         """Let what reads the model's parameters wait for them, for ever: optimizers come and go."""
         for module in model.modules():
             for group in _groups_of(module):
-                self._gated.update(each.sharded_param for each in group.fsdp_params)
+                self.gated.update(each.sharded_param for each in group.fsdp_params)
                 if group not in _GATED:
                     _GATED.add(group)
                     group.unshard = functools.partial(_unshard, group, group.unshard)
@@ -194,7 +194,7 @@ class Returns:
     def later(self, stepper: MeshStepper) -> Later | None:
         """What takes updates of the stepper's buckets; None if anything but FSDP2 reads one of its matrices."""
         params = [stepper.members[index].param for index in stepper.matrices]
-        return functools.partial(self._take, stepper, params) if self._gated.issuperset(params) else None
+        return functools.partial(self._take, stepper, params) if self.gated.issuperset(params) else None
 
     def _take(self, stepper: MeshStepper, params: Sequence[Tensor], bucket: int, finish: Callable[[], object]) -> None:
         coming = _Coming(frozenset(params[atom] for atom in stepper.plan.buckets[bucket]), finish)
