@@ -65,6 +65,7 @@ SUBNET, DEVICE, PORT = "10.213.7", "eth0", 29517
 FREE = "none"
 BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 HOST = "FSDP2 alone, SGD"
+LATE = ", overlap_param_gather"
 SLOW = 20.0  # seconds of a step that is measured once
 MUON_ENTRIES = {"ours, ZeRO-2": "LayerWiseMuon", "DeepSpeed Muon, ZeRO-2": "DeepSpeed Muon, standard"}
 POLICIES = {f"ours, ZeRO-2, policy {policy}": policy for policy in ("stay", "balance")}
@@ -155,8 +156,8 @@ def build(name: str, layers: int, width: int) -> System:
         entry = optimizer_entries()["LayerWiseMuon"]
         entry["params"]["policy"] = POLICIES[name]
         return zero(model, entry, ours=True)
+    overlap = name.endswith(LATE)
     if name.startswith("ours, owned"):
-        overlap = name.endswith("overlap_param_gather")
         options = {"group_size": dist.get_world_size(), "bucket_mb": bucket_mb(model)}
         optimizer = ours(model, **options, overlap_param_gather=overlap)
         return System(trained(model, [optimizer]), ours=True, finish=optimizer.synchronize)
@@ -175,10 +176,10 @@ def build(name: str, layers: int, width: int) -> System:
         return System(trained(model, pair(model, matrices)), HOST)
     if name == "dion.Muon on FSDP2":
         return System(trained(model, [dion_muon(model, matrices, mesh)]), HOST)
-    optimizer = ours(model)
-    if name.endswith("attach"):
+    optimizer = ours(model, overlap_param_gather=overlap)
+    if "attach" in name:
         optimizer.attach(model)
-    return System(trained(model, [optimizer]), HOST, ours=True)
+    return System(trained(model, [optimizer]), HOST, ours=True, finish=optimizer.synchronize)
 
 
 def bucket_mb(model: nn.Module) -> float:
@@ -248,9 +249,10 @@ def zero(model: nn.Module, entry: dict[str, Any], ours: bool) -> System:
 
 
 def all_names() -> list[str]:
-    fsdp2 = [HOST, "ours, FSDP2", "ours, FSDP2, attach", "torch.optim.Muon on FSDP2"]
+    fsdp2 = [HOST, *(f"ours, FSDP2{more}{late}" for more in ("", ", attach") for late in ("", LATE))]
+    fsdp2.append("torch.optim.Muon on FSDP2")
     dion = [] if isinstance(import_dion(), str) else ["dion.Muon on FSDP2"]
-    owned = ["ours, owned", "ours, owned, overlap_param_gather", "torch.optim.Muon on DDP"]
+    owned = ["ours, owned", f"ours, owned{LATE}", "torch.optim.Muon on DDP"]
     return [*fsdp2, *dion, *owned, *MUON_ENTRIES, *POLICIES]
 
 

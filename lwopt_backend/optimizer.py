@@ -18,22 +18,22 @@ from copy import deepcopy
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lwopt_backend.config import linked_rates
-from lwopt_backend.config.choices import Rules, arguments_of, settings_lines
+from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig
 from lwopt_backend.config.linked_rates import NAME, LinkedOptimizer
-from lwopt_backend.config.param_groups import ElementwiseGroups, OptionsInUse, as_groups
+from lwopt_backend.config.param_groups import ElementwiseGroups, OptionsInUse
 from lwopt_backend.config.registry import build_matrix_rules
 from lwopt_backend.plan.cost import RankMemory
-from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_parameters
+from lwopt_backend.routing.grouping import Given, Grouping, WatchedModel
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.rules.protocol import one_call
+from lwopt_backend.rules.protocol import AFTER, one_call
 from lwopt_backend.runtime.agreement import StepReport, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import StateStore, keeps_state
@@ -52,8 +52,6 @@ from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_buffers
 from lwopt_backend.storage.owned_model import Backward, check_model, check_options, tell_when_loaded, wait_in_forward
 from lwopt_backend.storage.owned_state import OwnedStore, held_state, load_state_dict_into, state_dict_of
 
-C = TypeVar("C", bound=HostConfig)
-
 
 class Sharing(NamedTuple):
     """The arguments about which ranks share a plain model's parameters."""
@@ -62,25 +60,6 @@ class Sharing(NamedTuple):
     expert_params: Sequence[str] = ()
     expert_process_group: Any = None
     expert_group_size: int | None = None
-
-
-class Given(NamedTuple):
-    """The arguments about which rules train a model, with which options."""
-
-    matrix: str | Mapping[str, Any]
-    lr: float | None
-    elementwise: str | Mapping[str, Any]
-    elementwise_lr: float | None
-    overrides: Iterable[Mapping[str, Any]]
-    options: Mapping[str, Any]
-    params: Iterable[Any] | None
-
-    def decide(self, config: type[C], model: nn.Module) -> tuple[Rules, C, Grouping]:
-        """Validate options and route parameters. Raises ValueError for wrong options, and for foreign parameters."""
-        rules, settings = arguments_of(config, *self[:-1], NAME)
-        trained = [param for param in model.parameters() if param.requires_grad]
-        groups = as_groups(trained if self.params is None else self.params)
-        return rules, settings, group_parameters(model, groups, rules, settings, stacks=True)
 
 
 class LayerWiseOptimizer(LinkedOptimizer):
@@ -166,6 +145,8 @@ class LayerWiseOptimizer(LinkedOptimizer):
                 self._clip(self._clip_groups.limits)
             self._clipped = False
             self._step(report)
+            if self._optimizer_step_post_hooks or AFTER:  # which may read parameters
+                self.synchronize()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
@@ -218,6 +199,10 @@ class LayerWiseOptimizer(LinkedOptimizer):
         """The store of this rank's weights and state, for ``lwopt_backend.migration``. Called on all ranks."""
         raise NotImplementedError
 
+    def synchronize(self) -> None:
+        """Wait until the parameters of the last step are on this rank (``overlap_param_gather``)."""
+        raise NotImplementedError
+
     # On FSDP2
 
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
@@ -243,10 +228,6 @@ class LayerWiseOptimizer(LinkedOptimizer):
     def count_zeros(self, names: str | Sequence[str] = "*") -> int:
         """The number of elements of these mean gradients that are exactly zero."""
         raise self._only_of(OwnedConfig, "count_zeros")
-
-    def synchronize(self) -> None:
-        """Wait until the parameters of the last step are on this rank (``overlap_param_gather``)."""
-        raise self._only_of(OwnedConfig, "synchronize")
 
     def refresh_masters(self) -> None:
         """Copy the parameters' values into the fp32 masters of 16-bit parameters, after they were changed by hand."""
@@ -295,14 +276,13 @@ class OwnedOptimizer(LayerWiseOptimizer):
         def decide() -> tuple[tuple[Rules, OwnedConfig, Grouping, list[Share]], list[list[str]]]:
             check_model(model)
             rules, config, grouping = given.decide(OwnedConfig, model)
-            _, expert_params, expert_process_group, expert_group_size = sharing
-            experts = as_globs(expert_params, "expert_params")
+            experts = as_globs(sharing.expert_params, "expert_params")
             check_globs("expert_params", experts, grouping.routes, grouping.routes)
-            check_options(config, grouping, experts, expert_process_group, expert_group_size)
+            check_options(config, grouping, experts, *sharing[2:])
             shares = [Share(everyone, everyone.world_size, config.group_size)]
             if experts:
-                theirs = ranks_of(expert_process_group, "expert_process_group")
-                shares.append(Share(theirs, everyone.world_size, expert_group_size, named_like(experts)))
+                theirs = ranks_of(sharing.expert_process_group, "expert_process_group")
+                shares.append(Share(theirs, everyone.world_size, sharing.expert_group_size, named_like(experts)))
             return (rules, config, grouping, shares), [settings_lines(rules, config)]
 
         rules, self.config, self._grouping, shares = agree_in_all([everyone], NAME, decide)
@@ -461,6 +441,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._steppers: list[mesh.MeshStepper] = []
         self._elementwise, self._options = ElementwiseGroups(), OptionsInUse()
         self._attachment: Attachment | None = None
+        self._returns = mesh_stepping.Returns()
         self._bound: list[list[Tensor]] = []
         self._stated: list[Tensor] = []
         self._model = module
@@ -495,6 +476,8 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._make_state()
         self._owner_shards()  # adds their keys to ``state``
         self._different = hold_different_parameters(self._steppers)
+        if self.config.overlap_param_gather:
+            self._returns.gate(self._model)
         if self._attachment is not None and self._attachment.is_on:
             self._attachment.remove()
             self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
@@ -513,8 +496,11 @@ class MeshOptimizer(LayerWiseOptimizer):
     def _step(self, report: StepReport) -> None:
         self._ensure_bound()
         report.number = report.attempt(self._options.number, self.param_groups) or 0
-        kept = (self._elementwise, self.state, self._attachment, self.row_scaling, self._watched.changes(), report)
-        step_all(self._steppers, self.param_groups, self._matrix_rules, *kept)
+        kept = (self._elementwise, self.state, self._attachment, self.row_scaling, self._returns)
+        step_all(self._steppers, self.param_groups, self._matrix_rules, *kept, self._watched.changes(), report)
+
+    def synchronize(self) -> None:
+        self._returns.receive()
 
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
         module = mesh.sharded_module(model, "attach")
@@ -538,7 +524,8 @@ class MeshOptimizer(LayerWiseOptimizer):
         return self.gradients.everyone
 
     def _ensure_bound(self) -> None:
-        """Plan again if the param groups have other parameters than were planned for."""
+        """End the last step, and plan again if the param groups have other parameters than were planned for."""
+        self.synchronize()
         held = [group["params"] for group in self.param_groups]
         if len(held) == len(self._bound) and all(map(same, held, self._bound)):
             return
@@ -564,6 +551,7 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As every torch optimizer's, with owner state as DTensors; called on all ranks if there is any owner state."""
+        self.synchronize()
         shards = self._owner_shards() if self.state else []
         return mesh_state.with_owner_state(super().state_dict(), shards, self._bound)
 

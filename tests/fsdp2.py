@@ -145,6 +145,8 @@ MODES = (
     "attach",
     "attach, accumulation",
     "attach, clipping",
+    "overlapped",
+    "attach, overlapped, clipping",
 )
 
 
@@ -298,6 +300,7 @@ class BesideTwin:
         self.sharding, self.mode = sharding, mode
         self.sharded = sharded or shard(sharding, mode)
         self.model = self.sharded.model
+        options["overlap_param_gather"] = "overlapped" in mode
         self.optimizer, self.twin = layer_wise(self.model, **options), Twin(self.model)
         if attach or mode.startswith("attach"):
             self.optimizer.attach(self.model)
@@ -337,6 +340,7 @@ class BesideTwin:
             self.update()
 
     def check(self, limit: float = 0.0) -> None:
+        self.optimizer.synchronize()
         assert (difference := self.twin.difference(self.model)) <= limit, difference
 
 

@@ -133,6 +133,11 @@ class FSDP2Config(HostConfig):
     state_dtype: Literal["parameter", "float32"] = option(
         "parameter", "of the optimizer's state: the parameter's, as torch's optimizers, or 'float32'"
     )
+    overlap_param_gather: StrictBool = option(
+        False,
+        "updates return while what follows the step runs; what gathers or saves a parameter waits for it",
+        MEGATRON,
+    )
 
 
 class OwnedConfig(OwnedStorageConfig):

@@ -12,9 +12,9 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -242,7 +242,9 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
     # The methods are those with which torch's Python side asks for the GPU's driver.
     instead: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: DEVICE.index),
-        (torch.cuda, "current_stream", lambda device=None: None),
+        (torch.cuda, "current_stream", lambda device=None: _STREAM),
+        (torch.cuda, "Stream", lambda device=None: _STREAM),
+        (torch.cuda, "stream", lambda stream: nullcontext()),
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         (torch.cuda, "synchronize", lambda device=None: recorder.waited("synchronize")),
         (FakeTensor, "tolist", read),
@@ -267,6 +269,10 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
         for mode in (torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), recorder):
             stack.enter_context(mode)
         yield
+
+
+# Everything is done at once.
+_STREAM = SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None, record_event=object)
 
 
 def _in_order(tensor: Tensor, how: Mapping[str, Any]) -> Tensor:

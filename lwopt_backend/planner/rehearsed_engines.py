@@ -157,6 +157,8 @@ class MeshEngine(Engine):
         given: Any = Routed(setting.rules, _quiet(setting), grouping)
         self._optimizer = cast(MeshOptimizer, MeshOptimizer.__new__(MeshOptimizer))
         self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
+        if self._optimizer.config.overlap_param_gather:
+            self._optimizer._returns.gated.update(self._model.parameters())
         steppers, self.digest = self._optimizer._steppers, self._optimizer.plan_digest
         self.exchanges = sum(bool(stepper.plan.buckets) for stepper in steppers)
         self.waits = {
@@ -170,6 +172,7 @@ class MeshEngine(Engine):
 
     def step(self) -> None:
         self._optimizer.step()
+        self._optimizer.synchronize()
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
         params = [*self._model.parameters()]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from lwopt_backend.config.choices import Rules
+from lwopt_backend.config.choices import Rules, arguments_of
 from lwopt_backend.config.hosts import HostConfig
-from lwopt_backend.config.param_groups import Groups, check_overrides, split
+from lwopt_backend.config.linked_rates import NAME
+from lwopt_backend.config.param_groups import Groups, as_groups, check_overrides, split
 from lwopt_backend.config.registry import MATRIX_RULES
 from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.qk_clip import RowScaling
@@ -35,6 +36,7 @@ from lwopt_backend.routing.routing import (
 
 ADVICE = "make the optimizer after the last such change"
 SHOWN = 5  # names in a sentence
+C = TypeVar("C", bound=HostConfig)
 
 
 class WatchedModel:
@@ -273,3 +275,22 @@ def as_taken(found: Route, rule: str, config: HostConfig) -> Route:
         return found
     kind: Kind = "matrix" if taken else "elementwise"
     return replace(found, kind=kind, reason=f"{found.reason}; {rule!r} {'takes' if taken else 'leaves'} it")
+
+
+class Given(NamedTuple):
+    """The arguments about which rules train a model, with which options."""
+
+    matrix: str | Mapping[str, Any]
+    lr: float | None
+    elementwise: str | Mapping[str, Any]
+    elementwise_lr: float | None
+    overrides: Iterable[Mapping[str, Any]]
+    options: Mapping[str, Any]
+    params: Iterable[Any] | None
+
+    def decide(self, config: type[C], model: nn.Module) -> tuple[Rules, C, Grouping]:
+        """Validate options and route parameters. Raises ValueError for wrong options, and for foreign parameters."""
+        rules, settings = arguments_of(config, *self[:-1], NAME)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        groups = as_groups(trained if self.params is None else self.params)
+        return rules, settings, group_parameters(model, groups, rules, settings, stacks=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -131,6 +132,11 @@ def _bits(tensor: Tensor) -> Tensor:
 #
 # At most two buckets are in flight. Matrices stored whole at their owner never enter a buffer: they are updated through
 # views, one at a time or in batches, so a step's temporaries are one matrix (or one bucket).
+#
+# If updates may return later, none is received in the step. Buckets then go in the order of the next forward pass, so
+# that what it needs first is back first; but where the exchange began in backward, first the bucket that left first.
+
+Later = Callable[[int, Callable[[], object]], None]  # with a bucket's number, and what receives and applies its updates
 
 
 class MatrixStepper:
@@ -179,6 +185,7 @@ class MatrixStepper:
         active: Callable[[int], bool] = lambda atom: True,
         departed: Mapping[int, Arrival | None] | None = None,
         meanwhile: Callable[[], None] | None = None,
+        later: Later | None = None,
         report: StepReport | None = None,
     ) -> None:
         """Update the weights and the state in ``storage``. Called on all ranks of the group.
@@ -187,22 +194,31 @@ class MatrixStepper:
         changed; ``active`` must return the same on all ranks. ``departed`` has the buckets whose state is already
         advanced, with their exchange if it was started. ``meanwhile`` runs while the first bucket is on the wire. An
         error on this rank goes into ``report``, which the caller settles; without one it is raised here, on all ranks.
+        ``later`` takes what is left to do, before the report is settled, when a bucket's updates have returned.
         """
         run = _Run(rules, storage, active, departed or {}, report or StepReport())
-        arriving = self._depart(0, run)
+        order = [*range(len(self._to_owners))][:: 1 if later is None else -1]
+        if later is not None and departed:
+            order.insert(0, order.pop())
+        arriving = self._depart(order[:1], run)
         if meanwhile is not None:
             run.report.attempt(meanwhile)
-        returning: Arrival | None = None
-        for bucket in range(len(self._to_owners)):
-            following = self._depart(bucket + 1, run)
-            self._step_local(bucket, run)
-            departed_back = self._update_owned(bucket, arriving, run)
-            self._apply_returned(returning, run)
-            returning, arriving = departed_back, following
+        returning: list[Callable[[], None]] = []  # not more than one
+        for place, bucket in enumerate(order):
+            following = self._depart(order[place + 1 : place + 2], run)
+            self._step_local(place, run)
+            is_last = bucket == order[-1]
+            finish = partial(self._apply_returned, self._update_owned(bucket, arriving, run, is_last), run, is_last)
+            arriving = following
+            if later is not None:
+                later(bucket, finish)
+                continue
+            for previous in returning:
+                previous()
+            returning = [finish]
         self._step_local(-1, run)
-        self._apply_returned(returning, run)
-        if returning is not None:
-            run.report.hear(self._collectives, returning.words())
+        for last in returning:
+            last()
         if report is None:
             run.report.settle("the step of matrices", list)
 
@@ -238,10 +254,11 @@ class MatrixStepper:
         dtype = run.rules[self._first[bucket]].exchange_dtype
         return self._to_owners[bucket].start(dtype, lambda segment: run.active(segment.atom), packed)
 
-    def _depart(self, bucket: int, run: _Run) -> list[Arrival]:
-        """Start sending the bucket's directions to the owners, and its weights if its rule is a ``WeightRule``."""
-        if bucket >= len(self._to_owners):
+    def _depart(self, buckets: Sequence[int], run: _Run) -> list[Arrival]:
+        """Start sending a bucket's directions to the owners, and its weights if its rule is a ``WeightRule``."""
+        if not buckets:
             return []
+        (bucket,) = buckets
         advanced = bucket in run.departed
         arrivals = [run.departed.get(bucket) or self.send_directions(bucket, run, advance=not advanced)]
         for atom in [] if advanced else self._copies[bucket]:
@@ -250,7 +267,7 @@ class MatrixStepper:
             arrivals.append(self._send(bucket, run, lambda into: self._whole.pack_values(into, run.storage)))
         return arrivals
 
-    def _update_owned(self, bucket: int, arriving: Sequence[Arrival], run: _Run) -> Arrival:
+    def _update_owned(self, bucket: int, arriving: Sequence[Arrival], run: _Run, is_last: bool) -> Arrival:
         batches = list(self._whole.batches(run.active_of(self._owned[bucket]), run.rules))
         arrived = [self._whole_of(arrival, batches) for arrival in arriving]
         updates: dict[int, Tensor] = {}
@@ -263,7 +280,6 @@ class MatrixStepper:
             copy_all([target.view(cut.shape) for (_, target), cut in zip(segments, cuts)], cuts)
             return True
 
-        is_last = bucket == len(self._back) - 1
         dtype = run.rules[self._first[bucket]].exchange_dtype
         return self._back[bucket].start(
             dtype, lambda segment: segment.atom in updates, packed, (lambda: run.report.word) if is_last else None
@@ -295,13 +311,14 @@ class MatrixStepper:
         arrival.wait(deliver)
         return stacks
 
-    def _apply_returned(self, returning: Arrival | None, run: _Run) -> None:
+    def _apply_returned(self, returning: Arrival, run: _Run, is_last: bool) -> None:
         def apply(segments: Segments) -> None:
             updates = {segment.atom: update for segment, update in segments if run.active(segment.atom)}
             self._whole.apply(updates, run.rules, run.storage)
 
-        if returning is not None:
-            returning.wait(lambda segments: run.report.attempt(apply, segments))
+        returning.wait(lambda segments: run.report.attempt(apply, segments))
+        if is_last:
+            run.report.hear(self._collectives, returning.words())
 
 
 @dataclass(frozen=True, slots=True)
