@@ -403,12 +403,17 @@ def _memory(members: Sequence[MeshMember], shared: Share, setting: Setting, rank
     alike: dict[tuple[tuple[int, ...], int], list[MeshMember]] = {}
     for member in members:
         alike.setdefault((member.sharding.shape, member.group), []).append(member)
-    found = []
-    for rank in range(ranks):
-        numel = sum(len(some) * math.prod(some[0].sharding.local_shape((rank,))) for some in alike.values())
-        state = sum(len(some) * mesh_state_nbytes(some[:1], groups, config, (rank,)) for some in alike.values())
-        found.append(RankMemory(numel * setting.dtype.itemsize, numel * setting.dtype.itemsize, 0, state))
-    return found
+    numels, states = [0] * ranks, [0] * ranks
+    for some in alike.values():
+        seen: dict[int, int] = {}  # of a shard's elements, the bytes of its state
+        for rank in range(ranks):
+            numel = math.prod(some[0].sharding.local_shape((rank,)))
+            if numel not in seen:
+                seen[numel] = mesh_state_nbytes(some[:1], groups, config, (rank,))
+            numels[rank] += len(some) * numel
+            states[rank] += len(some) * seen[numel]
+    size = setting.dtype.itemsize
+    return [RankMemory(numel * size, numel * size, 0, state) for numel, state in zip(numels, states)]
 
 
 def _traffic(members: Sequence[MeshMember], setting: Setting, ranks: int) -> list[Collective]:
