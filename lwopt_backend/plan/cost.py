@@ -382,8 +382,8 @@ class RankMemory:
 
     - ``gradients`` are gone after the step unless all ranks keep them; ``padding`` is that of parameters and gradients.
     - ``workspace``: what the step's largest matrix needs in addition, in a plan.
-    - ``transient``: what backward passes have needed in addition, in a run: ``long_lived + transient`` is the peak. A
-      flag per parameter is not counted.
+    - ``transient``: what backward passes need in addition on owned storage, for gradients on their way; in a run, what
+      they have needed. A flag per parameter is not counted.
     - ``sent``: what a step with one backward pass sends.
     """
 
@@ -402,8 +402,8 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The planned peak."""
-        return self.long_lived + self.workspace
+        """The planned peak: in the step, or in the backward pass before it."""
+        return self.long_lived + max(self.workspace, self.transient)
 
     def __add__(self, other: RankMemory) -> RankMemory:
         """The sum of two buffers on one rank; the step uses one workspace after the other."""

@@ -325,13 +325,11 @@ class Bucket:
             if low < high:
                 yield Piece(slot.param, low - slot.offset, high - slot.offset, low)
 
-    def reduce_numels(self) -> list[int]:
-        """Per rank, the elements that it sends to reduce gradients to their owners: all but its own part."""
-        return [self.numel - (stop - start) for start, stop in self.parts]
-
-    def return_numels(self) -> list[int]:
-        """Per rank, the elements that it sends with new parameters: its part, to each other rank."""
-        return [(stop - start) * (len(self.parts) - 1) for start, stop in self.parts]
+    def sent_numels(self, rank: int) -> tuple[int, int]:
+        """The elements that a rank sends to reduce gradients to their owners: all but its own part. And with new
+        parameters: its part, to each other rank."""
+        start, stop = self.parts[rank]
+        return self.numel - (stop - start), (stop - start) * (len(self.parts) - 1)
 
     def line(self) -> str:
         """The line that must be equal on all ranks."""
