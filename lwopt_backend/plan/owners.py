@@ -311,7 +311,8 @@ class MatrixPlan:
 
     def wire_bytes(self) -> list[int]:
         """Per rank, the bytes that it sends in one step: fragments to owners, and updates back to fragments."""
-        padded, compact = 0, []
+        padded = 0
+        compact: list[int] = []
         for number, bucket in enumerate(self.buckets):
             split = self.split(number)
             if split is None:
