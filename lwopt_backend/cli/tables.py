@@ -41,8 +41,8 @@ def headline(study: Study) -> list[str]:
     work, wire, latency = (f"{1e3 * seconds:.3g}" for seconds in (time.compute, time.wire, time.latency))
     spelled = f"{1e3 * time.total:.4g} ms = {work} work + {wire} wire + {latency} latency"
     sentences.append(f"Modelled step: {spelled}, nothing overlapped.")
-    fullest, limit = max(stage.memory(), key=lambda memory: memory.peak), setting.machine.memory_bytes
-    peak = fullest.peak
+    fullest, limit = max(stage.memory(), key=lambda m: max(m.peak, m.backward)), setting.machine.memory_bytes
+    peak = max(fullest.peak, fullest.backward)
     if fullest.transient > max(fullest.workspace, fullest.long_lived // 4):
         sentences.append(
             f"A backward pass needs {nbytes(fullest.transient)} beside what it keeps, for gradients on their way in "
@@ -84,9 +84,9 @@ def _uneven(part: Part, setting: Setting) -> str | None:
 def rank_table(stage: Stage) -> Table:
     """Work and memory of the ranks of a stage; of many ranks, the first few, the busiest and the least busy."""
     loads, memory = stage.loads(), stage.memory()
-    kinds = ["parameters", "gradients", "masters", "state", "padding", "workspace", "transient", "peak"]
+    kinds = ["parameters", "gradients", "masters", "state", "padding", "workspace", "peak", "transient", "backward"]
     if stage.setting.engine != "owned":
-        kinds.remove("transient")
+        kinds = kinds[:-2]
     table = Table(*numbers("rank", "work ms", *kinds), title="Per rank")
     for rank in shown_ranks(loads):
         sizes = [nbytes(getattr(memory[rank], kind)) for kind in kinds]

@@ -402,8 +402,13 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The planned peak: in the step, or in the backward pass before it."""
-        return self.long_lived + max(self.workspace, self.transient)
+        """The planned peak of a step."""
+        return self.long_lived + self.workspace
+
+    @property
+    def backward(self) -> int:
+        """The planned peak of the backward pass before it, without activations."""
+        return self.long_lived + self.transient
 
     def __add__(self, other: RankMemory) -> RankMemory:
         """The sum of two buffers on one rank; the step uses one workspace after the other."""
