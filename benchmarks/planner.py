@@ -95,9 +95,12 @@ def time_models(pool: ProcessPoolExecutor, models: Sequence[str], console: Conso
     table = Table(title=f"Padded plans for {MOST_RANKS} ranks, buckets from {LEAST_BUCKET // 10**6} M elements")
     for heading in ("model", "flavour", "matrices", "seconds of CPU"):
         table.add_column(heading, justify="left" if heading in ("model", "flavour") else "right")
+    slowest = (0.0, "")
     for (model, flavour, *_), seconds in zip(cells, pool.map(time_cell, cells)):
         table.add_row(model, flavour, f"{len(atoms(model, flavour)):,}", f"{seconds:.1f}")
+        slowest = max(slowest, (seconds, f"{model} {flavour}"))
     console.print(table)
+    console.print(f"slowest: {slowest[0]:.1f} s of CPU ({slowest[1]})")
 
 
 def plan_cell(row: dict[str, str]) -> Cell:

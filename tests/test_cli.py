@@ -174,6 +174,7 @@ WRONG = {
     "plan --shapes S --world-size 8 --group-size x": "--group-size: expected a number of ranks or 'auto'",
     "plan --shapes S --world-size 8 --engine zero2 --layout padded": "--layout is for engine 'owned'",
     "plan --shapes S --world-size 8 --engine fsdp2 --group-size 4": "--group-size is for engine 'owned'",
+    "plan --shapes S --world-size 8 --engine zero2 --tp 2": "--tp 2 is not planned for engine 'zero2': under DeepSpeed",
     "plan --shapes S --world-size 8 --bucket-numel 400": "--bucket-numel is for engine 'zero1' and 'zero2' and",
     "plan --shapes S --world-size 8 --option layot=padded": "unknown key 'layot'; did you mean 'layout'?",
     "plan --shapes S --world-size 8 --option layout": "--option 'layout': expected KEY=VALUE, such as",

@@ -100,7 +100,7 @@ def test_stages_and_parts_of_layers_and_experts_are_rehearsed_one_after_another(
         ("dense", 5, 8, ()),
         ("experts", 1, 2, ()),
     ]
-    (found_there,) = rehearse(studied("zero2", 8, spread=(2, 2, 1)), 7)
+    (found_there,) = rehearse(studied("fsdp2", 8, spread=(2, 2, 1)), 7)
     assert (found_there.rank, found_there.ranks, found_there.problems) == (1, 2, ())
 
 

@@ -41,7 +41,14 @@ def headline(study: Study) -> list[str]:
     work, wire, latency = (f"{1e3 * seconds:.3g}" for seconds in (time.compute, time.wire, time.latency))
     spelled = f"{1e3 * time.total:.4g} ms = {work} work + {wire} wire + {latency} latency"
     sentences.append(f"Modelled step: {spelled}, nothing overlapped.")
-    peak, limit = max(memory.peak for memory in stage.memory()), setting.machine.memory_bytes
+    fullest, limit = max(stage.memory(), key=lambda m: max(m.peak, m.backward)), setting.machine.memory_bytes
+    peak = max(fullest.peak, fullest.backward)
+    if fullest.transient > max(fullest.workspace, fullest.long_lived // 4):
+        sentences.append(
+            f"A backward pass needs {nbytes(fullest.transient)} beside what it keeps, for gradients on their way in "
+            "buckets: a padded bucket has room for the largest matrix on every rank. --layout compact, with a smaller "
+            "--bucket-mb, needs less."
+        )
     if 0 < limit < peak:
         sentences.append(
             f"Does not fit: the fullest rank holds {nbytes(peak)} of parameters, gradients and state, "
@@ -77,7 +84,9 @@ def _uneven(part: Part, setting: Setting) -> str | None:
 def rank_table(stage: Stage) -> Table:
     """Work and memory of the ranks of a stage; of many ranks, the first few, the busiest and the least busy."""
     loads, memory = stage.loads(), stage.memory()
-    kinds = ("parameters", "gradients", "masters", "state", "padding", "workspace", "peak")
+    kinds = ["parameters", "gradients", "masters", "state", "padding", "workspace", "peak", "transient", "backward"]
+    if stage.setting.engine != "owned":
+        kinds = kinds[:-2]
     table = Table(*numbers("rank", "work ms", *kinds), title="Per rank")
     for rank in shown_ranks(loads):
         sizes = [nbytes(getattr(memory[rank], kind)) for kind in kinds]

@@ -382,8 +382,8 @@ class RankMemory:
 
     - ``gradients`` are gone after the step unless all ranks keep them; ``padding`` is that of parameters and gradients.
     - ``workspace``: what the step's largest matrix needs in addition, in a plan.
-    - ``transient``: what backward passes have needed in addition, in a run: ``long_lived + transient`` is the peak. A
-      flag per parameter is not counted.
+    - ``transient``: what backward passes need in addition on owned storage, for gradients on their way; in a run, what
+      they have needed. A flag per parameter is not counted.
     - ``sent``: what a step with one backward pass sends.
     """
 
@@ -402,8 +402,13 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The planned peak."""
+        """The planned peak of a step."""
         return self.long_lived + self.workspace
+
+    @property
+    def backward(self) -> int:
+        """The planned peak of the backward pass before it, without activations."""
+        return self.long_lived + self.transient
 
     def __add__(self, other: RankMemory) -> RankMemory:
         """The sum of two buffers on one rank; the step uses one workspace after the other."""

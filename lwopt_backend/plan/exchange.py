@@ -109,9 +109,11 @@ def to_fragments(
     return _transfer(layout, rank, sends, receives, split)
 
 
-def equal_split(bucket: Sequence[int], owners: Sequence[int], layout: Layout) -> int:
-    """The most elements that any two ranks exchange: the length of all parts if these are equally long."""
-    alike: dict[Hashable, int] = {}  # one atom of every kind
+def equal_split(bucket: Sequence[int], owners: Sequence[int], layout: Layout, alike: dict[Hashable, int]) -> int:
+    """The most elements that any two ranks exchange: the length of all parts if these are equally long.
+
+    ``alike`` has one atom of every kind that was met in the layout, and is filled.
+    """
     owned: dict[int, Counter[Hashable]] = defaultdict(Counter)
     for atom in bucket:
         kind = layout.kind(atom)

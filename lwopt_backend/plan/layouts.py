@@ -450,6 +450,7 @@ class BlockPartition(Blocks, Partition):
 
     storage: FlatPartition | ParameterPartition
     _views: dict[tuple[int, int], tuple[View, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _fragments: dict[int, tuple[Fragment, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def fragment(self, index: int, rank: int) -> Fragment | None:
         """The fragment of block ``index`` on ``rank``, or None; it begins at ``offset``, ``views`` has all elements."""
@@ -461,6 +462,8 @@ class BlockPartition(Blocks, Partition):
 
     def fragments(self, index: int) -> tuple[Fragment, ...]:
         """The fragments of block ``index`` in rank order; together they are exactly its elements."""
+        if index in self._fragments:
+            return self._fragments[index]
         begin, _, size, _ = self.storage.span(self.params[index])
         block, found, place = self.blocks[index], [], 0
         while place < block.numel:
@@ -468,7 +471,8 @@ class BlockPartition(Blocks, Partition):
             assert part is not None and part.start == place, (block, place, part)
             found.append(part)
             place = part.stop
-        return tuple(found)
+        self._fragments[index] = tuple(found)
+        return self._fragments[index]
 
     def views(self, index: int, rank: int) -> tuple[View, ...]:
         """Views of the fragment of block ``index`` in the flat tensor of ``rank``, in order; none if it is empty."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lwopt_backend.plan.atoms import Block, TrainedParam
@@ -22,6 +22,7 @@ from lwopt_backend.plan.layouts import (
     boxes_of,
     range_views,
     rectangle,
+    unravel,
 )
 
 Coordinate = tuple[int, ...]
@@ -114,6 +115,7 @@ class MeshLayout:
     coordinates: tuple[Coordinate, ...]
     shardings: tuple[Sharding, ...]
     _held: dict[Sharding, dict[int, Fragment]] = field(default_factory=dict, compare=False, repr=False)
+    _firsts: dict[Sharding, list[tuple[int, int]]] = field(default_factory=dict, compare=False, repr=False)
     _sent: dict[tuple[Sharding, Coordinate], tuple[Fragment, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -153,9 +155,21 @@ class MeshLayout:
     def _by_rank(self, index: int) -> dict[int, Fragment]:
         sharding = self.shardings[index]
         if sharding not in self._held:
-            parts = (sharding.fragment(rank, coordinate) for rank, coordinate in enumerate(self.coordinates))
+            parts = (sharding.fragment(rank, self.coordinates[rank]) for rank in self._near(sharding))
             self._held[sharding] = {part.rank: part for part in parts if part is not None}
         return self._held[sharding]
+
+    def _near(self, sharding: Sharding) -> Sequence[int]:
+        """The ranks that store the first dimension where the matrix is: of many in a stack, few ranks have one."""
+        block, ranks = sharding.block, range(self.world_size)
+        lead = block.grid.lead(sharding.shape) if block is not None else 0
+        if block is None or not lead:
+            return ranks
+        whole = replace(sharding, block=None)
+        if whole not in self._firsts:
+            self._firsts[whole] = [(begin, begin + size) for (begin, size), *_ in map(whole.box, self.coordinates)]
+        place = unravel(block.slice, sharding.shape[:lead])[0]
+        return [rank for rank, (begin, end) in zip(ranks, self._firsts[whole]) if begin <= place < end]
 
 
 def in_whole(param: TrainedParam, shard: int, start: int, stop: int) -> Iterator[View]:

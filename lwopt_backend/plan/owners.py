@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -107,7 +108,8 @@ def plan_spread(
         loads[owner] += atoms[index].cost
     ownership = Ownership("balance", tuple(owners), tuple(loads))
     assert all(is_whole(layout, i, owners[i]) for i in range(len(atoms)) if i not in best)
-    splits = tuple(bucket_split(exchange_layout, bucket, atoms, owners, layout) for bucket in buckets)
+    alike: dict[Hashable, int] = {}
+    splits = tuple(bucket_split(exchange_layout, bucket, atoms, owners, layout, alike) for bucket in buckets)
     return MatrixPlan(tuple(atoms), layout, ownership, buckets, element_bytes, splits=splits, tensors=tensors)
 
 
@@ -133,16 +135,21 @@ def cut_buckets(
 
 
 def bucket_split(
-    choice: str, bucket: Sequence[int], atoms: Sequence[Atom], owners: Sequence[int], layout: Layout
+    choice: str,
+    bucket: Sequence[int],
+    atoms: Sequence[Atom],
+    owners: Sequence[int],
+    layout: Layout,
+    alike: dict[Hashable, int],
 ) -> int | None:
     """A bucket's layout on the wire: the length of its equal parts (``padded``), or None (``compact``).
 
     ``auto`` takes equal parts if these need no padding, because every transport is best at the plain all-to-all, and
-    parts of exact lengths otherwise.
+    parts of exact lengths otherwise. ``alike`` is as in ``equal_split``.
     """
     if choice == "compact":
         return None
-    split = equal_split(bucket, owners, layout)
+    split = equal_split(bucket, owners, layout, alike)
     travels = sum(atoms[atom].numel for atom in bucket)
     return split if choice == "padded" or split * layout.world_size**2 == travels else None
 
@@ -154,15 +161,16 @@ def critical_path(
 
     A bucket is sent when its predecessor is about to be computed, so it arrives when all ranks have got that far.
     """
-    done = list(loads)
+    done = list(loads)  # of the ranks that have had work since, when they were done with it
     slowest_before, slowest = 0, max(loads)
     for bucket in buckets:
-        work = [0] * len(done)
+        work: dict[int, int] = {}
         for index in bucket:
-            work[owners[index]] += atoms[index].cost
-        done = [max(time, slowest_before) + more for time, more in zip(done, work)]
-        slowest_before, slowest = slowest, max(done)
-    return max(done)
+            work[owners[index]] = work.get(owners[index], 0) + atoms[index].cost
+        for rank, more in work.items():
+            done[rank] = max(done[rank], slowest_before) + more
+        slowest_before, slowest = slowest, max([slowest, *(done[rank] for rank in work)])
+    return slowest
 
 
 def _candidates(atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], loads: Sequence[int]) -> list[dict[int, int]]:
@@ -259,8 +267,8 @@ class MatrixPlan:
 
     def stays(self, bucket: int) -> bool:
         """Whether the owners of the bucket's atoms already store them whole, so that nothing is sent to them."""
-        alike = self._alike(self.buckets[bucket])
-        return all(part.rank == owner for atom, owner, _ in alike for part in self.layout.sources(atom, owner))
+        held = ((self.layout.fragment(i, self.ownership.owners[i]), self.atoms[i]) for i in self.buckets[bucket])
+        return all(part is not None and part.numel == atom.numel for part, atom in held)
 
     def trips(self, bucket: int) -> int:
         """The number of the bucket's all-to-alls: to the owners, unless it stays, and back."""
@@ -303,14 +311,15 @@ class MatrixPlan:
 
     def wire_bytes(self) -> list[int]:
         """Per rank, the bytes that it sends in one step: fragments to owners, and updates back to fragments."""
-        sent = [0] * self.layout.world_size
+        padded = 0
         compact: list[int] = []
         for number, bucket in enumerate(self.buckets):
             split = self.split(number)
             if split is None:
                 compact += bucket
             else:
-                sent = [numel + self.trips(number) * split * (len(sent) - 1) for numel in sent]
+                padded += self.trips(number) * split * (self.layout.world_size - 1)
+        sent = [padded] * self.layout.world_size
         for atom, owner, times in self._alike(compact):
             for part in self.layout.sources(atom, owner):
                 sent[part.rank] += part.numel * times * self.tensors if part.rank != owner else 0
@@ -320,11 +329,10 @@ class MatrixPlan:
 
     def _alike(self, atoms: Iterable[int]) -> Iterator[tuple[int, int, int]]:
         """Yield one of the atoms that are stored alike and have one owner, that owner, and the number of such atoms."""
-        counts: dict[tuple[Hashable, int], list[int]] = {}
-        for atom in atoms:
-            counts.setdefault((self.layout.kind(atom), self.ownership.owners[atom]), []).append(atom)
-        for (_, owner), alike in counts.items():
-            yield alike[0], owner, len(alike)
+        first: dict[Hashable, int] = {}
+        counts = Counter((first.setdefault(self.layout.kind(i), i), self.ownership.owners[i]) for i in atoms)
+        for (atom, owner), times in counts.items():
+            yield atom, owner, times
 
 
 def is_whole(layout: Layout, atom: int, rank: int) -> bool:

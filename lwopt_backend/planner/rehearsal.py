@@ -109,11 +109,13 @@ def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int, progre
                 kept, peak_before = _step(engine, recorder, counted)
         except Exception as error:
             return replace(found, problems=(f"{doing}: {_told(error)}",))
+        mine_planned = planned.memory(mine % planned.group_size)
         figures = (
             *_work(engine, recorder, counted, planned, mine),
-            *_memory(engine, kept, planned.memory(mine % planned.group_size)),
-            Figure("peak of the step", recorder.peak, planned.memory(mine % planned.group_size).peak, exact=False),
+            *_memory(engine, kept, mine_planned),
+            Figure("peak of the step", recorder.peak, mine_planned.long_lived + mine_planned.workspace, exact=False),
             Figure("peak of the backward pass", peak_before),
+            *(Figure("gradients on their way", way, mine_planned.transient) for way in engine.transient()),
         )
         waits = {f"{what} at {where}": times for (what, where), times in sorted(recorder.waits.items())}
         differences = (figure.difference for figure in figures)

@@ -67,6 +67,10 @@ class Engine:
         """What is kept now, by kind."""
         raise NotImplementedError
 
+    def transient(self) -> Sequence[int]:
+        """The bytes that a backward pass needed beside the gradients that it kept, if the plan counts them."""
+        return ()
+
 
 def _made(shared: Grouping, make: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Grouping]:
     """A module with all parameters that are trained, as ``make`` makes each, and its param groups."""
@@ -111,6 +115,12 @@ class OwnedEngine(Engine):
     def step(self) -> None:
         self._optimizer.step()
         self._optimizer.synchronize()
+
+    def transient(self) -> Sequence[int]:
+        manager, config = self._core.manager, self._optimizer.config
+        if config.step_in_backward or not config.overlap_grad_reduce:
+            return ()  # gradients are used as they come, or all are there before the first is sent
+        return [max(0, manager.ledger.most_held - sum(bucket.grad_nbytes for bucket in manager.buckets))]
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
         buckets = self._core.manager.buckets

@@ -24,7 +24,7 @@ from lwopt_backend.routing.grouping import Member
 from lwopt_backend.storage.flat import GroupPlan, plan_group, unit_layouts
 from lwopt_backend.storage.mesh import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
 from lwopt_backend.storage.owned import members_of, plan_lines, plan_members
-from lwopt_backend.storage.owned_model import rank_memories
+from lwopt_backend.storage.owned_model import rank_memories, transients
 
 # A host's storage in a study: DeepSpeed's ZeRO and FSDP2 store parameters; we exchange what must be whole.
 # Its plan for what some ranks share: owners, buckets, bytes, memory of every rank, seconds.
@@ -211,6 +211,7 @@ def plan_owned_share(
     config = setting.config
     assert isinstance(config, OwnedConfig)
     members, groups = members_of(shared.grouping), shared.grouping.groups
+    direct = setting.plans_for == MACHINES["cpu"] or ranks == 1  # as gloo and a single process are
     plan = plan_members(
         members,
         groups,
@@ -220,10 +221,12 @@ def plan_owned_share(
         bucket_mb=config.bucket_mb,
         group_size=config.group_size,
         grad_dtype=_wide(config),
-        direct=setting.plans_for == MACHINES["cpu"] or ranks == 1,  # as gloo and a single process are
+        direct=direct,
         bus_alignment=config.bus_alignment,
         base=base,
     )
+    full = config.keep_full_grads
+    more = transients(plan, members, grad_dtype=_wide(config), keep_full=full, direct=direct)
     matrices, rest = (
         replace(plan, buckets=tuple(bucket for bucket in plan.buckets if bucket.kind == kind))
         for kind in ("matrix", "elementwise")
@@ -235,7 +238,7 @@ def plan_owned_share(
         _part(name, matrices, members, shared, setting) if matrices.buckets else None,
         Elementwise(
             sum(slot.numel for bucket in rest.buckets for slot in bucket.slots),
-            tuple(_owned_memory(rest, members, shared, config)),
+            tuple(replace(m, transient=t) for m, t in zip(_owned_memory(rest, members, shared, config), more)),
             tuple(_collectives(rest, setting, config)),
         ),
         tuple(plan_lines(members, plan)),
@@ -308,18 +311,14 @@ def _collectives(plan: OwnedPlan, setting: Setting, config: OwnedConfig) -> list
     if not plan.buckets:
         return []
     count, wire = len(plan.buckets), setting.grad_dtype.itemsize
-
-    def busiest(amounts: Sequence[Sequence[int]]) -> int:
-        return max(map(sum, zip(*amounts)))
-
-    back = busiest([bucket.return_numels() for bucket in plan.buckets])
+    parts = [sum(stop - start for start, stop in of_rank) for of_rank in zip(*(b.parts for b in plan.buckets))]
+    owned, back = max(parts), max(parts) * (plan.group_size - 1)
     shared = [
-        Collective("reduce-scatter of gradients", count, wire * busiest([b.reduce_numels() for b in plan.buckets])),
+        Collective("reduce-scatter of gradients", count, wire * (sum(b.numel for b in plan.buckets) - min(parts))),
         Collective("all-gather of parameters", count, setting.dtype.itemsize * back),
     ]
     found = shared if plan.group_size > 1 else []
     if plan.instances > 1:
-        owned = busiest([[stop - start for start, stop in bucket.parts] for bucket in plan.buckets])
         stepped = 4  # fp32, in which owners sum
         across = 2 * owned * stepped * (plan.instances - 1) // plan.instances
         found.insert(1, Collective("all-reduce across instances", count, across))
@@ -403,12 +402,17 @@ def _memory(members: Sequence[MeshMember], shared: Share, setting: Setting, rank
     alike: dict[tuple[tuple[int, ...], int], list[MeshMember]] = {}
     for member in members:
         alike.setdefault((member.sharding.shape, member.group), []).append(member)
-    found = []
-    for rank in range(ranks):
-        numel = sum(len(some) * math.prod(some[0].sharding.local_shape((rank,))) for some in alike.values())
-        state = sum(len(some) * mesh_state_nbytes(some[:1], groups, config, (rank,)) for some in alike.values())
-        found.append(RankMemory(numel * setting.dtype.itemsize, numel * setting.dtype.itemsize, 0, state))
-    return found
+    numels, states = [0] * ranks, [0] * ranks
+    for some in alike.values():
+        seen: dict[int, int] = {}  # of a shard's elements, the bytes of its state
+        for rank in range(ranks):
+            numel = math.prod(some[0].sharding.local_shape((rank,)))
+            if numel not in seen:
+                seen[numel] = mesh_state_nbytes(some[:1], groups, config, (rank,))
+            numels[rank] += len(some) * numel
+            states[rank] += len(some) * seen[numel]
+    size = setting.dtype.itemsize
+    return [RankMemory(numel * size, numel * size, 0, state) for numel, state in zip(numels, states)]
 
 
 def _traffic(members: Sequence[MeshMember], setting: Setting, ranks: int) -> list[Collective]:

@@ -231,8 +231,15 @@ def plan_study(model: ModelShapes, deployment: Deployment, setting: Setting, *, 
     """Plan every stage of ``deployment``.
 
     ``experts`` is the glob of the parameters that expert parallelism spreads. Raises ValueError if a stage has no
-    matrix, or if numbers do not divide.
+    matrix, if numbers do not divide, or for tensor parallelism under DeepSpeed.
     """
+    if deployment.tp > 1 and setting.engine.startswith("zero"):
+        raise ValueError(
+            f"--tp {deployment.tp} is not planned for engine {setting.engine!r}: under DeepSpeed all tensor- and "
+            "data-parallel ranks exchange a matrix, which is cut as the host marks it, and names and shapes do not "
+            + ("tell; stage 3 trains no such model." if setting.engine == "zero3" else "tell; a run prints its plan.")
+            + " Leave --tp out, or plan it for 'owned' or 'fsdp2'"
+        )
     planned, divided = [], model.divided
     for index, members in enumerate(stages(model.routes, deployment.pp)):
         spread = None

@@ -144,7 +144,7 @@ def reduce_parts(
     parts = split(buffer, bucket)
     mine = parts[ranks.rank] if ranks.world_size > 1 else buffer
     held = [] if keep else [buffer]
-    ledger.send("gradients", bucket.reduce_numels()[ranks.rank] * buffer.itemsize)
+    ledger.send("gradients", bucket.sent_numels(ranks.rank)[0] * buffer.itemsize)
     if not ranks.direct(buffer.device):
         total = ledger.empty(mine.numel(), buffer.dtype, buffer.device)
         with phase(EXCHANGE_OUT):
@@ -168,7 +168,7 @@ def return_parts(
     """Start sending every owner's part of ``buffer`` to all ranks."""
     parts = split(buffer, bucket)
     mine = parts[ranks.rank]
-    ledger.send(what, bucket.return_numels()[ranks.rank] * buffer.itemsize)
+    ledger.send(what, bucket.sent_numels(ranks.rank)[1] * buffer.itemsize)
     if not ranks.direct(buffer.device):
         with phase(EXCHANGE_BACK):
             pending = ranks.all_gather_parts(parts, buffer if bucket.even else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,8 +26,8 @@ from lwopt_backend.routing.grouping import ADVICE, Grouping, Member, WatchedMode
 from lwopt_backend.routing.models import check_is_module
 from lwopt_backend.routing.routing import Route, named_parameters
 from lwopt_backend.runtime.agreement import RanksDisagree, StepReport, exchange_reports, failing
-from lwopt_backend.runtime.bucket_manager import BackwardPasses, BucketManager, Hook, is_followed
-from lwopt_backend.runtime.buckets import all_reduce_nbytes
+from lwopt_backend.runtime.bucket_manager import IN_FLIGHT, BackwardPasses, BucketManager, Hook, is_followed
+from lwopt_backend.runtime.buckets import WIDENED_NUMEL, all_reduce_nbytes
 from lwopt_backend.runtime.collectives import Presence
 from lwopt_backend.runtime.whole import owned_dtype
 from lwopt_backend.storage.owned import Groups, Holdings, OwnedCore
@@ -380,6 +381,55 @@ def rank_memories(
     return found
 
 
+def transients(
+    plan: OwnedPlan, members: Sequence[Member], *, grad_dtype: torch.dtype | None, keep_full: bool, direct: bool
+) -> list[int]:
+    """Per rank of an instance, the bytes that a backward pass needs beside the gradients that it keeps.
+
+    By ``BucketManager``'s rules, if gradients come one after another from the last parameter to the first. ``direct``
+    is whether parts are sent point to point, so that an owner receives one from every other rank.
+    """
+    buckets, peers = plan.buckets, min(plan.group_size - 1, plan.group_size if direct else 1)
+    bucket_of = {slot.param: number for number, bucket in enumerate(buckets) for slot in bucket.slots}
+    waiting = [len(bucket.slots) for bucket in buckets]
+    kept = torch.zeros(plan.group_size, dtype=torch.int64)  # of what has come; and what is held, at most
+    most, under_way, filling, opened, sent = kept.clone(), kept.clone(), 0, set[int](), 0
+
+    def sizes(number: int) -> tuple[int, Tensor, Tensor, Tensor]:
+        """A bucket's buffer while it fills; what a rank adds to it under way, keeps, and copies before it frees."""
+        bucket, dtype = buckets[number], members[buckets[number].slots[0].param].param.dtype
+        wire, part = grad_dtype or dtype, torch.tensor([stop - start for start, stop in bucket.parts])
+        owned = part * owned_dtype(dtype).itemsize
+        copied = owned if wire != owned_dtype(dtype) else 0 * part
+        if direct and plan.group_size > 1:
+            copied = copied + (part.clamp(max=WIDENED_NUMEL) * owned_dtype(dtype).itemsize) * (copied > 0)
+        received = part * wire.itemsize * peers
+        return (0, received, 0 * part, copied) if keep_full else (bucket.numel * wire.itemsize, received, owned, copied)
+
+    def arrives(number: int) -> None:
+        nonlocal kept, most, under_way
+        whole, received, owned, copied = sizes(number)
+        most = torch.maximum(most, kept + under_way + filling + copied)
+        under_way, kept = under_way - received - whole, kept + owned
+
+    for param in reversed(range(len(members))):
+        number = bucket_of[param]
+        if number not in opened:
+            opened.add(number)
+            filling += sizes(number)[0]
+            most = torch.maximum(most, kept + under_way + filling)
+        waiting[number] -= 1
+        while sent < len(buckets) and not waiting[sent]:
+            if sent >= IN_FLIGHT:
+                arrives(sent - IN_FLIGHT)
+            whole, received, *_ = sizes(sent)
+            filling, under_way, sent = filling - whole, under_way + whole + received, sent + 1
+            most = torch.maximum(most, kept + under_way + filling)
+    for number in range(max(0, sent - IN_FLIGHT), sent):
+        arrives(number)
+    return [int(each) for each in (most - kept).clamp(min=0)]
+
+
 def _of_bucket(
     bucket: Bucket,
     rank: int,
@@ -400,12 +450,10 @@ def _of_bucket(
         gradients, padding = filled * wire, bucket.padding * wire
     else:
         gradients, padding = owned * stepped.itemsize, (stop - start - owned) * stepped.itemsize
-    state = 0
-    for piece in pieces:
-        member = members[piece.param]
-        state += state_nbytes(piece.numel, groups[member.group], stepped)
-    gathered = bucket.return_numels()[rank]
-    sent = bucket.reduce_numels()[rank] * wire + gathered * (dtype.itemsize + (wire if keep_full else 0))
+    alike = Counter((piece.numel, members[piece.param].group) for piece in pieces)
+    state = sum(times * state_nbytes(numel, groups[group], stepped) for (numel, group), times in alike.items())
+    reduced, gathered = bucket.sent_numels(rank)
+    sent = reduced * wire + gathered * (dtype.itemsize + (wire if keep_full else 0))
     sent += all_reduce_nbytes((stop - start) * stepped.itemsize, plan.instances)
     return RankMemory(
         parameters=filled * dtype.itemsize,

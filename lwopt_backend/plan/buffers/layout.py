@@ -6,9 +6,10 @@ import math
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
+from operator import sub
 from typing import Literal
 
 from lwopt_backend.plan.atoms import Atom
@@ -80,8 +81,8 @@ class AtomKind:
     estimate: int  # by Megatron-Core's estimate
 
 
-def _kinds(seen: Sequence[AtomKind]) -> tuple[list[AtomKind], array[int]]:
-    """The kinds, largest first, and each matrix's kind. If there are too many, a kind is a class of similar sizes.
+def _kinds(seen: Iterable[AtomKind]) -> tuple[list[AtomKind], dict[AtomKind, int]]:
+    """The kinds, largest first, and which is whose. If there are too many, a kind is a class of similar sizes.
 
     A class has the largest measures of its members, so what is packed by classes fits.
     """
@@ -96,7 +97,7 @@ def _kinds(seen: Sequence[AtomKind]) -> tuple[list[AtomKind], array[int]]:
         for kind in kinds:
             members[class_of[kind]].append(kind)
         kinds = [AtomKind(*(max(measure) for measure in zip(*map(astuple, some)))) for some in members]
-    return kinds, array("H", (class_of[kind] for kind in seen))
+    return kinds, class_of
 
 
 class Stream:
@@ -107,18 +108,17 @@ class Stream:
     """
 
     def __init__(self, atoms: Sequence[Atom]) -> None:
-        seen = [AtomKind(aligned(a.numel), a.cost, max_min_squared(a.shape)) for a in reversed(atoms)]
-        self.numels = [kind.numel for kind in seen]
-        self.costs = [kind.cost for kind in seen]
-        self.estimates = [kind.estimate for kind in seen]
-        self.kinds, self.kind_of = _kinds(seen)
+        sorts: dict[tuple[tuple[int, int], int], int] = {}  # a matrix is one of a few: its shape and its cost
+        sort_of = [sorts.setdefault((atom.shape, atom.cost), len(sorts)) for atom in reversed(atoms)]
+        seen = [AtomKind(aligned(math.prod(shape)), cost, max_min_squared(shape)) for shape, cost in sorts]
+        self.numels = [*map([kind.numel for kind in seen].__getitem__, sort_of)]
+        self.costs = [*map([kind.cost for kind in seen].__getitem__, sort_of)]
+        self.estimates = [*map([kind.estimate for kind in seen].__getitem__, sort_of)]
+        self.kinds, class_of = _kinds(seen)
+        self.kind_of = array("H", map([class_of[kind] for kind in seen].__getitem__, sort_of))
         self.numel_before = list(accumulate(self.numels, initial=0))
-        self._counts_before = [array("L", bytes(8 * (len(seen) + 1))) for _ in self.kinds]
-        for kind, counts in enumerate(self._counts_before):
-            total = 0
-            for position, here in enumerate(self.kind_of):
-                total += here == kind
-                counts[position + 1] = total
+        kinds = range(len(self.kinds))
+        self._counts_before = [*zip(*(accumulate(map(kind.__eq__, self.kind_of), initial=0) for kind in kinds))]
         numbers = [re.search(r"\d+", atom.name) for atom in reversed(atoms)]
         layers = [number and number.group() for number in numbers]
         self.layer_starts = [i for i in range(1, len(layers)) if layers[i] != layers[i - 1]]
@@ -132,7 +132,7 @@ class Stream:
 
     def counts(self, start: int, stop: int) -> tuple[int, ...]:
         """Per kind, the number of matrices in positions [start, stop)."""
-        return tuple(after[stop] - after[start] for after in self._counts_before)
+        return tuple(map(sub, self._counts_before[stop], self._counts_before[start]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,13 +325,11 @@ class Bucket:
             if low < high:
                 yield Piece(slot.param, low - slot.offset, high - slot.offset, low)
 
-    def reduce_numels(self) -> list[int]:
-        """Per rank, the elements that it sends to reduce gradients to their owners: all but its own part."""
-        return [self.numel - (stop - start) for start, stop in self.parts]
-
-    def return_numels(self) -> list[int]:
-        """Per rank, the elements that it sends with new parameters: its part, to each other rank."""
-        return [(stop - start) * (len(self.parts) - 1) for start, stop in self.parts]
+    def sent_numels(self, rank: int) -> tuple[int, int]:
+        """The elements that a rank sends to reduce gradients to their owners: all but its own part. And with new
+        parameters: its part, to each other rank."""
+        start, stop = self.parts[rank]
+        return self.numel - (stop - start), (stop - start) * (len(self.parts) - 1)
 
     def line(self) -> str:
         """The line that must be equal on all ranks."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.instances import Grouped, plan_buffer
@@ -53,15 +55,15 @@ def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) 
     the work that it adds to each rank.
     """
     parts = [part for member in members for part in member.parts]
-    costs = [cost for _, cost in parts]
-    low, high = max(before), max(before) + sum(costs)
+    cost_before = [*accumulate((cost for _, cost in parts), initial=0)]
+    low, high = max(before), max(before) + cost_before[-1]
     while low < high:  # bisection for the least largest sum
         middle = (low + high) // 2
-        if _filled(costs, before, middle) is None:
+        if _filled(cost_before, before, middle) is None:
             low = middle + 1
         else:
             high = middle
-    counts = _filled(costs, before, low)
+    counts = _filled(cost_before, before, low)
     assert counts is not None
     slots, end = [], 0
     for member in members:
@@ -79,16 +81,15 @@ def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) 
     return Bucket("matrix", layout, dtype, tuple(slots), tuple(bounds), end), added
 
 
-def _filled(costs: Sequence[int], before: Sequence[int], limit: int) -> list[int] | None:
-    """How many matrices each rank takes if it takes all that fit under the limit; None if some are left."""
+def _filled(cost_before: Sequence[int], before: Sequence[int], limit: int) -> list[int] | None:
+    """How many matrices each rank takes if it takes all that fit under the limit, which no load ``before`` is above;
+    None if some are left."""
     counts, place = [], 0
     for load in before:
-        first = place
-        while place < len(costs) and load + costs[place] <= limit:
-            load += costs[place]
-            place += 1
-        counts.append(place - first)
-    return counts if place == len(costs) else None
+        stop = bisect_right(cost_before, cost_before[place] + limit - load) - 1
+        counts.append(stop - place)
+        place = stop
+    return counts if place == len(cost_before) - 1 else None
 
 
 def cut_buckets(

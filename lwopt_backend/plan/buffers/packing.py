@@ -69,17 +69,20 @@ class _Bins:
 
     def best_bin_trade(self, costliest: int) -> tuple[Trade | None, int]:
         """The swap of two whole bins of one bucket that makes the heavier of the two shards lightest."""
-        top = self.loads[costliest]
+        loads, top = self.loads, self.loads[costliest]
         best, found = top, None
+        heavy_first = sorted(range(len(loads)), key=loads.__getitem__, reverse=True)
+        loads_so = [loads[shard] for shard in heavy_first]
         for bucket, weight in enumerate(self.weight):
-            mine, least = weight[costliest], top - best
-            if mine - min(weight) <= least:
+            mine = weight[costliest]
+            if mine - min(weight) <= top - best:
                 continue
-            for partner, (load, theirs) in enumerate(zip(self.loads, weight)):
-                given = mine - theirs
-                if given > least and load + given < best:
-                    best, found = max(top - given, load + given), (bucket, partner)
-                    least = top - best
+            least = dict(zip(map(weight.__getitem__, heavy_first), loads_so))  # load of a shard, by its bin's weight
+            after = min(max(top - mine + theirs, load + mine - theirs) for theirs, load in least.items())
+            if after < best:
+                pairs = zip(loads, weight)
+                partner = [max(top - mine + theirs, load + mine - theirs) for load, theirs in pairs].index(after)
+                best, found = after, (bucket, partner)
         looked = len(self.loads) * len(self.weight)
         if found is None:
             return None, looked

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from lwopt_backend.plan.buffers.layout import Stream
 from lwopt_backend.plan.cost import per_rank
@@ -87,6 +88,13 @@ def pack(
 
     Tries the bound itself, then larger rooms until one fits, then halves the gap down to ``tolerance``.
     """
+    there = [kind for kind, count in enumerate(counts) if count]
+    height, patterns = _pack([sizes[kind] for kind in there], [counts[kind] for kind in there], bins, tolerance)
+    named = [Pattern(tuple((there[k], count) for k, count in found.counts), found.times) for found in patterns]
+    return height, named
+
+
+def _pack(sizes: Sequence[int], counts: Sequence[int], bins: int, tolerance: float) -> tuple[int, list[Pattern]]:
     bound = height_bound(sizes, counts, bins)
     found = fit(sizes, counts, bins, bound)
     if found is not None:
@@ -108,7 +116,7 @@ def fit(sizes: Sequence[int], counts: Sequence[int], bins: int, room: int) -> li
     if cannot_fit(sizes, counts, bins, room):
         return None
     left = list(counts)
-    remaining = sum(size * count for size, count in zip(sizes, left))
+    remaining = sum(map(mul, sizes, left))
     patterns: list[Pattern] = []
     first = 0
     while True:
@@ -140,6 +148,13 @@ def _fullest_bin(
     Depth first over kinds, the largest first; ends at a bin with at most ``good`` slack, or ``SEARCH_NODES`` after the
     first bin was filled.
     """
+    greedy, rest = [], room  # the first bin of the search, and nearly always good enough
+    for kind in range(first, len(left)):
+        if left[kind] and sizes[kind] <= rest:
+            greedy.append((kind, min(left[kind], rest // sizes[kind])))
+            rest -= sizes[kind] * greedy[-1][1]
+            if rest <= good:
+                return greedy, rest
     kinds = [(kind, sizes[kind], left[kind]) for kind in range(first, len(left)) if left[kind]]
     last, smallest = len(kinds) - 1, kinds[-1][1]
     chosen: list[tuple[int, int]] = []
@@ -472,17 +487,39 @@ def place_costliest_first(
             key = (-weights[position], -stream.numels[position], bucket)
             runs.setdefault(key, []).append(position)
     for (_, minus_numel, bucket), run in sorted(runs.items()):
-        numel = -minus_numel
-        here, cap, weight = filled[bucket], caps[bucket], weights[run[0]]
-        open_shards = [(loads[r], r) for r in range(shards) if here[r] + numel <= cap]
-        heapq.heapify(open_shards)
-        for position in run:
-            owner = open_shards[0][1] if open_shards else min(range(shards), key=lambda r: (here[r], r))
+        dealt = _deal(len(run), weights[run[0]], -minus_numel, caps[bucket], loads, filled[bucket])
+        for position, owner in zip(run, dealt):
             owners[position] = owner
-            here[owner] += numel
-            loads[owner] += weight
-            if here[owner] + numel <= cap:
-                heapq.heapreplace(open_shards, (loads[owner], owner))
-            elif open_shards:
-                heapq.heappop(open_shards)
     return Placement(stream, cuts, weights, owners, filled, loads)
+
+
+def _deal(count: int, weight: int, numel: int, cap: int, loads: list[int], filled: list[int]) -> list[int]:
+    """Owners of ``count`` equal matrices, each added to the least loaded shard with room for it.
+
+    As soon as loads differ by less than one matrix, the shards take turns, and whole rounds are dealt at once.
+    """
+    ready = [(load, shard) for shard, load in enumerate(loads) if filled[shard] + numel <= cap]  # a heap
+    heapq.heapify(ready)
+    highest = max(ready, default=(0, 0))[0]
+    owners: list[int] = []
+    while len(owners) < count:
+        if len(ready) <= count - len(owners) and ready and highest < ready[0][0] + weight:
+            turn = [shard for _, shard in sorted(ready)]
+            rounds = min((count - len(owners)) // len(turn), min((cap - filled[shard]) // numel for shard in turn))
+            owners += turn * rounds
+            for shard in turn:
+                filled[shard] += rounds * numel
+                loads[shard] += rounds * weight
+            ready = [(loads[shard], shard) for shard in turn if filled[shard] + numel <= cap]
+            highest = max(ready, default=(0, 0))[0]
+            continue
+        owner = ready[0][1] if ready else filled.index(min(filled))
+        owners.append(owner)
+        filled[owner] += numel
+        loads[owner] += weight
+        if filled[owner] + numel <= cap:
+            highest = max(highest, loads[owner])
+            heapq.heapreplace(ready, (loads[owner], owner))
+        elif ready:
+            heapq.heappop(ready)
+    return owners
