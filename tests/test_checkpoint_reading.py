@@ -227,7 +227,10 @@ def test_folders_that_are_not_whole_are_refused(saved: dict[str, Path], ranks: R
         content = torch.load(file, weights_only=False)
         del content["optimizer_state_dict"]["base_optimizer_state"][SAVE]
         torch.save(content, file)
-    said = {"tp": "2 model-parallel ranks", "pp": "layer_01-model_states.pt"}
+    said = {
+        "tp": "of 2 tensor-parallel ranks, but mp_rank_00_model_states.pt was saved on 1",
+        "pp": "layer_01-model_states.pt",
+    }
     said |= {"mixed": "it was saved after 2 steps, mp_rank_00_model_states.pt after 1"}
     said |= {"unmarked": "'step' is 1.0 on the ranks before, 2.0 in"}
     for case, words in said.items():

@@ -248,7 +248,7 @@ def test_deepspeed_sees_what_was_loaded(storage: str, stage: int, precision: str
 def test_ranks_take_the_experts_that_they_have() -> None:
     """Every rank is given all experts and has two."""
     model, shared = experts.sharded()
-    optimizer = experts.optimizer_for(model, expert_params=["experts.*"], expert_process_group=shared)
+    optimizer = experts.optimizer_in(model, expert_params=["experts.*"], expert_process_group=shared)
     shapes = shapes_of(experts.MoE())
     state = numbers_for(shapes, lambda name: len(shapes[name]) == 2)
     assert load_named_state(optimizer, state) == []

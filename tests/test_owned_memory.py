@@ -302,7 +302,7 @@ MATRIX = WIDTH * WIDTH  # elements
 IN_A_BUCKET = 2  # matrices
 BUCKET = 2 * IN_A_BUCKET * MATRIX * 2  # bytes: there and back in 16 bits, what a rank sends of it and what it receives
 # One matrix: its direction and its update in fp32; of 16 bits the start of Newton-Schulz, X and its next, the Gram
-# matrix and its polynomial. On a CPU a batch is one matrix.
+# matrix and its polynomial; two fewer of 16 bits in torch 2.9. On a CPU a batch is one matrix.
 BATCH = (2 * 4 + 5 * 2) * MATRIX
 SMALL = 2048  # norms and flags
 OWNED = ("owned 0", "owned 1", "owned 2", "plain")  # whose gradients are at their owners before
@@ -358,7 +358,9 @@ def held_by_a_step(engine: str, layers: int) -> int:
 def check(engine: str) -> None:
     few, many = (held_by_a_step(engine, layers) for layers in (16, 32))
     assert few == many, "nothing grows with the model"
-    assert few + SMALL >= BATCH and few <= BATCH + SMALL + (0 if engine in OWNED else 2 * BUCKET), few / MATRIX
+    assert few + SMALL >= BATCH - 4 * MATRIX and few <= BATCH + SMALL + (0 if engine in OWNED else 2 * BUCKET), (
+        few / MATRIX
+    )
 
 
 @pytest.mark.parametrize("engine", [*OWNED, "zero 0", "zero 1", "zero 2", "zero 3", "fsdp2"])

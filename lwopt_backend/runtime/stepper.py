@@ -203,22 +203,20 @@ class MatrixStepper:
         arriving = self._depart(order[:1], run)
         if meanwhile is not None:
             run.report.attempt(meanwhile)
-        returning: list[Callable[[], None]] = []  # not more than one
+        returning: Callable[[], object] = list  # of the bucket before; no longer referred to when it has been called
         for place, bucket in enumerate(order):
             following = self._depart(order[place + 1 : place + 2], run)
             self._step_local(place, run)
             is_last = bucket == order[-1]
             finish = partial(self._apply_returned, self._update_owned(bucket, arriving, run, is_last), run, is_last)
             arriving = following
-            if later is not None:
+            if later is None:
+                returning()
+                returning = finish
+            else:
                 later(bucket, finish)
-                continue
-            for previous in returning:
-                previous()
-            returning = [finish]
         self._step_local(-1, run)
-        for last in returning:
-            last()
+        returning()
         if report is None:
             run.report.settle("the step of matrices", list)
 

@@ -111,7 +111,7 @@ def _shards(tag: Path, first: tuple[ModelStates, OfRanks], others: Sequence[int]
     states, of_ranks = first
     if (count := 1 + len(others)) != (saved_on := states.saved.get("mp_world_size") or 1):
         raise CheckpointError(
-            f"{tag} has the files of {count} of {saved_on} tensor-parallel ranks, the first is {states.path.name}; "
+            f"{tag} has the files of {count} tensor-parallel ranks, but {states.path.name} was saved on {saved_on}; "
             "copy the whole folder again"
         )
     if others and ds.mark_of(of_ranks[0][1], ds.CUTS) is None:
