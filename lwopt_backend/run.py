@@ -50,9 +50,11 @@ def give_to_the_trainer(text: str) -> None:
     from lwopt_backend.optimizer import LayerWiseOptimizer
 
     try:
-        arguments = dict(json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise SystemExit(f"{USAGE}\n{OPTIMIZER}: expected an object in JSON, found {text!r} ({error})") from None
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise SystemExit(f"{USAGE}\n{OPTIMIZER} expected an object in JSON, found {text!r}")
 
     def chosen(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
         if not args.fsdp:

@@ -110,8 +110,8 @@ def test_the_module_runner_gives_the_trainer_its_optimizer_on_fsdp2(tmp_path: Pa
         factory, arguments = Trainer.get_optimizer_cls_and_kwargs(its)
         with pytest.raises(ValueError, match="needs --fsdp; under DeepSpeed"):
             Trainer.get_optimizer_cls_and_kwargs(mock.Mock(fsdp=None))
-        with pytest.raises(SystemExit, match="expected an object in JSON, found 'x'"):
-            run.main(["--optimizer=x", str(tmp_path / "nothing.py")])
+        with pytest.raises(SystemExit, match="expected an object in JSON, found '..'"):
+            run.main(["--optimizer=[]", str(tmp_path / "nothing.py")])
     assert factory() is LayerWiseOptimizer and arguments == {"lr": 0.03, "momentum": 0.9, "sharded_later": True}
 
 
