@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def survives(mutant: Mutant, original: Path) -> tuple[bool, str]:
         file.write_text(file.read_text().replace(mutant.before, mutant.after))
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         python = environment_of(mutant.peer, PEERS[mutant.peer]) if mutant.peer else sys.executable
-        command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests.split()]
+        command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(mutant.tests)]
         try:
             ended = subprocess.run(
                 command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS

@@ -166,7 +166,8 @@ def small_megatron(folder: Path, muon: bool, lion: bool = False) -> Source:
     known, gone = megatron_dist.truth(muon), ("exp_avg_sq",) if lion else ()
     known = {name: {key: t for key, t in of.items() if key not in gone} for name, of in known.items()}
     place = folder / "megatron"
-    megatron_dist.write(place / "iter_0000007", megatron_dist.Setup(muon=muon, arguments=arguments), known)
+    setup = megatron_dist.Setup(muon=muon, arguments=arguments, step_in="nowhere" if lion else "group")
+    megatron_dist.write(place / "iter_0000007", setup, known)  # Lion counts no steps
     (place / "latest_checkpointed_iteration.txt").write_text("7")
     states = {name: {k: tensor for k, tensor in of.items() if k != "weight"} for name, of in known.items()}
     rates = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -82,6 +83,11 @@ def rehearse(study: Study, rank: int, *, steps: int = 1, progress: Progress = la
     One rehearsal for each set of parameters that the rank shares with others. Raises ValueError for what cannot be
     rehearsed.
     """
+    if torch.__version__ < "2.13":
+        raise ValueError(
+            f"lwopt rehearse needs torch 2.13, whose collectives take tensors that are not there; found "
+            f"{torch.__version__}; rehearse in an environment that has it, or use lwopt plan alone"
+        )
     deployment, setting = study.deployment, study.setting
     if not 0 <= rank < deployment.world_size:
         raise ValueError(f"--rank: expected 0 to {deployment.world_size - 1}, found {rank}")
