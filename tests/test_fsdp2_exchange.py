@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytest import MonkeyPatch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from lwopt_backend.rules import muon
 from lwopt_backend.storage.mesh import reshard
@@ -247,6 +247,9 @@ DOORS: dict[str, Callable[[BesideTwin], object]] = {
     "state_dict of a layer": lambda run: run.model.layers[0].state_dict(),
     "get_model_state_dict": lambda run: get_model_state_dict(run.model),
     "load_state_dict": load,
+    "set_model_state_dict": lambda run: set_model_state_dict(
+        run.model, {**run.twin.params}, options=StateDictOptions(full_state_dict=True)
+    ),
     "state_dict of the optimizer": lambda run: run.optimizer.state_dict(),
     "state_store": lambda run: run.optimizer.state_store(),
     "clip_grad_norm_": lambda run: run.optimizer.clip_grad_norm_(1.0),

@@ -153,6 +153,8 @@ class Attachment:
 # Updates that return while what follows the step runs (``overlap_param_gather``): what reads parameters waits for them.
 #
 # FSDP2 reads a parameter in ``FSDPParamGroup.unshard``, whoever calls it: a forward pass, a prefetch, ``unshard()``.
+# torch.distributed.checkpoint writes whole tensors into parameters before it calls ``load_state_dict``; it finds them
+# module by module in ``named_parameters``.
 
 
 @dataclass(eq=False)
@@ -190,6 +192,7 @@ class Returns:
                 _GATED.add(module)
                 module.register_state_dict_pre_hook(receive_all)
                 module.register_load_state_dict_pre_hook(receive_all)
+                module.__dict__["named_parameters"] = functools.partial(_named_parameters, module.named_parameters)
 
     def later(self, stepper: MeshStepper) -> Later | None:
         """What takes updates of the stepper's buckets; None if anything but FSDP2 reads one of its matrices."""
@@ -250,6 +253,12 @@ def _unshard(group: Any, unshard: Callable[..., Any], *args: Any, **kwargs: Any)
         for returns in list(_UNDER_WAY):
             returns.receive({each.sharded_param for each in group.fsdp_params}, [gathering] if gathering else [])
     return unshard(*args, **kwargs)
+
+
+def _named_parameters(found: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not kwargs.get("recurse", True):  # zero_grad() finds those of all modules at once, and reads none
+        receive_all()
+    return found(*args, **kwargs)
 
 
 def receive_all(*args: Any) -> None:
