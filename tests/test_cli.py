@@ -387,15 +387,16 @@ def test_watch_shows_a_run_in_the_terminal_as_a_page_and_to_tensorboard(tmp_path
     shown = run("watch", tmp_path, "--once")
     cells = [[cell.strip() for cell in line.split("│")[1:4]] for line in shown.splitlines()]
     assert ["", "training", "2"] in cells and ["Update sizes", "muon", "0.001"] in cells
-    assert "step 2" in shown and "group 1" in shown and "█▁" in shown and "mine" not in shown
+    assert "step 2" in shown and "group 1" in shown and "█▁" in shown
+    assert ["mine", "", "nan"] in cells and "×" in shown
     run("watch", tmp_path, "--html", tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
-    assert page.count("<svg") == 3 and "width=device-width" in page
+    assert page.count("<svg") == 4 and "width=device-width" in page
     writer = mock.MagicMock()
     with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": mock.Mock(SummaryWriter=writer)}):
         run("watch", tmp_path, "--tensorboard", tmp_path / "events")
     told = writer.return_value.__enter__.return_value.add_scalar.call_args_list
-    assert mock.call("loss/training", 2.0, 2) in told and len(told) == 9
+    assert mock.call("loss/training", 2.0, 2) in told and len(told) == 10
     with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}):
         assert "pip install 'tensorboard>=2'" in refused("watch", tmp_path, "--tensorboard", tmp_path / "events")
     assert "nothing.jsonl: no such file" in refused("watch", tmp_path / "nothing.jsonl")

@@ -34,7 +34,7 @@ TITLES = {  # of panels, in their order: a key of a row, and what it is
     "exchange_bytes": ("Bytes sent", "in a step by the busiest rank"),
     "tokens_per_s": ("Tokens a second", "over all ranks"),
 }
-BARS = "▁▂▃▄▅▆▇█"
+BARS, NOT = "▁▂▃▄▅▆▇█", "×"
 TREND = 32  # the last values that the terminal shows
 
 
@@ -107,7 +107,7 @@ def panels(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Points]]:
             elif isinstance(value, list):
                 pairs = ((f"group {number}", each) for number, each in enumerate(value))
             for name, number in pairs if key != "step" else ():
-                if isinstance(number, (int, float)) and math.isfinite(number):
+                if isinstance(number, (int, float)):
                     found.setdefault(panel, {}).setdefault(str(name), []).append((row["step"], number))
     return {panel: series for panel, series in found.items() if series}
 
@@ -120,22 +120,25 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for panel, series in panels(rows).items():
         for number, (label, points) in enumerate(series.items()):
             values = [value for _, value in points]
+            finite = list(filter(math.isfinite, values)) or [math.nan]
             title = TITLES.get(panel, (panel, ""))[0] if number == 0 else ""
-            numbers = (f"{value:.4g}" for value in (values[-1], min(values), max(values)))
+            numbers = (f"{value:.4g}" for value in (values[-1], min(finite), max(finite)))
             shown.add_row(title, "" if label == panel else label, *numbers, Trend(values[-TREND:]))
     return shown
 
 
 class Trend(list[float]):
-    """A bar for each of the last values for which there is room, from the least to the most."""
+    """A bar for each of the last values for which there is room, from the least to the most; NOT for one not finite."""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(1, len(self))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         values = self[-options.max_width :]
-        low, span = min(values), max(values) - min(values)
-        yield Text("".join(BARS[round((value - low) / span * (len(BARS) - 1)) if span else 0] for value in values))
+        finite = list(filter(math.isfinite, values)) or [0.0]
+        low, span = min(finite), max(finite) - min(finite) or 1.0
+        bars = (BARS[round((v - low) / span * (len(BARS) - 1))] if math.isfinite(v) else NOT for v in values)
+        yield Text("".join(bars))
 
 
 def write_page(rows: Sequence[Mapping[str, Any]], name: str, path: Path) -> None:
