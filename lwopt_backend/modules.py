@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
-from lwopt_backend.rules.protocol import inner_steps, one_call
+from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
 from lwopt_backend.runtime.agreement import RanksDisagree, StepReport, agree, check_in_all, first_difference
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.storage.gradients import checked_order, clip_factor
-from lwopt_backend.storage.modules import NAME, Part, check_held, held_by, load, parts_of, save, together
+from lwopt_backend.storage.modules import NAME, OurPart, Part, check_held, held_by, load, parts_of, save, together
 
 Norms = dict[str | None, dict[str, float]]  # by clip group, None for the rest, and module
 
@@ -174,8 +174,12 @@ class ModuleOptimizers(torch.optim.Optimizer):
         all ranks; what can be checked before the step raises before any module steps.
         """
 
+        hooked = bool(self._optimizer_step_post_hooks or AFTER)  # by hooks that may read parameters
+
         def take_step(name: str, part: Part) -> None:
             part.step()
+            if hooked and isinstance(part, OurPart):
+                part.optimizer.synchronize()
 
         if closure is not None:
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")

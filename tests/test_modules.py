@@ -396,6 +396,22 @@ def test_param_groups_are_the_modules_own_and_hooks_are_torchs() -> None:
     assert modules["b"].weight.grad is None
 
 
+@on_ranks(4)
+@cells(kinds=[OWNED, "FSDP2 and owned"])
+def test_a_hook_after_the_step_reads_the_weights_that_the_step_made(kinds: str) -> None:
+    run = Beside("0123|0123", kinds, overlap_param_gather=True)
+
+    def weights() -> Tensor:
+        return torch.cat([whole(param).detach().flatten() for m in run.modules.values() for param in m.parameters()])
+
+    read = list[Tensor]()
+    run.optimizers.register_step_post_hook(lambda *_: read.append(weights()))
+    run.train(range(1))
+    for optimizer in run.optimizers.modules.values():
+        optimizer.synchronize()
+    assert torch.equal(read[0], weights())
+
+
 # What is refused, and what goes wrong
 
 
