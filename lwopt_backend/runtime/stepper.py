@@ -198,7 +198,7 @@ class MatrixStepper:
         """
         run = _Run(rules, storage, active, departed or {}, report or StepReport())
         order = [*range(len(self._to_owners))][:: 1 if later is None else -1]
-        if later is not None and departed:
+        if later is not None and any(run.departed.values()):  # of those in flight, of which all ranks have the same
             order.insert(0, order.pop())
         arriving = self._depart(order[:1], run)
         if meanwhile is not None:
