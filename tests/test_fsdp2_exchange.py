@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -285,3 +287,13 @@ def test_what_the_forward_pass_needs_first_is_back_first() -> None:
     coming.clear()
     run.backward(1)
     assert coming == [2, 1, 1, 0, 0], "after each layer"
+
+
+@on_ranks(2)
+def test_the_next_optimizer_frees_a_dropped_model_whose_updates_were_on_their_way() -> None:
+    run = BesideTwin(mode="overlapped")
+    run.train(1)
+    kept = weakref.ref(run.param("layers.0.weight"))
+    run = BesideTwin(mode="overlapped")
+    gc.collect()
+    assert kept() is None

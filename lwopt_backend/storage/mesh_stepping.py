@@ -182,6 +182,7 @@ class Returns:
 
     def gate(self, model: nn.Module) -> None:
         """Let what reads the model's parameters wait for them, for ever: optimizers come and go."""
+        receive_all()  # of optimizers that were dropped, perhaps with their models, whose memory they keep
         for module in model.modules():
             for group in _groups_of(module):
                 self.gated.update(each.sharded_param for each in group.fsdp_params)
