@@ -250,7 +250,7 @@ DOORS: dict[str, Callable[[BesideTwin], object]] = {
     "get_model_state_dict": lambda run: get_model_state_dict(run.model),
     "load_state_dict": load,
     "set_model_state_dict": lambda run: set_model_state_dict(
-        run.model, {**run.twin.params}, options=StateDictOptions(full_state_dict=True)
+        run.model, {**run.twin.params}, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     ),
     "state_dict of the optimizer": lambda run: run.optimizer.state_dict(),
     "state_store": lambda run: run.optimizer.state_store(),
