@@ -287,6 +287,7 @@ SAVED = {
     "number": torch.tensor(3.0),
     "half": torch.linspace(-1, 1, 7).bfloat16(),
     "flag": torch.tensor(True),
+    "new": torch.arange(8).to(torch.uint16),
     "inside": [nn.Parameter(torch.ones(3)), {"again": (torch.zeros(2, dtype=torch.bool), 5)}],
 }
 PLAIN = [key for key in SAVED if key != "inside"]

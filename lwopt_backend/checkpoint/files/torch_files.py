@@ -452,13 +452,17 @@ class _Pickler(pickle.Pickler):
         self.storages.append(storage)
         hooks: OrderedDict[str, Any] = OrderedDict()
         place = (storage, 0, torch.Size(value.shape), torch.empty(value.shape, device="meta").stride(), False, hooks)
-        return torch._utils._rebuild_tensor_v2, place
+        if value.dtype in torch.storage._dtype_to_storage_type_map():
+            return torch._utils._rebuild_tensor_v2, place
+        return torch._utils._rebuild_tensor_v3, (*place, value.dtype)
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, _Storage):
             return None
-        kind = getattr(torch, torch.storage._dtype_to_storage_type_map()[value.tensor.dtype])
-        return "storage", kind, value.key, "cpu", value.tensor.numel
+        tensor, kind = value.tensor, torch.storage._dtype_to_storage_type_map().get(value.tensor.dtype)
+        if kind is None:  # a newer dtype, such as float8's, whose storage is bytes
+            return "storage", torch.UntypedStorage, value.key, "cpu", tensor.nbytes
+        return "storage", getattr(torch, kind), value.key, "cpu", tensor.numel
 
 
 def save(content: Any, path: Path, workers: int = 1) -> int:
