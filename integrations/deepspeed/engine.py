@@ -352,17 +352,18 @@ def hear_of_copies(wrapper: Any) -> None:
     if isinstance(wrapper, BF16_Optimizer):  # see ``GroupNorms``
         return
     of_grads, of_offloaded = wrapper.get_grad_norm_direct, wrapper.complete_grad_norm_calculation_for_cpu_offload
-    counted, number = SimpleNamespace(tensor_model_parallel=True), -1  # of no parameter
+    counted: Any = SimpleNamespace(tensor_model_parallel=True)
+    number = -1  # of no parameter
     wrapper.param_id[id(counted)] = number
 
-    def get_grad_norm_direct(grads: Sequence[Tensor], params: Sequence[Tensor], *args: Any) -> Tensor:
+    def get_grad_norm_direct(grads: Sequence[Tensor], params: Sequence[Tensor], *args: Any) -> Any:
         rows = list(zip((grad for grad in grads if not getattr(grad, "_zero_padding", False)), params))
         cut = [row for row in rows if cut_of(row[1]) is not None]
         copies = [grad for grad, param in rows if cut_of(param) is None]
         rows = cut + [(zero_or_nan(copies), counted)] if copies else cut
         return of_grads([grad for grad, _ in rows], [param for _, param in rows], *args)
 
-    def complete_grad_norm_calculation_for_cpu_offload(params: Sequence[Tensor]) -> Tensor:
+    def complete_grad_norm_calculation_for_cpu_offload(params: Sequence[Tensor]) -> Any:
         norms = wrapper.norm_for_param_grads
         copies = (wrapper.get_param_id(param) for param in params if cut_of(param) is None)
         norms[number] = sum((norms[copy] for copy in copies if copy in norms), torch.zeros(())) * 0
