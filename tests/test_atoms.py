@@ -310,9 +310,10 @@ def test_parts_of_hieras_attention_which_reads_no_configuration() -> None:
 @pytest.mark.parametrize("kind", DELTA_NETS)
 def test_delta_nets_have_q_k_v_and_z_in_groups_or_q_k_and_v_one_after_the_other(kind: str) -> None:
     net: Any = configured(kind, 0)
-    (blocks,) = fused_of(nn.Sequential(net)).values()
+    blocks, *of_ba = fused_of(nn.Sequential(net)).values()
     if hasattr(net, "fix_query_key_value_ordering"):
-        found = net.fix_query_key_value_ordering(torch.arange(80.0).view(1, 1, 80), torch.zeros(1, 1, 8))[:4]
+        *found, b, a = net.fix_query_key_value_ordering(*(torch.arange(1.0 * n).view(1, 1, n) for n in (80, 8)))
+        assert [named(of) for of in of_ba] == [{"b": numbers(b), "a": numbers(a)}]
     else:
         found = torch.arange(56.0).split([net.key_dim, net.key_dim, net.value_dim])
     assert named(blocks) == {name: numbers(part) for name, part in zip("qkvz", found)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -26,7 +27,18 @@ from tests.fused import Separate
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
 from tests.rules import SECTIONS, matrix_optimizer
-from tests.zero import ADAMW, MUON, ROWS, Beside, Reference, batch_shares, engine_for, full_weights, settings_for
+from tests.zero import (
+    ADAMW,
+    MUON,
+    PRECISIONS,
+    ROWS,
+    Beside,
+    Reference,
+    batch_shares,
+    engine_for,
+    full_weights,
+    settings_for,
+)
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 SHARDS, WIDTH = 2, 24
@@ -284,6 +296,35 @@ PHI3 = Trained(Phi3, Phi3Config, {"partition_config": {"use_default_specs": Fals
 def test_shards_by_auto_tp_too(tmp_path: Path, stage: int, precision: str, how: tuple[int, float], of: Trained) -> None:
     settings = settings_of(stage, precision, how)
     of.beside_torch(settings).train_and_resume(lambda: of.engine(settings), tmp_path)
+
+
+@on_ranks(2)
+@cells(
+    lambda stage, how: stage > 0 or how in ("fp32", "clip groups"),
+    stage=[0, 1, 2],
+    how=["fp32", "bf16+fp32", "clip groups", "offload"],
+)
+def test_a_gradient_that_is_not_finite_in_a_copy_of_one_rank_is_known_to_all(stage: int, how: str) -> None:
+    """Of a vector that every rank has whole, on the rank whose copy the norm does not count."""
+    apart = {"clip_groups": {"norm": {"params": "norm.*", "max_norm": 1.0}}} if how == "clip groups" else {}
+    settings = settings_of(stage, how if how in PRECISIONS else "fp32", atoms=FUSED, **apart)
+    if how == "offload":
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    with sharded_engine(settings) as engine:
+        train_step(engine, 0)
+        before = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+        bad = float("inf") if dist.get_rank() == 1 else 1.0
+        hook = engine.module.norm.weight.register_hook(lambda grad: grad * bad)
+        train_step(engine, 1)
+        hook.remove()
+        if stage == 0:  # DeepSpeed takes the step
+            norms = {None: engine.get_global_grad_norm(), **engine.basic_optimizer.clip_group_norms}
+            assert not math.isfinite(norms["norm" if apart else None])
+            return
+        assert engine.skipped_steps == 1
+        assert all(torch.equal(param, before[name]) for name, param in engine.module.named_parameters())
+        train_step(engine, 2)
+        assert engine.skipped_steps == 1 and math.isfinite(engine.get_global_grad_norm())
 
 
 def settings_of_rule(rule: str, stage: int, shards: int = SHARDS) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -335,21 +336,60 @@ def clip_whole(engine: DeepSpeedEngine, groups: ClipGroups, max_norm: float) -> 
     return norms[None]
 
 
+def counts_cut_alone(engine: DeepSpeedEngine) -> bool:
+    """Whether another tensor-parallel rank counts what is whole on every rank in the norm."""
+    return tensor_ranks(engine) > 1 and bwc_tensor_model_parallel_rank(engine.mpu) > 0
+
+
+def zero_or_nan(grads: Iterable[Tensor]) -> Tensor:
+    """0, or NaN if any element is not finite: what gradients that another rank counts add to the norm, so that all
+    ranks learn of it without a collective of its own."""
+    return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]).sum() * 0
+
+
+def hear_of_copies(wrapper: Any) -> None:
+    """Let ``wrapper``, of stages 1 and 2 on a rank that ``counts_cut_alone``, add ``zero_or_nan`` of the rest."""
+    if isinstance(wrapper, BF16_Optimizer):  # see ``GroupNorms``
+        return
+    of_grads, of_offloaded = wrapper.get_grad_norm_direct, wrapper.complete_grad_norm_calculation_for_cpu_offload
+    counted: Any = SimpleNamespace(tensor_model_parallel=True)
+    number = -1  # of no parameter
+    wrapper.param_id[id(counted)] = number
+
+    def get_grad_norm_direct(grads: Sequence[Tensor], params: Sequence[Tensor], *args: Any) -> Any:
+        rows = list(zip((grad for grad in grads if not getattr(grad, "_zero_padding", False)), params))
+        cut = [row for row in rows if cut_of(row[1]) is not None]
+        copies = [grad for grad, param in rows if cut_of(param) is None]
+        rows = cut + [(zero_or_nan(copies), counted)] if copies else cut
+        return of_grads([grad for grad, _ in rows], [param for _, param in rows], *args)
+
+    def complete_grad_norm_calculation_for_cpu_offload(params: Sequence[Tensor]) -> Any:
+        norms = wrapper.norm_for_param_grads
+        copies = (wrapper.get_param_id(param) for param in params if cut_of(param) is None)
+        norms[number] = sum((norms[copy] for copy in copies if copy in norms), torch.zeros(())) * 0
+        return of_offloaded([*(param for param in params if cut_of(param) is not None), counted])
+
+    wrapper.get_grad_norm_direct = get_grad_norm_direct
+    wrapper.complete_grad_norm_calculation_for_cpu_offload = complete_grad_norm_calculation_for_cpu_offload
+
+
 @record_function(NORM)
 def grad_norm(engine: DeepSpeedEngine, params: Iterable[Tensor]) -> Tensor:
     """The norm of the gradients of ``params`` at stage 0; in a pipeline, of all stages, counting tied weights once;
     with experts, of those of all ranks; under tensor parallelism, of all shards, counting what is whole on every rank
-    once."""
+    once; NaN if a copy of it is not finite."""
     dense: list[Tensor] = []
+    copies: list[Tensor] = []
     experts: dict[str, list[Tensor]] = {}
     shards = tensor_ranks(engine) > 1
-    beside = shards and bwc_tensor_model_parallel_rank(engine.mpu) > 0  # another rank counts what is whole
+    beside = counts_cut_alone(engine)
     for param in params:
         grads = experts.setdefault(getattr(param, "group_name", ""), []) if is_moe_param(param) else dense
-        elsewhere = getattr(param, "ds_pipe_replicated", False) or (beside and cut_of(param) is None)
-        if param.grad is not None and not elsewhere:
-            grads.append(param.grad)
+        if param.grad is not None and not getattr(param, "ds_pipe_replicated", False):
+            (copies if beside and cut_of(param) is None else grads).append(param.grad)
     norm = torch.nn.utils.get_total_norm(dense)
+    if copies:
+        norm = norm.to(engine.device) + zero_or_nan(copies)
     if engine.pipeline_parallelism or shards:
         squared = norm.to(engine.device).square()
         group = engine.mpu.get_model_parallel_group() if shards else pipeline_group(engine)
@@ -443,7 +483,7 @@ class GroupNorms:
         """In place of BF16_Optimizer's ``get_grads_for_norm``: clips the groups, and returns the gradients of the rest,
         those of experts beside them; all, if any is not finite."""
         wrapper = self._wrapper
-        pairs = zip(chain(*wrapper.bf16_groups), chain(*wrapper.fp32_groups_gradients))
+        pairs = list(zip(chain(*wrapper.bf16_groups), chain(*wrapper.fp32_groups_gradients)))
         groups = {id(grad): self._group_of(param) for param, grad in pairs}
 
         def of(group: str | None, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -462,7 +502,9 @@ class GroupNorms:
         for group, limit in self._groups.limits.items():
             of_group = of(group, self._all_grads(for_clipping=True))
             clip_tensors_by_global_norm(of_group, limit, self._norms[group], wrapper.mpu)
-        return of(None, grads), of_experts
+        beside = bwc_tensor_model_parallel_rank(wrapper.mpu) > 0
+        copies = [grad for param, grad in pairs if beside and cut_of(param) is None]
+        return [*of(None, grads), *([zero_or_nan(copies)] if copies else [])], of_experts
 
 
 # Types of optimizer entries as DeepSpeed reads them.

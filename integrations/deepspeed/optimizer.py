@@ -128,6 +128,8 @@ class ZeROLayerWise(EngineOptimizer):
             deepspeed_engine.report_norm(engine, self, self._clip_groups)
         elif self._clip_groups.limits or deepspeed_engine.uses_bf16_optimizer(engine):
             deepspeed_engine.when_wrapped(engine, lambda wrapper: zero.clip_apart(wrapper, self._clip_groups, binding))
+        if not self._binding.replicated and deepspeed_engine.counts_cut_alone(engine):
+            deepspeed_engine.when_wrapped(engine, deepspeed_engine.hear_of_copies)
         self._take_groups(self._binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)
         prepare_loading(engine, self, self._binding.ranks)

@@ -22,7 +22,8 @@ NAMES = {
     "clip_fp32_gradients _get_zero_param_shapes _get_zero_ckpt_name zero_parameter_alignment zero_sub_group_size",
     "deepspeed.runtime.config": "get_optimizer_name DEEPSPEED_OPTIMIZERS",
     "deepspeed.runtime.zero.utils": "ZERO_SUPPORTED_OPTIMIZERS",
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": f"{_LINKED} {_CLIPS} scaled_global_norm",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": f"{_LINKED} {_CLIPS} scaled_global_norm "
+    "get_param_id",
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": f"{_LINKED} get_grads_for_norm",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": f"{_CLIPS} _get_norm_groups "
     "_reassign_or_swap_out_partitioned_parameters checkpoint_event_prologue checkpoint_event_epilogue get_param_id "

@@ -179,6 +179,11 @@ def _delta_net_qkvz(module: Any, width: int) -> Outputs:
     return ("q", "k", "v", "z"), (keys, keys, values, values), module.num_k_heads
 
 
+def _delta_net_ba(module: Any, width: int) -> Outputs:
+    values = module.num_v_heads // module.num_k_heads
+    return ("b", "a"), (values, values), module.num_k_heads
+
+
 def _latent_queries(module: Any, width: int) -> Outputs:
     heads = 0 if width % module.v_head_dim else width // module.v_head_dim
     return ("q_nope", "q_rope"), (module.qk_nope_head_dim, module.qk_rope_head_dim), heads
@@ -277,7 +282,13 @@ CLASSES: Sequence[tuple[tuple[Fused, ...], str]] = [
         (Fused("q_proj", "o_proj", lambda m, width: (("q", "gate"), (m.head_dim,) * 2, width // m.head_dim)),),
         "qwen3_next.Qwen3NextAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention",
     ),
-    ((Fused("in_proj_qkvz", "out_proj", _delta_net_qkvz, taken=2),), "qwen3_next.Qwen3NextGatedDeltaNet"),
+    (
+        (
+            Fused("in_proj_qkvz", "out_proj", _delta_net_qkvz, taken=2),
+            Fused("in_proj_ba", None, _delta_net_ba, taken=None),
+        ),
+        "qwen3_next.Qwen3NextGatedDeltaNet",
+    ),
     (
         (Fused("in_proj_qkv", "out_proj", lambda m, width: (QKV, (m.key_dim, m.key_dim, m.value_dim), 1), taken=2),),
         "qwen3_5.Qwen3_5GatedDeltaNet qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
