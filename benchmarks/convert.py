@@ -10,7 +10,10 @@ torch_dist of the same shapes. Both become DeepSpeed's universal format. The dis
 the source's files. Each is a program of its own, imports included, until the disk holds its files: DeepSpeed's tool
 leaves them to the system, so that flushing them is added to its time. They take turns; figures are medians. Files of
 the source are in the system's cache, as they were just written, if there is memory; with ``--cold`` each is measured
-once more with the source on the disk alone, as a checkpoint is that another machine wrote.
+once more with the source on the disk alone, as a checkpoint is that another machine wrote. Each begins ``SETTLE``
+seconds after files were removed: a virtual machine gives freed memory back to its host in about two, and what it then
+takes again costs more than the copy itself. A copy that began at once had it for nothing; a program that imports first
+did not.
 
 "CPU s" is user and system time of all its processes, which other work on the machine changes least. "of a copy" is the
 time beside a copy of the source; "of as many" beside a copy of as many bytes as are written; "bytes alone" is the same
@@ -47,6 +50,7 @@ from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.differences import differences
 
 LIMIT = 10**9  # bytes of memory beyond the largest tensor
+SETTLE = 3  # seconds
 OURS, STOCK, COPY, START = "lwopt convert", "ds_to_universal", "copy", "lwopt convert of kB"
 CONVERT = "import sys; from lwopt_backend.cli import main; sys.argv[0] = 'lwopt'; main()"
 
@@ -73,20 +77,19 @@ class Row:
         return statistics.median(self.cpu)
 
 
-def measure(row: Row, program: Callable[[Path], Finished], folder: Path, cold: Path | None, keep: bool) -> None:
+def measure(row: Row, program: Callable[[Path], Finished], folder: Path, cold: Path | None) -> None:
     """Run a program once more. The files of ``cold`` are dropped from the system's cache before."""
     target = folder / "made" / row.program.replace(" ", "_")
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     if cold is not None:
         flush(cold, forget=True)
+    time.sleep(SETTLE)
     finished = program(target)
     row.seconds.append(finished.seconds)
     row.cpu.append(finished.cpu)
     row.written = nbytes(target)
     row.peak = max(row.peak, finished.peak)
-    if not keep:
-        shutil.rmtree(target)
 
 
 def programs(
@@ -179,7 +182,7 @@ def main() -> None:
                 of_source = {name: Row(named, name, nbytes(step), largest(found)) for name in done}
                 for turn, (name, program) in itertools.product(range(options.rounds), done.items()):
                     status.update(f"{named}: {name}, round {turn + 1}")
-                    measure(of_source[name], program, folder, step if cold else None, stock)
+                    measure(of_source[name], program, folder, step if cold else None)
                 rows += of_source.values()
             if stock:
                 compare(folder)
