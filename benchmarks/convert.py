@@ -2,13 +2,18 @@
 
     python benchmarks/convert.py                         checkpoints of 2 GB, three rounds
     python benchmarks/convert.py --mb 200 --rounds 5 --workers 4
+    python benchmarks/convert.py --mb 8000 --cold --without-stock
     python benchmarks/convert.py --json convert.json     write it down
 
 Sources are a ZeRO-2 checkpoint of AdamW in bf16, which a stock DeepSpeed engine saves on two ranks, and Megatron's
 torch_dist of the same shapes. Both become DeepSpeed's universal format. The disk's own speed is that of a plain copy of
 the source's files. Each is a program of its own, imports included, until the disk holds its files: DeepSpeed's tool
 leaves them to the system, so that flushing them is added to its time. They take turns; figures are medians. Files of
-the source are in the system's cache, as they were just written, if there is memory.
+the source are in the system's cache, as they were just written, if there is memory; with ``--cold`` each is measured
+once more with the source on the disk alone, as a checkpoint is that another machine wrote. Each begins ``SETTLE``
+seconds after files were removed: a virtual machine gives freed memory back to its host in about two, and what it then
+takes again costs more than the copy itself. A copy that began at once had it for nothing; a program that imports first
+did not.
 
 "CPU s" is user and system time of all its processes, which other work on the machine changes least. "of a copy" is the
 time beside a copy of the source; "of as many" beside a copy of as many bytes as are written; "bytes alone" is the same
@@ -23,6 +28,7 @@ of the ZeRO-2 checkpoint, or if the memory of ``lwopt convert`` goes 1 GB beyond
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -44,6 +50,7 @@ from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.differences import differences
 
 LIMIT = 10**9  # bytes of memory beyond the largest tensor
+SETTLE = 3  # seconds
 OURS, STOCK, COPY, START = "lwopt convert", "ds_to_universal", "copy", "lwopt convert of kB"
 CONVERT = "import sys; from lwopt_backend.cli import main; sys.argv[0] = 'lwopt'; main()"
 
@@ -70,10 +77,14 @@ class Row:
         return statistics.median(self.cpu)
 
 
-def measure(row: Row, program: Callable[[Path], Finished], folder: Path) -> None:
+def measure(row: Row, program: Callable[[Path], Finished], folder: Path, cold: Path | None) -> None:
+    """Run a program once more. The files of ``cold`` are dropped from the system's cache before."""
     target = folder / "made" / row.program.replace(" ", "_")
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
+    if cold is not None:
+        flush(cold, forget=True)
+    time.sleep(SETTLE)
     finished = program(target)
     row.seconds.append(finished.seconds)
     row.cpu.append(finished.cpu)
@@ -144,6 +155,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help="of the model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="of both programs")
+    parser.add_argument("--cold", action="store_true", help="also with the source on the disk alone")
+    parser.add_argument("--without-stock", action="store_true", help="do not run ds_to_universal")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args()
@@ -162,16 +175,19 @@ def main() -> None:
         for source, step in steps.items():
             save_deepspeed(step.parent, found, 2) if step.name == "global_step1" else save_megatron(step, found)
             flush(step)
-            done = programs(step.parent, step, small, options.workers, step.name == "global_step1", folder / "log")
-            of_source = {name: Row(source, name, nbytes(step), largest(found)) for name in done}
-            for turn in range(options.rounds):
-                for name, program in done.items():
-                    status.update(f"{source}: {name}, round {turn + 1}")
-                    measure(of_source[name], program, folder)
-            rows += of_source.values()
-            if STOCK in done:
+            stock = step.name == "global_step1" and not options.without_stock
+            done = programs(step.parent, step, small, options.workers, stock, folder / "log")
+            for cold in (False, True)[: 1 + options.cold]:
+                named = source + ", cold" * cold
+                of_source = {name: Row(named, name, nbytes(step), largest(found)) for name in done}
+                for turn, (name, program) in itertools.product(range(options.rounds), done.items()):
+                    status.update(f"{named}: {name}, round {turn + 1}")
+                    measure(of_source[name], program, folder, step if cold else None)
+                rows += of_source.values()
+            if stock:
                 compare(folder)
-            shutil.rmtree(folder / "made")
+            for used in (folder / "made", step.parent):
+                shutil.rmtree(used)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     console.print(table(rows, options.workers))

@@ -63,12 +63,14 @@ def copy(source: Path, target: Path) -> Finished:
     return Finished(time.perf_counter() - start, _worked(resource.RUSAGE_SELF) - before)
 
 
-def flush(folder: Path) -> None:
-    """Have the disk hold a folder's files."""
+def flush(folder: Path, *, forget: bool = False) -> None:
+    """Have the disk hold a folder's files; with ``forget``, the disk alone, as if another machine had written them."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         number = os.open(path, os.O_RDONLY)
         try:
             os.fsync(number)
+            if forget:
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(number)
 

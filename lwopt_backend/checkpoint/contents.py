@@ -67,7 +67,7 @@ def flat(tensor: Tensor) -> Tensor:
     return found
 
 
-BLOCK = 2**20  # elements that are read at once to fill or compare a tensor
+BLOCK = 2**19  # elements that are read at once to fill or compare a tensor: 2 MB of fp32; more costs page faults
 ReadRange = Callable[[int, int], Tensor]
 
 
