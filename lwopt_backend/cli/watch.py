@@ -163,11 +163,11 @@ def _draw(panel: str, series: Mapping[str, Points]) -> str:
     from lwopt_backend.pictures.look import look
 
     with look():
-        figure = Figure(figsize=(6, 2.8), layout="constrained")
+        figure = Figure(figsize=(5.4, 2.7), layout="constrained")  # so small that its numbers are legible on a phone
         axes = figure.add_subplot()
         for label, points in series.items():
             steps, values = zip(*points)
-            axes.plot(steps, values, "o-" if len(points) < 9 else "-", label=label, linewidth=1.4, markersize=4)
+            axes.plot(steps, values, "o" if len(points) < 9 else "-", label=label, linewidth=1.4, markersize=4)
         if panel in ("update_rms", "seconds") and all(value > 0 for points in series.values() for _, value in points):
             axes.set_yscale("log")
             for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
@@ -175,7 +175,7 @@ def _draw(panel: str, series: Mapping[str, Points]) -> str:
         axes.grid(axis="y")
         axes.set_xlabel("step")
         if list(series) != [panel]:
-            axes.legend(frameon=False, fontsize=9)
+            figure.legend(loc="outside upper right", ncols=4, frameon=False, fontsize=9)  # above, where no line is
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg", metadata={"Date": None})
     return drawn.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]

@@ -343,15 +343,17 @@ PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}: plan</title>
 <style>
 body {{ margin: 24px; color: #1f2328; background: #ffffff; }}
-img {{ max-width: 1180px; width: 100%; }}
+img {{ max-width: 1180px; min-width: 720px; width: 100%; }}
+figure, pre {{ margin: 0 0 1rem; overflow-x: auto; }}  /* on a phone these scroll, not the page */
 pre {{ font: 13px/1.3 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }}
 </style>
 </head>
 <body>
-<img alt="The plan in one picture" src="data:image/png;base64,{picture}">
+<figure><img alt="The plan in one picture" src="data:image/png;base64,{picture}"></figure>
 <pre>{printed}</pre>
 </body>
 </html>
