@@ -8,9 +8,10 @@ Two stacks of a transformer's matrices, sharded by ``fully_shard`` over 2 and 4 
 where there are as many GPUs. All systems start from the same weights and take the same synthetic gradients; fp32
 parameters, bf16 Newton-Schulz. A step is: barrier, ``optimizer.step()``, barrier. The systems take turns, so that a
 machine that slows down does so for all of them; the first round warms up, medians are over the others. CPU time is
-that of the busiest rank, its transport's threads included, and does not count waiting: on a machine with fewer cores
-than ranks it is the figure to go by. The difference is the largest over all parameters after 3 steps, to
-torch.optim.Muon in a single process. Peers that are not installed are left out.
+that of the busiest rank before the second barrier, its transport's threads included, and does not count waiting: on a
+machine with fewer cores than ranks it is the figure to go by. That of Newton-Schulz is taken inside the same steps, so
+its matrices, its caches and what competes for the cores are the step's. The difference is the largest over all
+parameters after 3 steps, to torch.optim.Muon in a single process. Peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -66,7 +67,12 @@ class Row:
     traffic: Traffic | None
     state_bytes: int
     difference: float
-    not_newton_schulz: float | None  # of the CPU time, where Newton-Schulz was found
+    newton_schulz_ms: float | None  # of the CPU time, where it was found
+    transport: float  # share of the CPU time: threads other than the one that steps
+
+    @property
+    def not_newton_schulz(self) -> float | None:
+        return None if self.newton_schulz_ms is None else 1 - self.newton_schulz_ms / self.cpu_ms
 
 
 def device_type(world_size: int) -> str:
@@ -115,13 +121,14 @@ def measure(system: System, device: torch.device) -> None:
         spent.append(time.thread_time() - began)
         return result
 
-    cpu, wall = time.process_time(), time.perf_counter()
+    cpu, mine, wall = time.process_time(), time.thread_time(), time.perf_counter()
     with around_newton_schulz(timed) if device.type == "cpu" else nullcontext():
         system.optimizer.step()
     synchronize(device)
-    dist.barrier()
     system.newton_schulz.append(sum(spent))
+    system.stepping.append(time.thread_time() - mine)
     system.cpu.append(time.process_time() - cpu)
+    dist.barrier()
     system.wall.append(time.perf_counter() - wall)
 
 
@@ -137,6 +144,7 @@ def figures(system: System) -> dict[str, Any]:
         "cpu": system.cpu,
         "wall": system.wall,
         "newton_schulz": system.newton_schulz,
+        "stepping": system.stepping,
         "traffic": system.traffic,
         "state": state_bytes(system),
         "difference": system.difference,
@@ -152,7 +160,9 @@ def summarize(gathered: Sequence[Sequence[dict[str, Any]]]) -> list[Row]:
     ours_cpu, ours_wall = (slowest([rank[0] for rank in gathered], key) for key in ("cpu", "wall"))
     rows = []
     for ranks in zip(*gathered):
-        cpu, wall = slowest(ranks, "cpu"), slowest(ranks, "wall")
+        busiest = max(ranks, key=lambda rank: statistics.median(rank["cpu"]))
+        cpu, inside, stepping = (1e3 * statistics.median(busiest[key]) for key in ("cpu", "newton_schulz", "stepping"))
+        wall = slowest(ranks, "wall")
         traffics = [rank["traffic"] for rank in ranks]
         rows.append(
             Row(
@@ -164,15 +174,11 @@ def summarize(gathered: Sequence[Sequence[dict[str, Any]]]) -> list[Row]:
                 None if None in traffics else max(traffics, key=lambda traffic: traffic.nbytes),
                 max(rank["state"] for rank in ranks),
                 max(rank["difference"] for rank in ranks),
-                not_newton_schulz(max(ranks, key=lambda rank: statistics.median(rank["cpu"]))),
+                inside or None,
+                1 - stepping / cpu,
             )
         )
     return rows
-
-
-def not_newton_schulz(rank: dict[str, Any]) -> float | None:
-    inside = statistics.median(rank["newton_schulz"])
-    return 1 - inside / statistics.median(rank["cpu"]) if inside else None
 
 
 def run_cell(
@@ -205,7 +211,9 @@ def table(name: str, world_size: int, device: str, rows: Sequence[Row]) -> Table
     for heading in (
         "CPU, ms",
         "to ours",
+        "NS, ms",
         "not NS",
+        "transport",
         "wall, ms",
         "to ours",
         "collectives",
@@ -224,7 +232,9 @@ def table(name: str, world_size: int, device: str, rows: Sequence[Row]) -> Table
             row.system,
             f"{row.cpu_ms:.0f}",
             f"{row.cpu_ratio:.2f}",
+            "" if row.newton_schulz_ms is None else f"{row.newton_schulz_ms:.0f}",
             "" if row.not_newton_schulz is None else f"{row.not_newton_schulz:.1%}",
+            f"{row.transport:.1%}",
             f"{row.wall_ms:.0f}",
             f"{row.wall_ratio:.2f}",
             *traffic,
@@ -260,7 +270,7 @@ def main() -> None:
                 console.print(table(name, world_size, device, rows))
                 systems = [asdict(row) for row in rows]
                 cells.append({"stack": name, "ranks": world_size, "device": device, "systems": systems})
-    console.print("CPU: process time of the busiest rank; not NS: the share of it outside Newton-Schulz.")
+    console.print("CPU: process time of the busiest rank; NS: in Newton-Schulz; transport: in threads of the backend.")
     console.print("Collectives and what is sent: a step, by the rank with most.")
     console.print(f"Difference: largest, after {COMPARED_AFTER} steps, to single-process torch.optim.Muon.")
     if isinstance(missing := import_dion(), str):

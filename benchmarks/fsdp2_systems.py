@@ -48,6 +48,7 @@ class System:
     cpu: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
     newton_schulz: list[float] = field(default_factory=list)  # seconds of CPU time
+    stepping: list[float] = field(default_factory=list)  # the same, of the thread that steps
     difference: float = float("nan")
 
 

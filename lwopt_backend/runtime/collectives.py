@@ -18,6 +18,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import record_function
 
 # Labels of a step's parts in profiles (``torch.profiler.record_function``), the same on every engine.
@@ -113,7 +115,10 @@ RECORDERS: WeakSet[Recorder] = WeakSet()  # of optimizers that are recorded
 
 def phase(label: str) -> AbstractContextManager[Any]:
     """A part of a step under its ``label``, in profiles and in recorders."""
-    return _recorded(label) if RECORDERS else record_function(label)
+    if RECORDERS:
+        return _recorded(label)
+    # Without a profiler, ``record_function`` costs 9 microseconds, and 150 on a CPU whose caches a product has filled.
+    return record_function(label) if _profiler_enabled() else _RecordFunctionFast(label)
 
 
 @contextmanager

@@ -56,15 +56,12 @@ def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) 
     """
     parts = [part for member in members for part in member.parts]
     cost_before = [*accumulate((cost for _, cost in parts), initial=0)]
-    low, high = max(before), max(before) + cost_before[-1]
-    while low < high:  # bisection for the least largest sum
-        middle = (low + high) // 2
-        if _filled(cost_before, before, middle) is None:
-            low = middle + 1
-        else:
-            high = middle
-    counts = _filled(cost_before, before, low)
-    assert counts is not None
+    low = max(*before, -(-(sum(before) + cost_before[-1]) // len(before)))
+    high = low + max(cost for _, cost in parts)  # if a matrix were left, every rank would have more than ``low``
+    while low < high:  # bisection for the least largest sum, among the sums that ranks can have
+        counts, fullest, fuller = _filled(cost_before, before, (low + high) // 2)
+        low, high = (low, fullest) if sum(counts) == len(parts) else (fuller, high)
+    counts, _, _ = _filled(cost_before, before, low)
     slots, end = [], 0
     for member in members:
         slots.append(Slot(member.param, end, member.numel))
@@ -81,15 +78,19 @@ def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) 
     return Bucket("matrix", layout, dtype, tuple(slots), tuple(bounds), end), added
 
 
-def _filled(cost_before: Sequence[int], before: Sequence[int], limit: int) -> list[int] | None:
+def _filled(cost_before: Sequence[int], before: Sequence[int], limit: int) -> tuple[list[int], int, int]:
     """How many matrices each rank takes if it takes all that fit under the limit, which no load ``before`` is above;
-    None if some are left."""
-    counts, place = [], 0
+    the largest load then, and the least limit under which a rank would take more, if matrices are left."""
+    counts, place, fullest, fuller = [], 0, 0, cost_before[-1] + limit
     for load in before:
-        stop = bisect_right(cost_before, cost_before[place] + limit - load) - 1
-        counts.append(stop - place)
-        place = stop
-    return counts if place == len(cost_before) - 1 else None
+        start = load - cost_before[place]
+        stop = bisect_right(cost_before, limit - start)
+        counts.append(stop - 1 - place)
+        place = stop - 1
+        fullest = max(fullest, start + cost_before[place])
+        if stop < len(cost_before):
+            fuller = min(fuller, start + cost_before[stop])
+    return counts, fullest, fuller
 
 
 def cut_buckets(

@@ -35,7 +35,7 @@ def relieve(placement: Placement, caps: list[int]) -> None:
     bins = _Bins(placement, caps)
     work = WORK
     while work > 0:
-        costliest = max(range(len(bins.loads)), key=lambda r: (bins.loads[r], -r))
+        costliest = bins.loads.index(max(bins.loads))
         work -= len(bins.loads)
         trade, looked = bins.best_bin_trade(costliest)
         work -= looked
@@ -95,7 +95,7 @@ class _Bins:
         numels, weights, kinds = placement.stream.numels, placement.weights, placement.stream.kind_of
         top = self.loads[costliest]
         best, found, looked = top, None, 1
-        partners = sorted(range(len(self.loads)), key=lambda r: (self.loads[r], r))[:PARTNERS]
+        partners = sorted(range(len(self.loads)), key=self.loads.__getitem__)[:PARTNERS]
         for bucket, content in enumerate(self.content):
             mine = {kinds[p]: p for p in content[costliest]}.values()
             room = self.caps[bucket] - self.filled[bucket][costliest]
@@ -174,23 +174,24 @@ def _fill_bucket(stream: Stream, bucket: range, owners: list[int], loads: list[i
     smallest = min(numels[i] for i in bucket)
     lightest = [(load, shard) for shard, load in enumerate(loads)]
     heapq.heapify(lightest)
+    passed: list[tuple[int, int]] = []  # shards without room for a matrix of this size
+    numel = 0
     for position in sorted(bucket, key=lambda i: -costs[i]):
-        passed: list[tuple[int, int]] = []
+        if numels[position] != numel:
+            numel, lightest, passed = numels[position], [*lightest, *passed], []
+            heapq.heapify(lightest)
         owner: int | None = None  # the least loaded shard with room; those with room for nothing are dropped
         while lightest and owner is None:
             load, shard = heapq.heappop(lightest)
-            if filled[shard] + numels[position] <= cap:
+            if filled[shard] + numel <= cap:
                 owner = shard
             elif filled[shard] + smallest <= cap:
                 passed.append((load, shard))
-        for entry in passed:
-            heapq.heappush(lightest, entry)
         if owner is None:
             owner = min(range(len(filled)), key=filled.__getitem__)
-            lightest = [entry for entry in lightest if entry[1] != owner]
-            heapq.heapify(lightest)
+            passed = [entry for entry in passed if entry[1] != owner]
         owners[position] = owner
-        filled[owner] += numels[position]
+        filled[owner] += numel
         loads[owner] += costs[position]
         if filled[owner] + smallest <= cap:
             heapq.heappush(lightest, (loads[owner], owner))
