@@ -237,6 +237,7 @@ def test_the_report_is_the_picture_above_what_was_printed_and_needs_nothing_else
     table.add_row("layers.*.up", "2-D weight & more")
     html = html_report(planned("few"), printed("Model: test", table))
     page = Page(html)
+    assert "width=device-width" in html and "overflow-x: auto" in html  # on a phone its parts scroll, not the page
     assert not re.findall(r"https?:", html) and {"script", "link", "iframe"}.isdisjoint(tag for tag, _ in page.tags)
     (source,) = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
     kind, _, content = (source or "").partition(",")
