@@ -21,11 +21,17 @@ hidden. On FSDP2, the same is taken off for the host alone (FSDP2 with SGD), who
 
 Both values of ``policy`` are measured, and modelled with the rate and the speed of Newton-Schulz that all ranks reach
 at once, so that one sees whether ``lwopt plan`` would choose the faster one.
+
+Where ranks have few cores, the model, Newton-Schulz and gloo compete for them, and little can be hidden. With
+``--device-time`` hosts are idle while an accelerator works, as they are beside a real one: every layer sleeps so long in
+forward and twice in backward, and our Newton-Schulz of its matrices sleeps as long as both, instead of computing. What
+is hidden then is what the engine hides.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -146,10 +152,13 @@ def sent_bytes() -> int:
 # The systems
 
 
-def build(name: str, layers: int, width: int) -> System:
-    """The system of that name, ready to train. Called on all ranks."""
+def build(name: str, layers: int, width: int, seconds: float) -> System:
+    """The system of that name, ready to train; a layer's forward sleeps ``seconds``. Called on all ranks."""
     torch.manual_seed(0)
     model = Model(layers, width)
+    for block in model.blocks if seconds else ():
+        block.register_forward_pre_hook(lambda *args: time.sleep(seconds))
+        block.register_full_backward_pre_hook(lambda *args: time.sleep(2 * seconds))
     if name in MUON_ENTRIES:
         return zero(model, optimizer_entries()[MUON_ENTRIES[name]], ours=name.startswith("ours"))
     if name in POLICIES:
@@ -273,7 +282,9 @@ def run_rank(options: argparse.Namespace) -> None:
     meeting = f"tcp://{SUBNET}.1:{PORT}"
     deepspeed.init_distributed("gloo", False, verbose=False, init_method=meeting, rank=rank, world_size=ranks)
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    systems = {name: build(name, options.layers, options.width) for name in options.systems}
+    if options.device_time:
+        Muon.transform = functools.partialmethod(sleeping, 3 * options.device_time / (12 * options.width**2))
+    systems = {n: build(n, options.layers, options.width, options.device_time) for n in options.systems}
     found = {rate: {name: Figures() for name in systems} for rate in options.rates}
     step = 0
     for system in systems.values():
@@ -302,6 +313,12 @@ def run_rank(options: argparse.Namespace) -> None:
         show(options, systems, gathered, speed)
     dist.barrier()
     os._exit(0)  # taking down gloo's groups now and then waits for ranks that went
+
+
+def sleeping(rule: Muon, seconds: float, matrices: Tensor) -> Tensor:
+    """In place of Newton-Schulz: ``seconds`` an element, and the norm is one."""
+    time.sleep(seconds * matrices.numel())
+    return (matrices / matrices.norm().clamp(min=rule.eps)).to(rule.iterates_in)
 
 
 def flops_per_second(width: int) -> float:
@@ -408,6 +425,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384, help="of the model")
     parser.add_argument("--tokens", type=int, default=256, help="of a rank's batch")
     parser.add_argument("--rounds", type=int, default=4, help="measured steps")
+    parser.add_argument("--device-time", type=float, default=0.0, help="seconds of a layer's forward; 0: it computes")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--namespaces", nargs="+", help=argparse.SUPPRESS)
