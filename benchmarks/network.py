@@ -10,9 +10,9 @@ in a network namespace of its own, whose link to the others carries at most the 
 
 All systems train the same small GPT in fp32 from the same weights on the same batches, several steps at a time, of
 which the first is not measured: what a step leaves on the wire is part of the next. A step is forward, backward and
-update, between two barriers; ``update`` is ``optimizer.step()`` and what waits in it. Figures are
-medians of the slowest rank; a system whose steps take longer than 20 seconds is measured once. ``sent`` is what left
-the interface of the busiest rank, headers included.
+update; ``update`` is ``optimizer.step()`` and what waits in it. Figures are medians of the slowest rank; a system whose
+steps take longer than 20 seconds is measured once. ``sent`` is what left the interface of the busiest rank, headers
+included.
 
 ``hidden`` is the share of the time on the wire that no step waits for. With a limit, a step takes longer by what is not
 hidden. On FSDP2, the same is taken off for the host alone (FSDP2 with SGD), whose gathers and reductions are not ours:
@@ -23,9 +23,9 @@ Both values of ``policy`` are measured, and modelled with the rate and the speed
 at once, so that one sees whether ``lwopt plan`` would choose the faster one.
 
 Where ranks have few cores, the model, Newton-Schulz and gloo compete for them, and little can be hidden. With
-``--device-time`` hosts are idle while an accelerator works, as they are beside a real one: every layer sleeps so long in
-forward and twice in backward, and our Newton-Schulz of its matrices sleeps as long as both, instead of computing. What
-is hidden then is what the engine hides.
+``--device-time`` hosts are idle while an accelerator would work: every layer sleeps so long in forward and twice in
+backward, and our Newton-Schulz of its matrices sleeps as long as both, instead of computing. What is hidden then is
+what the engine hides.
 """
 
 from __future__ import annotations
@@ -286,9 +286,8 @@ def run_rank(options: argparse.Namespace) -> None:
         Muon.transform = functools.partialmethod(sleeping, 3 * options.device_time / (12 * options.width**2))
     systems = {n: build(n, options.layers, options.width, options.device_time) for n in options.systems}
     found = {rate: {name: Figures() for name in systems} for rate in options.rates}
-    step = 0
     for system in systems.values():
-        take(system, options, step, None)  # warms up
+        take(system, options, 0)  # warms up
         system.finish()
     for rate in options.rates:
         dist.barrier()
@@ -296,15 +295,9 @@ def run_rank(options: argparse.Namespace) -> None:
             limit(options.namespaces, rate)
         dist.barrier()
         for name, system in systems.items():
-            for turn in range(1 + options.rounds):
-                step += 1
-                slow = torch.tensor(max(found[rate][name].step, default=0.0))
-                dist.all_reduce(slow, dist.ReduceOp.MAX)
-                if slow < SLOW:
-                    take(system, options, step, found[rate][name] if turn else None)
-                    if rank == 0:
-                        print(f"{rate}: {name}, step {turn}", file=sys.stderr, flush=True)
-            system.finish()
+            measure(system, options, found[rate][name])
+            if rank == 0:
+                print(f"{rate}: {name}", file=sys.stderr, flush=True)
     gathered: list[Any] = [None] * ranks
     dist.all_gather_object(gathered, found)
     speed = flops_per_second(options.width)
@@ -334,18 +327,28 @@ def flops_per_second(width: int) -> float:
     return newton_schulz_flops((width, 4 * width)) / slowest.item()
 
 
-def take(system: System, options: argparse.Namespace, step: int, into: Figures | None) -> None:
+def measure(system: System, options: argparse.Namespace, into: Figures) -> None:
+    """A step that is not measured, then others. No barrier is between them: it would wait for what is on the wire."""
+    slowest = torch.tensor(take(system, options, 0)[0])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    rounds = 1 if slowest > SLOW else options.rounds
+    before = sent_bytes()
+    for turn in range(rounds):
+        step, update = take(system, options, turn)
+        into.step.append(step)
+        into.update.append(update)
+    system.finish()
+    dist.barrier()
+    into.sent = (sent_bytes() - before) // rounds
+
+
+def take(system: System, options: argparse.Namespace, step: int) -> tuple[float, float]:
+    """The seconds of a step and of its update."""
     generator = torch.Generator().manual_seed(options.ranks * step + options.rank)
     tokens = torch.randint(VOCABULARY, (1, options.tokens + 1), generator=generator)
-    before = sent_bytes()
-    dist.barrier()
     begun = time.perf_counter()
     update = system.step(tokens[:, :-1], tokens[:, 1:])
-    dist.barrier()
-    if into is not None:
-        into.step.append(time.perf_counter() - begun)
-        into.update.append(update)
-        into.sent = sent_bytes() - before
+    return time.perf_counter() - begun, update
 
 
 def show(options: argparse.Namespace, systems: dict[str, System], gathered: Sequence[Any], speed: float) -> None:
