@@ -392,6 +392,9 @@ def plan_compact(atoms: Sequence[Atom], shards: int, *, bucket_numel: int | None
     return min(plans, key=lambda plan: sum(plan.shard_numels))
 
 
+MUCH = 2**40  # integers in place of fractions: all machines find the same plan
+
+
 def _spread(stream: Stream, owners: Sequence[int]) -> list[int]:
     """The owners of equal matrices dealt again, so that each one's are far apart: neighbours travel in one bucket, and
     an owner of most of it has all of that on its link."""
@@ -401,7 +404,7 @@ def _spread(stream: Stream, owners: Sequence[int]) -> list[int]:
     spread = list(owners)
     for positions in alike.values():
         counts = Counter(owners[position] for position in positions)
-        turns = sorted(((2 * turn + 1) / count, owner) for owner, count in counts.items() for turn in range(count))
+        turns = sorted(((2 * turn + 1) * MUCH // n, owner) for owner, n in counts.items() for turn in range(n))
         for position, (_, owner) in zip(positions, turns):
             spread[position] = owner
     return spread
