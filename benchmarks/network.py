@@ -10,9 +10,9 @@ in a network namespace of its own, whose link to the others carries at most the 
 
 All systems train the same small GPT in fp32 from the same weights on the same batches, several steps at a time, of
 which the first is not measured: what a step leaves on the wire is part of the next. A step is forward, backward and
-update, between two barriers; ``update`` is ``optimizer.step()`` and what waits in it. Figures are
-medians of the slowest rank; a system whose steps take longer than 20 seconds is measured once. ``sent`` is what left
-the interface of the busiest rank, headers included.
+update; ``update`` is ``optimizer.step()`` and what waits in it. Figures are medians of the slowest rank; a system whose
+steps take longer than 20 seconds is measured once. ``sent`` is what left the interface of the busiest rank, headers
+included.
 
 ``hidden`` is the share of the time on the wire that no step waits for. With a limit, a step takes longer by what is not
 hidden. On FSDP2, the same is taken off for the host alone (FSDP2 with SGD), whose gathers and reductions are not ours:
@@ -21,11 +21,17 @@ hidden. On FSDP2, the same is taken off for the host alone (FSDP2 with SGD), who
 
 Both values of ``policy`` are measured, and modelled with the rate and the speed of Newton-Schulz that all ranks reach
 at once, so that one sees whether ``lwopt plan`` would choose the faster one.
+
+Where ranks have few cores, the model, Newton-Schulz and gloo compete for them, and little can be hidden. With
+``--device-time`` hosts are idle while an accelerator would work: every layer sleeps so long in forward and twice in
+backward, and our Newton-Schulz of its matrices sleeps as long as both, instead of computing. What is hidden then is
+what the engine hides.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -146,10 +152,13 @@ def sent_bytes() -> int:
 # The systems
 
 
-def build(name: str, layers: int, width: int) -> System:
-    """The system of that name, ready to train. Called on all ranks."""
+def build(name: str, layers: int, width: int, seconds: float) -> System:
+    """The system of that name, ready to train; a layer's forward sleeps ``seconds``. Called on all ranks."""
     torch.manual_seed(0)
     model = Model(layers, width)
+    for block in model.blocks if seconds else ():
+        block.register_forward_pre_hook(lambda *args: time.sleep(seconds))
+        block.register_full_backward_pre_hook(lambda *args: time.sleep(2 * seconds))
     if name in MUON_ENTRIES:
         return zero(model, optimizer_entries()[MUON_ENTRIES[name]], ours=name.startswith("ours"))
     if name in POLICIES:
@@ -273,11 +282,12 @@ def run_rank(options: argparse.Namespace) -> None:
     meeting = f"tcp://{SUBNET}.1:{PORT}"
     deepspeed.init_distributed("gloo", False, verbose=False, init_method=meeting, rank=rank, world_size=ranks)
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    systems = {name: build(name, options.layers, options.width) for name in options.systems}
+    if options.device_time:
+        Muon.transform = functools.partialmethod(sleeping, 3 * options.device_time / (12 * options.width**2))
+    systems = {n: build(n, options.layers, options.width, options.device_time) for n in options.systems}
     found = {rate: {name: Figures() for name in systems} for rate in options.rates}
-    step = 0
     for system in systems.values():
-        take(system, options, step, None)  # warms up
+        take(system, options, 0)  # warms up
         system.finish()
     for rate in options.rates:
         dist.barrier()
@@ -285,15 +295,9 @@ def run_rank(options: argparse.Namespace) -> None:
             limit(options.namespaces, rate)
         dist.barrier()
         for name, system in systems.items():
-            for turn in range(1 + options.rounds):
-                step += 1
-                slow = torch.tensor(max(found[rate][name].step, default=0.0))
-                dist.all_reduce(slow, dist.ReduceOp.MAX)
-                if slow < SLOW:
-                    take(system, options, step, found[rate][name] if turn else None)
-                    if rank == 0:
-                        print(f"{rate}: {name}, step {turn}", file=sys.stderr, flush=True)
-            system.finish()
+            measure(system, options, found[rate][name])
+            if rank == 0:
+                print(f"{rate}: {name}", file=sys.stderr, flush=True)
     gathered: list[Any] = [None] * ranks
     dist.all_gather_object(gathered, found)
     speed = flops_per_second(options.width)
@@ -302,6 +306,12 @@ def run_rank(options: argparse.Namespace) -> None:
         show(options, systems, gathered, speed)
     dist.barrier()
     os._exit(0)  # taking down gloo's groups now and then waits for ranks that went
+
+
+def sleeping(rule: Muon, seconds: float, matrices: Tensor) -> Tensor:
+    """In place of Newton-Schulz: ``seconds`` an element, and the norm is one."""
+    time.sleep(seconds * matrices.numel())
+    return (matrices / matrices.norm().clamp(min=rule.eps)).to(rule.iterates_in)
 
 
 def flops_per_second(width: int) -> float:
@@ -317,18 +327,28 @@ def flops_per_second(width: int) -> float:
     return newton_schulz_flops((width, 4 * width)) / slowest.item()
 
 
-def take(system: System, options: argparse.Namespace, step: int, into: Figures | None) -> None:
+def measure(system: System, options: argparse.Namespace, into: Figures) -> None:
+    """A step that is not measured, then others. No barrier is between them: it would wait for what is on the wire."""
+    slowest = torch.tensor(take(system, options, 0)[0])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    rounds = 1 if slowest > SLOW else options.rounds
+    before = sent_bytes()
+    for turn in range(rounds):
+        step, update = take(system, options, turn)
+        into.step.append(step)
+        into.update.append(update)
+    system.finish()
+    dist.barrier()
+    into.sent = (sent_bytes() - before) // rounds
+
+
+def take(system: System, options: argparse.Namespace, step: int) -> tuple[float, float]:
+    """The seconds of a step and of its update."""
     generator = torch.Generator().manual_seed(options.ranks * step + options.rank)
     tokens = torch.randint(VOCABULARY, (1, options.tokens + 1), generator=generator)
-    before = sent_bytes()
-    dist.barrier()
     begun = time.perf_counter()
     update = system.step(tokens[:, :-1], tokens[:, 1:])
-    dist.barrier()
-    if into is not None:
-        into.step.append(time.perf_counter() - begun)
-        into.update.append(update)
-        into.sent = sent_bytes() - before
+    return time.perf_counter() - begun, update
 
 
 def show(options: argparse.Namespace, systems: dict[str, System], gathered: Sequence[Any], speed: float) -> None:
@@ -408,6 +428,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384, help="of the model")
     parser.add_argument("--tokens", type=int, default=256, help="of a rank's batch")
     parser.add_argument("--rounds", type=int, default=4, help="measured steps")
+    parser.add_argument("--device-time", type=float, default=0.0, help="seconds of a layer's forward; 0: it computes")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--namespaces", nargs="+", help=argparse.SUPPRESS)

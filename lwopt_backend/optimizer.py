@@ -308,6 +308,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         tell_when_loaded(model, self._take_loaded)
         if self.config.overlap_param_gather:
             wait_in_forward(model, self._manager)
+            self.core.stepper.last_first = True
         if self.config.step_in_backward:
             self._manager.on_launch = self._step_arrived
         if self.config.report and everyone.rank == 0:

@@ -459,6 +459,14 @@ def test_small_buffers_are_owned_as_evenly_as_possible(shapes: str, factor: floa
     assert exact >= exactly
 
 
+def test_no_rank_owns_most_of_a_compact_bucket_while_others_own_none() -> None:
+    """An owner sends what it has of a bucket to all others, over its own link."""
+    atoms = atoms_of([(64, 192), (64, 64), (64, 256), (256, 64)] * 6)
+    plan = packing.plan_compact(atoms, 4, bucket_numel=12 * 64 * 64)
+    assert_lawful(plan)
+    assert len(plan.shard_numels) == 6 and max(plan.shard_numels) <= 5 * 64 * 64
+
+
 def test_buckets_hold_at_least_their_size_and_close_as_soon_as_they_do() -> None:
     atoms = atoms_of([(64, 64)] * 10 + [(64, 640)] + [(64, 64)] * 3)
     plan = packing.plan_compact(atoms, 4, bucket_numel=3 * 64 * 64)

@@ -339,6 +339,19 @@ def test_evaluation_right_after_a_step_uses_the_new_parameters() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("mode", ["plain", "lazy return"])
+def test_what_the_next_forward_pass_needs_first_returns_first_if_it_is_waited_for_there(mode: str) -> None:
+    model, optimizer = scenarios.made(Branches, mode, bucket_mb=1e-6)
+    manager, sent = optimizer.core.manager, []
+    send, manager.send_values = manager.send_values, lambda number: sent.append(number) or send(number)
+    back(model, 0)
+    optimizer.step()
+    assert len(sent) > 2 and sent == sorted(sent, reverse=mode == "lazy return")
+    optimizer.synchronize()
+    assert_same(model, truth(1))
+
+
+@on_ranks(2)
 def test_a_copy_of_the_model_is_trained_by_itself() -> None:
     model, optimizer, _ = lazily()
     other = copy.deepcopy(model)

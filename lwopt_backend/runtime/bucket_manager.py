@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -313,11 +313,12 @@ class BucketManager:
             for bucket in self.buckets:
                 bucket.take_changed()
 
-    def settled(self) -> Iterator[BucketBuffers]:
-        """Yield the buckets in order, each once its owners have the mean gradients. On all ranks, after ``finish``."""
-        for number, bucket in enumerate(self.buckets):
+    def settled(self, numbers: Iterable[int] | None = None) -> Iterator[BucketBuffers]:
+        """Yield the buckets, by default all in order, each once its owners have the mean gradients. On all ranks, after
+        ``finish``."""
+        for number in range(len(self.buckets)) if numbers is None else numbers:
             self._settle(number)
-            yield bucket
+            yield self.buckets[number]
 
     def here(self) -> Iterator[tuple[int, BucketBuffers]]:
         """Yield the buckets whose gradients have arrived on this rank, with their numbers, once they are means."""

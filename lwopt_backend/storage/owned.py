@@ -156,6 +156,7 @@ class OwnedStepper:
         self._whole = WholeMatrices(self._atoms, device, batch_numel=0 if device.type in IMMEDIATE else BATCH_NUMEL)
         self._elementwise = ElementwiseGroups()
         self.updated: set[int] = set()  # buckets that were stepped in backward
+        self.last_first = False  # parameters return in the order of the next forward pass, which waits for them
         self.state: dict[int, dict[str, Tensor]] = {}
         for bucket in manager.buckets:
             for piece, value in zip(bucket.pieces, bucket.owned_values()):
@@ -177,7 +178,8 @@ class OwnedStepper:
 
         scaling = self._row_scaling
         rules = report.attempt(self._rules, groups) or []
-        for number, bucket in enumerate(self._manager.settled()):
+        numbers = range(len(self._manager.buckets))[:: -1 if self.last_first else 1]
+        for number, bucket in zip(numbers, self._manager.settled(numbers)):
             if number not in self.updated:
                 report.attempt(self._update, bucket, groups, rules, active)
             report.attempt(scale_rows, bucket)

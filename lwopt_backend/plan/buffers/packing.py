@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -387,7 +388,27 @@ def plan_compact(atoms: Sequence[Atom], shards: int, *, bucket_numel: int | None
         return (max(excess, NEAR), numel, cost, estimate)
 
     strategy, owners, *_ = min(found, key=rank)
-    return _plan(atoms, stream, owners, shards, bucket_numel, strategy)
+    dealt = (owners, _spread(stream, owners))
+    plans = [_plan(atoms, stream, each, shards, bucket_numel, strategy) for each in dealt]
+    return min(plans, key=lambda plan: sum(plan.shard_numels))
+
+
+MUCH = 2**40  # integers in place of fractions: all machines find the same plan
+
+
+def _spread(stream: Stream, owners: Sequence[int]) -> list[int]:
+    """The owners of equal matrices dealt again, so that each one's are far apart: neighbours travel in one bucket, and
+    an owner of most of it has all of that on its link."""
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    for position, measures in enumerate(zip(stream.numels, stream.costs, stream.estimates)):
+        alike.setdefault(measures, []).append(position)
+    spread = list(owners)
+    for positions in alike.values():
+        counts = Counter(owners[position] for position in positions)
+        turns = sorted(((2 * turn + 1) * MUCH // n, owner) for owner, n in counts.items() for turn in range(n))
+        for position, (_, owner) in zip(positions, turns):
+            spread[position] = owner
+    return spread
 
 
 def _strategies(stream: Stream, shards: int) -> Iterator[tuple[str, list[int]]]:
