@@ -36,6 +36,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -445,6 +446,7 @@ def main() -> None:
     if os.geteuid() or missing:
         why = f"the programs {' and '.join(missing)} are missing" if missing else "it needs root"
         raise SystemExit(f"Nothing was measured: {why} (network namespaces with shaped links)")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # namespaces go, as with Ctrl-C
     with network(options.ranks) as names:
         command = [sys.executable, __file__, *sys.argv[1:], "--namespaces", *names, "--rank"]
         ranks = [
