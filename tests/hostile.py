@@ -170,6 +170,10 @@ class Payload:
         return self.reduced
 
 
+def pickled(path: Path) -> bool:
+    return path.suffix == ".pt" or path.name == ".metadata"
+
+
 @contextlib.contextmanager
 def replaced(path: Path, data: bytes | None) -> Iterator[None]:
     """With other bytes in a file, or without it."""
@@ -256,9 +260,7 @@ def bombs(found: dict[str, Path], apart: int) -> Iterator[Harm]:
     every = [
         (folder, path, place, put)
         for folder in found.values()
-        for path in {
-            path.name: path for path in sorted(folder.rglob("*")) if path.suffix == ".pt" or path.name == ".metadata"
-        }.values()
+        for path in {path.name: path for path in sorted(folder.rglob("*")) if pickled(path)}.values()
         for place, put in places(path)
     ]
     for at, (name, payload) in enumerate(PAYLOADS.items()):
