@@ -265,5 +265,6 @@ def _plan_stage(index: int, dense: Share, spread: Share | None, deployment: Depl
     if dense.grouping.groups:
         planned.insert(0, plan_share("dense", dense, deployment.dp, setting, base))
     if not any(each.part for each in planned):
-        raise ValueError(f"stage {index} has no matrix to plan; name some with --include, or train it with AdamW")
+        why = "name some with --include (of a list of shapes, add some to it), or train it with AdamW"
+        raise ValueError(f"stage {index} has no matrix to plan; {why}")
     return replace(stage, planned=tuple(planned))
