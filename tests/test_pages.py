@@ -150,6 +150,7 @@ def anchors(page: Path) -> set[str]:
 def test_links_and_pictures_lead_somewhere_and_python_is_python() -> None:
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
         text = path.read_text()
+        assert not re.search("^(<{7}|>{7}) ", text, re.MULTILINE), f"{path}: a conflict of a merge"
         for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
             page, _, anchor = target.partition("#")
             if "://" not in target:

@@ -34,7 +34,7 @@ TITLES = {  # of panels, in their order: a key of a row, and what it is
     "exchange_bytes": ("Bytes sent", "in a step by the busiest rank"),
     "tokens_per_s": ("Tokens a second", "over all ranks"),
 }
-BARS, NOT = "▁▂▃▄▅▆▇█", "×"
+BARS, NOT_FINITE = "▁▂▃▄▅▆▇█", "×"
 TREND = 32  # the last values that the terminal shows
 
 
@@ -128,7 +128,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 class Trend(list[float]):
-    """A bar for each of the last values for which there is room, from the least to the most; NOT for one not finite."""
+    """A bar for each of the last values for which there is room, from the least to the most; NOT_FINITE for others."""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(1, len(self))
@@ -137,7 +137,7 @@ class Trend(list[float]):
         values = self[-options.max_width :]
         finite = list(filter(math.isfinite, values)) or [0.0]
         low, span = min(finite), max(finite) - min(finite) or 1.0
-        bars = (BARS[round((v - low) / span * (len(BARS) - 1))] if math.isfinite(v) else NOT for v in values)
+        bars = (BARS[round((v - low) / span * (len(BARS) - 1))] if math.isfinite(v) else NOT_FINITE for v in values)
         yield Text("".join(bars))
 
 
