@@ -151,11 +151,12 @@ class Setting:
         """The seconds that a rank takes for work of this cost."""
         return self.work.seconds(cost, self.machine.flops_per_second)
 
-    def costs(self, planned: int, whole: Shape, ranks: int) -> int:
-        """The cost of a matrix whose cost was ``planned``; if ``ranks`` take turns in it, each rank's share."""
+    def costs(self, planned: int, whole: Shape, ranks: int, members: int = 1) -> int:
+        """The cost of a matrix whose cost was ``planned``; if ``ranks`` take turns in it, or the ``members`` of a team
+        share it, each rank's share."""
         if self.cost is None and ranks == 1:
             return planned
-        return -(-self.work.of(whole) // ranks)
+        return -(-self.work.of(whole) // (ranks * members))
 
     @property
     def elements(self) -> Elements:
@@ -186,7 +187,8 @@ class Share:
 
     def shown(self, atom: Atom, setting: Setting) -> Atom:
         """The matrix, with the cost of its work for one rank."""
-        return replace(atom, cost=setting.costs(atom.cost, self.wholes.get(atom.name, atom.shape), self.tp))
+        whole, members = self.wholes.get(atom.matrix, atom.whole_shape), 1 if atom.team is None else atom.team.size
+        return replace(atom, cost=setting.costs(atom.cost, whole, self.tp, members))
 
 
 def share_of(routes: Sequence[Route], divided: Mapping[str, Divided], setting: Setting, *, tp: int = 1) -> Share:

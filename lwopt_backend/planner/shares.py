@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from operator import sub
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Shar
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.buffers.step import BucketTime, bucket_work, buffer_step, schedule, timeline
-from lwopt_backend.plan.cost import RankMemory, StepTime, gather_seconds
+from lwopt_backend.plan.cost import NEIGHBOURS, RankMemory, StepTime, gather_seconds
 from lwopt_backend.plan.owners import MatrixPlan
 from lwopt_backend.planner.part import Collective, Elementwise, Part, Placed, Planned, workspace
 from lwopt_backend.planner.setting import Setting, Share
@@ -51,7 +52,8 @@ def host_part(
     placed = _placed(plans, shared, setting, spread)
     trips = sum(plan.trips(bucket) for plan in plans for bucket in range(len(plan.buckets)))
     sent = [*map(sum, zip(*(plan.wire_bytes() for plan in plans)))]
-    moved = (Collective("all-to-all to the owners, and back", trips, max(sent)), *host)
+    in_teams = [sum(a.team.work.nbytes for a in mine if a.team is not None) for mine in placed.owned()]
+    moved = (Collective("all-to-all to the owners, and back", trips, max(map(sub, sent, in_teams))), *host)
     sizes = [plan.element_bytes * sum(plan.atoms[i].numel for i in bucket) for plan in plans for bucket in plan.buckets]
     in_flight = IN_FLIGHT * 2 * max(sizes, default=0) // (ranks if spread else 1)
     works = [workspace(mine) + in_flight for mine in placed.owned()]
@@ -69,10 +71,17 @@ def host_part(
         placed,
         buffer_numel,
         tuple(held),
-        moved,
+        (*moved, *_of_teams(placed, in_teams)),
         time,
         tuple(_timeline(placed, plans[0].element_bytes, setting)) if spread else (),
     )
+
+
+def _of_teams(placed: Placed, nbytes: Sequence[int]) -> list[Collective]:
+    """The collectives of a rank in the busiest team; their time is in its work."""
+    busiest = placed.owned()[max(range(len(nbytes)), key=nbytes.__getitem__)]
+    calls = sum(atom.team.work.sums + atom.team.work.gathers for atom in busiest if atom.team is not None)
+    return [Collective("all-reduces and all-gathers within a team", calls, max(nbytes))] if calls else []
 
 
 def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread: bool) -> Placed:
@@ -89,7 +98,7 @@ def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread
     grouping = shared.grouping
     names = [block.of(route.name) for route in grouping.routes for block in grouping.matrices_in(route.name)]
     order = {name: place for place, name in enumerate(names)}
-    rows.sort(key=lambda row: order[row[0].name])
+    rows.sort(key=lambda row: order[row[0].matrix])
     return Placed(
         tuple(shared.shown(atom, setting) for atom, _, _ in rows),
         plans[0].layout.world_size,
@@ -346,7 +355,8 @@ def plan_fsdp2_share(
     before = []
     for own in by_wire(members, rules):
         before.append(loads)
-        plans.append(plan_mesh(own, groups, rules, config, coordinates, loads))
+        neighbours = NEIGHBOURS["cpu" if setting.plans_for == MACHINES["cpu"] else "cuda"]
+        plans.append(plan_mesh(own, groups, rules, config, coordinates, loads, neighbours=neighbours))
         loads = plans[-1].plan.ownership.loads
     matrices = [member for member in members if member.rule in MATRIX_RULES]
     rest = [member for member in members if member.rule not in MATRIX_RULES]

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
-from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, PartCollectives, Pending, phase, sending
+from lwopt_backend.runtime.collectives import (
+    EXCHANGE_BACK,
+    EXCHANGE_OUT,
+    PartCollectives,
+    Pending,
+    all_reduce_nbytes,
+    phase,
+    sending,
+)
 from lwopt_backend.runtime.whole import owned_dtype
 
 
@@ -52,11 +60,6 @@ class Ledger:
 
     def free(self, tensor: Tensor) -> None:
         self.held -= tensor.numel() * tensor.itemsize
-
-
-def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
-    """Bytes that a rank sends in a ring all-reduce of ``nbytes``: twice the shares of all ``ranks`` but its own."""
-    return 2 * nbytes * (ranks - 1) // ranks
 
 
 # The two collectives of a bucket: gradients are reduced to the parts' owners, and new parts are sent to all ranks.

@@ -164,6 +164,11 @@ def sending(nbytes: int) -> None:
         recorder.sent += nbytes
 
 
+def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
+    """Bytes that a rank sends in a ring all-reduce of ``nbytes``: twice the shares of all ``ranks`` but its own."""
+    return 2 * nbytes * (ranks - 1) // ranks
+
+
 class Pending(Protocol):
     """A collective in flight. After ``wait``, its result may be read on the current stream."""
 
@@ -273,6 +278,17 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _OWN_GROUPS: list[tuple[Any, list[int], list[list[int]], dist.ProcessGroup]] = []
 
 
+def _own_group(ranks: list[int], met: list[list[int]]) -> dist.ProcessGroup | None:
+    """The group of these ranks that was made before, if the ranks met along groups of the same ranks."""
+    found = (group for world, *key, group in _OWN_GROUPS if world is dist.group.WORLD and key == [ranks, met])
+    return next(found, None)
+
+
+def _splits() -> bool:
+    """Whether NCCL makes a group by splitting the default group's communicator, which takes all of its ranks."""
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+
 def _even_out(along: Sequence[dist.ProcessGroup]) -> None:
     """Give all ranks that ``along`` connects the same number of process groups.
 
@@ -339,18 +355,16 @@ class TorchCollectives(PartCollectives):
 
         ``along`` are existing groups that together connect the ranks, one per dimension of their mesh. The new group is
         cached, because it costs a communicator, threads and memory. Its ranks are in ascending order. If NCCL cannot
-        create it without the other ranks, the only group in ``along`` is used; several raise ValueError.
+        create it without the other ranks, the group in ``along`` that has these ranks is used; without one, ValueError.
         """
         ranks = sorted(ranks)
         met = [dist.get_process_group_ranks(group) for group in along]
-        for world, *key, group in _OWN_GROUPS:
-            if world is dist.group.WORLD and key == [ranks, met]:
-                return cls(group)
+        if (cached := _own_group(ranks, met)) is not None:
+            return cls(cached)
         if len(ranks) == dist.get_world_size():
             group = dist.new_group(ranks, timeout=_timeout(along[0]))
-        elif getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-            # NCCL then splits the default group's communicator, which takes all of its ranks.
-            if len(along) > 1:
+        elif _splits():
+            if met != [ranks]:
                 raise ValueError(
                     f"no communicator can be made for ranks {ranks}, some of {dist.get_world_size()}: "
                     "init_process_group was given a device_id; leave it out"
@@ -361,6 +375,17 @@ class TorchCollectives(PartCollectives):
             group = dist.new_group(ranks, timeout=_timeout(along[0]), use_local_synchronization=True)
         _OWN_GROUPS.append((dist.group.WORLD, ranks, met, group))
         return cls(group)
+
+    def part(self, parts: Sequence[Sequence[int]]) -> TorchCollectives:
+        """Collectives over this rank's part of the group. Every rank, by its number in the group, is in one of
+        ``parts``. Called on all ranks of the group; raises ValueError as ``over`` does."""
+        numbers, along = self.ranks(), [self.process_group]
+        of_parts = [sorted(numbers[rank] for rank in part) for part in parts]
+        mine = next(ranks for ranks in of_parts if numbers[self.rank] in ranks)
+        if _splits() and len(mine) < len(numbers) == dist.get_world_size() and _own_group(mine, [numbers]) is None:
+            made = {tuple(ranks): dist.new_group(ranks, timeout=_timeout(along[0])) for ranks in of_parts}
+            _OWN_GROUPS.append((dist.group.WORLD, mine, [numbers], made[tuple(mine)]))
+        return TorchCollectives.over(mine, along)
 
     def all_gather(self, received: Tensor, mine: Tensor) -> None:
         _all_gather(received, mine, group=self.group)

@@ -41,11 +41,9 @@ def share(everyone: PartCollectives, plan: OwnedPlan, divisor: float) -> Sharers
     if plan.group_size == 1:
         return Sharers(everyone, Alone(), everyone, divisor)
     assert isinstance(everyone, TorchCollectives)
-    size, mine = plan.group_size, everyone.ranks()
-    first = everyone.rank - everyone.rank % size
-    along = [everyone.process_group]
-    instance = TorchCollectives.over(mine[first : first + size], along)
-    replicas = TorchCollectives.over(mine[everyone.rank % size :: size], along)
+    size, ranks = plan.group_size, range(everyone.world_size)
+    instance = everyone.part([ranks[first : first + size] for first in ranks[::size]])
+    replicas = everyone.part([ranks[place::size] for place in ranks[:size]])
     return Sharers(everyone, instance, replicas, divisor)
 
 
