@@ -4,20 +4,32 @@
     torchrun -m lwopt_backend.run --optimizer='{"lr": "auto", "adamw": {"lr": 3e-4}}' run_clm.py --fsdp --output_dir ...
 
 They are registered with DeepSpeed. With ``--optimizer=``, Hugging Face's Trainer gets a ``LayerWiseOptimizer`` with
-these arguments instead. The launcher puts its own ``--local_rank=N`` before the script's name; it is handed on to the
-script.
+these arguments instead; transformers is imported by the script alone, after the environment variables that it sets. The
+launcher puts its own ``--local_rank=N`` before the script's name; it is handed on to the script.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import runpy
 import sys
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lwopt_backend.config.options import install_command
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 OPTIMIZER = "--optimizer="
+TRAINER = "transformers.trainer"  # where transformers defines it
 USAGE = f"usage: python -m lwopt_backend.run [{OPTIMIZER}JSON] SCRIPT.py [its arguments]"
 
 
@@ -42,19 +54,20 @@ def main(arguments: list[str]) -> None:
 def give_to_the_trainer(text: str) -> None:
     """Every Trainer that is given no optimizer makes a ``LayerWiseOptimizer`` with the arguments in this JSON.
 
-    "auto" as ``lr`` and ``weight_decay`` is the Trainer's ``learning_rate`` and ``weight_decay``. Raises SystemExit for
-    what is not an object.
+    "auto" as ``lr`` and ``weight_decay`` is the Trainer's ``learning_rate`` and ``weight_decay``. Imports neither
+    torch nor transformers: the Trainer is changed when the script imports it. Raises SystemExit for what is not an
+    object, and where transformers is not installed.
     """
-    from transformers import Trainer, TrainingArguments
-
-    from lwopt_backend.optimizer import LayerWiseOptimizer
-
     try:
         arguments = json.loads(text)
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         raise SystemExit(f"{USAGE}\n{OPTIMIZER} expected an object in JSON, found {text!r}")
+    if importlib.util.find_spec("transformers") is None:
+        raise SystemExit(
+            f"{OPTIMIZER} is for Hugging Face's Trainer, but transformers is missing: {install_command('transformers')}"
+        )
 
     def chosen(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
         if not args.fsdp:
@@ -62,11 +75,42 @@ def give_to_the_trainer(text: str) -> None:
                 f"{OPTIMIZER} needs --fsdp; under DeepSpeed, leave it out and write the "
                 "optimizer into its configuration"
             )
+        from lwopt_backend.optimizer import LayerWiseOptimizer
+
         theirs = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
         auto = {key: value for key, value in theirs.items() if arguments.get(key) == "auto"}
         return lambda: LayerWiseOptimizer, {**arguments, **auto, "sharded_later": True}
 
-    Trainer.get_optimizer_cls_and_kwargs = staticmethod(chosen)  # type: ignore[method-assign]
+    def change(trainer: ModuleType) -> None:
+        trainer.Trainer.get_optimizer_cls_and_kwargs = staticmethod(chosen)
+
+    if TRAINER in sys.modules:
+        change(sys.modules[TRAINER])
+    else:
+        sys.meta_path.insert(0, WhenImported(TRAINER, change))
+
+
+@dataclass(frozen=True)
+class WhenImported(MetaPathFinder):
+    """In ``sys.meta_path``, calls ``then`` with the module of this name as soon as it has been imported."""
+
+    name: str
+    then: Callable[[ModuleType], None]
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname == self.name else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_then(module: ModuleType) -> None:
+            execute(module)
+            self.then(module)
+
+        spec.loader.exec_module = execute_then  # type: ignore[method-assign]
+        return spec
 
 
 if __name__ == "__main__":

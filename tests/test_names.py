@@ -371,6 +371,21 @@ def test_weights_and_arguments_that_do_not_fit_are_refused(
         translate(checkpoint_of(weights, CORE, arguments | said), family, numbers)
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("hf-")])
+def test_qwen3_next_is_refused_as_one_of_its_norms_is_centered_at_one_and_the_others_at_zero(family: str) -> None:
+    """Megatron-core has one setting for all norms."""
+    sizes = {f"linear_{name}": 4 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
+    kinds = ["linear_attention", "full_attention"]
+    config = transformers.Qwen3NextConfig(**EXPERTS, **sizes, head_dim=4, num_experts=3, layer_types=kinds)
+    weights = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    norms = {name: weight for name, weight in weights.items() if "norm" in name}
+    for name, weight in norms.items():  # as they begin
+        assert torch.all(weight == float(name.endswith("linear_attn.norm.weight"))), name
+    said = "'model.layers.0.linear_attn.norm.weight' fits no rule"
+    with pytest.raises(CheckpointError, match=said):
+        translate(checkpoint_of(weights, "model"), CORE, Numbers(heads=6, query_groups=2), source=family)
+
+
 def test_names_that_fit_no_rule_and_parts_that_are_missing_are_listed_in_one_error() -> None:
     """At most twenty, and all are counted."""
     weights, arguments = core()

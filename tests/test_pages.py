@@ -112,7 +112,33 @@ def test_the_module_runner_gives_the_trainer_its_optimizer_on_fsdp2(tmp_path: Pa
             Trainer.get_optimizer_cls_and_kwargs(mock.Mock(fsdp=None))
         with pytest.raises(SystemExit, match="expected an object in JSON, found '..'"):
             run.main(["--optimizer=[]", str(tmp_path / "nothing.py")])
+        missing = "is for Hugging Face's Trainer, but transformers is missing: pip install 'transformers"
+        with mock.patch.dict(sys.modules, {"transformers": None}), pytest.raises(SystemExit, match=missing):
+            run.main(["--optimizer={}", str(tmp_path / "nothing.py")])
     assert factory() is LayerWiseOptimizer and arguments == {"lr": 0.03, "momentum": 0.9, "sharded_later": True}
+
+
+READS_ITS_OWN_VARIABLES = """
+import os, sys
+from types import SimpleNamespace
+print("imported before:", [name for name in ("huggingface_hub", "torch", "transformers") if name in sys.modules])
+for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):  # which would go before HF_HOME
+    os.environ.pop(name, None)
+os.environ["HF_HOME"] = "/the/scripts"
+import huggingface_hub.constants
+print("cache:", huggingface_hub.constants.HF_HUB_CACHE)
+from transformers import Trainer
+factory, arguments = Trainer.get_optimizer_cls_and_kwargs(SimpleNamespace(fsdp=True, learning_rate=0, weight_decay=0))
+print(factory().__name__, arguments)
+"""
+
+
+def test_the_module_runner_imports_transformers_only_when_the_script_does(tmp_path: Path) -> None:
+    """So that HF_HOME and others can be set by the script."""
+    (tmp_path / "script.py").write_text(READS_ITS_OWN_VARIABLES)
+    printed = succeeds([sys.executable, "-m", "lwopt_backend.run", '--optimizer={"lr": 0.5}', "script.py"], tmp_path)
+    assert "imported before: []\ncache: /the/scripts/hub\n" in printed
+    assert "LayerWiseOptimizer {'lr': 0.5, 'sharded_later': True}\n" in printed
 
 
 @pytest.mark.parametrize("page", SAYS)
