@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from lwopt_backend.config.hosts import FSDP2Config
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.planner.document import Alternative
 from lwopt_backend.planner.part import Part
@@ -75,9 +76,11 @@ def _uneven(part: Part, setting: Setting) -> str | None:
     if part.flops_imbalance < UNEVEN or 2 * largest.cost <= max(part.loads):
         return None
     alone = setting.seconds(largest.cost)
+    shared = isinstance(setting.config, FSDP2Config) and setting.config.teams is None
     return (
         f"The {part.name} work is uneven: {len(part.atoms)} matrices for {part.group_size} ranks, and one of them, "
-        f"{largest.name!r}, takes {1e3 * alone:.3g} ms alone. No placement changes that."
+        f"{largest.name!r}, takes {1e3 * alone:.3g} ms alone. No placement changes that"
+        f"{', but several ranks may share it: --option teams=auto' if shared else ''}."
     )
 
 

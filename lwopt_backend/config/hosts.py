@@ -32,7 +32,7 @@ def _clip_groups(given: Any) -> dict[str, ClipGroup]:
 def _teams(given: Any) -> Any:
     if given is None or given == "auto" or (type(given) is int and given >= 2):
         return given
-    raise ValueError(f"expected None, 'auto' or a number of ranks, 2 or more; found {given!r}")
+    raise ValueError(f"teams: expected None, 'auto' or a number of ranks, 2 or more; found {given!r}")
 
 
 class HostConfig(Options):

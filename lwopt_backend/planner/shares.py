@@ -23,7 +23,7 @@ from lwopt_backend.planner.part import Collective, Elementwise, Part, Placed, Pl
 from lwopt_backend.planner.setting import Setting, Share
 from lwopt_backend.routing.grouping import Member
 from lwopt_backend.storage.flat import GroupPlan, plan_group, unit_layouts
-from lwopt_backend.storage.mesh import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
+from lwopt_backend.storage.mesh import MeshMember, MeshPlan, by_wire, check_teams, mesh_state_nbytes, plan_mesh
 from lwopt_backend.storage.owned import members_of, plan_lines, plan_members
 from lwopt_backend.storage.owned_model import rank_memories, transients
 
@@ -358,6 +358,7 @@ def plan_fsdp2_share(
         neighbours = NEIGHBOURS["cpu" if setting.plans_for == MACHINES["cpu"] else "cuda"]
         plans.append(plan_mesh(own, groups, rules, config, coordinates, loads, neighbours=neighbours))
         loads = plans[-1].plan.ownership.loads
+    check_teams(config, [planned.plan for planned in plans])
     matrices = [member for member in members if member.rule in MATRIX_RULES]
     rest = [member for member in members if member.rule not in MATRIX_RULES]
     part = None

@@ -181,7 +181,7 @@ class WholeMatrices:
 
         None on a rank that fails, or has failed: it makes the rule's calls with zeros, so that no rank waits for it.
         """
-        part, team = self._atoms[atom].team, _Team(self.team)
+        part, team = self._atoms[atom].team, TeamOfRanks(self.team)
         assert part is not None
         lying = stored.mT if part.dim == 0 else stored
         with phase(of_rule(_name(rule))):
@@ -189,7 +189,7 @@ class WholeMatrices:
             if update is None:
                 team.make_up(rule.team_calls(part.shape), self._rule_device)
                 return None
-            return sampled(_name(rule), update.mT if part.dim == 0 else update)
+            return update.mT if part.dim == 0 else update
 
     def step_weight(self, rule: WeightRule, atom: int, value: Tensor, grad: Tensor) -> Tensor:
         """The new weight of a matrix, in the shape of the stored matrix; may change ``value`` in place."""
@@ -280,7 +280,7 @@ def _name(rule: MatrixRule) -> str:
     return rule.rule_name or type(rule).__name__
 
 
-class _Team:
+class TeamOfRanks:
     """The ranks that update a matrix together, as a rule calls them; counts its calls."""
 
     def __init__(self, ranks: PartCollectives) -> None:

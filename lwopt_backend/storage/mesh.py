@@ -240,7 +240,7 @@ def plan_mesh(
     """Plan ``members`` of one mesh, whose ``rules``, by param group, exchange in the same way.
 
     ``coordinates`` are the ranks' places in the mesh, ``loads`` the flops of each rank from other plans. Teams chosen
-    by time have one of ``sizes``, and exchange as ``neighbours`` do. Raises ValueError for teams that cannot be made.
+    by time have one of ``sizes``, and exchange as ``neighbours`` do.
     """
     atoms = [registry.atoms_of(member, groups[member.group]) for member in members]
     # Backward computes the last layers' gradients first, so these are sent first.
@@ -264,25 +264,35 @@ def plan_mesh(
         of, places, blocks = ([getattr(m, each) for m in matrices] for each in ("member", "place", "block"))
         return MeshPlan(tuple(members), tuple(of), tuple(places), tuple(blocks), plan)
 
-    best, ranks, by_time = planned(matrices), len(coordinates), config.teams == "auto"
-    if config.teams is None or ranks == 1 or not matrices:
-        return best
-    for size in [size for size in sizes if ranks % size == 0] if config.teams == "auto" else [config.teams]:
-        if ranks % size:
-            raise ValueError(f"teams is {size}, but {ranks} ranks cannot be divided into teams of {size}")
+    best, by_time = planned(matrices), config.teams == "auto"
+    even = sum(matrix.atom.cost for matrix in matrices) / len(coordinates)
+    for size in _team_sizes(config, sizes, len(coordinates)):
         works = [_team_work(members[m.member], m, groups, rules, size, neighbours) for m in matrices]
         if by_time:  # only matrices that are more than a rank's even share
-            even = sum(matrix.atom.cost for matrix in matrices) / ranks
             works = [w if w and w.cost < m.atom.cost > even else None for w, m in zip(works, matrices)]
-        if not by_time and not any(works):
-            raise ValueError(
-                f"teams is {size}, but no team can update any matrix: the rule has no way to, or no matrix has both "
-                f"sides divisible by {size}; leave teams out"
-            )
         if any(works):
             found = planned([part for m, work in zip(matrices, works) for part in m.parts(work)])
             best = found if not by_time or found.plan.length < best.plan.length else best
     return best
+
+
+def _team_sizes(config: FSDP2Config, sizes: Sequence[int], ranks: int) -> list[int]:
+    """The numbers of ranks that a team may have on a mesh of ``ranks``."""
+    if config.teams is None:
+        return []
+    return [size for size in (sizes if isinstance(config.teams, str) else [config.teams]) if ranks % size == 0]
+
+
+def check_teams(config: FSDP2Config, plans: Sequence[MatrixPlan]) -> None:
+    """Raises ValueError if teams of a number of ranks were asked for, and none of these plans has one."""
+    size = config.teams
+    if isinstance(size, int) and all(plan.team_size == 1 for plan in plans):
+        ranks = ", ".join(sorted({str(plan.layout.world_size) for plan in plans}))
+        raise ValueError(
+            f"teams is {size}, but no matrix can be updated by {size} ranks together: found mesh(es) of {ranks} "
+            f"rank(s). {size} must divide them and both sides of a matrix, and the rule must be 'muon' without the "
+            "kernels of a package; leave teams out, or set 'auto'"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +419,7 @@ def bind(
             steppers.append(stepper)
             lines[number] += stepper.planned.lines()
     agree_in_all(collectives, NAME, lambda: (None, lines))
+    check_teams(config, [stepper.plan for stepper in steppers])
     for stepper in steppers:
         stepper.meet()
     plain = [member for member in members if mesh_of(member.param) is None]
