@@ -2,7 +2,7 @@
 
 from lwopt_backend.rules.muon import Muon
 from lwopt_backend.rules.newton_schulz import gram_newton_schulz, newton_schulz
-from lwopt_backend.rules.protocol import MatrixRule, OwnerStateRule, TeamCall, WeightRule, option
+from lwopt_backend.rules.protocol import MatrixRule, OwnerStateRule, WeightRule, option
 from lwopt_backend.rules.qk_clip import QKFactors, qk_clip_factors, row_factors
 from lwopt_backend.rules.second_moment import AdaMuon, NorMuon
 
@@ -13,7 +13,6 @@ __all__ = [
     "NorMuon",
     "OwnerStateRule",
     "QKFactors",
-    "TeamCall",
     "WeightRule",
     "gram_newton_schulz",
     "newton_schulz",

@@ -14,7 +14,8 @@ from torch import Tensor
 from lwopt_backend.plan import Atom, TensorShards
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import Partition, Span, View, box_views
-from lwopt_backend.rules import MatrixRule, OwnerStateRule, TeamCall, WeightRule
+from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
+from lwopt_backend.rules.protocol import TeamCall
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import StepReport
 from lwopt_backend.runtime.collectives import (
