@@ -130,7 +130,7 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
         given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         params = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in given]
         for position, param in enumerate(params):
-            place = f"param group {number}, position {position}"
+            place = f"param group {number}, position {position} of 'params'"
             if not isinstance(param, Tensor):
                 raise TypeError(f"{place}: expected a parameter, found {_kind(param)}")
             if id(param) in seen:
