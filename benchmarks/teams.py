@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.plan import MACHINES, Machine
+from lwopt_backend.plan import Machine
 from lwopt_backend.plan.cost import CLUSTERS
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting
@@ -64,7 +64,8 @@ def training_seconds(name: str, matrices: Sequence[tuple[str, tuple[int, int]]],
 
 def planned(machine: Machine, folder: str) -> Table:
     table = Table(title=f"Planned for {machine.name}: seconds of the busiest rank", title_justify="left")
-    for heading in ("model", "ranks", "matrices", "one owner", "the same, Gram", "teams", "of", "training step", "won"):
+    updates = ("one owner", "the same, Gram", "teams", "team size")
+    for heading in ("model", "ranks", "matrices", *updates, "training step", "gain"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for name, sizes in CASES.items():
         matrices = load(name)
@@ -73,13 +74,13 @@ def planned(machine: Machine, folder: str) -> Table:
         for ranks in sizes:
             options: list[dict[str, Any]] = [{}, {"matrix": {"name": "muon", "gram_aspect": 1.5}}, {"teams": "auto"}]
             plans = [plan(shapes, ranks, machine, **each) for each in options]
-            owner, gram, teams = (max(each.loads) / MACHINES["cuda"].flops_per_second for each in plans)
+            owner, gram, teams = (max(each.loads) / machine.flops_per_second for each in plans)
             assert plans[2].part is not None
             size = max(1 if atom.team is None else atom.team.size for atom in plans[2].part.atoms)
             step = training_seconds(name, matrices, ranks, machine)
-            won = f"{(min(owner, gram) - min(owner, gram, teams)) / (step + min(owner, gram)):.1%}"
+            gain = f"{(min(owner, gram) - min(owner, gram, teams)) / (step + min(owner, gram)):.1%}"
             figures = [f"{seconds:.3f}" for seconds in (owner, gram, teams)]
-            table.add_row(name, f"{ranks:,}", f"{len(matrices):,}", *figures, str(size), f"{step:.1f}", won)
+            table.add_row(name, f"{ranks:,}", f"{len(matrices):,}", *figures, str(size), f"{step:.1f}", gain)
     return table
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from lwopt_backend.plan.cost import CLUSTERS
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shapes import read_shapes_json
@@ -23,7 +24,7 @@ from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.collectives import Alone, TorchCollectives
 from lwopt_backend.runtime.whole import TeamOfRanks
 from tests.cells import cells
-from tests.fsdp2 import SHARDINGS, BesideTwin, layer_wise, named, weights_of
+from tests.fsdp2 import SHARDINGS, BesideTwin, layer_wise, mesh_of, named, weights_of
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
@@ -50,7 +51,7 @@ def train(sharding: str, mode: str, **options: Any) -> tuple[dict[str, Tensor], 
 
 @on_ranks(4)
 @cells(
-    sharding=["rows", "hybrid", "columns", "tensor parallel"],
+    sharding=["rows", "hybrid", "columns", "tensor parallel", "expert parallel"],
     mode=["fp32", "attach", "overlapped", "no gradient", "attach, clipping"],
     options=[{"teams": 2}, {"teams": 4}, {"teams": 2, "layout": "padded"}, {"teams": 4, "bucket_matrices": 1}],
 )
@@ -62,9 +63,42 @@ def test_matrices_that_teams_update_end_as_with_one_owner(sharding: str, mode: s
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= ROUNDING
 
 
+class Fused(nn.Module):
+    """q, k and v in one parameter, and experts in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(16, 48, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, 32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return torch.einsum("eoi,ti->eto", self.experts, (q * k).tanh() + v).square().mean()
+
+
+@on_ranks(4)
+@cells(teams=[2, 4])
+def test_teams_update_each_matrix_in_a_parameter(teams: int) -> None:
+    found = []
+    for size in (None, teams):
+        model = Fused()
+        fully_shard(model, mesh=mesh_of())
+        atoms = {"qkv.weight": {"qkv": [16, 16, 16]}, "experts": "stack"}
+        optimizer = LayerWiseOptimizer(model, **FP32, atoms=atoms, teams=size, report=False)
+        for _ in range(3):
+            model(torch.randn(5, 16, generator=torch.Generator().manual_seed(dist.get_rank()))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights_of(model))
+    (stepper,) = optimizer._steppers
+    assert sum(atom.team is not None for atom in stepper.plan.atoms) == (3 + 3) * teams
+    assert max(float((found[1][name] - found[0][name]).abs().max()) for name in found[0]) <= ROUNDING
+
+
 # Newton-Schulz of a team
 
-SCALES = {"usual": 1.0, "tiny": 1e-30, "huge": 1e25, "zero": 0.0, "nan": float("nan")}
+SCALES = {"usual": 1.0, "tiny": 1e-36, "huge": 1e25, "zero": 0.0, "nan": float("nan")}
 
 
 @on_ranks(4)
@@ -105,8 +139,15 @@ def test_a_rule_that_changes_the_update_is_left_to_one_rank() -> None:
         def transform(self, matrices: Tensor) -> Tensor:
             return super().transform(matrices) / 2
 
+    class Halving:
+        def transform(self, matrices: Tensor) -> Tensor:
+            return super().transform(matrices) / 2  # type: ignore[misc]
+
+    class MixedIn(Halving, Muon):
+        pass
+
     assert Muon().team_calls((8, 8)) and Muon(ns_method="gram").team_calls((8, 8))
-    assert not any(rule().team_calls((8, 8)) for rule in (Halved, NorMuon, AdaMuon))
+    assert not any(rule().team_calls((8, 8)) for rule in (Halved, MixedIn, NorMuon, AdaMuon))
     assert not Muon(ns_method="quack-kernels").team_calls((8, 8))
 
 
@@ -187,6 +228,23 @@ def fail_after(calls: int | None, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(TeamOfRanks, "sum", counted(TeamOfRanks.sum))
     patch.setattr(TeamOfRanks, "gather", counted(TeamOfRanks.gather))
+
+
+@on_ranks(2)
+def test_a_transport_that_fails_within_a_team_says_where() -> None:
+    """As if the other rank had died."""
+
+    def closed(*args: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    fully_shard(model, mesh=mesh_of())
+    optimizer = layer_wise(model, teams=2)
+    model(torch.ones(1, 16)).sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchCollectives, "all_reduce", closed)
+        with pytest.raises(RuntimeError, match="'1.weight' by a team of 2 ranks failed; another rank .*closed by peer"):
+            optimizer.step()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

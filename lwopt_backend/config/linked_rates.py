@@ -225,8 +225,8 @@ class LinkedOptimizer(torch.optim.Optimizer):
         - ``grad_norm``: before the last clipping, if this optimizer or DeepSpeed clipped or measured it; without the
           parameters in ``clip_group_norms``
         - ``update_rms``: by rule, the root mean square of what a step changes in a weight
-        - ``orthogonality``: by matrix rule, of a sampled update, how far its shorter side is from orthogonal, 0 if it
-          is: ||U U^T - 1|| / sqrt(rows)
+        - ``orthogonality``: by matrix rule, of a sampled update that one rank computed, how far its shorter side is
+          from orthogonal, 0 if it is: ||U U^T - 1|| / sqrt(rows)
         - ``exchange_bytes``: what the busiest rank has sent
         - ``seconds``: of the busiest rank, by part: exchange, rule, elementwise and norm
 

@@ -278,7 +278,7 @@ def team_gram_newton_schulz(
     norm = team.sum(torch.linalg.vector_norm(part, dtype=torch.float64).square().view(1)).sqrt()
     norm *= table_of(coefficients).margin
     tiny, huge = norm < LEAST_NORM, norm > torch.finfo(dtype).max
-    shift = torch.where(tiny, 2.0**64, torch.where(huge, 2.0**-64, 1.0))
+    shift = torch.where(tiny, 2.0**100, torch.where(huge, 2.0**-64, 1.0))  # the least fp32 number is 2^-149
     x = part.to(dtype) * shift.to(dtype)
     x = x / (norm * shift).clamp(min=LEAST_NORM).to(dtype)
     for triples in segments(coefficients, steps, restarts):

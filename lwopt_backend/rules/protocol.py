@@ -147,8 +147,12 @@ class MatrixRule:
         One that changes the update of a matrix leaves it to one rank, unless it says how a team computes it.
         """
         super().__init_subclass__(**options)
+
+        def place_of(method: str) -> int:
+            return next((place for place, base in enumerate(cls.__mro__) if method in vars(base)), len(cls.__mro__))
+
         for of_many, of_one in OF_MANY.items():
-            if of_many not in vars(cls) and not of_one.isdisjoint(vars(cls)):
+            if min(map(place_of, of_one)) < place_of(of_many):
                 setattr(cls, of_many, vars(MatrixRule)[of_many])
 
 

@@ -17,7 +17,7 @@ from lwopt_backend.plan.layouts import Partition, Span, View, box_views
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.rules.protocol import TeamCall
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.agreement import StepReport
+from lwopt_backend.runtime.agreement import StepReport, failing
 from lwopt_backend.runtime.collectives import (
     Alone,
     PartCollectives,
@@ -183,9 +183,10 @@ class WholeMatrices:
         None on a rank that fails, or has failed: it makes the rule's calls with zeros, so that no rank waits for it.
         """
         part, team = self._atoms[atom].team, TeamOfRanks(self.team)
-        assert part is not None
+        assert part is not None and part.size == team.size
         lying = stored.mT if part.dim == 0 else stored
-        with phase(of_rule(_name(rule))):
+        what = f"the update of {part.matrix!r} by a team of {part.size} ranks"
+        with phase(of_rule(_name(rule))), failing(lambda: what):
             update = report.attempt(lambda: rule.transform_part(lying.to(self._rule_device), team))
             if update is None:
                 team.make_up(rule.team_calls(part.shape), self._rule_device)
