@@ -168,7 +168,11 @@ def test_params_may_have_names_and_are_checked() -> None:
         ([{"lr": 1.0}], ValueError, "param group 0: expected a key 'params', found 'lr'"),
         ([{"params": []}, torch.zeros(2)], TypeError, "param group 1: expected a dictionary .* found a Tensor"),
         ([torch.zeros(2), {"params": []}], TypeError, "param group 0: expected a dictionary .* found a Tensor"),
-        ([{"params": [weight]}, {"params": weight}], ValueError, "param group 1, position 0 of 'params': this parameter of shape"),
+        (
+            [{"params": [weight]}, {"params": weight}],
+            ValueError,
+            "param group 1, position 0 of 'params': this parameter of shape",
+        ),
     ]:
         with pytest.raises(error, match=message):
             as_groups(params)
