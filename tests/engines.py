@@ -30,6 +30,7 @@ from lwopt_backend.integrations import fsdp2 as fsdp2_engine
 from tests import fsdp2
 from tests.models import MATRICES, UnevenLM
 from tests.owned import BUCKET_MB, shares
+from tests.ranks import gathered
 from tests.rules import CAUTIOUS, ELEMENTWISE, SECTIONS, PlainRule, elementwise_optimizer, matrix_optimizer
 from tests.zero import OWN_ROWS, PRECISIONS, engine_for, full_weights, newton_schulz_in_float32
 
@@ -113,7 +114,7 @@ def check(limit: float, *cells: Cell) -> None:
             norms = engine.train(range(cell.steps))
             weights = engine.weights()
         digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
-        assert len(set(fsdp2.gathered(digest))) == 1, f"ranks differ: {cell}"
+        assert len(set(gathered(digest))) == 1, f"ranks differ: {cell}"
         if dist.get_rank() == 0:
             parts = 1 if cell.alike else dist.get_world_size()
             apart = tuple((name, group["params"], group["max_norm"]) for name, group in cell.apart.items())

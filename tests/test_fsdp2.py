@@ -35,7 +35,6 @@ from tests.fsdp2 import (
     BesideTwin,
     by_rank,
     fsdp,
-    gathered,
     gradients_of,
     layer_wise,
     mesh_of,
@@ -45,7 +44,7 @@ from tests.fsdp2 import (
 )
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gathered
 
 NO_GRADIENT = ("layers.0.weight", "layers.2.bias", "gate.weight")
 # Every sharding in fp32 and with attach, every mode in two shardings; with --full the whole support table of the page.

@@ -29,7 +29,7 @@ from tests.checkpoint_contents import same as equal
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
 from tests.owned import BUCKET_MB, optimizer_for, train, train_ours
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gathered
 from tests.test_owned_experts import MoE, expert_optimizer, one_pass, sharded, sharers_of_experts
 from tests.zero import ADAMW, MUON
 
@@ -375,9 +375,7 @@ def test_what_torch_would_lose_is_refused(tmp_path: Path) -> None:
 def state_dict_of(case: str, optimizer: LayerWiseOptimizer) -> dict[str, Any]:
     state = optimizer.state_dict()
     if case == "another rank's":
-        everyones: list[Any] = [None, None]
-        dist.all_gather_object(everyones, state)
-        return everyones[1 - dist.get_rank()]
+        return gathered(state)[1 - dist.get_rank()]
     if case == "torch's":
         return torch.optim.AdamW(UnevenLM().parameters()).state_dict()
     if case == "one rank has none" and dist.get_rank() == 1:

@@ -20,7 +20,7 @@ from lwopt_backend.runtime.stepper import MatrixStepper
 from tests import zero
 from tests.checkpoint_engines import changed, equal, snapshot
 from tests.engines import ExactLM
-from tests.models import MATRICES, VOCABULARY, UnevenLM
+from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import kept_in_a_world
 from tests.zero import ADAMW, BF16, ROWS, Reference, config, engine_for, full_weights, own_settings, settings_for, train
@@ -306,51 +306,6 @@ def test_param_groups_keep_their_own_lr_and_weight_decay_and_adamw_its_options()
         stored = [layout.stored_numel(rank) for rank in range(layout.world_size)]
         assert sum(stored) == 10
         assert len(stored) == 2 or min(stored) == 0, "one of four ranks must store nothing to be tested"
-
-
-# Matrices that are stored as (inputs, outputs)
-class Stack(nn.Module):
-    """Experts in one parameter of (inputs, outputs), or ``apart``, each in one of (outputs, inputs).
-    tests/test_atoms_on_engines.py has fused weights, other stacks, convolutions."""
-
-    def __init__(self, *, apart: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.embedding = nn.Embedding(VOCABULARY, 12)
-        self.lm_head = nn.Linear(31, VOCABULARY, bias=False)
-        self.experts, weight = nn.Module(), torch.randn(5, 12, 31) / 12**0.5
-        self.experts.is_transposed = True
-        if apart:
-            self.experts.each = nn.ParameterList(matrix.T.contiguous() for matrix in weight)
-        else:
-            self.experts.weight = nn.Parameter(weight)
-
-    def weight(self) -> Tensor:
-        if hasattr(self.experts, "each"):
-            return torch.stack([matrix.T for matrix in self.experts.each])
-        return self.experts.weight
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = torch.tanh(self.embedding(tokens).unsqueeze(-3) @ self.weight()).mean(-3)
-        return nn.functional.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("stage", "policy"), [(0, "balance"), (1, "balance"), (2, "stay"), (3, "auto")])
-def test_every_slice_is_a_matrix_of_outputs_by_inputs_with_an_owner(stage: int, policy: str) -> None:
-    single = Reference(Stack(apart=True), matrices=[f"experts.each.{number}" for number in range(5)])
-    single.train(STEPS)
-    with engine_for(config(stage, rows=ROWS, policy=policy, bucket_numel=1500), Stack()) as engine:
-        train(engine, STEPS, same_rows=True)
-        ours, binding = full_weights(engine), engine.basic_optimizer._binding
-    theirs = {name: single.model.get_parameter(name) for name in ("embedding.weight", "lm_head.weight")}
-    assert equal(ours, {**theirs, "experts.weight": single.model.weight()})
-    reasons = {route.name: route.reason for route in binding.grouping.routes if route.kind == "matrix"}
-    assert reasons == {"experts.weight": "5 stacked experts, stored transposed"}
-    plan = next(plan.matrices for plan in binding.plans if plan.rule == "muon")
-    owners = {atom.name: owner for atom, owner in zip(plan.atoms, plan.ownership.owners)}
-    assert list(owners) == [f"experts.weight[{number}]" for number in range(5)]
-    assert policy == "stay" or set(owners.values()) == {0, 1}
 
 
 # Offloading

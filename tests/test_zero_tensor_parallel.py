@@ -26,6 +26,7 @@ from tests.command_line import succeeds
 from tests.fused import Separate
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
+from tests.ranks import gathered
 from tests.rules import SECTIONS, matrix_optimizer
 from tests.zero import (
     ADAMW,
@@ -135,8 +136,7 @@ class BesideWhole(Beside):
 
     def _whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
         """Of shards, the whole; of anything else, what all ranks have alike."""
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, {name: tensor.float().clone() for name, tensor in mine.items()})
+        of_ranks = gathered({name: tensor.float().clone() for name, tensor in mine.items()})
         whole = {}
         for name, param in self.single.model.named_parameters():
             tensors = [of_rank[name] for of_rank in of_ranks]
