@@ -319,13 +319,17 @@ class UnderDeepSpeed(Engine):
         return full_weights(self.made)
 
     def save(self, folder: str) -> None:
-        self.made.save_checkpoint(folder, client_state=dict(CLIENT))
+        self.made.save_checkpoint(folder, client_state={**CLIENT, **self.scale()})
 
     def load(self, folder: str) -> None:
         if self.cell.engine in OWNED and self.cell.precision != "fp32":  # masters are not to be made of these
             self.model.load_state_dict(self.model.state_dict())
         path, client = self.made.load_checkpoint(folder)
-        assert path is not None and client.items() >= CLIENT.items()
+        assert path is not None and client.items() >= {**CLIENT, **self.scale()}.items()
+
+    def scale(self) -> dict[str, float]:
+        """Of losses in fp16."""
+        return {"scale": self.made.optimizer.cur_scale} if self.cell.precision.startswith("fp16") else {}
 
 
 def _settings(cell: Cell, rules: dict[str, Any], universal: bool) -> dict[str, Any]:
