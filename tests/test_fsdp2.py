@@ -44,7 +44,7 @@ from tests.fsdp2 import (
 )
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool, gathered
+from tests.ranks import gathered
 
 NO_GRADIENT = ("layers.0.weight", "layers.2.bias", "gate.weight")
 # Every sharding in fp32 and with attach, every mode in two shardings; with --full the whole support table of the page.
@@ -202,7 +202,10 @@ def test_a_parameter_without_dimensions_is_trained(dtype: torch.dtype) -> None:
     assert model.scale < 1.0
 
 
-def train_knowing_different_numbers_of_groups() -> None:
+@on_ranks(4)
+@pytest.mark.usefixtures("ranks_to_spoil")  # the groups are to be made in the test
+def test_ranks_that_know_different_numbers_of_groups_meet() -> None:
+    """torch names a group by how many groups its maker knows."""
     for _ in range(1 + dist.get_rank() % 2):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     model = UnevenLM()
@@ -212,28 +215,15 @@ def train_knowing_different_numbers_of_groups() -> None:
     run.check()
 
 
-def test_ranks_that_know_different_numbers_of_groups_meet(rank_pools: dict[int, RankPool]) -> None:
-    """torch names a group by how many groups its maker knows."""
-    pool = rank_pools[4]
-    pool.renew()  # the groups are to be made in the test
-    pool.run(train_knowing_different_numbers_of_groups)
-    pool.renew()
-
-
-def half_of_all_after_half_alone() -> None:
+@on_ranks(4)
+@pytest.mark.usefixtures("ranks_to_spoil")
+def test_a_group_that_some_ranks_made_alone_is_not_missed_by_the_others() -> None:
+    """As where a module on two of the ranks has an exchange group of its own."""
     half = [0, 1] if dist.get_rank() < 2 else [2, 3]
     pair = dist.new_group([0, 1])
     if half == [0, 1]:
         TorchCollectives.over(half, [pair])
     TorchCollectives.over(half, [dist.group.WORLD]).all_reduce(torch.zeros(1))
-
-
-def test_a_group_that_some_ranks_made_alone_is_not_missed_by_the_others(rank_pools: dict[int, RankPool]) -> None:
-    """As where a module on two of the ranks has an exchange group of its own."""
-    pool = rank_pools[4]
-    pool.renew()
-    pool.run(half_of_all_after_half_alone)
-    pool.renew()
 
 
 # Models that change
