@@ -169,18 +169,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
 
 
 def changed(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
-    return {key for key in expected if not equal(found[key], expected[key])}
-
-
-def equal(a: Any, b: Any) -> bool:
-    """To the bit, whatever holds the tensors."""
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
+    return {key for key in expected if not same(found[key], expected[key])}
 
 
 def assert_holds(checkpoint: Checkpoint, truth: dict[str, Any]) -> None:

@@ -45,8 +45,9 @@ CLIENT = {"mine": 3}  # what the user's own program saves along
 class Cell:
     """What is trained how; ``options`` are further ones of our optimizer, ``zero`` of DeepSpeed's zero_optimization.
     With ``alike`` all ranks train on all rows, so that any number of them comes to the same weights. Rates may be
-    ``falling`` from step to step, and begin at ``rate`` if it is given. ``form`` is how torch saves FSDP2's or plain
-    PyTorch's state; without it plain PyTorch's is saved by ``save_state_dict``."""
+    ``falling`` from step to step, and begin at ``rate`` if it is given. Param ``groups`` have beginnings of names as
+    "params". ``form`` is how torch saves FSDP2's or plain PyTorch's state; without it plain PyTorch's is saved by
+    ``save_state_dict``."""
 
     engine: str
     matrix: str = "muon"
@@ -57,6 +58,7 @@ class Cell:
     sharding: str = "rows"
     options: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
+    groups: tuple[dict[str, Any], ...] = ()
     precision: str = "fp32"
     alike: bool = False
     falling: bool = False
@@ -135,7 +137,8 @@ def running(cell: Cell, model: nn.Module, *, converted: bool = False) -> Iterato
     matrix = {**SECTIONS[cell.matrix], **_precise(cell.matrix, cell.clip or cell.apart), **rate}
     rules = {"matrix": matrix, "elementwise": {**RULES[cell.elementwise], **rate}}
     if cell.engine == "plain":
-        optimizer = LayerWiseOptimizer(model, **rules, **{"bucket_mb": BUCKET_MB, **_options(cell)})
+        options = {"bucket_mb": BUCKET_MB, **_options(cell), **_groups(cell, model, "params")}
+        optimizer = LayerWiseOptimizer(model, **rules, **options)
         yield Engine(cell, model, optimizer, "" if converted else cell.form)
     elif cell.engine == "fsdp2":
         cell = replace(cell, form=cell.form or "nested")
@@ -143,8 +146,8 @@ def running(cell: Cell, model: nn.Module, *, converted: bool = False) -> Iterato
             engine.loaded_form = "nested" if converted else cell.form
             yield engine
     else:
-        schedule = {"lr_scheduler": falling} if cell.falling else {}
-        with engine_for(_settings(cell, rules, converted), model, **schedule) as made:
+        given = {**({"lr_scheduler": falling} if cell.falling else {}), **_groups(cell, model, "model_parameters")}
+        with engine_for(_settings(cell, rules, converted), model, **given) as made:
             yield UnderDeepSpeed(cell, made)
 
 
@@ -256,7 +259,7 @@ class Engine:
 def _on_fsdp2(cell: Cell, model: nn.Module, rules: dict[str, Any]) -> Iterator[OnFSDP2]:
     whole = copy.deepcopy(model) if cell.sharding == "tensor parallel" else None
     sharded = fsdp2.SHARDINGS[cell.sharding](model)
-    options = _options(cell)
+    options = {**_options(cell), **_groups(cell, sharded.model, "params")}
     attach = options.pop("attach", False)
     optimizer = fsdp2_engine.LayerWiseOptimizer(sharded.model, **rules, bucket_matrices=2, **options)
     engine = OnFSDP2(cell, sharded.model, optimizer)
@@ -351,6 +354,12 @@ def _settings(cell: Cell, rules: dict[str, Any], universal: bool) -> dict[str, A
 
 def _options(cell: Cell) -> dict[str, Any]:
     return {"report": False, "atoms": {"*": "whole"}, **cell.options}  # the truth takes fused weights whole
+
+
+def _groups(cell: Cell, model: nn.Module, argument: str) -> dict[str, Any]:
+    named = fsdp2.named(model)
+    of = [{**group, "params": [p for name, p in named if name.startswith(group["params"])]} for group in cell.groups]
+    return {argument: of} if of else {}
 
 
 def _precise(matrix: str, clip: object) -> dict[str, Any]:

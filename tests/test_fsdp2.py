@@ -28,7 +28,6 @@ from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.cells import cells, with_full
 from tests.fsdp2 import (
-    MATRIX_NAMES,
     MODES,
     MUON,
     SHARDINGS,
@@ -76,33 +75,6 @@ def test_every_sharding_and_mode_has_the_bits_of_one_process(sharding: str, mode
     # torch's CPU kernels round a bf16 sum otherwise at the end of a tensor, and a shard ends elsewhere: now and then a
     # weight (of at most 1) is off by one or two roundings.
     run.check(2**-8 if mode == "bf16 parameters" else 0.0)
-
-
-# Groups and rates
-
-
-@on_ranks(2)
-def test_groups_keep_their_rates_and_their_ratio_also_after_a_checkpoint_is_loaded() -> None:
-    run = BesideTwin()
-    first = [p for name, p in named(run.model) if name.startswith("layers.0")]
-    rest = [p for name, p in named(run.model) if not name.startswith("layers.0")]
-    groups = [{"params": first, "lr": 0.01, "adamw": {"lr": 1e-3}}, {"params": rest, "weight_decay": 0.0}]
-    elementwise = {"name": "adamw", "lr": 3e-3}
-    run.optimizer = LayerWiseOptimizer(run.model, lr=0.02, elementwise=elementwise, params=groups, report=False)
-    params, others = run.twin.params, [n for n in run.twin.params if n not in MATRIX_NAMES and n != "layers.0.bias"]
-    run.twin.optimizers = [
-        torch.optim.Muon([params["layers.0.weight"]], lr=0.01, weight_decay=0.1),
-        torch.optim.Muon([params[n] for n in MATRIX_NAMES if n != "layers.0.weight"], lr=0.02, weight_decay=0.0),
-        torch.optim.AdamW([params["layers.0.bias"]], lr=1e-3),
-        torch.optim.AdamW([params[n] for n in others], lr=3e-3, weight_decay=0.0),
-    ]
-    run.train(3)
-    run.check()
-    fresh = LayerWiseOptimizer(run.model, lr=0.02, elementwise=elementwise, params=groups, report=False)
-    fresh.load_state_dict(run.optimizer.state_dict())
-    for group in fresh.param_groups:
-        group["lr"] = 0.2
-    assert [group["lr"] for group in fresh.param_groups] == pytest.approx([0.1, 0.01, 0.2, 0.03])
 
 
 # Steps

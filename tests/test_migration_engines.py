@@ -26,7 +26,8 @@ from tests import test_zero_moe as moe
 from tests import test_zero_pipeline as pipelines
 from tests import zero
 from tests.cells import cells
-from tests.checkpoint_engines import equal, full_weights_of
+from tests.checkpoint_contents import same
+from tests.checkpoint_engines import full_weights_of
 from tests.engines import ENGINES, OWNED, Alone, Cell, Engine, ExactLM, UnderDeepSpeed, running
 from tests.fsdp2 import MATRIX_NAMES, layer_wise, named, shard, whole
 from tests.migration import eager, entry
@@ -230,7 +231,7 @@ def assert_deepspeed_takes(engine: Any, state: Named, name_of: Callable[[str], s
         name = name_of(name)
         for key in state[name].keys() - {"step"}:
             assert torch.equal(safe_get_full_optimizer_state(param, key), state[name][key]), (name, key)
-    assert equal(full_weights_of(engine), masters)
+    assert same(full_weights_of(engine), masters)
 
 
 @cells(
