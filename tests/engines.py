@@ -283,7 +283,8 @@ class OnFSDP2(Engine):
 
     def _deal_gradients(self, whole: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
         """Tensor parallelism adds up in parts, which rounds otherwise: gradients are those of the whole model here."""
-        whole.load_state_dict({**self.weights(), **dict(self.model.named_buffers())})
+        buffers = dict(self.model.named_buffers())
+        whole.load_state_dict({**self.weights(), **{key: buffers[key] for key in whole.state_dict().keys() & buffers}})
         whole.zero_grad()
         for rows in micro_batches:
             (whole(*rows) / len(micro_batches)).backward()
