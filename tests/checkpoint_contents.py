@@ -1,5 +1,6 @@
 """What is in checkpoints, to be compared."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ def params_of(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         owners = {place: dict(state) for place, state in param.owner_states.items()}
         found[name] = {**read, "step": param.step, "group": param.group, "owners": owners}
     return found
+
+
+def changed(source: Checkpoint, name: str, **changes: Any) -> Checkpoint:
+    """With another entry of a parameter."""
+    return replace(source, params={**source.params, name: replace(source.params[name], **changes)})
 
 
 def watched(tensor: Tensor, reads: list[tuple[int, int]], first: int = 0) -> LazyTensor:

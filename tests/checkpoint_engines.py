@@ -20,7 +20,7 @@ from lwopt_backend.checkpoint.differences import differences
 from tests.checkpoint_contents import same
 from tests.command_line import succeeds
 from tests.models import MATRICES, UnevenLM
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gathered
 from tests.zero import ADAMW, MUON, PRECISIONS, ROWS, config, engine_for, train
 
 FROZEN = "layers.4.weight"
@@ -138,10 +138,8 @@ def _states_of_their_muon(engine: Any) -> States:
                 place = param._hp_mapping.get_hp_fragment_address()
                 mine += [(names[id(param)], k, state[k].narrow(0, place.start, place.numel).clone()) for k in MOMENTS]
             begin += param.numel()
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
     pieces: dict[str, dict[str, list[Tensor]]] = {}
-    for name, key, tensor in (entry for of_rank in of_ranks for entry in of_rank):
+    for name, key, tensor in (entry for of_rank in gathered(mine) for entry in of_rank):
         pieces.setdefault(name, {}).setdefault(key, []).append(tensor)
     found: States = {}
     for name, param in engine.module.named_parameters():
@@ -171,18 +169,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
 
 
 def changed(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
-    return {key for key in expected if not equal(found[key], expected[key])}
-
-
-def equal(a: Any, b: Any) -> bool:
-    """To the bit, whatever holds the tensors."""
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
+    return {key for key in expected if not same(found[key], expected[key])}
 
 
 def assert_holds(checkpoint: Checkpoint, truth: dict[str, Any]) -> None:

@@ -1,8 +1,11 @@
 """The command ``lwopt`` as its users run it, in this process: starting one takes seconds."""
 
+import contextlib
 import io
 import os
+import resource
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +33,17 @@ def genuine(bad: bool = False) -> list[Any]:
     here = [] if bad else [pytest.param(SAMPLES / name, id=name) for name in GENUINE]
     marks = [pytest.mark.full, pytest.mark.skipif(not more, reason=NOT_SET)]
     return here + [pytest.param(path, id=path.name, marks=marks) for path in more or [Path("none")]]
+
+
+@contextlib.contextmanager
+def too_large(*_: object) -> Iterator[None]:
+    """Of any file the system says so where it would else say that the disk is full."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 @dataclass(frozen=True)

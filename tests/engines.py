@@ -30,6 +30,7 @@ from lwopt_backend.integrations import fsdp2 as fsdp2_engine
 from tests import fsdp2
 from tests.models import MATRICES, UnevenLM
 from tests.owned import BUCKET_MB, shares
+from tests.ranks import gathered
 from tests.rules import CAUTIOUS, ELEMENTWISE, SECTIONS, PlainRule, elementwise_optimizer, matrix_optimizer
 from tests.zero import OWN_ROWS, PRECISIONS, engine_for, full_weights, newton_schulz_in_float32
 
@@ -44,8 +45,9 @@ CLIENT = {"mine": 3}  # what the user's own program saves along
 class Cell:
     """What is trained how; ``options`` are further ones of our optimizer, ``zero`` of DeepSpeed's zero_optimization.
     With ``alike`` all ranks train on all rows, so that any number of them comes to the same weights. Rates may be
-    ``falling`` from step to step, and begin at ``rate`` if it is given. ``form`` is how torch saves FSDP2's or plain
-    PyTorch's state; without it plain PyTorch's is saved by ``save_state_dict``."""
+    ``falling`` from step to step, and begin at ``rate`` if it is given. Param ``groups`` have beginnings of names as
+    "params". ``form`` is how torch saves FSDP2's or plain PyTorch's state; without it plain PyTorch's is saved by
+    ``save_state_dict``."""
 
     engine: str
     matrix: str = "muon"
@@ -56,6 +58,7 @@ class Cell:
     sharding: str = "rows"
     options: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
+    groups: tuple[dict[str, Any], ...] = ()
     precision: str = "fp32"
     alike: bool = False
     falling: bool = False
@@ -113,7 +116,7 @@ def check(limit: float, *cells: Cell) -> None:
             norms = engine.train(range(cell.steps))
             weights = engine.weights()
         digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
-        assert len(set(fsdp2.gathered(digest))) == 1, f"ranks differ: {cell}"
+        assert len(set(gathered(digest))) == 1, f"ranks differ: {cell}"
         if dist.get_rank() == 0:
             parts = 1 if cell.alike else dist.get_world_size()
             apart = tuple((name, group["params"], group["max_norm"]) for name, group in cell.apart.items())
@@ -134,7 +137,8 @@ def running(cell: Cell, model: nn.Module, *, converted: bool = False) -> Iterato
     matrix = {**SECTIONS[cell.matrix], **_precise(cell.matrix, cell.clip or cell.apart), **rate}
     rules = {"matrix": matrix, "elementwise": {**RULES[cell.elementwise], **rate}}
     if cell.engine == "plain":
-        optimizer = LayerWiseOptimizer(model, **rules, **{"bucket_mb": BUCKET_MB, **_options(cell)})
+        options = {"bucket_mb": BUCKET_MB, **_options(cell), **_groups(cell, model, "params")}
+        optimizer = LayerWiseOptimizer(model, **rules, **options)
         yield Engine(cell, model, optimizer, "" if converted else cell.form)
     elif cell.engine == "fsdp2":
         cell = replace(cell, form=cell.form or "nested")
@@ -142,8 +146,8 @@ def running(cell: Cell, model: nn.Module, *, converted: bool = False) -> Iterato
             engine.loaded_form = "nested" if converted else cell.form
             yield engine
     else:
-        schedule = {"lr_scheduler": falling} if cell.falling else {}
-        with engine_for(_settings(cell, rules, converted), model, **schedule) as made:
+        given = {**({"lr_scheduler": falling} if cell.falling else {}), **_groups(cell, model, "model_parameters")}
+        with engine_for(_settings(cell, rules, converted), model, **given) as made:
             yield UnderDeepSpeed(cell, made)
 
 
@@ -255,7 +259,7 @@ class Engine:
 def _on_fsdp2(cell: Cell, model: nn.Module, rules: dict[str, Any]) -> Iterator[OnFSDP2]:
     whole = copy.deepcopy(model) if cell.sharding == "tensor parallel" else None
     sharded = fsdp2.SHARDINGS[cell.sharding](model)
-    options = _options(cell)
+    options = {**_options(cell), **_groups(cell, sharded.model, "params")}
     attach = options.pop("attach", False)
     optimizer = fsdp2_engine.LayerWiseOptimizer(sharded.model, **rules, bucket_matrices=2, **options)
     engine = OnFSDP2(cell, sharded.model, optimizer)
@@ -279,7 +283,8 @@ class OnFSDP2(Engine):
 
     def _deal_gradients(self, whole: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
         """Tensor parallelism adds up in parts, which rounds otherwise: gradients are those of the whole model here."""
-        whole.load_state_dict({**self.weights(), **dict(self.model.named_buffers())})
+        buffers = dict(self.model.named_buffers())
+        whole.load_state_dict({**self.weights(), **{key: buffers[key] for key in whole.state_dict().keys() & buffers}})
         whole.zero_grad()
         for rows in micro_batches:
             (whole(*rows) / len(micro_batches)).backward()
@@ -318,13 +323,17 @@ class UnderDeepSpeed(Engine):
         return full_weights(self.made)
 
     def save(self, folder: str) -> None:
-        self.made.save_checkpoint(folder, client_state=dict(CLIENT))
+        self.made.save_checkpoint(folder, client_state={**CLIENT, **self.scale()})
 
     def load(self, folder: str) -> None:
         if self.cell.engine in OWNED and self.cell.precision != "fp32":  # masters are not to be made of these
             self.model.load_state_dict(self.model.state_dict())
         path, client = self.made.load_checkpoint(folder)
-        assert path is not None and client.items() >= CLIENT.items()
+        assert path is not None and client.items() >= {**CLIENT, **self.scale()}.items()
+
+    def scale(self) -> dict[str, float]:
+        """Of losses in fp16."""
+        return {"scale": self.made.optimizer.cur_scale} if self.cell.precision.startswith("fp16") else {}
 
 
 def _settings(cell: Cell, rules: dict[str, Any], universal: bool) -> dict[str, Any]:
@@ -346,6 +355,12 @@ def _settings(cell: Cell, rules: dict[str, Any], universal: bool) -> dict[str, A
 
 def _options(cell: Cell) -> dict[str, Any]:
     return {"report": False, "atoms": {"*": "whole"}, **cell.options}  # the truth takes fused weights whole
+
+
+def _groups(cell: Cell, model: nn.Module, argument: str) -> dict[str, Any]:
+    named = fsdp2.named(model)
+    of = [{**group, "params": [p for name, p in named if name.startswith(group["params"])]} for group in cell.groups]
+    return {argument: of} if of else {}
 
 
 def _precise(matrix: str, clip: object) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def shard_hybrid(model: nn.Module, **kwargs: Any) -> Sharded:
 
 
 def columns(param: Tensor) -> Shard | None:
-    return Shard(1) if param.ndim == 2 and param.shape[1] % dist.get_world_size() == 0 else None
+    return Shard(1) if param.ndim > 1 and param.shape[1] % dist.get_world_size() == 0 else None
 
 
 def shard_columns(model: nn.Module, **kwargs: Any) -> Sharded:
@@ -226,22 +226,9 @@ def all_whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: found[name] for name in tensors}
 
 
-def copy_gradients(sharded: nn.Module, single: nn.Module) -> None:
-    """Give a model on one process the whole gradients that FSDP2 has reduced."""
-    grads = gradients_of(sharded)
-    for name, param in single.named_parameters():
-        param.grad = grads.get(name)
-
-
 def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names as they were before activation checkpointing wrapped the layers."""
     return [(name.replace("_checkpoint_wrapped_module.", ""), param) for name, param in model.named_parameters()]
-
-
-def gathered(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def of_everyone(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:

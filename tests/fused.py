@@ -24,12 +24,13 @@ class Conv1D(nn.Module):
 
 
 class Experts(nn.Module):
-    def __init__(self, count: int, outputs: int) -> None:
+    def __init__(self, count: int, outputs: int, is_transposed: bool = False) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(count, outputs, WIDTH) / WIDTH**0.5)
+        up, self.is_transposed = torch.randn(count, outputs, WIDTH) / WIDTH**0.5, is_transposed
+        self.up = nn.Parameter(up.mT.contiguous() if is_transposed else up)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("btw,eow->bto", x, self.up).tanh()
+        return torch.einsum("btw,eow->bto", x, self.up.mT if self.is_transposed else self.up).tanh()
 
 
 class FusedGroupedExperts(nn.Module):
@@ -46,7 +47,9 @@ class FusedGroupedExperts(nn.Module):
 
 
 class FusedLM(nn.Module):
-    """q, k and v in blocks and by group, gate and up in both ways, experts in a stack, a convolution."""
+    """q, k and v in blocks and by group, gate and up in both ways, experts in stacks of both ways, a convolution."""
+
+    layers = ()  # FSDP2 has it in one part
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -60,6 +63,7 @@ class FusedLM(nn.Module):
         self.experts = Experts(3, 10)
         self.mix = nn.Linear(10, WIDTH, bias=False)
         self.moe = FusedGroupedExperts(2, 8)
+        self.turned = Experts(5, WIDTH, is_transposed=True)
         self.conv = nn.Conv1d(WIDTH, 12, 3, padding=1)
         self.lm_head = nn.Linear(12, VOCABULARY, bias=False)
 
@@ -70,7 +74,7 @@ class FusedLM(nn.Module):
         x = x + self.down(self.grouped(x).tanh())
         gate, up = self.gate_up(x).chunk(2, -1)
         x = x + self.out(gate.sigmoid() * up)
-        x = x + self.mix(self.experts(x)) + self.moe(x)
+        x = x + self.mix(self.experts(x)) + self.moe(x) + self.turned(x)
         x = self.conv(x.mT).mT
         return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
 
@@ -79,7 +83,7 @@ ATOMS: dict[str, Any] = {"qkv.weight": {"qkv": [24, 8, 8]}, "grouped.weight": {"
 ATOMS |= {"gate_up.weight": {"gate_up": "halves"}, "conv.weight": "flatten"}
 MATRICES = (
     *(f"{name}.weight" for name in ("qkv", "grouped", "down", "gate_up", "out", "mix", "conv")),
-    *("experts.up", "moe.w13", "moe.w2_EDF"),
+    *("experts.up", "moe.w13", "moe.w2_EDF", "turned.up"),
 )
 
 
@@ -98,6 +102,7 @@ BLOCKS: dict[str, list[Callable[[Tensor], Tensor]]] = {
     ],
     "gate_up.weight": [lambda tensor: tensor[:, :23].T, lambda tensor: tensor[:, 23:].T],
     "experts.up": [lambda tensor, i=i: tensor[i] for i in range(3)],
+    "turned.up": [lambda tensor, i=i: tensor[i].T for i in range(5)],
     "moe.w13": [lambda tensor, e=e, part=part: tensor[e, :, part] for e in range(2) for part in range(2)],
     "moe.w2_EDF": [lambda tensor, e=e: tensor[e] for e in range(2)],
     "conv.weight": [lambda tensor: tensor.reshape(12, 72)],

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -91,14 +90,6 @@ def surroundings_kept() -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
         os.environ.clear()
         os.environ.update(environment)
-
-
-def unpack_page(page: str, folder: Path, python: str | Path) -> str:
-    """Write the one script of a page into ``folder``; returns the command that the page gives, for that ``python``."""
-    ((name, script),) = re.findall(r"^```python (\S+\.py)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (command,) = re.findall(r"^```bash run\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (folder / name).write_text(script)
-    return command.replace("torchrun", f"{python} -m torch.distributed.run")
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,16 +11,15 @@ from torch import Tensor
 
 from lwopt_backend.config.choices import Rules, muon_settings, settings_of
 from lwopt_backend.config.hosts import ZeROConfig
-from tests.launcher import ROOT
+from tests.pages import blocks
 from tests.rule_steps import Trained, random, rule_of
 
-PAGE = (ROOT / "docs" / "migration.md").read_text()
 PEERS = ["torch", "keller_jordan", "dion", "deepspeed", "megatron", "moonlight", "pytorch_optimizer"]
 
 
 def entry(peer: str) -> dict[str, Any]:
-    (block,) = re.findall(rf"^```json {peer}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return json.loads(block)
+    (block,) = blocks("migration", "json", peer)
+    return json.loads(block.text)
 
 
 def rules_for(peer: str) -> Rules:

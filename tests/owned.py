@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
 from tests.ranks import kept_in_a_world
-from tests.zero import ADAMW, MUON, OWN_ROWS, OWNED, Reference, batch_shares
+from tests.zero import ADAMW, MUON, OWN_ROWS, OWNED, batch_shares
 
 BUCKET_MB = OWNED["bucket_mb"]
 
@@ -33,39 +33,6 @@ def optimizer_for(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
 
 def shares(step: int, count: int) -> list[tuple[Tensor, Tensor]]:
     return batch_shares(step, count, OWN_ROWS)
-
-
-def train(
-    model: nn.Module,
-    optimizer: LayerWiseOptimizer,
-    steps: int | range,
-    *,
-    accumulation: int = 1,
-    clip: float | None = None,
-) -> None:
-    """The usual loop, every rank on its rows. Micro-batches accumulate locally."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for step in range(steps) if isinstance(steps, int) else steps:
-        *parts, last = shares(step, world_size * accumulation)[rank::world_size]
-        with optimizer.no_sync():
-            for part in parts:
-                model(*part).backward()
-        model(*last).backward()
-        if clip is not None:
-            optimizer.clip_grad_norm_(clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.synchronize()
-
-
-def step_alone(single: Reference, step: int, world_size: int) -> None:
-    """One step of a reference on what ``world_size`` ranks would get in ``train``."""
-    for tokens, targets in shares(step, world_size):
-        single.model(tokens, targets).backward()
-    for param in single.model.parameters():
-        if param.grad is not None:
-            param.grad.div_(world_size)
-    single.step()
 
 
 def difference(ours: nn.Module, theirs: nn.Module) -> float:
@@ -166,7 +133,7 @@ def keep(model: nn.Module) -> None:
 def train_ours(
     model: nn.Module,
     optimizer: LayerWiseOptimizer,
-    steps: int | tuple[int, ...],
+    steps: int | range | tuple[int, ...],
     scenario: Scenario = Turn.back,
     change: Callable[[nn.Module], object] = keep,
     forget: Callable[[nn.Module], object] | None = None,
@@ -178,6 +145,12 @@ def train_ours(
         optimizer.step()
         optimizer.zero_grad() if forget is None else forget(model)
     optimizer.synchronize()
+
+
+def train(model: nn.Module, optimizer: LayerWiseOptimizer, steps: int | range) -> None:
+    """The usual loop, every rank on its rows."""
+    count = dist.get_world_size()
+    train_ours(model, optimizer, steps, lambda turn: turn.model(*shares(turn.step, count)[turn.rank]).backward())
 
 
 def optimizers_of(model: Any) -> list[Any]:

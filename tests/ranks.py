@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C import _distributed_c10d as torch_c10d
 from torch.distributed import TCPStore
@@ -171,6 +172,13 @@ def kept_in_a_world(function: Callable[..., Any]) -> Callable[..., Any]:
         return cached(_Worlds.current, *args, **kwargs)
 
     return in_this_world
+
+
+def gathered(mine: Any) -> list[Any]:
+    """What every rank has, on all ranks."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    return of_ranks
 
 
 def _lost(what: str) -> tuple[bool, Any]:

@@ -34,6 +34,7 @@ ELEMENTWISE: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
     "a class": {"name": "torch_optimizer", "class": "torch.optim.RMSprop", "lr": 1e-3},
     "counts in its group": {"name": "torch_optimizer", "class": "pytorch_optimizer.AdaBelief", "lr": 1e-2},
+    "adamw, amsgrad": {"name": "adamw", **ADAMW, "amsgrad": True},
     "adamw, foreach": {"name": "adamw", **ADAMW, "foreach": True},
     "adamw, fused": {"name": "adamw", **ADAMW, "fused": True},
 }

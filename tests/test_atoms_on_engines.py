@@ -9,22 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 
 from lwopt_backend import Heads, LayerWiseOptimizer, QKClip
-from lwopt_backend.integrations import fsdp2
 from lwopt_backend.qk_clip import RowScaling
 from tests.cells import cells
-from tests.fsdp2 import Sharded, backward, copy_gradients, mesh_of, weights_of
+from tests.engines import ENGINES, ZERO, Cell, running
 from tests.fused import ATOMS, Experts, FusedLM, FusedReference
 from tests.on_ranks import on_ranks
-from tests.owned import difference, exact_sums, optimizer_for, shares, step_alone, train
-from tests.zero import ADAMW, MUON, config, engine_for, full_weights, largest_difference
-from tests.zero import train as train_engine
+from tests.owned import difference, exact_sums, optimizer_for, shares, train
+from tests.zero import ADAMW, MUON, config, engine_for, largest_difference
 
 STEPS = 3
-COUNT = 3 + 3 + 1 + 2 + 1 + 1 + 3 + 1 + 4 + 2  # of matrices in the model
+COUNT = 3 + 3 + 1 + 2 + 1 + 1 + 3 + 1 + 4 + 2 + 5  # of matrices in the model
 ELEMENTWISE = {"name": "adamw", **ADAMW}
 BOUND = 100.0
 LAYERS = {
@@ -65,85 +61,58 @@ def by_hand(model: Any, step: int) -> None:
         model.down.weight[head * 12 : head * 12 + 12] *= factor
 
 
-def check_deepspeed(stage: int, **options: Any) -> None:
-    settings, reference = config(stage, rows=8, atoms=ATOMS, **options), FusedReference()
-    with engine_for(settings, FusedLM()) as engine:
-        owned = options.get("storage") == "owned"
-        optimizer = engine.optimizer if owned else engine.basic_optimizer
+HOW: list[tuple[str, dict[str, Any]]] = [  # options, by the engines that have them
+    *(("zero", {"bucket_numel": 500, "policy": policy}) for policy in ("auto", "stay", "balance")),
+    ("owned", {}),
+    *(
+        ("plain", {"layout": layout, "step_in_backward": early})
+        for layout in ("padded", "compact", "auto")
+        for early in (False, True)
+    ),
+    *(
+        ("fsdp2", {"sharding": sharding, "attach": attach})
+        for sharding in ("rows", "columns", "hybrid")
+        for attach in (False, True)
+    ),
+]
+
+
+def there_is(ranks: int, engine: str, how: tuple[str, dict[str, Any]]) -> bool:
+    kind, options = how
+    sizes = (4,) if options.get("sharding") == "hybrid" else {"plain": (1, 2, 3, 4), "owned": (2,)}.get(kind, (2, 4))
+    chooses = engine in ("zero 1", "zero 2")
+    return engine.startswith(kind) and ranks in sizes and chooses == (options.get("policy", "auto") != "auto")
+
+
+@cells(there_is, ranks=[1, 2, 3, 4], engine=ENGINES, how=HOW)
+@on_ranks()
+def test_every_engine(engine: str, how: tuple[str, dict[str, Any]]) -> None:
+    """All ranks train on all rows. FSDP2 loses the hooks that make the sums of three ranks exact."""
+    options, build = {"atoms": ATOMS, **how[1]}, FusedLM if engine == "fsdp2" else lambda: exact_sums(FusedLM())
+    cell = Cell(engine, alike=True, sharding=options.pop("sharding", "rows"), options=options)
+    single = FusedReference(build())
+    with running(cell, build()) as run:
+        optimizer = run.made.basic_optimizer if engine in ZERO else run.optimizer
         clip = QKClip(optimizer, LAYERS, BOUND)
         for step in range(STEPS):
             clip(logits(step))
-            train_engine(engine, range(step, step + 1), same_rows=True)
-            reference.train(range(step, step + 1))
-            by_hand(reference.model, step)
-        assert largest_difference(full_weights(engine), reference.model) == 0.0
-        if not owned:
+            run.train(range(step, step + 1))
+            single.model(*shares(step, 1)[0]).backward()
+            single.step()
+            by_hand(single.model, step)
+        assert largest_difference(run.weights(), single.model) == 0.0
+        if engine == "fsdp2":
+            assert sum(len(stepper.plan.atoms) for stepper in optimizer._steppers) == COUNT
+        if engine in ZERO:
             (plan,) = (plan.matrices for plan in optimizer._binding.plans if plan.matrices)
-            names = {atom.name for atom in plan.atoms}
-            assert len(plan.buckets) > 1 and len(plan.atoms) == COUNT
-            assert {"qkv.weight.q", "gate_up.weight.up", "experts.up[2]", "conv.weight", "moe.w13[1].gate"} <= names
-
-
-@cells(ranks=[2, 4], stage=[0, 1, 2, 3])
-@on_ranks()
-def test_zero(stage: int) -> None:
-    check_deepspeed(stage, bucket_numel=500, **({"policy": "balance"} if stage in (1, 2) else {}))
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-@on_ranks(2)
-def test_owned_storage_in_deepspeed(stage: int) -> None:
-    check_deepspeed(stage, storage="owned")
-
-
-@cells(ranks=[1, 2, 3, 4], layout=["padded", "compact", "auto"], step_in_backward=[False, True])
-@on_ranks()
-def test_owned(layout: str, step_in_backward: bool) -> None:
-    model, single = exact_sums(FusedLM()), FusedReference(exact_sums(FusedLM()))
-    optimizer = optimizer_for(model, atoms=ATOMS, layout=layout, step_in_backward=step_in_backward)
-    clip = QKClip(optimizer, LAYERS, BOUND)
-    for step in range(STEPS):
-        clip(logits(step))
-        train(model, optimizer, range(step, step + 1))
-        step_alone(single, step, dist.get_world_size())
-        by_hand(single.model, step)
-    assert difference(model, single.model) == 0.0
-
-
-def inputs(param: Tensor) -> Shard | None:
-    """Shard(1), and of the experts within every slice."""
-    return Shard(1 if param.ndim > 1 and param.shape[1] % dist.get_world_size() == 0 else 0)
-
-
-@cells(
-    lambda ranks, placement, attach=None: placement != "hybrid" or ranks == 4,
-    ranks=[2, 4],
-    placement=["rows", "inputs", "hybrid"],
-    attach=[False, True],
-)
-@on_ranks()
-def test_fsdp2(placement: str, attach: bool) -> None:
-    model, world_size = FusedLM(), dist.get_world_size()
-    if placement == "hybrid":
-        fully_shard(model, mesh=mesh_of(2, 2, names=("replicate", "shard")))
-    else:
-        fully_shard(model, mesh=mesh_of(world_size), shard_placement_fn=inputs if placement == "inputs" else None)
-    sharded, single = Sharded(model, world_size, dist.get_rank()), FusedReference()
-    options = {"elementwise": ELEMENTWISE, "atoms": ATOMS, "report": False, "bucket_matrices": 2}
-    optimizer = fsdp2.LayerWiseOptimizer(model, **MUON, **options)
-    if attach:
-        optimizer.attach(model)
-    clip = QKClip(optimizer, LAYERS, BOUND)
-    for step in range(STEPS):
-        clip(logits(step))
-        backward(sharded, step)
-        copy_gradients(model, single.model)
-        for one in (single.muon, single.adamw, optimizer):
-            one.step()
-            one.zero_grad()
-        by_hand(single.model, step)
-    assert largest_difference(weights_of(model), single.model) == 0.0
-    assert sum(len(stepper.plan.atoms) for stepper in optimizer._steppers) == COUNT
+            owners = {atom.name: owner for atom, owner in zip(plan.atoms, plan.ownership.owners)}
+            assert len(owners) == COUNT and (len(plan.buckets) > 1 or options["policy"] == "stay")
+            some = {"qkv.weight.q", "gate_up.weight.up", "experts.up[2]", "conv.weight", "moe.w13[1].gate"}
+            turned = {f"turned.up[{number}]" for number in range(5)}
+            assert some | turned <= owners.keys()
+            assert options["policy"] == "stay" or len({owners[name] for name in turned}) > 1
+            reasons = {route.name: route.reason for route in optimizer._binding.grouping.routes}
+            assert reasons["turned.up"] == "5 stacked experts, stored transposed"
 
 
 class Stack(nn.Module):

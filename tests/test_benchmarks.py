@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks.rules import measure, packaged
 from lwopt_backend.rules.newton_schulz import IMMEDIATE, KERNELS, PACKAGES
 from tests.launcher import ROOT, succeeds
 from tests.on_ranks import on_ranks
+from tests.ranks import gathered
 
 WIDTH = 32  # whose parts over the ranks fill vector registers: AdamW then rounds as on whole parameters
 MATRICES = 4  # of the one layer
@@ -220,9 +220,7 @@ def test_a_step_launches_so_much(engine: str) -> None:
             count = launches.count_step(launches.systems(shape)[engine]["ours"], shape)
         finally:
             IMMEDIATE.add("cpu")
-    of_ranks: list[Any] = [None] * 2
-    dist.all_gather_object(of_ranks, count)
-    most = max(of_ranks, key=lambda count: count.launches)
+    most = max(gathered(count), key=lambda count: count.launches)
     products = sum(most.newton_schulz[name] for name in launches.PRODUCTS)
     assert products == 15 * most.calls
     found = most.operations.total(), most.calls, most.host_reads, most.collectives

@@ -1,6 +1,5 @@
 """What docs/checkpoints.md, formats.md and from_megatron.md show is true: commands run, tables are the code's."""
 
-import json
 import math
 import re
 import shlex
@@ -19,19 +18,15 @@ from lwopt_backend.checkpoint.names.rules import MapFile, RuleEntry
 from lwopt_backend.cli import app
 from tests import megatron_dist
 from tests.command_line import lwopt, torch_dist
-from tests.launcher import ROOT, run_script, succeeds
+from tests.launcher import run_script, succeeds
+from tests.pages import PAGES, blocks, table
 from tests.ranks import RankPool, free_port
 
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("checkpoints", "formats", "from_megatron")}
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 HEADS, GROUPS = 4, 2  # as the pages have it
 
 
 # The pages' commands, in a folder with a checkpoint in Megatron's format
-def blocks(page: str) -> list[tuple[str, str, str]]:
-    return re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
-
-
 def run(page: str, folder: Path, ranks: RankPool | None = None) -> dict[str, str]:
     """Run all commands of a page one after the other, scripts on ``ranks`` if given; what each prints, by command."""
     for _, name, text in blocks(page):
@@ -113,45 +108,28 @@ def test_what_the_reference_shows_runs(walked: tuple[Path, dict[str, str]]) -> N
 
 
 # Tables
-def section(page: str, heading: str) -> str:
-    (found,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGES[page], re.MULTILINE | re.DOTALL)
-    return found
-
-
-def rows(text: str, first: str) -> list[list[str]]:
-    lines = text[text.index(f"| {first} |") :].splitlines()[2:]
-    found = []
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        found.append([cell.strip() for cell in line.strip("|").split(" |")])
-    assert found
-    return found
-
-
 def words(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
 def test_formats_names_operations_and_keys_in_the_tables_are_those_that_there_are() -> None:
-    text = section("formats", "What is read and written")
-    assert [words(cells[0])[0] for cells in rows(text, "`--from`")] == list(formats.READERS)
-    assert [words(cells[0])[0] for cells in rows(text, "`--to`")] == list(choices.WRITERS)
-    written = {word for cells in rows(text, "`--from`") for word in re.findall(r"--to (\w+)", cells[2])}
+    where = "formats", "What is read and written"
+    assert [words(cells[0])[0] for cells in table(*where, "`--from`")[1:]] == list(formats.READERS)
+    assert [words(cells[0])[0] for cells in table(*where, "`--to`")[1:]] == list(choices.WRITERS)
+    written = {word for cells in table(*where, "`--from`")[1:] for word in re.findall(r"--to (\w+)", cells[2])}
     assert written == set(choices.WRITERS)
-    assert {words(cells[0])[0] for cells in rows(section("formats", "Names"), "`--names`")} == set(names.FAMILIES)
-    own = section("formats", "A map of your own")
+    assert {words(cells[0])[0] for cells in table("formats", "Names", "`--names`")[1:]} == set(names.FAMILIES)
     tables = {"operation": OPERATIONS, "key": MapFile.model_fields, "key of a rule": RuleEntry.model_fields}
-    for heading, known in tables.items():
-        assert {word for cells in rows(own, heading) for word in words(cells[0])} == set(known), heading
+    for first, known in tables.items():
+        rows = table("formats", "A map of your own", first)[1:]
+        assert {word for cells in rows for word in words(cells[0])} == set(known), first
 
 
 @pytest.mark.parametrize("family", ["hf-llama", "hf-gpt2", "megatron-deepspeed"])
 def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
-    table = rows(section("from_megatron", "Parameters"), "`megatron-core`")
-    head = next(line for line in PAGES["from_megatron"].splitlines() if line.startswith("| `megatron-core` |"))
-    column = [words(cell)[0] for cell in head.strip("|").split(" |")].index(family)
-    pairs = {words(cells[0])[0]: words(cells[column]) for cells in table if words(cells[column])}
+    head, *rows = table("from_megatron", "Parameters", "`megatron-core`")
+    column = head.index(f"`{family}`")
+    pairs = {words(cells[0])[0]: words(cells[column]) for cells in rows if words(cells[column])}
     # 24 rows, as 2 heads of 4 of q, k and v have.
     params = {name: Param(held(torch.zeros(8) if "norm" in name else torch.zeros(24, 8), name)) for name in pairs}
     checkpoint = Checkpoint("made up", "", "megatron-core", params)
@@ -165,8 +143,8 @@ def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
 # Commands and settings anywhere on the pages
 def test_every_command_on_the_pages_parses() -> None:
     checked = 0
-    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        text = "" if page.stem == "command_line" else page.read_text().replace("\\\n", "")  # has usages
+    for page, text in PAGES.items():
+        text = "" if page == "command_line" else text.replace("\\\n", "")  # has usages
         plain = re.sub(r"\s*\n\s*", " ", text)
         for line in [*re.findall(r"^lwopt .*$", text, re.M), *re.findall(r"`(lwopt \w+ [^`]+)`", plain)]:
             _, command, *arguments = shlex.split(line)
@@ -178,10 +156,3 @@ def test_every_command_on_the_pages_parses() -> None:
                 assert given.get(key) is None or given[key] in names.FAMILIES or given[key].endswith(".json"), line
             checked += 1
     assert checked > 20
-
-
-def test_every_block_of_json_parses_and_every_heading_is_in_the_list() -> None:
-    found = [text for page in PAGES for language, _, text in blocks(page) if language == "json"]
-    assert len(found) == 3 and all(json.loads(text) for text in found)
-    for text in PAGES.values():
-        assert re.findall(r"^- \[(.*?)\]\(#", text, re.MULTILINE) == re.findall(r"^## (.*)$", text, re.MULTILINE)

@@ -5,19 +5,25 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests import owned
 from tests.cells import cells
-from tests.engines import ENGINES, OWNED, RULES, ZERO, Cell, check
+from tests.engines import ENGINES, OWNED, RULES, ZERO, Alone, Cell, ExactLM, check, running
+from tests.models import MATRICES
 from tests.on_ranks import on_ranks
+from tests.owned import shares
 from tests.ranks import RankPool
 from tests.rules import CAUTIOUS, SECTIONS
+from tests.zero import ADAMW, MUON
 
 # torch's fused loop over vectors rounds otherwise than what it does with the last few elements, and which those are
 # depends on how parameters are cut.
@@ -132,6 +138,41 @@ def test_every_elementwise_rule_on_every_engine(ranks: RankPool, engine: str) ->
 def test_every_protocol_on_four_ranks(ranks: RankPool, engine: str) -> None:
     travels = {"policy": "balance"} if engine in ("zero 1", "zero 2") else {}
     equal(ranks, *(Cell(engine, rule, options=travels) for rule in ("adamuon", "soap", "sum, coupled")))
+
+
+# A group's lr and weight decay are those of matrices and of the rest, where its section says nothing else. One is so
+# small that at ZeRO 2 not every one of four ranks stores a part of it.
+GROUPS: tuple[dict[str, Any], ...] = (
+    {"params": ("embedding", "layers", "lm_head"), "lr": 0.01, "weight_decay": 0.2, "adamw": {"lr": 1e-3}},
+    {"params": "gate.weight", "lr": 0.005},
+    {"params": "gate.bias", "weight_decay": 0.0},
+)
+RATES = [("muon", 0.01, 0.2), ("adamw", 1e-3, 0.2), ("muon", 0.005, 0.1), ("adamw", 3e-3, 0.0)]
+
+
+@cells(ranks=[2, 4], engine=ENGINES)
+@on_ranks()
+def test_param_groups_have_their_own_rates_and_keep_their_ratio(engine: str) -> None:
+    """Also what has loaded them."""
+    cell, single, world_size = Cell(engine, groups=GROUPS), Alone(ExactLM(), "muon", "adamw"), dist.get_world_size()
+    rest = dict(single.model.named_parameters())
+    (*matrices, gate), bias = [rest.pop(name) for name in MATRICES], rest.pop("gate.bias")
+    of_muon = [{"params": matrices, "lr": 0.01, "weight_decay": 0.2}, {"params": gate, "lr": 0.005}]
+    of_adamw = [{"params": [*rest.values()], "lr": 1e-3, "weight_decay": 0.2}, {"params": bias, "weight_decay": 0.0}]
+    single.optimizers = [torch.optim.Muon(of_muon, **MUON), torch.optim.AdamW(of_adamw, **ADAMW)]
+    for step in range(3):
+        single.step(shares(step, world_size), world_size)
+    loads = engine in ("plain", "fsdp2")
+    with running(cell, ExactLM()) as one, running(cell, ExactLM()) if loads else nullcontext(one) as other:
+        one.train(range(3))
+        weights = one.weights()
+        assert all(torch.equal(weights[name], param) for name, param in single.model.named_parameters())
+        assert [(group["rule"], group["lr"], group["weight_decay"]) for group in one.optimizer.param_groups] == RATES
+        if loads:
+            other.optimizer.load_state_dict(one.optimizer.state_dict())
+        for group in other.optimizer.param_groups:
+            group["lr"] = 0.2
+        assert [group["lr"] for group in other.optimizer.param_groups] == pytest.approx([0.1, 0.01, 0.05, 0.03])
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -40,7 +39,7 @@ from lwopt_backend.checkpoint.files.folders import NEW, read_pointer, write_fold
 from lwopt_backend.checkpoint.files.torch_files import ALIGNMENT, save
 from lwopt_backend.checkpoint.megatron import dist as megatron_dist
 from tests import hostile
-from tests.command_line import files, lwopt, refused, succeeds, torch_dist
+from tests.command_line import files, lwopt, refused, succeeds, too_large, torch_dist
 from tests.hostile import Payload, replaced
 
 ROOT = Path(__file__).parents[1]
@@ -747,17 +746,12 @@ def test_a_target_has_many_spellings(whole: dict[str, Path], tmp_path: Path, mon
 # A full disk
 @pytest.mark.parametrize("target", ["universal", "universal, into a folder", "megatron", "dcp", "safetensors"])
 def test_a_file_that_cannot_be_written_is_one_error_that_names_the_target(tmp_path: Path, target: str) -> None:
-    """The system says that a file is too large where it would else say that the disk is full."""
     source = torch_dist(tmp_path / "from") if target == "megatron" else hostile.stage0(tmp_path / "from")
     place, (target, *there) = tmp_path / "to" / "new", target.split(", ")
     if there:
         place.mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))
-    try:
+    with too_large():
         said = refused("convert", source, place, "--to", target, *(["--heads", 4] if target == "megatron" else []))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert said.count("\n") == 1 and str(place) in said and "File too large" in said
     assert sorted(tmp_path.rglob("*")) == before

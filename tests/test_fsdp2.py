@@ -28,14 +28,12 @@ from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.cells import cells, with_full
 from tests.fsdp2 import (
-    MATRIX_NAMES,
     MODES,
     MUON,
     SHARDINGS,
     BesideTwin,
     by_rank,
     fsdp,
-    gathered,
     gradients_of,
     layer_wise,
     mesh_of,
@@ -45,7 +43,7 @@ from tests.fsdp2 import (
 )
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
+from tests.ranks import gathered
 
 NO_GRADIENT = ("layers.0.weight", "layers.2.bias", "gate.weight")
 # Every sharding in fp32 and with attach, every mode in two shardings; with --full the whole support table of the page.
@@ -77,33 +75,6 @@ def test_every_sharding_and_mode_has_the_bits_of_one_process(sharding: str, mode
     # torch's CPU kernels round a bf16 sum otherwise at the end of a tensor, and a shard ends elsewhere: now and then a
     # weight (of at most 1) is off by one or two roundings.
     run.check(2**-8 if mode == "bf16 parameters" else 0.0)
-
-
-# Groups and rates
-
-
-@on_ranks(2)
-def test_groups_keep_their_rates_and_their_ratio_also_after_a_checkpoint_is_loaded() -> None:
-    run = BesideTwin()
-    first = [p for name, p in named(run.model) if name.startswith("layers.0")]
-    rest = [p for name, p in named(run.model) if not name.startswith("layers.0")]
-    groups = [{"params": first, "lr": 0.01, "adamw": {"lr": 1e-3}}, {"params": rest, "weight_decay": 0.0}]
-    elementwise = {"name": "adamw", "lr": 3e-3}
-    run.optimizer = LayerWiseOptimizer(run.model, lr=0.02, elementwise=elementwise, params=groups, report=False)
-    params, others = run.twin.params, [n for n in run.twin.params if n not in MATRIX_NAMES and n != "layers.0.bias"]
-    run.twin.optimizers = [
-        torch.optim.Muon([params["layers.0.weight"]], lr=0.01, weight_decay=0.1),
-        torch.optim.Muon([params[n] for n in MATRIX_NAMES if n != "layers.0.weight"], lr=0.02, weight_decay=0.0),
-        torch.optim.AdamW([params["layers.0.bias"]], lr=1e-3),
-        torch.optim.AdamW([params[n] for n in others], lr=3e-3, weight_decay=0.0),
-    ]
-    run.train(3)
-    run.check()
-    fresh = LayerWiseOptimizer(run.model, lr=0.02, elementwise=elementwise, params=groups, report=False)
-    fresh.load_state_dict(run.optimizer.state_dict())
-    for group in fresh.param_groups:
-        group["lr"] = 0.2
-    assert [group["lr"] for group in fresh.param_groups] == pytest.approx([0.1, 0.01, 0.2, 0.03])
 
 
 # Steps
@@ -203,7 +174,10 @@ def test_a_parameter_without_dimensions_is_trained(dtype: torch.dtype) -> None:
     assert model.scale < 1.0
 
 
-def train_knowing_different_numbers_of_groups() -> None:
+@on_ranks(4)
+@pytest.mark.usefixtures("ranks_to_spoil")  # the groups are to be made in the test
+def test_ranks_that_know_different_numbers_of_groups_meet() -> None:
+    """torch names a group by how many groups its maker knows."""
     for _ in range(1 + dist.get_rank() % 2):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     model = UnevenLM()
@@ -213,28 +187,15 @@ def train_knowing_different_numbers_of_groups() -> None:
     run.check()
 
 
-def test_ranks_that_know_different_numbers_of_groups_meet(rank_pools: dict[int, RankPool]) -> None:
-    """torch names a group by how many groups its maker knows."""
-    pool = rank_pools[4]
-    pool.renew()  # the groups are to be made in the test
-    pool.run(train_knowing_different_numbers_of_groups)
-    pool.renew()
-
-
-def half_of_all_after_half_alone() -> None:
+@on_ranks(4)
+@pytest.mark.usefixtures("ranks_to_spoil")
+def test_a_group_that_some_ranks_made_alone_is_not_missed_by_the_others() -> None:
+    """As where a module on two of the ranks has an exchange group of its own."""
     half = [0, 1] if dist.get_rank() < 2 else [2, 3]
     pair = dist.new_group([0, 1])
     if half == [0, 1]:
         TorchCollectives.over(half, [pair])
     TorchCollectives.over(half, [dist.group.WORLD]).all_reduce(torch.zeros(1))
-
-
-def test_a_group_that_some_ranks_made_alone_is_not_missed_by_the_others(rank_pools: dict[int, RankPool]) -> None:
-    """As where a module on two of the ranks has an exchange group of its own."""
-    pool = rank_pools[4]
-    pool.renew()
-    pool.run(half_of_all_after_half_alone)
-    pool.renew()
 
 
 # Models that change

@@ -17,9 +17,10 @@ from lwopt_backend.rules import muon
 from lwopt_backend.storage.mesh import reshard
 from tests.cells import cells
 from tests.counted import Counted, words_nbytes
-from tests.fsdp2 import ROWS, BesideTwin, gathered, layer_wise, layers_of, set_sync, shard
+from tests.fsdp2 import ROWS, BesideTwin, layer_wise, layers_of, set_sync, shard
 from tests.models import batch
 from tests.on_ranks import on_ranks
+from tests.ranks import gathered
 
 
 def counted_steps(sharding: str, **options: Any) -> tuple[BesideTwin, Counted, list[tuple[int, ...]]]:

@@ -14,6 +14,7 @@ from lwopt_backend.checkpoint.convert import as_ours
 from lwopt_backend.checkpoint.gates import Gate, check
 from lwopt_backend.checkpoint.names import CORE, Numbers, translate
 from lwopt_backend.config.registry import option_names, options_of
+from tests.checkpoint_contents import changed
 from tests.command_line import SAMPLES
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -41,11 +42,6 @@ def whole(**changes: Any) -> Checkpoint:
 
 def having(params: dict[str, Param]) -> Checkpoint:
     return dataclasses.replace(whole(), params=params)
-
-
-def changed(source: Checkpoint, name: str, **changes: Any) -> Checkpoint:
-    found = dataclasses.replace(source.params[name], **changes)
-    return dataclasses.replace(source, params={**source.params, name: found})
 
 
 def with_state(source: Checkpoint, name: str, key: str, value: torch.Tensor | None) -> Checkpoint:

@@ -28,6 +28,7 @@ from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.cells import cells
 from tests.launcher import ROOT, metrics, run_script, succeeds, surroundings_kept
 from tests.on_ranks import on_ranks
+from tests.pages import blocks, table
 from tests.ranks import RankPool, free_port
 from tests.zero import newton_schulz_in_float32
 
@@ -405,20 +406,15 @@ def test_what_cannot_be_before_and_after_sharding_is_refused() -> None:
 
 
 # The page
-PAGE = (ROOT / "docs" / "hugging_face.md").read_text()
-START = (ROOT / "docs" / "start" / "hugging_face.md").read_text()
-
-
 def test_the_pages_optimizer_entry_is_complete() -> None:
-    (entry,) = re.findall(r"^```json\n(.*?)^```$", START, re.MULTILINE | re.DOTALL)
-    params = json.loads(f"{{{entry}}}")["optimizer"]["params"]
+    (entry,) = blocks("start/hugging_face", "json")
+    params = json.loads(f"{{{entry.text}}}")["optimizer"]["params"]
     assert {key for key, value in params.items() if value == "auto"} == {"lr", "weight_decay"}
     parse(LayerWiseMuonConfig, {**params, "lr": 0.02, "weight_decay": 0.1}, "the page")
 
 
 def test_the_pages_table_has_a_row_for_every_case() -> None:
-    section = PAGE[PAGE.index("## What is checked on DeepSpeed\n") :]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    rows = table("hugging_face", "What is checked on DeepSpeed")[1:]
     told = {(row[0].split(",")[0], row[1].strip("`").split()[0], row[2][0], row[3].split(",")[0]) for row in rows}
     names = {TRAINER: "Trainer", ACCELERATE: "Accelerate", "llama": "Llama", "gpt2": "GPT-2"}
     cases = [case for case in CASES.values() if case.config is not None]

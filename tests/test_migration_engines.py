@@ -26,13 +26,15 @@ from tests import test_zero_moe as moe
 from tests import test_zero_pipeline as pipelines
 from tests import zero
 from tests.cells import cells
-from tests.checkpoint_engines import equal, full_weights_of
+from tests.checkpoint_contents import same
+from tests.checkpoint_engines import full_weights_of
 from tests.engines import ENGINES, OWNED, Alone, Cell, Engine, ExactLM, UnderDeepSpeed, running
 from tests.fsdp2 import MATRIX_NAMES, layer_wise, named, shard, whole
 from tests.migration import eager, entry
 from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.owned import shares
+from tests.ranks import gathered
 from tests.rule_steps import random
 
 BEFORE, AFTER = range(3), range(3, 6)
@@ -229,7 +231,7 @@ def assert_deepspeed_takes(engine: Any, state: Named, name_of: Callable[[str], s
         name = name_of(name)
         for key in state[name].keys() - {"step"}:
             assert torch.equal(safe_get_full_optimizer_state(param, key), state[name][key]), (name, key)
-    assert equal(full_weights_of(engine), masters)
+    assert same(full_weights_of(engine), masters)
 
 
 @cells(
@@ -284,10 +286,9 @@ def test_experts_under_one_name_are_refused_on_fsdp2() -> None:
 def test_every_rank_under_deepspeed_takes_its_own_experts() -> None:
     with zero.engine_for(moe.settings_for(2), moe.Mixture()) as engine:
         name_of = functools.partial(renumbered, first=first_experts(engine))
-        shapes = [{name_of(name): tuple(param.shape) for name, param in engine.module.named_parameters()}] * 4
-        dist.all_gather_object(shapes, shapes[0])
+        mine = {name_of(name): tuple(param.shape) for name, param in engine.module.named_parameters()}
         state = numbers_for(
-            {name: shape for of_rank in shapes for name, shape in of_rank.items()},
+            {name: shape for of_rank in gathered(mine) for name, shape in of_rank.items()},
             lambda name: name.endswith("weight") and not name.startswith(("embedding", "lm_head")),
         )
         assert_deepspeed_takes(engine, state, name_of)

@@ -16,7 +16,8 @@ from lwopt_backend import LayerWiseOptimizer, migration
 from lwopt_backend.config.registry import optimizer_arguments
 from lwopt_backend.migration import convert_named_momentum, from_checkpoint, from_dion, from_keller_jordan, from_torch
 from lwopt_backend.rules.newton_schulz import TABLES
-from tests.migration import PAGE, distance, eager, ours_for, rules_for
+from tests.migration import distance, eager, ours_for, rules_for
+from tests.pages import PAGES
 from tests.rule_steps import SHAPES, gradients, random, rule_of, trained, trained_by
 
 
@@ -267,7 +268,7 @@ def test_what_cannot_be_read(state_dict: dict[str, Any], how: dict[str, Any], me
 
 def test_every_source_is_on_the_page() -> None:
     for source in migration.SOURCES:
-        assert f"`{source}`" in PAGE
+        assert f"`{source}`" in PAGES["migration"]
 
 
 # Their param groups as our arguments

@@ -20,7 +20,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.names import CORE, FAMILIES, Numbers, apply, find, translate
 from lwopt_backend.checkpoint.names.rules import NameMap, Pattern, Rule, rule
 from lwopt_backend.routing.routing import AtomSettings, blocks_of
-from tests.checkpoint_contents import params_of, same, watched
+from tests.checkpoint_contents import changed, params_of, same, watched
 from tests.command_line import genuine
 
 Tensors = Mapping[str, Tensor]
@@ -59,11 +59,6 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
     assert set(found) == set(expected)
     for name in expected:
         assert found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]), name
-
-
-def replaced(source: Checkpoint, name: str, **changes: Any) -> Checkpoint:
-    changed = dataclasses.replace(source.params[name], **changes)
-    return dataclasses.replace(source, params={**source.params, name: changed})
 
 
 # Megatron-core's form of a Hugging Face model, written down row by row
@@ -412,14 +407,14 @@ def test_states_of_another_form_follow_a_rename_only() -> None:
     fc1, fc2 = (f"{LAYER}.mlp.linear_fc{number}.weight" for number in (1, 2))
     owned = {0: {"row": torch.ones(3)}}
     odd = {name: {**source.params[name].states, "second": held(torch.ones(2), "second")} for name in (fc1, fc2)}
-    there = translate(replaced(source, fc2, states=odd[fc2], owner_states=owned), "hf-llama")
+    there = translate(changed(source, fc2, states=odd[fc2], owner_states=owned), "hf-llama")
     kept = there.params["model.layers.0.mlp.down_proj.weight"]
     assert kept.owner_states == owned and kept.states["second"].shape == (2,)
     with pytest.raises(CheckpointError, match=r"what a rule keeps of its matrices \(owner_states\), which cannot fo"):
-        translate(replaced(source, fc1, owner_states=owned), "hf-llama")
+        translate(changed(source, fc1, owner_states=owned), "hf-llama")
     with pytest.raises(CheckpointError, match=r"'second' of shape \(2,\), which cannot follow"):
-        translate(replaced(source, fc1, states=odd[fc1]), "hf-llama")
-    padded = replaced(source, EMBEDDING, owner_states=owned)  # its padding stays, or is cut
+        translate(changed(source, fc1, states=odd[fc1]), "hf-llama")
+    padded = changed(source, EMBEDDING, owner_states=owned)  # its padding stays, or is cut
     assert translate(padded, "hf-llama").params["model.embed_tokens.weight"].owner_states
     with pytest.raises(CheckpointError, match="owner_states"):
         translate(padded, "hf-llama", Numbers(vocab_size=1))
@@ -447,7 +442,7 @@ def test_parts_that_differ_are_not_joined(changes: dict[str, Any]) -> None:
     if "weight" in changes:
         changes, said = {"weight": there.params[name].weight.to(changes["weight"])}, "torch.bfloat16 .* cannot be join"
     with pytest.raises(CheckpointError, match=said):
-        translate(replaced(there, name, **changes), CORE)
+        translate(changed(there, name, **changes), CORE)
 
 
 def test_names_that_are_made_twice_maps_of_other_names_and_stacks_of_another_size_are_refused() -> None:
@@ -700,7 +695,7 @@ def test_one_sentence_serves_all_layers_and_blockwise_ranks_and_none_what_muon_d
     assert any("each of 2 tensor-parallel ranks" in note for note in of_ranks)
     for name, param in source.params.items():
         states = {key: state for key, state in param.states.items() if key != "momentum_buffer"}
-        source = replaced(source, name, states=states)
+        source = changed(source, name, states=states)
     assert translate(source, "hf-llama").notes == ()
 
 

@@ -14,14 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lwopt_backend.config.registry import MATRIX_RULES, MuonOptions
 from lwopt_backend.rules import gram_newton_schulz, newton_schulz
-from lwopt_backend.rules.newton_schulz import TABLES, by_step, segments
+from lwopt_backend.rules.newton_schulz import TABLES, by_step
 from tests.cells import cells
 from tests.rule_steps import random, rule_of
+from tests.test_muon import STEPS, table_restarts
 
 packages: Any = import_module("lwopt_backend.rules.newton_schulz")
 SHAPES = [(16, 40), (40, 16), (24, 24), (3, 16, 40), (2, 2, 40, 16)]
 WAYS = {True: gram_newton_schulz, False: newton_schulz}
-STEPS = {"simple": 5, "quintic": 5, "polar_express": 8, "polar_express_5": 5}
 
 
 class Quack:
@@ -144,14 +144,9 @@ def test_the_package_gets_norms_margins_and_restarts(
     torch.testing.assert_close(ours, newton_schulz(matrices, **options, dtype=torch.float32), rtol=0, atol=1e-3)
     assert torch.equal(matrices, kept) and ours.dtype == torch.float32 and not ours[2].any()
     if restarts is None:
-        made = packages._iteration(packages._for_norm_one(table, STEPS[table]), ends(table), on_gram, False)
-        assert made.resets == list(ends(table)) and GramNewtonSchulz.made  # ours, found again
+        made = packages._iteration(packages._for_norm_one(table, STEPS[table]), table_restarts(table), on_gram, False)
+        assert made.resets == list(table_restarts(table)) and GramNewtonSchulz.made  # ours, found again
     packages._iteration.cache_clear()
-
-
-def ends(table: str) -> tuple[int, ...]:
-    lengths = [len(segment) for segment in segments(table, STEPS[table])]
-    return tuple(sum(lengths[: count + 1]) for count in range(len(lengths) - 1))
 
 
 def test_the_rule_calls_the_package_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:

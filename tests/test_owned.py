@@ -19,7 +19,6 @@ from tests import owned as scenarios
 from tests.cells import with_full
 from tests.on_ranks import on_ranks
 from tests.owned import Branches, Turn, assert_same, back, difference, exact_sums, optimizer_in, rows, train_ours, truth
-from tests.zero import ADAMW
 
 ALL = tuple(scenarios.MODES)
 LAYOUTS = {"auto": 0.0001, "padded": 0.0001, "compact": 0.0005}  # in megabytes, what makes six buckets of ``Branches``
@@ -206,29 +205,6 @@ def test_every_loop_and_model_equals_one_process_in_every_mode(loop: str, first:
 
 
 # What else goes on around a step
-@on_ranks(2)
-def test_param_groups_have_their_own_rates() -> None:
-    """A group's lr and weight decay are those of matrices and of the rest, where its section says nothing else."""
-
-    def parts(net: nn.Module) -> list[list[nn.Parameter]]:
-        first = list(net.first.parameters())
-        return [first, [p for p in net.parameters() if all(p is not q for q in first)]]
-
-    model, expected = exact_sums(Branches()), exact_sums(Branches())
-    given = [{"lr": 0.05, "weight_decay": 0.0, "adamw": {"lr": 1e-3}}, {"lr": 0.01, "weight_decay": 0.3}]
-    ours = optimizer_in(model, params=[{"params": params, **each} for params, each in zip(parts(model), given)])
-    optimizers: list[Any] = [ours]
-    for params, lr, adamw_lr, decay in zip(parts(expected), (0.05, 0.01), (1e-3, 0.01), (0.0, 0.3)):
-        optimizers.append(torch.optim.Muon([p for p in params if p.ndim == 2], lr=lr, weight_decay=decay))
-        rates = {**ADAMW, "lr": adamw_lr, "weight_decay": decay}
-        optimizers.append(torch.optim.AdamW([p for p in params if p.ndim < 2], **rates))
-    for step in range(3):
-        back(model, step)
-        scenarios.mean_gradients(expected, Turn.back, step)
-        scenarios.step_all(optimizers)
-    assert_same(model, expected)
-
-
 @on_ranks(2)
 def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     model, optimizer = scenarios.made()

@@ -12,7 +12,7 @@ from lwopt_backend import LayerWiseOptimizer
 from tests.cells import cells
 from tests.on_ranks import on_ranks
 from tests.owned import Turn, assert_same, exact_sums, optimizer_in, rows, train_ours, truth
-from tests.ranks import RankPool, kept_in_a_world
+from tests.ranks import gathered, kept_in_a_world
 
 EXPERTS = 4  # ranks 0 and 2 have the first two, ranks 1 and 3 the others
 OPTIONS: list[dict[str, Any]] = [{}, {"group_size": 2}, {"expert_group_size": 1}, {"overlap_param_gather": True}]
@@ -76,14 +76,10 @@ def test_experts_and_the_rest_equal_one_process_and_count_in_the_norm(layout: st
     assert float(optimizer.grad_norm()) == pytest.approx(norms[-1], rel=1e-6)
 
 
-def loads_of_ranks() -> list[int]:
+@on_ranks(4)
+def test_dense_matrices_go_where_experts_leave_room() -> None:
     core = expert_optimizer(sharded()[0], group_size=4).core
-    return [held.plan.loads[held.sharers.instance.rank] for held in core.holdings]
-
-
-@pytest.mark.parametrize("ranks", [4], indirect=True)
-def test_dense_matrices_go_where_experts_leave_room(ranks: RankPool) -> None:
-    loads = ranks.run(loads_of_ranks)
+    loads = gathered([held.plan.loads[held.sharers.instance.rank] for held in core.holdings])
     with_dense = [experts for dense, experts in loads if dense]
     assert min(experts for _, experts in loads) == max(with_dense)
 

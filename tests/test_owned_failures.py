@@ -85,7 +85,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 STEPS = {"step_in_backward": True}
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
-    "unknown option": (lambda: made(bucket_md=3), "did you mean 'bucket_mb'?"),
     "step and keep": (lambda: made(**STEPS, keep_full_grads=True), "needs overlap_grad_reduce, and no keep"),
     "step without overlap": (lambda: made(**STEPS, overlap_grad_reduce=False), "needs overlap_grad_reduce"),
     # gloo would read tensors that lie elsewhere as if they were in its memory.

@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lwopt_backend.runtime.collectives import Pending, TorchCollectives, largest_of_all
 from tests import owned
 from tests.cells import cells
+from tests.engines import Cell, Engine
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
-from tests.owned import exact_sums, shares, train
+from tests.owned import exact_sums, shares
 from tests.zero import Masters, batch_shares
 
 LAYOUTS = ["padded", "compact", "auto"]
@@ -199,8 +200,10 @@ def test_no_norm_and_no_maximum_hides_a_nan(bad: int) -> None:
 # Sums as they round
 def weights_on_real_gradients(layout: str, **options: Any) -> dict[str, Tensor]:
     model = UnevenLM()
-    train(model, owned.optimizer_for(model, layout=layout, **options), 5, accumulation=2, clip=0.3)
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = owned.optimizer_for(model, layout=layout, **options)
+    engine = Engine(Cell("plain", accumulation=2, clip=0.3), model, optimizer)
+    engine.train(range(5))
+    return engine.weights()
 
 
 @on_ranks()

@@ -1,11 +1,9 @@
 """What ranks hold and send is what ``memory_report`` and ``traffic`` say, byte for byte: counted over live tensors, by
 the allocator's own events, and in the tensors given to c10d."""
 
-import contextlib
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwopt_backend import LayerWiseOptimizer
@@ -23,12 +19,11 @@ from lwopt_backend.plan.buffers.layout import Bucket
 from lwopt_backend.plan.cost import RankMemory
 from tests.allocations import allocations, come_to_be, live_bytes, watched
 from tests.cells import with_full
-from tests.fsdp2 import gathered
+from tests.engines import Cell, running
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.owned import optimizer_for, shares
-from tests.ranks import RankFailed, RankPool
-from tests.zero import config, engine_for
+from tests.ranks import RankFailed, RankPool, gathered
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PADDED, COMPACT = {"layout": "padded"}, {"layout": "compact"}
@@ -308,34 +303,26 @@ SMALL = 2048  # norms and flags
 OWNED = ("owned 0", "owned 1", "owned 2", "plain")  # whose gradients are at their owners before
 
 
-@contextlib.contextmanager
-def made(engine: str, layers: int) -> Iterator[tuple[nn.Module, Any, Any]]:
-    """A model of square matrices or its engine, what clears its gradients, and our optimizer, whose step is watched."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    options: dict[str, Any] = {"include": ["*"], "lr": 0.02, "report": False}
-    bucket_mb = IN_A_BUCKET * MATRIX * 4 / 2**20
-    if engine == "plain":
-        optimizer = LayerWiseOptimizer(model, **options, bucket_mb=bucket_mb)
-        yield model, optimizer, optimizer
-    elif engine == "fsdp2":
-        fully_shard(model)
-        optimizer = LayerWiseOptimizer(model, **options, bucket_matrices=IN_A_BUCKET)
-        yield model, optimizer, optimizer
-    else:
-        storage, stage = engine.split()
-        sizes = {"bucket_mb": bucket_mb} if storage == "owned" else {"bucket_numel": IN_A_BUCKET * MATRIX}
-        policy = {"policy": "balance"} if storage == "zero" and stage in "12" else {}
-        with engine_for(config(int(stage), storage=storage, include=["*"], **sizes, **policy), model) as built:
-            outer = built.optimizer
-            yield built, outer, getattr(outer, "optimizer", outer)
+class Squares(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = chain(layers, WIDTH)
+
+    def forward(self, rows: Tensor, targets: Tensor) -> Tensor:
+        return (self.layers(rows) - targets).square().mean()
 
 
 def held_by_a_step(engine: str, layers: int) -> int:
     """The most bytes that a step allocates on top of what there was before it: the least of the third to the tenth.
     Where a machine is busy, the transport's thread may be the last to hold a buffer of the step before."""
-    with made(engine, layers) as (model, optimizer, ours):
+    elements = IN_A_BUCKET * MATRIX
+    options: dict[str, Any] = {"bucket_mb": elements * 4 / 2**20} if engine in OWNED else {"bucket_numel": elements}
+    options = {} if engine == "fsdp2" else options  # it has as many in a bucket there
+    options |= {"policy": "balance"} if engine in ("zero 1", "zero 2") else {}
+    with running(Cell(engine, options={"include": ["*"], **options}), Squares(layers)) as run:
         found: list[int] = []
+        ours = getattr(run.optimizer, "optimizer", run.optimizer)
         step = ours.step
 
         def watched(*args: Any, **kwargs: Any) -> None:
@@ -343,26 +330,15 @@ def held_by_a_step(engine: str, layers: int) -> int:
 
         ours.step = watched
         for number in range(10):  # state comes to be in the first
-            rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
-            loss = model(rows).square().mean()
-            if isinstance(model, DeepSpeedEngine):
-                model.backward(loss)
-                model.step()
-            else:
-                loss.backward()
-                ours.step()
-                optimizer.zero_grad()
+            rows, targets = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(number))
+            run.step([(rows, targets)])
         return min(found[2:])
 
 
-def check(engine: str) -> None:
+@pytest.mark.parametrize("engine", [*OWNED, "zero 0", "zero 1", "zero 2", "zero 3", "fsdp2"])
+@on_ranks(2)
+def test_a_step_holds_two_buckets_and_a_batch(engine: str) -> None:
     few, many = (held_by_a_step(engine, layers) for layers in (16, 32))
     assert few == many, "nothing grows with the model"
-    assert few + SMALL >= BATCH - 4 * MATRIX and few <= BATCH + SMALL + (0 if engine in OWNED else 2 * BUCKET), (
-        few / MATRIX
-    )
-
-
-@pytest.mark.parametrize("engine", [*OWNED, "zero 0", "zero 1", "zero 2", "zero 3", "fsdp2"])
-def test_a_step_holds_two_buckets_and_a_batch(engine: str, ranks: RankPool) -> None:
-    ranks.run(check, engine)
+    most = BATCH + SMALL + (0 if engine in OWNED else 2 * BUCKET)
+    assert BATCH - 4 * MATRIX - SMALL <= few <= most, few / MATRIX

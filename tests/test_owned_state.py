@@ -25,11 +25,11 @@ from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.storage.owned_state import state_pieces
 from tests.cells import with_full
-from tests.checkpoint_contents import same as equal
+from tests.checkpoint_contents import same
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
 from tests.owned import BUCKET_MB, optimizer_for, train, train_ours
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gathered
 from tests.test_owned_experts import MoE, expert_optimizer, one_pass, sharded, sharers_of_experts
 from tests.zero import ADAMW, MUON
 
@@ -57,7 +57,7 @@ def in_vain(optimizer: LayerWiseOptimizer, load: Callable[[], None], message: st
     with pytest.raises(Exception) as error:
         load()
     assert message in str(error.value)
-    assert equal(owned_state(optimizer), before)
+    assert same(owned_state(optimizer), before)
 
 
 # What a folder holds
@@ -215,12 +215,12 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, rank: int, faul
             optimizer.save_state_dict(tmp_path)
     _, other = trained(2, layout="padded")
     other.load_state_dict_from(tmp_path)
-    assert equal(owned_state(other), expected)
+    assert same(owned_state(other), expected)
     optimizer.save_state_dict(tmp_path)
     stored = {place.path.name for place in DcpFolder(tmp_path, metadata_only=True).stored}
     assert set(os.listdir(tmp_path)) == {".metadata", manifest.NAME, *stored}
     other.load_state_dict_from(tmp_path)
-    assert equal(owned_state(other), owned_state(optimizer))
+    assert same(owned_state(other), owned_state(optimizer))
 
 
 # Param groups
@@ -317,7 +317,7 @@ def save_and_load_local_experts(folder: str) -> None:
     optimizer.step()
     optimizer.save_state_dict(folder)
     other.load_state_dict_from(folder)
-    assert equal(owned_state(other), owned_state(optimizer))
+    assert same(owned_state(other), owned_state(optimizer))
 
 
 def local_experts_alone(folder: str) -> None:
@@ -352,7 +352,7 @@ def test_a_state_dict_goes_on_bit_for_bit(whole: bool) -> None:
     other.load_state_dict(weights)
     assert [group["lr"] for group in again.param_groups] == [MUON["lr"] / 2, ADAMW["lr"] / 2]
     train(other, again, range(2, 4))
-    assert equal(dict(model.state_dict()), dict(other.state_dict()))
+    assert same(dict(model.state_dict()), dict(other.state_dict()))
 
 
 @on_ranks(2)
@@ -375,9 +375,7 @@ def test_what_torch_would_lose_is_refused(tmp_path: Path) -> None:
 def state_dict_of(case: str, optimizer: LayerWiseOptimizer) -> dict[str, Any]:
     state = optimizer.state_dict()
     if case == "another rank's":
-        everyones: list[Any] = [None, None]
-        dist.all_gather_object(everyones, state)
-        return everyones[1 - dist.get_rank()]
+        return gathered(state)[1 - dist.get_rank()]
     if case == "torch's":
         return torch.optim.AdamW(UnevenLM().parameters()).state_dict()
     if case == "one rank has none" and dist.get_rank() == 1:

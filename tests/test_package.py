@@ -26,7 +26,8 @@ from lwopt_backend.config.optimizer_classes import PACKAGES
 from lwopt_backend.config.options import install_command
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES
 from tests import typed_user
-from tests.launcher import ROOT, TIMEOUT_SECONDS, unpack_page
+from tests.launcher import ROOT, TIMEOUT_SECONDS
+from tests.pages import PAGES, blocks, unpack_page
 
 NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 BUILD = "from setuptools import build_meta; build_meta.build_{}({!r})"  # the functions that pip calls, PEP 517
@@ -124,7 +125,7 @@ def test_the_extra_all_is_every_extra_for_users(wheel: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("page", ["fsdp2", "plain"])
 def test_documented_scripts_train_without_a_warning(python: Path, tmp_path: Path, page: str) -> None:
-    command = shlex.split(unpack_page((ROOT / "docs" / "start" / f"{page}.md").read_text(), tmp_path, python))
+    command = shlex.split(unpack_page(f"start/{page}", tmp_path, python))
     finished = run(command, tmp_path)
     assert re.search(r"loss [01]\.\d+ after 40 steps", finished.stdout)
     assert "warn" not in finished.stderr.lower(), finished.stderr
@@ -194,8 +195,6 @@ PUBLIC = [  # where users' scripts import from
     *(ROOT / "lwopt_backend" / name for name in ("__init__.py", "migration.py", "rules/__init__.py")),
     ROOT / "integrations" / "fsdp2.py",
 ]
-MARKDOWN = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-IN_MARKDOWN = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def test_the_typed_user_uses_every_public_name() -> None:
@@ -207,7 +206,7 @@ def test_the_typed_user_uses_every_public_name() -> None:
     listed = {name for names in lists for name in ast.literal_eval(names)}
     for path in (ROOT / "integrations" / "deepspeed_zero.py", ROOT / "integrations" / "deepspeed" / "migration.py"):
         listed |= set(re.findall(r"^(?:def|class) ([a-zA-Z]\w*)", path.read_text(), re.MULTILINE))
-    codes = [code for path in MARKDOWN for code in IN_MARKDOWN.findall(path.read_text())]
+    codes = [block.text for page in PAGES for block in blocks(page, "python")]
     codes += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     shown = set().union(*map(imported, codes))
     assert len(listed) > 20 and "parse" in shown

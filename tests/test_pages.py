@@ -27,19 +27,16 @@ from lwopt_backend.routing.fused import TABLE
 from lwopt_backend.routing.routing import AtomSettings
 from lwopt_backend.rules.newton_schulz import table_of
 from tests.fsdp2 import MODES, SHARDINGS
-from tests.launcher import ROOT, run_on_ranks, run_script, succeeds, surroundings_kept, unpack_page
+from tests.launcher import ROOT, run_on_ranks, run_script, succeeds, surroundings_kept
 from tests.migration import PEERS, entry, rules_for
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
+from tests.pages import DOCS, PAGES, blocks, section, table, unpack_page
 from tests.ranks import RankPool
 
-README = (ROOT / "README.md").read_text()
-DOCS = ROOT / "docs"
-PAGES = {path.relative_to(DOCS).with_suffix("").as_posix(): path.read_text() for path in DOCS.rglob("*.md")}
-BLOCKS = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGES["start/deepspeed"], re.MULTILINE | re.DOTALL)
-FILES = {name: text for _, name, text in BLOCKS if name and "." in name}
-RUNS = [text for language, name, text in BLOCKS if language == "bash" and name == "run"]
-MIGRATION = PAGES["migration"]
+README, MIGRATION = PAGES["README"], PAGES["migration"]
+FILES = {block.name: block.text for block in blocks("start/deepspeed") if "." in block.name}
+RUNS = [block.text for block in blocks("start/deepspeed", "bash", "run")]
 SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write, which another rank's cannot cut in two
 SAYS = {
     "start/fsdp2": (2, r"loss [01]\.\d+ after 40 steps", "Routing: 4 of 11 trained parameters are matrices"),
@@ -147,7 +144,7 @@ def test_a_pages_script_runs_as_printed(
 ) -> None:
     """FSDP2's by the page's command, under torchrun; the others so in `make test-full` only."""
     count, expected, also = SAYS[page]
-    command = unpack_page(PAGES[page], tmp_path, sys.executable)
+    command = unpack_page(page, tmp_path, sys.executable)
     if page == "start/fsdp2" or request.config.getoption("full"):
         output = succeeds(command, tmp_path)
     else:
@@ -161,8 +158,7 @@ def test_a_pages_script_runs_as_printed(
 @pytest.mark.full
 def test_the_commands_that_plan_a_cluster_run_as_printed(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    commands = re.findall(r"^```bash run\n(.*?)^```$", PAGES["planning"], re.MULTILINE | re.DOTALL)
-    commands = [command.replace("benchmarks/", f"{ROOT}/benchmarks/") for command in commands]
+    commands = [run.text.replace("benchmarks/", f"{ROOT}/benchmarks/") for run in blocks("planning", "bash", "run")]
     planned, compared = [succeeds(command, tmp_path) for command in commands]
     assert "8 of 8 trained parameters are matrices" in planned and "Megatron compact" in compared
     assert {path.name for path in tmp_path.iterdir()} >= {"report.html", "plan.png", "systems.png"}
@@ -207,7 +203,7 @@ def test_pages_made_from_declarations_are_what_would_be_made_now() -> None:
 
 def test_every_page_is_in_the_navigation_and_the_readme_is_short() -> None:
     listed = re.findall(r"^ .*: (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted([*PAGES, "index", "contributing", "changelog"])
+    assert sorted(listed) == sorted([*PAGES.keys() - {"README"}, "index", "contributing", "changelog"])
     assert len(README.splitlines()) <= 150
 
 
@@ -250,8 +246,8 @@ def test_every_option_is_in_a_table_and_every_row_is_an_option() -> None:
 
 
 def test_the_preset_for_speed_is_understood() -> None:
-    (text,) = re.findall(r"^```json speed\n(.*?)^```$", PAGES["options"], re.MULTILINE | re.DOTALL)
-    entry = json.loads(text)
+    (block,) = blocks("options", "json", "speed")
+    entry = json.loads(block.text)
     assert entry["type"] == "LayerWiseMuon"
     rules, _ = muon_settings(entry["params"], entry["type"])
     assert rules.matrix.options.ns_method == "auto" and rules.elementwise.options.fused and rules.notes == ()
@@ -282,9 +278,8 @@ def test_every_method_that_a_page_names_exists() -> None:
 
 
 def test_the_support_table_of_fsdp2_is_the_tests_table() -> None:
-    section = part(PAGES["fsdp2"], "## What works", "## How a step goes")
-    header, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
-    assert [cell.strip("| ") for cell in header if cell.strip("| ")] == list(SHARDINGS)
+    (_, *header), *rows = table("fsdp2", "What works")
+    assert header == list(SHARDINGS)
     assert [row[0] for row in rows] == list(MODES)
     for mode, *cells in rows:
         expected = {"~"} if mode == "bf16 parameters" else {"0.0", "untied"}
@@ -295,7 +290,7 @@ def test_the_support_table_of_fsdp2_is_the_tests_table() -> None:
 
 # -- docs/optimizers.md
 def test_a_users_own_rule_runs_as_printed(tmp_path: Path) -> None:
-    ((name, script),) = re.findall(r"^```python (\S+)\n(.*?)^```$", PAGES["optimizers"], re.MULTILINE | re.DOTALL)
+    ((_, name, script),) = [block for block in blocks("optimizers", "python") if block.name]
     (tmp_path / name).write_text(script)
     torch.manual_seed(0)
     with mock.patch.dict(MATRIX_RULES):
@@ -306,23 +301,21 @@ def test_a_users_own_rule_runs_as_printed(tmp_path: Path) -> None:
 
 
 def test_the_entries_of_the_page_are_understood_and_every_rule_is_in_its_table() -> None:
-    page = PAGES["optimizers"]
-    blocks = re.findall(r"^```json (\S+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    given = {name: json.loads(block) for name, block in blocks}
+    given = {name: json.loads(text) for _, name, text in blocks("optimizers", "json") if name}
     rules, _ = settings_of(ZeROConfig, given["entry"]["params"], given["entry"]["type"])
     assert rules.overrides[0].matrix == {"lr": 0.01}
     rules, _ = settings_of(ZeROConfig, given["params"], "LayerWise")
     assert rules.matrix.options.precondition_frequency == 10
-    (atoms,) = re.findall(r"^```json atoms\n(.*?)^```$", PAGES["matrices"], re.MULTILINE | re.DOTALL)
-    AtomSettings.parse(json.loads(atoms))
+    (atoms,) = blocks("matrices", "json", "atoms")
+    AtomSettings.parse(json.loads(atoms.text))
     assert f"{len(TABLE)} classes of transformers" in PAGES["matrices"]
-    named = named_in(part(page, "## Which rules there are\n", "## Other options"))
+    named = named_in(section("optimizers", "Which rules there are"))
     assert named == ({*MATRIX_RULES, *ELEMENTWISE_RULES} - {"torch_optimizer_elementwise"})
 
 
 # -- docs/migration.md
 def test_every_peer_has_a_table_with_keys_of_ours_and_settings_that_are_arguments_in_python_too() -> None:
-    assert re.findall(r"^```json (\w+)$", MIGRATION, re.MULTILINE) == PEERS
+    assert [block.name for block in blocks("migration", "json") if block.name] == PEERS
     for peer in PEERS:
         optimizer, rules = LayerWiseOptimizer(UnevenLM(), **entry(peer)["params"], report=False), rules_for(peer)
         for group, choice in zip(optimizer.param_groups, (rules.matrix, rules.elementwise), strict=True):
@@ -333,12 +326,6 @@ def test_every_peer_has_a_table_with_keys_of_ours_and_settings_that_are_argument
     options = {"matrix": MuonOptions, "elementwise": AdamWOptions}
     assert len(keys) > 15
     assert [(kind, key) for kind, key in keys if key not in options[kind].model_fields] == []
-
-
-def rows_on_the_page(heading: str) -> list[list[str]]:
-    """The four columns of a section's table, below its head."""
-    (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", MIGRATION, re.MULTILINE | re.DOTALL)
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", section, re.M)][2:]
 
 
 def values_in(cell: str) -> list[Any]:
@@ -369,12 +356,12 @@ def test_defaults_on_the_page_are_ours_and_theirs(heading: str) -> None:
     models = {"matrix": MuonOptions(), "elementwise": AdamWOptions(), "adamw": AdamWOptions()}
     arguments = inspect.signature(CLASSES[heading]).parameters if heading in CLASSES else {}
     checked, of_theirs = set(), set()
-    for theirs, ours, their_cell, our_cell in rows_on_the_page(heading):
+    for theirs, ours, their_cell, our_cell in table("migration", heading)[1:]:
         tokens = [token.rpartition(".")[::2] for token in re.findall(r"`([\w.]+)`", ours)]
-        options = [(section or "matrix", key) for section, key in tokens]
-        known = [(section, key) for section, key in options if hasattr(models.get(section), key)]
-        for (section, key), value in paired(known, our_cell):
-            default = getattr(models[section], key)
+        options = [(kind or "matrix", key) for kind, key in tokens]
+        known = [(kind, key) for kind, key in options if hasattr(models.get(kind), key)]
+        for (kind, key), value in paired(known, our_cell):
+            default = getattr(models[kind], key)
             if key == "ns_coefficients":
                 value, default = (table_of(which).triples for which in (value, default))
             assert value == (default or "original" if key == "adjust_lr_fn" else default), key

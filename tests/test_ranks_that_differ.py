@@ -131,7 +131,7 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] 
 @cells(
     # DeepSpeed broadcasts weights in their order before it takes an optimizer, and ends there.
     lambda engine, what: what != "order" or engine in ("plain", "fsdp2"),
-    engine=["plain", "zero 3", "owned 1", "fsdp2"],
+    engine=["plain", "zero 2", "zero 3", "owned 1", "fsdp2"],
     what=[*DIFFERENCES],
 )
 def test_ranks_that_are_given_different_things_all_stop_and_show_both(engine: str, what: str) -> None:

@@ -7,22 +7,19 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from lwopt_backend import ModuleOptimizers
 from lwopt_backend.config import param_groups
-from lwopt_backend.integrations import fsdp2
 from lwopt_backend.runtime import buckets, exchange, whole
 from lwopt_backend.storage import gradients, replicated
-from tests import fsdp2 as fsdp
-from tests import zero
 from tests.engines import ENGINES, Cell, ExactLM, running
-from tests.models import MATRICES, UnevenLM
+from tests.models import MATRICES
 from tests.on_ranks import on_ranks
-from tests.owned import BUCKET_MB, shares
+from tests.ranks import gathered
+from tests.rules import SECTIONS
 
 
 class Inherited(torch.optim.AdamW):
@@ -32,31 +29,17 @@ class Inherited(torch.optim.AdamW):
         return super().step(closure)
 
 
-MUON = {"name": "muon", "lr": 0.02}
 INHERITED = {"name": "torch_optimizer", "class": f"{__name__}.Inherited", "lr": 0.02}
 
 
-def step_on(engine: str, seeing: AbstractContextManager[Any], matrix: dict[str, Any], **options: Any) -> None:
+def step_on(engine: str, seeing: AbstractContextManager[Any], matrix: str) -> None:
     """Make an optimizer and step with it, while someone is ``seeing``."""
-    settings, model = {"matrix": matrix, "report": False}, UnevenLM()
-    if engine == "deepspeed":
-        stage = options.pop("stage")
-        zero_settings = zero.config(stage, clip=1.0) | {"zero_optimization": {"stage": stage, "sub_group_size": 1000}}
-        zero_settings["optimizer"] = {"type": "LayerWise", "params": {**settings, **options}}
-        with seeing, zero.engine_for(zero_settings) as running:
-            zero.train(running, 1)
-        return
-    if engine == "fsdp2":
-        sharded = fsdp.shard("rows", "fp32")
-        fsdp.backward(sharded, 0)  # FSDP2's first pass sets up its own
-    with seeing:
-        if engine == "fsdp2":
-            optimizer = fsdp2.LayerWiseOptimizer(sharded.model, **settings)
-        else:
-            optimizer = LayerWiseOptimizer(model, bucket_mb=BUCKET_MB, **settings)
-            model(*shares(0, dist.get_world_size())[dist.get_rank()]).backward()
-        optimizer.clip_grad_norm_(1.0)
-        (ModuleOptimizers({"all": optimizer}) if engine == "modules" else optimizer).step()
+    zero = {"sub_group_size": 1000} if engine == "zero 3" else {}
+    cell = Cell("plain" if engine == "modules" else engine, matrix, clip=1.0, zero=zero)
+    with mock.patch.dict(SECTIONS, inherited=INHERITED), seeing, running(cell, ExactLM()) as run:
+        if engine == "modules":
+            run.optimizer = ModuleOptimizers({"all": run.optimizer})
+        run.train(range(1))
 
 
 @contextmanager
@@ -69,34 +52,32 @@ def told(seen: list[str]) -> Iterator[None]:
 
 
 PARTS = {f"lwopt: {part}" for part in ("exchange out", "rule muon", "exchange back", "elementwise adamw", "norm")}
-# What is seen of: an engine, its options, the optimizer of which hooks are told, and the parts that a profile names.
-# At stages 1 to 3 the norm is DeepSpeed's; it steps a group at a time, of which hooks are told once.
-SEEN: list[tuple[str, dict[str, Any], str, set[str] | None]] = [
-    ("fsdp2", {}, "MeshOptimizer", PARTS),
-    ("owned", {}, "OwnedOptimizer", PARTS),
-    ("modules", {}, "ModuleOptimizers", None),
-    ("deepspeed", {"stage": 0}, "ZeROLayerWise", PARTS),
-    ("deepspeed", {"stage": 1}, "ZeROLayerWise", None),
-    ("deepspeed", {"stage": 2}, "ZeROLayerWise", PARTS - {"lwopt: norm"}),
-    ("deepspeed", {"stage": 3}, "ZeROLayerWise", None),
-    ("deepspeed", {"stage": 2, "storage": "owned"}, "OwnedLayerWise", None),
+# An engine, the optimizer of which hooks are told, and the parts that a profile names. At stages 1 to 3 the norm is
+# DeepSpeed's; it steps a group at a time, of which hooks are told once.
+SEEN: list[tuple[str, str, set[str] | None]] = [
+    ("fsdp2", "MeshOptimizer", PARTS),
+    ("plain", "OwnedOptimizer", PARTS),
+    ("modules", "ModuleOptimizers", None),
+    ("zero 0", "ZeROLayerWise", PARTS),
+    ("zero 1", "ZeROLayerWise", None),
+    ("zero 2", "ZeROLayerWise", PARTS - {"lwopt: norm"}),
+    ("zero 3", "ZeROLayerWise", None),
+    ("owned 2", "OwnedLayerWise", None),
 ]
 
 
-@pytest.mark.parametrize(("engine", "options", "optimizer", "parts"), SEEN)
+@pytest.mark.parametrize(("engine", "optimizer", "parts"), SEEN)
 @on_ranks(2)
 def test_a_profile_names_the_parts_of_a_step_and_hooks_are_told_of_one(
-    engine: str, options: dict[str, Any], optimizer: str, parts: set[str] | None
+    engine: str, optimizer: str, parts: set[str] | None
 ) -> None:
     if parts is not None:
         prof = profile(activities=[ProfilerActivity.CPU])
-        step_on(engine, prof, MUON, **options)
-        of_ranks: list[Any] = [None] * 2
+        step_on(engine, prof, "muon")
         seen_by = {event.key for event in prof.key_averages() if event.is_user_annotation}
-        dist.all_gather_object(of_ranks, {key for key in seen_by if key.startswith("lwopt")})
-        assert set().union(*of_ranks) == parts
+        assert set().union(*gathered({key for key in seen_by if key.startswith("lwopt")})) == parts
     seen: list[str] = []
-    step_on(engine, told(seen), INHERITED, **options)
+    step_on(engine, told(seen), "inherited")
     assert seen == [f"pre {optimizer}", f"post {optimizer}"]
 
 
@@ -152,4 +133,4 @@ def test_metrics_are_those_of_the_whole_model_and_cost_nothing_until_they_are_as
         assert found["update_rms"][rule] == pytest.approx(rms, rel=1e-2 if engine == "zero 0" else 1e-4), rule
     assert 0 < found["orthogonality"]["muon"] < 0.6 and found["exchange_bytes"] > 0
     assert all(found["seconds"][part] > 0 for part in ("exchange", "rule", "elementwise"))
-    assert fsdp.gathered(found)[0] == found
+    assert gathered(found)[0] == found

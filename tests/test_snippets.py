@@ -14,12 +14,9 @@ import pytest
 from lwopt_backend.config.choices import layer_wise_settings, muon_settings
 from lwopt_backend.planner.setting import cluster_named
 from tests.launcher import ROOT, surroundings_kept
+from tests.pages import PAGES, blocks
 from tests.ranks import RankPool
 
-DOCS = ROOT / "docs"
-TEXTS = {path.relative_to(DOCS).with_suffix("").as_posix(): path.read_text() for path in DOCS.rglob("*.md")}
-TEXTS["README"] = (ROOT / "README.md").read_text()
-BLOCK = re.compile(r"^```python(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SCRIPTS = {  # by the test that runs them
     "test_pages.py": {"train.py", "client.py", "fsdp2_train.py", "owned_train.py", "modules_train.py"}
     | {"move_a_run.py", "own_rule.py"},
@@ -173,15 +170,14 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
 }
 
 
-def in_language(language: str) -> list[tuple[str, str]]:
-    pattern = re.compile(rf"^```{language}(?: \S+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    return [(page, text) for page, whole in TEXTS.items() for text in pattern.findall(whole)]
+def in_language(language: str) -> list[str]:
+    return [block.text for page in PAGES for block in blocks(page, language)]
 
 
 def test_every_optimizer_entry_is_understood() -> None:
     """As Hugging Face hands it on: "auto" of what the Trainer knows is a number."""
     entries = 0
-    for _, text in in_language("json"):
+    for text in in_language("json"):
         found = json.loads(f"{{{text}}}" if text.startswith('"') else text)
         entry = found.get("optimizer", found) if isinstance(found, dict) else {}
         if str(entry.get("type")).startswith("LayerWise"):
@@ -193,30 +189,27 @@ def test_every_optimizer_entry_is_understood() -> None:
 
 
 def test_every_command_names_files_that_there_are_and_the_cluster_is_one(tmp_path: Path) -> None:
-    commands = " ".join(text for _, text in in_language("bash"))
+    commands = " ".join(in_language("bash"))
     files = set(re.findall(r"\b(?:benchmarks|configs|examples|scripts)/\S+", commands))
     assert len(files) > 4 and [name for name in files if not (ROOT / name).exists()] == []
-    ((_, cluster),) = in_language("yaml")
+    (cluster,) = in_language("yaml")
     (tmp_path / "cluster.yaml").write_text(cluster)
     assert cluster_named(str(tmp_path / "cluster.yaml")).node_size == 8
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
-    return BLOCK.findall(TEXTS[page])
-
-
 def test_every_python_block_is_run() -> None:
-    fragments = {(page, number) for page in TEXTS for number, (name, _) in enumerate(blocks(page)) if not name}
+    found = {page: [block.name for block in blocks(page, "python")] for page in PAGES}
+    fragments = [(page, number) for page, names in found.items() for number, name in enumerate(names) if not name]
     assert sorted(fragments) == sorted(FRAGMENTS)
-    assert {name for page in TEXTS for name, _ in blocks(page) if name} == set().union(*SCRIPTS.values())
+    assert {name for names in found.values() for name in names if name} == set().union(*SCRIPTS.values())
 
 
 @pytest.mark.parametrize(("page", "number"), FRAGMENTS)
 def test_a_fragment_runs(rank_pools: dict[int, RankPool], tmp_path: Path, page: str, number: int) -> None:
-    before, after = FRAGMENTS[page, number]
+    (before, after), code = FRAGMENTS[page, number], blocks(page, "python")[number].text
     ranks = rank_pools[1]
     try:
-        ranks.run(run_fragment, before + blocks(page)[number][1] + after, f"{page}, block {number}", tmp_path)
+        ranks.run(run_fragment, before + code + after, f"{page}, block {number}", tmp_path)
     finally:
         ranks.close() if "hugging_face" in page else ranks.renew()  # what Accelerate keeps ends with its process
 

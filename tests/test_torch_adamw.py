@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2
-from tests.checkpoint_engines import equal
+from tests.checkpoint_contents import same
 from tests.fsdp2 import shard, weights_of, whole
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
@@ -54,8 +54,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
 
 
-def same(ours: Any, theirs: Any) -> bool:
-    return equal(whole_of(ours), whole_of(theirs))
+def alike(ours: Any, theirs: Any) -> bool:
+    return same(whole_of(ours), whole_of(theirs))
 
 
 def like(state_dict: Any, theirs: Any) -> Any:
@@ -77,9 +77,9 @@ def test_torchs_sequence(engine: str, form: str) -> None:
     train(model, adamw, range(3))
     train(our_model, ours, range(3))
     if engine == "owned":
-        assert same(ours.state_dict(), adamw.state_dict())
+        assert alike(ours.state_dict(), adamw.state_dict())
     saved = copy.deepcopy(get_optimizer_state_dict(model, adamw, options=options))
-    assert same(get_optimizer_state_dict(our_model, ours, options=options), saved)
+    assert alike(get_optimizer_state_dict(our_model, ours, options=options), saved)
     now = weights_of(model)
     train(model, adamw, range(3, 6))
 
@@ -98,7 +98,7 @@ def test_torchs_sequence(engine: str, form: str) -> None:
     set_optimizer_state_dict(other, other_adamw, given, options=in_flat)
     for one, optimizer in ((next_model, fresh), (other, other_adamw)):
         train(one, optimizer, range(3, 6))
-        assert equal(weights_of(one), weights_of(model))
+        assert same(weights_of(one), weights_of(model))
 
 
 def whole_of(value: Any) -> Any:
@@ -130,7 +130,7 @@ def test_a_state_dict_from_before_the_first_step_begins_anew() -> None:
     ours.load_state_dict(adamw.state_dict())
     train(our_model, ours, range(3))
     train(model, adamw, range(3))
-    assert equal(weights_of(our_model), weights_of(model))
+    assert same(weights_of(our_model), weights_of(model))
 
 
 def test_masters_of_16_bits_and_groups_as_they_are_are_kept(tmp_path: Path) -> None:
@@ -142,11 +142,11 @@ def test_masters_of_16_bits_and_groups_as_they_are_are_kept(tmp_path: Path) -> N
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for model, optimizer in zip(models, (first, second)):
         train(model, optimizer, range(3, 6))
-    assert same(second.state_dict(), first.state_dict())
+    assert alike(second.state_dict(), first.state_dict())
     first.param_groups[0]["lr"] = 1e-4
     first.save_state_dict(tmp_path)
     second.load_state_dict_from(tmp_path)
-    assert same(second.state_dict(), first.state_dict())
+    assert alike(second.state_dict(), first.state_dict())
 
 
 WRONG: list[tuple[Callable[[Any], Any], str]] = [
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
         spoil(saved)
         with pytest.raises(ValueError, match=message):
             ours.load_state_dict(saved)
-        assert same(ours.state_dict(), before)
+        assert alike(ours.state_dict(), before)
 
 
 @on_ranks(2)

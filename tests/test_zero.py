@@ -18,9 +18,10 @@ from lwopt_backend.plan import MACHINES
 from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.runtime.stepper import MatrixStepper
 from tests import zero
-from tests.checkpoint_engines import changed, equal, snapshot
+from tests.checkpoint_contents import same
+from tests.checkpoint_engines import changed, snapshot
 from tests.engines import ExactLM
-from tests.models import MATRICES, VOCABULARY, UnevenLM
+from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import kept_in_a_world
 from tests.zero import ADAMW, BF16, ROWS, Reference, config, engine_for, full_weights, own_settings, settings_for, train
@@ -278,81 +279,6 @@ def test_what_only_some_ranks_use_counts_as_a_zero_gradient_of_the_others_or_is_
         assert difference > 1e-3 if mixed_up else difference <= 1e-6
 
 
-# Param groups
-def in_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The 2-D parameters without the gate, the vectors, and the gate."""
-    gate, params = model.gate.weight, list(model.parameters())
-    return [p for p in params if p.ndim == 2 and p is not gate], [p for p in params if p.ndim != 2], [gate]
-
-
-@on_ranks(2, 4)
-def test_param_groups_keep_their_own_lr_and_weight_decay_and_adamw_its_options() -> None:
-    """Three groups, one so small that one of four ranks stores none of it."""
-    own = {"lr": 0.01, "weight_decay": 0.2}, {"weight_decay": 0.0}, {"lr": 0.005, "adamw": {"lr": 1e-4}}
-    model, single, amsgrad = UnevenLM(), Reference(), {**ADAMW, "amsgrad": True}
-    groups = [{"params": params, **options} for params, options in zip(in_groups(model), own)]
-    (embedding, *matrices, head), vectors, gate = in_groups(single.model)
-    of_muon = [{"params": matrices, **own[0]}, {"params": gate, "lr": 0.005}]
-    of_adamw = [{"params": [embedding, head], **own[0]}, {"params": vectors, **own[1]}]
-    single.muon, single.adamw = torch.optim.Muon(of_muon, **zero.MUON), torch.optim.AdamW(of_adamw, **amsgrad)
-    single.train(STEPS)
-    with engine_for(config(2, rows=ROWS, adamw=amsgrad), model, model_parameters=groups) as engine:
-        train(engine, STEPS, same_rows=True)
-        single.check(engine)
-        kept = [(group["rule"], group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
-        assert kept == [("muon", 0.01, 0.2), ("adamw", 0.01, 0.2), ("adamw", 3e-3, 0.0), ("muon", 0.005, 0.1)]
-        assert "max_exp_avg_sq" in {key for state in engine.basic_optimizer.state.values() for key in state}
-        layout = engine.basic_optimizer._binding.plans[-1].layout
-        stored = [layout.stored_numel(rank) for rank in range(layout.world_size)]
-        assert sum(stored) == 10
-        assert len(stored) == 2 or min(stored) == 0, "one of four ranks must store nothing to be tested"
-
-
-# Matrices that are stored as (inputs, outputs)
-class Stack(nn.Module):
-    """Experts in one parameter of (inputs, outputs), or ``apart``, each in one of (outputs, inputs).
-    tests/test_atoms_on_engines.py has fused weights, other stacks, convolutions."""
-
-    def __init__(self, *, apart: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.embedding = nn.Embedding(VOCABULARY, 12)
-        self.lm_head = nn.Linear(31, VOCABULARY, bias=False)
-        self.experts, weight = nn.Module(), torch.randn(5, 12, 31) / 12**0.5
-        self.experts.is_transposed = True
-        if apart:
-            self.experts.each = nn.ParameterList(matrix.T.contiguous() for matrix in weight)
-        else:
-            self.experts.weight = nn.Parameter(weight)
-
-    def weight(self) -> Tensor:
-        if hasattr(self.experts, "each"):
-            return torch.stack([matrix.T for matrix in self.experts.each])
-        return self.experts.weight
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = torch.tanh(self.embedding(tokens).unsqueeze(-3) @ self.weight()).mean(-3)
-        return nn.functional.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("stage", "policy"), [(0, "balance"), (1, "balance"), (2, "stay"), (3, "auto")])
-def test_every_slice_is_a_matrix_of_outputs_by_inputs_with_an_owner(stage: int, policy: str) -> None:
-    single = Reference(Stack(apart=True), matrices=[f"experts.each.{number}" for number in range(5)])
-    single.train(STEPS)
-    with engine_for(config(stage, rows=ROWS, policy=policy, bucket_numel=1500), Stack()) as engine:
-        train(engine, STEPS, same_rows=True)
-        ours, binding = full_weights(engine), engine.basic_optimizer._binding
-    theirs = {name: single.model.get_parameter(name) for name in ("embedding.weight", "lm_head.weight")}
-    assert equal(ours, {**theirs, "experts.weight": single.model.weight()})
-    reasons = {route.name: route.reason for route in binding.grouping.routes if route.kind == "matrix"}
-    assert reasons == {"experts.weight": "5 stacked experts, stored transposed"}
-    plan = next(plan.matrices for plan in binding.plans if plan.rule == "muon")
-    owners = {atom.name: owner for atom, owner in zip(plan.atoms, plan.ownership.owners)}
-    assert list(owners) == [f"experts.weight[{number}]" for number in range(5)]
-    assert policy == "stay" or set(owners.values()) == {0, 1}
-
-
 # Offloading
 CPU = {"device": "cpu"}
 OFFLOADED: Any = [
@@ -391,7 +317,7 @@ def test_offload_changes_no_bit_and_resumes(
         engine.load_checkpoint(tmp_path)
         train(engine, range(2, 3))
         resumed = full_weights(engine)
-    assert equal(ours, resumed)
+    assert same(ours, resumed)
     assert max(float((ours[name] - plain[name]).abs().max()) for name in plain) <= (1e-6 if clip else 0.0)
 
 

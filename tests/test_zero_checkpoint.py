@@ -14,7 +14,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch import Tensor
 
 from tests.cells import cells
-from tests.checkpoint_engines import changed, equal, scheduled, snapshot
+from tests.checkpoint_contents import same
+from tests.checkpoint_engines import changed, scheduled, snapshot
 from tests.command_line import refused
 from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
@@ -43,7 +44,7 @@ def check_zero_to_fp32(folder: Path, engine: Any, kind: str, stage: int, precisi
             get_fp32_state_dict_from_zero_checkpoint(folder)
     elif stage > 0:
         found, masters = get_fp32_state_dict_from_zero_checkpoint(folder), snapshot(engine)["masters"]
-        assert equal({name: found[name] for name in masters}, masters)
+        assert same({name: found[name] for name in masters}, masters)
 
 
 def stop_and_go_on(folder: Path, kind: str, stage: int, precision: str, first: int) -> None:
@@ -138,9 +139,9 @@ def test_weights_alone_load_with_new_states(tmp_path: Path, kind: str, stage: in
         fresh = snapshot(engine)
         engine.load_checkpoint(tmp_path, **how)
         loaded = snapshot(engine)
-        assert equal(start["model"], loaded["model"]) and equal(fresh["states"], loaded["states"])
+        assert same(start["model"], loaded["model"]) and same(fresh["states"], loaded["states"])
         if kind == "zero":
-            assert equal(start["masters"], loaded["masters"]) and not any(engine.basic_optimizer.state.values())
+            assert same(start["masters"], loaded["masters"]) and not any(engine.basic_optimizer.state.values())
         assert train(engine, 2) == losses
         # load_optimizer_states=False goes on counting, load_module_only starts anew
         assert changed(snapshot(engine), expected) <= {"steps", "samples"}
@@ -157,12 +158,12 @@ def load_into_one_that_has_trained(
         kept = snapshot(engine)["states"]
         engine.load_checkpoint(folder, **how)
         loaded = snapshot(engine)
-        assert equal(expected, loaded["model"]) and equal(kept, loaded["states"])
+        assert same(expected, loaded["model"]) and same(kept, loaded["states"])
         for group in engine.optimizer.param_groups:
             group["lr"] = 0.0
         train(engine, 1)
         masters = snapshot(engine)["masters"]
-        assert equal(expected, {name: master.to(expected[name].dtype) for name, master in masters.items()})
+        assert same(expected, {name: master.to(expected[name].dtype) for name, master in masters.items()})
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -222,7 +223,7 @@ def load(folder: str, kind: str, stage: int, options: dict[str, Any], **choice: 
         try:
             path, _ = engine.load_checkpoint(folder, **choice)
         except (ValueError, RuntimeError):  # of this rank, or of another
-            assert equal([weights_of(engine), list(engine.get_lr()), engine.global_steps], before)
+            assert same([weights_of(engine), list(engine.get_lr()), engine.global_steps], before)
             raise
         return path, weights_of(engine)
 
@@ -350,9 +351,9 @@ def test_weights_alone_and_stages_1_or_2_can_load(rank_pools: dict[int, RankPool
     """On other numbers of ranks, those of another optimizer, and those of an earlier tag."""
     theirs, ours, here, choice, tag = row
     folder, weights = saved(*theirs, {})
-    assert not equal(weights["a"], weights["b"])
+    assert not same(weights["a"], weights["b"])
     for path, found in rank_pools[here].run(load, folder, *ours, {}, **choice):
-        assert str(path).startswith(f"{folder}/{tag}") and equal(found, weights[tag])
+        assert str(path).startswith(f"{folder}/{tag}") and same(found, weights[tag])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

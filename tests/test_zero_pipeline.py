@@ -29,7 +29,7 @@ from tests.command_line import succeeds
 from tests.engines import falling
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gathered
 from tests.rules import ELEMENTWISE, SECTIONS
 from tests.zero import (
     ADAMW,
@@ -243,11 +243,8 @@ def moments(engine: Any) -> dict[str, Any]:
     get = deepspeed.utils.safe_get_full_optimizer_state
     named = engine.module.named_parameters()
     state = {name: [get(param, key).clone() for key in ("exp_avg", "exp_avg_sq")] for name, param in named}
-    of_ranks: list[Any] = [None] * RANKS
-    dist.all_gather_object(
-        of_ranks, {name: [full_weights(engine)[name], *of_param] for name, of_param in state.items()}
-    )
-    return {name: found for of_rank in of_ranks for name, found in of_rank.items()}
+    mine = {name: [full_weights(engine)[name], *of_param] for name, of_param in state.items()}
+    return {name: found for of_rank in gathered(mine) for name, found in of_rank.items()}
 
 
 @on_ranks(RANKS)

@@ -26,9 +26,9 @@ from tests.command_line import succeeds
 from tests.fused import Separate
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
-from tests.rules import SECTIONS, matrix_optimizer
+from tests.ranks import gathered
+from tests.rules import ELEMENTWISE, SECTIONS, matrix_optimizer
 from tests.zero import (
-    ADAMW,
     MUON,
     PRECISIONS,
     ROWS,
@@ -135,8 +135,7 @@ class BesideWhole(Beside):
 
     def _whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
         """Of shards, the whole; of anything else, what all ranks have alike."""
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, {name: tensor.float().clone() for name, tensor in mine.items()})
+        of_ranks = gathered({name: tensor.float().clone() for name, tensor in mine.items()})
         whole = {}
         for name, param in self.single.model.named_parameters():
             tensors = [of_rank[name] for of_rank in of_ranks]
@@ -259,6 +258,9 @@ class Trained(NamedTuple):
     config: Callable[..., Any]
     cut: dict[str, Any] = {}
 
+    def settings(self, stage: int, shards: int) -> dict[str, Any]:
+        return settings_of(stage, shards=shards)
+
     @contextlib.contextmanager
     def engine(self, settings: dict[str, Any], shards: int = SHARDS) -> Iterator[Any]:
         groups.mpu = None
@@ -327,70 +329,60 @@ def test_a_gradient_that_is_not_finite_in_a_copy_of_one_rank_is_known_to_all(sta
         assert engine.skipped_steps == 1 and math.isfinite(engine.get_global_grad_norm())
 
 
-def settings_of_rule(rule: str, stage: int, shards: int = SHARDS) -> dict[str, Any]:
-    options = {"matrix": SECTIONS[rule], "elementwise": {"name": "adamw", **ADAMW}, "exclude": ["gated.weight"]}
-    options |= {"report": False, "atoms": FUSED if shards > 1 else {}}  # how an excluded weight is cut, too
-    return settings_of(stage, shards=shards) | {"optimizer": {"type": "LayerWise", "params": options}}
+class Sharded(NamedTuple):
+    """Cut by an mpu. The fused weight is trained by Muon alone."""
 
+    rule: str
 
-def beside_rule(rule: str, settings: dict[str, Any]) -> BesideWhole:
-    single = Reference(ShardedLM(), matrices=(matrices := [name for name in MATRICES if "gated" not in name]))
-    single.muon = matrix_optimizer([single.model.get_parameter(name) for name in matrices], SECTIONS[rule])
-    return BesideWhole(single, train_step, settings=settings)
+    def settings(self, stage: int, shards: int = SHARDS) -> dict[str, Any]:
+        if self.rule == "muon":
+            return settings_of(stage, shards=shards, atoms=FUSED)
+        options = {"matrix": SECTIONS[self.rule], "elementwise": ELEMENTWISE["adamw"], "exclude": ["gated.weight"]}
+        options |= {"report": False, "atoms": FUSED if shards > 1 else {}}  # how an excluded weight is cut, too
+        return settings_of(stage, shards=shards) | {"optimizer": {"type": "LayerWise", "params": options}}
+
+    def engine(self, settings: dict[str, Any], shards: int = SHARDS) -> Any:
+        return sharded_engine(settings, shards)
+
+    def beside_torch(self, settings: dict[str, Any]) -> BesideWhole:
+        if self.rule == "muon":
+            return beside_torch(settings)
+        single = Reference(ShardedLM(), matrices=(matrices := [name for name in MATRICES if "gated" not in name]))
+        single.muon = matrix_optimizer([single.model.get_parameter(name) for name in matrices], SECTIONS[self.rule])
+        return BesideWhole(single, train_step, settings=settings)
 
 
 @on_ranks(2)
 @cells(rule=["normuon", "adamuon", "soap", "shampoo", "a class"], stage=[0, 1])
 def test_rules_that_keep_more_than_momentum(tmp_path: Path, rule: str, stage: int) -> None:
-    settings = settings_of_rule(rule, stage)
-    beside_rule(rule, settings).train_and_resume(lambda: sharded_engine(settings), tmp_path)
-
-
-def goes_on(both: BesideWhole, before: Any, after: Any, folder: Path) -> None:
-    """Two steps of an engine, and one of another that loads what was saved, converted."""
-    with before as engine:
-        both.start(engine)
-        both.train(engine, range(2))
-        engine.save_checkpoint(folder / "native")
-    if dist.get_rank() == 0:
-        succeeds("convert", folder / "native", folder / "universal", "--to", "universal")
-    dist.barrier()
-    with after as engine:
-        train_step(engine, 7)
-        engine.load_checkpoint(folder / "universal")
-        both.train(engine, range(2, 3))
-        both.check(engine)
+    settings = Sharded(rule).settings(stage)
+    Sharded(rule).beside_torch(settings).train_and_resume(lambda: sharded_engine(settings), tmp_path)
 
 
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
+WAY = [(2, 1), (4, 2), (1, 0), (2, 2), (1, 1), (4, 0), (2, 0), (4, 1), (1, 2)]  # shards and ZeRO's stage
 
 
-@on_ranks(2)
-@cells(rule=["soap", "shampoo"], stage=[0, 1], way=[(1, 2), (2, 1)])
-def test_what_owners_keep_goes_to_another_size(tmp_path: Path, rule: str, stage: int, way: tuple[int, int]) -> None:
-    source, target = (settings_of_rule(rule, stage, shards) for shards in way)
-    engines = sharded_engine(source, way[0]), sharded_engine(target | UNIVERSAL, way[1])
-    goes_on(beside_rule(rule, source), *engines, tmp_path)
-
-
-@on_ranks()
-@cells(
-    lambda stage, ranks=4, way=(1, 1): ranks >= max(way),
-    stage=[0, 1, 2],
-    ranks=[2, 4],
-    way=[(1, 2), (2, 1), (2, 4), (4, 2)],
-)
-def test_universal_checkpoints_go_to_another_size(tmp_path: Path, stage: int, way: tuple[int, int]) -> None:
-    source, target = (settings_of(stage, shards=shards, atoms=FUSED) for shards in way)
-    engines = sharded_engine(source, way[0]), sharded_engine(target | UNIVERSAL, way[1])
-    goes_on(beside_torch(source), *engines, tmp_path)
-
-
-@on_ranks(2)
-@cells(stage=[0, 1], way=[(1, 2), (2, 1)], of=[LLAMA, TIED, PHI3])
-def test_and_those_of_auto_tp(tmp_path: Path, stage: int, way: tuple[int, int], of: Trained) -> None:
-    source, target = (settings_of(stage, shards=shards) for shards in way)
-    goes_on(of.beside_torch(source), of.engine(source, way[0]), of.engine(target | UNIVERSAL, way[1]), tmp_path)
+@on_ranks(4)
+@cells(of=[*map(Sharded, ("muon", "soap", "shampoo")), LLAMA, TIED, PHI3])
+def test_universal_checkpoints_go_to_other_numbers_of_shards(tmp_path: Path, of: Sharded | Trained) -> None:
+    """Every engine goes a step on from what the one before has saved."""
+    both: BesideWhole | None = None
+    for step, (shards, stage) in enumerate(leg for leg in WAY if leg[0] < 4 or isinstance(of, Sharded)):
+        settings = of.settings(stage, shards)
+        with of.engine(settings | UNIVERSAL, shards) as engine:
+            if both is None:
+                both = of.beside_torch(settings)
+                both.start(engine)
+            else:
+                train_step(engine, 70)  # what it had before must not matter
+                engine.load_checkpoint(tmp_path / f"universal {step}")
+            both.train(engine, range(step, step + 1))
+            both.check(engine)
+            engine.save_checkpoint(tmp_path / f"native {step}")
+        if dist.get_rank() == 0:
+            succeeds("convert", tmp_path / f"native {step}", tmp_path / f"universal {step + 1}", "--to", "universal")
+        dist.barrier()
 
 
 FROZEN = ("up.bias", "down.weight", "gated.weight", "gated.bias", "norm.weight")

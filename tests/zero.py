@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lwopt_backend.integrations import deepspeed_zero
 from tests.models import MATRICES, UnevenLM, batch
+from tests.ranks import gathered
 
 MUON = {"lr": 0.02, "weight_decay": 0.1}
 ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -305,10 +306,7 @@ class Beside:
 
     def _whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
         """All ranks' tensors by name; ranks that have the same name have to have the same tensor."""
-        of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(
-            of_ranks, {self.whole_name(name): tensor.float().clone() for name, tensor in mine.items()}
-        )
+        of_ranks = gathered({self.whole_name(name): tensor.float().clone() for name, tensor in mine.items()})
         whole: dict[str, Tensor] = {}
         for name, tensor in (entry for of_rank in of_ranks for entry in of_rank.items()):
             assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between ranks that have it"

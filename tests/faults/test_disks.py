@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,23 +12,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.command_line import files, lwopt, succeeds, torch_dist
+from tests.command_line import files, lwopt, succeeds, too_large, torch_dist
 from tests.faults.test_kills import digest, engine_of, heads, place
 from tests.ranks import RankPool
 
 OURS = ("plain", "modules")  # the others' files are written by DeepSpeed and torch: docs/reliability.md
 TARGETS = ("universal", "dcp", "megatron", "safetensors")
-
-
-@contextlib.contextmanager
-def small(folder: Path) -> Iterator[None]:
-    """The system says that a file is too large where it would else say that the disk is full."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 @contextlib.contextmanager
@@ -70,7 +58,7 @@ def mounted(options: str) -> Callable[[Path], Any]:
     return of_its_own
 
 
-DISKS = {"a file too large": small, "full": mounted("full"), "read-only": mounted("ro"), "removed": gone}
+DISKS = {"a file too large": too_large, "full": mounted("full"), "read-only": mounted("ro"), "removed": gone}
 SAID = {
     "a file too large": "File too large",
     "full": "No space left",
@@ -118,7 +106,7 @@ def save_on(way: str, folder: str, everywhere: bool) -> tuple[str, str, list[str
         first = digest(engine)
         engine.train(range(1, 2))
         error = ""
-        with small(target) if fails else contextlib.nullcontext():
+        with too_large() if fails else contextlib.nullcontext():
             try:
                 engine.save(place(way, folder, 1))
             except Exception as caught:

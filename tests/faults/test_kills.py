@@ -19,7 +19,7 @@ from tests.command_line import lwopt, succeeds, torch_dist
 from tests.engines import Cell, Engine, ExactLM, running
 from tests.faults.campaign import SEED, count
 from tests.owned import BUCKET_MB
-from tests.ranks import RankFailed, RankPool, kept_in_a_world
+from tests.ranks import RankFailed, RankPool, gathered, kept_in_a_world
 
 SAVES = 6  # of a writer that is not killed
 WAYS = {
@@ -98,9 +98,7 @@ def digest(engine: Engine) -> str:
     if isinstance(engine, Modules):
         stores = [optimizer.state_store() for optimizer in engine.optimizer.modules.values()]
         mine = [t.clone() for store in stores for piece in store.pieces() for _, t in sorted(piece.tensors.items())]
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, mine)
-        tensors = [tensor for of_rank in of_ranks for tensor in of_rank]
+        tensors = [tensor for of_rank in gathered(mine) for tensor in of_rank]
     else:
         tensors = [tensor for _, tensor in sorted(engine.weights().items())]
     return hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()

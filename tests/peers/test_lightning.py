@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lwopt_backend import LayerWiseOptimizer
-from tests.launcher import ROOT, succeeds, torchrun, unpack_page
+from tests.launcher import succeeds, torchrun
+from tests.pages import unpack_page
 from tests.zero import ADAMW, MUON, Reference, newton_schulz_in_float32
 
 ROWS, STEPS, HALF, CLIP = 4, 6, 3, 0.5  # steps of each of two epochs
@@ -141,8 +142,7 @@ def test_it_has_the_losses_of_torch_optim_and_resumes_with_them(tmp_path: Path, 
 
 
 def test_the_pages_script_trains(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "start" / "lightning.md").read_text()
-    printed = succeeds(unpack_page(page, tmp_path, sys.executable), tmp_path)
+    printed = succeeds(unpack_page("start/lightning", tmp_path, sys.executable), tmp_path)
     assert re.search(r"loss [01]\.\d+ after 40 steps", printed) and "Routing: 1 of 5" in printed, printed
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from tests.launcher import ROOT, torchrun
+from tests.launcher import torchrun
+from tests.pages import blocks
 from tests.zero import newton_schulz_in_float32
 
 if "LWOPT_TORCHTITAN_SOURCES" in os.environ:
@@ -153,10 +153,8 @@ def test_the_pages_commands_and_configuration_are_taken() -> None:
     from torchtitan.config import ConfigManager
     from torchtitan.config.override import apply_overrides
 
-    page = (ROOT / "docs" / "start" / "torchtitan.md").read_text()
-    blocks = re.findall(r"^```(bash|python) torchtitan\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     made = []
-    for kind, text in blocks:
+    for kind, _, text in blocks("start/torchtitan", "bash|python", "torchtitan"):
         if kind == "python":
             recipe: dict[str, Any] = {}
             exec(text, recipe)

@@ -1,0 +1,43 @@
+"""The README and the pages in docs/, by name, and the blocks and tables that they have."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.launcher import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(DOCS).with_suffix("").as_posix(): path.read_text() for path in DOCS.rglob("*.md")}
+PAGES["README"] = (ROOT / "README.md").read_text()
+
+
+class Block(NamedTuple):
+    language: str
+    name: str
+    text: str
+
+
+def blocks(page: str, language: str = r"\w+", name: str = "") -> list[Block]:
+    """All of a page, or those of a language or a name."""
+    found = re.findall(rf"^```({language})(?: (\S+))?\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
+    return [block for block in map(Block._make, found) if name in ("", block.name)]
+
+
+def section(page: str, heading: str) -> str:
+    (found,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGES[page], re.MULTILINE | re.DOTALL)
+    return found
+
+
+def table(page: str, heading: str, first: str = "") -> list[list[str]]:
+    """The cells of a section's first table, or of that whose head begins so: the head, and the rows."""
+    tables = re.findall(r"(?:^\|.*\n?)+", section(page, heading), re.MULTILINE)
+    head, _, *rows = next(one for one in tables if one.startswith(f"| {first} |" if first else "|")).splitlines()
+    return [[cell.strip() for cell in row.strip("|").split(" |")] for row in (head, *rows)]
+
+
+def unpack_page(page: str, folder: Path, python: str | Path) -> str:
+    """Write the one script of a page into ``folder``; returns the command that the page gives, for that ``python``."""
+    (script,) = [block for block in blocks(page, "python") if block.name.endswith(".py")]
+    (command,) = blocks(page, "bash", "run")
+    (folder / script.name).write_text(script.text)
+    return command.text.replace("torchrun", f"{python} -m torch.distributed.run")
