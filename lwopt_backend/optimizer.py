@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -312,8 +311,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         if self.config.step_in_backward:
             self._manager.on_launch = self._step_arrived
         if self.config.report and everyone.rank == 0:
-            memory = partial(owned_model.memory_of, self.core, self.param_groups, self.config)
-            owned_model.show(self._grouping.routes, self.core, self.param_groups, memory)
+            owned_model.show(self._grouping.routes, self.core, self.param_groups)
 
     # The loop
 
@@ -411,7 +409,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         load_state_dict_into(self, self.core, state_dict, self.take_groups)
 
     def memory_report(self) -> list[RankMemory]:
-        return owned_model.memory_of_all(self.core, self.param_groups, self.config)
+        return owned_model.memory_of_all(self.core, self.param_groups)
 
     def traffic(self) -> dict[str, int]:
         return dict(self._manager.ledger.sent)
