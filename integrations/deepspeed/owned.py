@@ -86,7 +86,7 @@ def bind(
             cannot = f"{name} with owned storage cannot train with this configuration:"
             raise ValueError("\n  ".join([cannot, *reasons]))
         check_model(engine.module, name)
-        grouping = group_parameters(engine.module, given, rules, config, stacks=True)
+        grouping = group_parameters(engine.module, given, rules, config)
         return OwnedBinding(engine, grouping, ranks[0]), [settings_lines(rules, config)] * len(ranks)
 
     return agree_in_all(ranks, name, decide)

@@ -67,7 +67,7 @@ def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], rules: Rul
     rows = rows_for_heads(ranks.gather_objects(mine))[ranks.rank]
     reasons = {id(p): f"tied between pipeline layers as {key!r}" for key, m in tied.items() for p in m.parameters()}
     heads = {**output_heads(engine.module, rows), **reasons}
-    routes = route_given(engine.module, given, rules, config, heads, stacks=True)
+    routes = route_given(engine.module, given, rules, config, heads)
     of_stages = ranks.gather_objects((routes, _groups(engine.module, given, routes, rules)))
     elsewhere = [route for i, (some, _) in enumerate(of_stages) if i != ranks.rank for route in some]
     return Stage(ranks, routes, elsewhere, [groups for _, groups in of_stages])

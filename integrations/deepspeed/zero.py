@@ -433,7 +433,7 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
             raise ValueError("\n  ".join([f"{name} cannot train with this configuration:", *reasons]))
         model = engine.module
         if stage is None:
-            grouping = group_parameters(model, given, rules, config, stacks=True)
+            grouping = group_parameters(model, given, rules, config)
         else:
             grouping = group_parameters(model, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
             pipeline.check(engine, stage)

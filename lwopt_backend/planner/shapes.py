@@ -138,7 +138,7 @@ def read_hugging_face(
         raise ValueError(_not_possible(path, f"build {model_class.__name__}", error, transformers)) from error
     training = training or Training.routed(include, exclude)
     trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
-    found = group_parameters(model, trained, training.rules, training.config, stacks=True)
+    found = group_parameters(model, trained, training.rules, training.config)
     return ModelShapes(f"{path.name} of {model_class.__name__}", tuple(found.routes), found.divided, notes)
 
 
