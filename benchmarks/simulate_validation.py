@@ -17,12 +17,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from plans import ping_pong
 from simulate_systems import compare, megatron_plan
 from torch import Tensor
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import BufferPlan
-from lwopt_backend.plan.buffers.packing import ping_pong
 from lwopt_backend.plan.cost import MACHINES, CostModel, Machine, StepTime
 from lwopt_backend.plan.layouts import FlatPartition
 from lwopt_backend.planner.models import ModelShapes, Training
