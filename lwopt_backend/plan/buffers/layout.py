@@ -189,13 +189,6 @@ class BufferPlan:
         """Per shard, the elements of its matrices."""
         return per_rank(self.owners, (atom.numel for atom in self.atoms), self.shards)
 
-    def bucket_loads(self) -> list[dict[int, int]]:
-        """Per bucket and owner, the cost of the owner's matrices in it; a shard without any is left out."""
-        table: list[dict[int, int]] = [{} for _ in self.shard_numels]
-        for atom, bucket, owner in zip(self.atoms, self.buckets, self.owners):
-            table[bucket][owner] = table[bucket].get(owner, 0) + atom.cost
-        return table
-
 
 def imbalance(loads: Sequence[int]) -> float:
     """Largest load over mean load; 1.0 is perfect, also without any load."""
