@@ -301,9 +301,8 @@ def show(routes: Sequence[Route], core: OwnedCore, groups: Sequence[Mapping[str,
 
 def plan_table(plan: OwnedPlan, memory: Callable[[int], RankMemory], members: Sequence[Member]) -> Table:
     """One row per rank: what it owns, the work of it, its bytes between steps, and those that it sends in one."""
-    table = Table()
-    for heading in ("rank", "storage", "matrices", "GFLOP", "of all", "parameters", "masters", "state", "sent a step"):
-        table.add_column(heading, justify="right")
+    headings = ("rank", "storage", "matrices", "GFLOP", "of all", "parameters", "masters", "state", "sent a step")
+    table = Table(*report.numbers(*headings))
     for rank in report.shown_ranks(plan.loads):
         held = memory(rank)
         pieces = [piece for bucket in plan.buckets for piece in bucket.pieces(rank)]
