@@ -31,7 +31,7 @@ from lwopt_backend.routing.routing import (
     Kind,
     Route,
     by_glob,
-    check_globs,
+    check_all_globs,
     lora_factor,
     named_as_stack,
     stacked,
@@ -278,8 +278,7 @@ def route_by_name(tensors: Sequence[Stored], include: Sequence[str], exclude: Se
             kind, reason = by_glob(tensor.shape, (tensor.name, *tensor.aliases), include, exclude) or (kind, reason)
         stack = named_as_stack(tensor.name, tensor.shape)
         routes.append(Route(tensor.name, tensor.shape, kind, reason, tensor.aliases, stack))
-    check_globs("include", include, [r for r in routes if len(r.shape) == 2], routes)
-    check_globs("exclude", exclude, routes, routes)
+    check_all_globs(include, exclude, routes)
     return tuple(routes)
 
 
