@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from plans import estimated_loads, problems
 from public_models import FLAVOURS, MODELS, atoms
 from rich.console import Console
 from rich.progress import track
@@ -109,7 +110,7 @@ def plan_cell(row: dict[str, str]) -> Cell:
     bucket = None if row["bucket_size"] == "None" else int(row["bucket_size"])
     padded, seconds = planned(matrices, ranks, bucket)
     compact = plan_compact(matrices, ranks, bucket_numel=bucket)
-    assert not padded.problems() and not compact.problems()
+    assert not problems(padded) and not problems(compact)
     return Cell(
         row["model"],
         row["flavour"],
@@ -120,11 +121,11 @@ def plan_cell(row: dict[str, str]) -> Cell:
             float(row["megatron_padding_pct"]),
             float(row["megatron_cost_imbalance"]),
         ),
-        (len(padded.shard_numels), round(100 * padded.padding, 2), round(imbalance(padded.estimated_loads()), 4)),
+        (len(padded.shard_numels), round(100 * padded.padding, 2), round(imbalance(estimated_loads(padded)), 4)),
         float(row["compact_pingpong_cost_imbalance"]),
         float(row["global_lpt_cost_imbalance"]),
         float(row["cost_lower_bound"]),
-        round(imbalance(compact.estimated_loads()), 4),
+        round(imbalance(estimated_loads(compact)), 4),
         seconds,
     )
 

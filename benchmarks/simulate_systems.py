@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from plans import ping_pong
+
 from lwopt_backend.config.hosts import OwnedConfig
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import BufferPlan, Stream, aligned_shard
-from lwopt_backend.plan.buffers.packing import capped_shards, closing_rule, ping_pong
+from lwopt_backend.plan.buffers.packing import capped_shards, closing_rule
 from lwopt_backend.plan.buffers.placement import Placement
 from lwopt_backend.plan.buffers.step import buffer_step
 from lwopt_backend.plan.cost import StepTime, all_reduce_seconds, gather_seconds

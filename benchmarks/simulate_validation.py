@@ -17,16 +17,16 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from plans import ping_pong
 from simulate_systems import compare, megatron_plan
 from torch import Tensor
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import BufferPlan
-from lwopt_backend.plan.buffers.packing import ping_pong
 from lwopt_backend.plan.cost import MACHINES, CostModel, Machine, StepTime
 from lwopt_backend.plan.layouts import FlatPartition
 from lwopt_backend.planner.models import ModelShapes, Training
-from lwopt_backend.planner.part import Part, owned_atoms
+from lwopt_backend.planner.part import Part
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Deployment, plan_study
 from lwopt_backend.routing.routing import Route
@@ -126,7 +126,8 @@ def _schedules(parts: Mapping[str, Part], ranks: int) -> list[Schedule]:
     for index, atom in enumerate(atoms):
         for fragment in flat.fragments(index):
             touched[fragment.rank].append(atom)
-    dealt = owned_atoms(atoms, ping_pong([atom.numel for atom in atoms], ranks), ranks)
+    owners = ping_pong([atom.numel for atom in atoms], ranks)
+    dealt = [[atom for atom, owner in zip(atoms, owners) if owner == rank] for rank in range(ranks)]
     return [
         *(Schedule(f"ours, {layout}", "scatter", _buckets(part, ranks)) for layout, part in parts.items()),
         Schedule("Megatron padded", "scatter", _buckets(megatron_plan(atoms, ranks, BUCKET_NUMEL), ranks)),

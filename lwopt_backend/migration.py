@@ -461,7 +461,7 @@ def _refuse(caller: str, group: Mapping[str, Any], only: Mapping[str, Any]) -> N
 
 def as_arguments(caller: str, theirs: Sequence[Theirs], model: nn.Module) -> dict[str, Any]:
     names = {id(param): name for name, param in named_parameters(model)}
-    routes = {each.name: each for each in route(model, stacks=True)}
+    routes = {each.name: each for each in route(model)}
     fused = {name: divided for name, divided in divide(model, list(routes.values())).items() if not divided.is_plain}
     bases: dict[str, dict[str, Any]] = {}
     by_kind: dict[str, list[str]] = {"matrix": [], "elementwise": []}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lwopt_backend.config.linked_rates import loaded, saved
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
 from lwopt_backend.runtime.agreement import RanksDisagree, StepReport, agree, check_in_all, first_difference
@@ -249,15 +250,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
         ``torch.distributed.checkpoint`` saves and loads it for any split of ranks, ``torch.save`` for the same split.
         """
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
-        state_dict: dict[str, Any] = {
-            name: {**optimizer.state_dict(), HAS_STATE: bool(optimizer.state)}
-            for name, optimizer in self.modules.items()
-        }
-        for change in self._optimizer_state_dict_post_hooks.values():
-            state_dict = change(self, state_dict) or state_dict
-        return state_dict
+        modules = self.modules.items()
+        return saved(self, lambda: {n: {**each.state_dict(), HAS_STATE: bool(each.state)} for n, each in modules})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load each of this rank's modules; the state dict may have other ranks' modules, too.
@@ -265,8 +259,9 @@ class ModuleOptimizers(torch.optim.Optimizer):
         Raises, on all ranks and before anything is changed, for unknown and for missing modules, and for saved state
         that ``torch.distributed.checkpoint`` did not read, because a plain optimizer without a step asks for none.
         """
-        for change in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = change(self, state_dict) or state_dict
+        loaded(self, state_dict, self._take_state)
+
+    def _take_state(self, state_dict: dict[str, Any]) -> None:
         names = tuple(self.modules)
 
         def check() -> None:
@@ -284,8 +279,6 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
         check_in_all([self._everyone], NAME, check)
         together(self._everyone, "load_state_dict", self._parts, take)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
 
     def save_state_dict(self, path: str | PathLike[str]) -> None:
         """Write all modules' state to a folder of torch.distributed.checkpoint, which all ranks must see."""

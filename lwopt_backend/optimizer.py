@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +49,7 @@ from lwopt_backend.storage.gradients import (
 from lwopt_backend.storage.mesh_stepping import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
 from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_buffers
 from lwopt_backend.storage.owned_model import Backward, check_model, check_options, tell_when_loaded, wait_in_forward
-from lwopt_backend.storage.owned_state import OwnedStore, held_state, load_state_dict_into, state_dict_of
+from lwopt_backend.storage.owned_state import OwnedStore, held_state, state_of, take_state
 
 
 class Sharing(NamedTuple):
@@ -312,8 +311,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         if self.config.step_in_backward:
             self._manager.on_launch = self._step_arrived
         if self.config.report and everyone.rank == 0:
-            memory = partial(owned_model.memory_of, self.core, self.param_groups, self.config)
-            owned_model.show(self._grouping.routes, self.core, self.param_groups, memory)
+            owned_model.show(self._grouping.routes, self.core, self.param_groups)
 
     # The loop
 
@@ -401,17 +399,19 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
         If AdamW trains everything, torch's whole tensors; then it is called on all ranks.
         """
-        return state_dict_of(self, self.core)
+        return linked_rates.saved(self, lambda: state_of(self.core, self.param_groups))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict`` of this rank, or one of whole tensors. Called on all ranks.
 
         What does not fit raises, on all of them, before anything is changed.
         """
-        load_state_dict_into(self, self.core, state_dict, self.take_groups)
+        linked_rates.loaded(
+            self, state_dict, lambda found: self.take_groups(take_state(self.core, self.param_groups, found))
+        )
 
     def memory_report(self) -> list[RankMemory]:
-        return owned_model.memory_of_all(self.core, self.param_groups, self.config)
+        return owned_model.memory_of_all(self.core, self.param_groups)
 
     def traffic(self) -> dict[str, int]:
         return dict(self._manager.ledger.sent)
@@ -562,8 +562,9 @@ class MeshOptimizer(LayerWiseOptimizer):
         State keeps the dtype that it was created with, whatever the parameters'; rules are never loaded. This rank's
         part of a whole tensor is copied.
         """
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
+        linked_rates.loaded(self, state_dict, self._take_state)
+
+    def _take_state(self, state_dict: dict[str, Any]) -> None:
         if self.state:
             shards = self._owner_shards()
             expected = mesh_state.with_owner_keys(self.state, shards)
@@ -582,5 +583,3 @@ class MeshOptimizer(LayerWiseOptimizer):
         saved = deepcopy(state_dict["param_groups"])
         kept = [{"params": group["params"], "rule": rule} for group, rule in zip(self.param_groups, self._rules)]
         self.link_groups([{**old, **new, **own} for old, new, own in zip(self.param_groups, saved, kept)])
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)

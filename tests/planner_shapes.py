@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import public_models
+from benchmarks.plans import estimated_loads, problems
 from lwopt_backend.plan import Atom, FlatPartition, MatrixPlan, MeshLayout, Sharding, plan_matrices, plan_spread
 from lwopt_backend.plan.buffers.layout import BufferPlan, imbalance
 from lwopt_backend.plan.buffers.packing import plan_compact, plan_padded
@@ -70,12 +71,12 @@ def aligned(numel: int, multiple: int = 64) -> int:
 
 def unevenness(plan: BufferPlan) -> float:
     """As Megatron-Core counts it, in four decimals."""
-    return round(imbalance(plan.estimated_loads()), 4)
+    return round(imbalance(estimated_loads(plan)), 4)
 
 
 def assert_lawful(plan: BufferPlan) -> None:
     """Every matrix in one shard of one bucket, no bucket empty, and room for aligned matrices but no more."""
-    assert plan.problems() == []
+    assert problems(plan) == []
     assert set(plan.buckets) == set(range(len(plan.shard_numels)))
     ends: dict[tuple[int, int], int] = {}
     for atom, bucket, owner in zip(plan.atoms, plan.buckets, plan.owners):

@@ -50,7 +50,7 @@ def configuration(family: str, **options: Any) -> Any:
 
 
 def divided_of(model: nn.Module, atoms: Mapping[str, Any] | None = None) -> dict[str, Divided]:
-    return divide(model, route(model, stacks=True), AtomSettings.parse(atoms or {}))
+    return divide(model, route(model), AtomSettings.parse(atoms or {}))
 
 
 def fused_of(model: nn.Module) -> dict[str, tuple[Block, ...]]:
@@ -385,7 +385,7 @@ def test_experts_of_jetmoe_have_gate_and_up_one_after_the_other() -> None:
 
 def test_experts_of_llama_4_are_divided_where_they_are_known_to_be_stored_transposed() -> None:
     model = stack_of("llama4.Llama4TextExperts")
-    routes, name = route(model, stacks=True), "experts.gate_up_proj"
+    routes, name = route(model), "experts.gate_up_proj"
     blocks = divide(model, [replace(each, transposed=True) for each in routes])[name].blocks
     watch = followed(model.experts.gate_up_proj, True, model.experts)
     assert [given[0] for given in watch.given(*ACTIVATIONS)] == [of_experts(blocks, "gate")]
@@ -568,7 +568,7 @@ def test_gate_and_up_that_lie_side_by_side_are_two_matrices_of_each_expert_or_as
 # Reasons
 def reasons_of(model: nn.Module, **options: object) -> dict[str, str]:
     rules, config = settings_of(HostConfig, options, "test")
-    found = group_parameters(model, [{"params": list(model.parameters())}], rules, config, stacks=True)
+    found = group_parameters(model, [{"params": list(model.parameters())}], rules, config)
     return {r.name.removesuffix(".weight"): r.reason for r in found.routes}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plans import estimated_loads, ping_pong, problems
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.buffers import packing
 from lwopt_backend.plan.buffers import placement as places
@@ -26,22 +27,22 @@ from tests.planner_shapes import Figures, aligned, assert_lawful, atoms_of, figu
 def measured(plan: BufferPlan) -> list[tuple[int, list[int]]]:
     """The busiest shard's load and all amounts, by cost and by Megatron's estimate."""
     costs, estimates = zip(*((atom.cost, max_min_squared(atom.shape)) for atom in plan.atoms))
-    return [(max(plan.loads()), list(costs)), (max(plan.estimated_loads()), list(estimates))]
+    return [(max(plan.loads()), list(costs)), (max(estimated_loads(plan)), list(estimates))]
 
 
 def test_a_plan_counts_its_loads_and_names_what_is_wrong_with_it() -> None:
     plan = planned(atoms_of([(64, 64)] * 4), 2, None)
-    assert plan.problems() == []
-    assert replace(plan, owners=(0, 1, 2, 0)).problems() == ["matrix 2: owner 2 is not in [0, 2)"]
-    assert replace(plan, owners=(0, 1, 1)).problems() == ["3 owners for 4 matrices"]
+    assert problems(plan) == []
+    assert problems(replace(plan, owners=(0, 1, 2, 0))) == ["matrix 2: owner 2 is not in [0, 2)"]
+    assert problems(replace(plan, owners=(0, 1, 1))) == ["3 owners for 4 matrices"]
     overfull = [f"bucket 0, shard {shard}: 8192 elements in 8000" for shard in (0, 1)]
-    assert sorted(replace(plan, shard_numels=(8000,)).problems()) == overfull
+    assert sorted(problems(replace(plan, shard_numels=(8000,)))) == overfull
     two = replace(plan, buckets=(0, 0, 1, 1), shard_numels=(8192, 8192))
-    assert two.problems() == ["buckets are not contiguous ranges of the backward order"]
-    assert replace(plan, buckets=(3, 0, 0, 0)).problems()[0] == "matrix 0: bucket 3 is not in [0, 1)"
+    assert problems(two) == ["buckets are not contiguous ranges of the backward order"]
+    assert problems(replace(plan, buckets=(3, 0, 0, 0)))[0] == "matrix 0: bucket 3 is not in [0, 1)"
     atoms = tuple(Atom(name, (2, columns), cost) for name, columns, cost in (("a", 3, 5), ("b", 1, 7), ("c", 2, 9)))
     plan = BufferPlan("compact", "by hand", atoms, 2, (0, 1, 0), (0, 0, 0), (128,))
-    assert (plan.loads(), plan.estimated_loads()) == ([14, 7], [3 * 2 * 2 + 2 * 2 * 2, 2 * 1 * 1])
+    assert (plan.loads(), estimated_loads(plan)) == ([14, 7], [3 * 2 * 2 + 2 * 2 * 2, 2 * 1 * 1])
 
 
 # Padded plans beside Megatron-Core's
@@ -66,7 +67,7 @@ def assert_lawful_and_no_worse(plan: BufferPlan, theirs: BufferPlan) -> None:
     assert_lawful(plan)
     assert plan.buffer_numel <= theirs.buffer_numel
     assert max(plan.loads()) <= max(theirs.loads())
-    assert max(plan.estimated_loads()) <= max(theirs.estimated_loads())
+    assert max(estimated_loads(plan)) <= max(estimated_loads(theirs))
     finer = len(plan.shard_numels) >= len(theirs.shard_numels)
     assert finer or max(plan.shard_numels) <= max(theirs.shard_numels)
 
@@ -148,7 +149,7 @@ OBJECTIVES: tuple[Callable[[BufferPlan], float], ...] = (  # also what a hostile
     seconds,
     lambda plan: 1e30 / plan.buffer_numel,
     lambda plan: 1e30 / max(plan.loads()),
-    lambda plan: 1e30 / max(plan.estimated_loads()),
+    lambda plan: 1e30 / max(estimated_loads(plan)),
     lambda plan: len(plan.shard_numels) - max(plan.shard_numels) / sum(plan.shard_numels),
 )
 
@@ -436,7 +437,7 @@ def test_work_is_as_even_as_by_longest_first_and_no_less_than_by_megatrons_ping_
     for busiest, amounts in measured(plan):
         lowest_possible = max(max(amounts), -(-sum(amounts) // figure.ranks))
         assert lowest_possible <= busiest <= 1.01 * by_longest_first(amounts, figure.ranks)
-    theirs = replace(plan, owners=tuple(packing.ping_pong([atom.numel for atom in atoms], figure.ranks)))
+    theirs = replace(plan, owners=tuple(ping_pong([atom.numel for atom in atoms], figure.ranks)))
     assert unevenness(plan) <= figure.ping_pong == unevenness(theirs)
     assert plan.buffer_numel == sum(atom.numel for atom in plan.atoms) and plan.padding == 0
 

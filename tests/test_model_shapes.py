@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from lwopt_backend.planner.models import read_checkpoint
-from lwopt_backend.planner.shapes import ModelShapes, read_hugging_face, read_shapes_json
+from lwopt_backend.planner.shapes import ModelShapes, Training, read_hugging_face, read_shapes_json
 from tests import megatron_dist, megatron_torch
 from tests.checkpoint_engines import convert_as_deepspeed_does
 from tests.models import MATRICES, UnevenLM
@@ -192,11 +192,11 @@ def test_a_configuration_may_ask_for_kernels_quantization_and_code_that_are_not_
 def test_both_readers_take_globs_and_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("llama", tmp_path)
     for read in (read_hugging_face, read_checkpoint):
-        found = kinds(read(tmp_path, include=["lm_head*"], exclude=["*.0.mlp.up_proj.weight"]))
+        found = kinds(read(tmp_path, training=Training.routed(["lm_head*"], ["*.0.mlp.up_proj.weight"])))
         names = ("lm_head.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight")
         assert [found[name] for name in names] == ["matrix", "elementwise", "matrix"]
         with pytest.raises(ValueError, match="'lm_haed.weight' matches no .* did you mean 'lm_head.weight'"):
-            read(tmp_path, include=["lm_haed.weight"])
+            read(tmp_path, training=Training.routed(["lm_haed.weight"]))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="pip install 'transformers<6,>=5'"):
         read_hugging_face(tmp_path)

@@ -237,8 +237,9 @@ def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(where: 
             piece = layout.fragment(atom, rank)
             assert returned == ([] if piece is None else elements(atom, piece))
         for rank in ranks:
-            moved[rank] += forth[rank].wire_numel if plan.trips(bucket) == 2 else 0
-            sent_back[rank] += back[rank].wire_numel
+            sent, returned = (sum(way.send_splits) - way.send_splits[rank] for way in (forth[rank], back[rank]))
+            moved[rank] += sent if plan.trips(bucket) == 2 else 0
+            sent_back[rank] += returned
             if where in FLAT:
                 assert (back[rank].sends, back[rank].receives) == (forth[rank].receives, forth[rank].sends)
     assert plan.wire_bytes() == [2 * sum(ways) for ways in zip(moved, sent_back)]

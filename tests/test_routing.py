@@ -52,8 +52,9 @@ def on_meta(made: hf.PretrainedConfig) -> nn.Module:
     return model
 
 
-def test_models_of_stacked_experts_say_how_little_is_a_matrix() -> None:
-    headline, note = routing_headline(route(on_meta(hf.MixtralConfig(**{**TINY, "intermediate_size": 128}))))
+def test_models_whose_stacked_experts_are_no_matrices_say_how_little_is_one() -> None:
+    model = on_meta(hf.MixtralConfig(**{**TINY, "intermediate_size": 128}))
+    headline, note = routing_headline(route(model, exclude=["*.experts.*"]))
     assert "elements lie in parameters of 3 and more dimensions (stacked experts" in note
     assert len(routing_headline(route(UnevenLM()))) == 1
 
@@ -178,7 +179,7 @@ EXPECTED: dict[Make, dict[str, str]] = {  # by reason the names, without ".weigh
 
 @pytest.mark.parametrize(("make", "expected"), EXPECTED.items())
 def test_parameters_are_routed_by_what_the_model_does_with_them(make: Make, expected: dict[str, str]) -> None:
-    routes = routes_of(make(), stacks=True)
+    routes = routes_of(make())
     for reason, names in expected.items():
         is_matrix = re.fullmatch(r"2-D weight.*|\d+ stacked experts", reason)
         other = "frozen" if reason == "requires_grad is False" else "elementwise"
@@ -198,7 +199,7 @@ def test_globs_overrule_structure_and_exclude_wins_by_every_name_of_a_parameter(
     assert (both.name, both.aliases, both.reason) == ("tokens.weight", ("out.weight",), "included by 'out.weight'")
     kinds = {name: r.kind for name, r in routes_of(vectors(), include=["router.*", "time.weight"]).items()}
     assert [kinds[name] for name in ("router", "time", "value")] == ["matrix", "matrix", "elementwise"]
-    assert kinds["experts.up"] == "elementwise", "stacks were not asked for"
+    assert kinds["experts.up"] == "matrix" and kinds["experts.rows"] == kinds["experts.columns"] == "elementwise"
 
 
 def test_marks_of_megatron_and_deepspeed_keep_a_parameter_from_the_matrix_rule_unless_it_is_included() -> None:
@@ -212,7 +213,7 @@ def test_marks_of_megatron_and_deepspeed_keep_a_parameter_from_the_matrix_rule_u
     model.b.weight.is_embedding_or_output_parameter = True
     model.c.weight.use_muon = model.d.weight.is_embedding_or_output_parameter = None
     model.experts.w1.use_muon = False
-    found = {name: (r.kind, r.reason) for name, r in routes_of(model, stacks=True).items()}
+    found = {name: (r.kind, r.reason) for name, r in routes_of(model).items()}
     unless = ("elementwise", "marked use_muon=False")
     assert found["a"] == found["experts.w1"] == unless
     assert found["b"] == ("elementwise", "marked is_embedding_or_output_parameter=True")
@@ -288,7 +289,7 @@ def lora(model: nn.Module | None = None, adapter: str = "default", **options: An
 def trained(model: nn.Module, adapter: str = "default", **options: Any) -> dict[str, Route]:
     """The routes of what is trained, by names without PEFT's prefix and the adapter's."""
     found = {}
-    for each in route(model, stacks=True, **options):
+    for each in route(model, **options):
         if each.kind != "frozen":
             before, _, after = f"{each.name.removeprefix('base_model.model.')}.".rpartition(f".{adapter}.")
             found[f"{before}.{after}".rstrip(".")] = each
@@ -391,7 +392,7 @@ def test_globs_overrule_what_peft_layers_say_and_frozen_weights_are_not_looked_a
 
 # Which matrices are in LoRA's factors
 def blocks_of(model: nn.Module) -> dict[str, list[Block]]:
-    routes = route(model, stacks=True)
+    routes = route(model)
     return {name.removeprefix("base_model.model."): list(d.blocks) for name, d in divide(model, routes).items()}
 
 
@@ -476,7 +477,7 @@ def told(routes: list[Route]) -> list[tuple[str, str]]:
 @on_ranks(2)
 def test_deepspeed_routes_alike_and_equals_a_single_process(stage: int) -> None:
     model, reference = adapted(), AdaptedReference()
-    expected = told(route(model, stacks=True))
+    expected = told(route(model))
     wanted = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with engine_for(config(stage, rows=8), model, model_parameters=list(wanted.values())) as engine:
         train(engine, 4, same_rows=True)

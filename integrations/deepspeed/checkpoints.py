@@ -26,13 +26,10 @@ from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.storage.owned import OwnedCore
 
 MARK = "lwopt.owned"  # the key of a checkpoint of owned storage
-CONVERT = (
-    "Another number of ranks needs DeepSpeed's universal format: convert the folder with lwopt convert --to universal, "
-    'and set "checkpoint": {"load_universal": true}'
-)
-CONVERT_OWNED = (
-    "Another number of ranks or another layout needs DeepSpeed's universal format: convert the folder with lwopt "
-    'convert SRC DST --to universal, and set "checkpoint": {"load_universal": true}'
+CONVERT, CONVERT_OWNED = (
+    f"{what} needs DeepSpeed's universal format: convert the folder with lwopt convert SRC DST --to universal, and set "
+    '"checkpoint": {"load_universal": true}'
+    for what in ("Another number of ranks", "Another number of ranks or another layout")
 )
 
 

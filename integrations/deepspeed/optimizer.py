@@ -110,7 +110,7 @@ class ZeROLayerWise(EngineOptimizer):
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         self._binding: Binding | None = None
-        self._steppers: dict[int, UnitStepper] = {}  # by id of their tensor
+        self._steppers: dict[int, UnitStepper[Any]] = {}  # by id of their tensor
         self._owner_state: dict[str, dict[str, Any]] = {}  # loaded, by a matrix's name, until the steppers are made
         self._report, self._options = StepReport(), OptionsInUse()
         self._global_grad_norm: Any = None  # read by the engine at stage 0

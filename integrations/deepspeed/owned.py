@@ -32,7 +32,7 @@ from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
 from lwopt_backend.storage.gradients import ClipGroups, clip_factor
 from lwopt_backend.storage.owned import OwnedCore, Share
-from lwopt_backend.storage.owned_model import Backward, check_model, rank_memory, show, tell_when_loaded
+from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
 from lwopt_backend.storage.owned_state import OwnedStore
 
 # Keys of zero_optimization that owned storage honours; all others are refused or have no effect on it.
@@ -86,7 +86,7 @@ def bind(
             cannot = f"{name} with owned storage cannot train with this configuration:"
             raise ValueError("\n  ".join([cannot, *reasons]))
         check_model(engine.module, name)
-        grouping = group_parameters(engine.module, given, rules, config, stacks=True)
+        grouping = group_parameters(engine.module, given, rules, config)
         return OwnedBinding(engine, grouping, ranks[0]), [settings_lines(rules, config)] * len(ranks)
 
     return agree_in_all(ranks, name, decide)
@@ -94,15 +94,7 @@ def bind(
 
 def announce(binding: OwnedBinding, core: OwnedCore) -> None:
     """Print the routing, the plan, and the settings without effect."""
-    (held,) = core.holdings
-    members = [core.members[number] for number in held.numbers]
-    groups, grad_dtype = binding.grouping.groups, binding.grad_dtype
-    show(
-        binding.grouping.routes,
-        core,
-        groups,
-        lambda held, rank: rank_memory(held.plan, rank, members, groups, grad_dtype=grad_dtype, keep_full=False),
-    )
+    show(binding.grouping.routes, core, binding.grouping.groups)
     idle = [f"zero_optimization.{key}" for key in deepspeed_engine.zero_settings(binding.engine) if key not in HONOURED]
     if idle:
         report.standard_output().print(f"Without effect on owned storage: {', '.join(idle)}.")

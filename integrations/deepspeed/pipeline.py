@@ -67,7 +67,7 @@ def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], rules: Rul
     rows = rows_for_heads(ranks.gather_objects(mine))[ranks.rank]
     reasons = {id(p): f"tied between pipeline layers as {key!r}" for key, m in tied.items() for p in m.parameters()}
     heads = {**output_heads(engine.module, rows), **reasons}
-    routes = route_given(engine.module, given, rules, config, heads, stacks=True)
+    routes = route_given(engine.module, given, rules, config, heads)
     of_stages = ranks.gather_objects((routes, _groups(engine.module, given, routes, rules)))
     elsewhere = [route for i, (some, _) in enumerate(of_stages) if i != ranks.rank for route in some]
     return Stage(ranks, routes, elsewhere, [groups for _, groups in of_stages])
@@ -114,7 +114,8 @@ def check_rates(stage: Stage, groups: Sequence[Mapping[str, Any]]) -> None:
     that scales each group's own rate is used as it is (``linked_rates``). On a stage with only one group, the two look
     the same.
     """
-    of_stages = stage.ranks.gather_objects({_key(group): float(group["lr"]) for group in groups})
+    mine = {(g["from_group"], g["rule"], tuple(g["overrides"])): float(g["lr"]) for g in groups}
+    of_stages = stage.ranks.gather_objects(mine)
     for number, rates in enumerate(of_stages):
         for key, rate in rates.items():
             for other, theirs in enumerate(of_stages[:number]):
@@ -125,7 +126,3 @@ def check_rates(stage: Stage, groups: Sequence[Mapping[str, Any]]) -> None:
                         "for all groups is not divided there; use a schedule that scales each group's own rate, e.g. "
                         "torch's LambdaLR"
                     )
-
-
-def _key(group: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:
-    return group["from_group"], group["rule"], tuple(group["overrides"])

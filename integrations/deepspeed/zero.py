@@ -31,7 +31,7 @@ from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, brought_here
 from lwopt_backend.storage.flat import GroupPlan, GroupStepper, UnitStepper, members_digest, plan_group, unit_layouts
 from lwopt_backend.storage.gradients import ClipGroups
-from lwopt_backend.storage.replicated import gather_whole, new_replicated_stepper, take_part
+from lwopt_backend.storage.replicated import ElementwiseReplicas, MatrixReplicas, gather_whole, take_part
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Unit:
                 raise RuntimeError(f"parameter {trained.name!r}: planned {expected}, but DeepSpeed stores {found}")
 
 
-Stepped = tuple[UnitStepper, Mapping[str, Tensor]]
+Stepper = UnitStepper[Any]
+Stepped = tuple[Stepper, Mapping[str, Tensor]]
 
 
 class ZeROStore:
@@ -166,7 +167,7 @@ def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> 
     return saved
 
 
-def owner_states(steppers: Iterable[UnitStepper]) -> dict[str, dict[str, Any]]:
+def owner_states(steppers: Iterable[Stepper]) -> dict[str, dict[str, Any]]:
     """The owner state of this rank's matrices, by matrix name."""
     return {k: v for s in steppers if s.matrices for k, v in s.matrices.owner_state.by_name().items()}
 
@@ -200,7 +201,7 @@ def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -
     return {**found, CHECKPOINT_KEY: held}
 
 
-def take_owner_states(binding: Binding, steppers: Sequence[UnitStepper], saved: Mapping[str, dict[str, Any]]) -> None:
+def take_owner_states(binding: Binding, steppers: Sequence[Stepper], saved: Mapping[str, dict[str, Any]]) -> None:
     """Send what ``owner_states`` returned, on any ranks, to the current owners. Called on all ranks."""
     for unit, stepper in zip(binding.units, steppers):
         if stepper.matrices is not None and unit.plan.matrices is not None:
@@ -387,12 +388,14 @@ class Binding:
         everyone = self.grouping.routes if self.stage is None else self.stage.all_routes
         return [own.get(route.name, route) for route in everyone], plans, self.grouping.groups
 
-    def stepper(self, unit: Unit, tensor: Tensor, config: ZeROConfig) -> UnitStepper:
+    def stepper(self, unit: Unit, tensor: Tensor, config: ZeROConfig) -> Stepper:
         """The stepper of a unit; DeepSpeed steps ``tensor``."""
         shard = self.places[self.ranks[-1].rank][0] if self.places else 0
+        more = unit.ranks, config, self.engine.device, shard
         if self.replicated:
-            return new_replicated_stepper(unit.plan, unit.params, unit.ranks, config, self.engine.device, shard)
-        return GroupStepper(unit.plan, tensor, unit.ranks, config, self.engine.device, shard)
+            replicas = ElementwiseReplicas if unit.plan.matrices is None else MatrixReplicas
+            return replicas(unit.plan, unit.params, *more)
+        return GroupStepper(unit.plan, tensor, *more)
 
     def stored(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Per unit, the tensor that DeepSpeed steps; of replicated parameters the first. Called on all ranks.
@@ -430,7 +433,7 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
             raise ValueError("\n  ".join([f"{name} cannot train with this configuration:", *reasons]))
         model = engine.module
         if stage is None:
-            grouping = group_parameters(model, given, rules, config, stacks=True)
+            grouping = group_parameters(model, given, rules, config)
         else:
             grouping = group_parameters(model, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
             pipeline.check(engine, stage)

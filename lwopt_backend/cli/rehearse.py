@@ -100,16 +100,15 @@ def _print(source: str, study: Study, rank: int, found: Sequence[Rehearsal]) -> 
 def _table(each: Rehearsal) -> Table:
     """One row per figure, beside the plan's."""
     from lwopt_backend.cli.tables import NONE
-    from lwopt_backend.report import nbytes
+    from lwopt_backend.report import nbytes, numbers
 
     def shown(figure: Figure, value: int | None) -> str:
         if value is None:
             return NONE
         return f"{value} ({nbytes(value)})" if figure.unit == "bytes" else str(value)
 
-    table = Table(title=f"The {each.name} parameters: rank {each.rank} of the {each.ranks} that share them")
-    for heading in ("a step", "rehearsed", "planned", ""):
-        table.add_column(heading, justify="right" if heading in ("rehearsed", "planned") else "left")
+    title = f"The {each.name} parameters: rank {each.rank} of the {each.ranks} that share them"
+    table = Table("a step", *numbers("rehearsed", "planned"), "", title=title)
     for figure in each.figures:
         differs = "differs" if figure.difference else "" if figure.exact or figure.planned is None else "an estimate"
         table.add_row(figure.what, shown(figure, figure.rehearsed), shown(figure, figure.planned), differs)

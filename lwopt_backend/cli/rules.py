@@ -66,6 +66,7 @@ def migrate(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the whole configuration there.")] = None,
 ) -> None:
     """Print the optimizer entry that trains the same with this package, and what changes."""
+    from lwopt_backend.checkpoint.files.folders import write_whole
     from lwopt_backend.config.choices import muon_settings
     from lwopt_backend.config.options import ADAMW_BETAS, suggestion, translated
     from lwopt_backend.planner.shapes import read_json
@@ -98,6 +99,4 @@ def migrate(
     for line in (note, "the table that is printed at the start says which parameters are matrices, and why"):
         typer.echo(f"Note: {line}.", err=True)
     if output is not None:
-        temporary = output.with_name(f"{output.name}.tmp")
-        temporary.write_text(json.dumps({**content, "optimizer": new}, indent=2) + "\n")
-        temporary.replace(output)
+        write_whole(output, (json.dumps({**content, "optimizer": new}, indent=2) + "\n").encode())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,6 +190,28 @@ class LinkedRates:
 
 
 NAME = "LayerWiseOptimizer"
+
+
+def saved(optimizer: torch.optim.Optimizer, state_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A state dict, with torch's hooks around ``state_of``, which makes it."""
+    for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        before(optimizer)
+    state_dict = state_of()
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        state_dict = after(optimizer, state_dict) or state_dict
+    return state_dict
+
+
+def loaded(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], take: Callable[[dict[str, Any]], None]
+) -> None:
+    """Load a state dict with torch's hooks around ``take``, which takes it."""
+    state_dict = dict(state_dict)  # torch's hooks may change the one they are given
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = before(optimizer, state_dict) or state_dict
+    take(state_dict)
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
 
 
 class LinkedOptimizer(torch.optim.Optimizer):

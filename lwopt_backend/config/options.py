@@ -197,13 +197,13 @@ def translated(given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], st
     for key, (only, instead) in GRANTED.items():
         if rest.pop(key, only) != only:
             raise ValueError(f"{where}: {key} is {given[key]!r}, which has no counterpart; {instead}")
-    options = _from_muon(rest, where) if is_muon else _from_adamw(rest, TORCH_DECAY if torch_adam else 0.0)
+    options = _from_muon(rest) if is_muon else _from_adamw(rest, TORCH_DECAY if torch_adam else 0.0)
     whose, remark = ("DeepSpeed's Muon", CLIPS) if is_muon else ("AdamW", "" if "adjust_lr_fn" in given else SCALED)
     mark = (*marks, "betas")[0]
     return options, f"{where}: {mark!r} makes this an entry of {whose}; taken as {json.dumps(options)}{remark}"
 
 
-def _from_muon(rest: dict[str, Any], where: str) -> dict[str, Any]:
+def _from_muon(rest: dict[str, Any]) -> dict[str, Any]:
     shared, decay = rest.pop("lr", None), rest.pop("weight_decay", 0.0)
     muon_lr, adam_lr = rest.pop("muon_lr", shared), rest.pop("adam_lr", shared)
     method = NS_METHODS[rest.pop("ns_method", None) or "gram"] if rest.get("ns_method") in (None, *NS_METHODS) else {}

@@ -33,7 +33,6 @@ class Transfer:
     padded at their end.
     """
 
-    rank: int
     world_size: int
     sends: tuple[Segment, ...]
     receives: tuple[Segment, ...]
@@ -55,11 +54,6 @@ class Transfer:
     @property
     def receive_offsets(self) -> list[int]:
         return self._offsets(self.receives)
-
-    @property
-    def wire_numel(self) -> int:
-        """Elements that this rank puts on the wire, padding included, without what it sends to itself."""
-        return sum(numel for peer, numel in enumerate(self.send_splits) if peer != self.rank)
 
     def _splits(self, segments: Sequence[Segment]) -> list[int]:
         if self.split is not None:
@@ -91,7 +85,7 @@ def to_owners(
             sends.append(_segment(atom, owner, part))
         if owner == rank:
             receives += [_segment(atom, part.rank, part) for part in layout.sources(atom, owner)]
-    return _transfer(layout, rank, sends, receives, split)
+    return _transfer(layout, sends, receives, split)
 
 
 def to_fragments(
@@ -106,7 +100,7 @@ def to_fragments(
             receives.append(_segment(atom, owner, part))
         if owner == rank:
             sends += [_segment(atom, part.rank, part) for part in layout.fragments(atom)]
-    return _transfer(layout, rank, sends, receives, split)
+    return _transfer(layout, sends, receives, split)
 
 
 def equal_split(bucket: Sequence[int], owners: Sequence[int], layout: Layout, alike: dict[Hashable, int]) -> int:
@@ -133,7 +127,7 @@ def _segment(atom: int, peer: int, part: Fragment) -> Segment:
     return Segment(atom, peer, part.start, part.stop, part.runs, part.pitch)
 
 
-def _transfer(layout: Layout, rank: int, sends: list[Segment], receives: list[Segment], split: int | None) -> Transfer:
+def _transfer(layout: Layout, sends: list[Segment], receives: list[Segment], split: int | None) -> Transfer:
     # A stable sort: within one peer, atoms keep the bucket's order on both sides of the wire.
     key = lambda segment: segment.peer  # noqa: E731
-    return Transfer(rank, layout.world_size, tuple(sorted(sends, key=key)), tuple(sorted(receives, key=key)), split)
+    return Transfer(layout.world_size, tuple(sorted(sends, key=key)), tuple(sorted(receives, key=key)), split)

@@ -31,7 +31,7 @@ from lwopt_backend.routing.routing import (
     Kind,
     Route,
     by_glob,
-    check_globs,
+    check_all_globs,
     lora_factor,
     named_as_stack,
     stacked,
@@ -147,16 +147,11 @@ READABLE = (
 BY_NAME_ONLY = "routed by name and shape only: a checkpoint has no modules; correct it with include and exclude"
 
 
-def read_checkpoint(
-    path: str | os.PathLike[str],
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    training: Training | None = None,
-) -> ModelShapes:
+def read_checkpoint(path: str | os.PathLike[str], training: Training | None = None) -> ModelShapes:
     """Route the model in the checkpoint ``path``: a file, the index of several, or a folder.
 
-    Leaves out optimizer state and tensors that are not floating point. ``training`` has the rules, by default ours with
-    ``include`` and ``exclude``. Raises ValueError with the path, what was expected and what was found.
+    Leaves out optimizer state and tensors that are not floating point. ``training`` has the rules, by default ours.
+    Raises ValueError with the path, what was expected and what was found.
     """
     path = Path(path)
     contents = read_as_expected(lambda: _read(path), path, "a program that is known", ValueError)
@@ -166,7 +161,7 @@ def read_checkpoint(
         raise ValueError(f"{path}: a parameter's name has {len(long[0])} characters, {long[0][:50]!r}...; rename it")
     if not parameters:
         raise ValueError(f"{path}: expected a model's weights, found no floating-point tensor; give another checkpoint")
-    training = training or Training.routed(include, exclude)
+    training = training or Training()
     routes, divided = training.of(route_by_name(parameters, training.config.include, training.config.exclude))
     notes = [BY_NAME_ONLY, *contents.notes]
     if others:
@@ -283,8 +278,7 @@ def route_by_name(tensors: Sequence[Stored], include: Sequence[str], exclude: Se
             kind, reason = by_glob(tensor.shape, (tensor.name, *tensor.aliases), include, exclude) or (kind, reason)
         stack = named_as_stack(tensor.name, tensor.shape)
         routes.append(Route(tensor.name, tensor.shape, kind, reason, tensor.aliases, stack))
-    check_globs("include", include, [r for r in routes if len(r.shape) == 2], routes)
-    check_globs("exclude", exclude, routes, routes)
+    check_all_globs(include, exclude, routes)
     return tuple(routes)
 
 

@@ -38,17 +38,12 @@ class Placed:
         """Per rank, the cost of the matrices that it owns."""
         return per_rank(self.owners, [atom.cost for atom in self.atoms], self.shards)
 
-    def bucket_loads(self) -> list[dict[int, int]]:
-        """Per bucket and owner, the cost of the owner's matrices in it."""
-        table: list[dict[int, int]] = [{} for _ in self.bucket_numels]
-        for atom, bucket, owner in zip(self.atoms, self.buckets, self.owners):
-            if bucket >= 0:
-                table[bucket][owner] = table[bucket].get(owner, 0) + atom.cost
-        return table
-
     def owned(self) -> list[list[Atom]]:
         """Per rank, the matrices that it owns."""
-        return owned_atoms(self.atoms, self.owners, self.shards)
+        owned: list[list[Atom]] = [[] for _ in range(self.shards)]
+        for atom, owner in zip(self.atoms, self.owners):
+            owned[owner].append(atom)
+        return owned
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +144,3 @@ class Planned:
 def workspace(atoms: Sequence[Atom]) -> int:
     """Bytes of Newton-Schulz on the largest of ``atoms``: X, B X and the update, A, A A and B, in bf16."""
     return max((2 * (3 * atom.numel + 3 * min(atom.whole_shape) ** 2) for atom in atoms), default=0)
-
-
-def owned_atoms(atoms: Sequence[Atom], owners: Sequence[int], ranks: int) -> list[list[Atom]]:
-    """Per rank, the atoms that it owns."""
-    owned: list[list[Atom]] = [[] for _ in range(ranks)]
-    for atom, owner in zip(atoms, owners):
-        owned[owner].append(atom)
-    return owned

@@ -102,18 +102,12 @@ _COUNTS = re.compile(r"(layers?|blocks?|experts?)$")
 MOST = 4096
 
 
-def read_hugging_face(
-    path: str | os.PathLike[str],
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    training: Training | None = None,
-) -> ModelShapes:
+def read_hugging_face(path: str | os.PathLike[str], training: Training | None = None) -> ModelShapes:
     """The model that ``path``, a config.json or a folder with one, describes, as it would be trained.
 
-    ``training`` has the rules, by default ours with ``include`` and ``exclude``. The class is the one that the
-    configuration names; otherwise transformers' class for training it on text, or else its bare model. Code that comes
-    with a checkpoint is never run. Raises ImportError without transformers, and ValueError for a file from which no
-    model can be built.
+    ``training`` has the rules, by default ours. The class is the one that the configuration names; otherwise
+    transformers' class for training it on text, or else its bare model. Code that comes with a checkpoint is never run.
+    Raises ImportError without transformers, and ValueError for a file from which no model can be built.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
@@ -136,9 +130,9 @@ def read_hugging_face(
             model: nn.Module = model_class(config)
     except Exception as error:  # code of several hundred model families
         raise ValueError(_not_possible(path, f"build {model_class.__name__}", error, transformers)) from error
-    training = training or Training.routed(include, exclude)
+    training = training or Training()
     trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
-    found = group_parameters(model, trained, training.rules, training.config, stacks=True)
+    found = group_parameters(model, trained, training.rules, training.config)
     return ModelShapes(f"{path.name} of {model_class.__name__}", tuple(found.routes), found.divided, notes)
 
 

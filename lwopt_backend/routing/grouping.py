@@ -188,16 +188,14 @@ def group_parameters(
     rules: Rules,
     config: HostConfig,
     *,
-    stacks: bool = False,
     routes: Sequence[Route] | None = None,
     elsewhere: Sequence[Route] = (),
 ) -> Grouping:
     """Route ``model``'s parameters and split the ``given`` param groups by rule.
 
-    With ``stacks``, stacked experts go to the matrix rule, slice by slice. A part of a model comes with its ``routes``,
-    from ``route_given``, and those of the other parts, ``elsewhere``. Raises ValueError if a given parameter is not the
-    model's, if a glob or an override matches nothing, or if no parameter is a matrix and the configuration does not
-    allow that.
+    A part of a model comes with its ``routes``, from ``route_given``, and those of the other parts, ``elsewhere``.
+    Raises ValueError if a given parameter is not the model's, if a glob or an override matches nothing, or if no
+    parameter is a matrix and the configuration does not allow that.
     """
     names = {id(param): name for name, param in named_parameters(model)}
     for number, group in enumerate(given):
@@ -208,7 +206,7 @@ def group_parameters(
                     "the model that is trained; pass that model's parameters"
                 )
     if routes is None:
-        routes = route_given(model, given, rules, config, output_heads(model), stacks=stacks)
+        routes = route_given(model, given, rules, config, output_heads(model))
     everywhere = [*routes, *elsewhere]
     check_all_globs(config.include, config.exclude, everywhere)
     kinds = [r.kind for r in everywhere if r.kind != "frozen" and math.prod(r.shape) > 0]
@@ -240,7 +238,7 @@ def _clip_groups(config: HostConfig, routes: Sequence[Route]) -> dict[str, str]:
 
 
 def route_given(
-    model: nn.Module, given: Groups, rules: Rules, config: HostConfig, heads: Mapping[int, str], *, stacks: bool = False
+    model: nn.Module, given: Groups, rules: Rules, config: HostConfig, heads: Mapping[int, str]
 ) -> list[Route]:
     """Route ``model``'s parameters for the configured matrix rule; those that are not in ``given`` are frozen."""
     names = {id(param): name for name, param in named_parameters(model)}
@@ -249,9 +247,7 @@ def route_given(
         as_taken(r, rules.matrix.rule, config)
         if r.name in wanted
         else replace(r, kind="frozen", reason="not given to the optimizer")
-        for r in route_part(
-            model, config.include, config.exclude, heads, stacks=stacks, atoms=AtomSettings.parse(config.atoms)
-        )
+        for r in route_part(model, config.include, config.exclude, heads, AtomSettings.parse(config.atoms))
     ]
     groups = split(given, _are_matrices(routes, names), rules, names)
     rule = {names[id(param)]: group.get("class", group["rule"]) for group in groups for param in group["params"]}
@@ -293,4 +289,4 @@ class Given(NamedTuple):
         rules, settings = arguments_of(config, *self[:-1], NAME)
         trained = [param for param in model.parameters() if param.requires_grad]
         groups = as_groups(trained if self.params is None else self.params)
-        return rules, settings, group_parameters(model, groups, rules, settings, stacks=True)
+        return rules, settings, group_parameters(model, groups, rules, settings)

@@ -193,17 +193,15 @@ class Route:
         return joined(self.name, self.shape)
 
 
-def route(
-    model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = (), *, stacks: bool = False
-) -> list[Route]:
+def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Route]:
     """Route every parameter of ``model``, in ``named_parameters()`` order, by its plain name.
 
-    With ``stacks``, experts that a model stacks in one parameter go to the matrix rule, slice by slice; otherwise they
-    are element-wise. ``include`` sends 2-D parameters to the matrix rule and ``exclude`` keeps parameters from it, both
-    by globs on a parameter's names (a tied parameter has several); exclude wins. Raises ValueError for a glob that
-    matches nothing, or an ``include`` that matches nothing with two dimensions.
+    Experts that a model stacks in one parameter go to the matrix rule, slice by slice. ``include`` sends 2-D parameters
+    to the matrix rule and ``exclude`` keeps parameters from it, both by globs on a parameter's names (a tied parameter
+    has several); exclude wins. Raises ValueError for a glob that matches nothing, or an ``include`` that matches
+    nothing with two dimensions.
     """
-    routes = route_part(model, include, exclude, output_heads(model), stacks=stacks)
+    routes = route_part(model, include, exclude, output_heads(model))
     check_all_globs(include, exclude, routes)
     return routes
 
@@ -213,8 +211,6 @@ def route_part(
     include: Sequence[str],
     exclude: Sequence[str],
     heads: Mapping[int, str],
-    *,
-    stacks: bool = False,
     atoms: AtomSettings | None = None,
 ) -> list[Route]:
     """``route`` for a part of a model; the whole decides its output ``heads`` (ids of weights, reasons) and globs.
@@ -240,7 +236,7 @@ def route_part(
         if (stack or side_by_side(name, shape)) and (kind, reason) == ("elementwise", f"{len(shape)}-D"):
             if vector(joined_shape) is not None:
                 reason = f"{stacked(joined_shape)} of {vector(joined_shape)}"
-            elif stacks:
+            else:
                 kind, reason = "matrix", stacked(joined_shape) if stack else f"{reason} weight"
         set_so = atoms.makes_matrix(names, shape) if atoms is not None else None
         if set_so is not None and kind == "elementwise" and _first_match(names, exclude) is None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -204,18 +204,27 @@ def _plan_atoms(
 
 # Steps of planned parameters, whose state is in flat tensors on this rank.
 
+Stored = TypeVar("Stored", bound="Tensor | Sequence[Tensor]")
 
-class UnitStepper:
+
+class UnitStepper(Generic[Stored]):
     """Steps the parameters of ``plan``. Matrices are exchanged on ``device``; their rule runs on the ``ns_device``.
 
-    ``matrices`` is the stepper of matrices, if a matrix rule steps them. Each step reads the current hyperparameters.
-    ``shard`` is the tensor-parallel rank.
+    ``stored`` is what this rank stores of them. ``matrices`` is the stepper of matrices, if a matrix rule steps them.
+    Each step reads the current hyperparameters. ``shard`` is the tensor-parallel rank.
     """
 
     def __init__(
-        self, plan: GroupPlan, collectives: Collectives, config: ZeROConfig, device: torch.device, shard: int = 0
+        self,
+        plan: GroupPlan,
+        stored: Stored,
+        collectives: Collectives,
+        config: ZeROConfig,
+        device: torch.device,
+        shard: int = 0,
     ) -> None:
         self._plan = plan
+        self._stored = stored
         self._shard = shard
         self._collectives = collectives
         self._config = config
@@ -256,23 +265,11 @@ class UnitStepper:
         row_scaling.forget(param.name for param in self._plan.params)
 
 
-class GroupStepper(UnitStepper):
-    """Steps the fragments in ``flat``, this rank's partition of the parameters."""
-
-    def __init__(
-        self,
-        plan: GroupPlan,
-        flat: Tensor,
-        collectives: Collectives,
-        config: ZeROConfig,
-        device: torch.device,
-        shard: int = 0,
-    ) -> None:
-        super().__init__(plan, collectives, config, device, shard)
-        self._flat = flat
+class GroupStepper(UnitStepper[Tensor]):
+    """Steps the fragments in a flat tensor, this rank's partition of the parameters."""
 
     def _like(self) -> Tensor:
-        return self._flat
+        return self._stored
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
         """The fragment of every parameter; some are empty, some of shards are in several pieces."""
@@ -282,7 +279,7 @@ class GroupStepper(UnitStepper):
             for view in in_whole(param, self._shard, start, start + numel):
                 held_here = math.prod(view.sizes)
                 cut = [t.narrow(0, offset, held_here).view(view.sizes) if t.ndim else t for t in state.values()]
-                value = self._flat.detach().narrow(0, offset, held_here).view(view.sizes)
+                value = self._stored.detach().narrow(0, offset, held_here).view(view.sizes)
                 yield StatePiece(first + index, view, value, dict(zip(state, cut)))
                 offset += held_here
 
@@ -291,14 +288,14 @@ class GroupStepper(UnitStepper):
         return [piece.value for piece in self.pieces({}, 0) if piece.value is not None]
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
-        """From ``flat.grad``."""
-        planned, grad = self._plan.matrices, self._flat.grad
+        """From the flat tensor's ``grad``."""
+        planned, grad = self._plan.matrices, self._stored.grad
         assert grad is not None
         if self.matrices is None or planned is None:
-            report.attempt(self._elementwise.step, 0, group, [Slices(self._flat, grad, state)], self._weights)
+            report.attempt(self._elementwise.step, 0, group, [Slices(self._stored, grad, state)], self._weights)
             return
         rule, layout = registry.build_matrix_rule(group, self._config), planned.layout
         assert isinstance(layout, (Partition, TensorShards))
-        elements = Slices(self._flat, grad, {key: state[key] for key in rule.state_keys})
+        elements = Slices(self._stored, grad, {key: state[key] for key in rule.state_keys})
         storage = FlatStorage(layout, self._collectives.rank, elements)
         self.matrices.step([rule] * len(planned.atoms), storage, report=report)

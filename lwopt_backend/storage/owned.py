@@ -318,7 +318,7 @@ class OwnedCore:
         bus_alignment: bool = False,
     ) -> None:
         self.members = members_of(grouping)
-        self.config = config
+        self.config, self.grad_dtype, self.keep_full = config, grad_dtype, keep_full
         # Equal on all ranks for the same half of a user's group, different for other groups.
         self.group_keys = [f"{group['from_group']}.{group['rule']}" for group in grouping.groups]
         self.holdings = self._plan(

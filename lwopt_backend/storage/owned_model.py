@@ -279,16 +279,10 @@ class _StateForCopies:
 # What is printed when owned storage is made: the routing, the layout and why, and what each rank owns.
 
 
-def show(
-    routes: Sequence[Route],
-    core: OwnedCore,
-    groups: Sequence[Mapping[str, Any]],
-    memory: Callable[[Holdings, int], RankMemory],
-) -> None:
+def show(routes: Sequence[Route], core: OwnedCore, groups: Sequence[Mapping[str, Any]]) -> None:
     """Print the routing table and, for each set of ranks, its layout and a row per rank of an instance.
 
-    ``groups`` are the param groups. ``memory`` returns the bytes of a rank of an instance; it is called for those
-    shown.
+    ``groups`` are the param groups.
     """
     console = report.standard_output()
     report.show_routing(console, routes, groups)
@@ -300,15 +294,15 @@ def show(
         console.print(f"Storage: owned by {whose}; {counts}, {plan.padding} elements of padding.")
         for sentence in plan.choices:
             console.print(sentence)
-        console.print(plan_table(plan, partial(memory, held), [core.members[number] for number in held.numbers]))
+        memory = partial(memory_of, core, groups, held)
+        console.print(plan_table(plan, memory, [core.members[number] for number in held.numbers]))
     report.show_digest(console, core.plan_digest)
 
 
 def plan_table(plan: OwnedPlan, memory: Callable[[int], RankMemory], members: Sequence[Member]) -> Table:
     """One row per rank: what it owns, the work of it, its bytes between steps, and those that it sends in one."""
-    table = Table()
-    for heading in ("rank", "storage", "matrices", "GFLOP", "of all", "parameters", "masters", "state", "sent a step"):
-        table.add_column(heading, justify="right")
+    headings = ("rank", "storage", "matrices", "GFLOP", "of all", "parameters", "masters", "state", "sent a step")
+    table = Table(*report.numbers(*headings))
     for rank in report.shown_ranks(plan.loads):
         held = memory(rank)
         pieces = [piece for bucket in plan.buckets for piece in bucket.pieces(rank)]
@@ -330,36 +324,20 @@ def plan_table(plan: OwnedPlan, memory: Callable[[int], RankMemory], members: Se
 # The bytes that a rank stores and sends, computed from the plan.
 
 
-def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]], config: OwnedConfig) -> list[RankMemory]:
+def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]]) -> list[RankMemory]:
     """The bytes of every rank, transient ones included. Called on all ranks."""
     kept = sum(bucket.grad_nbytes for bucket in core.manager.buckets)
     mine = RankMemory(transient=max(0, core.manager.ledger.most_held - kept), state=core.stepper.owner_nbytes())
     for held in core.holdings:
-        mine += memory_of(core, groups, config, held, held.sharers.instance.rank)
+        mine += memory_of(core, groups, held, held.sharers.instance.rank)
     return core.holdings[0].sharers.everyone.gather_objects(mine)
 
 
-def memory_of(
-    core: OwnedCore, groups: Sequence[Mapping[str, Any]], config: OwnedConfig, held: Holdings, rank: int
-) -> RankMemory:
+def memory_of(core: OwnedCore, groups: Sequence[Mapping[str, Any]], held: Holdings, rank: int) -> RankMemory:
     """The bytes of ``rank`` of an instance for what ``held`` shares."""
-    members = [core.members[number] for number in held.numbers]
-    grad_dtype = torch.float32 if config.grad_dtype == "float32" else None
-    return rank_memory(held.plan, rank, members, groups, grad_dtype=grad_dtype, keep_full=config.keep_full_grads)
-
-
-def rank_memory(
-    plan: OwnedPlan,
-    rank: int,
-    members: Sequence[Member],
-    groups: Sequence[Mapping[str, Any]],
-    *,
-    grad_dtype: torch.dtype | None,
-    keep_full: bool,
-) -> RankMemory:
-    """The bytes of ``rank`` of an instance for ``members``, which the plan's slots name by position."""
+    plan, members = held.plan, [core.members[number] for number in held.numbers]
     of_buckets = (
-        _of_bucket(bucket, rank, list(bucket.pieces(rank)), plan, members, groups, grad_dtype, keep_full)
+        _of_bucket(bucket, rank, list(bucket.pieces(rank)), plan, members, groups, core.grad_dtype, core.keep_full)
         for bucket in plan.buckets
     )
     return sum(of_buckets, RankMemory())
@@ -373,7 +351,7 @@ def rank_memories(
     grad_dtype: torch.dtype | None,
     keep_full: bool,
 ) -> list[RankMemory]:
-    """``rank_memory`` of every rank of an instance."""
+    """The bytes of every rank of an instance for ``members``, which the plan's slots name by position."""
     found = [RankMemory()] * plan.group_size
     for bucket in plan.buckets:
         for rank, pieces in enumerate(bucket.pieces_of_all()):

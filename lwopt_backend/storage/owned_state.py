@@ -6,7 +6,7 @@ The ``state_dict`` has this rank's pieces and fits no other rank. What ``owned_f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -438,28 +438,3 @@ def _checked_member(
     if matrices is not None and theirs is not None and not torch.equal(_here(matrices).cpu(), theirs):
         raise ValueError(f"{whose} is of other matrices than here; load it with the 'atoms' it was saved with")
     return taken
-
-
-def state_dict_of(optimizer: torch.optim.Optimizer, core: OwnedCore) -> dict[str, Any]:
-    """``state_of``, with torch's hooks around it."""
-    for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
-        pre_hook(optimizer)
-    state_dict = state_of(core, optimizer.param_groups)
-    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
-        state_dict = post_hook(optimizer, state_dict) or state_dict
-    return state_dict
-
-
-def load_state_dict_into(
-    optimizer: torch.optim.Optimizer,
-    core: OwnedCore,
-    state_dict: Mapping[str, Any],
-    link: Callable[[list[dict[str, Any]]], None],
-) -> None:
-    """``take_state``, with torch's hooks around it; calls ``link`` with the param groups. Called on all ranks."""
-    state_dict = dict(state_dict)  # torch's hooks may change the one they are given
-    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        state_dict = pre_hook(optimizer, state_dict) or state_dict
-    link(take_state(core, optimizer.param_groups, state_dict))
-    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        post_hook(optimizer)

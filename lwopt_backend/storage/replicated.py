@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.registry import build_matrix_rule
 from lwopt_backend.plan import FlatPartition, TensorShards, TrainedParam
 from lwopt_backend.plan.atoms import Block, matrices_of
@@ -103,33 +102,8 @@ def _views(plan: GroupPlan, rank: int) -> Iterator[tuple[int, View, int]]:
 # copy. Element-wise parameters: each rank steps its partition of them, and the new values are gathered.
 
 
-def new_replicated_stepper(
-    plan: GroupPlan,
-    params: Sequence[Tensor],
-    collectives: Collectives,
-    config: ZeROConfig,
-    device: torch.device,
-    shard: int = 0,
-) -> ReplicatedStepper:
-    """The stepper of ``plan``, of matrices or element-wise. Matrices are exchanged on ``device``."""
-    kind = ElementwiseReplicas if plan.matrices is None else MatrixReplicas
-    return kind(plan, params, collectives, config, device, shard)
-
-
-class ReplicatedStepper(UnitStepper):
-    """Base of both steppers: whole ``params``, and flat state of what this rank steps."""
-
-    def __init__(
-        self,
-        plan: GroupPlan,
-        params: Sequence[Tensor],
-        collectives: Collectives,
-        config: ZeROConfig,
-        device: torch.device,
-        shard: int = 0,
-    ) -> None:
-        super().__init__(plan, collectives, config, device, shard)
-        self._params = params
+class ReplicatedStepper(UnitStepper[Sequence[Tensor]]):
+    """Base of both steppers: whole parameters, and flat state of what this rank steps."""
 
     def _like(self) -> Tensor:
         numel = state_numel(self._plan, self._collectives.rank)
@@ -138,7 +112,7 @@ class ReplicatedStepper(UnitStepper):
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
         """The whole weights of every parameter, with its counters; then the state of what this rank steps."""
         counters = {key: tensor for key, tensor in state.items() if not tensor.ndim}
-        for index, (param, trained) in enumerate(zip(self._params, self._plan.params)):
+        for index, (param, trained) in enumerate(zip(self._stored, self._plan.params)):
             values = [param.data] if not trained.parts else param.data.split(trained.parts)
             views = list(in_whole(trained, self._shard, 0, param.numel()))
             if trained.cut is None:
@@ -170,7 +144,7 @@ class MatrixReplicas(ReplicatedStepper):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         assert self._plan.matrices is not None
-        pairs = zip(self._params, self._plan.params)
+        pairs = zip(self._stored, self._plan.params)
         self._places = [(p, *place) for p, trained in pairs for place in _places(trained, self._shard)]
         self._bases = kept_bases(self._plan.matrices, self._collectives.rank)
 
@@ -234,7 +208,7 @@ class ElementwiseReplicas(ReplicatedStepper):
     def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
         """From the parameters' gradients, which are equal on all ranks."""
         value, grad = self._like(), self._like()
-        for index, param in enumerate(self._params):
+        for index, param in enumerate(self._stored):
             held = self._layout.fragment(index, self._collectives.rank)
             if held is not None:
                 for flat, tensor in ((value, param.data), (grad, _grad(param))):
@@ -249,7 +223,7 @@ class ElementwiseReplicas(ReplicatedStepper):
         received = mine.new_empty(mine.numel() * self._collectives.world_size)
         sending(mine.nbytes * (self._collectives.world_size - 1))
         self._collectives.all_gather(received, mine)
-        for index, param in enumerate(self._params):
+        for index, param in enumerate(self._stored):
             flat = param.data.view(-1) if param.data.is_contiguous() else param.data.flatten()
             for part in self._layout.fragments(index):
                 low = max(part.offset, begin)

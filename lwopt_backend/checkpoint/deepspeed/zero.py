@@ -36,21 +36,16 @@ POINTER = "latest"
 
 def recognises(path: Path) -> bool:
     try:
-        tag = tag_of(path)
+        tag = ds.tag_of(path, POINTER)
     except CheckpointError:
         return False
     return not (tag / ds.UNIVERSAL_MARK).is_file() and any(map(ds.MODEL.fullmatch, ds.names_in(tag)))
 
 
-def tag_of(path: Path) -> Path:
-    """The folder of the tag that ``latest`` in ``path`` names, or ``path``. Raises CheckpointError."""
-    return ds.tag_of(path, POINTER)
-
-
 OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's state, with their content
 
 
-@reader("DeepSpeed", tag_of)
+@reader("DeepSpeed", lambda path: ds.tag_of(path, POINTER))
 def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest`` in a folder names. Raises CheckpointError."""
     parts = _parts(tag)
@@ -427,7 +422,7 @@ def read_stage0(states: ModelStates, saved: Mapping[str, Any]) -> Checkpoint:
 
     shapes = [list(map(shape_in, group["params"])) for group in groups]
     matrices = ds.matrices_in(inner)
-    named = inner.get(ds.NAMES) or _names(states, groups, shapes)
+    named = inner.get(ds.NAMES) or _names(states, shapes)
     gathered: dict[str, Gathered] = {}
     for number, (group, names) in enumerate(zip(groups, named)):
         for index, name in zip(group["params"], names):
@@ -452,7 +447,7 @@ def _candidates(states: ModelStates) -> dict[str, LazyTensor]:
     return {name: t for name, t in states.module.items() if name not in states.buffers and name not in states.tied}
 
 
-def _names(states: ModelStates, groups: Sequence[Mapping[str, Any]], shapes: Sequence[Sequence[Shape | None]]) -> Any:
+def _names(states: ModelStates, shapes: Sequence[Sequence[Shape | None]]) -> Any:
     """The parameters' names by group. Raises CheckpointError unless there is one way only."""
     found = [(name, tensor.shape) for name, tensor in _candidates(states).items()]
     ways = list(islice(_ways(found, [list(group) for group in shapes]), WAYS))

@@ -185,38 +185,9 @@ class BufferPlan:
         """Per shard, the cost of its matrices."""
         return per_rank(self.owners, (atom.cost for atom in self.atoms), self.shards)
 
-    def estimated_loads(self) -> list[int]:
-        """Per shard, Megatron-Core's estimate of the cost of its matrices."""
-        return per_rank(self.owners, (max_min_squared(atom.shape) for atom in self.atoms), self.shards)
-
     def owned_numels(self) -> list[int]:
         """Per shard, the elements of its matrices."""
         return per_rank(self.owners, (atom.numel for atom in self.atoms), self.shards)
-
-    def bucket_loads(self) -> list[dict[int, int]]:
-        """Per bucket and owner, the cost of the owner's matrices in it; a shard without any is left out."""
-        table: list[dict[int, int]] = [{} for _ in self.shard_numels]
-        for atom, bucket, owner in zip(self.atoms, self.buckets, self.owners):
-            table[bucket][owner] = table[bucket].get(owner, 0) + atom.cost
-        return table
-
-    def problems(self) -> list[str]:
-        """The plan's errors, in sentences; an empty list for every plan that was built here."""
-        found = []
-        bounds = (("owner", self.owners, self.shards), ("bucket", self.buckets, len(self.shard_numels)))
-        for name, values, end in bounds:
-            if len(values) != len(self.atoms):
-                found.append(f"{len(values)} {name}s for {len(self.atoms)} matrices")
-            found += [f"matrix {i}: {name} {v} is not in [0, {end})" for i, v in enumerate(values) if not 0 <= v < end]
-        if any(later > earlier for earlier, later in zip(self.buckets, self.buckets[1:])):
-            found.append("buckets are not contiguous ranges of the backward order")
-        filled: dict[tuple[int, int], int] = {}
-        for atom, bucket, owner in zip(self.atoms, self.buckets, self.owners):
-            filled[bucket, owner] = filled.get((bucket, owner), 0) + atom.numel
-        for (bucket, owner), numel in filled.items():
-            if 0 <= bucket < len(self.shard_numels) and numel > self.shard_numels[bucket]:
-                found.append(f"bucket {bucket}, shard {owner}: {numel} elements in {self.shard_numels[bucket]}")
-        return found
 
 
 def imbalance(loads: Sequence[int]) -> float:

@@ -133,9 +133,8 @@ class _Bins:
 # Megatron-Core's plan of the same matrices: the reference that our plan is never worse than.
 #
 # Written from the behaviour of ``LayerWiseDistributedOptimizer`` (Megatron-LM, August 2026): buckets close by a soft
-# minimum size, shards are filled by Megatron's cost estimate with loads carried over, within 1.3 times the mean size;
-# ``ping_pong`` is its older assignment, which its compact layout still uses. ``benchmarks/planner.py`` compares the
-# results with figures that Megatron's own code gave.
+# minimum size, shards are filled by Megatron's cost estimate with loads carried over, within 1.3 times the mean size.
+# ``benchmarks/planner.py`` compares the results with figures that Megatron's own code gave.
 
 SOFT_MINIMUM = 0.9  # of shards x the bucket's largest matrix
 CAP = 1.3  # of a shard's mean size
@@ -196,15 +195,6 @@ def _fill_bucket(stream: Stream, bucket: range, owners: list[int], loads: list[i
         loads[owner] += costs[position]
         if filled[owner] + smallest <= cap:
             heapq.heappush(lightest, (loads[owner], owner))
-
-
-def ping_pong(numels: Sequence[int], shards: int) -> list[int]:
-    """Owners of matrices of ``numels`` in model order: sorted by size, dealt 0..n-1, n-1..0, and so on."""
-    owners = [0] * len(numels)
-    for place, index in enumerate(sorted(range(len(numels)), key=numels.__getitem__)):
-        turn, step = divmod(place, shards)
-        owners[index] = step if turn % 2 == 0 else shards - 1 - step
-    return owners
 
 
 # Padded layouts: several strategies, one objective, and never worse than Megatron-Core's plan.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.cost import CostModel, Machine, StepTime, all_reduce_seconds, gather_seconds
 
 
@@ -20,10 +21,20 @@ class Elements:
 
 
 class Buckets(Protocol):
-    """Buckets of matrices over ``shards`` ranks: what is exchanged of each, and the ranks' work in it."""
+    """Matrices over ``shards`` ranks, each with its owner and bucket, and what is exchanged of each bucket."""
 
     @property
     def shards(self) -> int: ...
+
+    @property
+    def atoms(self) -> Sequence[Atom]: ...
+
+    @property
+    def owners(self) -> Sequence[int]: ...
+
+    @property
+    def buckets(self) -> Sequence[int]:
+        """By matrix, its bucket; -1 if it is not exchanged."""
 
     @property
     def bucket_numels(self) -> Sequence[int]:
@@ -31,9 +42,6 @@ class Buckets(Protocol):
 
     def loads(self) -> list[int]:
         """Per rank, the cost of the matrices that it owns."""
-
-    def bucket_loads(self) -> list[dict[int, int]]:
-        """Per bucket and owner, the cost of the owner's matrices in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +96,12 @@ def timeline(
 
 def bucket_work(plan: Buckets, machine: Machine, cost: CostModel) -> list[dict[int, float]]:
     """Per bucket and owner, the seconds that the owner works on it."""
+    table: list[dict[int, int]] = [{} for _ in plan.bucket_numels]
+    for atom, bucket, owner in zip(plan.atoms, plan.buckets, plan.owners):
+        if bucket >= 0:
+            table[bucket][owner] = table[bucket].get(owner, 0) + atom.cost
     rate = machine.flops_per_second
-    return [{owner: cost.seconds(load, rate) for owner, load in loads.items()} for loads in plan.bucket_loads()]
+    return [{owner: cost.seconds(load, rate) for owner, load in loads.items()} for loads in table]
 
 
 def schedule(
