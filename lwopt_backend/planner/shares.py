@@ -52,11 +52,12 @@ def host_part(
     placed = _placed(plans, shared, setting, spread)
     trips = sum(plan.trips(bucket) for plan in plans for bucket in range(len(plan.buckets)))
     sent = [*map(sum, zip(*(plan.wire_bytes() for plan in plans)))]
-    in_teams = [sum(a.team.work.nbytes for a in mine if a.team is not None) for mine in placed.owned()]
+    owned = placed.owned()
+    in_teams = [sum(a.team.work.nbytes for a in mine if a.team is not None) for mine in owned]
     moved = (Collective("all-to-all to the owners, and back", trips, max(map(sub, sent, in_teams))), *host)
     sizes = [plan.element_bytes * sum(plan.atoms[i].numel for i in bucket) for plan in plans for bucket in plan.buckets]
     in_flight = IN_FLIGHT * 2 * max(sizes, default=0) // (ranks if spread else 1)
-    works = [workspace(mine) + in_flight for mine in placed.owned()]
+    works = [workspace(mine) + in_flight for mine in owned]
     held = [replace(each, workspace=work, sent=mine) for each, work, mine in zip(memory, works, sent)]
     time = StepTime(
         setting.seconds(max(placed.loads())),
@@ -71,15 +72,15 @@ def host_part(
         placed,
         buffer_numel,
         tuple(held),
-        (*moved, *_of_teams(placed, in_teams)),
+        (*moved, *_of_teams(owned, in_teams)),
         time,
         tuple(_timeline(placed, plans[0].element_bytes, setting)) if spread else (),
     )
 
 
-def _of_teams(placed: Placed, nbytes: Sequence[int]) -> list[Collective]:
+def _of_teams(owned: Sequence[Sequence[Atom]], nbytes: Sequence[int]) -> list[Collective]:
     """The collectives of a rank in the busiest team; their time is in its work."""
-    busiest = placed.owned()[max(range(len(nbytes)), key=nbytes.__getitem__)]
+    busiest = owned[max(range(len(nbytes)), key=nbytes.__getitem__)]
     calls = sum(atom.team.work.sums + atom.team.work.gathers for atom in busiest if atom.team is not None)
     return [Collective("all-reduces and all-gathers within a team", calls, max(nbytes))] if calls else []
 
