@@ -356,7 +356,7 @@ def plan_fsdp2_share(
     before = []
     for own in by_wire(members, rules):
         before.append(loads)
-        neighbours = NEIGHBOURS["cpu" if setting.plans_for == MACHINES["cpu"] else "cuda"]
+        neighbours = NEIGHBOURS[setting.plans_for.name]
         plans.append(plan_mesh(own, groups, rules, config, coordinates, loads, neighbours=neighbours))
         loads = plans[-1].plan.ownership.loads
     check_teams(config, [planned.plan for planned in plans])

@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lwopt_backend.config import registry
 from lwopt_backend.config.hosts import FSDP2Config
 from lwopt_backend.config.linked_rates import NAME
-from lwopt_backend.plan import Atom, Machine, MatrixPlan, MeshLayout, Sharding, plan_spread
+from lwopt_backend.plan import Atom, Machine, MatrixPlan, MeshLayout, Sharding, machine_of, plan_spread
 from lwopt_backend.plan.atoms import Block, TeamWork, team_parts
 from lwopt_backend.plan.cost import NEIGHBOURS, NODE_SIZE, TEAM_SIZES
 from lwopt_backend.plan.layouts import unravel
@@ -493,7 +493,7 @@ class MeshStepper:
         self.groups = groups
         self.config = config
         coordinates = mesh.coordinates if mesh else ((0,),)
-        teams = (mesh.team_sizes, NEIGHBOURS["cpu" if mesh.device_type == "cpu" else "cuda"]) if mesh else ()
+        teams = (mesh.team_sizes, NEIGHBOURS[machine_of(mesh.device_type).name]) if mesh else ()
         self.planned = plan_mesh(self.members, groups, rules, config, coordinates, loads, *teams)
         self.plan = self.planned.plan
         self.matrices, self.places, self.blocks = self.planned.matrices, self.planned.places, self.planned.blocks
