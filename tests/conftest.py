@@ -46,9 +46,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def rank_pools() -> Iterator[dict[int, RankPool]]:
+def rank_pools(pytestconfig: pytest.Config) -> Iterator[dict[int, RankPool]]:
     """Worlds of 1 to 4 ranks, all on the same processes."""
-    processes = RankProcesses()
+    processes = RankProcesses(pytestconfig.getini("filterwarnings"))
     yield {world_size: RankPool(world_size, processes) for world_size in range(1, 5)}
     processes.remove()
 

@@ -234,12 +234,12 @@ def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def of_everyone(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """Every rank's tensors, which have the same names and shapes on all, in one collective."""
     mine = torch.cat([tensor.double().reshape(-1) for tensor in tensors.values()])
-    everyone = mine.new_empty(dist.get_world_size() * len(mine))
-    dist.all_gather_into_tensor(everyone, mine)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
     sizes = [tensor.numel() for tensor in tensors.values()]
     return [
         {name: part.view(tensor.shape) for (name, tensor), part in zip(tensors.items(), flat.split(sizes))}
-        for flat in everyone.view(dist.get_world_size(), -1)
+        for flat in everyone
     ]
 
 

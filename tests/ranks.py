@@ -12,13 +12,15 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _pytest.config import parse_warning_filter
 from torch._C import _distributed_c10d as torch_c10d
 from torch.distributed import TCPStore
 
@@ -40,7 +42,9 @@ class RankProcesses:
     one world at a time: a call that asks for another number of ranks changes the default group, which takes
     milliseconds, where a process takes seconds to start."""
 
-    def __init__(self) -> None:
+    def __init__(self, warning_filters: Sequence[str] = ()) -> None:
+        """``warning_filters``: as in pytest's ``filterwarnings``, for the code that the ranks run."""
+        self._warning_filters = tuple(warning_filters)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.mkdtemp(prefix="lwopt-ranks-")
@@ -93,7 +97,9 @@ class RankProcesses:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for _ in range(len(self._processes), count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._store.port, self._folder), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, self._store.port, self._folder, self._warning_filters), daemon=True
+            )
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -191,13 +197,15 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _serve(pipe: Connection, port: int, folder: str) -> None:
+def _serve(pipe: Connection, port: int, folder: str, warning_filters: tuple[str, ...]) -> None:
     """Enter the worlds that the test run names, and call in them what it sends."""
     os.environ.update(TORCH_EXTENSIONS_DIR=folder, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
     import tests.rank_imports  # noqa: F401 - a process to fork from says nothing where this fails
 
+    for text in warning_filters:
+        warnings.filterwarnings(*parse_warning_filter(text, escape=False))
     torch.set_num_threads(1)
     linear, worlds = torch.nn.functional.linear, _Worlds(TCPStore("127.0.0.1", port, is_master=False))
     while True:

@@ -264,7 +264,7 @@ def only_qkv() -> NameMap:
     return dataclasses.replace(find("hf-llama"), rules=tuple(r for r in find("hf-llama").rules if "split_qkv" in r.do))
 
 
-@pytest.mark.parametrize("known", itertools.combinations(["heads", "query_groups", "kv_channels"], 2))
+@pytest.mark.parametrize("known", list(itertools.combinations(["heads", "query_groups", "kv_channels"], 2)))
 def test_two_numbers_divide_a_fused_matrix(known: tuple[str, ...]) -> None:
     sizes = {"heads": 6, "query_groups": 2, "kv_channels": 4}
     parts, only = qkv_of(6, 2, 4, 5), only_qkv()
