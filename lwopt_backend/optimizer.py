@@ -47,7 +47,7 @@ from lwopt_backend.storage.gradients import (
     hold_different_parameters,
 )
 from lwopt_backend.storage.mesh_stepping import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
-from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_buffers
+from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_untrained
 from lwopt_backend.storage.owned_model import Backward, check_model, check_options, tell_when_loaded, wait_in_forward
 from lwopt_backend.storage.owned_state import OwnedStore, held_state, state_of, take_state
 
@@ -261,7 +261,7 @@ class LayerWiseOptimizer(LinkedOptimizer):
 
 
 class OwnedOptimizer(LayerWiseOptimizer):
-    """``LayerWiseOptimizer`` of a plain model; copies parameters and buffers from the group's first rank to all.
+    """``LayerWiseOptimizer`` of a plain model; copies all parameters and buffers from the group's first rank to all.
 
     After backward, ``param.grad`` is None unless ``keep_full_grads`` is set: the owners have the mean gradients, which
     ``step`` frees.
@@ -285,6 +285,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
             return (rules, config, grouping, shares), [settings_lines(rules, config)]
 
         rules, self.config, self._grouping, shares = agree_in_all([everyone], NAME, decide)
+        broadcast_untrained(model, shares)
         self.core = OwnedCore(
             self._grouping,
             shares,
@@ -297,7 +298,6 @@ class OwnedOptimizer(LayerWiseOptimizer):
             bus_alignment=self.config.bus_alignment,
         )
         self._plan_digest = self.core.plan_digest
-        broadcast_buffers(model, shares)
         self._take_groups(rules)
         self.state.update(held_state(self.core, self.param_groups))
         self._model = model

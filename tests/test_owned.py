@@ -8,6 +8,7 @@ import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lwopt_backend.runtime.collectives import TorchCollectives
 from tests import owned as scenarios
 from tests.cells import with_full
 from tests.on_ranks import on_ranks
 from tests.owned import Branches, Turn, assert_same, back, difference, exact_sums, optimizer_in, rows, train_ours, truth
 
 ALL = tuple(scenarios.MODES)
+BROADCAST = TorchCollectives.broadcast
 LAYOUTS = {"auto": 0.0001, "padded": 0.0001, "compact": 0.0005}  # in megabytes, what makes six buckets of ``Branches``
 
 
@@ -268,6 +271,26 @@ def test_all_ranks_begin_with_the_first_ones_weights_and_buffers() -> None:
     assert float(model.norm.running_mean.abs().max()) == 0.0
     train_ours(model, optimizer, 3)
     assert_same(model, truth(3, Convolutions))
+
+
+@on_ranks(2)
+def test_frozen_weights_and_all_kinds_of_buffers_begin_as_the_first_ranks() -> None:
+    """A backbone that only the first rank has loaded. Two hundred tensors are one broadcast, as in DDP."""
+    frozen, rank = nn.Sequential(*(nn.Linear(3, 5) for _ in range(100))), dist.get_rank()
+    model = nn.Sequential(frozen.requires_grad_(False), nn.Linear(5, 4), nn.BatchNorm1d(4))
+    frozen[0].weight = nn.Parameter(torch.randn(3, 5).t(), requires_grad=False)  # not contiguous
+    for number, dtype in enumerate([torch.bool, torch.int64, torch.float64, torch.bfloat16, torch.float8_e4m3fn]):
+        model.register_buffer(f"buffer {number}", torch.full((number,), rank).to(dtype), persistent=False)
+    with torch.no_grad():
+        for param in frozen.parameters():
+            param.fill_(rank)
+    model[2].num_batches_tracked.fill_(rank)
+    with mock.patch.object(TorchCollectives, "broadcast", autospec=True, side_effect=BROADCAST) as broadcast:
+        optimizer_in(model)
+    found = {**dict(frozen.named_parameters()), **dict(model.named_buffers())}
+    assert [name for name, tensor in found.items() if tensor.float().ne(0).any() and "running_var" not in name] == []
+    sent = [call.args[1].dtype for call in broadcast.call_args_list]
+    assert sent.count(torch.uint8) == 1 and len(found) > 200
 
 
 # Parameters that are still on their way

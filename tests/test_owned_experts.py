@@ -101,3 +101,18 @@ def test_experts_that_are_not_named_and_groups_of_others_are_errors_on_every_ran
     ):
         with pytest.raises((ValueError, RuntimeError), match=message):
             make(model, **options)
+
+
+@on_ranks(4)
+def test_frozen_weights_of_experts_begin_as_those_of_the_first_rank_that_shares_them() -> None:
+    model, sharers = sharded()
+    for name, param in model.named_parameters():
+        frozen = name.endswith(".bias")
+        param.requires_grad_(not frozen)
+        if frozen:
+            param.data.fill_(dist.get_rank())
+    expert_optimizer(model)
+    first = {True: dist.get_process_group_ranks(sharers)[0], False: 0}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            assert set(param.tolist()) == {first[name.startswith("experts")]}, name

@@ -74,6 +74,16 @@ def forward_after_a_broken_pass() -> None:
     back(model, 1)
 
 
+def with_buffer(buffer: Tensor) -> nn.Module:
+    model = Branches()
+    model.register_buffer("there", buffer)
+    return model
+
+
+def some_sparse() -> Tensor:
+    return torch.eye(2).to_sparse() if dist.get_rank() else torch.eye(2)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "DDP": (lambda: DDP(Branches()), "wrapped in DistributedDataParallel; pass the module inside"),
     "DDP within": (lambda: nn.Sequential(DDP(Branches())), "its module '0' is wrapped in DistributedDataParallel"),
@@ -82,6 +92,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "float8 on one rank": (lambda: float8() if dist.get_rank() else Branches(), "float8_e4m3fn"),
     "sparse": (lambda: nn.Sequential(nn.Embedding(7, 6, sparse=True)), "'0' makes sparse gradients, which no buffer"),
     "meta": (on_meta, "'left.weight' is on the meta device and has no values yet"),
+    "frozen on meta": (lambda: with_buffer(torch.ones(2, device="meta")), "'there' is frozen or a buffer, and lies on"),
+    "sparse buffer on one rank": (
+        lambda: with_buffer(some_sparse()),
+        "which the process group cannot send; move it to",
+    ),
+    "a buffer of another shape": (lambda: with_buffer(torch.ones(1 + dist.get_rank())), "there (1,) torch.float32"),
 }
 STEPS = {"step_in_backward": True}
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -237,6 +237,10 @@ class PartCollectives(Collectives):
         """
         return True
 
+    def sends(self, tensor: Tensor) -> bool:
+        """Whether the group has a backend for the tensor's device, and the tensor has its elements in memory."""
+        return True
+
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
     ) -> Pending:
@@ -339,6 +343,15 @@ class TorchCollectives(PartCollectives):
         if backend == "gloo" and device.type != "cpu":
             raise ValueError(f"parameters are on {device}, for which the process group has gloo; use NCCL there")
         return backend == "gloo"
+
+    def sends(self, tensor: Tensor) -> bool:
+        if tensor.layout != torch.strided or tensor.device.type == "meta":
+            return False
+        try:
+            self.process_group._get_backend(tensor.device)
+        except RuntimeError:  # "No backend type associated with device type cpu"
+            return False
+        return True
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.param_groups import ElementwiseGroups
@@ -442,8 +443,60 @@ class OwnedCore:
         self.manager.stepped()
 
 
-def broadcast_buffers(model: nn.Module, shares: Sequence[Share]) -> None:
-    """Copy buffers from the first rank that shares them, as DDP does; experts have their own. Called on all ranks."""
-    for name, buffer in model.named_buffers():
-        claims = [shared for shared in shares if shared.takes is not None and shared.takes(name)]
-        (claims or shares)[0].ranks.broadcast(buffer)
+BROADCAST_NBYTES = 250 * 2**20  # of tensors that are broadcast together, as in DDP
+
+
+def broadcast_untrained(model: nn.Module, shares: Sequence[Share]) -> None:
+    """Copy frozen parameters and buffers from the first rank that shares them, as DDP does. Called on all ranks.
+
+    Experts come from the first of their own ranks. Raises, on all ranks, ValueError for a tensor on a device for which
+    its process group has no backend, and RanksDisagree if ranks have other names, shapes or dtypes.
+    """
+    frozen = ((name, param.data) for name, param in model.named_parameters() if not param.requires_grad)
+    found: list[list[tuple[str, Tensor]]] = [[] for _ in shares]
+    for name, tensor in [*frozen, *model.named_buffers()]:
+        takers = (number for number, shared in enumerate(shares) if shared.takes is not None and shared.takes(name))
+        found[next(takers, 0)] += _stored(name, tensor.detach())
+
+    def check() -> tuple[list[list[list[Tensor]]], list[list[str]]]:
+        lines = [[f"{name} {tuple(t.shape)} {t.dtype} {t.layout}" for name, t in named] for named in found]
+        return [_batches(named, shared.ranks) for named, shared in zip(found, shares)], lines
+
+    agreed = agree_in_all([shared.ranks for shared in shares], WHAT, check)
+    for shared, batches in zip(shares, agreed):
+        for tensors in batches:
+            whole = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+            shared.ranks.broadcast(whole)
+            if shared.ranks.rank:
+                parts = whole.split([tensor.numel() * tensor.itemsize for tensor in tensors])
+                for tensor, part in zip(tensors, parts):
+                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a clone is aligned
+
+
+def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, or the tensors in which a subclass stores its elements, such as a quantized weight."""
+    if is_traceable_wrapper_subclass(tensor):
+        for inner in tensor.__tensor_flatten__()[0]:
+            yield from _stored(f"{name}.{inner}", getattr(tensor, inner))
+    else:
+        yield name, tensor
+
+
+def _batches(named: Sequence[tuple[str, Tensor]], ranks: PartCollectives) -> list[list[Tensor]]:
+    """The tensors that are broadcast together: on one device, at most BROADCAST_NBYTES or one tensor."""
+    batches: list[list[Tensor]] = []
+    room: dict[torch.device, tuple[list[Tensor], int]] = {}
+    for name, tensor in named:
+        if not ranks.sends(tensor):
+            raise ValueError(
+                f"{WHAT}: {name!r} is frozen or a buffer, and lies on {tensor.device} as a {tensor.layout} tensor, "
+                "which the process group cannot send; move it to the device of the trained parameters"
+            )
+        nbytes = tensor.numel() * tensor.itemsize
+        batch, held = room.get(tensor.device, ([], BROADCAST_NBYTES))
+        if held + nbytes > BROADCAST_NBYTES:
+            batch, held = [], 0
+            batches.append(batch)
+        batch.append(tensor)
+        room[tensor.device] = (batch, held + nbytes)
+    return batches
