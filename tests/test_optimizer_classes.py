@@ -1,10 +1,14 @@
 """Optimizers by their class: what is accepted, and that nothing they keep is lost."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.config.optimizer_classes import elementwise_state
@@ -13,7 +17,9 @@ from lwopt_backend.config.registry import new_state, options_of
 from lwopt_backend.runtime import elementwise as cautious_decay
 from lwopt_backend.runtime.elementwise import ElementwiseStepper
 from lwopt_backend.runtime.whole import Slices
+from tests.on_ranks import on_ranks
 from tests.rule_steps import gradients, random
+from tests.rules import ELEMENTWISE, SECTIONS
 
 
 class Own(torch.optim.SGD):
@@ -272,3 +278,20 @@ def test_a_form_of_decay_that_there_is_not_is_refused(rule: str, given: dict[str
     elementwise = {"name": rule, "weight_decay_form": "cautious", **given}
     with pytest.raises(ValueError, match=message):
         LayerWiseOptimizer(model, elementwise=elementwise, report=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("engine", ["plain", "fsdp2"])
+@pytest.mark.parametrize("rule", ["soap", "shampoo", "a class", "lion", "sgd"])
+def test_making_an_optimizer_draws_and_seeds_nothing(engine: str, rule: str) -> None:
+    """torch.manual_seed seeds every accelerator, too: dropout would then be the same on all ranks."""
+    torch.manual_seed(5 + dist.get_rank())
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    if engine == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    before = torch.get_rng_state()
+    matrix = SECTIONS.get(rule, {"name": "muon", "lr": 0.02})
+    with mock.patch("torch.manual_seed") as seeded, mock.patch("torch.random.manual_seed") as also_seeded:
+        optimizer = LayerWiseOptimizer(model, matrix=matrix, elementwise=ELEMENTWISE.get(rule, "adamw"), report=False)
+        optimizer.state_dict()
+    assert torch.equal(torch.get_rng_state(), before) and not seeded.called and not also_seeded.called

@@ -201,7 +201,7 @@ def _tried(path: str) -> Iterator[None]:
     """Run an optimizer, always with the same random numbers; whatever it raises becomes a ValueError that names it."""
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # of the CPU alone: torch.manual_seed seeds accelerators, too
             yield
     except Exception as error:
         raise ValueError(f"{path} fails on a few numbers: {error or type(error).__name__}") from error

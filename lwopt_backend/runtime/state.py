@@ -332,9 +332,9 @@ class OwnerState:
             self._held[atom] = self._new(atom, rule)
             if isinstance(rule, WeightRule):
                 self._tried.add(atom)
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(0)
-                    value, grad = (torch.randn(self._atoms[atom].rule_shape).to(self._device) for _ in range(2))
+                numbers, shape = torch.Generator().manual_seed(0), self._atoms[atom].rule_shape
+                value, grad = (torch.randn(shape, generator=numbers).to(self._device) for _ in range(2))
+                with torch.random.fork_rng(devices=[]):  # for rules that draw numbers
                     rule.step(value, grad, self._held[atom])
 
     def put(self, atom: int, state: Mapping[str, Any]) -> None:
