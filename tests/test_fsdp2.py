@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import io
 import itertools
@@ -19,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lwopt_backend
@@ -176,15 +177,23 @@ def test_a_parameter_without_dimensions_is_trained(dtype: torch.dtype) -> None:
 
 @on_ranks(4)
 @pytest.mark.usefixtures("ranks_to_spoil")  # the groups are to be made in the test
-def test_ranks_that_know_different_numbers_of_groups_meet() -> None:
-    """torch names a group by how many groups its maker knows."""
-    for _ in range(1 + dist.get_rank() % 2):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+@pytest.mark.parametrize("before", ["each rank alone", "some ranks together"])
+def test_ranks_that_know_different_numbers_of_groups_meet(before: str) -> None:
+    """torch names a group by how many groups its maker knows, or has made. Ours do not change these numbers."""
+    mesh = mesh_of(2, 2, names=("outer", "inner"))["inner"]
+    if before == "each rank alone":
+        for _ in range(1 + dist.get_rank() % 2):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    else:
+        dist.new_group([0, 2])
     model = UnevenLM()
-    fsdp(model, mesh_of(2, 2, names=("outer", "inner"))["inner"])
+    fsdp(model, mesh)
     run = BesideTwin(sharded=by_rank(model))
     run.train(1)
     run.check()
+    TorchCollectives.over([0, 1, 2] if dist.get_rank() < 3 else [3], [dist.group.WORLD]).barrier()
+    if before == "some ranks together":
+        dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1, 2, 3]))
 
 
 @on_ranks(4)
@@ -196,6 +205,25 @@ def test_a_group_that_some_ranks_made_alone_is_not_missed_by_the_others() -> Non
     if half == [0, 1]:
         TorchCollectives.over(half, [pair])
     TorchCollectives.over(half, [dist.group.WORLD]).all_reduce(torch.zeros(1))
+
+
+@on_ranks(2)
+def test_partial_gradients_of_replicated_weights_are_summed_in_one_order_on_all_ranks() -> None:
+    """Two weights of one shape, which different ranks own: each rank asks for the gradient of its own first."""
+    torch.manual_seed(0)
+    mesh, model = mesh_of(), nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    alone = copy.deepcopy(model)
+    grads = [[torch.randn(8, 8) for _ in model] for _ in range(2)]
+    for layer, mine in zip(model, grads[dist.get_rank()]):
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate()]))
+        layer.weight.grad = DTensor.from_local(mine, mesh, [Partial()])
+    optimizer = LayerWiseOptimizer(model, lr=0.02, report=False)
+    optimizer.step()
+    for layer, *of_ranks in zip(alone, *grads):
+        layer.weight.grad = of_ranks[0] + of_ranks[1]
+    torch.optim.Muon(alone.parameters(), lr=0.02).step()
+    for layer, expected in zip(model, alone):
+        assert torch.equal(layer.weight.to_local(), expected.weight)
 
 
 # Models that change

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lwopt_backend.runtime.collectives import Pending, TorchCollectives, largest_of_all
+from lwopt_backend.runtime.collectives import Pending, TorchCollectives
+from lwopt_backend.runtime.presence import largest_of_all
 from tests import owned
 from tests.cells import cells
 from tests.engines import Cell, Engine

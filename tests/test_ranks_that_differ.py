@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from lwopt_backend.runtime.elementwise import ElementwiseStepper
 from lwopt_backend.runtime.whole import WholeMatrices
 from tests.cells import cells, with_full
 from tests.engines import ENGINES, ZERO, Cell, Engine, ExactLM, running
+from tests.launcher import run_on_ranks
 from tests.on_ranks import on_ranks
 from tests.owned import shares
 from tests.ranks import RankFailed, RankPool
@@ -362,3 +364,52 @@ def test_when_a_ranks_program_ends_the_others_end_and_say_why(engine: str, where
     assert "lost: rank 1 died" in str(gone)
     assert re.search(ENDS[engine, where], str(told)), told
     assert time.monotonic() - begin < 60
+
+
+FREED = """
+import gc, weakref
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+
+def trained(model, **options):
+    optimizer = LayerWiseOptimizer(model, lr=0.1, report=False, **options)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    return optimizer
+
+def on_fsdp2():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+    trained(model)
+
+dist.init_process_group("gloo")
+plain, pair = trained(nn.Linear(8, 8), group_size=2), dist.new_group([0, 1, 2, 3])
+modules = ModuleOptimizers({"one": trained(nn.Linear(8, 8), process_group=pair)}, process_group=pair)
+on_fsdp2()
+del pair
+kept_by_torch = "mesh_"  # FSDP2 itself keeps those of its mesh
+found = [group for group in dist.distributed_c10d._world.pg_map if not group.group_desc.startswith(kept_by_torch)]
+groups = [weakref.ref(group) for group in found]
+del found
+dist.destroy_process_group()
+gc.collect()
+alive = [group() for group in groups if group() is not None]
+assert len(groups) > 3 and alive == [], (len(groups), [gc.get_referrers(group) for group in alive])
+try:
+    modules.step()
+except RuntimeError as error:
+    assert "the optimizer's process group was destroyed; make the optimizer again" in str(error), error
+"""
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_no_group_outlives_destroy_process_group(ranks: RankPool, tmp_path: Path) -> None:
+    """Its threads would still free tensors while Python ends, which ends the process with SIGABRT."""
+    (tmp_path / "script.py").write_text(FREED)
+    codes, printed = run_on_ranks(ranks, tmp_path / "script.py", joined=False)
+    assert codes == [0] * 4, printed

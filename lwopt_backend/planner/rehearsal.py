@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
 from lwopt_backend.plan import MACHINES
@@ -83,7 +84,7 @@ def rehearse(study: Study, rank: int, *, steps: int = 1, progress: Progress = la
     One rehearsal for each set of parameters that the rank shares with others. Raises ValueError for what cannot be
     rehearsed.
     """
-    if torch.__version__ < "2.13":
+    if TorchVersion(torch.__version__) < "2.13":
         raise ValueError(
             f"lwopt rehearse needs torch 2.13, whose collectives take tensors that are not there; found "
             f"{torch.__version__}; rehearse in an environment that has it, or use lwopt plan alone"

@@ -27,7 +27,7 @@ from lwopt_backend.storage.mesh import in_rows, local, over_all_ranks
 KEPT = ("parameters", "gradients", "masters", "state")
 
 # Where a step may wait for the GPU: the flags of all ranks, and the words with which they say that all is well.
-FLAGS, WORDS = "read at runtime/collectives.py: _largest", "read at runtime/agreement.py: settle"
+FLAGS, WORDS = "read at runtime/presence.py: _largest", "read at runtime/agreement.py: settle"
 
 
 @dataclass(frozen=True)

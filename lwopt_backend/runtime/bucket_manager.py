@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lwopt_backend.plan.buffers.layout import Bucket
 from lwopt_backend.runtime.agreement import failing
 from lwopt_backend.runtime.buckets import BucketBuffers, Ledger, Sharers
-from lwopt_backend.runtime.collectives import Presence
+from lwopt_backend.runtime.presence import Presence
 
 
 class Hook:

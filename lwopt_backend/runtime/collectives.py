@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import secrets
 import sys
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -110,7 +111,7 @@ class Recorder:
 
 MOST_EVENTS = 10_000
 PARTS = ("exchange", "rule", "elementwise", "norm")
-RECORDERS: WeakSet[Recorder] = WeakSet()  # of optimizers that are recorded
+RECORDERS: weakref.WeakSet[Recorder] = weakref.WeakSet()  # of optimizers that are recorded
 
 
 def phase(label: str) -> AbstractContextManager[Any]:
@@ -277,15 +278,33 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# The default group, ranks, the ranks of the groups along which they met, and their own group. Only where all of these
-# are equal does every rank that would take part in making a group find it here.
-_OWN_GROUPS: list[tuple[Any, list[int], list[list[int]], dist.ProcessGroup]] = []
+# Groups of ours, by the default group in which they were made, and by their ranks and the ranks of the groups along
+# which they met. Only where all of these are equal does every rank that would take part in making a group find it here.
+# Nothing refers to a group but torch: after destroy_process_group() its threads must have ended before Python does.
+# One that then takes the interpreter's lock, to free a tensor, ends the process: "terminate called without an active
+# exception".
+_OwnGroups = dict[tuple[Any, ...], "weakref.ref[dist.ProcessGroup]"]
+_OWN_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, _OwnGroups] = weakref.WeakKeyDictionary()
 
 
-def _own_group(ranks: list[int], met: list[list[int]]) -> dist.ProcessGroup | None:
+def _key(ranks: Sequence[int], met: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    return (tuple(ranks), tuple(map(tuple, met)))
+
+
+def _own_group(ranks: Sequence[int], met: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """The group of these ranks that was made before, if the ranks met along groups of the same ranks."""
-    found = (group for world, *key, group in _OWN_GROUPS if world is dist.group.WORLD and key == [ranks, met])
-    return next(found, None)
+    found = _OWN_GROUPS.get(_world(), {}).get(_key(ranks, met))
+    return None if found is None else found()
+
+
+def _keep(ranks: Sequence[int], met: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
+    _OWN_GROUPS.setdefault(_world(), {})[_key(ranks, met)] = weakref.ref(group)
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 def _splits() -> bool:
@@ -293,20 +312,26 @@ def _splits() -> bool:
     return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
-def _even_out(along: Sequence[dist.ProcessGroup]) -> None:
-    """Give all ranks that ``along`` connects the same number of process groups.
+def _new_group(ranks: Sequence[int], along: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """A group of these ranks, which ``along`` connects. Called on all of them, and on no other rank.
 
-    torch names a group that only its members create after its ranks and the number of groups that this rank has. Ranks
-    with different numbers would wait for each other under different names. A group of one rank costs nothing.
+    torch names a group that only its members make by its ranks and by how many groups this rank has made, which ranks
+    need not agree on. They would wait for each other under different names. Since torch 2.14 such a group also moves
+    the count that names the groups that all ranks make. So the ranks agree on a name here, and no count is used.
     """
-    known = dist.distributed_c10d._world.pg_names
-    most = len(known)
+    number = secrets.randbits(62)
     for group in along:
-        counts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(counts, most, group=group)
-        most = max(counts)
-    while len(known) < most:
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        numbers: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(numbers, number, group=group)
+        number = max(numbers)
+    # Of the groups that meet here at once, which share the number, no two have a rank in common.
+    name = dist.distributed_c10d._process_group_name
+    dist.distributed_c10d._process_group_name = lambda *_, **__: f"lwopt {number:016x} {min(ranks)}"  # type: ignore[assignment]
+    try:
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=_timeout(along[0]), use_local_synchronization=True)
+    finally:
+        dist.distributed_c10d._process_group_name = name
+    return made
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
@@ -323,16 +348,23 @@ class TorchCollectives(PartCollectives):
     """Collectives over a torch.distributed process group (``None`` is the default group)."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+        self._group = None if group is None else weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         tell_failures()
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
-        group = self.group or dist.group.WORLD
-        assert group is not None
+    def group(self) -> dist.ProcessGroup | None:
+        """The group as given. Raises RuntimeError if it was destroyed."""
+        if self._group is None:
+            return None
+        if (group := self._group()) is None:
+            raise RuntimeError("the optimizer's process group was destroyed; make the optimizer again in a new one")
         return group
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self.group or _world()
 
     def ranks(self) -> list[int]:
         """The global ranks of the group, in its order."""
@@ -384,9 +416,8 @@ class TorchCollectives(PartCollectives):
                 )
             group = along[0]
         else:
-            _even_out(along)
-            group = dist.new_group(ranks, timeout=_timeout(along[0]), use_local_synchronization=True)
-        _OWN_GROUPS.append((dist.group.WORLD, ranks, met, group))
+            group = _new_group(ranks, along)
+        _keep(ranks, met, group)
         return cls(group)
 
     def part(self, parts: Sequence[Sequence[int]]) -> TorchCollectives:
@@ -397,7 +428,7 @@ class TorchCollectives(PartCollectives):
         mine = next(ranks for ranks in of_parts if numbers[self.rank] in ranks)
         if _splits() and len(mine) < len(numbers) == dist.get_world_size() and _own_group(mine, [numbers]) is None:
             made = {tuple(ranks): dist.new_group(ranks, timeout=_timeout(along[0])) for ranks in of_parts}
-            _OWN_GROUPS.append((dist.group.WORLD, mine, [numbers], made[tuple(mine)]))
+            _keep(mine, [numbers], made[tuple(mine)])
         return TorchCollectives.over(mine, along)
 
     def all_gather(self, received: Tensor, mine: Tensor) -> None:
@@ -542,71 +573,3 @@ def pretended(rank: int, world_size: int, others: Callable[[Any, int], list[Any]
     finally:
         dist.all_gather_object = before
         dist.destroy_process_group()
-
-
-def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
-    """The maximum of a scalar tensor over all ranks; NaN if any rank's is NaN. Called on all ranks.
-
-    gloo's MAX compares, so it may drop a NaN, or the values before it, depending on the order of ranks.
-    """
-    both = torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf), value.isnan().to(value.dtype)])
-    collectives.all_reduce_max(both).wait()
-    return torch.where(both[1] > 0, math.nan, both[0])
-
-
-class Presence:
-    """Which parameters have a gradient on any rank. Made on all ranks of the group, which starts the exchange.
-
-    A rank that has a gradient does not wait; one that has none waits to learn whether another has it. So if all ranks
-    have all gradients, none waits.
-
-    ``number``, below 2^62, travels along: ``alike`` says whether all ranks gave the same.
-    """
-
-    def __init__(
-        self,
-        collectives: Collectives,
-        here: Sequence[bool],
-        device: torch.device,
-        more: Tensor | Sequence[int] = (),
-        number: int = 0,
-    ) -> None:
-        self._here = list(here)
-        high, low = divmod(number, 2**31)
-        halves = [high, -high, low, -low]  # all ranks have one number if the largest is also the smallest
-        flags = [*halves, *map(int, [*self._here, *([] if isinstance(more, Tensor) else more)])]
-        self._pending: Pending | None = None
-        self._found: list[int] | None = None
-        if collectives.world_size == 1 and not isinstance(more, Tensor):
-            self._found = flags
-            return
-        self._flags = torch.tensor(flags, dtype=torch.int32).to(device, non_blocking=True)  # else a GPU's host waits
-        if isinstance(more, Tensor):
-            self._flags = torch.cat([self._flags, more])
-        self._pending = collectives.all_reduce_max(self._flags)
-
-    def __call__(self, index: int) -> bool:
-        """Whether any rank has a gradient for parameter ``index``."""
-        return self._here[index] or bool(self.anywhere()[index])
-
-    def anywhere(self) -> list[int]:
-        """One int per parameter, then per flag of ``more`` (int32): 1 if any rank has it. Waits for the exchange."""
-        return self._largest()[4:]
-
-    @property
-    def alike(self) -> bool:
-        """Whether all ranks gave one ``number``."""
-        high, minus_high, low, minus_low = self._largest()[:4]
-        return high == -minus_high and low == -minus_low
-
-    def _largest(self) -> list[int]:
-        if self._found is None:
-            self.finish()
-            self._found = self._flags.tolist()
-        return self._found
-
-    def finish(self) -> None:
-        """Wait for the exchange, if nothing has waited for it yet."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from lwopt_backend.config.hosts import ClipGroup
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import Sharers
-from lwopt_backend.runtime.collectives import NORM, largest_of_all, phase
+from lwopt_backend.runtime.collectives import NORM, phase
+from lwopt_backend.runtime.presence import largest_of_all
 from lwopt_backend.storage.mesh import Mesh, MeshStepper, gradient, local
 
 Pick = Callable[[str], bool]  # selects parameters by name

@@ -30,7 +30,8 @@ from lwopt_backend.routing.models import as_module
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import agree_in_all
-from lwopt_backend.runtime.collectives import Alone, Collectives, Presence, TorchCollectives
+from lwopt_backend.runtime.collectives import Alone, Collectives, TorchCollectives
+from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import Slices, Storage, local_views, slices_of
 

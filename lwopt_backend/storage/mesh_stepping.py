@@ -34,7 +34,7 @@ from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import StepReport, exchange_reports, failing
-from lwopt_backend.runtime.collectives import Presence
+from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.stepper import EarlyExchange, Later
 from lwopt_backend.runtime.whole import Slices
 from lwopt_backend.storage.mesh import Mesh, MeshStepper, Shards, States, mesh_state_nbytes

@@ -27,7 +27,8 @@ from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import StepReport, agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
-from lwopt_backend.runtime.collectives import Alone, PartCollectives, Presence, TorchCollectives
+from lwopt_backend.runtime.collectives import Alone, PartCollectives, TorchCollectives
+from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import keeps_state, owner_key
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views, owned_dtype, slices_of
 from lwopt_backend.storage.gradients import OwnedGradients

@@ -28,7 +28,8 @@ from lwopt_backend.routing.routing import Route, named_parameters
 from lwopt_backend.runtime.agreement import RanksDisagree, StepReport, exchange_reports, failing
 from lwopt_backend.runtime.bucket_manager import IN_FLIGHT, BackwardPasses, BucketManager, Hook, is_followed
 from lwopt_backend.runtime.buckets import WIDENED_NUMEL
-from lwopt_backend.runtime.collectives import Presence, all_reduce_nbytes
+from lwopt_backend.runtime.collectives import all_reduce_nbytes
+from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.whole import owned_dtype
 from lwopt_backend.storage.owned import Groups, Holdings, OwnedCore
 
