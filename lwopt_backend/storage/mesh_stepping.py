@@ -37,7 +37,15 @@ from lwopt_backend.runtime.agreement import StepReport, exchange_reports, failin
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.stepper import EarlyExchange, Later
 from lwopt_backend.runtime.whole import Slices
-from lwopt_backend.storage.mesh import Mesh, MeshStepper, Shards, States, mesh_state_nbytes
+from lwopt_backend.storage.mesh import (
+    Mesh,
+    MeshStepper,
+    Shards,
+    States,
+    gradient,
+    has_other_placements,
+    mesh_state_nbytes,
+)
 
 
 class StateOnceSharded:
@@ -307,6 +315,10 @@ def step_all(
         if attachment is not None:
             attachment.remove()
         raise error
+    for stepper in steppers:  # in one order on all ranks; below, each first asks for what it owns
+        for member in stepper.members:
+            if has_other_placements(member.param):
+                gradient(member.name, member.param)
     meanwhile: Callable[[], None] | None = functools.partial(
         _step_elementwise, optimizers, groups, steppers, presences, states
     )
