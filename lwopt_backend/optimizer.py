@@ -325,6 +325,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         return self.gradients.count_zeros(self._picked(names))
 
     def _step(self, report: StepReport) -> None:
+        self.core.check_loaded()
         presences = self._backward.finish(self.param_groups, report)
         if self._loaded:
             self.refresh_masters()

@@ -2,6 +2,7 @@
 it goes on on other ranks and layouts, bit for bit, is in test_checkpoints.py."""
 
 import copy
+import math
 import os
 import pickle
 import shutil
@@ -102,14 +103,6 @@ def test_saving_between_backward_and_a_step_that_has_begun_is_an_error(tmp_path:
 
 
 # What cannot be loaded
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    inside = [stored for stored in DcpFolder(path.parent, metadata_only=True).stored if stored.path == path]
-    largest = max(inside, key=lambda stored: stored.length)
-    data[largest.offset + largest.length // 2] ^= 4
-    path.write_bytes(data)
-
-
 def without_a_chunk(path: Path) -> None:
     saved = pickle.loads((path.parent / ".metadata").read_bytes())
     saved.state_dict_metadata["optimizer.state.embedding.weight.exp_avg"].chunks.pop()
@@ -120,7 +113,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (Path.unlink, "is missing; copy all files"),
     "cut": (lambda path: os.truncate(path, path.stat().st_size - 64), "ends early: expected"),
     "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "is damaged"),
-    "another bit": (flip, "is damaged: a checksum is wrong"),
     "no metadata": (lambda path: (path.parent / ".metadata").unlink(), "there is no .metadata, which is written last"),
     "cut metadata": (lambda path: os.truncate(path.parent / ".metadata", 400), ".metadata"),
     "hole": (without_a_chunk, "was every rank's file copied?"),
@@ -140,6 +132,33 @@ def load_all_in_vain(messages: dict[str, str]) -> None:
     _, optimizer = trained(layout="compact")
     for folder, message in messages.items():
         in_vain(optimizer, lambda folder=folder: optimizer.load_state_dict_from(folder), message)  # type: ignore[misc]
+
+
+def load_a_flipped_bit(folder: str, good: str) -> None:
+    model, optimizer = trained(layout="compact")
+    with pytest.raises(Exception, match="is damaged: a checksum is wrong"):
+        optimizer.load_state_dict_from(folder)
+    for use in (optimizer.step, lambda: optimizer.save_state_dict(f"{folder}, again")):
+        with pytest.raises(RuntimeError, match="failed when some weights and state were loaded; load a checkpoint"):
+            use()
+    optimizer.load_state_dict_from(good)
+    again, expected = trained(layout="compact")
+    expected.load_state_dict_from(good)
+    optimizer.step()
+    assert same(dict(model.state_dict()), dict(again.state_dict())) and same(
+        owned_state(optimizer), owned_state(expected)
+    )
+
+
+def test_after_a_load_that_failed_in_between_no_step_is_taken_until_one_succeeds(
+    ranks: RankPool, saves: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(saves, tmp_path / "flipped") / "state"
+    weight = max(DcpFolder(folder).tensors["model.embedding.weight"].chunks, key=lambda chunk: math.prod(chunk.sizes))
+    data = bytearray(weight.stored.path.read_bytes())
+    data[weight.stored.offset + weight.stored.length // 2] ^= 4
+    weight.stored.path.write_bytes(data)
+    ranks.run(load_a_flipped_bit, str(folder), str(saves / "state"))
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])

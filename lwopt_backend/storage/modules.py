@@ -400,7 +400,7 @@ def load(everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part],
     from lwopt_backend.storage.owned_files import load_module, open_folder
 
     def check() -> tuple[DcpFolder, list[str]]:
-        found = open_folder(folder)
+        found = open_folder(folder, with_files=everyone.rank == 0)
         saved = list(dict.fromkeys(str(path[0]) for path in found.paths.values()))
         for name in [*names, *saved]:
             if name not in saved or name not in names:

@@ -319,7 +319,7 @@ class OwnedCore:
         overlap: bool = True,
         bus_alignment: bool = False,
     ) -> None:
-        self.members = members_of(grouping)
+        self.members, self.shares = members_of(grouping), shares
         self.config, self.grad_dtype, self.keep_full = config, grad_dtype, keep_full
         # Equal on all ranks for the same half of a user's group, different for other groups.
         self.group_keys = [f"{group['from_group']}.{group['rule']}" for group in grouping.groups]
@@ -344,6 +344,7 @@ class OwnedCore:
         for buffers in self.manager.buckets:
             buffers.sharers.everyone.broadcast(buffers.values)
             buffers.refresh_masters()
+        self.half_loaded = False
         self.row_scaling = grouping.row_scaling()
         self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config, self.row_scaling)
         self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
@@ -402,6 +403,18 @@ class OwnedCore:
             for part, plan, shared in zip(parts, plans, shares)
         ]
 
+    def share_of(self, name: str) -> Share:
+        """The ranks that share a parameter or a buffer."""
+        return _share_of(name, self.shares)
+
+    def check_loaded(self) -> None:
+        """Raises RuntimeError, on all ranks, if the last load ended in an error in between."""
+        if self.half_loaded:
+            raise RuntimeError(
+                "the last load_state_dict_from failed when some weights and state were loaded; load a checkpoint "
+                "again, or start again"
+            )
+
     def refresh_masters(self) -> None:
         """Copy the parameters' values into the fp32 masters of 16-bit parameters."""
         for bucket in self.manager.buckets:
@@ -447,17 +460,29 @@ class OwnedCore:
 BROADCAST_NBYTES = 250 * 2**20  # of tensors that are broadcast together, as in DDP
 
 
-def broadcast_untrained(model: nn.Module, shares: Sequence[Share]) -> None:
-    """Copy frozen parameters and buffers from the first rank that shares them, as DDP does. Called on all ranks.
+def _share_of(name: str, shares: Sequence[Share]) -> Share:
+    return next((shared for shared in shares if shared.takes is not None and shared.takes(name)), shares[0])
+
+
+def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Frozen parameters and all buffers, by name."""
+    frozen = ((name, param.data) for name, param in model.named_parameters() if not param.requires_grad)
+    return [*frozen, *model.named_buffers()]
+
+
+def broadcast_untrained(
+    model: nn.Module, shares: Sequence[Share], chosen: Callable[[str], bool] = lambda name: True
+) -> None:
+    """Copy frozen parameters and buffers whose name is ``chosen`` from the first rank that shares them, as DDP does.
+    Called on all ranks.
 
     Experts come from the first of their own ranks. Raises, on all ranks, ValueError for a tensor on a device for which
     its process group has no backend, and RanksDisagree if ranks have other names, shapes or dtypes.
     """
-    frozen = ((name, param.data) for name, param in model.named_parameters() if not param.requires_grad)
     found: list[list[tuple[str, Tensor]]] = [[] for _ in shares]
-    for name, tensor in [*frozen, *model.named_buffers()]:
-        takers = (number for number, shared in enumerate(shares) if shared.takes is not None and shared.takes(name))
-        found[next(takers, 0)] += _stored(name, tensor.detach())
+    for name, tensor in untrained(model):
+        if chosen(name):
+            found[shares.index(_share_of(name, shares))] += _stored(name, tensor.detach())
 
     def check() -> tuple[list[list[list[Tensor]]], list[list[str]]]:
         lines = [[f"{name} {tuple(t.shape)} {t.dtype} {t.layout}" for name, t in named] for named in found]

@@ -14,7 +14,7 @@ as boxes of the whole tensors, into a file of its own.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree, check_in_all
 from lwopt_backend.runtime.state import StatePiece, fill, put
 from lwopt_backend.runtime.whole import owned_dtype
-from lwopt_backend.storage.owned import OwnedCore
+from lwopt_backend.storage.owned import OwnedCore, broadcast_untrained, untrained
 from lwopt_backend.storage.owned_state import (
     MARKS,
     Groups,
@@ -90,6 +90,7 @@ def shards_of(core: OwnedCore, groups: Groups, prefix: tuple[str, ...] = ()) -> 
     shards = Shards()
 
     def fill() -> None:
+        core.check_loaded()
         check_between_steps(core)
         for piece in state_pieces(core):
             key, param = names.keys[piece.member], core.members[piece.member].param
@@ -176,14 +177,15 @@ def check_readable(where: str, values: Mapping[str, Any]) -> None:
 # Reading this rank's pieces from a folder, whichever ranks, layout or engine wrote it.
 
 
-def open_folder(folder: Path) -> DcpFolder:
-    """Open a checkpoint. Raises FileNotFoundError if there is none, ValueError if it is damaged or incomplete."""
+def open_folder(folder: Path, with_files: bool = True) -> DcpFolder:
+    """Open a checkpoint. Raises FileNotFoundError if there is none, ValueError if it is damaged or incomplete. One rank
+    looks at all files (``with_files``); the others open those that they load from."""
     if not (folder / METADATA).is_file():
         raise FileNotFoundError(
             f"{folder} holds no checkpoint, or its saving was not finished: there is no {METADATA}, which is written "
             "last. What another system wrote is brought here with lwopt convert --to dcp"
         )
-    return read_as_expected(lambda: DcpFolder(folder), folder, "DCP")
+    return read_as_expected(lambda: DcpFolder(folder, with_files=with_files), folder, "DCP")
 
 
 def load(
@@ -191,15 +193,19 @@ def load(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Load weights and state; returns the param groups to use from now on, and what the program saved with them.
 
-    Called on all ranks. A rank reads its pieces of the state, and all weights. Raises, on all ranks and before anything
-    is changed, for files that are missing, damaged or of different saves, and for other parameters, rules or groups.
+    Called on all ranks. A rank reads what it owns of state and weights, which then go to all ranks as after a step.
+    Raises, on all ranks and before anything is changed, for files that are missing or of different saves, and for other
+    parameters, rules or groups. A tensor whose checksum is wrong is found when it is to be copied: all ranks raise, and
+    take no step before a load succeeds.
     """
     everyone = core.holdings[0].sharers.everyone
     names, others = names_of(core, groups), others_of(core, model)
     elsewhere = {name for of_rank in everyone.gather_objects(list(others)) for name in of_rank}
 
+    opened = agree(everyone, LOADING, lambda: (open_folder(folder, with_files=everyone.rank == 0), []))
+
     def check() -> tuple[tuple[Checked, dict[str, Any]], list[str]]:
-        checked = Checked(core, groups, names, open_folder(folder))
+        checked = Checked(core, groups, names, opened)
         saved = checked.saved
         known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
         for key in [*names.keys.values(), *others, *saved.weights]:
@@ -209,8 +215,6 @@ def load(
             if isinstance(value, Tensor) and value.shape != saved.weights[key].shape:
                 found = saved.weights[key].shape
                 raise ValueError(f"the weight {key!r}: expected shape {tuple(value.shape)}, the checkpoint has {found}")
-        for key in (*names.keys.values(), *(key for key in others if key in saved.weights)):
-            saved.folder.check_range(saved.keys.weights[key], 0, saved.weights[key].numel)
         rest = read_as_expected(saved.others, folder, "DCP")
         return (checked, rest), []
 
@@ -219,16 +223,41 @@ def load(
 
     def take() -> None:
         checked.take()
-        kept = rest.pop(MODEL, {})
-        found = {key: checked.saved.weights[key].read() for key in others if key in checked.saved.weights}
+        kept, saved = rest.pop(MODEL, {}), checked.saved
+        found = {key: _intact(saved, key, 0, saved.weights[key].numel).read() for key in others if reads(key)}
         model.load_state_dict({**kept, **found}, strict=False)
         with torch.no_grad():
-            for number, key in names.keys.items():
-                into = core.members[number].param.detach()
-                fill(into, checked.saved.weights[key], View.of_box(into.shape, [(0, size) for size in into.shape]))
+            for piece in state_pieces(core):
+                key, values = names.keys[piece.member], core.members[piece.member].param.detach().reshape(-1)
+                weight = _intact(saved, key, piece.start, piece.stop)
+                fill(values[piece.start : piece.stop], weight, View.of_range(piece.start, piece.stop))
 
-    check_in_all([everyone], LOADING, take)
+    def reads(key: str) -> bool:
+        """Whether this rank reads a frozen weight or a buffer: the first one that shares it sends it to the others."""
+        shared = key not in sent or core.share_of(key).ranks.rank == 0
+        return shared and key in checked.saved.weights
+
+    sent = {name for name, _ in untrained(model)} & set(others)
+    _take(core, take)
+    for number in range(len(core.manager.buckets)):
+        core.manager.send_values(number)
+    core.manager.receive_values()
+    broadcast_untrained(model, core.shares, sent.__contains__)
+    core.half_loaded = False
     return checked.groups, rest
+
+
+def _intact(saved: Saved, key: str, start: int, stop: int) -> LazyTensor:
+    """A weight, once the checksums of these elements are right. Copied next, they come from the system's cache. Raises
+    CheckpointError."""
+    saved.folder.check_range(saved.keys.weights[key], start, stop)
+    return saved.weights[key]
+
+
+def _take(core: OwnedCore, take: Callable[[], None]) -> None:
+    """Call ``take`` on all ranks; if it fails on one, all ranks raise, and take no step before a load succeeds."""
+    core.half_loaded = True
+    check_in_all([core.holdings[0].sharers.everyone], LOADING, take)
 
 
 def load_module(core: OwnedCore, groups: Groups, folder: DcpFolder, module: str) -> list[dict[str, Any]]:
@@ -236,7 +265,8 @@ def load_module(core: OwnedCore, groups: Groups, folder: DcpFolder, module: str)
     everyone = core.holdings[0].sharers.everyone
     names = names_of(core, groups)
     checked = agree(everyone, LOADING, lambda: (Checked(core, groups, names, folder, f"{module}."), []))
-    check_in_all([everyone], LOADING, checked.take)
+    _take(core, checked.take)
+    core.half_loaded = False
     return checked.groups
 
 

@@ -73,11 +73,12 @@ class DcpFolder:
 
     ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where it
     was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors, None for other writers; ``stored`` are all
-    places. With ``metadata_only`` other files need not be there: nothing can be read then. ``proven`` says that a
+    places. With ``metadata_only`` other files need not be there: nothing can be read then. Without ``with_files`` they
+    are not looked at before they are read, because another rank does. ``proven`` says that a
     manifest lists them.
     """
 
-    def __init__(self, path: Path, metadata_only: bool = False) -> None:
+    def __init__(self, path: Path, metadata_only: bool = False, with_files: bool = True) -> None:
         self.path, metadata = path, path / METADATA
         try:
             content = metadata.read_bytes()
@@ -103,7 +104,11 @@ class DcpFolder:
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{metadata} is not what DCP writes ({error}); copy it again") from error
         self.stored = tuple(stored.values())
-        self.proven = not metadata_only and self._check_files()
+        self.proven = not metadata_only and manifest.read(path) is not None
+        if not metadata_only:
+            self._check_chunks()
+        if with_files and not metadata_only:
+            self._check_files()
         self._saved: dict[Stored, StoredTensor] = {}
         self._as_read = torch_files.as_read()  # now: threads that read do not know it
         if self._as_read is not None:  # what stays in memory comes first, so that blocks of tensors leave no holes
@@ -111,8 +116,8 @@ class DcpFolder:
                 for chunk in entry.chunks:
                     self._stored(chunk, entry, f"{key} in {path}")
 
-    def _check_files(self) -> bool:
-        """Return whether there is a manifest. Raises CheckpointError."""
+    def _check_files(self) -> None:
+        """Raises CheckpointError for files that are missing, too short, or of another save."""
         folder, metadata = self.path, self.path / METADATA
         listed = manifest.check_files(folder)
         if listed is not None:
@@ -132,6 +137,10 @@ class DcpFolder:
                 raise CheckpointError(f"{path} ends early: expected {end} bytes, found {size}; copy it again")
             if size < used[path]:
                 raise CheckpointError(f"{metadata} is damaged: several tensors are at one place in {path}")
+
+    def _check_chunks(self) -> None:
+        """Raises CheckpointError for tensors of which the metadata lacks a part."""
+        folder, metadata = self.path, self.path / METADATA
         for key, entry in self.tensors.items():
             for chunk in entry.chunks:
                 if chunk.stored is None:
@@ -145,7 +154,6 @@ class DcpFolder:
             if saved < math.prod(entry.shape):
                 start = (0,) * len(entry.shape)
                 raise CheckpointError(incomplete(f"{key} in {folder}", saved, entry.shape, start))
-        return listed is not None
 
     def tensor(self, key: str) -> LazyTensor:
         entry = self.tensors[key]

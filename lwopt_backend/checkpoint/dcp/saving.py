@@ -266,7 +266,7 @@ def save(
         with suppress(OSError):
             (folder / name).unlink()
         raise
-    results = ranks.gather_objects((written, files.entries))
+    results = ranks.gather_objects_to_first((written, files.entries)) or []
     in_all(finish)
 
 
