@@ -210,10 +210,10 @@ def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:
 
 
 def _without_tensors(file: Path) -> Mapping[str, Any]:
-    """On the meta device no weights are kept, and since pytorch#170619 none are read. Client states may be any objects;
+    """On the meta device no weights are kept, and of a mapped file none are read. Client states may be any objects;
     DeepSpeed unpickles the same file next."""
     try:
-        states: Mapping[str, Any] = torch.load(file, map_location="meta", weights_only=False)
+        states: Mapping[str, Any] = torch.load(file, map_location="meta", mmap=True, weights_only=False)
     except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(
             f"{str(file)!r} cannot be read ({error}): its save was interrupted, or it was damaged; load another tag"
