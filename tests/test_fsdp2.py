@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import io
 import itertools
@@ -20,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lwopt_backend
@@ -140,6 +139,36 @@ def test_with_fp32_state_a_step_of_bf16_parameters_is_computed_wide_and_rounded_
     assert torch.equal(whole(run.param(name)), matrix.detach().bfloat16())
 
 
+@on_ranks(2)
+@cells(attach=[False, True])
+def test_gradients_that_are_not_yet_summed_over_a_mesh_belong_to_their_own_weights(attach: bool) -> None:
+    """Each rank packs the matrices that it owns first; weights are of one shape, so a sum may go to the wrong one."""
+    torch.manual_seed(0)
+    mesh, rank = mesh_of(names=("tp",)), dist.get_rank()
+    model = nn.Module()
+    for name in ("first", "second", "third", "fourth", "bias"):
+        weight = torch.randn(16) if name == "bias" else torch.randn(16, 16)
+        model.register_parameter(name, nn.Parameter(DTensor.from_local(weight, mesh, [Replicate()])))
+    twins = {name: nn.Parameter(whole(param).clone()) for name, param in model.named_parameters()}
+    optimizer = LayerWiseOptimizer(model, **MUON, elementwise_lr=0.1, report=False)
+    muon = torch.optim.Muon([twin for twin in twins.values() if twin.ndim == 2], **MUON)
+    if attach:
+        optimizer.attach(model)
+    for _ in range(2):
+        inputs = torch.randn(len(twins), 2, 3, 16)
+        for mine, (name, param) in zip(inputs[:, rank], model.named_parameters()):
+            (DTensor.from_local(mine, mesh, [Shard(0)]) @ param).square().sum().backward()
+            assert attach or param.grad.placements == (Partial(),)
+            twins[name].grad = whole(param.grad)
+        largest = max(float(twin.grad.abs().max()) for twin in twins.values())
+        assert float(optimizer.clip_grad_norm_(math.inf, math.inf)) == largest
+        for each in (optimizer, muon):
+            each.step()
+            each.zero_grad()
+    matrices = {name: param.to_local() for name, param in model.named_parameters() if param.ndim == 2}
+    assert all(torch.equal(weight, twins[name]) for name, weight in matrices.items())
+
+
 @on_ranks(2, 4)
 @cells(attach=[False, True])
 def test_matrices_of_one_column_and_of_one_row(attach: bool) -> None:
@@ -205,25 +234,6 @@ def test_a_group_that_some_ranks_made_alone_is_not_missed_by_the_others() -> Non
     if half == [0, 1]:
         TorchCollectives.over(half, [pair])
     TorchCollectives.over(half, [dist.group.WORLD]).all_reduce(torch.zeros(1))
-
-
-@on_ranks(2)
-def test_partial_gradients_of_replicated_weights_are_summed_in_one_order_on_all_ranks() -> None:
-    """Two weights of one shape, which different ranks own: each rank asks for the gradient of its own first."""
-    torch.manual_seed(0)
-    mesh, model = mesh_of(), nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-    alone = copy.deepcopy(model)
-    grads = [[torch.randn(8, 8) for _ in model] for _ in range(2)]
-    for layer, mine in zip(model, grads[dist.get_rank()]):
-        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate()]))
-        layer.weight.grad = DTensor.from_local(mine, mesh, [Partial()])
-    optimizer = LayerWiseOptimizer(model, lr=0.02, report=False)
-    optimizer.step()
-    for layer, *of_ranks in zip(alone, *grads):
-        layer.weight.grad = of_ranks[0] + of_ranks[1]
-    torch.optim.Muon(alone.parameters(), lr=0.02).step()
-    for layer, expected in zip(model, alone):
-        assert torch.equal(layer.weight.to_local(), expected.weight)
 
 
 # Models that change

@@ -23,6 +23,19 @@ def everything(name: str) -> bool:
     return True
 
 
+@torch.no_grad()
+def place_gradients(params: Iterable[Tensor]) -> None:
+    """Give gradients the placements of their parameters: sum what is Partial, for example.
+
+    Each is a collective, of tensors that may have equal shapes. So all ranks call this for all parameters in one order,
+    before anything that ranks do in different orders. The model decides on placements, so they are equal on all ranks.
+    """
+    for param in params:
+        grad = param.grad
+        if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+            param.grad = grad.redistribute(param.device_mesh, param.placements)
+
+
 class MeshGradients:
     """The gradients of ``steppers``; ``different`` is what ``hold_different_parameters`` returned.
 
@@ -47,6 +60,7 @@ class MeshGradients:
         """
         order = checked_order(norm_type)
         with phase(NORM):
+            place_gradients(param for _, param in self.params())
             if order == float("inf"):  # torch's own fails on ranks with an empty shard, while the other ranks wait
                 grads = [gradient(name, param) for name, param in self.params() if pick(name)]
                 largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
@@ -60,6 +74,7 @@ class MeshGradients:
 
     def count_zeros(self) -> int:
         """The number of elements that are exactly zero, each counted once; a missing gradient is zero."""
+        place_gradients(param for _, param in self.params())
         counts = [_zeros(stepper) for stepper in self._steppers]
         if any(_partial(self._steppers)):
             counts = _with_other_ranks(self._steppers, self._different, counts, 1.0)

@@ -184,26 +184,17 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gradient(name: str, param: Tensor) -> Tensor | None:
-    """This rank's shard of a gradient, with the parameter's placements; None if there is none.
+    """This rank's shard of a gradient that has the parameter's placements; None if there is none.
 
-    Raises TypeError for a plain gradient of a DTensor. A gradient with other placements, e.g. Partial, gets those of
-    the parameter, which is a collective: all ranks of the mesh call this for such gradients in one order. The model
-    decides which they are.
+    Raises TypeError for a plain gradient of a DTensor.
     """
     grad = param.grad
     if grad is None or not isinstance(param, DTensor):
         return grad
     if not isinstance(grad, DTensor):
         raise TypeError(f"{describe(name, param)}: expected a DTensor gradient, found a plain tensor")
-    if has_other_placements(param):
-        grad = param.grad = grad.redistribute(param.device_mesh, param.placements)
+    assert grad.placements == param.placements, f"{name}: place_gradients() comes first"
     return grad.to_local()
-
-
-def has_other_placements(param: Tensor) -> bool:
-    """Whether the parameter's gradient is placed otherwise than the parameter, e.g. Partial."""
-    grad = param.grad
-    return isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements
 
 
 # Plans for the parameters of one device mesh, as FSDP2 shards them.

@@ -37,15 +37,8 @@ from lwopt_backend.runtime.agreement import StepReport, exchange_reports, failin
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.stepper import EarlyExchange, Later
 from lwopt_backend.runtime.whole import Slices
-from lwopt_backend.storage.mesh import (
-    Mesh,
-    MeshStepper,
-    Shards,
-    States,
-    gradient,
-    has_other_placements,
-    mesh_state_nbytes,
-)
+from lwopt_backend.storage.gradients import place_gradients
+from lwopt_backend.storage.mesh import Mesh, MeshStepper, Shards, States, mesh_state_nbytes
 
 
 class StateOnceSharded:
@@ -119,6 +112,7 @@ class Attachment:
             receive_all()  # a parameter that no forward pass has used may be on its way
             return stepper.rules_of(self._rules()), stepper.storage(self._states())
 
+        place_gradients([param])
         self._early[number].ready(atom, now)
 
     def touched(
@@ -297,6 +291,7 @@ def step_all(
     If any rank has one, or options differ, all ranks raise before any weight is changed; a failure within the step is
     raised on all ranks at its end, or when all updates have returned.
     """
+    place_gradients(member.param for stepper in steppers for member in stepper.members)
     of_groups = report.attempt(rules)
     of_steppers = [[] if of_groups is None else stepper.rules_of(of_groups) for stepper in steppers]
     storages = [stepper.storage(states) for stepper in steppers]
@@ -315,10 +310,6 @@ def step_all(
         if attachment is not None:
             attachment.remove()
         raise error
-    for stepper in steppers:  # in one order on all ranks; below, each first asks for what it owns
-        for member in stepper.members:
-            if has_other_placements(member.param):
-                gradient(member.name, member.param)
     meanwhile: Callable[[], None] | None = functools.partial(
         _step_elementwise, optimizers, groups, steppers, presences, states
     )
