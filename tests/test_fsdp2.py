@@ -205,6 +205,25 @@ def test_a_parameter_without_dimensions_is_trained(dtype: torch.dtype) -> None:
 
 
 @on_ranks(4)
+@pytest.mark.usefixtures("ranks_to_spoil")  # it changes their threads
+def test_copies_on_ranks_that_sum_in_another_order_count_once_in_the_norm() -> None:
+    """As GPUs of two types do: their copies are equal, sums of floats over them are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+    for param in model.parameters():  # of all magnitudes, so that every order of additions rounds otherwise
+        nn.init.normal_(param).data.mul_(10 ** (4 * torch.randn_like(param)))
+    fully_shard(model[0], mesh=mesh_of())
+    fully_shard(model[1], mesh=mesh_of(2, 2, names=("outer", "inner"))["inner"])
+    torch.set_num_threads(1 + dist.get_rank() // 2 * 2)
+    sums = gathered(float(whole(model[1].weight).double().sum()))
+    assert len(set(sums)) > 1, "copies sum to one value: the test sees nothing"
+    optimizer = LayerWiseOptimizer(model, **MUON, include="*", report=False)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    assert float(optimizer.clip_grad_norm_(math.inf)) == pytest.approx(math.sqrt(2 * 512 * 512))
+
+
+@on_ranks(4)
 @pytest.mark.usefixtures("ranks_to_spoil")  # the groups are to be made in the test
 @pytest.mark.parametrize("before", ["each rank alone", "some ranks together"])
 def test_ranks_that_know_different_numbers_of_groups_meet(before: str) -> None:

@@ -97,26 +97,32 @@ def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
     """Per stepper, whether other ranks have other parameters under the same names (experts), rather than copies.
 
     This can only be so on a mesh that leaves out ranks of the largest mesh. Copies are equal bit by bit, different
-    parameters are not. Called on all ranks of the largest mesh.
+    parameters are not. Bits are summed as integers: sums of floats differ between types of GPU, or numbers of threads.
+    Called on all ranks of the largest mesh.
     """
     partial = _partial(steppers)
     if not any(partial):
         return partial
-    mine: list[tuple[object, float] | None] = []
+    mine: list[tuple[object, int] | None] = []
     for stepper, part in zip(steppers, partial):
-        tensors = enumerate(local(member.param).double() for member in stepper.members if part)
-        fingerprint = float(sum((number + 1) * tensor.abs().sum() + tensor.sum() for number, tensor in tensors))
+        sums = [_sum_of_bits(local(member.param)) for member in stepper.members if part]
+        fingerprint = sum((index + 1) * each for index, each in enumerate(sums))
         place = _mesh(stepper).coordinates[stepper.collectives.rank] if part else None
         mine.append((place, fingerprint) if part else None)
     everywhere = _largest(steppers).collectives.gather_objects(mine)
     different = []
     for number, part in enumerate(partial):
-        of_place: dict[object, set[float]] = {}
+        of_place: dict[object, set[int]] = {}
         for found in everywhere:
             if part and found[number] is not None:
                 of_place.setdefault(found[number][0], set()).add(found[number][1])
         different.append(part and any(len(values) > 1 for values in of_place.values()))
     return different
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    return int(tensor.view(integers).sum(dtype=torch.int64))
 
 
 def _norm(stepper: MeshStepper, norm_type: float, pick: Pick, foreach: bool | None) -> Tensor:
