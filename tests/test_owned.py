@@ -225,9 +225,10 @@ def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     assert_same(model, truth(3))
 
 
-@on_ranks(2)
+@on_ranks(2, 3)
 def test_a_pass_after_the_norm_was_asked_for_counts() -> None:
-    """What comes after it, even under no_sync, belongs to the step, too."""
+    """What comes after it, even under no_sync, belongs to the step, too. On three ranks, thirds of sums are added, not
+    the third of all."""
 
     def asks(turn: Turn) -> None:
         turn.back()
@@ -240,7 +241,8 @@ def test_a_pass_after_the_norm_was_asked_for_counts() -> None:
 
     model, optimizer = scenarios.made()
     train_ours(model, optimizer, 3, asks)
-    assert_same(model, truth(3, scenario=scenarios.micro_batches(True, True)))
+    off = scenarios.difference(model, truth(3, scenario=scenarios.micro_batches(True, True)))
+    assert off <= (0 if dist.get_world_size() == 2 else 1e-5), off
 
 
 @on_ranks(2)

@@ -92,14 +92,14 @@ def test_padded_parameters_and_parts_start_on_64_and_buckets_end_on_what_ranks_a
     assert all(slot.offset % 64 == 0 for bucket in compact.buckets for slot in bucket.slots if bucket.kind == "matrix")
 
 
-@cells(machine=["cpu", "cuda"], direct=[True, False], group=[2, 4, 8, 16])
-def test_auto_moves_and_pads_no_more_than_the_better_layout(machine: str, direct: bool, group: int) -> None:
-    """By bytes where parts travel directly; otherwise by modelled time, of which latency is a part."""
+@cells(machine=["cpu", "cuda"], group=[1, 2, 4, 8, 16])
+def test_auto_moves_and_pads_no_more_than_the_worse_layout(machine: str, group: int) -> None:
+    """It goes by modelled time, of which latency is a part. One rank moves nothing, and pads nothing."""
     numels = {}
     for layout in LAYOUTS:
-        plan = planned(gpt(odd=1), group, group, layout=layout, machine=MACHINES[machine], direct=direct)
+        plan = planned(gpt(odd=1), group, group, layout=layout, machine=MACHINES[machine])
         numels[layout] = sum(bucket.numel for bucket in plan.buckets)
-    best = min if direct else max
+    best = min if group == 1 else max
     assert numels["auto"] <= best(numels["padded"], numels["compact"])
 
 

@@ -174,26 +174,27 @@ class Reference:
 
 class Masters(Reference):
     """fp32 masters of a 16-bit model on one process. DeepSpeed rounds the model first and takes the masters from that.
-    Gradients of micro-batches add up in fp32, or in the model's dtype."""
+    Gradients of micro-batches add up in fp32, or in the model's dtype; ``predivided`` by their scale, or scaled."""
 
-    def __init__(self, dtype: torch.dtype, in_fp32: bool = True) -> None:
+    def __init__(self, dtype: torch.dtype, in_fp32: bool = True, predivided: bool = False) -> None:
         super().__init__(UnevenLM().to(dtype).float())
         self.low = UnevenLM().to(dtype)
-        self.in_fp32 = in_fp32
+        self.in_fp32, self.predivided = in_fp32, predivided
 
     def advance(
         self, step: int, accumulation: int = 1, *, clip: float = 0.0, scale: float = 1.0, factor: float = 1.0
     ) -> float:
         """A step with the loss times ``factor`` and, until gradients are summed, ``scale``; the norm before a clip."""
         sums: dict[Tensor, Tensor] = {}
+        before, after = (scale, 1.0) if self.predivided else (1.0, scale)
         for rows in batch_shares(step, accumulation):
             (self.low(*rows) / accumulation * (scale * factor)).backward()
             for param in self.low.parameters():
-                grad = param.grad.float() if self.in_fp32 else param.grad
+                grad = (param.grad.float() if self.in_fp32 else param.grad) / before
                 sums[param] = sums[param] + grad if param in sums else grad
                 param.grad = None
         for master, param in zip(self.model.parameters(), self.low.parameters()):
-            master.grad = sums[param].float() / scale
+            master.grad = sums[param].float() / after
         norm = self.step(clip)
         with torch.no_grad():
             for master, param in zip(self.model.parameters(), self.low.parameters()):

@@ -58,13 +58,6 @@ class OwnedBinding:
         """Mean gradients are the sum over all ranks divided by this. Ranks that share a sequence count as one."""
         return self.ranks.world_size / self.engine.sequence_parallel_size if self.engine.gradient_average else 1.0
 
-    @property
-    def predivisor(self) -> float:
-        """The factor of ``divisor`` by which gradients are divided before they are summed."""
-        if not self.engine.gradient_average:
-            return 1.0
-        return self.engine.gradient_predivide_factor() if self.engine.postscale_gradients() else self.divisor
-
     def groups(self) -> list[dict[str, Any]]:
         """The param groups, each marked with a digest of its members for checkpoints."""
         names = self.grouping.names
@@ -141,7 +134,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self.dynamic_loss_scale = self.loss_scaler.dynamic
         self.core = OwnedCore(
             binding.grouping,
-            [Share(binding.ranks, binding.divisor / binding.predivisor, self.config.group_size)],
+            [Share(binding.ranks, binding.divisor, self.config.group_size)],
             self.config,
             layout=self.config.layout,
             bucket_mb=self.config.bucket_mb,
@@ -167,15 +160,8 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
 
     def _follow(self, binding: OwnedBinding) -> None:
         """Register hooks on the model and its parameters."""
-        model, factor, manager = binding.engine.module, 1 / binding.predivisor, self.core.manager
-        if factor != 1:
-
-            def predivide(param: Tensor) -> None:
-                assert param.grad is not None
-                param.grad.mul_(factor)
-
-            self._handles += [p.register_post_accumulate_grad_hook(predivide) for p in manager.params]
-        manager.reduces = self._reduces
+        model = binding.engine.module
+        self.core.manager.reduces = self._reduces
         self._backward = Backward(self.core, model, self.name)
         self._handles += tell_when_loaded(model, self._take_loaded)
 

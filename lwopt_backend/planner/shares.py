@@ -13,7 +13,7 @@ import torch
 
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.registry import MATRIX_RULES, atoms_of, build_matrix_rules
-from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Sharding
+from lwopt_backend.plan import FlatPartition, ParameterPartition, Sharding
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.buffers.step import BucketTime, bucket_work, buffer_step, schedule, timeline
@@ -221,7 +221,6 @@ def plan_owned_share(
     config = setting.config
     assert isinstance(config, OwnedConfig)
     members, groups = members_of(shared.grouping), shared.grouping.groups
-    direct = setting.plans_for == MACHINES["cpu"] or ranks == 1  # as gloo and a single process are
     plan = plan_members(
         members,
         groups,
@@ -231,12 +230,11 @@ def plan_owned_share(
         bucket_mb=config.bucket_mb,
         group_size=config.group_size,
         grad_dtype=_wide(config),
-        direct=direct,
         bus_alignment=config.bus_alignment,
         base=base,
     )
     full = config.keep_full_grads
-    more = transients(plan, members, grad_dtype=_wide(config), keep_full=full, direct=direct)
+    more = transients(plan, members, grad_dtype=_wide(config), keep_full=full)
     matrices, rest = (
         replace(plan, buckets=tuple(bucket for bucket in plan.buckets if bucket.kind == kind))
         for kind in ("matrix", "elementwise")

@@ -135,7 +135,6 @@ class BackwardPasses:
 # order, and every backward pass that reduces sends each bucket exactly once.
 
 IN_FLIGHT = 2  # buckets in flight to their owners; more would take more memory and hide no more communication
-TAG = 7_300_000  # the first message tag; far from the tags that user programs choose
 
 
 class BucketManager:
@@ -166,9 +165,8 @@ class BucketManager:
                 grad_dtype or params[bucket.slots[0].param].dtype,
                 self.ledger,
                 keep_full=keep_full,
-                tag=TAG + number,
             )
-            for number, (bucket, of_bucket) in enumerate(zip(buckets, sharers, strict=True))
+            for bucket, of_bucket in zip(buckets, sharers, strict=True)
         ]
         self.places = [param.data_ptr() for param in params]
         self.bucket_of = {slot.param: n for n, bucket in enumerate(buckets) for slot in bucket.slots}

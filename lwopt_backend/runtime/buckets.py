@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
 from lwopt_backend.runtime.collectives import (
+    DONE,
     EXCHANGE_BACK,
     EXCHANGE_OUT,
     PartCollectives,
@@ -62,77 +64,47 @@ class Ledger:
         self.held -= tensor.numel() * tensor.itemsize
 
 
-# The two collectives of a bucket: gradients are reduced to the parts' owners, and new parts are sent to all ranks.
-#
-# Point to point (gloo), an owner adds up the parts itself, in rank order and in its own dtype, so the sum does not
-# depend on the layout. Otherwise (NCCL) a reduce-scatter and an all-gather are used, of equal parts if the layout has
-# them.
-
-WIDENED_NUMEL = 2**16  # elements widened at a time before they are added
+# The two collectives of a bucket, on every transport: a reduce-scatter brings gradients to the parts' owners, and an
+# all-gather brings new parts to all ranks; of equal parts if the layout has them, else of a list of parts.
 
 
 @dataclass
 class PartsPending:
-    """A buffer in flight. ``received[r]`` is rank r's share of this rank's part; a single tensor is their sum.
+    """A collective in flight. ``label`` is for profiles.
 
-    ``held`` are the ledger's tensors that the transport reads or writes until it is done. ``label`` is for profiles.
+    ``reduced``, a ledger tensor, takes this rank's part of the sum. ``sent``, if given, is freed when all is done.
     """
 
     label: str
     pending: Pending
-    received: Sequence[Tensor]
-    held: Sequence[Tensor]
-    ledger: Ledger | None
+    ledger: Ledger
+    reduced: Tensor | None = None
+    sent: Tensor | None = None
 
     def wait(self) -> None:
         with phase(self.label):
             self.pending.wait()
+        if self.sent is not None:
+            self.ledger.free(self.sent)
+        self.pending, self.sent = DONE, None
 
     def sum(self, dtype: torch.dtype) -> Tensor:
-        """Wait; returns this rank's part, summed over all ranks in rank order, as a ledger tensor that the caller
-        frees.
-
-        One of the first two tensors takes the sum if it has ``dtype``: their order does not matter. A view of a larger
-        buffer is copied, because it would keep the whole buffer alive.
-        """
-        assert self.ledger is not None
+        """Wait; returns this rank's part of the sum in ``dtype``, as a ledger tensor that the caller frees."""
         self.wait()
-        whole = [part for part in self.received[:2] if part.dtype == dtype and any(part is t for t in self.held)]
-        if whole:
-            total = whole[0]
-            others = [part for part in self.received if part is not total]
-        else:
-            first, *others = self.received
-            total = self.ledger.empty(first.numel(), dtype, first.device).copy_(first)
-        for other in others:
-            add(total, other, self.ledger)
-        self._free(total)
-        return total
+        assert self.reduced is not None
+        total, self.reduced = self.reduced, None
+        if total.dtype == dtype:
+            return total
+        wide = self.ledger.empty(total.numel(), dtype, total.device).copy_(total)
+        self.ledger.free(total)
+        return wide
 
     def discard(self) -> None:
         """Wait, and free what was received."""
         self.wait()
-        self._free(None)
-
-    def _free(self, kept: Tensor | None) -> None:
-        for tensor in self.held:
-            if tensor is not kept:
-                assert self.ledger is not None
-                self.ledger.free(tensor)
-        self.received, self.held = (), ()
-
-
-def add(total: Tensor, other: Tensor, ledger: Ledger) -> None:
-    """Add ``other`` to ``total``. A narrower dtype is widened in strips, so that the ledger counts the memory."""
-    if total.dtype == other.dtype:
-        total.add_(other)
-        return
-    flat, narrow = total.view(-1), other.reshape(-1)
-    wide = ledger.empty(min(flat.numel(), WIDENED_NUMEL), total.dtype, total.device)
-    for begin in range(0, flat.numel(), WIDENED_NUMEL):
-        strip = narrow[begin : begin + WIDENED_NUMEL]
-        flat[begin : begin + WIDENED_NUMEL].add_(wide[: strip.numel()].copy_(strip))
-    ledger.free(wide)
+        if self.reduced is not None:
+            self.ledger.free(self.reduced)
+            self.reduced = None
 
 
 def split(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
@@ -141,49 +113,38 @@ def split(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
 
 
 def reduce_parts(
-    buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, tag: int, *, keep: bool = False
+    buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, *, keep: bool = False
 ) -> PartsPending:
-    """Start reducing all ranks' ``buffer`` to the parts' owners. Frees it when done, unless ``keep``."""
+    """Start summing all ranks' ``buffer`` at the parts' owners. Frees it when done, unless ``keep``."""
     parts = split(buffer, bucket)
-    mine = parts[ranks.rank] if ranks.world_size > 1 else buffer
-    held = [] if keep else [buffer]
     ledger.send("gradients", bucket.sent_numels(ranks.rank)[0] * buffer.itemsize)
-    if not ranks.direct(buffer.device):
-        total = ledger.empty(mine.numel(), buffer.dtype, buffer.device)
-        with phase(EXCHANGE_OUT):
-            pending = ranks.reduce_scatter_parts(total, parts, buffer if bucket.even else None)
-        return PartsPending(EXCHANGE_OUT, pending, [total], [*held, total], ledger)
-    others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
-    received = {rank: ledger.empty(mine.numel(), buffer.dtype, buffer.device) for rank in others}
+    if ranks.world_size == 1 and not keep:
+        return PartsPending(EXCHANGE_OUT, DONE, ledger, buffer)
+    mine = ledger.empty(parts[ranks.rank].numel(), buffer.dtype, buffer.device)
     with phase(EXCHANGE_OUT):
-        pending = ranks.exchange(
-            [(rank, parts[rank]) for rank in others if parts[rank].numel()],
-            [(rank, into) for rank, into in received.items() if mine.numel()],
-            tag,
-        )
-    in_order = [received.get(rank, mine) for rank in range(ranks.world_size)]
-    return PartsPending(EXCHANGE_OUT, pending, in_order, [*held, *received.values()], ledger)
+        pending = ranks.reduce_scatter_parts(mine, parts, buffer if bucket.even else None)
+    return PartsPending(EXCHANGE_OUT, pending, ledger, mine, None if keep else buffer)
 
 
 def return_parts(
-    buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, tag: int, what: str = "parameters"
+    buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, what: str = "parameters"
 ) -> PartsPending:
     """Start sending every owner's part of ``buffer`` to all ranks."""
-    parts = split(buffer, bucket)
-    mine = parts[ranks.rank]
     ledger.send(what, bucket.sent_numels(ranks.rank)[1] * buffer.itemsize)
-    if not ranks.direct(buffer.device):
-        with phase(EXCHANGE_BACK):
-            pending = ranks.all_gather_parts(parts, buffer if bucket.even else None)
-        return PartsPending(EXCHANGE_BACK, pending, (), (), None)
-    others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+    if ranks.world_size == 1:
+        return PartsPending(EXCHANGE_BACK, DONE, ledger)
     with phase(EXCHANGE_BACK):
-        pending = ranks.exchange(
-            [(rank, mine) for rank in others if mine.numel()],
-            [(rank, parts[rank]) for rank in others if parts[rank].numel()],
-            tag,
-        )
-    return PartsPending(EXCHANGE_BACK, pending, (), (), None)
+        pending = ranks.all_gather_parts(split(buffer, bucket), buffer if bucket.even else None)
+    return PartsPending(EXCHANGE_BACK, pending, ledger)
+
+
+def predivisor(divisor: float) -> float:
+    """What gradients are divided by before they are summed: the least power of two that is not below ``divisor``.
+
+    So no partial sum is larger than the largest mean may be, as in DDP, which divides by ``divisor`` itself. A power of
+    two rounds nothing above the subnormal numbers; the rest is divided from the sum, in the dtype of the step.
+    """
+    return float(2 ** math.ceil(math.log2(divisor)))
 
 
 # One bucket on one rank: the buffers of its parameters, of its gradients, and of the part that this rank owns.
@@ -212,11 +173,11 @@ class BucketBuffers:
         ledger: Ledger,
         *,
         keep_full: bool,
-        tag: int,
     ) -> None:
         self.bucket = bucket
         self.sharers = sharers
-        self.tag = tag
+        self._predivisor = predivisor(sharers.divisor)
+        self._rest = sharers.divisor / self._predivisor
         self._grad_dtype = grad_dtype
         self._ledger = ledger
         self._keep_full = keep_full
@@ -309,7 +270,7 @@ class BucketBuffers:
             self._take_kept(param, view)
             return
         assert param.grad is not None
-        add(view, param.grad, self._ledger) if index in self._arrived else view.copy_(param.grad)
+        view.add_(param.grad) if index in self._arrived else view.copy_(param.grad)
         self._arrived.add(index)
         param.grad = None
 
@@ -342,7 +303,9 @@ class BucketBuffers:
             starts = [*(slot.offset for slot in slots), len(full)]
             ends = [0, *(slot.offset + slot.numel for slot in slots)]
             torch._foreach_zero_([full[end:start] for end, start in zip(ends, starts) if start > end])
-        self._way = reduce_parts(full, self.bucket, ranks, self._ledger, self.tag, keep=self._keep_full)
+        if self._predivisor != 1:
+            full.mul_(1 / self._predivisor)
+        self._way = reduce_parts(full, self.bucket, ranks, self._ledger, keep=self._keep_full)
         if not self._keep_full:
             self.full = None
             self._arrived = set()
@@ -361,15 +324,15 @@ class BucketBuffers:
             self._ledger.send("across instances", all_reduce_nbytes(nbytes, replicas.world_size))
             with phase(EXCHANGE_OUT):
                 pending = replicas.start_all_reduce(came)
-            self._across = PartsPending(EXCHANGE_OUT, pending, [came], [came], self._ledger)
+            self._across = PartsPending(EXCHANGE_OUT, pending, self._ledger, came)
         else:
             self._add(came)
 
     def settle(self) -> None:
-        """Wait for the sum across instances, and divide by ``divisor``. Called on all ranks, after ``arrive``."""
+        """Wait for the sum across instances, and make it a mean. Called on all ranks, after ``arrive``."""
         self._settle_across()
         if self.mine is not None and not self._averaged:
-            self.mine.div_(self.sharers.divisor)
+            self.mine.div_(self._rest)
             self._averaged = True
 
     def _settle_across(self) -> None:
@@ -380,18 +343,18 @@ class BucketBuffers:
     def _add(self, came: Tensor) -> None:
         if self._keep_full:
             assert self.full is not None
-            split(self.full, self.bucket)[self.sharers.instance.rank].copy_(came.div_(self.sharers.divisor))
+            split(self.full, self.bucket)[self.sharers.instance.rank].copy_(came.div_(self._rest))
             self._ledger.free(came)
         elif self.mine is None:
             self.mine, self._averaged = came, False
         else:
-            self.mine.add_(came.div_(self.sharers.divisor) if self._averaged else came)
+            self.mine.add_(came.div_(self._rest) if self._averaged else came)
             self._ledger.free(came)
 
     def spread_gradients(self) -> None:
         """Send the mean gradients to all ranks (``keep_full``). Called on all ranks."""
         assert self.full is not None
-        return_parts(self.full, self.bucket, self.sharers.instance, self._ledger, self.tag, "gradients").wait()
+        return_parts(self.full, self.bucket, self.sharers.instance, self._ledger, "gradients").wait()
 
     def drop_owned_gradients(self) -> None:
         """Free the reduced gradients, once they are used."""
@@ -421,7 +384,7 @@ class BucketBuffers:
 
     def send_values(self) -> None:
         """Start sending each rank's part of the parameters to all others. Called on all ranks."""
-        self._back = return_parts(self.values, self.bucket, self.sharers.instance, self._ledger, self.tag)
+        self._back = return_parts(self.values, self.bucket, self.sharers.instance, self._ledger)
 
     def receive_values(self) -> None:
         """Wait until the parts of all ranks have arrived."""

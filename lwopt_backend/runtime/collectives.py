@@ -187,6 +187,9 @@ class _All:
             work.wait()
 
 
+DONE = _All()
+
+
 class Collectives:
     """The collectives of one group of ranks. All ranks call the same methods in the same order.
 
@@ -201,11 +204,11 @@ class Collectives:
     ) -> Pending:
         """Start an all-to-all of two flat tensors; splits are in elements, one per rank, or empty for equal parts."""
         received.copy_(sent)
-        return _All()
+        return DONE
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         """Start an element-wise MAX over all ranks, in place."""
-        return _All()
+        return DONE
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order, on every rank."""
@@ -230,37 +233,26 @@ class Collectives:
 class PartCollectives(Collectives):
     """Further collectives, for buffers that are cut into one part per rank."""
 
-    def direct(self, device: torch.device) -> bool:
-        """Whether parts on ``device`` are sent point to point, rather than by reduce-scatter and all-gather.
-
-        gloo implements reduce-scatter as an all-reduce, which moves twice the bytes, and has no all-gather of unequal
-        parts. Raises ValueError if the backend is gloo and ``device`` is not the CPU.
-        """
-        return True
+    def check_device(self, device: torch.device) -> None:
+        """Raises ValueError if the backend for ``device`` is gloo and the device is not the CPU: gloo reduces no parts
+        there."""
 
     def sends(self, tensor: Tensor) -> bool:
         """Whether the group has a backend for the tensor's device, and the tensor has its elements in memory."""
         return True
 
-    def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
-    ) -> Pending:
-        """Start point-to-point sends and receives of flat tensors; pairs of a rank and the tensor to or from it."""
-        assert not sends and not receives
-        return _All()
-
     def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
         """Start summing all ranks' parts for this rank into ``mine``; ``whole`` is the buffer if parts are equal."""
         mine.copy_(parts[0])
-        return _All()
+        return DONE
 
     def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
         """Start filling every part with its own rank's; ``whole`` is the buffer if parts are equal."""
-        return _All()
+        return DONE
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Start summing ``tensor`` over all ranks, in place."""
-        return _All()
+        return DONE
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over all ranks, in place."""
@@ -370,11 +362,12 @@ class TorchCollectives(PartCollectives):
         """The global ranks of the group, in its order."""
         return dist.get_process_group_ranks(self.process_group)
 
-    def direct(self, device: torch.device) -> bool:
-        backend = self.process_group._get_backend(device).name()
-        if backend == "gloo" and device.type != "cpu":
+    def check_device(self, device: torch.device) -> None:
+        if device.type != "cpu" and self._is_gloo(device):
             raise ValueError(f"parameters are on {device}, for which the process group has gloo; use NCCL there")
-        return backend == "gloo"
+
+    def _is_gloo(self, device: torch.device) -> bool:
+        return self.process_group._get_backend(device).name() == "gloo"
 
     def sends(self, tensor: Tensor) -> bool:
         if tensor.layout != torch.strided or tensor.device.type == "meta":
@@ -442,13 +435,6 @@ class TorchCollectives(PartCollectives):
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
 
-    def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
-    ) -> Pending:
-        works = [dist.irecv(into, group=self.group, group_src=rank, tag=tag) for rank, into in receives]
-        works += [dist.isend(part, group=self.group, group_dst=rank, tag=tag) for rank, part in sends]
-        return _All([_started(work) for work in works])
-
     def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
         if whole is not None:
             return _started(_reduce_scatter(mine, whole, group=self.group, async_op=True))
@@ -457,6 +443,10 @@ class TorchCollectives(PartCollectives):
     def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
         if whole is not None:
             return _started(_all_gather(whole, parts[self.rank], group=self.group, async_op=True))
+        if self._is_gloo(parts[0].device):  # has no all-gather of unequal parts; NCCL's is a broadcast of each as well
+            senders = [(rank, part) for rank, part in enumerate(parts) if part.numel()]
+            works = [dist.broadcast(part, group=self.group, group_src=rank, async_op=True) for rank, part in senders]
+            return _All([_started(work) for work in works])
         return _started(dist.all_gather(list(parts), parts[self.rank], group=self.group, async_op=True))
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:

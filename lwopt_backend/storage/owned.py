@@ -74,7 +74,6 @@ def plan_members(
     bucket_mb: float,
     group_size: int | None,
     grad_dtype: torch.dtype | None,
-    direct: bool,
     bus_alignment: bool,
     base: Sequence[int] | None = None,
 ) -> OwnedPlan:
@@ -92,7 +91,6 @@ def plan_members(
         machine,
         COSTS["newton_schulz"],
         Elements(parameter=dtype.itemsize, gradient=gradient, master=masters, state=4),
-        direct=direct,
         bus_multiple=BUS_MULTIPLE if bus_alignment else 1,
     )
     return plan_owned(params, ranks, setting, group_size, base)
@@ -354,7 +352,10 @@ class OwnedCore:
         ranks = [shared.ranks for shared in shares]
 
         def divide() -> tuple[list[list[int]], list[list[str]]]:
-            check_devices(grouping.groups, self.config, self.members[0].param.device)
+            device = self.members[0].param.device
+            check_devices(grouping.groups, self.config, device)
+            for each in ranks:
+                each.check_device(device)
             parts: list[list[int]] = [[] for _ in shares]
             for number, member in enumerate(self.members):
                 claims = [
@@ -380,7 +381,6 @@ class OwnedCore:
                 shared.ranks.world_size,
                 machine_of(members[0].param.device.type),
                 group_size=shared.group_size,
-                direct=shared.ranks.direct(members[0].param.device),
                 base=base,
                 **options,
             )

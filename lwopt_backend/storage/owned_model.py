@@ -27,7 +27,6 @@ from lwopt_backend.routing.models import check_is_module
 from lwopt_backend.routing.routing import Route, named_parameters
 from lwopt_backend.runtime.agreement import RanksDisagree, StepReport, exchange_reports, failing
 from lwopt_backend.runtime.bucket_manager import IN_FLIGHT, BackwardPasses, BucketManager, Hook, is_followed
-from lwopt_backend.runtime.buckets import WIDENED_NUMEL
 from lwopt_backend.runtime.collectives import all_reduce_nbytes
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.whole import owned_dtype
@@ -361,35 +360,35 @@ def rank_memories(
 
 
 def transients(
-    plan: OwnedPlan, members: Sequence[Member], *, grad_dtype: torch.dtype | None, keep_full: bool, direct: bool
+    plan: OwnedPlan, members: Sequence[Member], *, grad_dtype: torch.dtype | None, keep_full: bool
 ) -> list[int]:
     """Per rank of an instance, the bytes that a backward pass needs beside the gradients that it keeps.
 
-    By ``BucketManager``'s rules, if gradients come one after another from the last parameter to the first. ``direct``
-    is whether parts are sent point to point, so that an owner receives one from every other rank.
+    By ``BucketManager``'s rules, if gradients come one after another from the last parameter to the first.
     """
-    buckets, peers = plan.buckets, min(plan.group_size - 1, plan.group_size if direct else 1)
+    buckets, in_place = plan.buckets, plan.group_size == 1 and not keep_full  # the buffer is its own sum
     bucket_of = {slot.param: number for number, bucket in enumerate(buckets) for slot in bucket.slots}
     waiting = [len(bucket.slots) for bucket in buckets]
     kept = torch.zeros(plan.group_size, dtype=torch.int64)  # of what has come; and what is held, at most
     most, under_way, filling, opened, sent = kept.clone(), kept.clone(), 0, set[int](), 0
 
     def sizes(number: int) -> tuple[int, Tensor, Tensor, Tensor]:
-        """A bucket's buffer while it fills; what a rank adds to it under way, keeps, and copies before it frees."""
+        """A bucket's buffer while it fills; what a rank adds to it under way, keeps, and widens once it has come."""
         bucket, dtype = buckets[number], members[buckets[number].slots[0].param].param.dtype
         wire, part = grad_dtype or dtype, torch.tensor([stop - start for start, stop in bucket.parts])
-        owned = part * owned_dtype(dtype).itemsize
-        copied = owned if wire != owned_dtype(dtype) else 0 * part
-        if direct and plan.group_size > 1:
-            copied = copied + (part.clamp(max=WIDENED_NUMEL) * owned_dtype(dtype).itemsize) * (copied > 0)
-        received = part * wire.itemsize * peers
-        return (0, received, 0 * part, copied) if keep_full else (bucket.numel * wire.itemsize, received, owned, copied)
+        owned, none = part * owned_dtype(dtype).itemsize, 0 * part
+        widened = owned if wire != owned_dtype(dtype) else none
+        whole, summed = bucket.numel * wire.itemsize, part * wire.itemsize
+        if in_place:
+            return whole, none, owned, widened + whole * (widened > 0)
+        return (0, summed, none, widened) if keep_full else (whole, summed, owned, widened)
 
     def arrives(number: int) -> None:
         nonlocal kept, most, under_way
-        whole, received, owned, copied = sizes(number)
-        most = torch.maximum(most, kept + under_way + filling + copied)
-        under_way, kept = under_way - received - whole, kept + owned
+        whole, summed, owned, widened = sizes(number)
+        under_way = under_way - whole
+        most = torch.maximum(most, kept + under_way + filling + widened)
+        under_way, kept = under_way - summed, kept + owned
 
     for param in reversed(range(len(members))):
         number = bucket_of[param]
@@ -401,8 +400,8 @@ def transients(
         while sent < len(buckets) and not waiting[sent]:
             if sent >= IN_FLIGHT:
                 arrives(sent - IN_FLIGHT)
-            whole, received, *_ = sizes(sent)
-            filling, under_way, sent = filling - whole, under_way + whole + received, sent + 1
+            whole, summed, *_ = sizes(sent)
+            filling, under_way, sent = filling - whole, under_way + whole + summed, sent + 1
             most = torch.maximum(most, kept + under_way + filling)
     for number in range(max(0, sent - IN_FLIGHT), sent):
         arrives(number)

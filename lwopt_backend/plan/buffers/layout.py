@@ -41,7 +41,6 @@ class Setting:
     machine: Machine
     cost: CostModel
     elements: Elements
-    direct: bool = False  # parts are sent point to point, so uneven ones cost nothing
     bus_multiple: int = 1
 
 

@@ -229,8 +229,8 @@ def _plan(
         buckets += found
         choices.append(why)
         loads = [load + more for load, more in zip(loads, plan.loads())]
-    # "auto" avoids padding if uneven parts cost nothing, else uses fixed-size collectives.
-    automatic: BucketLayout = "compact" if setting.direct else "padded"
+    # "auto" uses fixed-size collectives; one rank needs none.
+    automatic: BucketLayout = "compact" if size == 1 else "padded"
     layout: BucketLayout = automatic if setting.layout == "auto" else setting.layout  # type: ignore[assignment]
     for dtype, members in _elementwise(params, setting.bucket_numel):
         sizes = [(i, params[i].numel) for i in members]
@@ -301,7 +301,7 @@ def _faster(pair: tuple[Bucket, Bucket], setting: Setting) -> Bucket:
     """The faster of a bucket's padded and compact forms; the padded one on a tie, if it has no padding."""
     padded, compact = pair
     slower = _wire(padded, setting).total > _wire(compact, setting).total
-    return compact if slower or (setting.direct and padded.padding) else padded
+    return compact if slower or (len(padded.parts) == 1 and padded.padding) else padded
 
 
 def _wire(bucket: Bucket, setting: Setting) -> StepTime:
@@ -311,7 +311,7 @@ def _wire(bucket: Bucket, setting: Setting) -> StepTime:
     for nbytes in (setting.elements.gradient, setting.elements.parameter):
         seconds = gather_seconds(setting.machine, bucket.numel * nbytes, ranks)
         wire += seconds[0]
-        latency += seconds[1] * (1 if bucket.even or setting.direct else 1 + UNEVEN_LATENCIES)
+        latency += seconds[1] * (1 if bucket.even else 1 + UNEVEN_LATENCIES)
     return StepTime(0.0, wire, latency)
 
 
