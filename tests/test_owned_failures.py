@@ -251,6 +251,20 @@ def test_a_rank_that_is_gone_ends_the_others(rank_pools: dict[int, RankPool], ho
         assert "bucket " in error and "the first is '" in error, error
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["plain", "kept gradients", "lazy return"])
+def test_a_graph_from_before_the_step_is_refused_as_by_torch(mode: str) -> None:
+    model, optimizer = made(mode=mode)
+    loss = Turn(model, 0, dist.get_rank()).loss()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.zero_grad()
+
+
 def one_rank_runs_more_passes(options: dict[str, Any]) -> None:
     group = dist.new_group(timeout=timedelta(seconds=8))  # in which it also has to be made, on a busy machine
     passes(2 if dist.get_rank() == 1 else 1, process_group=group, **options).step()

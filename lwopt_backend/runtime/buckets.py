@@ -384,6 +384,8 @@ class BucketBuffers:
 
     def send_values(self) -> None:
         """Start sending each rank's part of the parameters to all others. Called on all ranks."""
+        # The parameters are views by ``.data``, so autograd does not see that they change.
+        torch.autograd.graph.increment_version(self._params.values())
         self._back = return_parts(self.values, self.bucket, self.sharers.instance, self._ledger)
 
     def receive_values(self) -> None:
