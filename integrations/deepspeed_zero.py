@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lwopt_backend.config.choices import Rules, layer_wise_settings, muon_settings
+from lwopt_backend.config.choices import Rules, muon_settings, settings_of
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.integrations.deepspeed import engine, versions
 from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer, ZeROLayerWise
@@ -36,7 +36,7 @@ def LayerWise(params: Iterable[Any], **options: Any) -> EngineOptimizer:
     there. Parameters are routed when the engine takes the optimizer, because only then is the model known. Raises
     ValueError for wrong options; an unsupported model or configuration raises on every rank when the engine is built.
     """
-    return _made("LayerWise", params, *layer_wise_settings(options, "LayerWise"))
+    return _made("LayerWise", params, *settings_of(ZeROConfig, options, "LayerWise", entry="LayerWise"))
 
 
 def LayerWiseMuon(params: Iterable[Any], **options: Any) -> EngineOptimizer:

@@ -9,7 +9,7 @@ torchtitan keeps sharding, gradients, clipping, schedules and checkpoints.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,11 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.flex_shard import BlockShard
 
-from lwopt_backend.migration import Theirs, as_arguments
 from lwopt_backend.optimizer import LayerWiseOptimizer
+from lwopt_backend.routing.output_heads import plain_name
 
+KINDS = {"DistMuon": "matrix", "AdamW": "elementwise"}
+RULES = {"matrix": "muon", "elementwise": "adamw"}
 SPEED_ONLY = ("foreach", "fused")  # which change no result
 
 
@@ -68,34 +70,47 @@ def from_recipe(config: OptimizersContainer.Config, model: nn.Module) -> dict[st
     """
     if config.implementation == "fused_opt_states_bf16":
         raise ValueError("torchtitan: fused_opt_states_bf16 has no counterpart; pass arguments with 'state_dtype'")
-    left = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    groups, theirs = list[dict[str, Any]](), list[Theirs]()
+    left: dict[str, Tensor] = {
+        plain_name(name): param for name, param in model.named_parameters() if param.requires_grad
+    }
+    groups = list[tuple[str, dict[str, Any], dict[str, Tensor]]]()
     for group in config.param_groups:
         mine = {name: left.pop(name) for name in [*left] if re.search(group.pattern, name)}
         options = {key: value for key, value in group.optimizer_kwargs.items() if key not in SPEED_ONLY}
-        if group.optimizer_name == "DistMuon":
-            for atom, params in _by_atom(config, mine):
-                theirs.append(Theirs(params, "matrix", {"name": "muon", **options}, atom))
-        elif group.optimizer_name == "AdamW":
-            theirs.append(Theirs([*mine.values()], "elementwise", {"name": "adamw", **options}))
-            shared = {key: options.pop(key, default) for key, default in (("lr", 1e-3), ("weight_decay", 0.01))}
-            groups.append({"params": [*mine.values()], **shared, "adamw": options})
-        else:
+        if group.optimizer_name not in KINDS:
             raise ValueError(
                 f"torchtitan: optimizer {group.optimizer_name!r} has no counterpart; expected AdamW or DistMuon, or "
                 "arguments of LayerWiseOptimizer"
             )
-    if any(group.optimizer_name == "DistMuon" for group in config.param_groups):
-        return as_arguments("torchtitan", theirs, model)
-    return {"matrix": {"name": "muon", "adjust_lr_fn": "match_rms_adamw"}, "params": [g for g in groups if g["params"]]}
+        if mine:
+            groups.append((KINDS[group.optimizer_name], options, mine))
+    if any(kind == "matrix" for kind, _, _ in groups):
+        if left:
+            raise ValueError(f"torchtitan: parameter {[*left][0]!r} and {len(left) - 1} more are in no param group")
+        return _as_divided(config, groups)
+    params = []
+    for _, options, mine in groups:
+        shared = {key: options.pop(key, default) for key, default in (("lr", 1e-3), ("weight_decay", 0.01))}
+        params.append({"params": [*mine.values()], **shared, "adamw": options})
+    return {"matrix": {"name": "muon", "adjust_lr_fn": "match_rms_adamw"}, "params": params}
 
 
-def _by_atom(config: OptimizersContainer.Config, params: Mapping[str, Tensor]) -> list[tuple[Any, list[Tensor]]]:
-    """Parameters of DistMuon by what their matrices are."""
+def _as_divided(
+    config: OptimizersContainer.Config, groups: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Tensor]]]
+) -> dict[str, Any]:
+    """Arguments with which every parameter has the rule and the options of its group, and DistMuon's matrices."""
     layouts = config.optimizer_factory_kwargs_by_name["DistMuon"]["compute_sharding_by_fqn"]
-    found: dict[int, list[Tensor]] = {}
-    for name, param in params.items():
-        shardings = layouts[canonical_fqn(name)].shardings_by_mesh_axis.values()
-        sizes = {sharding.block_size for sharding in shardings if isinstance(sharding, BlockShard)}
-        found.setdefault(param.shape[0] // sizes.pop() if sizes else 0, []).append(param)
-    return [({"heads": heads} if heads else "stack", some) for heads, some in found.items()]
+    found: dict[str, Any] = {"overrides": [], "include": [], "exclude": [], "atoms": {}}
+    for kind, options, mine in groups:
+        found.setdefault(kind, {"name": RULES[kind], "lr": options.get("lr", 1e-3)})
+        found["overrides"].append({"params": [*mine], kind: dict(options)})
+        for name, param in mine.items():
+            if kind == "elementwise":
+                found["exclude"].append(name)
+                continue
+            shardings = layouts[canonical_fqn(name)].shardings_by_mesh_axis.values()
+            sizes = [sharding.block_size for sharding in shardings if isinstance(sharding, BlockShard)]
+            found["include"] += [name] if param.ndim == 2 else []
+            whole = "whole" if param.ndim == 2 else "stack"
+            found["atoms"][name] = {"heads": param.shape[0] // sizes[0]} if sizes else whole
+    return found

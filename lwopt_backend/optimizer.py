@@ -11,6 +11,7 @@ matrix to one rank of its mesh, updates the whole matrix there, and returns the 
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +27,7 @@ from lwopt_backend.config import linked_rates
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig
 from lwopt_backend.config.linked_rates import NAME, LinkedOptimizer
-from lwopt_backend.config.param_groups import ElementwiseGroups, OptionsInUse
+from lwopt_backend.config.param_groups import ElementwiseGroups, Groups, OptionsInUse, small_rate
 from lwopt_backend.config.registry import build_matrix_rules
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.grouping import Given, Grouping, WatchedModel
@@ -59,6 +60,12 @@ class Sharing(NamedTuple):
     expert_params: Sequence[str] = ()
     expert_process_group: Any = None
     expert_group_size: int | None = None
+
+
+def warn_of_small_rate(groups: Groups) -> None:
+    """Warn once of matrices that would hardly move."""
+    if (slow := small_rate(groups)) is not None:
+        warnings.warn(f"{NAME}: {slow}", stacklevel=4)
 
 
 class LayerWiseOptimizer(LinkedOptimizer):
@@ -310,8 +317,10 @@ class OwnedOptimizer(LayerWiseOptimizer):
             self.core.stepper.last_first = True
         if self.config.step_in_backward:
             self._manager.on_launch = self._step_arrived
-        if self.config.report and everyone.rank == 0:
-            owned_model.show(self._grouping.routes, self.core, self.param_groups)
+        if everyone.rank == 0:
+            warn_of_small_rate(self._grouping.groups)
+            if self.config.report:
+                owned_model.show(self._grouping.routes, self.core, self._grouping.groups)
 
     # The loop
 
@@ -483,8 +492,10 @@ class MeshOptimizer(LayerWiseOptimizer):
         if self._attachment is not None and self._attachment.is_on:
             self._attachment.remove()
             self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
-        if self.config.report and exchange[-1][1].rank == 0:
-            mesh_stepping.show(self._grouping.routes, self._steppers, self.plan_digest)
+        if exchange[-1][1].rank == 0:
+            warn_of_small_rate(self._grouping.groups)  # as configured: a schedule may have written others since
+            if self.config.report:
+                mesh_stepping.show(self._grouping.routes, self._grouping.groups, self._steppers, self.plan_digest)
 
     def _make_state(self) -> None:
         """Create every parameter's missing state before the first step, so that every checkpoint has it."""

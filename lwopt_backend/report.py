@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.console import Console
 from rich.table import Column, Table
 
-from lwopt_backend.config.param_groups import Groups
+from lwopt_backend.config.param_groups import Groups, rates
 from lwopt_backend.config.registry import MATRIX_RULES, rules_with_owner_state
 from lwopt_backend.plan import StepTime
 from lwopt_backend.routing.routing import Route
@@ -51,10 +51,15 @@ def numbers(*headings: str) -> list[Column]:
 
 
 def show_routing(console: Console, routes: Sequence[Route], groups: Groups) -> None:
-    """Print which rule trains each parameter, and why; and a note on owner state, which later tables do not count."""
+    """Print which rule trains each parameter, why, and at which rate and decay; and a note on owner state, which later
+    tables do not count."""
     for sentence in routing_headline(routes):
         console.print(sentence)
     console.print(routing_table(routes))
+    table = Table("rule", *numbers("parameters", "lr", "weight decay"))
+    for name, count, lr, decay in rates(groups):
+        table.add_row(name, str(count), lr, decay)
+    console.print(table)
     rules = rules_with_owner_state(groups)
     if rules:
         console.print(

@@ -94,7 +94,7 @@ def test_help_imports_nothing_that_is_slow_and_plans_are_the_same_in_every_proce
     done = subprocess.run([sys.executable, "-c", ALONE], **options)
     assert done.returncode == 0, done.stderr
     pages, planned, with_pyplot = json.loads(done.stdout)
-    assert {"", "plan", "rehearse", "calibrate", "rules", "convert", "inspect", "diff", "migrate", "watch"} <= {*pages}
+    assert {"", "plan", "rehearse", "calibrate", "rules", "convert", "inspect", "diff", "watch"} <= {*pages}
     for name, (page, modules) in pages.items():
         assert f"Usage: lwopt {name}".rstrip() in page
         assert not HEAVY & set(modules), (name, HEAVY & set(modules))
@@ -345,35 +345,6 @@ def test_options_and_numbers_that_would_ask_for_much_are_refused(shapes: Path) -
     assert "maximum recursion depth exceeded" in refused(*words, 4, "--option", f"layout={'[' * 3000}")
     assert "aliases" in refused(*words, 4, "--option", "atoms={a: &a {}, b: *a}")
     assert "65536" in refused(*words, 10**9)
-
-
-def test_an_entry_of_deepspeed_is_written_in_our_words(tmp_path: Path) -> None:
-    """Also where the entry alone could not be told from one of ours; "auto" stays for who fills it in."""
-    source, target = tmp_path / "ds_config.json", tmp_path / "new.json"
-
-    def migrated(kind: str, **params: Any) -> Any:
-        source.write_text(json.dumps({"train_batch_size": 8, "optimizer": {"type": kind, "params": params}}))
-        printed = json.loads(run("migrate", str(source), "--output", str(target)))
-        assert json.loads(target.read_text()) == {"train_batch_size": 8, **printed}
-        assert printed["optimizer"]["type"] == "LayerWiseMuon" and sorted(tmp_path.iterdir()) == [source, target]
-        return printed["optimizer"]["params"]
-
-    muon = migrated("Muon", lr=0.01, momentum=0.9)
-    assert (muon["lr"], muon["momentum"], muon["gram_aspect"]) == (0.01, 0.9, 1.0)
-    assert muon["adamw"] == {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0}
-    assert migrated("adamw", lr=0.1)["adjust_lr_fn"] == "match_rms_adamw"
-    assert migrated("AdamW", lr="auto") == {"betas": [0.9, 0.999], "lr": "auto"}
-    for kind, message in (("Lion", "the type 'Lion' has no counterpart"), ("LayerWise", "there is nothing to do")):
-        with pytest.raises(ValueError, match=message):
-            migrated(kind)
-    with pytest.raises(ValueError, match="unknown key 'weight_deca'; did you mean 'weight_decay'"):
-        migrated("Muon", weight_deca=0.1)
-    source.write_text('{"optimizer": {"type": "Muon", "params": [1]}}')
-    with pytest.raises(ValueError, match="optimizer.params: expected an object, found"):
-        run("migrate", str(source))
-    source.write_text("{}")
-    with pytest.raises(ValueError, match="expected an object 'optimizer' with a 'type', found None"):
-        run("migrate", str(source))
 
 
 # What a run writes into metrics.jsonl

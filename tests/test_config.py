@@ -1,7 +1,10 @@
-"""Configurations: sections, options, entries written for DeepSpeed, param groups, a user's own rules; their errors."""
+"""Configurations: sections, options, entries of other optimizers, param groups, a user's own rules; their errors."""
 
+import contextlib
 import inspect
+import io
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,19 +20,20 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer, MatrixRule, register_rule
 from lwopt_backend.cli.rule_facts import rule_facts
 from lwopt_backend.config import registry
-from lwopt_backend.config.choices import arguments_of, layer_wise_settings, muon_settings, settings_of
+from lwopt_backend.config.choices import arguments_of, muon_settings, settings_of
 from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
 from lwopt_backend.config.param_groups import as_groups, split
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.routing.grouping import group_parameters
 from lwopt_backend.rules import option
 from tests.cells import cells
+from tests.fsdp2 import mesh_of
 from tests.launcher import ROOT
-from tests.migration import rules_for
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
@@ -281,13 +285,13 @@ def test_a_rule_has_a_default_routing_that_globs_overrule(own_rules: None) -> No
 
 
 # Entries of ds_config.json that were written for DeepSpeed's Muon or AdamW, with our type in them
+layer_wise_settings = partial(settings_of, ZeROConfig, entry="LayerWise")
 TYPES = pytest.mark.parametrize("settings", [muon_settings, layer_wise_settings])
 MUON_ENTRIES = [
     {"muon_lr": 0.05, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-6},
     {"lr": 0.02, "adam_lr": 1e-3},
-    {"lr": 0.02, "ns_method": "standard", "weight_decay": 0.1},
+    {"muon_lr": 0.01, "ns_method": "standard", "weight_decay": 0.1},
     {"lr": 0.02, "momentum": 0.9, "betas": [0.8, 0.9], "torch_adam": True, "adam_w_mode": True},
-    {"per_head_muon": False},
 ]
 SHARED = ("lr", "weight_decay")
 ADAMW = {"lr": 5e-5, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.01}
@@ -299,71 +303,136 @@ UNKNOWN = {
 }
 
 
-def options_of(settings: Any, entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    rules, _ = settings(entry, "LayerWise")
-    (note,) = rules.notes
-    return rules.matrix.options.model_dump(), rules.elementwise.options.model_dump(), note
+def told_instead(settings: Any, entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of both halves, of the entry that the error for this one prints."""
+    with pytest.raises(ValueError, match="of another optimizer") as caught:
+        settings(entry, "here")
+    written = json.loads(str(caught.value).splitlines()[-1])
+    assert written["type"] == ("LayerWiseMuon" if settings is muon_settings else "LayerWise")
+    rules, _ = settings(written["params"], "here")
+    return rules.matrix.options.model_dump(), rules.elementwise.options.model_dump()
 
 
 @TYPES
 @pytest.mark.parametrize("entry", MUON_ENTRIES)
-def test_an_entry_of_deepspeeds_muon_means_what_deepspeed_makes_of_it(settings: Any, entry: dict[str, Any]) -> None:
+def test_instead_of_an_entry_of_deepspeeds_muon_one_is_told_that_means_the_same(
+    settings: Any, entry: dict[str, Any]
+) -> None:
     weight, bias = tensors((2, 2), (2,))
     weight.use_muon, bias.use_muon = True, False
     theirs = MuonWithAuxAdam(DeepSpeedEngine._muon_param_groups([weight, bias], entry)).param_groups
-    muon, adamw, note = options_of(settings, entry)
+    muon, adamw = told_instead(settings, entry)
     for ours, group, keys in ((muon, theirs[0], (*SHARED, "momentum")), (adamw, theirs[1], (*SHARED, "betas", "eps"))):
         for key in keys:
             assert ours[key] == (tuple(group[key]) if key == "betas" else group[key]), key
-    gram = rules_for("deepspeed").matrix.options if theirs[0]["ns_method"] == "gram" else registry.MuonOptions()
-    assert all(muon[key] == getattr(gram, key) for key in ("gram_aspect", "gram_restarts", "ns_dtype"))
-    assert "an entry of DeepSpeed's Muon" in note and "gradient_clipping limits gradients here" in note
+    assert muon["adjust_lr_fn"] is None
 
 
 @TYPES
 @pytest.mark.parametrize("torch_adam", [False, True])
-def test_an_entry_of_adamw_has_its_defaults_and_one_rate_for_everything(settings: Any, torch_adam: bool) -> None:
+def test_instead_of_an_entry_of_adamw_one_is_told_with_its_defaults_and_steps_of_its_size(
+    settings: Any, torch_adam: bool
+) -> None:
     theirs = inspect.signature(torch.optim.AdamW if torch_adam else FusedAdam).parameters
-    muon, adamw, _ = options_of(settings, {"betas": [0.9, 0.99], "torch_adam": torch_adam})
+    muon, adamw = told_instead(settings, {"betas": [0.9, 0.99], "torch_adam": torch_adam})
     assert adamw["betas"] == (0.9, 0.99) and adamw["eps"] == theirs["eps"].default
     for key in SHARED:
         assert muon[key] == adamw[key] == theirs[key].default, key
     assert muon["adjust_lr_fn"] == "match_rms_adamw"
+    muon, adamw = told_instead(settings, ADAMW)
+    assert [(half["lr"], half["weight_decay"]) for half in (muon, adamw)] == [(5e-5, 0.01)] * 2
+    assert adamw["eps"] == 1e-6 and muon["eps"] == registry.MuonOptions().eps  # that of Newton-Schulz
 
 
-@TYPES
-@pytest.mark.parametrize("entry", [ADAMW, MUON_ENTRIES[0]])
-def test_the_line_has_the_entry_in_our_words(settings: Any, entry: dict[str, Any]) -> None:
-    """With it in place of the entry nothing changes, and nothing is left to say."""
-    *found, note = options_of(settings, entry)
-    written = json.loads(note[note.index("{") : note.rindex("}") + 1])
-    rules, _ = muon_settings(written, "LayerWiseMuon")
-    assert [rules.matrix.options.model_dump(), rules.elementwise.options.model_dump()] == found and not rules.notes
+def engine_of(params: dict[str, Any], stage: int = 1) -> Any:
+    return engine_for(config(stage) | {"optimizer": {"type": "layerwisemuon", "params": params}})
 
 
-def test_options_of_ours_stand_beside_theirs_and_win_and_our_own_entries_are_left_alone() -> None:
-    rules, host = muon_settings({**ADAMW, "adjust_lr_fn": "original", "exclude": "gate.*", "policy": "stay"}, "")
-    assert rules.matrix.options.model_dump()["adjust_lr_fn"] == "original" and "match_rms_adamw" not in rules.notes[0]
-    assert (host.exclude, host.policy) == (("gate.*",), "stay")
-    rules, _ = muon_settings({"muon_lr": 0.1, "ns_dtype": "bfloat16"}, "")
-    assert rules.matrix.options.model_dump()["ns_dtype"] == "bfloat16"
-    for own in ({"lr": 0.02, "momentum": 0.9, "eps": 1e-6}, {"lr": 0.02, "adamw": {"lr": 1e-3}}):
-        assert muon_settings(own, "")[0].notes == ()
+def row_of(printed: str, rule: str) -> list[str]:
+    """The cells of the rule's only row in the table of rates."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line[:1] == "│"]
+    (found,) = [row[1:] for row in rows if len(row) == 4 and row[0] == rule]
+    return found
 
 
-@pytest.mark.parametrize(
-    ("written_type", "storage"), [("layerwisemuon", "zero"), ("LAYERWISE", "zero"), ("layer_wise_muon", "owned")]
-)
 @on_ranks(2)
-def test_an_engine_takes_the_entry_with_the_type_in_any_case_and_says_so_once(written_type: str, storage: str) -> None:
-    given = config(1)
-    given["optimizer"] = {"type": written_type, "params": {**ADAMW, "report": False, "storage": storage}}
-    with mock.patch.object(deepspeed_engine.logger, "warning") as warning, engine_for(given) as engine:
-        groups = [(group["rule"], group["lr"]) for group in engine.basic_optimizer.param_groups]
-    assert groups == [("muon", 5e-5), ("adamw", 5e-5)]
-    notes = [call.args[0] for call in warning.call_args_list if "an entry of" in call.args[0]]
-    assert len(notes) == (1 if dist.get_rank() == 0 else 0)
-    assert all("makes this an entry of AdamW" in note for note in notes)
+def test_an_engine_refuses_a_foreign_entry_on_every_rank_and_trains_with_the_one_that_is_told() -> None:
+    for given in (MUON_ENTRIES[0], ADAMW):
+        with pytest.raises(ValueError, match="LayerWiseMuon: .* are keys of another optimizer") as caught:
+            engine_of({**given, "report": False}).__enter__()
+        entry = json.loads(str(caught.value).splitlines()[-1])
+        with engine_for(config(1) | {"optimizer": entry}) as engine:
+            rates = [(group["rule"], group["lr"]) for group in engine.basic_optimizer.param_groups]
+    assert rates == [("muon", 5e-5), ("adamw", 5e-5)]
+
+
+@pytest.mark.parametrize("storage", ["zero", "owned"])
+@on_ranks(2)
+def test_an_engine_shows_both_rates_and_decays_and_warns_once_of_adamws_rate(storage: str) -> None:
+    entries = [{"lr": 0.02}, {"lr": 3e-4, "adjust_lr_fn": "match_rms_adamw"}, {"lr": 3e-4, "report": False}]
+    warned = []
+    for entry in entries:
+        said = mock.patch.object(deepspeed_engine.logger, "warning")
+        printing = contextlib.redirect_stdout(io.StringIO())
+        with said as warning, printing as printed, engine_of({"storage": storage, **entry}):
+            pass
+        warned.append([call.args[0] for call in warning.call_args_list if "hardly move" in call.args[0]])
+        if dist.get_rank() == 0 and entry == {"lr": 0.02}:
+            muon, adamw = (row_of(printed.getvalue(), rule)[1:] for rule in ("muon", "adamw"))
+            assert muon == ["0.02", "0.1, the default"] and adamw == ["0.001, the default", "0.01, the default"]
+    assert [len(some) for some in warned] == ([0, 0, 1] if dist.get_rank() == 0 else [0, 0, 0])
+    assert all("0.02" in told and "match_rms_adamw" in told for told in warned[-1])
+
+
+RATES: list[tuple[dict[str, Any], bool]] = [  # and whether matrices hardly move
+    ({}, True),
+    ({"lr": 2e-3}, False),
+    ({"lr": 1e-3, "adjust_lr_fn": "spectral_norm"}, True),
+    ({"lr": 1e-3, "adjust_lr_fn": "spectral"}, False),
+    ({"lr": 1e-3, "adjust_lr_fn": "rms_norm"}, False),
+    ({"lr": 1e-3, "extra_scale_factor": 10.0}, False),
+    ({"matrix": "normuon"}, False),
+    ({"matrix": {"name": "adamuon", "update_norm": "preserve"}}, True),
+    ({"matrix": {"name": "torch_optimizer", "class": "torch.optim.Muon"}}, True),
+    ({"matrix": {"name": "torch_optimizer", "class": "torch.optim.SGD"}}, False),
+    ({"lr": 0.02, "overrides": [{"params": "gate.weight", "matrix": {"lr": 1e-3}}]}, True),
+]
+
+
+@on_ranks(2)
+def test_plain_and_sharded_models_warn_once_of_adamws_rate() -> None:
+    for given, small in RATES:
+        for engine in ("plain", "fsdp2", "sharded later"):
+            model = UnevenLM()
+            names = {id(param): name for name, param in model.named_parameters()}
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if engine == "fsdp2":
+                    fully_shard(model, mesh=mesh_of())
+                later = engine == "sharded later"
+                optimizer = LayerWiseOptimizer(model, report=False, sharded_later=later, **given)
+                if later:  # as Accelerate does; a schedule has begun meanwhile
+                    fully_shard(model, mesh=mesh_of())
+                    for group in optimizer.param_groups:
+                        group["params"] = [model.get_parameter(names[id(param)]) for param in group["params"]]
+                        group["lr"] *= 1e-6
+                    optimizer.step()
+            said = [str(warning.message) for warning in caught if "hardly move" in str(warning.message)]
+            assert len(said) == (small and dist.get_rank() == 0), (engine, given, said)
+            assert all("such as 0.02" in told and "'match_rms_adamw'" in told for told in said)
+
+
+@on_ranks(2)
+def test_plain_and_sharded_models_show_both_rates_and_decays() -> None:
+    for sharded in (False, True):
+        model = UnevenLM()
+        if sharded:
+            fully_shard(model, mesh=mesh_of())
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            LayerWiseOptimizer(model, lr=0.03, elementwise={"name": "adamw", "weight_decay": 0.2})
+        if dist.get_rank() == 0:
+            assert row_of(printed.getvalue(), "muon")[1:] == ["0.03", "0.1, the default"]
+            assert row_of(printed.getvalue(), "adamw")[1:] == ["0.001, the default", "0.2"]
 
 
 @pytest.mark.parametrize(("written", "message"), UNKNOWN.items())

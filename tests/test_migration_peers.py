@@ -1,20 +1,17 @@
 """Other Muons: their settings as the page gives them, by their own classes or published formulas; and their state."""
 
-import copy
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import pytorch_optimizer
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from lwopt_backend import LayerWiseOptimizer, migration
+from lwopt_backend import migration
 from lwopt_backend.config.registry import optimizer_arguments
-from lwopt_backend.migration import convert_named_momentum, from_checkpoint, from_dion, from_keller_jordan, from_torch
+from lwopt_backend.migration import convert_named_momentum, from_checkpoint
 from lwopt_backend.rules.newton_schulz import TABLES
 from tests.migration import distance, eager, ours_for, rules_for
 from tests.pages import PAGES
@@ -269,130 +266,3 @@ def test_what_cannot_be_read(state_dict: dict[str, Any], how: dict[str, Any], me
 def test_every_source_is_on_the_page() -> None:
     for source in migration.SOURCES:
         assert f"`{source}`" in PAGES["migration"]
-
-
-# Their param groups as our arguments
-class Convolutional(nn.Module):
-    """Linear layers, a kernel, a stack, and GPT-2's linear, which is stored as (inputs, outputs)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
-        self.conv = nn.Conv2d(2, 3, (4, 1))
-        self.stack = nn.Parameter(torch.ones(2, 6, 6))
-        self.c_fc = transformers.pytorch_utils.Conv1D(24, 6)
-
-    def groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """All of two dimensions or more, the embedding too, and the rest."""
-        params = list(self.parameters())
-        return [p for p in params if p.ndim > 1], [p for p in params if p.ndim == 1]
-
-
-@pytest.mark.parametrize("peer", ["dion", "keller_jordan"])
-def test_groups_with_their_defaults_become_what_the_page_says(peer: str) -> None:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
-    (weights, biases), theirs = ([list(some) for some in zip(*(m.parameters() for m in model))], rules_for(peer))
-    other: dict[str, Any] = {"algorithm": "adamw"} if peer == "dion" else {"use_muon": False}
-    translate = from_dion if peer == "dion" else from_keller_jordan
-    found = translate([{"params": weights}, {"params": biases, **other}], model)
-    assert found.keys() == {"matrix", "elementwise"}
-    for kind, choice in (("matrix", theirs.matrix), ("elementwise", theirs.elementwise)):
-        name, options = found[kind].pop("name"), choice.options.model_dump(mode="json")
-        assert name == choice.rule and found[kind].items() <= options.items()
-        default = type(choice.options)().model_dump(mode="json")
-        assert {key for key in options if options[key] != default[key]} <= found[kind].keys()
-
-
-def test_torchs_pair_trains_the_same_and_weights_stored_the_other_way_by_its_factor() -> None:
-    torch.manual_seed(0)
-    model = Convolutional()
-    del model.stack, model.conv
-    weights, biases = model.groups()
-    theirs = copy.deepcopy(model)
-    their_weights, their_biases = theirs.groups()
-    muon = torch.optim.Muon([{"params": their_weights[:2]}, {"params": their_weights[2:], "lr": 0.01}], lr=0.02)
-    pair = [muon, torch.optim.AdamW(their_biases, lr=torch.tensor(0.004), betas=(0.8, 0.9))]
-    arguments = json.loads(json.dumps(from_torch(pair, theirs)))
-    assert arguments["include"] == ["embed.weight"]
-    overridden = [override["params"] for override in arguments["overrides"]]
-    assert overridden == [["layers.1.weight", "layers.2.weight"], ["c_fc.weight"]]
-    ours = LayerWiseOptimizer(model, **arguments, report=False)
-    for step in range(3):
-        for each in (model, theirs):
-            pairs = [(p, random(tuple(p.shape), 10 * step + n)) for n, p in enumerate(each.parameters())]
-            sum((param * gradient).sum() for param, gradient in pairs).backward()
-        for optimizer in (ours, *pair):
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, mine), other in zip(model.named_parameters(), theirs.parameters()):
-        limit = 1e-6 if name == "c_fc.weight" else 0.0  # a quotient of factors, and the products of a transpose
-        torch.testing.assert_close(mine, other, rtol=limit, atol=limit)
-
-
-def test_groups_of_dion_say_heads_kernels_stacks_rules_and_decay() -> None:
-    model = Convolutional()
-    weights, biases = model.groups()
-    layers, embed = [layer.weight for layer in model.layers], model.embed.weight
-    kernels = [p for p in weights if not any(p is other for other in (*layers, embed))]
-    groups = [{"params": layers[:2], "num_heads": 2}]
-    groups += [{"params": layers[2:], "split_sizes": (2, 4), "lr": 0.5, "cautious_wd": True}, {"params": kernels}]
-    groups += [{"params": [embed], "algorithm": "lion", "beta1": 0.7, "beta2": 0.8}]
-    groups += [{"params": biases, "algorithm": "adamw", "lr": 0.25, "betas": (0.1, 0.2)}]
-    found = from_dion(groups, model, algorithm="normuon", flatten=True, use_gram_newton_schulz=True, adjust_lr=None)
-    expected = {"name": "normuon", "beta2": 0.95, "update_norm": "preserve", "adjust_lr_fn": "none"}
-    assert found["matrix"].items() >= expected.items()
-    assert found["elementwise"] == {"name": "lion", "lr": 0.01, "weight_decay": 0.01, "betas": [0.7, 0.8]}
-    split, of_biases = found["overrides"]
-    assert split["params"] == ["layers.2.weight"]
-    assert split["matrix"].items() >= {"lr": 0.5, "weight_decay_form": "cautious", "gram_aspect": 1.0}.items()
-    assert of_biases["params"] == ["conv.bias", "c_fc.bias"] and of_biases["elementwise"]["betas"] == [0.1, 0.2]
-    heads = dict.fromkeys(["layers.0.weight", "layers.1.weight"], {"heads": 2})
-    flat = {"conv.weight": "flatten", "stack": "flatten"}
-    assert found["atoms"] == {**heads, "layers.2.weight": {"split_sizes": [2, 4]}, **flat}
-    optimizer = LayerWiseOptimizer(model, **found, report=False)
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
-
-
-def test_a_group_does_not_keep_what_only_the_first_one_says() -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-    first, second, third = model.parameters()
-    groups = [{"params": [first], "cautious_wd": True}, {"params": [second, third], "cautious_wd": False}]
-    optimizer = LayerWiseOptimizer(model, **json.loads(json.dumps(from_dion(groups, model))), report=False)
-    forms = [(len(g["params"]), g["weight_decay_form"]) for g in optimizer.param_groups]
-    assert forms == [(1, "cautious"), (2, "decoupled")]
-    model = nn.Sequential(nn.Conv2d(2, 3, (4, 1), bias=False), nn.Linear(4, 4, bias=False))
-    optimizer = LayerWiseOptimizer(model, **from_keller_jordan([{"params": model.parameters()}], model), report=False)
-    factors = [(group["adjust_lr_fn"], group["extra_scale_factor"]) for group in optimizer.param_groups]
-    assert factors == [("none", 2.0), (None, 1.0)]
-
-
-def test_jordans_kernels_are_flattened_and_have_his_factor() -> None:
-    model = Convolutional()
-    weights, biases = model.groups()
-    found = from_keller_jordan(
-        [{"params": weights, "use_muon": True}, {"params": biases, "use_muon": False}], model, lr=1
-    )
-    of_kernels = {override["params"][0]: override["matrix"] for override in found["overrides"]}
-    assert of_kernels["conv.weight"]["extra_scale_factor"] == 2 and of_kernels["conv.weight"]["adjust_lr_fn"] == "none"
-    assert found["atoms"] == {"conv.weight": "flatten", "stack": "flatten"} and found["matrix"]["lr"] == 1
-
-
-@pytest.mark.parametrize(
-    ("translate", "message"),
-    [
-        (lambda m: from_torch([torch.optim.SGD(m.parameters())], m), "expected torch.optim.Muon or AdamW, found SGD"),
-        (lambda m: from_torch([torch.optim.AdamW(m.parameters(), maximize=True)], m), "maximize is True, which has no"),
-        (lambda m: from_torch([torch.optim.AdamW([m[0].weight])], m), "parameter '0.bias' and 2 more are trained"),
-        (
-            lambda m: from_torch([torch.optim.AdamW([nn.Parameter(torch.ones(1))])], m),
-            "parameters that are not the model",
-        ),
-        (lambda m: from_dion([{"params": m.parameters(), "algorithm": "dion"}], m), "algorithm 'dion' has no"),
-        (lambda m: from_dion([{"params": m.parameters()}], m), "parameter '0.bias' has no two dimensions"),
-        (lambda m: from_dion([{"params": [*m.parameters()], "newton_schulz_func": print}], m), "newton_schulz_func is"),
-    ],
-)
-def test_what_has_no_counterpart_is_refused(translate: Callable[[Any], Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        translate(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))

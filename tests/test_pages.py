@@ -250,7 +250,7 @@ def test_the_preset_for_speed_is_understood() -> None:
     entry = json.loads(block.text)
     assert entry["type"] == "LayerWiseMuon"
     rules, _ = muon_settings(entry["params"], entry["type"])
-    assert rules.matrix.options.ns_method == "auto" and rules.elementwise.options.fused and rules.notes == ()
+    assert rules.matrix.options.ns_method == "auto" and rules.elementwise.options.fused
 
 
 def test_every_option_of_owned_storage_is_in_the_table_with_its_default() -> None:

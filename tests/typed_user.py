@@ -179,13 +179,6 @@ def resume_engine(engine: Any, state_dict: Mapping[str, Any]) -> list[str]:
     return left
 
 
-def translate(model: nn.Module) -> dict[str, Any]:
-    groups = [{"params": list(model.parameters()), "algorithm": "adamw", "use_muon": False}]
-    assert_type(migration.from_dion(groups, model), dict[str, Any])
-    assert_type(migration.from_keller_jordan(groups, model), dict[str, Any])
-    return assert_type(migration.from_torch([torch.optim.AdamW(model.parameters())], model), dict[str, Any])
-
-
 def resume(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     assert "torch.optim.Muon" in migration.SOURCES
     named = migration.from_checkpoint(state_dict, names, source="torch.optim.Muon", momentum=0.95)

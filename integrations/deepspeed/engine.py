@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from lwopt_backend.config.options import nearest
+from lwopt_backend.config.param_groups import Groups, small_rate
 from lwopt_backend.plan import Cut, Fragment
 from lwopt_backend.routing.routing import CUT, cut_of, named_parameters
 from lwopt_backend.runtime.collectives import NORM, Collectives, TorchCollectives
@@ -267,10 +268,10 @@ def zero_settings(engine: DeepSpeedEngine) -> dict[str, Any]:
     return dict(settings.get("zero_optimization", {}))
 
 
-def warn(engine: DeepSpeedEngine, notes: Sequence[str]) -> None:
-    """Log ``notes``, and a warning if gradients are clipped although the configuration does not set it."""
-    for note in notes:
-        logger.warning(note)
+def warn(engine: DeepSpeedEngine, groups: Groups) -> None:
+    """Log a warning if matrices would hardly move, and if gradients are clipped although nothing says so."""
+    if (slow := small_rate(groups)) is not None:
+        logger.warning(slow)
     norm = engine.gradient_clipping()
     if norm and "gradient_clipping" not in engine._config._param_dict:
         logger.warning(

@@ -134,7 +134,7 @@ class ZeROLayerWise(EngineOptimizer):
         deepspeed_engine.adopt_torch_scheduler(engine)
         prepare_loading(engine, self, self._binding.ranks)
         zero.guard_state_keys(engine, self, self._binding.grouping)
-        self._binding.announce(self.config, self.rules.notes)
+        self._binding.announce(self.config)
 
     def _engine(self) -> DeepSpeedEngine:
         if self._binding is None:

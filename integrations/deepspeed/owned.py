@@ -156,7 +156,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         if engine.global_rank == 0:
             if self.config.report:
                 announce(binding, self.core)
-            deepspeed_engine.warn(engine, self.rules.notes)
+            deepspeed_engine.warn(engine, binding.grouping.groups)
 
     def _follow(self, binding: OwnedBinding) -> None:
         """Register hooks on the model and its parameters."""

@@ -367,12 +367,12 @@ class Binding:
         pairs = zip(self.grouping.groups, plans)
         return [{**group, "members": members_digest(of_group)} for group, of_group in pairs]
 
-    def announce(self, config: ZeROConfig, notes: Sequence[str]) -> None:
-        """On the first rank, print routing and plans; warn of ``notes`` and of clipping by DeepSpeed's default."""
+    def announce(self, config: ZeROConfig) -> None:
+        """On the first rank, print routing and plans; warn of small rates and of clipping by DeepSpeed's default."""
         if self.engine.global_rank == 0:
             if config.report:
                 report.show(*self.announcement(), self.plan_digest)
-            deepspeed_engine.warn(self.engine, notes)
+            deepspeed_engine.warn(self.engine, self.grouping.groups)
 
     def announcement(self) -> tuple[list[Route], dict[str, list[GroupPlan]], list[dict[str, Any]]]:
         """What ``report.show`` prints: the whole model's routes, the plans by who shares them, and the param groups."""

@@ -10,7 +10,7 @@ import typer
 from lwopt_backend.cli.checkpoints import convert, diff, inspect
 from lwopt_backend.cli.plan import calibrate, plan
 from lwopt_backend.cli.rehearse import rehearse
-from lwopt_backend.cli.rules import migrate, rules
+from lwopt_backend.cli.rules import rules
 from lwopt_backend.cli.watch import watch
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, rehearse, calibrate, convert, inspect, diff, migrate, watch):
+for command in (plan, rehearse, calibrate, convert, inspect, diff, watch):
     app.command(no_args_is_help=True)(command)
 app.command()(rules)
 

@@ -1,4 +1,4 @@
-"""``lwopt rules``: what a configuration may name; ``lwopt migrate``: an optimizer entry of DeepSpeed's in our words."""
+"""``lwopt rules``: what a configuration may name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -59,44 +58,3 @@ def _table(title: str, options: Sequence[Mapping[str, str]]) -> Table:
     for option in options:
         table.add_row(option["name"], *(option[key] for key in columns))
     return table
-
-
-def migrate(
-    config: Annotated[Path, typer.Argument(help="A ds_config.json with an entry of DeepSpeed's Muon, Adam or AdamW.")],
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the whole configuration there.")] = None,
-) -> None:
-    """Print the optimizer entry that trains the same with this package, and what changes."""
-    from lwopt_backend.checkpoint.files.folders import write_whole
-    from lwopt_backend.config.choices import muon_settings
-    from lwopt_backend.config.options import ADAMW_BETAS, suggestion, translated
-    from lwopt_backend.planner.shapes import read_json
-
-    content = read_json(config, "a configuration of DeepSpeed")
-    entry = content.get("optimizer") if isinstance(content, Mapping) else None
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
-        raise ValueError(f"{config}: expected an object 'optimizer' with a 'type', found {entry!r}")
-    kind, params = entry["type"].lower(), entry.get("params") or {}
-    if not isinstance(params, Mapping):
-        raise ValueError(f"{config}: optimizer.params: expected an object, found {params!r}")
-    marks: dict[str, dict[str, object]] = {
-        "muon": {"per_head_muon": False},
-        **dict.fromkeys(("adam", "adamw"), {"betas": list(ADAMW_BETAS)}),
-    }
-    if kind in ("layerwise", "layerwisemuon"):
-        raise ValueError(f"{config}: the type is {entry['type']!r}; there is nothing to do")
-    if kind not in marks:
-        known = suggestion(entry["type"], ["Muon", "Adam", "AdamW"])
-        raise ValueError(f"{config}: the type {entry['type']!r} has no counterpart; {known}")
-    if "auto" in params.values():
-        made: dict[str, object] = {**marks[kind], **params}
-        note = "values of 'auto' are filled in by the Trainer or Accelerate, and the entry is then read as it was meant"
-    else:
-        made, told = translated({**marks[kind], **params}, str(config))
-        muon_settings(made, str(config))  # refuses what cannot be trained
-        note = (told or "").rpartition("; ")[2] if kind == "muon" else "matrices are trained by Muon, the rest by AdamW"
-    new = {"type": "LayerWiseMuon", "params": made}
-    typer.echo(json.dumps({"optimizer": new}, indent=2))
-    for line in (note, "the table that is printed at the start says which parameters are matrices, and why"):
-        typer.echo(f"Note: {line}.", err=True)
-    if output is not None:
-        write_whole(output, (json.dumps({**content, "optimizer": new}, indent=2) + "\n").encode())

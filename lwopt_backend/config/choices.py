@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 from pydantic import create_model
 
+from lwopt_backend.config import foreign
 from lwopt_backend.config.hosts import HOSTS, HostConfig, ZeROConfig
 from lwopt_backend.config.optimizer_classes import class_named
-from lwopt_backend.config.options import Options, option_suggestion, parse, rule_suggestion, suggestion, translated
+from lwopt_backend.config.options import Options, option_suggestion, parse, suggestion
 from lwopt_backend.config.registry import (
     ELEMENTWISE,
     ELEMENTWISE_RULES,
@@ -80,15 +81,11 @@ class Override:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rule for matrices, the rule for everything else, and overrides for some parameters; later ones win.
-
-    ``notes`` say how a configuration that was written for another optimizer was understood.
-    """
+    """The rule for matrices, the rule for everything else, and overrides for some parameters; later ones win."""
 
     matrix: Choice
     elementwise: Choice
     overrides: tuple[Override, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
@@ -102,21 +99,23 @@ def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
     return lines + [setting(key, value) for key, value in config.model_dump(exclude={"report"}).items()]
 
 
-def settings_of(model: type[C], options: Mapping[str, Any], where: str) -> tuple[Rules, C]:
+def settings_of(model: type[C], options: Mapping[str, Any], where: str, *, entry: str | None = None) -> tuple[Rules, C]:
     """The rules in the sections ``matrix``, ``elementwise`` and ``overrides``, and the host's options beside them.
 
-    A ``lr`` or ``weight_decay`` beside the sections is the matrix rule's. Raises ValueError for an unknown rule or
-    option, for a wrong value, and for an option that is given twice.
+    A ``lr`` or ``weight_decay`` beside the sections is the matrix rule's. ``entry`` is the type of an entry in
+    ds_config.json. Raises ValueError for an unknown rule or option, for one of another optimizer, for a wrong value,
+    and for an option that is given twice.
     """
     rest = {key: value for key, value in options.items() if key not in SECTIONS}
     given = {kind: _section(options.get(kind, name), f"{where}: {kind}", kind) for kind, name in DEFAULTS.items()}
-    for key in ("lr", "weight_decay"):
+    for key in foreign.SHARED:
         if key in rest:
             given["matrix"] = merged(given["matrix"], {key: rest.pop(key)}, "matrix", where)
     choices = {kind: _choice(kind, section, f"{where}: {kind}") for kind, section in given.items()}
     unknown = [key for key in rest if key not in model.model_fields]
     if unknown:
         _check_host(model, unknown[0], where)
+        _refuse_foreign(model, options, rest, given, where, entry)
         kind = next((kind for kind, rules in KINDS.items() if unknown[0] in rules), None)
         as_section = f"write {{{kind!r}: {{'name': {unknown[0]!r}, ...}}}}"
         known = [f"{kind}.{key}" for kind, choice in choices.items() for key in type(choice.options).model_fields]
@@ -124,6 +123,31 @@ def settings_of(model: type[C], options: Mapping[str, Any], where: str) -> tuple
         raise ValueError(f"{where}: unknown key {unknown[0]!r}; {hint}")
     overrides = _overrides(options.get("overrides", ()), choices, where)
     return Rules(choices["matrix"], choices["elementwise"], overrides), parse(model, rest, where)
+
+
+def _refuse_foreign(
+    model: type[HostConfig],
+    options: Mapping[str, Any],
+    rest: Mapping[str, Any],
+    given: Mapping[str, Mapping[str, Any]],
+    where: str,
+    entry: str | None,
+) -> None:
+    """Raises ValueError for keys of other optimizers in ``rest``, what is beside the rules in ``given``."""
+    theirs = {key: rest[key] for key in foreign.foreign_keys(rest, model.model_fields)}
+    others = {key: value for key, value in rest.items() if key not in theirs}
+    fields = _fields({}, given["matrix"], model, where)
+    flat = {key: others.pop(key) for key in list(others) if key in fields and key not in model.model_fields}
+    if options.get("overrides"):
+        others["overrides"] = options["overrides"]
+    foreign.refuse(
+        theirs,
+        {kind: by_path({**section, **(flat if kind == "matrix" else {})}, where) for kind, section in given.items()},
+        where,
+        entry,
+        lambda halves: {**halves, **others},
+        lambda found: settings_of(model, found, where),
+    )
 
 
 def _check_host(model: type[HostConfig], key: str, where: str) -> None:
@@ -156,7 +180,9 @@ def _rule_of(kind: str, name: object, where: str) -> str:
     name = ELEMENTWISE.get(name, name) if kind == "elementwise" else name
     if name not in KINDS[kind]:
         others = {other for rules in KINDS.values() for other in rules} - set(KINDS[kind])
-        raise ValueError(f"{where}: unknown rule {name!r}; {rule_suggestion(name, KINDS[kind], others)}")
+        of_other = f"{name!r} is a rule of the other kind; known here: {', '.join(map(repr, KINDS[kind]))}"
+        hint = of_other if name in others else suggestion(name, KINDS[kind])
+        raise ValueError(f"{where}: unknown rule {name!r}; {hint}")
     return name
 
 
@@ -213,8 +239,11 @@ def arguments_of(
         raise ValueError(f"{where}: {name}: expected a section of options; found {more!r}")
     sections["elementwise"] = merged(sections["elementwise"], more, name, where)
     fields = _fields({"lr": lr, **rest} if lr is not None else rest, sections["matrix"], model, f"{where}: matrix")
+    if sections["matrix"]["name"] == "muon" and len(sections["elementwise"]) == 1 and elementwise_lr is None:
+        fields = {key: field for key, field in fields.items() if key != "eps"}  # which may be AdamW's
+    theirs = foreign.foreign_keys(rest, {*fields, *model.model_fields})
     for key in rest:
-        if key not in fields and key not in model.model_fields:
+        if key not in fields and key not in model.model_fields and not theirs:
             _check_host(model, key, where)
             known = [*model.model_fields, *fields, "elementwise_lr"]
             known += [f"{name}.{option}" for option in _fields({}, sections["elementwise"], model, where)]
@@ -245,8 +274,7 @@ def _fields(
     return rule.model(given, where).model_fields
 
 
-# ``"type": "LayerWiseMuon"``: Muon's options, AdamW's in a section, DeepSpeed's beside them, in one flat model. Both
-# types take the entries that were written for DeepSpeed's Muon and for AdamW, too.
+# ``"type": "LayerWiseMuon"``: Muon's options, AdamW's in a section, DeepSpeed's beside them, in one flat model.
 
 LayerWiseMuonConfig = create_model(
     "LayerWiseMuonConfig",
@@ -257,21 +285,23 @@ LayerWiseMuonConfig = create_model(
 
 
 def muon_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROConfig]:
-    """Raises ValueError that names every wrong key."""
-    return _flat(*translated(options, where), where)
+    """Raises ValueError that names every wrong key. Without ``adamw``, whose ``eps`` was meant cannot be told."""
+    section = options.get("adamw", {})
+    known = LayerWiseMuonConfig.model_fields.keys() - (set() if section else {"eps"})
+    theirs = {key: options[key] for key in foreign.foreign_keys(options, known)}
+    if theirs and isinstance(section, Mapping):
+        rest = {key: value for key, value in options.items() if key not in theirs and key != "adamw"}
+        matrix = {key: rest.pop(key) for key in list(rest) if key in MuonOptions.model_fields}
 
+        def flat(halves: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+            half = {kind: {key: value for key, value in of.items() if key != "name"} for kind, of in halves.items()}
+            return {**half["matrix"], "adamw": half["elementwise"], **rest}
 
-def layer_wise_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROConfig]:
-    """``settings_of`` for DeepSpeed, also for an entry that was written for another optimizer."""
-    options, note = translated(options, where)
-    return settings_of(ZeROConfig, options, where) if note is None else _flat(options, note, where)
-
-
-def _flat(options: Mapping[str, Any], note: str | None, where: str) -> tuple[Rules, ZeROConfig]:
-    flat: Any = parse(LayerWiseMuonConfig, options, where)
-    choices = {"matrix": Choice("muon", _part(MuonOptions, flat)), "elementwise": Choice("adamw", flat.adamw)}
-    overrides = _overrides(flat.overrides, choices, where)
-    return Rules(**choices, overrides=overrides, notes=() if note is None else (note,)), _part(ZeROConfig, flat)
+        given = {"matrix": {"name": "muon", **matrix}, "elementwise": {"name": "adamw", **section}}
+        foreign.refuse(theirs, given, where, "LayerWiseMuon", flat, lambda found: muon_settings(found, where))
+    found: Any = parse(LayerWiseMuonConfig, options, where)
+    choices = {"matrix": Choice("muon", _part(MuonOptions, found)), "elementwise": Choice("adamw", found.adamw)}
+    return Rules(**choices, overrides=_overrides(found.overrides, choices, where)), _part(ZeROConfig, found)
 
 
 def _part(model: type[M], flat: Options) -> M:

@@ -8,9 +8,17 @@ from typing import Any
 from torch import Tensor, dtype, nn
 
 from lwopt_backend.config.choices import Choice, Rules
+from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT, SHARED
 from lwopt_backend.config.hosts import HOSTS
-from lwopt_backend.config.options import glob_suggestion, is_foreign, nearest, option_suggestion
-from lwopt_backend.config.registry import ELEMENTWISE_RULES, arguments, is_cautious, optimizer_arguments
+from lwopt_backend.config.options import glob_suggestion, nearest, option_suggestion
+from lwopt_backend.config.registry import (
+    ELEMENTWISE_RULES,
+    MATRIX_RULES,
+    arguments,
+    is_cautious,
+    optimizer_arguments,
+    rule_named,
+)
 from lwopt_backend.routing.routing import named_like
 from lwopt_backend.runtime.agreement import number_of, setting
 from lwopt_backend.runtime.collectives import changing, of_elementwise, phase, rule_name
@@ -95,7 +103,6 @@ def plain(value: Any) -> Any:
 
 # Param groups: every group of the user's is split by rule, and by the overrides that its parameters have.
 
-SHARED = ("lr", "weight_decay")  # a group's own value of these is meant for both halves
 OURS = frozenset({"rule", "from_group", "overrides", "members"})  # written by us into the parts
 
 
@@ -230,9 +237,50 @@ def _check_foreign(key: str, rules: Rules, where: str) -> None:
         raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
     if key in OURS:
         raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")
-    if nearest(key, known, cutoff=0.8) or is_foreign(key):
+    if nearest(key, known, cutoff=0.8) or {key.lower()} & {*MEANT, *GRANTED, *ADVICE}:
         sections = [f"{rules.elementwise.rule}.{option}" for option in type(rules.elementwise.options).model_fields]
-        raise ValueError(f"{where}: unknown key {key!r}; {option_suggestion(key, [*known, *sections])}")
+        meant = MEANT.get(key.lower(), key).removeprefix("matrix.").replace("elementwise", rules.elementwise.rule)
+        raise ValueError(f"{where}: unknown key {key!r}; {option_suggestion(meant, [*known, *sections])}")
+
+
+def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
+    """The rule of each param group, the number of its parameters, its learning rate and its weight decay.
+
+    Groups alike in these are one. A value that the rule has by default is marked, for nobody may have meant it.
+    """
+    counts: dict[tuple[str, str, str], int] = {}
+    for group in groups:
+        fields = rule_named(group["rule"]).model(group, "").model_fields
+        found = [
+            f"{plain(group[key])}{', the default' if group[key] == fields[key].default else ''}"
+            if key in fields
+            else "none"
+            for key in SHARED
+        ]
+        row = (rule_name(group), found[0], found[1])
+        counts[row] = counts.get(row, 0) + len(group["params"])
+    return [(name, count, lr, decay) for (name, lr, decay), count in counts.items()]
+
+
+LEAST_RATE = 2e-3  # below it, an orthogonal update without AdamW's factor moves a large matrix much less than AdamW
+
+
+def small_rate(groups: Groups) -> str | None:
+    """A warning about matrices whose learning rate was chosen for AdamW, while the updates are those of Muon."""
+    small = [
+        (group, rule)
+        for group in groups
+        if group["rule"] in MATRIX_RULES and 0 < group["lr"] * group.get("extra_scale_factor", 1.0) < LEAST_RATE
+        if (rule := MATRIX_RULES[group["rule"]].build(**arguments(group))).needs_large_rate
+    ]
+    if not small:
+        return None
+    group, count = small[0][0], sum(len(group["params"]) for group, _ in small)
+    return (
+        f"{rule_name(group)} trains {count} parameter(s) at a learning rate of {group['lr']:g} with the factor "
+        f"{group.get('adjust_lr_fn') or 'original'!r}, at which matrices hardly move. Give it a rate for Muon, such as "
+        "0.02; or keep the rate and set 'adjust_lr_fn' to 'match_rms_adamw', which makes updates as large as AdamW's"
+    )
 
 
 def check_overrides(rules: Rules, names: Mapping[str, bool]) -> None:

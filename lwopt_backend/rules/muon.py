@@ -219,6 +219,10 @@ class Muon(MatrixRule):
         dtype: torch.dtype = getattr(torch, self.ns_dtype)
         return dtype
 
+    @property
+    def needs_large_rate(self) -> bool:
+        return SCALES[self.adjust_lr_fn or "original"] not in (match_rms_adamw, spectral)
+
     def gradient(self, grad: Tensor, value: Tensor) -> Tensor:
         if self.weight_decay_form != "coupled" or not self.weight_decay:
             return grad

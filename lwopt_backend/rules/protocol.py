@@ -82,6 +82,11 @@ class MatrixRule:
     exchange_dtype: torch.dtype = torch.float32  # of directions and updates on the wire
     rule_name: str = ""  # its name in configurations and profiles
 
+    @property
+    def needs_large_rate(self) -> bool:
+        """Whether matrices hardly move at AdamW's learning rates: updates are orthogonal, without a factor for that."""
+        return False
+
     def check_device(self, device: torch.device) -> None:
         """Called when an optimizer is made. Raises ValueError if ``transform`` cannot run on ``device``."""
 
@@ -244,6 +249,11 @@ class TorchOptimizer(WeightRule):
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], **arguments: Any) -> None:
         self.optimizer_class = optimizer_class
         self._arguments = arguments
+
+    @property
+    def needs_large_rate(self) -> bool:
+        is_muon = issubclass(self.optimizer_class, torch.optim.Muon)
+        return is_muon and self._arguments.get("adjust_lr_fn") != "match_rms_adamw"
 
     def step(self, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
         param = nn.Parameter(value)

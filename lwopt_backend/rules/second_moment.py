@@ -48,6 +48,10 @@ class SecondMomentMuon(Muon, OwnerStateRule):
                 "leave adjust_lr_fn out, or choose update_norm 'preserve' or 'none'"
             )
 
+    @property
+    def needs_large_rate(self) -> bool:
+        return self.update_norm == "preserve" and super().needs_large_rate
+
     def mean_squares(self, update: Tensor) -> Tensor:
         """The squares of a matrix's update that v averages over time, in v's shape."""
         raise NotImplementedError(f"{type(self).__name__} has no mean_squares")

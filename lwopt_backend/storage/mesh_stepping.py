@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend import report
 from lwopt_backend.config.linked_rates import NAME
-from lwopt_backend.config.param_groups import ElementwiseGroups, OptionsInUse
+from lwopt_backend.config.param_groups import ElementwiseGroups, Groups, OptionsInUse
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.routing import Route
@@ -389,10 +389,13 @@ def _step_elementwise(
 # What is printed when an optimizer is made for an FSDP2 model: the routing, and the plan of every mesh.
 
 
-def show(routes: Sequence[Route], steppers: Sequence[MeshStepper], plan_digest: str) -> None:
-    """Print the routing table, one plan table per mesh, and the plan digest to standard output."""
+def show(routes: Sequence[Route], groups: Groups, steppers: Sequence[MeshStepper], plan_digest: str) -> None:
+    """Print the routing table, one plan table per mesh, and the plan digest to standard output.
+
+    ``groups`` are the param groups as configured.
+    """
     console = report.standard_output()
-    report.show_routing(console, routes, steppers[0].groups)
+    report.show_routing(console, routes, groups)
     for stepper in steppers:
         console.print(_sentence(stepper))
         if stepper.mesh is not None:

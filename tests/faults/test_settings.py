@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.cli import app
+from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.optimizer_classes import class_named
-from lwopt_backend.config.options import ADVICE, OPTIONS
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, option_names
 from lwopt_backend.plan.cost import CLUSTERS
 from tests import fsdp2, hostile, zero
@@ -103,7 +103,7 @@ def picked(draw: Any, known: Known) -> dict[str, Any]:
     if names and draw(some.booleans()):
         found[draw(some.sampled_from(names))] = draw(anything)
     if draw(some.integers(0, 14)) == 7:
-        wrong = draw(some.sampled_from([*OPTIONS, *ADVICE, "", "lrr", "Momentum", *OwnedConfig.model_fields]))
+        wrong = draw(some.sampled_from([*MEANT, *GRANTED, *ADVICE, "", "lrr", "Momentum", *OwnedConfig.model_fields]))
         found[wrong] = draw(anything)
     return found
 

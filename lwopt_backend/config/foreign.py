@@ -1,0 +1,115 @@
+"""Keys of other optimizers in a configuration: an error that prints the whole configuration to write instead.
+
+No key of another optimizer is taken for one of ours: the same number under the same name trains otherwise there. The
+values that are printed are what the other optimizer would use; docs/migration.md has the tables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+# By key of DeepSpeed, Keller Jordan's Muon, dion, Moonlight, Megatron and Hugging Face: the half and the option that
+# the key means here. A rate or a decay without a half is that of both.
+MEANT = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    **dict.fromkeys(("muon_lr", "matrix_lr"), "matrix.lr"),
+    **dict.fromkeys(("muon_wd", "muon_weight_decay"), "matrix.weight_decay"),
+    **dict.fromkeys(("mu", "muon_momentum", "momentum_beta", "muon_beta"), "matrix.momentum"),
+    **dict.fromkeys(("use_nesterov", "muon_nesterov"), "matrix.nesterov"),
+    **dict.fromkeys(("num_ns_steps", "muon_num_ns_steps", "backend_steps"), "matrix.ns_steps"),
+    **dict.fromkeys(("adam_lr", "adamw_lr", "scalar_lr"), "elementwise.lr"),
+    **dict.fromkeys(("adam_wd", "adamw_wd", "adam_weight_decay"), "elementwise.weight_decay"),
+    **dict.fromkeys(("betas", "adam_betas", "adamw_betas"), "elementwise.betas"),
+    **dict.fromkeys(("eps", "epsilon", "adam_eps", "adamw_eps", "adam_epsilon"), "elementwise.eps"),
+    "amsgrad": "elementwise.amsgrad",
+}
+# What holds here anyway, and what to do about another value. None: the value has no effect on training.
+GRANTED: dict[str, tuple[Any, str]] = {
+    "torch_adam": (None, ""),
+    "save_muon_momentum_buffer_in_memory": (None, ""),
+    "adam_w_mode": (True, "with the type LayerWise, 'elementwise' may be a torch_optimizer of class torch.optim.Adam"),
+    "bias_correction": (True, "AdamW's averages are always corrected here"),
+    "fp32_optimizer_states": (True, "state has the dtype of the masters here"),
+    "per_head_muon": (False, "say how many heads a weight has: 'atoms': {'*.q_proj.weight': {'heads': 12}}"),
+}
+# What stands elsewhere.
+CLIP = "gradient_clipping stands beside the optimizer entry in ds_config.json; elsewhere call clip_grad_norm_"
+ROUTED = "the model's structure decides what is a matrix; 'include' and 'exclude' overrule it, by name"
+ADVICE = {
+    **dict.fromkeys(("max_grad_norm", "clip_grad", "gradient_clipping"), CLIP),
+    **dict.fromkeys(("use_muon", "algorithm", "muon_params", "adamw_params"), ROUTED),
+    **dict.fromkeys(("num_heads", "split_sizes", "flatten"), "say it by name in 'atoms' (docs/matrices.md)"),
+}
+# What DeepSpeed 0.19's Muon, its AdamW and torch.optim.AdamW use where an entry does not say it.
+Half = dict[str, Any]
+OF_MUON: tuple[Half, Half] = (
+    {"lr": 0.02, "weight_decay": 0.0},
+    {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0},
+)
+OF_ADAMW: Half = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+TORCH_DECAY = 0.01
+SHARED = ("lr", "weight_decay")
+
+
+def foreign_keys(given: Mapping[str, Any], known: Container[str]) -> list[str]:
+    """The keys that other optimizers have, except those ``known`` here."""
+    return [key for key in given if key not in known and (key.lower() in MEANT or key.lower() in GRANTED)]
+
+
+def refuse(
+    foreign: Mapping[str, Any],
+    halves: Mapping[str, Mapping[str, Any]],
+    where: str,
+    entry: str | None,
+    written: Callable[[dict[str, dict[str, Any]]], dict[str, Any]],
+    check: Callable[[dict[str, Any]], object],
+) -> None:
+    """Raises ValueError for ``foreign`` keys, with the configuration to write instead as JSON, if there are any.
+
+    ``halves`` has, for "matrix" and "elementwise", the options that were given by our keys. ``entry`` is the type of an
+    entry in ds_config.json. ``written`` makes options of both halves; ``check`` raises ValueError for options that are
+    not accepted, so that those that are printed always are.
+    """
+    if not foreign:
+        return
+    for key, (only, instead) in GRANTED.items():
+        if only is not None and foreign.get(key, only) != only:
+            raise ValueError(f"{where}: {key} is {foreign[key]!r}, which has no counterpart; {instead}")
+    moved: dict[str, dict[str, Any]] = {"": {}, "matrix": {}, "elementwise": {}}
+    for key, value in foreign.items():
+        if key.lower() in MEANT:
+            half, _, option = MEANT[key.lower()].rpartition(".")
+            moved[half][option] = value
+    decay = TORCH_DECAY if entry is None or foreign.get("torch_adam") else 0.0
+    found = written(_halves(halves, moved, decay))
+    check(found)
+    keys, are = ", ".join(map(repr, foreign)), "are keys" if len(foreign) > 1 else "is a key"
+    whole = json.dumps(found if entry is None else {"type": entry, "params": found}, default=str)
+    raise ValueError(
+        f"{where}: {keys} {are} of another optimizer, in which the same numbers may mean something else. Check each "
+        f"value (docs/migration.md) and write instead:\n{whole}"
+    )
+
+
+def _halves(
+    halves: Mapping[str, Mapping[str, Any]], moved: Mapping[str, Mapping[str, Any]], decay: float
+) -> dict[str, dict[str, Any]]:
+    """The options of both halves, as the other optimizer has them. Our own keys count as said here."""
+    matrix, elementwise = ({**halves[kind]} for kind in ("matrix", "elementwise"))
+    both = {**{key: matrix[key] for key in SHARED if key in matrix}, **moved[""]}
+    if len(elementwise) > 1 or (matrix["name"], elementwise["name"]) != ("muon", "adamw"):  # the rest is ours
+        matrix.update(**moved[""], **moved["matrix"])
+        return {"matrix": matrix, "elementwise": {**elementwise, **moved["elementwise"]}}
+    more = matrix.keys() - {"name", "adjust_lr_fn", *SHARED}
+    if more or moved["matrix"] or "lr" in moved["elementwise"]:
+        of_matrices, of_others = OF_MUON
+    else:
+        of_others = {**OF_ADAMW, "weight_decay": decay}
+        of_matrices = {**{key: of_others[key] for key in SHARED}, "adjust_lr_fn": "match_rms_adamw"}
+    return {
+        "matrix": {"name": "muon", **of_matrices, **matrix, **both, **moved["matrix"]},
+        "elementwise": {**elementwise, **of_others, **both, **moved["elementwise"]},
+    }
