@@ -536,7 +536,9 @@ def test_refusals_name_what_is_wrong_on_every_rank() -> None:
         told = str(caught.value).replace("\\", "")
         if "found 'x'" in words and dist.get_rank() == 0:
             assert "rank 1 failed with" in told and "rank 0 stops with it" in told
-        assert words in told or (refused is of_other_shape and dist.get_rank() == 1), (words, told)
+        if refused is of_other_shape and dist.get_rank() == 1:  # each rank says what it has itself
+            words = words.replace("(32, 24)", "(31, 24)").replace("(40, 24)", "(23, 24)")
+        assert words in told, (words, told)
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""dion's own Muon and NorMuon beside ours, with the arguments that ``from_dion`` makes of their param groups.
+"""dion's own Muon and NorMuon beside ours, with the settings of docs/migration.md for their param groups.
 
 dion is in no package index. The folder of its checkout is named by LWOPT_DION_SOURCES; without it, nothing is run.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.migration import from_dion
+from tests.migration import entry
 from tests.rule_steps import random
 
 STEPS = 20
@@ -25,7 +25,7 @@ ELEMENTWISE = 1e-4  # with cautious decay, an element near zero may be decayed b
 
 @pytest.mark.parametrize("cautious", [False, True])
 @pytest.mark.parametrize("algorithm", ["muon", "normuon"])
-def test_translated_groups_go_the_same_way(algorithm: str, cautious: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_settings_go_the_same_way(algorithm: str, cautious: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if "LWOPT_DION_SOURCES" not in os.environ:
         pytest.skip("LWOPT_DION_SOURCES: no folder of dion's sources is named")
     monkeypatch.setattr(sys, "path", [os.environ["LWOPT_DION_SOURCES"], *sys.path])
@@ -42,7 +42,20 @@ def test_translated_groups_go_the_same_way(algorithm: str, cautious: bool, monke
         {"params": [embedding.weight, *(layer.bias for layer in linears)], "algorithm": "adamw", "lr": 2e-3},
     ]
     made = {"muon": dion.Muon, "normuon": dion.NorMuon}[algorithm](groups, lr=0.02, cautious_wd=cautious)
-    mine = LayerWiseOptimizer(ours, **from_dion(made.param_groups, theirs), report=False)
+    decay = {"weight_decay": 0.01, "weight_decay_form": "cautious" if cautious else "decoupled"}
+    own = {"weight_decay": 0.01, "weight_decay_form": "cautious" if cautious else "own"}
+    more = {"beta2": 0.95, "update_norm": "preserve"} if algorithm == "normuon" else {}
+    matrix = {**entry("dion")["params"]["matrix"], "name": algorithm, **decay, **more}
+    adamw = {**entry("dion")["params"]["elementwise"], "lr": 2e-3, **decay}
+    lion = {"name": "lion", "lr": 1e-3, "betas": (0.9, 0.95), **own}
+    mine = LayerWiseOptimizer(
+        ours,
+        matrix={**matrix, "lr": 0.02},
+        elementwise=adamw,
+        overrides=[{"params": "4.weight", "elementwise": lion}],
+        exclude="4.weight",
+        report=False,
+    )
     start = copy.deepcopy(ours.state_dict())
     assert {group["rule"] for group in mine.param_groups} == {algorithm, "lion", "adamw"}
     for step in range(STEPS):
