@@ -236,6 +236,10 @@ def largest_difference(ours: dict[str, Tensor], reference: nn.Module) -> float:
     return max(float((ours[name] - param.detach()).abs().max()) for name, param in reference.named_parameters())
 
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOSS_SCALE = 2**10  # of the reference, for fp16
+
+
 class Beside:
     """Engines beside one process that steps on the gradients which DeepSpeed has reduced, whatever ranks share. Those
     have to be the gradients of the whole batch, which the process computes, and the weights its weights."""
@@ -254,7 +258,9 @@ class Beside:
         self.single, self.train_step = single, train_step
         self.whole_batch, self.whole_name, self.factor = whole_batch, whole_name, factor
         self.clip = settings["gradient_clipping"]
-        self.in_16_bits = not settings.keys().isdisjoint(("bf16", "fp16", "torch_autocast"))
+        self.autocasts = "torch_autocast" in settings
+        self.dtype = next((DTYPES[key] for key in DTYPES if key in settings), None)  # of weights and gradients
+        self.rounds_to = torch.bfloat16 if self.autocasts else self.dtype
 
     def start(self, engine: Any) -> None:
         self.single.model.load_state_dict(self._whole(full_weights(engine)))
@@ -270,20 +276,34 @@ class Beside:
             take_step(*args)
 
         engine._take_model_step = note_and_step
-        rounding = 0.1 if self.in_16_bits else 1e-3 if self.clip else 1e-5
+        unit = 1e-6 if self.rounds_to is None else torch.finfo(self.rounds_to).eps / 2  # of rounding
         for step in steps:
-            self.single.model(*self.whole_batch(step)).backward()
+            self._backward(step)
             self.train_step(engine, step)
+            whole = {name: self.factor * param.grad for name, param in self.single.model.named_parameters()}
+            for name, grad in whole.items():  # a bias of few elements cancels most of what it sums
+                apart = float((given[name] - grad).norm() / grad.norm())
+                assert apart <= 8 * unit, (name, apart)
+            along = sum(float((given[name] * grad).sum()) for name, grad in whole.items())
+            assert along == pytest.approx(sum(float(grad.square().sum()) for grad in whole.values()), rel=unit)
             for name, param in self.single.model.named_parameters():
-                apart = float((given[name] - self.factor * param.grad).norm() / param.grad.norm())
-                assert apart <= rounding, (name, apart)
                 param.grad.copy_(given[name])
             with newton_schulz_in_float32() if self.clip else contextlib.nullcontext():
                 norm = self.single.step(self.clip)
             assert self.clip == 0.0 or norm > self.clip, "the clip must bite to be tested"
             found = engine.basic_optimizer.clip_group_norms.get("all", engine.get_global_grad_norm())
-            assert float(found) == pytest.approx(norm, rel=1e-3 if self.in_16_bits else 1e-5)
+            assert float(found) == pytest.approx(norm, rel=1e-3 if self.rounds_to else 1e-5)
         engine._take_model_step = take_step
+
+    def _backward(self, step: int) -> None:
+        """The whole batch's gradients, by the engine's arithmetic: what is left is the order of its sums."""
+        params = dict(self.single.model.named_parameters())
+        low = {} if self.dtype is None else {name: param.to(self.dtype) for name, param in params.items()}
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocasts):
+            loss = torch.func.functional_call(self.single.model, low, self.whole_batch(step))
+        (loss.float() * LOSS_SCALE).backward()
+        for param in params.values():
+            param.grad /= LOSS_SCALE
 
     def check(self, engine: Any) -> None:
         """A clip is by a norm that is summed in another order."""
