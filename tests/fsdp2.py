@@ -309,12 +309,16 @@ class BesideTwin:
         backward(Sharded(plain, self.sharded.parts, self.sharded.part), step, self.mode)
         everyone, found = of_everyone(gradients_of(plain)), gradients_of(self.model)
         assert found.keys() == everyone[0].keys()
+        along = whole = 0.0  # of all gradients together the rounding averages out, a wrong factor does not
         for name, grad in found.items():
             of_expert = self.sharding == "expert parallel" and name.startswith("layers.2.")
             grads = everyone[dist.get_rank() % 2 :: 2] if of_expert else everyone
             expected = torch.stack([grads_of_rank[name] for grads_of_rank in grads]).mean(0)
             difference = (grad - expected).norm() / expected.norm()
             assert difference <= limit, name
+            along += float((grad.float() * expected.float()).sum())
+            whole += float(expected.float().square().sum())
+        assert abs(along / whole - 1) <= limit / 4, along / whole
 
     def update(self) -> None:
         self.twin.step_with_gradients_of(self.model)
