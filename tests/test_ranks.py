@@ -2,9 +2,13 @@
 several numbers of ranks."""
 
 import deepspeed
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from lwopt_backend.runtime import collectives
+from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.ranks import RankPool
 from tests.zero import config
 
@@ -23,3 +27,24 @@ def test_the_linear_that_zero_init_puts_in_place_does_not_stay(ranks: RankPool) 
     before = ranks.run(linear_now)
     assert all(name not in before for name in ranks.run(linear_after_zero_init))
     assert ranks.run(linear_now) == before
+
+
+def parts_of_a_default_group_that_is_split() -> None:
+    """As with NCCL, if init_process_group was given a device_id."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_splits", lambda: True)
+        pairs = TorchCollectives().part([[0, 1], [2, 3]])
+        total = torch.full((1,), float(dist.get_rank()))
+        pairs.all_reduce(total)
+        assert pairs.ranks() == ([0, 1] if dist.get_rank() < 2 else [2, 3])
+        assert total.item() == (1.0 if dist.get_rank() < 2 else 5.0)
+        assert TorchCollectives().part([[0, 1], [2, 3]]).group is pairs.group
+        with pytest.raises(ValueError, match="no communicator can be made for ranks .*leave it out"):
+            pairs.part([[0], [1]])
+
+
+def test_groups_of_some_ranks_are_made_where_only_all_ranks_can_make_groups(rank_pools: dict[int, RankPool]) -> None:
+    pool = rank_pools[4]
+    pool.renew()
+    pool.run(parts_of_a_default_group_that_is_split)
+    pool.renew()

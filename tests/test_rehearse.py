@@ -57,7 +57,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("fsdp2", {}),
     "fsdp2, padded": ("fsdp2", {"layout": "padded", "bucket_matrices": 2}),
     "fsdp2, overlapped": ("fsdp2", {"overlap_param_gather": True}),
-    "fsdp2, teams": ("fsdp2", {"teams": 2}),
     "fsdp2, bf16": ("fsdp2", {"dtype": torch.bfloat16, "state_dtype": "float32"}),
     "fsdp2, normuon": ("fsdp2", {"matrix": "normuon"}),
     "fsdp2, soap": ("fsdp2", {"matrix": "soap"}),

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from lwopt_backend.config.hosts import FSDP2Config
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.planner.document import Alternative
 from lwopt_backend.planner.part import Part
@@ -64,16 +63,10 @@ def _choice(part: Part) -> str:
     if instances > 1:
         groups = f"owned by groups of {part.group_size}, in {instances} instances of {part.ranks} ranks"
     buckets = f"{len(part.bucket_numels)} bucket(s)" if part.bucket_numels else "nothing travels"
-    teams = [atom.team.size for atom in part.atoms if atom.team is not None and atom.team.place == 0]
-    shared = f", {len(teams)} of them each updated by a team of {teams[0]} ranks" if teams else ""
     return (
-        f"Plan of the {part.name} matrices: {_matrices(part)}, {groups}{shared}; {part.layout} layout, {buckets}, "
+        f"Plan of the {part.name} matrices: {len(part.atoms)}, {groups}; {part.layout} layout, {buckets}, "
         f"padding {part.padding:.2%}, busiest rank over mean {part.flops_imbalance:.3f} ({part.strategy})."
     )
-
-
-def _matrices(part: Part) -> int:
-    return len({atom.matrix for atom in part.atoms})
 
 
 def _uneven(part: Part, setting: Setting) -> str | None:
@@ -82,11 +75,9 @@ def _uneven(part: Part, setting: Setting) -> str | None:
     if part.flops_imbalance < UNEVEN or 2 * largest.cost <= max(part.loads):
         return None
     alone = setting.seconds(largest.cost)
-    shared = isinstance(setting.config, FSDP2Config) and setting.config.teams is None
     return (
-        f"The {part.name} work is uneven: {_matrices(part)} matrices for {part.group_size} ranks, and one of them, "
-        f"{largest.name!r}, takes {1e3 * alone:.3g} ms alone. No placement changes that"
-        f"{', but several ranks may share it: --option teams=auto' if shared else ''}."
+        f"The {part.name} work is uneven: {len(part.atoms)} matrices for {part.group_size} ranks, and one of them, "
+        f"{largest.name!r}, takes {1e3 * alone:.3g} ms alone. No placement changes that."
     )
 
 

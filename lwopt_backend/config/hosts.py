@@ -29,12 +29,6 @@ def _clip_groups(given: Any) -> dict[str, ClipGroup]:
     return {name: parse(ClipGroup, dict(section), f"clip_groups[{name!r}]") for name, section in sections}
 
 
-def _teams(given: Any) -> Any:
-    if given is None or given == "auto" or (type(given) is int and given >= 2):
-        return given
-    raise ValueError(f"teams: expected None, 'auto' or a number of ranks, 2 or more; found {given!r}")
-
-
 class HostConfig(Options):
     """Options that every host has."""
 
@@ -135,12 +129,6 @@ class FSDP2Config(HostConfig):
     )
     bucket_numel: Count | None = option(
         None, "a bucket never holds more elements than this, unless a single matrix does; None: no limit"
-    )
-    teams: Annotated[Literal["auto"] | int | None, BeforeValidator(_teams)] = option(
-        None,
-        "ranks that update one matrix together, each a part of it, by Gram Newton-Schulz, equal up to rounding: 'auto' "
-        "(2, 4 or 8 neighbours, for matrices that set the time of a step, where the modelled step is shorter) or a "
-        "number, for all matrices that can be divided so; None: each matrix has one owner",
     )
     state_dtype: Literal["parameter", "float32"] = option(
         "parameter", "of the optimizer's state: the parameter's, as torch's optimizers, or 'float32'"

@@ -19,12 +19,9 @@ from lwopt_backend.config import optimizer_classes as classes
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.optimizer_classes import DECAY_FORM, ElementwiseState, Trial, class_named
 from lwopt_backend.config.options import BelowOne, NonNegative, Options, option, parse, suggestion
-from lwopt_backend.plan import Atom, Machine, TrainedParam
-from lwopt_backend.plan.atoms import TeamWork
+from lwopt_backend.plan import Atom, TrainedParam
 from lwopt_backend.plan.cost import (
     SECOND_MOMENT_FLOPS,
-    all_reduce_seconds,
-    gather_seconds,
     gram_flops,
     shampoo_flops,
     soap_flops,
@@ -34,7 +31,7 @@ from lwopt_backend.rules import AdaMuon, MatrixRule, Muon, NorMuon, OwnerStateRu
 from lwopt_backend.rules.muon import CAUTIOUS, takes_gram
 from lwopt_backend.rules.newton_schulz import PACKAGES, segments
 from lwopt_backend.rules.protocol import TorchOptimizer
-from lwopt_backend.runtime.collectives import all_reduce_nbytes, rule_name
+from lwopt_backend.runtime.collectives import rule_name
 from lwopt_backend.runtime.elementwise import Counters
 
 ADAMW = "torch.optim.AdamW"
@@ -290,23 +287,6 @@ def atoms_of(param: TrainedParam, group: Mapping[str, Any]) -> list[Atom]:
 def cost_of(shape: Shape, group: Mapping[str, Any]) -> int:
     """The flops of a param group's matrix rule on a matrix of ``shape``."""
     return MATRIX_RULES[group["rule"]].cost(shape, arguments(group))
-
-
-def team_work(shape: Shape, group: Mapping[str, Any], rule: MatrixRule, size: int, machine: Machine) -> TeamWork | None:
-    """The work of each of ``size`` ranks that update a matrix of ``shape`` together, on a ``machine``.
-
-    None if they cannot: the rule has no way to, or a side is not divisible.
-    """
-    calls = rule.team_calls(shape)
-    if not calls or any(side % size for side in shape):
-        return None
-    sums = [call.nbytes for call in calls if call.what == "sum"]
-    gathers = [call.nbytes for call in calls if call.what == "gather"]
-    seconds = sum(sum(all_reduce_seconds(machine, nbytes, size)) for nbytes in sums)
-    seconds += sum(sum(gather_seconds(machine, nbytes, size)) for nbytes in gathers)
-    flops = MATRIX_RULES[group["rule"]].cost(shape, {**arguments(group), "gram_aspect": 1.0})
-    sent = sum(all_reduce_nbytes(each, size) for each in sums) + sum(gathers) // size * (size - 1)
-    return TeamWork(size, flops // size + round(seconds * machine.flops_per_second), len(sums), len(gathers), sent)
 
 
 def new_state(flat: Tensor, group: Mapping[str, Any]) -> State:

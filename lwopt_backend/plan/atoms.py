@@ -85,49 +85,11 @@ class TrainedParam:
 
 
 @dataclass(frozen=True, slots=True)
-class TeamWork:
-    """What each rank of a team of ``size`` does for one matrix in a step.
-
-    ``cost`` is in flops, with those that pass while it exchanges; ``sums`` and ``gathers`` are the numbers of its
-    all-reduces and all-gathers, ``nbytes`` what it sends in them.
-    """
-
-    size: int
-    cost: int
-    sums: int
-    gathers: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TeamPart:
-    """Part ``place`` of a matrix that several ranks, a team, update together: an equal part of its longer side.
-
-    ``matrix`` and ``shape`` are the whole matrix's name and shape, as stored.
-    """
-
-    place: int
-    work: TeamWork
-    matrix: str
-    shape: tuple[int, int]
-
-    @property
-    def size(self) -> int:
-        return self.work.size
-
-    @property
-    def dim(self) -> int:
-        """The dimension that is cut; rows of a square matrix, because that is how hosts shard them."""
-        return longer_side(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
 class Atom:
     """One independent matrix, stored in ``shape`` (rows, columns), whose update costs ``cost`` flops at its owner.
 
     A matrix rule expects (outputs, inputs); a ``transposed`` matrix is stored as (inputs, outputs). Elements are
-    numbered as they are stored: of a matrix in ``tiles``, equal parts of the columns, one part after the other. Of a
-    matrix that a ``team`` updates, an atom is one part.
+    numbered as they are stored: of a matrix in ``tiles``, equal parts of the columns, one part after the other.
     """
 
     name: str
@@ -135,23 +97,11 @@ class Atom:
     cost: int
     transposed: bool = False
     tiles: int = 1
-    team: TeamPart | None = None
 
     @property
     def rule_shape(self) -> tuple[int, int]:
         """(outputs, inputs), the shape in which the rule sees the whole matrix."""
-        shape = self.whole_shape
-        return shape[::-1] if self.transposed else shape
-
-    @property
-    def whole_shape(self) -> tuple[int, int]:
-        """The shape of the matrix, of which a team's atom is a part."""
-        return self.shape if self.team is None else self.team.shape
-
-    @property
-    def matrix(self) -> str:
-        """The name of the matrix, of which a team's atom is a part."""
-        return self.name if self.team is None else self.team.matrix
+        return self.shape[::-1] if self.transposed else self.shape
 
     @property
     def numel(self) -> int:
@@ -349,26 +299,6 @@ def divided(grid: Grid, parts: Parts, *, transposed: bool = False) -> tuple[Bloc
             rows, columns = (inputs, outputs) if transposed else (outputs, inputs)
             blocks.append(Block(label, grid, number, rows, columns))
     return tuple(blocks)
-
-
-def longer_side(shape: tuple[int, int]) -> int:
-    """The dimension of the longer side, 0 of a square matrix."""
-    return 0 if shape[0] >= shape[1] else 1
-
-
-def team_parts(atom: Atom, block: Block, work: TeamWork) -> list[tuple[Atom, Block]]:
-    """A matrix in as many parts as a team has ranks, each an atom with its elements."""
-    found = []
-    for place in range(work.size):
-        team = TeamPart(place, work, atom.name, atom.shape)
-        runs = [block.rows, block.columns]
-        run = runs[team.dim]
-        length = run.length // work.size
-        runs[team.dim] = Stripes(run.start + place * length, length)
-        part = replace(block, rows=runs[0], columns=runs[1])
-        name = f"{atom.name} part {place + 1} of {work.size}"
-        found.append((replace(atom, name=name, shape=part.shape, cost=work.cost, team=team), part))
-    return found
 
 
 def matrices_of(shape: Sequence[int]) -> tuple[Block, ...]:

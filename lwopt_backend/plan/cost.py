@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -171,11 +171,6 @@ class Machine:
 # ranks that measured differently would choose differently. cuda: an H100's bf16 matmul rate as reached by
 # Newton-Schulz, and one 200 Gb/s network card per GPU. cpu: one core's bf16 rate and gloo on loopback.
 MACHINES = {"cuda": Machine("cuda", 4e14, 25e9, 3e-5), "cpu": Machine("cpu", 5e10, 1e9, 3e-4)}
-
-
-# Teams are ranks of one node. Nodes with fewer GPUs than this are not known; there, a user sets the teams' size.
-NODE_SIZE, TEAM_SIZES = 8, (8, 4, 2)
-NEIGHBOURS = {"cuda": replace(MACHINES["cuda"], bytes_per_second=360e9, latency_seconds=1e-5), "cpu": MACHINES["cpu"]}
 
 
 def machine_of(device_type: str) -> Machine:

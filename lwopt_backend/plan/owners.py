@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +80,7 @@ def plan_spread(
     bucket_numel: int | None = None,
     loads: Sequence[int] | None = None,
 ) -> MatrixPlan:
-    """Plan matrices, given in backward order; the parts of one that a team updates follow one another.
+    """Plan matrices, given in backward order.
 
     A bucket has at least ``bucket_matrices`` (by default twice the number of ranks) and, if given, at most
     ``bucket_numel`` elements. Owners are balanced over all buckets: ``loads`` is each rank's work from other plans, and
@@ -98,7 +97,7 @@ def plan_spread(
         kind = layout.kind(index)
         if kind not in holders:
             holders[kind] = [part.rank for part in layout.fragments(index)]
-        if len(holders[kind]) == 1 and atom.team is None:
+        if len(holders[kind]) == 1:
             owners[index] = holders[kind][0]
             loads[owners[index]] += atom.cost
     travelling = [index for index, owner in enumerate(owners) if owner < 0]
@@ -119,21 +118,18 @@ def cut_buckets(
 ) -> tuple[tuple[int, ...], ...]:
     """Consecutive atoms in buckets of at least ``matrices``: as many buckets as possible, nearly equal in number.
 
-    A bucket closes earlier if it would exceed ``numel`` elements; an atom of more has a bucket to itself. The parts of
-    one matrix are in one bucket.
+    A bucket closes earlier if it would exceed ``numel`` elements; an atom of more has a bucket to itself.
     """
     count = max(1, len(travelling) // matrices)
     ends = {len(travelling) * (number + 1) // count for number in range(count)}
     buckets: list[list[int]] = []
     closed, filled = True, 0
     for position, index in enumerate(travelling):
-        atom = atoms[index]
-        if atom.team is None or atom.team.place == 0:
-            more = math.prod(atom.whole_shape)
-            if closed or (numel is not None and filled + more > numel):
-                buckets.append([])
-                closed, filled = False, 0
-            filled += more
+        more = atoms[index].numel
+        if closed or (numel is not None and filled + more > numel):
+            buckets.append([])
+            closed, filled = False, 0
+        filled += more
         buckets[-1].append(index)
         closed = closed or position + 1 in ends
     return tuple(map(tuple, buckets))
@@ -181,31 +177,19 @@ def critical_path(
 def _candidates(atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], loads: Sequence[int]) -> list[dict[int, int]]:
     """Owners bucket by bucket and, if no rank has work from other plans, owners for all matrices at once.
 
-    In a bucket, the costliest matrix comes first, and goes to the rank with the least work so far (Graham 1969). One in
-    parts goes to the team whose busiest rank has the least. The teams of one size are consecutive ranks each.
+    In a bucket, the costliest matrix comes first, and goes to the rank with the least work so far (Graham 1969).
     """
-    done = list(loads)
-    heap = [(load, rank) for rank, load in enumerate(done)]  # an entry is stale once a team has added to its rank
+    heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
     owners = {}
     for bucket in buckets:
         for index in sorted(bucket, key=lambda i: (-atoms[i].cost, i)):
-            team = atoms[index].team
-            if team is None:
-                while heap[0][0] != done[heap[0][1]]:
-                    heapq.heapreplace(heap, (done[heap[0][1]], heap[0][1]))
-                owner = heap[0][1]
-                heapq.heapreplace(heap, (done[owner] + atoms[index].cost, owner))
-            else:
-                if team.place == 0:
-                    begins = range(0, len(done), team.size)
-                    begin = min(begins, key=lambda rank: max(done[rank : rank + team.size]))
-                owner = begin + team.place
+            least, owner = heap[0]
+            heapq.heapreplace(heap, (least + atoms[index].cost, owner))
             owners[index] = owner
-            done[owner] += atoms[index].cost
     found = [owners]
     travelling = [index for bucket in buckets for index in bucket]
-    if travelling and not any(loads) and not any(atoms[index].team for index in travelling):
+    if travelling and not any(loads):
         at_once = plan_compact([atoms[index] for index in reversed(travelling)], len(loads), bucket_numel=None)
         found.append(dict(zip(reversed(travelling), at_once.owners)))
     return found
@@ -273,11 +257,6 @@ class MatrixPlan:
     tensors: int = 1  # sent to the owner: the direction, or the gradient and the weight
 
     @property
-    def team_size(self) -> int:
-        """The number of ranks that update a matrix together; 1 if each matrix has one owner."""
-        return next((atom.team.size for atom in self.atoms if atom.team is not None), 1)
-
-    @property
     def length(self) -> int:
         """Work (flops) until the last rank is done, as in ``critical_path``."""
         in_buckets = {atom for bucket in self.buckets for atom in bucket}
@@ -288,11 +267,7 @@ class MatrixPlan:
 
     def local_atoms(self, rank: int) -> list[int]:
         """Atoms that ``rank`` owns and stores whole."""
-        return [
-            i
-            for i, (atom, owner) in enumerate(zip(self.atoms, self.ownership.owners))
-            if owner == rank and atom.team is None and is_whole(self.layout, i, owner)
-        ]
+        return [i for i, owner in enumerate(self.ownership.owners) if owner == rank and is_whole(self.layout, i, owner)]
 
     def keeps_state(self, atom: int, rank: int) -> bool:
         """Whether ``rank`` keeps the state of a piece of ``atom``."""
@@ -345,7 +320,7 @@ class MatrixPlan:
         return moved
 
     def wire_bytes(self) -> list[int]:
-        """Per rank, the bytes that it sends in one step: fragments to owners, updates back, and within its team."""
+        """Per rank, the bytes that it sends in one step: fragments to owners, and updates back."""
         padded = 0
         compact: list[int] = []
         for number, bucket in enumerate(self.buckets):
@@ -360,9 +335,7 @@ class MatrixPlan:
                 sent[part.rank] += part.numel * times * self.tensors if part.rank != owner else 0
             for part in self.layout.fragments(atom):
                 sent[owner] += part.numel * times if part.rank != owner else 0
-        in_teams = (atom.team.work.nbytes if atom.team is not None else 0 for atom in self.atoms)
-        within = per_rank(self.ownership.owners, in_teams, self.layout.world_size)
-        return [numel * self.element_bytes + nbytes for numel, nbytes in zip(sent, within)]
+        return [numel * self.element_bytes for numel in sent]
 
     def _alike(self, atoms: Iterable[int]) -> Iterator[tuple[int, int, int]]:
         """Yield one of the atoms that are stored alike and have one owner, that owner, and the number of such atoms."""

@@ -143,4 +143,4 @@ class Planned:
 
 def workspace(atoms: Sequence[Atom]) -> int:
     """Bytes of Newton-Schulz on the largest of ``atoms``: X, B X and the update, A, A A and B, in bf16."""
-    return max((2 * (3 * atom.numel + 3 * min(atom.whole_shape) ** 2) for atom in atoms), default=0)
+    return max((2 * (3 * atom.numel + 3 * min(atom.shape) ** 2) for atom in atoms), default=0)

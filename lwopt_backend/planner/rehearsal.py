@@ -178,7 +178,7 @@ class Counted:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count within it."""
-        transform, step_weight, part = WholeMatrices.transform, WholeMatrices.step_weight, WholeMatrices.transform_part
+        transform, step_weight = WholeMatrices.transform, WholeMatrices.step_weight
 
         def counted_transform(whole: WholeMatrices, rule: Any, atoms: Sequence[int], *args: Any) -> Any:
             self._count(whole, len(atoms))
@@ -188,14 +188,9 @@ class Counted:
             self._count(whole, 1)
             return step_weight(whole, *args)
 
-        def counted_part(whole: WholeMatrices, *args: Any) -> Any:
-            self._count(whole, 1)
-            return part(whole, *args)
-
         with ExitStack() as stack:
             stack.enter_context(replaced(WholeMatrices, "transform", counted_transform))
             stack.enter_context(replaced(WholeMatrices, "step_weight", counted_step))
-            stack.enter_context(replaced(WholeMatrices, "transform_part", counted_part))
             yield
 
     def _count(self, whole: WholeMatrices, matrices: int) -> None:
@@ -230,12 +225,9 @@ def _work(engine: Engine, recorder: Recorder, counted: Counted, planned: Planned
     place = rank % planned.group_size
     owned = planned.part.placed.owners.count(place) if planned.part else 0
     found = [Figure("matrices updated", counted.matrices, owned, "matrices")]
-    mine = planned.part.placed.owned()[place] if planned.part else []
-    works = [atom.team.work for atom in mine if atom.team is not None]
-    in_team = {"all-reduce": sum(work.sums for work in works), "all-gather": sum(work.gathers for work in works)}
     listed = [*(planned.part.collectives if planned.part else ()), *planned.elementwise.collectives]
     for kind in TRAFFIC:
-        calls = sum(each.count for each in listed if each.what.startswith(f"{kind} ")) + in_team.get(kind, 0)
+        calls = sum(each.count for each in listed if each.what.startswith(f"{kind} "))
         done, _ = recorder.collectives.get(kind, (0, 0))
         if calls or done:
             found.append(Figure(f"{kind}s", done, calls, "calls"))

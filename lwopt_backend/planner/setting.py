@@ -151,12 +151,11 @@ class Setting:
         """The seconds that a rank takes for work of this cost."""
         return self.work.seconds(cost, self.machine.flops_per_second)
 
-    def costs(self, planned: int, whole: Shape, ranks: int, members: int = 1) -> int:
-        """The cost of a matrix whose cost was ``planned``; if ``ranks`` take turns in it, or the ``members`` of a team
-        share it, each rank's share."""
+    def costs(self, planned: int, whole: Shape, ranks: int) -> int:
+        """The cost of a matrix whose cost was ``planned``; if ``ranks`` take turns in it, each rank's share."""
         if self.cost is None and ranks == 1:
             return planned
-        return -(-self.work.of(whole) // (ranks * members))
+        return -(-self.work.of(whole) // ranks)
 
     @property
     def elements(self) -> Elements:
@@ -187,8 +186,8 @@ class Share:
 
     def shown(self, atom: Atom, setting: Setting) -> Atom:
         """The matrix, with the cost of its work for one rank."""
-        whole, members = self.wholes.get(atom.matrix, atom.whole_shape), 1 if atom.team is None else atom.team.size
-        return replace(atom, cost=setting.costs(atom.cost, whole, self.tp, members))
+        whole = self.wholes.get(atom.name, atom.shape)
+        return replace(atom, cost=setting.costs(atom.cost, whole, self.tp))
 
 
 def share_of(routes: Sequence[Route], divided: Mapping[str, Divided], setting: Setting, *, tp: int = 1) -> Share:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from operator import sub
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ from lwopt_backend.plan import FlatPartition, ParameterPartition, Sharding
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.buffers.step import BucketTime, bucket_work, buffer_step, schedule, timeline
-from lwopt_backend.plan.cost import NEIGHBOURS, RankMemory, StepTime, gather_seconds
+from lwopt_backend.plan.cost import RankMemory, StepTime, gather_seconds
 from lwopt_backend.plan.owners import MatrixPlan
 from lwopt_backend.planner.part import Collective, Elementwise, Part, Placed, Planned, workspace
 from lwopt_backend.planner.setting import Setting, Share
 from lwopt_backend.routing.grouping import Member
 from lwopt_backend.storage.flat import GroupPlan, plan_group, unit_layouts
-from lwopt_backend.storage.mesh import MeshMember, MeshPlan, by_wire, check_teams, mesh_state_nbytes, plan_mesh
+from lwopt_backend.storage.mesh import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
 from lwopt_backend.storage.owned import members_of, plan_lines, plan_members
 from lwopt_backend.storage.owned_model import rank_memories, transients
 
@@ -53,8 +52,7 @@ def host_part(
     trips = sum(plan.trips(bucket) for plan in plans for bucket in range(len(plan.buckets)))
     sent = [*map(sum, zip(*(plan.wire_bytes() for plan in plans)))]
     owned = placed.owned()
-    in_teams = [sum(a.team.work.nbytes for a in mine if a.team is not None) for mine in owned]
-    moved = (Collective("all-to-all to the owners, and back", trips, max(map(sub, sent, in_teams))), *host)
+    moved = (Collective("all-to-all to the owners, and back", trips, max(sent)), *host)
     sizes = [plan.element_bytes * sum(plan.atoms[i].numel for i in bucket) for plan in plans for bucket in plan.buckets]
     in_flight = IN_FLIGHT * 2 * max(sizes, default=0) // (ranks if spread else 1)
     works = [workspace(mine) + in_flight for mine in owned]
@@ -72,17 +70,10 @@ def host_part(
         placed,
         buffer_numel,
         tuple(held),
-        (*moved, *_of_teams(owned, in_teams)),
+        moved,
         time,
         tuple(_timeline(placed, plans[0].element_bytes, setting)) if spread else (),
     )
-
-
-def _of_teams(owned: Sequence[Sequence[Atom]], nbytes: Sequence[int]) -> list[Collective]:
-    """The collectives of a rank in the busiest team; their time is in its work."""
-    busiest = owned[max(range(len(nbytes)), key=nbytes.__getitem__)]
-    calls = sum(atom.team.work.sums + atom.team.work.gathers for atom in busiest if atom.team is not None)
-    return [Collective("all-reduces and all-gathers within a team", calls, max(nbytes))] if calls else []
 
 
 def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread: bool) -> Placed:
@@ -99,7 +90,7 @@ def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread
     grouping = shared.grouping
     names = [block.of(route.name) for route in grouping.routes for block in grouping.matrices_in(route.name)]
     order = {name: place for place, name in enumerate(names)}
-    rows.sort(key=lambda row: order[row[0].matrix])
+    rows.sort(key=lambda row: order[row[0].name])
     return Placed(
         tuple(shared.shown(atom, setting) for atom, _, _ in rows),
         plans[0].layout.world_size,
@@ -354,10 +345,8 @@ def plan_fsdp2_share(
     before = []
     for own in by_wire(members, rules):
         before.append(loads)
-        neighbours = NEIGHBOURS[setting.plans_for.name]
-        plans.append(plan_mesh(own, groups, rules, config, coordinates, loads, neighbours=neighbours))
+        plans.append(plan_mesh(own, groups, rules, config, coordinates, loads))
         loads = plans[-1].plan.ownership.loads
-    check_teams(config, [planned.plan for planned in plans])
     matrices = [member for member in members if member.rule in MATRIX_RULES]
     rest = [member for member in members if member.rule not in MATRIX_RULES]
     part = None

@@ -21,10 +21,8 @@ from lwopt_backend.rules.newton_schulz import (
     product,
     quack_product,
     table_of,
-    team_calls,
-    team_gram_newton_schulz,
 )
-from lwopt_backend.rules.protocol import MatrixRule, Team, TeamCall, option
+from lwopt_backend.rules.protocol import MatrixRule, option
 
 # Factors on the learning rate by a matrix's shape, by the names that implementations use.
 
@@ -268,15 +266,6 @@ class Muon(MatrixRule):
         if on_gram:
             return gram_newton_schulz(matrices, **options, restarts=self.gram_restarts, symmetric=symmetric)
         return newton_schulz(matrices, **options, symmetric=symmetric)
-
-    def team_calls(self, shape: tuple[int, int]) -> Sequence[TeamCall]:
-        if self.ns_method in PACKAGES:
-            return ()
-        return team_calls(shape, self.ns_steps, self.ns_coefficients, self.iterates_in, self.gram_restarts)
-
-    def transform_part(self, part: Tensor, team: Team) -> Tensor:
-        options: dict[str, Any] = {"steps": self.ns_steps, "coefficients": self.ns_coefficients}
-        return team_gram_newton_schulz(part, team, **options, dtype=self.iterates_in, restarts=self.gram_restarts)
 
     def check_device(self, device: torch.device) -> None:
         if self.ns_method in PACKAGES:

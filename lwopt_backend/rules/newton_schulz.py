@@ -14,8 +14,6 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from lwopt_backend.rules.protocol import Team, TeamCall
-
 # Coefficients of the quintic Newton-Schulz iteration, by step: published tables by name, or the user's.
 
 Triple = tuple[float, float, float]  # a, b, c of X <- a X + b (X X^T) X + c (X X^T)^2 X
@@ -246,57 +244,6 @@ def gram_newton_schulz(
     for triples in segments(coefficients, steps, restarts):
         x = product(_product_of_steps(symmetric(x, x.mT), triples, symmetric), x)
     return as_given(x)
-
-
-# Gram Newton-Schulz by a team of ranks. Each has some of the columns of X, and computes some of the rows of every s x s
-# product. Only what is s x s travels: the sum of the ranks' X X^T in each segment, and the rows of the products.
-
-
-def team_gram_newton_schulz(
-    part: Tensor,
-    team: Team,
-    *,
-    steps: int,
-    coefficients: Coefficients,
-    dtype: torch.dtype,
-    restarts: Sequence[int] | None,
-) -> Tensor:
-    """This rank's columns of ``gram_newton_schulz`` of the matrix whose columns (s, l / ranks) the ranks have.
-
-    The sums are those of more, shorter products, so it is equal up to rounding. ``s`` must be divisible by the ranks.
-    """
-
-    def rows_of(tensor: Tensor) -> Tensor:
-        return tensor.chunk(team.size)[team.rank]
-
-    def by_rows(
-        a: Tensor, b: Tensor, plus: Tensor | None = None, /, *, alpha: float = 1.0, beta: float = 1.0
-    ) -> Tensor:
-        return team.gather(product(rows_of(a), b, None if plus is None else rows_of(plus), alpha=alpha, beta=beta))
-
-    # In fp64, in which no square of an element overflows or underflows.
-    norm = team.sum(torch.linalg.vector_norm(part, dtype=torch.float64).square().view(1)).sqrt()
-    norm *= table_of(coefficients).margin
-    tiny, huge = norm < LEAST_NORM, norm > torch.finfo(dtype).max
-    shift = torch.where(tiny, 2.0**100, torch.where(huge, 2.0**-64, 1.0))  # the least fp32 number is 2^-149
-    x = part.to(dtype) * shift.to(dtype)
-    x = x / (norm * shift).clamp(min=LEAST_NORM).to(dtype)
-    for triples in segments(coefficients, steps, restarts):
-        gram = team.sum((x @ x.mT).float()).to(dtype)
-        x = _product_of_steps(gram, triples, by_rows) @ x
-    return x
-
-
-def team_calls(
-    shape: Sequence[int], steps: int, coefficients: Coefficients, dtype: torch.dtype, restarts: Sequence[int] | None
-) -> list[TeamCall]:
-    """The calls of ``team_gram_newton_schulz``. A segment of m steps has 4 m - 3 products (``_product_of_steps``)."""
-    short = min(shape)
-    calls = [TeamCall("sum", (1,), torch.float64)]
-    for triples in segments(coefficients, steps, restarts):
-        calls.append(TeamCall("sum", (short, short), torch.float32))
-        calls += [TeamCall("gather", (short, short), dtype)] * (4 * len(triples) - 3)
-    return calls
 
 
 def segments(coefficients: Coefficients, steps: int, restarts: Sequence[int] | None = None) -> list[tuple[Triple, ...]]:

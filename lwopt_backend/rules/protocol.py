@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,38 +26,11 @@ def option(default: Any, meaning: str, source: str, *, check: Check | None = Non
     return field(default=default, metadata={"meaning": meaning, "source": source, "check": check, "bounds": bounds})
 
 
-# Methods that do the same as others on many pieces at once, or in a team.
+# Methods that do the same as others on many pieces at once.
 OF_MANY = {
     "directions": {"gradient", "accumulate", "direction"},
     "apply_all": {"apply"},
-    "team_calls": {"transform", "transform_with"},
 }
-
-
-class Team(Protocol):
-    """The ranks that update one matrix together. All of them make the same calls in the same order."""
-
-    rank: int
-    size: int
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, in place."""
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """All ranks' rows, equally many, one below the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class TeamCall:
-    """One call of a team's: ``"sum"`` or ``"gather"``, and the shape and dtype of its result."""
-
-    what: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class MatrixRule:
@@ -105,18 +77,6 @@ class MatrixRule:
         """The update of each matrix, (..., rows, columns) to the same shape. Does not change the input."""
         raise NotImplementedError(f"{type(self).__name__} has no transform")
 
-    def team_calls(self, shape: tuple[int, int]) -> Sequence[TeamCall]:
-        """The calls of ``transform_part`` for a matrix of ``shape``, in order; none if no team can update it."""
-        return ()
-
-    def transform_part(self, part: Tensor, team: Team) -> Tensor:
-        """This rank's part of ``transform`` of a matrix of which every rank of the team has an equal part.
-
-        The matrix is cut along its longer side, and lies on that side: ``part`` has the shape (shorter side, longer
-        side / ranks). Equal to ``transform`` up to rounding. Called on all ranks of the team.
-        """
-        raise NotImplementedError(f"{type(self).__name__} updates no matrix in parts")
-
     def scale(self, shape: tuple[int, int]) -> float:
         """The factor on the learning rate for a matrix of ``shape``."""
         return 1.0
@@ -147,10 +107,7 @@ class MatrixRule:
             self.apply(value, update, shape)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that changes what happens to one piece takes pieces one by one, unless it says how to take many.
-
-        One that changes the update of a matrix leaves it to one rank, unless it says how a team computes it.
-        """
+        """A class that changes what happens to one piece takes pieces one by one, unless it says how to take many."""
         super().__init_subclass__(**options)
 
         def place_of(method: str) -> int:

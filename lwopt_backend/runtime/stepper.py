@@ -12,7 +12,7 @@ from torch import Tensor
 from lwopt_backend.plan import MatrixPlan, Segment
 from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.agreement import StepReport
-from lwopt_backend.runtime.collectives import Collectives, PartCollectives
+from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.exchange import Arrival, Segments, ways_back, ways_to_owners
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_all
 
@@ -176,10 +176,6 @@ class MatrixStepper:
         self._whole = WholeMatrices(plan.atoms, rule_device or device, batch_numel=batch_numel)
         self.owner_state = self._whole.owner_state
 
-    def join(self, team: PartCollectives) -> None:
-        """Update the plan's parts of matrices with the ranks of ``team``. Called before the first step."""
-        self._whole.team = team
-
     @torch.no_grad()
     def step(
         self,
@@ -271,15 +267,10 @@ class MatrixStepper:
 
     def _update_owned(self, bucket: int, arriving: Sequence[Arrival], run: _Run, is_last: bool) -> Arrival:
         batches = list(self._whole.batches(run.active_of(self._owned[bucket]), run.rules))
-        batches.sort(key=self._whole.of_team, reverse=True)  # all ranks of a team update its matrices first
         arrived = [self._whole_of(arrival, batches) for arrival in arriving]
         updates: dict[int, Tensor] = {}
         if len(arrived) > 1:  # weights of rules that change them, one by one; they return if one fails
             updates = {atom: weight for (atom,), weight in zip(batches, arrived[1])}
-        while batches and self._whole.of_team(batches[0]):
-            (atom,) = batches.pop(0)
-            update = self._whole.transform_part(run.rules[atom], atom, arrived[0].pop(0), run.report)
-            updates.update({} if update is None else {atom: update})
         updates |= run.report.attempt(self._updates, batches, arrived, run) or {}
 
         def packed(segments: Segments) -> bool:

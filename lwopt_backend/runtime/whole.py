@@ -15,19 +15,8 @@ from lwopt_backend.plan import Atom, TensorShards
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import Partition, Span, View, box_views
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
-from lwopt_backend.rules.protocol import TeamCall
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.agreement import StepReport, failing
-from lwopt_backend.runtime.collectives import (
-    Alone,
-    PartCollectives,
-    all_reduce_nbytes,
-    changing,
-    of_rule,
-    phase,
-    sampled,
-    sending,
-)
+from lwopt_backend.runtime.collectives import changing, of_rule, phase, sampled
 from lwopt_backend.runtime.state import OwnerState
 
 
@@ -112,8 +101,7 @@ class WholeMatrices:
     """Runs rules on ``atoms``, up to ``batch_numel`` elements at once: on whole matrices of equal shape, and element by
     element on this rank's pieces of any.
 
-    Rules run on whole matrices on ``rule_device``, wherever they are stored; ``owner_state`` is on it, too. ``team``
-    are the ranks that update matrices with this one.
+    Rules run on whole matrices on ``rule_device``, wherever they are stored; ``owner_state`` is on it, too.
     """
 
     def __init__(self, atoms: Sequence[Atom], rule_device: torch.device, *, batch_numel: int = 0) -> None:
@@ -121,7 +109,6 @@ class WholeMatrices:
         self._rule_device = rule_device
         self._batch_numel = batch_numel
         self.owner_state = OwnerState(atoms, rule_device)
-        self.team: PartCollectives = Alone()
 
     @torch.no_grad()
     def step(self, atoms: Sequence[int], rules: Sequence[MatrixRule], storage: Storage) -> None:
@@ -173,26 +160,6 @@ class WholeMatrices:
                 update = update.contiguous()
         return update.unbind(0) if len(atoms) > 1 else [update]
 
-    def of_team(self, batch: Sequence[int]) -> bool:
-        """Whether a batch is this rank's part of a matrix that its team updates."""
-        return self._atoms[batch[0]].team is not None
-
-    def transform_part(self, rule: MatrixRule, atom: int, stored: Tensor, report: StepReport) -> Tensor | None:
-        """The update of this rank's part of a matrix, in the shape of the stored part. Called on all ranks of the team.
-
-        None on a rank that fails, or has failed: it makes the rule's calls with zeros, so that no rank waits for it.
-        """
-        part, team = self._atoms[atom].team, TeamOfRanks(self.team)
-        assert part is not None and part.size == team.size
-        lying = stored.mT if part.dim == 0 else stored
-        what = f"the update of {part.matrix!r} by a team of {part.size} ranks"
-        with phase(of_rule(_name(rule))), failing(lambda: what):
-            update = report.attempt(lambda: rule.transform_part(lying.to(self._rule_device), team))
-            if update is None:
-                team.make_up(rule.team_calls(part.shape), self._rule_device)
-                return None
-            return update.mT if part.dim == 0 else update
-
     def step_weight(self, rule: WeightRule, atom: int, value: Tensor, grad: Tensor) -> Tensor:
         """The new weight of a matrix, in the shape of the stored matrix; may change ``value`` in place."""
         transposed, tiles = self._atoms[atom].transposed, self._atoms[atom].tiles
@@ -215,10 +182,10 @@ class WholeMatrices:
         found: dict[tuple[Any, ...], list[int]] = {}
         for atom in atoms:
             of = self._atoms[atom]
-            key = (of.shape, of.transposed, of.tiles, of.team is None) if alike else ()
+            key = (of.shape, of.transposed, of.tiles) if alike else ()
             found.setdefault((id(rules[atom]), *key), []).append(atom)
         for members in found.values():
-            single = alike and (isinstance(rules[members[0]], (OwnerStateRule, WeightRule)) or self.of_team(members))
+            single = alike and isinstance(rules[members[0]], (OwnerStateRule, WeightRule))
             batch, numel = members[:1], self._atoms[members[0]].numel
             for atom in members[1:]:
                 numel += self._atoms[atom].numel
@@ -280,34 +247,6 @@ def _values(parts: Sequence[Sequence[Slices]]) -> list[Tensor]:
 
 def _name(rule: MatrixRule) -> str:
     return rule.rule_name or type(rule).__name__
-
-
-class TeamOfRanks:
-    """The ranks that update a matrix together, as a rule calls them; counts its calls."""
-
-    def __init__(self, ranks: PartCollectives) -> None:
-        self._ranks = ranks
-        self.rank, self.size = ranks.rank, ranks.world_size
-        self._made = 0
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        self._made += 1
-        sending(all_reduce_nbytes(tensor.numel() * tensor.itemsize, self.size))
-        self._ranks.all_reduce(tensor)
-        return tensor
-
-    def gather(self, rows: Tensor) -> Tensor:
-        self._made += 1
-        sending(rows.numel() * rows.itemsize * (self.size - 1))
-        received = rows.new_empty((self.size * len(rows), *rows.shape[1:]))
-        self._ranks.all_gather(received, rows.contiguous())
-        return received
-
-    def make_up(self, calls: Sequence[TeamCall], device: torch.device) -> None:
-        """Make the calls that were not made, with zeros."""
-        for call in calls[self._made :]:
-            zeros = torch.zeros(call.shape, dtype=call.dtype, device=device)
-            self.sum(zeros) if call.what == "sum" else self.gather(zeros[: len(zeros) // self.size])
 
 
 # On the pieces of a matrix that this rank stores, in order

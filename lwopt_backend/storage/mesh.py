@@ -19,9 +19,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lwopt_backend.config import registry
 from lwopt_backend.config.hosts import FSDP2Config
 from lwopt_backend.config.linked_rates import NAME
-from lwopt_backend.plan import Atom, Machine, MatrixPlan, MeshLayout, Sharding, machine_of, plan_spread
-from lwopt_backend.plan.atoms import Block, TeamWork, team_parts
-from lwopt_backend.plan.cost import NEIGHBOURS, NODE_SIZE, TEAM_SIZES
+from lwopt_backend.plan import MatrixPlan, MeshLayout, Sharding, plan_spread
+from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import unravel
 from lwopt_backend.plan.mesh import Coordinate
 from lwopt_backend.qk_clip import RowScaling
@@ -64,12 +63,6 @@ class Mesh:
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
-
-    @property
-    def team_sizes(self) -> list[int]:
-        """Numbers of ranks in a row that are on one node, wherever the row begins."""
-        nodes = [rank // NODE_SIZE for rank in sorted(self.ranks)]
-        return [size for size in TEAM_SIZES if nodes[::size] == nodes[size - 1 :: size]]
 
     def __str__(self) -> str:
         shape = f"{'x'.join(map(str, self.shape))} " if len(self.shape) > 1 else ""
@@ -214,7 +207,7 @@ class MeshMember(Member):
 @dataclass(frozen=True)
 class MeshPlan:
     """``members`` in the model's order, and the plan of their matrices. An atom is block ``places[atom]`` of member
-    ``matrices[atom]``, or a part of it; ``blocks[atom]`` are its elements."""
+    ``matrices[atom]``; ``blocks[atom]`` are its elements."""
 
     members: tuple[MeshMember, ...]
     matrices: tuple[int, ...]
@@ -234,96 +227,27 @@ def plan_mesh(
     config: FSDP2Config,
     coordinates: tuple[Coordinate, ...],
     loads: Sequence[int],
-    sizes: Sequence[int] = TEAM_SIZES,
-    neighbours: Machine = NEIGHBOURS["cuda"],
 ) -> MeshPlan:
     """Plan ``members`` of one mesh, whose ``rules``, by param group, exchange in the same way.
 
-    ``coordinates`` are the ranks' places in the mesh, ``loads`` the flops of each rank from other plans. Teams chosen
-    by time have one of ``sizes``, and exchange as ``neighbours`` do.
+    ``coordinates`` are the ranks' places in the mesh, ``loads`` the flops of each rank from other plans.
     """
     atoms = [registry.atoms_of(member, groups[member.group]) for member in members]
     # Backward computes the last layers' gradients first, so these are sent first.
-    matrices = [
-        _Matrix(i, place, atoms[i][place], members[i].blocks[place])
-        for i in reversed(range(len(members)))
-        for place in range(len(members[i].blocks))
-    ]
-
-    def planned(matrices: Sequence[_Matrix]) -> MeshPlan:
-        shardings = (sharding_in(members[m.member].sharding, m.block) for m in matrices)
-        plan = plan_spread(
-            [matrix.atom for matrix in matrices],
-            MeshLayout(coordinates, tuple(shardings)),
-            exchange_layout=config.layout,
-            bucket_matrices=config.bucket_matrices,
-            bucket_numel=config.bucket_numel,
-            loads=loads,
-            **(registry.wire_of(rules[members[matrices[0].member].group]) if matrices else {}),
-        )
-        of, places, blocks = ([getattr(m, each) for m in matrices] for each in ("member", "place", "block"))
-        return MeshPlan(tuple(members), tuple(of), tuple(places), tuple(blocks), plan)
-
-    best, by_time = planned(matrices), config.teams == "auto"
-    even = sum(matrix.atom.cost for matrix in matrices) / len(coordinates)
-    for size in _team_sizes(config, sizes, len(coordinates)):
-        works = [_team_work(members[m.member], m, groups, rules, size, neighbours) for m in matrices]
-        if by_time:  # only matrices that are more than a rank's even share
-            works = [w if w and w.cost < m.atom.cost > even else None for w, m in zip(works, matrices)]
-        if any(works):
-            found = planned([part for m, work in zip(matrices, works) for part in m.parts(work)])
-            best = found if not by_time or found.plan.length < best.plan.length else best
-    return best
-
-
-def _team_sizes(config: FSDP2Config, sizes: Sequence[int], ranks: int) -> list[int]:
-    """The numbers of ranks that a team may have on a mesh of ``ranks``."""
-    if config.teams is None:
-        return []
-    return [size for size in (sizes if isinstance(config.teams, str) else [config.teams]) if ranks % size == 0]
-
-
-def check_teams(config: FSDP2Config, plans: Sequence[MatrixPlan]) -> None:
-    """Raises ValueError if teams of a number of ranks were asked for, and none of these plans has one."""
-    size = config.teams
-    if isinstance(size, int) and all(plan.team_size == 1 for plan in plans):
-        ranks = ", ".join(sorted({str(plan.layout.world_size) for plan in plans}))
-        raise ValueError(
-            f"teams is {size}, but no matrix can be updated by {size} ranks together: found mesh(es) of {ranks} "
-            f"rank(s). {size} must divide them and both sides of a matrix, and the rule must be 'muon' without the "
-            "kernels of a package; leave teams out, or set 'auto'"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """A matrix to plan: block ``place`` of a member, by its number, or a part of it."""
-
-    member: int
-    place: int
-    atom: Atom
-    block: Block
-
-    def parts(self, work: TeamWork | None) -> list[_Matrix]:
-        """Those of a team that does this work; without a team, the matrix itself."""
-        parts = [(self.atom, self.block)] if work is None else team_parts(self.atom, self.block, work)
-        return [replace(self, atom=atom, block=block) for atom, block in parts]
-
-
-def _team_work(
-    member: MeshMember,
-    matrix: _Matrix,
-    groups: Sequence[Mapping[str, Any]],
-    rules: Mapping[int, MatrixRule],
-    size: int,
-    machine: Machine,
-) -> TeamWork | None:
-    """The work of each rank of a team on a matrix; None if its elements, or its rule, do not allow one."""
-    block, dims = matrix.block, len(member.sharding.shape)
-    in_one_piece = block.rows.count == block.columns.count == 1 and block.grid.lead(member.sharding.shape) == dims - 2
-    if not in_one_piece or member.tiles > 1:
-        return None
-    return registry.team_work(block.shape, groups[member.group], rules[member.group], size, machine)
+    matrices = [(i, place) for i in reversed(range(len(members))) for place in range(len(members[i].blocks))]
+    blocks = [members[i].blocks[place] for i, place in matrices]
+    shardings = (sharding_in(members[i].sharding, block) for (i, _), block in zip(matrices, blocks))
+    plan = plan_spread(
+        [atoms[i][place] for i, place in matrices],
+        MeshLayout(coordinates, tuple(shardings)),
+        exchange_layout=config.layout,
+        bucket_matrices=config.bucket_matrices,
+        bucket_numel=config.bucket_numel,
+        loads=loads,
+        **(registry.wire_of(rules[members[matrices[0][0]].group]) if matrices else {}),
+    )
+    of, places = (tuple(pair[which] for pair in matrices) for which in (0, 1))
+    return MeshPlan(tuple(members), of, places, tuple(blocks), plan)
 
 
 def sharding_in(sharding: Sharding, block: Block) -> Sharding:
@@ -419,9 +343,6 @@ def bind(
             steppers.append(stepper)
             lines[number] += stepper.planned.lines()
     agree_in_all(collectives, NAME, lambda: (None, lines))
-    check_teams(config, [stepper.plan for stepper in steppers])
-    for stepper in steppers:
-        stepper.meet()
     plain = [member for member in members if mesh_of(member.param) is None]
     alone = [MeshStepper(None, Alone(), own, groups, rules, config, [0]) for own in by_wire(plain, rules)]
     return [*steppers, *alone]
@@ -493,20 +414,12 @@ class MeshStepper:
         self.groups = groups
         self.config = config
         coordinates = mesh.coordinates if mesh else ((0,),)
-        teams = (mesh.team_sizes, NEIGHBOURS[machine_of(mesh.device_type).name]) if mesh else ()
-        self.planned = plan_mesh(self.members, groups, rules, config, coordinates, loads, *teams)
+        self.planned = plan_mesh(self.members, groups, rules, config, coordinates, loads)
         self.plan = self.planned.plan
         self.matrices, self.places, self.blocks = self.planned.matrices, self.planned.places, self.planned.blocks
         self.device = mesh.device if mesh else (local(members[0].param).device if members else torch.device("cpu"))
         batch = 0 if self.device.type in IMMEDIATE else BATCH_NUMEL
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
-
-    def meet(self) -> None:
-        """Meet the ranks of the own team. Called on all ranks of the mesh, once they agree on the plan."""
-        size, ranks = self.plan.team_size, range(self.collectives.world_size)
-        if size > 1:
-            assert isinstance(self.collectives, TorchCollectives)
-            self.stepper.join(self.collectives.part([ranks[first : first + size] for first in ranks[::size]]))
 
     def presence(self, more: Tensor | Sequence[int] = (), *, problem: bool = False, number: int = 0) -> Presence:
         """Start to agree on which members have a gradient, on whether a rank has a ``problem``, on the ``number`` of

@@ -405,16 +405,13 @@ def show(routes: Sequence[Route], groups: Groups, steppers: Sequence[MeshStepper
 
 def _sentence(stepper: MeshStepper) -> str:
     plan, elements = stepper.plan, len(stepper.members) - len(set(stepper.matrices))
-    teams = [atom.team.size for atom in plan.atoms if atom.team is not None and atom.team.place == 0]
-    matrices = sum(atom.team is None for atom in plan.atoms) + len(teams)
-    counts = f"{matrices} matrices and {elements} element-wise parameters"
+    counts = f"{len(plan.atoms)} matrices and {elements} element-wise parameters"
     if stepper.mesh is None:
         return f"Plan: {counts} are plain tensors; every rank steps its own copy."
     stay = len(plan.atoms) - sum(map(len, plan.buckets))
     padded = sum(split is not None for split in plan.splits)
-    shared = f", {len(teams)} of them each updated by a team of {plan.team_size} ranks" if teams else ""
     return (
-        f"Plan: {counts} on a {stepper.mesh}; {matrices - stay} matrices travel{shared}, in {len(plan.buckets)} "
+        f"Plan: {counts} on a {stepper.mesh}; {len(plan.atoms) - stay} matrices travel, in {len(plan.buckets)} "
         f"bucket(s), {padded} in equal parts; busiest rank over mean {plan.ownership.imbalance:.3f}."
     )
 
