@@ -507,7 +507,6 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wr
     (unreduced, "dimensions ('dp',): expected Shard or Replicate placements only"),
     (of_other_shape, "these placements put a part of shape (32, 24) on this rank, found (40, 24)"),
     (on_a_descending_mesh, "the mesh's ranks do not ascend along dimension 0"),
-    (lambda: of_rows(layout="dense"), "layout: input should be 'auto', 'padded' or 'compact'; found 'dense'"),
     (
         lambda: of_rows(ns_method="quack-kernels"),
         "'quack-kernels', whose kernels are for Ampere and later",

@@ -1,4 +1,4 @@
-"""What FSDP2 sends and when, in a step and in backward, in which layout and dtype, and who does the work."""
+"""What FSDP2 sends and when, in a step and in backward, in which dtype, and who does the work."""
 
 from __future__ import annotations
 
@@ -41,14 +41,13 @@ def counted_steps(sharding: str, **options: Any) -> tuple[BesideTwin, Counted, l
 @on_ranks(4)
 @cells(
     sharding=["rows", "hybrid", "columns", "tensor parallel"],
-    layout=["compact", "padded", "auto"],
     bucket=[{}, {"bucket_matrices": 1}, {"bucket_numel": 1}],
 )
 def test_bytes_and_calls_are_those_of_the_plan_and_every_matrix_is_computed_once(
-    sharding: str, layout: str, bucket: dict[str, int]
+    sharding: str, bucket: dict[str, int]
 ) -> None:
     """Also with copies: the work is split over the replicas, not repeated in each."""
-    run, counted, computed = counted_steps(sharding, layout=layout, **bucket)
+    run, counted, computed = counted_steps(sharding, **bucket)
     steppers = run.optimizer._steppers
     plans = [stepper.plan for stepper in steppers]
     planned = sum(stepper.plan.wire_bytes()[stepper.collectives.rank] for stepper in steppers)
@@ -58,8 +57,6 @@ def test_bytes_and_calls_are_those_of_the_plan_and_every_matrix_is_computed_once
     assert trips == 2 * buckets or sharding == "hybrid", "only copies may be at their owner already"
     assert counted.dtypes == {torch.bfloat16}
     assert counted.in_flight == 0 and counted.most_in_flight <= 3
-    if layout != "auto":
-        assert set(counted.calls) == {"even" if layout == "padded" else "uneven"}
     if buckets > 3 and sharding == "rows":
         assert counted.most_in_flight >= 2
     if sharding != "tensor parallel":

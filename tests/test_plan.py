@@ -55,10 +55,6 @@ def test_what_cannot_be_planned_is_named() -> None:
         (lambda: FlatPartition(2, (4, 4), (0, 3), 8), "parameter 1 starts at 3 but element 4 is next"),
         (lambda: FlatPartition(2, (4, 4), (0, 4), 3), "parameters end at 8, beyond 2 partitions of 3"),
         (lambda: plan_of(SHAPES, 2, "spread"), "unknown policy 'spread'; expected one of auto, stay, balance"),
-        (
-            lambda: plan_spread(atoms_of(SMALL), rows_over(SMALL, 2), exchange_layout="dense"),
-            "unknown layout 'dense'; expected one of auto, padded, compact",
-        ),
     ]
     for make, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -213,13 +209,13 @@ def assert_arrives(ways: list[Transfer]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "how"), [*itertools.product(FLAT, [1, 2, 3, 4, 7]), *itertools.product(LAYOUTS, ["compact", "padded"])]
+    ("where", "over"), [*itertools.product(FLAT, [1, 2, 3, 4, 7]), *((where, None) for where in LAYOUTS)]
 )
-def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(where: str, how: str | int) -> None:
-    if isinstance(how, int):
-        plan = plan_of(SHAPES, how, where)
+def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(where: str, over: int | None) -> None:
+    if over is not None:
+        plan = plan_of(SHAPES, over, where)
     else:
-        plan = plan_spread(atoms_of(SMALL), LAYOUTS[where], exchange_layout=how, bucket_matrices=2)
+        plan = plan_spread(atoms_of(SMALL), LAYOUTS[where], bucket_matrices=2)
     layout: Layout = plan.layout
     ranks, moved, sent_back = range(layout.world_size), [0] * layout.world_size, [0] * layout.world_size
     for bucket, members in enumerate(plan.buckets):
@@ -269,17 +265,6 @@ def test_buckets_hold_at_most_their_size_or_one_matrix() -> None:
     assert cut_buckets(atoms, range(7), 8, None) == ((0, 1, 2, 3, 4, 5, 6),)
     assert cut_buckets(atoms, range(7), 3, 32) == ((0, 1), (2,), (3, 4), (5, 6))
     assert cut_buckets(atoms_of([(9, 9), (2, 2)]), range(2), 4, 10) == ((0,), (1,))
-
-
-def test_auto_takes_equal_parts_only_where_nothing_is_padded_and_padding_is_counted() -> None:
-    def found(shapes: list[tuple[int, int]], choice: str) -> tuple[int | None, list[int]]:
-        plan = plan_spread(atoms_of(shapes), rows_over(shapes, 2), exchange_layout=choice)
-        return plan.splits[0], plan.wire_bytes()
-
-    assert found([(4, 4)] * 2, "auto") == (8, [2 * (8 + 8)] * 2) == found([(4, 4)] * 2, "padded")
-    assert found([(4, 4)] * 2, "compact") == (None, [2 * (8 + 8)] * 2)
-    assert found([(4, 4), (5, 4)], "auto") == (None, [2 * (8 + 8)] * 2) == found([(4, 4), (5, 4)], "compact")
-    assert found([(4, 4), (5, 4)], "padded") == (12, [2 * 2 * 12] * 2)
 
 
 def test_the_plan_is_the_same_in_every_process_whatever_the_hash_seed() -> None:

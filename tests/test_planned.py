@@ -88,7 +88,7 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "owned under DeepSpeed, compact": ("zero2", "float32", {"storage": "owned", "layout": "compact", **SMALL}),
     "zero3": ("zero3", "float32", {"bucket_numel": 3000}),
     "fsdp2": ("fsdp2", "float32", {}),
-    "fsdp2, small buckets": ("fsdp2", "bfloat16", {"bucket_matrices": 2, "layout": "padded", "state_dtype": "float32"}),
+    "fsdp2, small buckets": ("fsdp2", "bfloat16", {"bucket_matrices": 2, "state_dtype": "float32"}),
     "owned": ("owned", "float32", {}),
     "owned, auto": ("owned", "bfloat16", SMALL),
     "owned, padded": ("owned", "float32", {"layout": "padded", **SMALL}),

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "owned, step in backward": ("owned", {"step_in_backward": True, **SMALL}),
     "owned, soap": ("owned", {"matrix": "soap"}),
     "fsdp2": ("fsdp2", {}),
-    "fsdp2, padded": ("fsdp2", {"layout": "padded", "bucket_matrices": 2}),
+    "fsdp2, small buckets": ("fsdp2", {"bucket_matrices": 2}),
     "fsdp2, overlapped": ("fsdp2", {"overlap_param_gather": True}),
     "fsdp2, bf16": ("fsdp2", {"dtype": torch.bfloat16, "state_dtype": "float32"}),
     "fsdp2, normuon": ("fsdp2", {"matrix": "normuon"}),

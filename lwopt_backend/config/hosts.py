@@ -119,11 +119,6 @@ class FSDP2Config(HostConfig):
         "call fully_shard(model) before it is made, or pass sharded_later=True if Accelerate shards it in prepare()"
     )
 
-    layout: Literal["auto", "padded", "compact"] = option(
-        "auto",
-        "how a bucket lies on the wire: 'compact' (parts as long as needed), 'padded' (equal parts) or 'auto' (equal "
-        "where nothing is padded for it)",
-    )
     bucket_matrices: Count | None = option(
         None, "matrices that share one all-to-all; None: twice the number of ranks. Two such buckets are in flight"
     )

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.buffers.layout import LAYOUTS, imbalance
+from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.buffers.packing import plan_compact
 from lwopt_backend.plan.cost import Machine, StepTime, per_rank, step_time
-from lwopt_backend.plan.exchange import Transfer, equal_split, to_fragments, to_owners
+from lwopt_backend.plan.exchange import Transfer, to_fragments, to_owners
 from lwopt_backend.plan.layouts import Layout
 
 POLICIES = ("auto", "stay", "balance")
@@ -73,7 +73,6 @@ def plan_spread(
     atoms: Sequence[Atom],
     layout: Layout,
     *,
-    exchange_layout: str = "auto",
     element_bytes: int = 2,
     tensors: int = 1,
     bucket_matrices: int | None = None,
@@ -84,11 +83,8 @@ def plan_spread(
 
     A bucket has at least ``bucket_matrices`` (by default twice the number of ranks) and, if given, at most
     ``bucket_numel`` elements. Owners are balanced over all buckets: ``loads`` is each rank's work from other plans, and
-    its work in one bucket counts in the next. A matrix that one rank stores whole stays there. ``exchange_layout`` is
-    as in ``bucket_split``; an unknown one raises ValueError.
+    its work in one bucket counts in the next. A matrix that one rank stores whole stays there.
     """
-    if exchange_layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {exchange_layout!r}; expected one of {', '.join(LAYOUTS)}")
     world_size = layout.world_size
     loads = list(loads or [0] * world_size)
     owners = [-1] * len(atoms)
@@ -108,9 +104,7 @@ def plan_spread(
         loads[owner] += atoms[index].cost
     ownership = Ownership("balance", tuple(owners), tuple(loads))
     assert all(is_whole(layout, i, owners[i]) for i in range(len(atoms)) if i not in best)
-    alike: dict[Hashable, int] = {}
-    splits = tuple(bucket_split(exchange_layout, bucket, atoms, owners, layout, alike) for bucket in buckets)
-    return MatrixPlan(tuple(atoms), layout, ownership, buckets, element_bytes, splits=splits, tensors=tensors)
+    return MatrixPlan(tuple(atoms), layout, ownership, buckets, element_bytes, tensors=tensors)
 
 
 def cut_buckets(
@@ -133,26 +127,6 @@ def cut_buckets(
         buckets[-1].append(index)
         closed = closed or position + 1 in ends
     return tuple(map(tuple, buckets))
-
-
-def bucket_split(
-    choice: str,
-    bucket: Sequence[int],
-    atoms: Sequence[Atom],
-    owners: Sequence[int],
-    layout: Layout,
-    alike: dict[Hashable, int],
-) -> int | None:
-    """A bucket's layout on the wire: the length of its equal parts (``padded``), or None (``compact``).
-
-    ``auto`` takes equal parts if these need no padding, because every transport is best at the plain all-to-all, and
-    parts of exact lengths otherwise. ``alike`` is as in ``equal_split``.
-    """
-    if choice == "compact":
-        return None
-    split = equal_split(bucket, owners, layout, alike)
-    travels = sum(atoms[atom].numel for atom in bucket)
-    return split if choice == "padded" or split * layout.world_size**2 == travels else None
 
 
 def critical_path(
@@ -244,7 +218,7 @@ class MatrixPlan:
     """How one group of matrices is updated: who owns what, and the buckets in which the rest is exchanged.
 
     ``buckets`` have only atoms that are not whole at their owner; all others are stepped in place. ``modelled`` are the
-    step times that were compared, the chosen policy's first. Without ``splits``, all buckets are compact.
+    step times that were compared, the chosen policy's first.
     """
 
     atoms: tuple[Atom, ...]
@@ -253,7 +227,6 @@ class MatrixPlan:
     buckets: tuple[tuple[int, ...], ...]
     element_bytes: int
     modelled: tuple[tuple[str, StepTime], ...] = ()
-    splits: tuple[int | None, ...] = ()  # per bucket: None for compact, else the length of its equal parts
     tensors: int = 1  # sent to the owner: the direction, or the gradient and the weight
 
     @property
@@ -284,24 +257,20 @@ class MatrixPlan:
         """The number of the bucket's all-to-alls: to the owners, unless it stays, and back."""
         return 1 if self.stays(bucket) else 1 + self.tensors
 
-    def split(self, bucket: int) -> int | None:
-        """The length of the bucket's equal parts on the wire, or None for parts of exact lengths."""
-        return self.splits[bucket] if self.splits else None
-
     def transfer(self, bucket: int, rank: int) -> Transfer:
         """The bucket's transfer to the owners, as ``rank`` sees it."""
-        return to_owners(self.buckets[bucket], self.ownership.owners, self.layout, rank, self.split(bucket))
+        return to_owners(self.buckets[bucket], self.ownership.owners, self.layout, rank)
 
     def way_back(self, bucket: int, rank: int) -> Transfer:
         """The bucket's transfer from the owners to all ranks that store pieces, as ``rank`` sees it."""
-        return to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank, self.split(bucket))
+        return to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank)
 
     def lines(self) -> list[str]:
         """The lines, one per atom, that must be equal on all ranks before the first exchange."""
         return [
             f"{atom.name} {atom.shape[0]}x{atom.shape[1]} {self.layout.place(index)} owner {owner}"
             for index, (atom, owner) in enumerate(zip(self.atoms, self.ownership.owners))
-        ] + [f"buckets {self.buckets} in parts {self.splits} of {self.tensors} x {self.element_bytes} bytes an element"]
+        ] + [f"buckets {self.buckets} of {self.tensors} x {self.element_bytes} bytes an element"]
 
     def owned_counts(self) -> list[int]:
         """Per rank, the number of atoms that it owns."""
@@ -321,16 +290,8 @@ class MatrixPlan:
 
     def wire_bytes(self) -> list[int]:
         """Per rank, the bytes that it sends in one step: fragments to owners, and updates back."""
-        padded = 0
-        compact: list[int] = []
-        for number, bucket in enumerate(self.buckets):
-            split = self.split(number)
-            if split is None:
-                compact += bucket
-            else:
-                padded += self.trips(number) * split * (self.layout.world_size - 1)
-        sent = [padded] * self.layout.world_size
-        for atom, owner, times in self._alike(compact):
+        sent = [0] * self.layout.world_size
+        for atom, owner, times in self._alike(atom for bucket in self.buckets for atom in bucket):
             for part in self.layout.sources(atom, owner):
                 sent[part.rank] += part.numel * times * self.tensors if part.rank != owner else 0
             for part in self.layout.fragments(atom):

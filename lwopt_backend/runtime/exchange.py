@@ -64,12 +64,7 @@ class Way:
 
     ``what`` names the bucket in errors.
 
-    ::
-
-        compact, 3 ranks     | to 0 | to 1       | to 2 |              exact lengths, uneven all-to-all
-        padded               | to 0 . . . | to 1       | to 2 . . . |  equal lengths, plain all-to-all
-
-    Each part may end with a word of ``WORD_NBYTES`` bytes, the same for all ranks.
+    Each part of the buffer, for or from one rank, may end with a word of ``WORD_NBYTES`` bytes, the same for all ranks.
     """
 
     def __init__(
@@ -109,9 +104,8 @@ class Way:
                 ends = accumulate(send_splits)
                 torch._foreach_copy_([sent[end - room : end] for end in ends], [said] * len(send_splits))
             sending((sum(send_splits) - send_splits[self._collectives.rank]) * sent.itemsize)
-            even = self.transfer.split is not None
-            splits: tuple[Sequence[int], Sequence[int]] = ((), ()) if even else (receive_splits, send_splits)
-            return Arrival(self, received, sent, self._collectives.all_to_all(received, sent, *splits), room)
+            pending = self._collectives.all_to_all(received, sent, receive_splits, send_splits)
+            return Arrival(self, received, sent, pending, room)
 
 
 def ways_to_owners(plan: MatrixPlan, collectives: Collectives, device: torch.device) -> list[Way]:

@@ -240,7 +240,6 @@ def plan_mesh(
     plan = plan_spread(
         [atoms[i][place] for i, place in matrices],
         MeshLayout(coordinates, tuple(shardings)),
-        exchange_layout=config.layout,
         bucket_matrices=config.bucket_matrices,
         bucket_numel=config.bucket_numel,
         loads=loads,

@@ -409,10 +409,9 @@ def _sentence(stepper: MeshStepper) -> str:
     if stepper.mesh is None:
         return f"Plan: {counts} are plain tensors; every rank steps its own copy."
     stay = len(plan.atoms) - sum(map(len, plan.buckets))
-    padded = sum(split is not None for split in plan.splits)
     return (
         f"Plan: {counts} on a {stepper.mesh}; {len(plan.atoms) - stay} matrices travel, in {len(plan.buckets)} "
-        f"bucket(s), {padded} in equal parts; busiest rank over mean {plan.ownership.imbalance:.3f}."
+        f"bucket(s); busiest rank over mean {plan.ownership.imbalance:.3f}."
     )
 
 
