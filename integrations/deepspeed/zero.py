@@ -475,6 +475,7 @@ def _units(
     by_group = {sharers.group: sharers for sharers in ranks}
     machine = machine_of(engine.device.type)
     found: list[Unit] = []
+    earlier: dict[Collectives, Sequence[int]] = {}  # each rank's work in the units so far, by who shares them
     for number, group in enumerate(grouping.groups):
         experts, params = group.get("moe"), group["params"]
         of_group = engine.expert_data_parallel_group[group["name"]] if experts else engine.seq_data_parallel_group
@@ -488,9 +489,10 @@ def _units(
             sub_group_size=engine.zero_sub_group_size(),
             param_alignment=deepspeed_engine.param_alignment(engine, params),
         )
+        sharers = ranks[-1] if places and is_matrix else by_group[of_group]
         for part, layout in layouts:
-            plan = plan_group(group, every[part], layout, config, machine, places)
+            plan = plan_group(group, every[part], layout, config, machine, places, earlier.get(sharers, ()))
+            earlier[sharers] = plan.work(earlier.get(sharers, ()))
             first = found[-1].first + len(found[-1].params) if found else 0
-            sharers = ranks[-1] if places and is_matrix else by_group[of_group]
             found.append(Unit(number, first, params[part], plan, sharers))
     return found

@@ -86,8 +86,10 @@ class ZeROConfig(OwnedStorageConfig):
         "who owns a matrix: 'stay' (the rank that stores most of it), 'balance' (even work) or 'auto' (whichever has "
         "the shorter modelled step)",
     )
-    bucket_numel: Count = option(
-        2**24, "elements of the matrices that share one all-to-all; two such buckets are in flight"
+    bucket_numel: Count | None = option(
+        None,
+        "the most elements of the matrices that share one all-to-all, unless a single matrix has more; None: no limit, "
+        "a bucket closes once it has work for all ranks. Two buckets are in flight",
     )
     ns_device: Literal["auto", "cpu"] = option(
         "auto",
@@ -120,7 +122,9 @@ class FSDP2Config(HostConfig):
     )
 
     bucket_matrices: Count | None = option(
-        None, "matrices that share one all-to-all; None: twice the number of ranks. Two such buckets are in flight"
+        None,
+        "matrices that share one all-to-all; None: as many as give all ranks work at the same time, at least twice the "
+        "number of ranks. Two buckets are in flight",
     )
     bucket_numel: Count | None = option(
         None, "a bucket never holds more elements than this, unless a single matrix does; None: no limit"

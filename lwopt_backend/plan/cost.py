@@ -213,13 +213,6 @@ class StepTime:
         return StepTime(self.compute + other.compute, self.wire + other.wire, self.latency + other.latency)
 
 
-def step_time(machine: Machine, *, flops: int, nbytes: int, collectives: int) -> StepTime:
-    """Seconds for the busiest rank's ``flops``, ``nbytes`` through its link, and this number of ``collectives``."""
-    return StepTime(
-        flops / machine.flops_per_second, nbytes / machine.bytes_per_second, collectives * machine.latency_seconds
-    )
-
-
 def gather_seconds(
     machine: Machine, nbytes: float, ranks: int, *, stride: int = 1, of: int | None = None
 ) -> tuple[float, float]:

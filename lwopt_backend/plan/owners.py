@@ -5,15 +5,16 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import repeat
+from typing import Any
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import imbalance
-from lwopt_backend.plan.buffers.packing import plan_compact
-from lwopt_backend.plan.cost import Machine, StepTime, per_rank, step_time
+from lwopt_backend.plan.cost import Machine, StepTime, per_rank
 from lwopt_backend.plan.exchange import Transfer, to_fragments, to_owners
-from lwopt_backend.plan.layouts import Layout
+from lwopt_backend.plan.layouts import Fragment, Layout
 
 POLICIES = ("auto", "stay", "balance")
 
@@ -32,107 +33,172 @@ class Ownership:
         return imbalance(self.loads)
 
 
+def longest_first(costs: Iterable[int], loads: Sequence[int]) -> int:
+    """The busiest rank's work once all of ``costs`` are dealt to ranks that have ``loads``.
+
+    The costliest comes first, and goes to the least loaded rank: within 4/3 of the best deal there is (Graham 1969).
+    """
+    heap, busiest = list(loads), max(loads)
+    heapq.heapify(heap)
+    for cost in sorted(costs, reverse=True):
+        busiest = max(busiest, heap[0] + cost)
+        heapq.heapreplace(heap, heap[0] + cost)
+    return busiest
+
+
 def stay(atoms: Sequence[Atom], layout: Layout) -> Ownership:
     """Every atom is owned by the rank that stores most of it (the lowest such rank on a tie).
 
     Moves the fewest elements possible: an atom stored whole on one rank is not sent at all.
     """
-    owners = tuple(max(layout.fragments(i), key=lambda part: (part.numel, -part.rank)).rank for i in range(len(atoms)))
-    loads = per_rank(owners, (atom.cost for atom in atoms), layout.world_size)
-    return Ownership("stay", owners, tuple(loads))
+    owners = tuple(_largest(layout.fragments(i)).rank for i in range(len(atoms)))
+    return Ownership("stay", owners, tuple(per_rank(owners, (atom.cost for atom in atoms), layout.world_size)))
 
 
-def balance(atoms: Sequence[Atom], layout: Layout) -> Ownership:
-    """Longest processing time first: the costliest atom goes to the least loaded rank (Graham 1969, within 4/3).
+def balance(atoms: Sequence[Atom], layout: Layout, loads: Sequence[int] = ()) -> Ownership:
+    """Every atom stays where it is stored, as far as that delays nobody; the others go to the least loaded ranks.
 
-    Among equally loaded ranks, the one that stores most of the atom wins, then the lowest: fewer elements are sent, and
-    the result depends on nothing but the input.
+    Nobody is delayed while a rank has no more work than the busiest of a deal in which nothing stays. An atom's home is
+    the rank that stores all of it, or at least half. A rank with too much gives away costly atoms first, because these
+    have the most work for their bytes. ``loads`` is each rank's work in other plans.
     """
-    loads = [0] * layout.world_size
-    owners = [0] * len(atoms)
-    lightest = [(0, rank) for rank in range(layout.world_size)]  # a heap; an entry is stale once the rank's load grew
-    for index in sorted(range(len(atoms)), key=lambda i: (-atoms[i].cost, i)):
-        while loads[lightest[0][1]] != lightest[0][0]:
-            heapq.heappop(lightest)
-        least, owner = lightest[0]
-        holders = [part for part in layout.fragments(index) if loads[part.rank] == least]
-        if holders:
-            owner = max(holders, key=lambda part: (part.numel, -part.rank)).rank
-        owners[index] = owner
-        loads[owner] += atoms[index].cost
-        heapq.heappush(lightest, (loads[owner], owner))
+    loads = list(loads or [0] * layout.world_size)
+    most = longest_first((atom.cost for atom in atoms), loads)
+    homes = _homes(atoms, layout)
+    owners = [-1 if home is None else home for home in homes]
+    at_home: list[list[int]] = [[] for _ in loads]  # per rank, the costliest last
+    pool = []  # of atoms to deal: a heap, the costliest first
+    for index in sorted(range(len(atoms)), key=lambda i: (atoms[i].cost, -i)):
+        home = homes[index]
+        if home is None:
+            pool.append((-atoms[index].cost, index))
+        else:
+            at_home[home].append(index)
+            loads[home] += atoms[index].cost
+
+    def give_away(rank: int, least: int | None = None) -> None:
+        """Put atoms of ``rank``, only those that cost less than ``least``, back into the pool until it has room."""
+        kept: list[int] = []
+        for index in reversed(at_home[rank]):
+            cost = atoms[index].cost
+            if 0 < cost <= loads[rank] - most and (least is None or cost < least):
+                loads[rank] -= cost
+                heapq.heappush(pool, (-cost, index))
+            else:
+                kept.append(index)
+        if loads[rank] > most and kept and (least is None or atoms[kept[-1]].cost < least):
+            index = kept.pop()
+            loads[rank] -= atoms[index].cost
+            heapq.heappush(pool, (-atoms[index].cost, index))
+        at_home[rank] = kept[::-1]
+
+    heapq.heapify(pool)
+    for rank, load in enumerate(loads):
+        if load > most:
+            give_away(rank)
+    lightest = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(lightest)
+    while pool:
+        negative, index = heapq.heappop(pool)
+        _, rank = lightest[0]
+        owners[index] = rank
+        loads[rank] -= negative
+        if loads[rank] > most:
+            give_away(rank, -negative)
+        heapq.heapreplace(lightest, (loads[rank], rank))
     return Ownership("balance", tuple(owners), tuple(loads))
 
 
-# Plans for storage that spreads every matrix over all ranks (FSDP2): all are exchanged, so owners follow the work.
+def _largest(parts: Sequence[Fragment]) -> Fragment:
+    return max(parts, key=lambda part: (part.numel, -part.rank))
 
-MATRICES_A_RANK = 2  # in a bucket, by default: fewer, and some ranks idle while others work
 
-
-def plan_spread(
-    atoms: Sequence[Atom],
-    layout: Layout,
-    *,
-    element_bytes: int = 2,
-    tensors: int = 1,
-    bucket_matrices: int | None = None,
-    bucket_numel: int | None = None,
-    loads: Sequence[int] | None = None,
-) -> MatrixPlan:
-    """Plan matrices, given in backward order.
-
-    A bucket has at least ``bucket_matrices`` (by default twice the number of ranks) and, if given, at most
-    ``bucket_numel`` elements. Owners are balanced over all buckets: ``loads`` is each rank's work from other plans, and
-    its work in one bucket counts in the next. A matrix that one rank stores whole stays there.
-    """
-    world_size = layout.world_size
-    loads = list(loads or [0] * world_size)
-    owners = [-1] * len(atoms)
-    holders: dict[Hashable, list[int]] = {}
+def _homes(atoms: Sequence[Atom], layout: Layout) -> list[int | None]:
+    """Per atom, the rank that alone stores all of it, or at least half; None where there is no such rank."""
+    of_kind: dict[Hashable, int | None] = {}
     for index, atom in enumerate(atoms):
         kind = layout.kind(index)
-        if kind not in holders:
-            holders[kind] = [part.rank for part in layout.fragments(index)]
-        if len(holders[kind]) == 1:
-            owners[index] = holders[kind][0]
-            loads[owners[index]] += atom.cost
-    travelling = [index for index, owner in enumerate(owners) if owner < 0]
-    buckets = cut_buckets(atoms, travelling, bucket_matrices or MATRICES_A_RANK * world_size, bucket_numel)
-    best = min(_candidates(atoms, buckets, loads), key=lambda found: critical_path(atoms, buckets, found, loads))
-    for index, owner in best.items():
-        owners[index] = owner
-        loads[owner] += atoms[index].cost
-    ownership = Ownership("balance", tuple(owners), tuple(loads))
-    assert all(is_whole(layout, i, owners[i]) for i in range(len(atoms)) if i not in best)
-    return MatrixPlan(tuple(atoms), layout, ownership, buckets, element_bytes, tensors=tensors)
+        if kind not in of_kind:
+            parts = layout.fragments(index)
+            largest = _largest(parts)
+            alone = sum(part.numel for part in parts) == atom.numel  # there are no copies
+            of_kind[kind] = largest.rank if alone and 2 * largest.numel >= atom.numel else None
+    return [of_kind[layout.kind(index)] for index in range(len(atoms))]
+
+
+# Buckets of the matrices that are exchanged, and owners bucket by bucket.
+#
+# Two buckets are in flight, and the ranks take part in every exchange in one order. So a bucket arrives when all ranks
+# are done with the last but one before it. If a bucket has less work for some ranks than for others, those wait.
+
+MATRICES_A_RANK = 2  # in a bucket, at least
 
 
 def cut_buckets(
-    atoms: Sequence[Atom], travelling: Sequence[int], matrices: int, numel: int | None
+    atoms: Sequence[Atom],
+    travelling: Sequence[int],
+    ranks: int,
+    *,
+    matrices: int | None = None,
+    numel: int | None = None,
+    before: Sequence[int] = (),
 ) -> tuple[tuple[int, ...], ...]:
-    """Consecutive atoms in buckets of at least ``matrices``: as many buckets as possible, nearly equal in number.
+    """Consecutive atoms in buckets, of which each has work for all ``ranks`` at the same time.
 
-    A bucket closes earlier if it would exceed ``numel`` elements; an atom of more has a bucket to itself.
+    A bucket closes once it has two matrices a rank, and as much work as if every rank had its costliest matrix. The
+    first one also makes up for the work ``before`` that some ranks have less of than others. What is left at the end
+    joins the last bucket. A user's limits come first: ``matrices`` close a bucket, and one never exceeds ``numel``
+    elements, unless a single matrix does.
     """
-    count = max(1, len(travelling) // matrices)
-    ends = {len(travelling) * (number + 1) // count for number in range(count)}
-    buckets: list[list[int]] = []
-    closed, filled = True, 0
-    for position, index in enumerate(travelling):
-        more = atoms[index].numel
-        if closed or (numel is not None and filled + more > numel):
-            buckets.append([])
-            closed, filled = False, 0
-        filled += more
-        buckets[-1].append(index)
-        closed = closed or position + 1 in ends
-    return tuple(map(tuple, buckets))
+    found: list[_Bucket] = []
+    bucket = _Bucket(sum(max(before) - load for load in before) if before else 0)
+
+    def is_full(bucket: _Bucket) -> bool:
+        if matrices is not None:
+            return len(bucket.members) >= matrices
+        enough = ranks * bucket.costliest + bucket.missing
+        return len(bucket.members) >= MATRICES_A_RANK * ranks and bucket.work >= enough
+
+    for index in travelling:
+        atom = atoms[index]
+        if numel is not None and bucket.members and bucket.numel + atom.numel > numel:
+            found.append(bucket)
+            bucket = _Bucket()
+        bucket.add(index, atom)
+        if is_full(bucket):
+            found.append(bucket)
+            bucket = _Bucket()
+    while (
+        bucket.members and found and not is_full(bucket) and (numel is None or found[-1].numel + bucket.numel <= numel)
+    ):
+        last = found.pop()
+        for index in bucket.members:
+            last.add(index, atoms[index])
+        bucket = last
+    return tuple(tuple(each.members) for each in [*found, bucket] if each.members)
+
+
+@dataclass
+class _Bucket:
+    """A bucket that is being filled, and the work that ranks are ``missing`` before."""
+
+    missing: int = 0
+    members: list[int] = field(default_factory=list)
+    work: int = 0
+    costliest: int = 0
+    numel: int = 0
+
+    def add(self, index: int, atom: Atom) -> None:
+        self.members.append(index)
+        self.work += atom.cost
+        self.costliest = max(self.costliest, atom.cost)
+        self.numel += atom.numel
 
 
 def critical_path(
-    atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], owners: dict[int, int], loads: Sequence[int]
+    atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], owners: Sequence[int], loads: Sequence[int]
 ) -> int:
-    """Work (flops) until the last rank is done, if no rank can be more than one bucket ahead of the slowest.
+    """Work (flops) until the last rank is done. ``loads`` is each rank's work before the first bucket.
 
     A bucket is sent when its predecessor is about to be computed, so it arrives when all ranks have got that far.
     """
@@ -148,28 +214,115 @@ def critical_path(
     return slowest
 
 
-def _candidates(atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], loads: Sequence[int]) -> list[dict[int, int]]:
-    """Owners bucket by bucket and, if no rank has work from other plans, owners for all matrices at once.
+def _deal(
+    atoms: Sequence[Atom],
+    buckets: Sequence[Sequence[int]],
+    loads: Sequence[int],
+    earlier: Sequence[int],
+    homes: Sequence[int | None],
+) -> dict[int, int]:
+    """Owners of what is in buckets. In a bucket, the costliest comes first, and goes to the rank that is ready first.
 
-    In a bucket, the costliest matrix comes first, and goes to the rank with the least work so far (Graham 1969).
+    ``loads`` is each rank's work before the first bucket; among ranks that are ready at once, the one with the least
+    ``earlier`` work is taken. An atom goes to its home if that has no more to do in this bucket than a rank on average.
     """
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    owners = {}
+    done, total = list(loads), list(earlier)
+    heap = [(done[rank], total[rank], rank) for rank in range(len(done))]
+    heapq.heapify(heap)  # an entry is stale once the rank's time grew
+    found: dict[int, int] = {}
+    slowest_before, slowest = 0, max(done)
     for bucket in buckets:
+        level = 0
+        if any(homes[index] is not None for index in bucket):
+            level = sum(max(time, slowest_before) for time in done) + sum(atoms[index].cost for index in bucket)
+        slowest_now = slowest
         for index in sorted(bucket, key=lambda i: (-atoms[i].cost, i)):
-            least, owner = heap[0]
-            heapq.heapreplace(heap, (least + atoms[index].cost, owner))
-            owners[index] = owner
-    found = [owners]
-    travelling = [index for bucket in buckets for index in bucket]
-    if travelling and not any(loads):
-        at_once = plan_compact([atoms[index] for index in reversed(travelling)], len(loads), bucket_numel=None)
-        found.append(dict(zip(reversed(travelling), at_once.owners)))
+            owner, cost = homes[index], atoms[index].cost
+            if owner is None or (max(done[owner], slowest_before) + cost) * len(done) > level:
+                while done[heap[0][2]] != heap[0][0]:
+                    rank = heap[0][2]
+                    heapq.heapreplace(heap, (done[rank], total[rank], rank))
+                owner = heap[0][2]
+            found[index] = owner
+            done[owner] = max(done[owner], slowest_before) + cost
+            total[owner] += cost
+            slowest_now = max(slowest_now, done[owner])
+        slowest_before, slowest = slowest, slowest_now
     return found
 
 
-# Plans for flat partitions (ZeRO-1/2), where most matrices are whole on one rank and only the others are exchanged.
+def _exchanged(
+    atoms: Sequence[Atom],
+    layout: Layout,
+    chosen: Ownership,
+    *,
+    loads: Sequence[int] = (),
+    earlier: Sequence[int] = (),
+    bucket_matrices: int | None = None,
+    bucket_numel: int | None = None,
+    **wire: Any,
+) -> MatrixPlan:
+    """The plan in which atoms that are whole at their ``chosen`` owner stay, and the others are exchanged.
+
+    Unless everything is to stay, what is exchanged gets other owners, which have work at the same time.
+    """
+    ranks, owners = layout.world_size, list(chosen.owners)
+    whole = _whole_at(layout, len(atoms))
+    travelling = [index for index, owner in enumerate(owners) if whole[index] != owner]
+    work = list(loads or [0] * ranks)
+    for index, owner in enumerate(owners):
+        work[owner] += atoms[index].cost if whole[index] == owner else 0
+    missing = work if any(work) else ()
+    buckets = cut_buckets(atoms, travelling, ranks, matrices=bucket_matrices, numel=bucket_numel, before=missing)
+    if chosen.policy != "stay":
+        homes = _homes(atoms, layout)
+        for index, owner in _deal(atoms, buckets, work, earlier or [0] * ranks, homes).items():
+            owners[index] = owner
+        left = (tuple(index for index in bucket if whole[index] != owners[index]) for bucket in buckets)
+        buckets = tuple(filter(None, left))
+    for index in travelling:
+        work[owners[index]] += atoms[index].cost
+    return MatrixPlan(tuple(atoms), layout, Ownership(chosen.policy, tuple(owners), tuple(work)), buckets, **wire)
+
+
+def _whole_at(layout: Layout, atoms: int) -> list[int | None]:
+    """Per atom, the only rank that stores any of it, if it stores all."""
+    of_kind: dict[Hashable, int | None] = {}
+    for index in range(atoms):
+        kind = layout.kind(index)
+        if kind not in of_kind:
+            parts = layout.fragments(index)
+            of_kind[kind] = parts[0].rank if len(parts) == 1 else None
+    return [of_kind[layout.kind(index)] for index in range(atoms)]
+
+
+def plan_spread(
+    atoms: Sequence[Atom],
+    layout: Layout,
+    *,
+    element_bytes: int = 2,
+    tensors: int = 1,
+    bucket_matrices: int | None = None,
+    bucket_numel: int | None = None,
+    loads: Sequence[int] = (),
+    earlier: Sequence[int] = (),
+) -> MatrixPlan:
+    """Plan matrices that hosts spread over all ranks (ZeRO-3, FSDP2), in the order in which they are exchanged.
+
+    ``loads`` is each rank's work before the first bucket; ``earlier`` is work after which the ranks have met.
+    ``bucket_matrices`` and ``bucket_numel`` are a user's limits, as in ``cut_buckets``.
+    """
+    return _exchanged(
+        atoms,
+        layout,
+        balance(atoms, layout, loads),
+        loads=loads,
+        earlier=earlier,
+        bucket_matrices=bucket_matrices,
+        bucket_numel=bucket_numel,
+        element_bytes=element_bytes,
+        tensors=tensors,
+    )
 
 
 def plan_matrices(
@@ -178,25 +331,29 @@ def plan_matrices(
     *,
     policy: str,
     machine: Machine,
-    bucket_numel: int,
     element_bytes: int,
     tensors: int = 1,
+    bucket_numel: int | None = None,
+    earlier: Sequence[int] = (),
 ) -> MatrixPlan:
-    """Choose owners by ``policy``, and put what must be exchanged into buckets of at most ``bucket_numel`` elements.
+    """Plan matrices in flat partitions (ZeRO-1/2), where most are whole on one rank, with owners by ``policy``.
 
     ``auto`` models the step time of every policy on ``machine`` and takes the fastest, ``stay`` on a tie.
-    ``element_bytes`` is the size of one element on the wire; ``tensors`` are sent to the owner. Raises ValueError for
-    an unknown policy.
+    ``element_bytes`` is the size of one element on the wire; ``tensors`` are sent to the owner; ``earlier`` and
+    ``bucket_numel`` are as in ``plan_spread``. Raises ValueError for an unknown policy.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; expected one of {', '.join(POLICIES)}")
     makers = {"stay": stay, "balance": balance}
+    more: dict[str, Any] = {
+        "earlier": earlier,
+        "bucket_numel": bucket_numel,
+        "element_bytes": element_bytes,
+        "tensors": tensors,
+    }
     timed = []
     for make in makers.values() if policy == "auto" else [makers[policy]]:
-        ownership = make(atoms, layout)
-        travelling = [i for i, owner in enumerate(ownership.owners) if not is_whole(layout, i, owner)]
-        buckets = cut_buckets(atoms, travelling, max(1, len(travelling)), bucket_numel)
-        plan = MatrixPlan(tuple(atoms), layout, ownership, buckets, element_bytes, tensors=tensors)
+        plan = _exchanged(atoms, layout, make(atoms, layout), **more)
         timed.append((plan, modelled_time(plan, machine)))
     timed.sort(key=lambda pair: pair[1].total)
     modelled = tuple((plan.ownership.policy, time) for plan, time in timed)
@@ -204,16 +361,20 @@ def plan_matrices(
 
 
 def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
-    """Modelled seconds per step: the busiest rank's work, the busiest link's bytes, and the buckets' collectives."""
-    return step_time(
-        machine,
-        flops=max(plan.ownership.loads),
-        nbytes=max(plan.wire_bytes()),
-        collectives=sum(map(plan.trips, range(len(plan.buckets)))),
+    """Modelled seconds per step: work until the last rank is done, the busiest link's bytes, and the collectives.
+
+    Matrices that are not exchanged are updated first, so what a rank sends to owners meanwhile costs it nothing.
+    """
+    rates = machine.bytes_per_second, machine.flops_per_second
+    exposed = (
+        back / rates[0] + max(0.0, forth / rates[0] - load / rates[1])
+        for forth, back, load in zip(*plan.bytes_forth_and_back(), plan.loads_before)
     )
+    trips = sum(map(plan.trips, range(len(plan.buckets))))
+    return StepTime(plan.path / rates[1], max(exposed), trips * machine.latency_seconds)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MatrixPlan:
     """How one group of matrices is updated: who owns what, and the buckets in which the rest is exchanged.
 
@@ -229,18 +390,24 @@ class MatrixPlan:
     modelled: tuple[tuple[str, StepTime], ...] = ()
     tensors: int = 1  # sent to the owner: the direction, or the gradient and the weight
 
-    @property
-    def length(self) -> int:
+    @cached_property
+    def loads_before(self) -> tuple[int, ...]:
+        """Per rank, the work before the first bucket: on matrices that are not exchanged, and in other plans."""
+        loads = list(self.ownership.loads)
+        for bucket in self.buckets:
+            for atom in bucket:
+                loads[self.ownership.owners[atom]] -= self.atoms[atom].cost
+        return tuple(loads)
+
+    @cached_property
+    def path(self) -> int:
         """Work (flops) until the last rank is done, as in ``critical_path``."""
-        in_buckets = {atom for bucket in self.buckets for atom in bucket}
-        before = list(self.ownership.loads)
-        for atom in in_buckets:
-            before[self.ownership.owners[atom]] -= self.atoms[atom].cost
-        return critical_path(self.atoms, self.buckets, dict(enumerate(self.ownership.owners)), before)
+        return critical_path(self.atoms, self.buckets, self.ownership.owners, self.loads_before)
 
     def local_atoms(self, rank: int) -> list[int]:
         """Atoms that ``rank`` owns and stores whole."""
-        return [i for i, owner in enumerate(self.ownership.owners) if owner == rank and is_whole(self.layout, i, owner)]
+        exchanged = {atom for bucket in self.buckets for atom in bucket}
+        return [i for i, owner in enumerate(self.ownership.owners) if owner == rank and i not in exchanged]
 
     def keeps_state(self, atom: int, rank: int) -> bool:
         """Whether ``rank`` keeps the state of a piece of ``atom``."""
@@ -282,31 +449,52 @@ class MatrixPlan:
 
     def moved_numel(self) -> list[int]:
         """Per rank, the elements that it stores whose update another rank computes."""
-        moved = [0] * self.layout.world_size
-        for atom, owner, times in self._alike(atom for bucket in self.buckets for atom in bucket):
+        stored, own = self._stored()
+        return [all_of_it - mine for all_of_it, mine in zip(stored, own)]
+
+    def _stored(self) -> tuple[list[int], list[int]]:
+        """Per rank, the elements that it stores of the exchanged atoms, and of those among them that it owns."""
+        stored, own = ([0] * self.layout.world_size for _ in range(2))
+        for atom, owners in self._alike():
+            times = sum(owners.values())
             for part in self.layout.fragments(atom):
-                moved[part.rank] += part.numel * times if part.rank != owner else 0
-        return moved
+                stored[part.rank] += part.numel * times
+                own[part.rank] += part.numel * owners.get(part.rank, 0)
+        return stored, own
 
     def wire_bytes(self) -> list[int]:
         """Per rank, the bytes that it sends in one step: fragments to owners, and updates back."""
-        sent = [0] * self.layout.world_size
-        for atom, owner, times in self._alike(atom for bucket in self.buckets for atom in bucket):
-            for part in self.layout.sources(atom, owner):
-                sent[part.rank] += part.numel * times * self.tensors if part.rank != owner else 0
-            for part in self.layout.fragments(atom):
-                sent[owner] += part.numel * times if part.rank != owner else 0
-        return [numel * self.element_bytes for numel in sent]
+        return [*map(sum, zip(*self.bytes_forth_and_back()))]
 
-    def _alike(self, atoms: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-        """Yield one of the atoms that are stored alike and have one owner, that owner, and the number of such atoms."""
+    def bytes_forth_and_back(self) -> tuple[list[int], list[int]]:
+        """Per rank, the bytes that it sends to owners in one step, and those that it returns as an owner."""
+        forth, back = ([0] * self.layout.world_size for _ in range(2))
+        for atom, owners in self._alike():
+            copies: list[tuple[Sequence[Fragment], Counter[int]]] = []  # what is sent, and the owners it is sent to
+            for owner, times in owners.items():
+                for parts, served in copies:
+                    if self.layout.is_source(atom, parts[0].rank, owner):
+                        served[owner] = times
+                        break
+                else:
+                    copies.append((self.layout.sources(atom, owner), Counter({owner: times})))
+            for parts, served in copies:
+                every = served.total()
+                for part in parts:
+                    forth[part.rank] += part.numel * self.tensors * (every - served[part.rank])
+            held = {part.rank: part.numel for part in self.layout.fragments(atom)}
+            whole = sum(held.values())
+            for owner, times in owners.items():
+                back[owner] += (whole - held.get(owner, 0)) * times
+        forth_and_back = ([numel * self.element_bytes for numel in some] for some in (forth, back))
+        return next(forth_and_back), next(forth_and_back)
+
+    def _alike(self) -> Iterator[tuple[int, Counter[int]]]:
+        """Yield one of the exchanged atoms that are stored alike, and how many of them each rank owns."""
         first: dict[Hashable, int] = {}
-        counts = Counter((first.setdefault(self.layout.kind(i), i), self.ownership.owners[i]) for i in atoms)
-        for (atom, owner), times in counts.items():
-            yield atom, owner, times
-
-
-def is_whole(layout: Layout, atom: int, rank: int) -> bool:
-    """Whether ``rank`` stores every element of ``atom``, and no other rank any."""
-    parts = layout.fragments(atom)
-    return len(parts) == 1 and parts[0].rank == rank
+        counts: dict[int, Counter[int]] = {}
+        for bucket in self.buckets:
+            for atom in bucket:
+                found = counts.setdefault(first.setdefault(self.layout.kind(atom), atom), Counter())
+                found[self.ownership.owners[atom]] += 1
+        yield from counts.items()

@@ -118,6 +118,7 @@ def zero_plans(shared: Share, ranks: int, setting: Setting) -> list[tuple[dict[s
     config, grouping = setting.config, shared.grouping
     assert isinstance(config, ZeROConfig)
     plans = []
+    earlier: Sequence[int] = ()
     for number, group in enumerate(grouping.groups):
         layouts = unit_layouts(
             [param.numel() for param in group["params"]],
@@ -127,7 +128,9 @@ def zero_plans(shared: Share, ranks: int, setting: Setting) -> list[tuple[dict[s
             sub_group_size=setting.sub_group_size,
         )
         members = [grouping.member(grouping.names[id(param)], param, number) for param in group["params"]]
-        plans += [(group, plan_group(group, members[p], layout, config, setting.plans_for)) for p, layout in layouts]
+        for part, layout in layouts:
+            plans.append((group, plan_group(group, members[part], layout, config, setting.plans_for, (), earlier)))
+            earlier = plans[-1][1].work(earlier)
     return plans
 
 

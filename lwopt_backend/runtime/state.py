@@ -278,7 +278,8 @@ def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> MatrixPlan:
         dims = tuple(None if dim is None else 0 for dim in parent.dims)
         shardings.append(Sharding(shape, parent.mesh_shape, dims, (False,) * len(dims)))
         owners.append(plan.ownership.owners[entry.atom])
-    buckets = cut_buckets(atoms, range(len(atoms)), max(1, len(atoms)), BUCKET_BYTES)
+    every = range(len(atoms))
+    buckets = cut_buckets(atoms, every, layout.world_size, matrices=max(1, len(atoms)), numel=BUCKET_BYTES)
     ownership = Ownership("parent's", tuple(owners), (0,) * layout.world_size)
     return MatrixPlan(tuple(atoms), MeshLayout(layout.coordinates, tuple(shardings)), ownership, buckets, 1)
 

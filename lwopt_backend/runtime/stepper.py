@@ -125,8 +125,8 @@ def _bits(tensor: Tensor) -> Tensor:
 # ::
 #
 #     bucket 0: advance the momentum, send the directions to the owners
-#     for every bucket:     the same for the next bucket        | on the wire
-#                           step a share of the local matrices  | meanwhile
+#     for every bucket:     the same for the next bucket
+#                           if it is the first, step the local matrices while both are on the wire
 #                           receive this bucket, update its owned matrices, send the updates back
 #                           receive the previous bucket's updates, decay, apply them
 #
@@ -162,9 +162,7 @@ class MatrixStepper:
         self._collectives = collectives
         self._to_owners = ways_to_owners(plan, collectives, device)
         self._back = ways_back(plan, collectives, device)
-        local, shares = plan.local_atoms(rank), len(plan.buckets) + 1  # of nearly equal length; some may be empty
-        bounds = [len(local) * i // shares for i in range(shares + 1)]
-        self._local = [local[low:high] for low, high in zip(bounds, bounds[1:])]
+        self._local = plan.local_atoms(rank)
         self._owned = [[atom for atom in bucket if plan.ownership.owners[atom] == rank] for bucket in plan.buckets]
         sent = [{segment.atom for segment in way.transfer.sends} for way in self._to_owners]
         self._copies = [  # by bucket, atoms of which this rank stores a piece that another sends
@@ -206,7 +204,8 @@ class MatrixStepper:
         returning: Callable[[], object] = list  # of the bucket before; no longer referred to when it has been called
         for place, bucket in enumerate(order):
             following = self._depart(order[place + 1 : place + 2], run)
-            self._step_local(place, run)
+            if place == 0:
+                self._step_local(run)
             is_last = bucket == order[-1]
             finish = partial(self._apply_returned, self._update_owned(bucket, arriving, run, is_last), run, is_last)
             arriving = following
@@ -215,13 +214,14 @@ class MatrixStepper:
                 returning = finish
             else:
                 later(bucket, finish)
-        self._step_local(-1, run)
+        if not order:
+            self._step_local(run)
         returning()
         if report is None:
             run.report.settle("the step of matrices", list)
 
-    def _step_local(self, share: int, run: _Run) -> None:
-        run.report.attempt(lambda: self._whole.step(run.active_of(self._local[share]), run.rules, run.storage))
+    def _step_local(self, run: _Run) -> None:
+        run.report.attempt(lambda: self._whole.step(run.active_of(self._local), run.rules, run.storage))
 
     def send_directions(self, bucket: int, run: _Run, *, advance: bool = True) -> Arrival:
         """Start the all-to-all that sends a bucket's directions to their owners; zeros if they cannot be computed."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import add
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -103,6 +104,13 @@ class GroupPlan:
         of_matrices = self.matrices.layout if self.matrices is not None else None
         return of_matrices.places[rank][1] if isinstance(of_matrices, TensorShards) else rank
 
+    def work(self, earlier: Sequence[int] = ()) -> Sequence[int]:
+        """Each rank's work on matrices, in addition to what it has done ``earlier``."""
+        if self.matrices is None:
+            return earlier
+        loads = self.matrices.ownership.loads
+        return [*map(add, earlier, loads)] if earlier else loads
+
     def lines(self) -> list[str]:
         """The lines that must be equal on all ranks."""
         return [*self.plan_lines(), *self.options]
@@ -132,18 +140,20 @@ def plan_group(
     config: ZeROConfig,
     machine: Machine,
     places: Sequence[tuple[int, int]] = (),
+    earlier: Sequence[int] = (),
 ) -> GroupPlan:
     """Plan ``members``, the parameters of the param group ``group``, stored in ``layout`` in that order.
 
-    Under tensor parallelism, ``places`` are as in ``TensorShards``. Raises ValueError for a policy that the layout does
-    not allow.
+    Under tensor parallelism, ``places`` are as in ``TensorShards``. ``earlier`` is each rank's work in plans that are
+    stepped before. Raises ValueError for a policy that the layout does not allow.
     """
     rule = group["rule"]
     matrices = None
     if rule in registry.MATRIX_RULES:
         atoms = [atom for member in members for atom in registry.atoms_of(member, group)]
         of_atoms = _of_atoms(members, layout, places)
-        matrices = _plan_atoms(atoms, of_atoms, registry.build_matrix_rule(group, config), config, machine)
+        rule_of_group = registry.build_matrix_rule(group, config)
+        matrices = _plan_atoms(atoms, of_atoms, rule_of_group, config, machine, earlier)
     options = tuple(setting(f"{rule}.{key}", value) for key, value in registry.arguments(group).items())
     if not isinstance(layout, Replicas):
         numels = [layout.partition_numel] * (len(places) or layout.world_size)
@@ -186,23 +196,24 @@ def _plan_atoms(
     matrix_rule: MatrixRule,
     config: ZeROConfig,
     machine: Machine,
+    earlier: Sequence[int],
 ) -> MatrixPlan:
     """Assign owners by the policy where a matrix is stored almost whole on one rank, else by work."""
-    wire = registry.wire_of(matrix_rule)
+    more: dict[str, Any] = {"bucket_numel": config.bucket_numel, "earlier": earlier, **registry.wire_of(matrix_rule)}
     stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas, TensorShards)) else layout
     if isinstance(stored, FlatPartition):
-        return plan_matrices(
-            atoms, layout, policy=config.policy, machine=machine, bucket_numel=config.bucket_numel, **wire
-        )
+        return plan_matrices(atoms, layout, policy=config.policy, machine=machine, **more)
     if config.policy == "stay" and layout.world_size > 1:
         raise ValueError(
             "policy is 'stay', but here every rank stores a part or a copy of every matrix; use 'balance' or 'auto'"
         )
-    plan = plan_spread(atoms, layout, bucket_numel=config.bucket_numel, **wire)
+    plan = plan_spread(atoms, layout, **more)
     return replace(plan, modelled=((plan.ownership.policy, modelled_time(plan, machine)),))
 
 
 # Steps of planned parameters, whose state is in flat tensors on this rank.
+
+BATCH_NUMEL = 2**24  # elements that a rule takes at once on an accelerator
 
 Stored = TypeVar("Stored", bound="Tensor | Sequence[Tensor]")
 
@@ -233,7 +244,7 @@ class UnitStepper(Generic[Stored]):
         self.matrices: MatrixStepper | None = None
         if plan.matrices is not None:
             rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
-            batch_numel = 0 if rule_device.type in IMMEDIATE else config.bucket_numel
+            batch_numel = 0 if rule_device.type in IMMEDIATE else BATCH_NUMEL
             self.matrices = MatrixStepper(
                 plan.matrices, collectives, device, batch_numel=batch_numel, rule_device=rule_device
             )

@@ -194,6 +194,9 @@ class _Replicas(Storage):
         return found
 
 
+GATHERED_NUMEL = 2**24  # elements of all ranks that are gathered at once
+
+
 class ElementwiseReplicas(ReplicatedStepper):
     """Steps element-wise parameters, concatenated and cut into one equal part per rank."""
 
@@ -201,7 +204,7 @@ class ElementwiseReplicas(ReplicatedStepper):
         super().__init__(*args)
         assert isinstance(self._plan.layout, FlatPartition)
         self._layout = self._plan.layout
-        share = self._config.bucket_numel // self._collectives.world_size
+        share = GATHERED_NUMEL // self._collectives.world_size
         self._chunk = max(1, min(share, self._layout.partition_numel))
 
     @torch.no_grad()
