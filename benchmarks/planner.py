@@ -3,6 +3,7 @@
     python benchmarks/planner.py                       all 216 cells, about three minutes on two cores
     python benchmarks/planner.py --models gpt2-124m    some models
     python benchmarks/planner.py --time                only what planning takes, for every public model on 1,024 ranks
+    python benchmarks/planner.py --exchange            when the last rank is done, where matrices travel to their owners
     python benchmarks/planner.py --markdown docs/planner_cells.md --png docs/planner.png
 
 ``megatron_planner.csv`` holds what Megatron-Core's own code planned (August 2026): buckets, elements with padding, cost
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plans import estimated_loads, problems
-from public_models import FLAVOURS, MODELS, atoms
+from public_models import FLAVOURS, MODELS, atoms, study
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -35,6 +36,7 @@ from lwopt_backend.plan.cost import CLUSTERS, COSTS
 
 FIGURES = Path(__file__).with_name("megatron_planner.csv")
 MOST_RANKS, LEAST_BUCKET = 1024, 40_000_000
+LATEST = 1.15  # times the busiest rank's work, if matrices were dealt longest first
 LOSS, TIE, ONE, BOTH = "loss", "tie", "better on one", "better on both"
 
 
@@ -102,6 +104,40 @@ def time_models(pool: ProcessPoolExecutor, models: Sequence[str], console: Conso
         slowest = max(slowest, (seconds, f"{model} {flavour}"))
     console.print(table)
     console.print(f"slowest: {slowest[0]:.1f} s of CPU ({slowest[1]})")
+
+
+EXCHANGED = (("llama-7b", False), ("llama3.1-70b", False), ("qwen3-30b-a3b", False), ("qwen3-30b-a3b", True))
+EXCHANGED += (("deepseek-v3", False),)
+ENGINES, RANKS = ("zero1", "zero2", "zero3", "fsdp2"), (8, 64, 512)
+
+
+def exchange_cell(cell: tuple[str, bool, str, int]) -> tuple[str, ...]:
+    model, stack, engine, ranks = cell
+    start = time.process_time()
+    stage = study(model, engine, ranks, stack=stack).worst
+    seconds = time.process_time() - start
+    (part,) = stage.parts
+    name = f"{model}, stacked" if stack else model
+    figures = (f"{part.path_over_longest_first:.3f}", f"{part.flops_imbalance:.3f}", f"{len(part.bucket_numels):,}")
+    memory = max(each.exchange for each in stage.memory())
+    return name, engine, str(ranks), f"{len(part.atoms):,}", *figures, f"{memory / 1e9:.2f}", f"{seconds:.1f}"
+
+
+def exchanges(pool: ProcessPoolExecutor, console: Console) -> None:
+    """Print what each engine plans by default, and fail where a rank is late."""
+    cells = [(*model, engine, ranks) for model in EXCHANGED for engine in ENGINES for ranks in RANKS]
+    table = Table(title="The time until the last rank is done, over the busiest rank's of one longest-first deal")
+    headings = ("model", "engine", "ranks", "matrices", "path", "busiest / mean", "buckets", "exchange GB", "CPU s")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("model", "engine") else "right")
+    rows = list(pool.map(exchange_cell, cells))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    slowest = max(float(row[4]) for row in rows)
+    console.print(f"the largest: {slowest:.3f}")
+    if slowest > LATEST:
+        raise SystemExit(f"a rank is done after more than {LATEST}")
 
 
 def plan_cell(row: dict[str, str]) -> Cell:
@@ -199,8 +235,13 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="write every cell as a table")
     parser.add_argument("--png", type=Path, help="draw every cell")
     parser.add_argument("--time", action="store_true", help="only time the planning of models on 1,024 ranks")
+    parser.add_argument("--exchange", action="store_true", help="only when the last rank is done, by model and engine")
     options = parser.parse_args()
     console = Console(width=150 if not Console().is_terminal else None, highlight=False)
+    if options.exchange:
+        with ProcessPoolExecutor(options.processes) as pool:
+            exchanges(pool, console)
+        return
     if options.time:
         with ProcessPoolExecutor(options.processes) as pool:
             time_models(pool, options.models or list(MODELS), console)

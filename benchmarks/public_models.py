@@ -7,10 +7,15 @@ the other; ``mcore_grouped`` has all experts' first matrices of a layer, then al
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.cost import newton_schulz_flops
+from lwopt_backend.planner.setting import Setting
+from lwopt_backend.planner.shapes import ModelShapes
+from lwopt_backend.planner.study import Deployment, Study, plan_study
+from lwopt_backend.routing.routing import Route, named_as_stack
 
 Matrix = tuple[str, tuple[int, int]]
 Model = Callable[[str], Iterator[Matrix]]  # of a flavour
@@ -104,10 +109,12 @@ def latent(
 
 MODELS: dict[str, Model] = {
     "gpt2-124m": gpt2(12, 768),
+    "llama-7b": dense(32, 4096, 32, 32, 128, 11008),
     "llama3.1-8b": dense(32, 4096, 32, 8, 128, 14336),
     "llama3.1-70b": dense(80, 8192, 64, 8, 128, 28672),
     "qwen3-32b": dense(64, 5120, 64, 8, 128, 25600),
     "mixtral-8x7b": sparse(32, 4096, 32, 8, 128, 8, 14336),
+    "qwen3-30b-a3b": sparse(48, 2048, 32, 4, 128, 128, 768),
     "deepseek-v3": latent(61, 3, 128, 18432, 256),
     "kimi-k2-like": latent(61, 1, 64, 18432, 384),
 }
@@ -116,6 +123,25 @@ MODELS: dict[str, Model] = {
 def load(model: str, flavour: str = "hf") -> list[Matrix]:
     """``[(name, (rows, columns)), ...]`` in model order."""
     return list(MODELS[model](flavour))
+
+
+STACKED = re.compile(r"\.experts\.\d+\.")
+
+
+def stacked(matrices: list[Matrix]) -> list[tuple[str, tuple[int, ...]]]:
+    """The same parameters where all experts of a layer are one, as transformers has them."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for name, shape in matrices:
+        found.setdefault(STACKED.sub(".experts.", name), []).append(shape)
+    return [(name, (len(some), *some[0]) if ".experts." in name else some[0]) for name, some in found.items()]
+
+
+def study(model: str, engine: str, ranks: int, *, stack: bool = False) -> Study:
+    """The plan that ``engine`` makes for a public model by default; with ``stack``, of stacked experts."""
+    shapes = stacked(load(model)) if stack else load(model)
+    routes = [Route(name, shape, "matrix", "listed", stack=named_as_stack(name, shape)) for name, shape in shapes]
+    setting = Setting.of(engine)
+    return plan_study(ModelShapes(model, *setting.training.of(routes)), Deployment(ranks), setting)
 
 
 def atoms(model: str, flavour: str = "hf") -> list[Atom]:

@@ -17,10 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.plan.buffers.layout import Bucket
-from lwopt_backend.plan.cost import RankMemory
+from lwopt_backend.plan.cost import MACHINES, RankMemory
+from lwopt_backend.planner.setting import Setting
+from lwopt_backend.planner.shapes import ModelShapes
+from lwopt_backend.planner.study import Deployment, plan_study
+from lwopt_backend.routing.routing import Route
 from lwopt_backend.runtime.collectives import DONE, Pending, TorchCollectives
 from tests.allocations import allocations, come_to_be, live_bytes, watched
-from tests.cells import with_full
+from tests.cells import cells, with_full
 from tests.engines import Cell, running
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
@@ -337,12 +341,13 @@ class Squares(nn.Module):
 
 
 @nothing_sent()
-def held_by_a_step(engine: str, layers: int) -> int:
+def held_by_a_step(engine: str, layers: int, **given: Any) -> int:
     """The most bytes that a step allocates on top of what there was before it: the least of the third to the tenth.
     Where a machine is busy, the transport's thread may be the last to hold a buffer of the step before."""
     elements = IN_A_BUCKET * MATRIX
     options: dict[str, Any] = {"bucket_mb": elements * 4 / 2**20} if engine in OWNED else {"bucket_numel": elements}
     options = {} if engine == "fsdp2" else options  # it has as many in a bucket there
+    options = given or options
     options |= {"policy": "balance"} if engine in ("zero 1", "zero 2") else {}
     with running(Cell(engine, options={"include": ["*"], **options}), Squares(layers)) as run:
         found: list[int] = []
@@ -366,3 +371,32 @@ def test_a_step_holds_two_buckets_and_a_batch(engine: str) -> None:
     assert few == many, "nothing grows with the model"
     most = BATCH + SMALL + (0 if engine in OWNED else 2 * BUCKET)
     assert BATCH - 4 * MATRIX - SMALL <= few <= most, few / MATRIX
+
+
+def planned_for_a_step(engine: str, layers: int, **options: Any) -> int:
+    """The bytes that this rank needs in a step, as ``lwopt plan`` prints them."""
+    kind = "owned" if engine in OWNED else engine.replace(" ", "")
+    options |= {"policy": "balance"} if kind in ("zero1", "zero2") else {}
+    setting = Setting.of(kind, MACHINES["cpu"], None, options)
+    shapes = [(name, tuple(param.shape)) for name, param in Squares(layers).named_parameters()]
+    routes = [Route(name, shape, "matrix", "2-D weight") for name, shape in shapes]
+    model = ModelShapes("squares", *setting.training.of(routes))
+    memory = plan_study(model, Deployment(dist.get_world_size()), setting).worst.memory()[dist.get_rank()]
+    return memory.workspace + memory.exchange
+
+
+@cells(
+    ranks=[2, 3],
+    engine=["plain", "owned 1", "zero 1", "zero 2", "zero 3", "fsdp2"],
+    layers=[9, 16],
+    limit=[None, 2 * MATRIX],
+)
+@on_ranks()
+def test_a_step_needs_no_more_than_its_plan_prints(engine: str, layers: int, limit: int | None) -> None:
+    """With the buckets of the defaults, and with small ones."""
+    options = {"report": False} if limit is None else {"bucket_numel": limit}
+    if engine in OWNED:
+        options = {"report": False} if limit is None else {"bucket_mb": limit * 4 / 2**20}
+    planned = planned_for_a_step(engine, layers, **{key: options[key] for key in options if key != "report"})
+    held = held_by_a_step(engine, layers, **options)
+    assert planned / 4 < held <= planned + SMALL, (held / MATRIX, planned / MATRIX)

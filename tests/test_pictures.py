@@ -37,7 +37,7 @@ from lwopt_backend.planner.study import Deployment, plan_study
 from lwopt_backend.routing.routing import Route
 
 GIB = 2**30
-KINDS = ("parameters", "gradients", "masters", "state", "padding", "workspace")
+KINDS = ("parameters", "gradients", "masters", "state", "padding", "workspace", "exchange")
 CASES = ["few", "many", "stages", "buckets", "zero2", "fsdp2", "one"]
 HOSTILE = """<img src=x onerror=alert(1)>"'&amp; $\\frac{$"""
 
@@ -193,7 +193,7 @@ def test_timeline_has_a_lane_per_bucket_or_per_few_with_its_three_spans(case: st
 
 
 def test_without_a_timeline_the_panel_says_why() -> None:
-    travelling = sum(bucket != -1 for bucket in planned("zero2")["parts"][0]["bucket_of"])
+    travelling = planned("zero2")["parts"][0]["exchanged"]
     assert 0 < travelling < 20 and not plan_figure("zero2").axes[2].containers
     assert f"Of 20 matrices, {travelling} travel to an owner and back" in words(plan_figure("zero2"))
 
@@ -258,11 +258,12 @@ def hostile(data: Any) -> Any:
 
 def test_markup_and_formulas_in_names_are_text(tmp_path: Path) -> None:
     data = hostile(planned("stages"))
-    page = Page(html_report(data, printed(*data["matrices"][:2], "{braces} [red]")))
+    names = [f"{HOSTILE} {number}" for number in range(2)]
+    page = Page(html_report(data, printed(*names, "{braces} [red]")))
     assert [tag for tag, _ in page.tags].count("img") == 1
     assert not any("onerror" in attributes for _, attributes in page.tags)
     assert page.texts["title"] == data["source"] + ": plan"
-    assert page.texts["pre"].split("\n")[:3] == [*data["matrices"][:2], "{braces} [red]"]
+    assert page.texts["pre"].split("\n")[:3] == [*names, "{braces} [red]"]
     save_plan_png(data, tmp_path / "plan.png")
     assert data["source"] in words(draw_plan(data))
 

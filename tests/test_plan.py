@@ -283,10 +283,11 @@ def test_a_bucket_has_work_for_all_ranks_at_the_same_time() -> None:
         atoms = [Atom(str(number), (1, 1), cost) for number, cost in enumerate(costs)]
         return [len(bucket) for bucket in cut_buckets(atoms, range(len(costs)), 2, **more)]
 
-    assert cut([1] * 12) == [4, 4, 4] and cut([1] * 11) == [4, 7], "two a rank, and what is left joins the last"
-    assert cut([5, 1, 1, 1, *[1] * 8]) == [6, 6], "while rank 0 does 5, rank 1 has as much to do"
-    assert cut([1, 1, 1, 1, 1, 1, 1, 1, 5]) == [9], "no bucket before the last is large enough without another"
-    assert cut([1] * 12, before=[3, 0]) == [5, 7], "the first makes up for what rank 1 has less to do before"
+    assert cut([1] * 12) == [4, 4, 4] and cut([1] * 10) == [4, 4, 2], "two a rank; of the last one is enough"
+    assert cut([1] * 9) == [4, 5], "one matrix that is left is none for the other rank"
+    assert cut([5, 1, 1, 1, *[1] * 8]) == [6, 4, 2], "while rank 0 does 5, rank 1 has as much to do"
+    assert cut([1, 1, 1, 1, 1, 1, 1, 1, 5]) == [3, 6], "filled from the end, where the costly one is"
+    assert cut([1] * 12, before=[3, 0]) == [5, 4, 3], "the first makes up for what rank 1 has less to do before"
 
 
 def test_the_plan_is_the_same_in_every_process_whatever_the_hash_seed() -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.public_models import study
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.cost import COSTS, Machine
-from lwopt_backend.planner.document import alternatives
+from lwopt_backend.plan.owners import longest_first
+from lwopt_backend.planner.document import alternatives, document
 from lwopt_backend.planner.models import ModelShapes, Training
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting, cluster_named, share_of
@@ -126,7 +128,7 @@ def test_workspace_bytes_and_seconds_of_a_padded_buffer() -> None:
     large, small = 128 * 128, 64 * 128
     assert part.buffer_numel == 2 * (large + small) and part.numel == 2 * large + small
     assert sorted(part.owned_numels) == [large, large + small]
-    assert {memory.workspace for memory in study.worst.memory()} == {2 * (3 * large + 3 * large)}
+    assert {memory.workspace for memory in study.worst.memory()} == {2 * (3 * large + 3 * large) + 8 * large}
     assert [(c.what, c.count, c.nbytes) for c in part.collectives] == [
         ("reduce-scatter of gradients", 1, 4 * (large + small)),
         ("all-gather of parameters", 1, 2 * (large + small)),
@@ -190,3 +192,50 @@ def test_experts_in_a_stack_are_planned_one_by_one_each_on_one_rank() -> None:
     (part,) = plan_study([stack], Deployment(2), setting()).worst.parts
     assert [atom.name for atom in part.atoms] == [f"layers.0.experts.up[{number}]" for number in range(6)]
     assert part.owners == (0, 0, 0, 1, 1, 1)
+
+
+# Where matrices travel to their owners, all ranks are done at nearly the same time
+
+
+def last_done(found: dict[str, Any], costs: dict[str, int], ranks: int) -> int:
+    """The cost until the last rank is done, from the list of assignments: a bucket arrives when all ranks are done with
+    the last but one before it."""
+    done, ends = [0] * ranks, [0, 0]
+    for name, owner, bucket in found["assignments"]:
+        done[owner] += costs[name] if bucket is None else 0
+    ends[1] = max(done)
+    for bucket in range(found["buckets"]):
+        for name, owner, number in found["assignments"]:
+            if number == bucket:
+                done[owner] = max(done[owner], ends[-2]) + costs[name]
+        ends.append(max(done))
+    return max(done)
+
+
+CELLS = {
+    ("llama-7b", "zero1", 64): (1.0, 1),
+    ("llama-7b", "zero3", 8): (1.006, 14),
+    ("llama-7b", "zero3", 64): (1.0, 2),
+    ("llama3.1-70b", "zero2", 512): (1.0, 1),
+    ("llama3.1-70b", "zero3", 64): (1.1316, 5),
+    ("llama3.1-70b", "fsdp2", 64): (1.0789, 4),
+    ("qwen3-30b-a3b, stacked", "zero1", 512): (1.0, 1),
+    ("qwen3-30b-a3b, stacked", "fsdp2", 512): (1.0, 1),
+    ("qwen3-30b-a3b", "fsdp2", 512): (1.0, 2),
+}
+
+
+@pytest.mark.parametrize(("model", "engine", "ranks"), CELLS)
+def test_the_last_rank_is_done_soon_after_the_busiest_of_a_longest_first_deal(
+    model: str, engine: str, ranks: int
+) -> None:
+    name, _, stacked = model.partition(", ")
+    found = study(name, engine, ranks, stack=bool(stacked))
+    (part,) = found.worst.parts
+    said = document(found, source=model, assignments=True)
+    assert (said["path_over_longest_first"], said["buckets"]) == CELLS[model, engine, ranks]
+    costs = {atom.name: atom.cost for atom in part.atoms}
+    owners: dict[str, int] = {name: owner for name, owner, _ in said["assignments"]}
+    assert len(owners) == len(said["assignments"]) == len(costs), "every matrix once"
+    path = last_done(said, costs, ranks)
+    assert path == part.path and path <= 1.15 * longest_first(list(costs.values()), [0] * ranks)

@@ -40,7 +40,9 @@ Shapes = Annotated[Path | None, of_model(metavar="FILE", help=MATRICES)]
 Include = Annotated[list[str] | None, of_model(metavar="GLOB", help="Names that are matrices all the same.")]
 Exclude = Annotated[list[str] | None, of_model(metavar="GLOB", help="Names that are not matrices.")]
 Experts = Annotated[str, of_model(metavar="GLOB", help="Parameters that --ep spreads.")]
-ParameterDtype = Annotated[Dtype | None, of_model(help="Of parameters. Default: bfloat16, on fsdp2 float32.")]
+ParameterDtype = Annotated[
+    Dtype | None, of_model(help="Of parameters. Default: config.json's, else bfloat16, on fsdp2 float32.")
+]
 
 WorldSize = Annotated[int, of_cluster(min=1, max=2**16, help="All ranks.")]
 TensorParallel = Annotated[int, of_cluster(min=1, help="Tensor parallelism.")]
@@ -61,6 +63,7 @@ Cost = Annotated[str | None, of_plan(metavar="NAME|FILE", help=COST)]
 
 WhatIf = Annotated[bool | None, of_output(help="Rows for other choices. Default: yes, unless --json.")]
 AsJSON = Annotated[bool, of_output("--json", help="Print the plan as JSON, nothing else.")]
+Assignments = Annotated[bool, of_output("--assignments", help="With --json: every matrix, its owner and bucket.")]
 HTML = Annotated[Path | None, of_output(metavar="FILE", help="Write a report.")]
 PNG = Annotated[Path | None, of_output(metavar="FILE", help="Write a picture.")]
 

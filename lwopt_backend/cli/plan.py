@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +47,7 @@ def plan(
     cost: inputs.Cost = None,
     what_if: inputs.WhatIf = None,
     as_json: inputs.AsJSON = False,
+    assignments: inputs.Assignments = False,
     html: inputs.HTML = None,
     png: inputs.PNG = None,
 ) -> None:
@@ -58,7 +60,9 @@ def plan(
 
     model, study = studied(given)
     rows = _what_if(study) if (not as_json if what_if is None else what_if) else []
-    content = document(study, source=model.source, rows=rows)
+    if assignments and not as_json:
+        raise ValueError("--assignments is for --json, which prints them; add --json")
+    content = document(study, source=model.source, rows=rows, notes=model.notes, assignments=assignments)
     _draw(content, html, png, lambda console: _print(console, model, study, rows))
     if as_json:
         typer.echo(json.dumps(content))
@@ -75,16 +79,29 @@ def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
 
     named = {name: given[name] for name in ("include", "exclude", "layout", "bucket_mb", "policy", "bucket_numel")}
     named["group_size"] = group_size_of(given["group_size"])
-    setting = Setting.of(
-        given["engine"],
-        cluster_named(given["cluster"]),
-        inputs.cost_named(given["cost"]),
-        engine_options(given["engine"], named, given["option"] or ()),
-        dtype=getattr(torch, given["dtype"]) if given["dtype"] else None,
-        grad_dtype=given["grad_dtype"],
-        sub_group_size=given["sub_group_size"],
-    )
+    machine, cost = cluster_named(given["cluster"]), inputs.cost_named(given["cost"])
+    options = engine_options(given["engine"], named, given["option"] or ())
+
+    def setting_of(dtype: str | None) -> Setting:
+        return Setting.of(
+            given["engine"],
+            machine,
+            cost,
+            options,
+            dtype=getattr(torch, dtype) if dtype else None,
+            grad_dtype=given["grad_dtype"],
+            sub_group_size=given["sub_group_size"],
+        )
+
+    setting = setting_of(given["dtype"])
     model = inputs.read_model(given["hf"], given["checkpoint"], given["shapes"], setting.training)
+    if given["dtype"] is None:
+        setting = setting_of(model.dtype)
+        name = str(setting.dtype).removeprefix("torch.")
+        note = f"Parameters are planned in {name}, as {model.source.partition(' ')[0]} says."
+        if model.dtype is None:
+            note = f"Parameters are assumed to be {name}, since no dtype is given; --dtype plans another."
+        model = replace(model, notes=(*model.notes, note))
     deployment = Deployment(*(given[name] for name in ("world_size", "tp", "pp", "ep")))
     with Console(stderr=True).status("planning"):
         return model, plan_study(model, deployment, setting, experts=given["experts"])

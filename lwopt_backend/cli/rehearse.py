@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lwopt_backend.planner.rehearsal import Figure, Rehearsal
     from lwopt_backend.planner.study import Study
 
-ONLY_OF_PLANS = ("what_if", "html", "png")
+ONLY_OF_PLANS = ("what_if", "assignments", "html", "png")
 
 Rank = Annotated[int | None, inputs.of_cluster(min=0, help="Of all ranks. Default: the one with most work.")]
 Steps = Annotated[int, inputs.of_output(min=1, help="To rehearse; the last is shown.")]

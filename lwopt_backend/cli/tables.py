@@ -65,7 +65,8 @@ def _choice(part: Part) -> str:
     buckets = f"{len(part.bucket_numels)} bucket(s)" if part.bucket_numels else "nothing travels"
     return (
         f"Plan of the {part.name} matrices: {len(part.atoms)}, {groups}; {part.layout} layout, {buckets}, "
-        f"padding {part.padding:.2%}, busiest rank over mean {part.flops_imbalance:.3f} ({part.strategy})."
+        f"padding {part.padding:.2%}, busiest rank over mean {part.flops_imbalance:.3f} ({part.strategy}); "
+        f"the last rank is done after {part.path_over_longest_first:.3f} of the busiest's work if dealt longest first."
     )
 
 
@@ -84,8 +85,11 @@ def _uneven(part: Part, setting: Setting) -> str | None:
 def rank_table(stage: Stage) -> Table:
     """Work and memory of the ranks of a stage; of many ranks, the first few, the busiest and the least busy."""
     loads, memory = stage.loads(), stage.memory()
-    kinds = ["parameters", "gradients", "masters", "state", "padding", "workspace", "peak", "transient", "backward"]
-    if stage.setting.engine != "owned":
+    kinds = ["parameters", "gradients", "masters", "state", "padding", "workspace", "exchange", "peak"]
+    kinds += ["transient", "backward"]
+    if stage.setting.engine == "owned":
+        kinds.remove("exchange")
+    else:
         kinds = kinds[:-2]
     table = Table(*numbers("rank", "work ms", *kinds), title="Per rank")
     for rank in shown_ranks(loads):

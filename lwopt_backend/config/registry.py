@@ -275,9 +275,15 @@ def wire_of(rule: MatrixRule) -> Wire:
     return {"element_bytes": rule.exchange_dtype.itemsize, "tensors": 2 if isinstance(rule, WeightRule) else 1}
 
 
-def atoms_of(param: TrainedParam, group: Mapping[str, Any]) -> list[Atom]:
-    """The matrices in a parameter, with the costs of its param group's rule; none in an element-wise one."""
-    costs = {shape: cost_of(shape, group) for shape in {block.shape for block in param.blocks}}  # few, of many experts
+def atoms_of(param: TrainedParam, group: Mapping[str, Any], costs: dict[Shape, int] | None = None) -> list[Atom]:
+    """The matrices in a parameter, with the costs of its param group's rule; none in an element-wise one.
+
+    ``costs`` has those of shapes that were met in the group's other parameters, and is filled.
+    """
+    costs = {} if costs is None else costs
+    for block in param.blocks:
+        if block.shape not in costs:
+            costs[block.shape] = cost_of(block.shape, group)
     return [
         Atom(block.of(param.name), block.shape, costs[block.shape], param.transposed, param.tiles)
         for block in param.blocks

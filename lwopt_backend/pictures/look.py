@@ -79,10 +79,10 @@ def one_line(text: object, most: int = 10_000) -> str:
 # Okabe and Ito's colours, which the colour-blind can tell apart. The same thing has the same colour in every panel:
 # gradients in memory are those that arrive, work at a rank is what the owners do in the timeline.
 PARAMETERS, GRADIENTS, WORK = "#0072b2", "#e69f00", "#009e73"
-MASTERS, STATE, PADDING, WORKSPACE = "#56b4e9", "#cc79a7", "#a3a9b1", "#d55e00"
+MASTERS, STATE, PADDING, WORKSPACE, EXCHANGE = "#56b4e9", "#cc79a7", "#a3a9b1", "#d55e00", "#f0e442"
 KINDS = {  # of memory
     **{"parameters": PARAMETERS, "gradients": GRADIENTS, "masters": MASTERS, "state": STATE},
-    **{"padding": PADDING, "workspace": WORKSPACE},
+    **{"padding": PADDING, "workspace": WORKSPACE, "exchange": EXCHANGE},
 }
 SPANS = {"reduce": GRADIENTS, "work": WORK, "back": PARAMETERS}  # of a bucket
 WARNING = "#d1242f"

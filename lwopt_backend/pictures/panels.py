@@ -303,12 +303,11 @@ def _says(document: Mapping[str, Any], rows: Sequence[Lane]) -> str:
 
 def why_no_timeline(document: Mapping[str, Any]) -> str:
     """Two lines for engines whose host moves the gradients and the parameters itself."""
-    buckets_of = [bucket for part in document["parts"] for bucket in part["bucket_of"]]
-    travelling = sum(bucket >= 0 for bucket in buckets_of)
+    matrices, travelling = (sum(part[key] for part in document["parts"]) for key in ("matrices", "exchanged"))
     engine, buckets = one_line(document["engine"], 20), document["buckets"]
     return (
         f"Under {engine} the host itself moves gradients and parameters, and decides when.\n"
-        f"Of {len(buckets_of):,} matrices, {travelling:,} travel to an owner and back in the step, in {buckets:,} "
+        f"Of {matrices:,} matrices, {travelling:,} travel to an owner and back in the step, in {buckets:,} "
         f"bucket{'' if buckets == 1 else 's'}; seconds are modelled for all of it together."
     )
 

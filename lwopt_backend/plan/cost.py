@@ -374,7 +374,8 @@ class RankMemory:
     """Bytes of one rank. ``parameters`` to ``padding`` are kept between a backward pass and its step.
 
     - ``gradients`` are gone after the step unless all ranks keep them; ``padding`` is that of parameters and gradients.
-    - ``workspace``: what the step's largest matrix needs in addition, in a plan.
+    - ``workspace``: what a step's largest batch of matrices needs in addition, in a plan; ``exchange``: what the
+      buffers need at most in which a host's matrices travel.
     - ``transient``: what backward passes need in addition on owned storage, for gradients on their way; in a run, what
       they have needed. A flag per parameter is not counted.
     - ``sent``: what a step with one backward pass sends.
@@ -386,6 +387,7 @@ class RankMemory:
     state: int = 0
     padding: int = 0
     workspace: int = 0
+    exchange: int = 0
     transient: int = 0
     sent: int = 0
 
@@ -396,7 +398,7 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """The planned peak of a step."""
-        return self.long_lived + self.workspace
+        return self.long_lived + self.workspace + self.exchange
 
     @property
     def backward(self) -> int:
@@ -404,6 +406,7 @@ class RankMemory:
         return self.long_lived + self.transient
 
     def __add__(self, other: RankMemory) -> RankMemory:
-        """The sum of two buffers on one rank; the step uses one workspace after the other."""
+        """The sum of two buffers on one rank; the step uses one workspace and one exchange after the other."""
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        return RankMemory(**{**sums, "workspace": max(self.workspace, other.workspace)})
+        largest = {name: max(getattr(self, name), getattr(other, name)) for name in ("workspace", "exchange")}
+        return RankMemory(**{**sums, **largest})

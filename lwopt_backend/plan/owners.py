@@ -147,35 +147,43 @@ def cut_buckets(
 
     A bucket closes once it has two matrices a rank, and as much work as if every rank had its costliest matrix. The
     first one also makes up for the work ``before`` that some ranks have less of than others. What is left at the end
-    joins the last bucket. A user's limits come first: ``matrices`` close a bucket, and one never exceeds ``numel``
-    elements, unless a single matrix does.
+    joins the last bucket, unless it has a matrix a rank and as much work. A user's limits come first: ``matrices``
+    close a bucket, and one never exceeds ``numel`` elements, unless a single matrix does.
+
+    Buckets are filled from the first atom on or from the last, whichever makes the largest bucket smaller.
     """
-    found: list[_Bucket] = []
-    bucket = _Bucket(sum(max(before) - load for load in before) if before else 0)
+    missing = sum(max(before) - load for load in before) if before else 0
 
-    def is_full(bucket: _Bucket) -> bool:
-        if matrices is not None:
-            return len(bucket.members) >= matrices
-        enough = ranks * bucket.costliest + bucket.missing
-        return len(bucket.members) >= MATRICES_A_RANK * ranks and bucket.work >= enough
+    def is_full(bucket: _Bucket, least: int = MATRICES_A_RANK * ranks if matrices is None else matrices) -> bool:
+        enough = ranks * bucket.costliest + bucket.missing if matrices is None else 0
+        return len(bucket.members) >= least and bucket.work >= enough
 
-    for index in travelling:
-        atom = atoms[index]
-        if numel is not None and bucket.members and bucket.numel + atom.numel > numel:
-            found.append(bucket)
-            bucket = _Bucket()
-        bucket.add(index, atom)
-        if is_full(bucket):
-            found.append(bucket)
-            bucket = _Bucket()
-    while (
-        bucket.members and found and not is_full(bucket) and (numel is None or found[-1].numel + bucket.numel <= numel)
-    ):
-        last = found.pop()
-        for index in bucket.members:
-            last.add(index, atoms[index])
-        bucket = last
-    return tuple(tuple(each.members) for each in [*found, bucket] if each.members)
+    def filled(order: Sequence[int]) -> list[_Bucket]:
+        found, bucket = [], _Bucket(missing)
+        for index in order:
+            atom = atoms[index]
+            if numel is not None and bucket.members and bucket.numel + atom.numel > numel:
+                found.append(bucket)
+                bucket = _Bucket()
+            bucket.add(index, atom)
+            if is_full(bucket):
+                found.append(bucket)
+                bucket = _Bucket()
+        while bucket.members and found and not is_full(bucket, least=matrices or ranks):
+            if numel is not None and found[-1].numel + bucket.numel > numel:
+                break
+            last = found.pop()
+            for index in bucket.members:
+                last.add(index, atoms[index])
+            bucket = last
+        return [each for each in [*found, bucket] if each.members]
+
+    found = filled(travelling)
+    if matrices is None and numel is None and not missing:
+        backwards = filled(travelling[::-1])
+        if max((each.numel for each in backwards), default=0) < max((each.numel for each in found), default=0):
+            return tuple(tuple(each.members[::-1]) for each in reversed(backwards))
+    return tuple(tuple(each.members) for each in found)
 
 
 @dataclass
@@ -374,6 +382,28 @@ def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
     return StepTime(plan.path / rates[1], max(exposed), trips * machine.latency_seconds)
 
 
+FEW = 8  # pieces of a matrix, which are counted rank by rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A matrix's elements on all ranks, copies included; and its pieces, or the largest one's if there are many."""
+
+    total: int
+    largest: int
+    few: tuple[Fragment, ...]
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """Elements of a bucket: of pieces on every rank; and by rank of further pieces, of what it owns, and returns."""
+
+    pieces: int
+    held: Counter[int]
+    owned: Counter[int]
+    returned: Counter[int]
+
+
 @dataclass(frozen=True)
 class MatrixPlan:
     """How one group of matrices is updated: who owns what, and the buckets in which the rest is exchanged.
@@ -488,6 +518,52 @@ class MatrixPlan:
                 back[owner] += (whole - held.get(owner, 0)) * times
         forth_and_back = ([numel * self.element_bytes for numel in some] for some in (forth, back))
         return next(forth_and_back), next(forth_and_back)
+
+    def exchange_bytes(self) -> list[int]:
+        """Per rank, the most bytes that the buffers of exchanges take at one time in a step.
+
+        While a bucket is updated: what was sent and received of it and of the next, its matrices and their updates, or
+        these and what returns, and what returns of the bucket before. A rank's pieces are counted as the largest ones
+        where many ranks have some.
+        """
+        buckets = [_Buffers(0, Counter(), Counter(), Counter()), *map(self._buffers, self.buckets)]
+        buckets.append(buckets[0])
+        found, everywhere = [0] * self.layout.world_size, 0
+        for before, now, after in zip(buckets, buckets[1:], buckets[2:]):
+            least = (self.tensors + 1) * now.pieces + self.tensors * after.pieces + before.pieces
+            everywhere = max(everywhere, least)
+            for rank in {*before.held, *before.owned, *now.held, *now.owned, *after.held, *after.owned}:
+                arrived = sum(self.tensors * (each.held[rank] + each.owned[rank]) for each in (now, after))
+                made = now.owned[rank] + max(self.tensors * now.owned[rank], now.returned[rank] + now.held[rank])
+                most = least + arrived + made + before.returned[rank] + before.held[rank]
+                found[rank] = max(found[rank], most)
+        return [max(numel, everywhere) * self.element_bytes for numel in found]
+
+    def _buffers(self, bucket: Sequence[int]) -> _Buffers:
+        """Elements of one bucket."""
+        found = _Buffers(0, Counter(), Counter(), Counter())
+        for atom in bucket:
+            owner, parts = self.ownership.owners[atom], self._parts_of(atom)
+            found.owned[owner] += self.atoms[atom].numel
+            found.returned[owner] += parts.total
+            found.pieces += parts.largest
+            for part in parts.few:
+                found.held[part.rank] += part.numel
+        return found
+
+    def _parts_of(self, atom: int) -> _Parts:
+        kind = self.layout.kind(atom)
+        if kind not in self._kinds:
+            parts = self.layout.fragments(atom)
+            total = sum(part.numel for part in parts)
+            many = len(parts) > FEW
+            largest = max(part.numel for part in parts) if many else 0
+            self._kinds[kind] = _Parts(total, largest, () if many else tuple(parts))
+        return self._kinds[kind]
+
+    @cached_property
+    def _kinds(self) -> dict[Hashable, _Parts]:
+        return {}
 
     def _alike(self) -> Iterator[tuple[int, Counter[int]]]:
         """Yield one of the exchanged atoms that are stored alike, and how many of them each rank owns."""

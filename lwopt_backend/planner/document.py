@@ -79,15 +79,26 @@ def _row(what: str, part: Part) -> Alternative:
 SCHEMA = 1
 
 
-def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> dict[str, Any]:
+def document(
+    study: Study,
+    *,
+    source: str,
+    rows: Sequence[Alternative] = (),
+    notes: Sequence[str] = (),
+    assignments: bool = False,
+) -> dict[str, Any]:
     """The study as JSON-able data.
 
     ``digest`` is the name of the plan; ``stages`` has one for each pipeline stage. The figures at the top are those of
     the stage that takes longest, over all its buffers of matrices: ``buckets`` (their number),
     ``buffer_numel``, ``padding_pct``, ``cost_imbalance`` (max over mean of l s^2 per rank), ``flops_imbalance`` (of the
-    work), ``numel_imbalance``, ``owners`` (of ``matrices``, in model order; the rank within its
-    buffer's group), ``group_size`` (of the dense buffer), ``seconds`` (modelled, parts added). Memory is in bytes.
-    Percentages have two decimal places and imbalances four; ``buffer_numel``, ``numel`` and ``owners`` are exact.
+    work), ``numel_imbalance``, ``path_over_longest_first`` (the cost until the last rank is done, over the busiest
+    rank's if all matrices were dealt at once, longest first), ``group_size`` (of the dense buffer), ``seconds``
+    (modelled, parts added). ``notes`` are sentences on the model. Memory is in bytes. Percentages have two decimal
+    places and ratios four; ``buffer_numel`` and ``numel`` are exact.
+
+    With ``assignments`` there is a list of every matrix, its owner (the rank within its buffer's group) and its bucket,
+    None if it is not exchanged: in the order of exchange, buckets numbered through all of a part's plans.
     """
     routed: dict[tuple[str, str], list[int]] = {}
     for route in study.routes:
@@ -114,6 +125,7 @@ def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> 
         "cost_imbalance": _ratio(_per_rank(stage, [_estimates(part) for part in stage.parts])),
         "flops_imbalance": _ratio(stage.loads()),
         "numel_imbalance": _ratio(_per_rank(stage, [part.owned_numels for part in stage.parts])),
+        "path_over_longest_first": round(stage.parts[0].path_over_longest_first, 4),
         "group_size": stage.parts[0].group_size,
         "layout": stage.parts[0].layout,
         "seconds": stage.time.total,
@@ -129,9 +141,10 @@ def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> 
         "load_per_rank": stage.loads(),
         "memory_per_rank": _dicts(stage.memory()),
         "what_if": [asdict(row) | {"seconds": row.time.total} for row in rows],
-        "matrices": [atom.name for part in stage.parts for atom in part.atoms],
-        "owners": [owner for part in stage.parts for owner in part.owners],
+        "notes": list(notes),
     }
+    if assignments:
+        body["assignments"] = [list(one) for part in stage.parts for one in part.assignments]
     return body | {"digest": study.digest}
 
 
@@ -146,13 +159,14 @@ def _part(part: Part) -> dict[str, Any]:
         "strategy": part.strategy,
         "buckets": len(part.bucket_numels),
         "bucket_numels": list(part.bucket_numels),
-        "bucket_of": list(part.buckets),
+        "exchanged": sum(bucket >= 0 for bucket in part.buckets),
         "numel": part.numel,
         "buffer_numel": part.buffer_numel,
         "padding_pct": _percent(part.padding),
         "cost_imbalance": _ratio(_estimates(part)),
         "flops_imbalance": _ratio(part.loads),
         "numel_imbalance": _ratio(part.owned_numels),
+        "path_over_longest_first": round(part.path_over_longest_first, 4),
         "seconds": part.time.total,
         "seconds_parts": _seconds(part.time),
         "collectives": _dicts(part.collectives),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.buffers.step import BucketTime
 from lwopt_backend.plan.cost import RankMemory, StepTime, per_rank
+from lwopt_backend.plan.owners import longest_first
 from lwopt_backend.planner.setting import Share
 
 
@@ -19,6 +21,9 @@ class Collective:
     what: str
     count: int
     nbytes: int
+
+
+Assignment = tuple[str, int, int | None]  # a matrix, its owner, and its bucket, None if it is not exchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,9 @@ class Placed:
 class Part:
     """The matrices that ``ranks`` ranks share, in instances of ``group_size``, each with its owner and bucket.
 
-    ``loads`` (in the cost model's unit), ``owned_numels`` and ``memory`` are per rank of an instance.
+    ``loads`` (in the cost model's unit), ``owned_numels`` and ``memory`` are per rank of an instance. ``path`` is the
+    cost until the last rank is done, if ranks wait for buckets only, ``before`` each rank's in other parts, from which
+    it starts.
     """
 
     name: str  # "dense" or "experts"
@@ -63,6 +70,9 @@ class Part:
     collectives: tuple[Collective, ...]
     time: StepTime
     timeline: tuple[BucketTime, ...]
+    assignments: tuple[Assignment, ...]
+    path: int
+    before: tuple[int, ...] = ()
 
     @property
     def group_size(self) -> int:
@@ -95,6 +105,12 @@ class Part:
     @property
     def padding(self) -> float:
         return self.buffer_numel / self.numel - 1 if self.atoms else 0.0
+
+    @property
+    def path_over_longest_first(self) -> float:
+        """The path over the busiest rank's cost in one longest-first deal of all matrices."""
+        loads = self.before or (0,) * self.group_size
+        return self.path / max(1, longest_first((atom.cost for atom in self.atoms), loads))
 
     @property
     def flops_imbalance(self) -> float:
@@ -141,6 +157,15 @@ class Planned:
         return rest if self.part is None else self.part.memory[place] + rest
 
 
-def workspace(atoms: Sequence[Atom]) -> int:
-    """Bytes of Newton-Schulz on the largest of ``atoms``: X, B X and the update, A, A A and B, in bf16."""
-    return max((2 * (3 * atom.numel + 3 * min(atom.shape) ** 2) for atom in atoms), default=0)
+def workspace(atoms: Sequence[Atom], batch_numel: int = 0) -> int:
+    """Bytes of Newton-Schulz on the largest batch of ``atoms``: X, B X and the update, A, A A and B, in bf16; the
+    direction and the update in fp32.
+
+    A batch has equal matrices of at most ``batch_numel`` elements, or one matrix.
+    """
+    found = 0
+    for shape, count in Counter(atom.shape for atom in atoms).items():
+        numel = shape[0] * shape[1]
+        batch = max(1, min(count, batch_numel // numel))
+        found = max(found, batch * (2 * (3 * numel + 3 * min(shape) ** 2) + 8 * numel))
+    return found

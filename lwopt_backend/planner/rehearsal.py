@@ -120,7 +120,7 @@ def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int, progre
         figures = (
             *_work(engine, recorder, counted, planned, mine),
             *_memory(engine, kept, mine_planned),
-            Figure("peak of the step", recorder.peak, mine_planned.long_lived + mine_planned.workspace, exact=False),
+            Figure("peak of the step", recorder.peak, mine_planned.peak, exact=False),
             Figure("peak of the backward pass", peak_before),
             *(Figure("gradients on their way", way, mine_planned.transient) for way in engine.transient()),
         )

@@ -186,8 +186,8 @@ class Share:
 
     def shown(self, atom: Atom, setting: Setting) -> Atom:
         """The matrix, with the cost of its work for one rank."""
-        whole = self.wholes.get(atom.name, atom.shape)
-        return replace(atom, cost=setting.costs(atom.cost, whole, self.tp))
+        cost = setting.costs(atom.cost, self.wholes.get(atom.name, atom.shape), self.tp)
+        return atom if cost == atom.cost else replace(atom, cost=cost)
 
 
 def share_of(routes: Sequence[Route], divided: Mapping[str, Divided], setting: Setting, *, tp: int = 1) -> Share:

@@ -40,12 +40,14 @@ class ModelShapes:
     - ``routes``: one per parameter, in model order if the source keeps it.
     - ``divided``: the matrices in each parameter that the matrix rule trains, by name.
     - ``notes``: sentences for the user.
+    - ``dtype``: of the parameters, if the source says so, e.g. ``"bfloat16"``.
     """
 
     source: str
     routes: tuple[Route, ...]
     divided: Mapping[str, Divided]
     notes: tuple[str, ...] = ()
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def read_json(path: Path, expected: str, objects: Callable[[Pairs], Any] = dict)
 EXPECTED = "a Hugging Face config.json"
 _COUNTS = re.compile(r"(layers?|blocks?|experts?)$")
 MOST = 4096
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def read_hugging_face(path: str | os.PathLike[str], training: Training | None = None) -> ModelShapes:
@@ -133,7 +136,20 @@ def read_hugging_face(path: str | os.PathLike[str], training: Training | None = 
     training = training or Training()
     trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
     found = group_parameters(model, trained, training.rules, training.config)
-    return ModelShapes(f"{path.name} of {model_class.__name__}", tuple(found.routes), found.divided, notes)
+    source = f"{path.name} of {model_class.__name__}"
+    return ModelShapes(source, tuple(found.routes), found.divided, notes, _dtype(path, written))
+
+
+def _dtype(path: Path, written: Mapping[str, Any]) -> str | None:
+    """The dtype that a configuration, or the one of its language model, gives; None if it gives none."""
+    for part in (written, written.get("text_config")):
+        found = next((part[key] for key in ("dtype", "torch_dtype") if part.get(key)), None) if part else None
+        if found is not None and found != "auto":
+            name = str(found).removeprefix("torch.")
+            if name not in DTYPES:
+                raise ValueError(f"{path}: dtype is {found!r}; expected one of {', '.join(DTYPES)}, or give --dtype")
+            return name
+    return None
 
 
 def _check_counts(path: Path, written: Mapping[str, Any]) -> None:

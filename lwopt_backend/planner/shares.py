@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from operator import add
 from typing import Any
 
 import torch
 
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.registry import MATRIX_RULES, atoms_of, build_matrix_rules
-from lwopt_backend.plan import FlatPartition, ParameterPartition, Sharding
+from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Sharding
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.buffers.step import BucketTime, bucket_work, buffer_step, schedule, timeline
 from lwopt_backend.plan.cost import RankMemory, StepTime, gather_seconds
-from lwopt_backend.plan.owners import MatrixPlan
-from lwopt_backend.planner.part import Collective, Elementwise, Part, Placed, Planned, workspace
+from lwopt_backend.plan.owners import MatrixPlan, critical_path
+from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Placed, Planned, workspace
 from lwopt_backend.planner.setting import Setting, Share
 from lwopt_backend.routing.grouping import Member
+from lwopt_backend.storage import flat, mesh, owned
 from lwopt_backend.storage.flat import GroupPlan, plan_group, unit_layouts
 from lwopt_backend.storage.mesh import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
 from lwopt_backend.storage.owned import members_of, plan_lines, plan_members
@@ -28,8 +29,6 @@ from lwopt_backend.storage.owned_model import rank_memories, transients
 
 # A host's storage in a study: DeepSpeed's ZeRO and FSDP2 store parameters; we exchange what must be whole.
 # Its plan for what some ranks share: owners, buckets, bytes, memory of every rank, seconds.
-
-IN_FLIGHT = 2  # exchange buckets at a time
 
 
 def host_part(
@@ -42,23 +41,28 @@ def host_part(
     buffer_numel: int,
     host: Sequence[Collective],
     spread: bool,
+    batch_numel: int,
+    before: Sequence[int] = (),
 ) -> Part:
     """The figures of ``plans``, one after another on the same ranks. ``memory`` is the host's for them.
 
-    ``host`` are the host's own collectives. ``spread`` is whether all ranks store a part of every matrix.
+    ``host`` are the host's own collectives. ``spread`` is whether all ranks store a part of every matrix. A rule takes
+    up to ``batch_numel`` elements at once. ``before`` is each rank's work before the first plan.
     """
     ranks = plans[0].layout.world_size
-    placed = _placed(plans, shared, setting, spread)
+    placed = _placed(plans, shared, setting)
     trips = sum(plan.trips(bucket) for plan in plans for bucket in range(len(plan.buckets)))
     sent = [*map(sum, zip(*(plan.wire_bytes() for plan in plans)))]
-    owned = placed.owned()
+    owners = placed.owned()
     moved = (Collective("all-to-all to the owners, and back", trips, max(sent)), *host)
-    sizes = [plan.element_bytes * sum(plan.atoms[i].numel for i in bucket) for plan in plans for bucket in plan.buckets]
-    in_flight = IN_FLIGHT * 2 * max(sizes, default=0) // (ranks if spread else 1)
-    works = [workspace(mine) + in_flight for mine in owned]
-    held = [replace(each, workspace=work, sent=mine) for each, work, mine in zip(memory, works, sent)]
+    works = [workspace(mine, batch_numel) for mine in owners]
+    buffers = [*map(max, zip(*(plan.exchange_bytes() for plan in plans)))]
+    held = [
+        replace(each, workspace=work, exchange=most, sent=mine)
+        for each, work, most, mine in zip(memory, works, buffers, sent)
+    ]
     time = StepTime(
-        setting.seconds(max(placed.loads())),
+        setting.seconds(_path(plans, shared, setting, before, meet=True)),
         sum(each.nbytes for each in moved) / setting.machine.link(ranks),
         trips * setting.machine.latency_seconds,
     )
@@ -73,18 +77,55 @@ def host_part(
         moved,
         time,
         tuple(_timeline(placed, plans[0].element_bytes, setting)) if spread else (),
+        tuple(_assignments(plans)),
+        _path(plans, shared, setting, before, meet=False),
+        tuple(before),
     )
 
 
-def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread: bool) -> Placed:
-    """Matrices of all plans, in the model's order. With ``spread``, one that stays counts with the bucket before it."""
+def _path(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, before: Sequence[int], *, meet: bool) -> int:
+    """The cost until the last rank is done: of all buckets as if they were one plan's; or, if the ranks ``meet`` after
+    each plan, whose updates have to return before the host goes on, of one plan after another."""
+    path, loads = 0, list(before or [0] * plans[0].layout.world_size)
+    atoms: list[Atom] = []
+    owners: list[int] = []
+    buckets: list[list[int]] = []
+    for plan in plans:
+        first = len(atoms)
+        buckets += [[first + index for index in bucket] for bucket in plan.buckets]
+        exchanged = {atom for bucket in plan.buckets for atom in bucket}
+        atoms += [shared.shown(atom, setting) for atom in plan.atoms]
+        owners += plan.ownership.owners
+        for index, owner in enumerate(plan.ownership.owners):
+            loads[owner] += 0 if index in exchanged else atoms[first + index].cost
+        if meet or plan is plans[-1]:
+            path += critical_path(atoms, buckets, owners, loads)
+            buckets, loads = [], [0] * len(loads)
+    return path
+
+
+def _assignments(plans: Sequence[MatrixPlan]) -> Iterator[Assignment]:
+    """Every matrix in the order in which it is exchanged, with its bucket's number among those of all plans. In each
+    plan, those that are not exchanged come first."""
+    first = 0
+    for plan in plans:
+        owners, exchanged = plan.ownership.owners, {atom for bucket in plan.buckets for atom in bucket}
+        for index, atom in enumerate(plan.atoms):
+            if index not in exchanged:
+                yield atom.name, owners[index], None
+        for number, bucket in enumerate(plan.buckets, first):
+            for index in bucket:
+                yield plan.atoms[index].name, owners[index], number
+        first += len(plan.buckets)
+
+
+def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting) -> Placed:
+    """Matrices of all plans, in the model's order."""
     rows: list[tuple[Atom, int, int]] = []
     numels: list[int] = []
     for plan in plans:
         bucket_of = {atom: len(numels) + number for number, members in enumerate(plan.buckets) for atom in members}
-        stays = len(numels) if spread and plan.buckets else -1
-        buckets = [bucket_of.get(atom, stays) for atom in range(len(plan.atoms))]
-        buckets = list(accumulate(buckets, max)) if spread else buckets
+        buckets = [bucket_of.get(atom, -1) for atom in range(len(plan.atoms))]
         rows += list(zip(plan.atoms, plan.ownership.owners, buckets))
         numels += [sum(plan.atoms[i].numel for i in members) for members in plan.buckets]
     grouping = shared.grouping
@@ -101,7 +142,11 @@ def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread
 
 
 def _timeline(placed: Placed, element_bytes: int, setting: Setting) -> list[BucketTime]:
-    """The times of the exchange's own buckets; the host's collectives run before or after the step."""
+    """The times of the exchange's own buckets; the host's collectives run before or after the step. Matrices that are
+    not exchanged count with the first bucket."""
+    if not placed.bucket_numels:
+        return []
+    placed = replace(placed, buckets=tuple(max(0, bucket) for bucket in placed.buckets))
     bytes_each = [numel * element_bytes // placed.shards for numel in placed.bucket_numels]
     wire = [sum(gather_seconds(setting.machine, nbytes, placed.shards)) for nbytes in bytes_each]
     work = bucket_work(placed, setting.machine, setting.work)
@@ -150,6 +195,7 @@ def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> P
             buffer_numel=sum(map(_stored, matrices)) * ranks,
             host=_zero_traffic(matrices, ranks, setting, stage),
             spread=stage == 3,
+            batch_numel=_batch(setting, flat.BATCH_NUMEL),
         )
     return Planned(
         name,
@@ -260,7 +306,8 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
     assert isinstance(config, OwnedConfig)
     placed = _owned_placed(plan, members, shared, setting)
     held = _owned_memory(plan, members, shared, config)
-    works = [workspace(atoms) for atoms in placed.owned()]
+    works = [workspace(atoms, _batch(setting, owned.BATCH_NUMEL)) for atoms in placed.owned()]
+    in_order = sorted(zip(placed.buckets, (atom.name for atom in placed.atoms), placed.owners), key=lambda row: row[0])
     machine, work, elements = setting.machine, setting.work, setting.elements
     layouts = {bucket.layout for bucket in plan.buckets}
     return Part(
@@ -274,7 +321,14 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
         tuple(_collectives(plan, setting, config)),
         buffer_step(placed, machine, work, instances=plan.instances, elements=elements),
         tuple(timeline(placed, machine, work, instances=plan.instances, elements=elements)),
+        tuple((name, owner, bucket) for bucket, name, owner in in_order),
+        max(placed.loads()),
     )
+
+
+def _batch(setting: Setting, numel: int) -> int:
+    """The elements that a rule takes at once where one takes ``numel`` on an accelerator; on a CPU, one matrix."""
+    return 0 if setting.plans_for == MACHINES["cpu"] else numel
 
 
 def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, setting: Setting) -> Placed:
@@ -346,10 +400,11 @@ def plan_fsdp2_share(
     loads = tuple(base or (0,) * ranks)
     plans: list[MeshPlan] = []
     before = []
-    for own in by_wire(members, rules):
+    for place, own in enumerate(by_wire(members, rules)):
         before.append(loads)
-        plans.append(plan_mesh(own, groups, rules, config, coordinates, loads))
-        loads = plans[-1].plan.ownership.loads
+        plans.append(plan_mesh(own, groups, rules, config, coordinates, **{"earlier" if place else "loads": loads}))
+        done = plans[-1].plan.ownership.loads
+        loads = tuple(map(add, loads, done)) if place else done
     matrices = [member for member in members if member.rule in MATRIX_RULES]
     rest = [member for member in members if member.rule not in MATRIX_RULES]
     part = None
@@ -363,6 +418,8 @@ def plan_fsdp2_share(
             buffer_numel=_numel(matrices),
             host=_traffic(matrices, setting, ranks),
             spread=True,
+            batch_numel=_batch(setting, mesh.BATCH_NUMEL),
+            before=() if base is None or setting.cost is not None else base,
         )
     return Planned(
         name,

@@ -200,9 +200,9 @@ class Stage:
 
     @property
     def time(self) -> StepTime:
-        """The step time of all buffers: work of the rank that is busiest over all, and all wires one after another."""
+        """The step time of all buffers: work until the last rank is done, and all wires one after another."""
         both = [part.time for part in self.parts]
-        busiest = self.setting.seconds(max(self.loads()))
+        busiest = max(self.setting.seconds(max(self.loads())), *(time.compute for time in both))
         return StepTime(busiest, sum(time.wire for time in both), sum(time.latency for time in both))
 
 

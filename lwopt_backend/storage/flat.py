@@ -150,7 +150,8 @@ def plan_group(
     rule = group["rule"]
     matrices = None
     if rule in registry.MATRIX_RULES:
-        atoms = [atom for member in members for atom in registry.atoms_of(member, group)]
+        costs: dict[tuple[int, int], int] = {}
+        atoms = [atom for member in members for atom in registry.atoms_of(member, group, costs)]
         of_atoms = _of_atoms(members, layout, places)
         rule_of_group = registry.build_matrix_rule(group, config)
         matrices = _plan_atoms(atoms, of_atoms, rule_of_group, config, machine, earlier)

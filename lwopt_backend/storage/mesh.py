@@ -226,13 +226,15 @@ def plan_mesh(
     rules: Mapping[int, MatrixRule],
     config: FSDP2Config,
     coordinates: tuple[Coordinate, ...],
-    loads: Sequence[int],
+    loads: Sequence[int] = (),
+    earlier: Sequence[int] = (),
 ) -> MeshPlan:
     """Plan ``members`` of one mesh, whose ``rules``, by param group, exchange in the same way.
 
-    ``coordinates`` are the ranks' places in the mesh, ``loads`` the flops of each rank from other plans.
+    ``coordinates`` are the ranks' places in the mesh, ``loads`` and ``earlier`` as in ``plan_spread``.
     """
-    atoms = [registry.atoms_of(member, groups[member.group]) for member in members]
+    costs: list[dict[tuple[int, int], int]] = [{} for _ in groups]
+    atoms = [registry.atoms_of(member, groups[member.group], costs[member.group]) for member in members]
     # Backward computes the last layers' gradients first, so these are sent first.
     matrices = [(i, place) for i in reversed(range(len(members))) for place in range(len(members[i].blocks))]
     blocks = [members[i].blocks[place] for i, place in matrices]
@@ -243,6 +245,7 @@ def plan_mesh(
         bucket_matrices=config.bucket_matrices,
         bucket_numel=config.bucket_numel,
         loads=loads,
+        earlier=earlier,
         **(registry.wire_of(rules[members[matrices[0][0]].group]) if matrices else {}),
     )
     of, places = (tuple(pair[which] for pair in matrices) for which in (0, 1))
@@ -336,14 +339,16 @@ def bind(
     steppers = []
     lines: list[list[str]] = [[] for _ in exchange]
     for number, (mesh, of_mesh) in enumerate(exchange):
-        for own in by_wire([member for member in members if mesh_of(member.param) == mesh], rules):
-            stepper = MeshStepper(mesh, of_mesh, own, groups, rules, config, of_mesh.gather_objects(load))
-            load = stepper.plan.ownership.loads[of_mesh.rank]
+        for place, own in enumerate(by_wire([m for m in members if mesh_of(m.param) == mesh], rules)):
+            loads = of_mesh.gather_objects(load)
+            work = {"earlier" if place else "loads": loads}  # the ranks of a mesh meet after a plan's exchange
+            stepper = MeshStepper(mesh, of_mesh, own, groups, rules, config, **work)
+            load = stepper.plan.ownership.loads[of_mesh.rank] + (load if place else 0)
             steppers.append(stepper)
             lines[number] += stepper.planned.lines()
     agree_in_all(collectives, NAME, lambda: (None, lines))
     plain = [member for member in members if mesh_of(member.param) is None]
-    alone = [MeshStepper(None, Alone(), own, groups, rules, config, [0]) for own in by_wire(plain, rules)]
+    alone = [MeshStepper(None, Alone(), own, groups, rules, config) for own in by_wire(plain, rules)]
     return [*steppers, *alone]
 
 
@@ -393,8 +398,8 @@ States = Mapping[Tensor, dict[str, Any]]
 class MeshStepper:
     """Steps ``members`` of one ``mesh``; if it is None, plain tensors, of which every rank steps its own copy.
 
-    Their ``rules``, by param group, exchange in the same way. ``loads`` are the flops of each rank of the mesh from
-    other plans. Made on all ranks of the mesh.
+    Their ``rules``, by param group, exchange in the same way. ``loads`` and ``earlier`` are as in ``plan_spread``. Made
+    on all ranks of the mesh.
     """
 
     def __init__(
@@ -405,7 +410,8 @@ class MeshStepper:
         groups: Sequence[Mapping[str, Any]],
         rules: Mapping[int, MatrixRule],
         config: FSDP2Config,
-        loads: Sequence[int],
+        loads: Sequence[int] = (),
+        earlier: Sequence[int] = (),
     ) -> None:
         self.mesh = mesh
         self.collectives = collectives
@@ -413,7 +419,7 @@ class MeshStepper:
         self.groups = groups
         self.config = config
         coordinates = mesh.coordinates if mesh else ((0,),)
-        self.planned = plan_mesh(self.members, groups, rules, config, coordinates, loads)
+        self.planned = plan_mesh(self.members, groups, rules, config, coordinates, loads, earlier)
         self.plan = self.planned.plan
         self.matrices, self.places, self.blocks = self.planned.matrices, self.planned.places, self.planned.blocks
         self.device = mesh.device if mesh else (local(members[0].param).device if members else torch.device("cpu"))
