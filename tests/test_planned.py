@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,3 +145,17 @@ def test_the_report_of_a_run_ends_with_the_name_of_its_plan(phi3: str) -> None:
         optimizer = lwopt_backend.LayerWiseOptimizer(model_in(phi3, "float32"))
     lines = printed.getvalue().splitlines()
     assert lines[-1].startswith(f"Plan {optimizer.plan_digest}: ") if dist.get_rank() == 0 else lines == []
+
+
+def test_the_dtype_is_that_of_the_configuration_and_a_plan_says_which_it_assumed(phi3: str, tmp_path: Path) -> None:
+    written = json.loads((Path(phi3) / "config.json").read_text())
+    written = {key: value for key, value in written.items() if key not in ("dtype", "torch_dtype")}
+    words = ("--world-size", 2, "--engine", "zero2")
+    for key in ("dtype", "torch_dtype"):
+        (tmp_path / "config.json").write_text(json.dumps({**written, key: "float32"}))
+        found = planned(str(tmp_path), *words)
+        assert found["digest"] == planned(str(tmp_path), *words, "--dtype", "float32")["digest"]
+        assert found["options"]["dtype"] == "float32" and "in float32, as config.json says" in found["notes"][-1]
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    found = planned(str(tmp_path), *words)
+    assert found["options"]["dtype"] == "bfloat16" and "assumed to be bfloat16" in found["notes"][-1]
