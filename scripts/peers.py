@@ -1,6 +1,7 @@
 """Run our optimizer under clients, and beside peers, that are not ours, each in an environment of its own.
 
-Arguments choose peers; without one, all run. An environment is made when it is first needed and kept under .make.
+Arguments choose peers; without one, all run. An environment is made when it is first needed and kept under .make. A
+peer none of whose tests ran fails, too, and every test that was skipped is named at the end.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from xml.etree import ElementTree
 
 from beside import ROOT, environment
 
@@ -40,14 +43,24 @@ def main() -> None:
     chosen = sys.argv[1:] or list(PEERS)
     if unknown := set(chosen) - PEERS.keys():
         raise SystemExit(f"no such peer: {', '.join(sorted(unknown))}; known: {', '.join(PEERS)}")
-    failed = []
+    failed, skipped = list[str](), list[str]()
     for name in chosen:
         python = environment(name, PEERS[name])
         print(f"{name}: {', '.join(PEERS[name])}", file=sys.stderr, flush=True)
-        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--durations=15", *tests_of(name)]
-        path = os.pathsep.join([str(python.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-        if subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}).returncode != 0:
+        with tempfile.TemporaryDirectory() as folder:
+            results = Path(folder, "results.xml")
+            command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--durations=15", f"--junit-xml={results}"]
+            path = os.pathsep.join([str(python.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+            ended = subprocess.run([*command, *tests_of(name)], cwd=ROOT, env={**os.environ, "PATH": path})
+            cases = [*ElementTree.parse(results).iter("testcase")] if results.exists() else []
+        left = [case for case in cases if case.find("skipped") is not None]
+        skipped += [f"{name}: {case.get('name')}: {case.find('skipped').get('message')}" for case in left]
+        if ended.returncode != 0:
             failed.append(name)
+        elif len(left) == len(cases):
+            failed.append(f"{name} (no test ran)")
+    if skipped:
+        print("\n  ".join(["skipped:", *skipped]), file=sys.stderr)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

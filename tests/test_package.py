@@ -230,3 +230,23 @@ def test_the_typed_user_trains(tmp_path: Path) -> None:
     assert all(not torch.equal(param.detach(), old) for param, old in zip(model.parameters(), before))
     with pytest.raises(ValueError, match="there is no state of parameter"):
         typed_user.resume(optimizer, {"state": {}, "param_groups": []}, [])
+
+
+@pytest.mark.parametrize(("body", "ends"), [("pytest.skip('no sources')", "failed: it (no test ran)"), ("pass", None)])
+def test_peers_whose_tests_were_all_skipped_fail(
+    body: str, ends: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import peers
+
+    (tmp_path / "test_it.py").write_text(f"import pytest\ndef test_it(): {body}\n")
+    monkeypatch.setattr(peers, "PEERS", {"it": []})
+    monkeypatch.setattr(peers, "environment", lambda *_: Path(sys.executable))
+    monkeypatch.setattr(peers, "tests_of", lambda _: [str(tmp_path / "test_it.py")])
+    monkeypatch.setattr(sys, "argv", ["peers.py"])
+    if ends is None:
+        peers.main()
+        return
+    with pytest.raises(SystemExit) as ended:
+        peers.main()
+    assert ended.value.code == ends and "it: test_it: no sources" in capfd.readouterr().err
