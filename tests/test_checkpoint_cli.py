@@ -18,7 +18,6 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param
 from lwopt_backend.checkpoint.dcp import saving as write_dcp
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.differences import differences
-from lwopt_backend.checkpoint.files import folders
 from tests.command_line import files, lwopt, refused, succeeds, torch_dist, torch_format
 from tests.megatron_dist import Setup, truth, write
 from tests.megatron_torch import SCHEDULE
@@ -223,33 +222,22 @@ def test_what_was_done_or_would_be_is_said(source: Path, tmp_path: Path) -> None
     states = {state["state"]: state for state in found["result"]["states"]}
     assert "fp32" not in states
     assert states == {state["state"]: state for state in inspected(tmp_path / "to")["states"]}
-    assert "is there already" in refused(*words, "--dry-run")
+    assert "already exists" in refused(*words, "--dry-run")
 
 
-def test_not_even_force_replaces_the_source_or_its_newest_step(made: dict[str, Path], tmp_path: Path) -> None:
-    cases = [("source", "run", "dcp", "the source"), ("source", ".", "dcp", "the source")]
-    cases += [(form, "run", form, "what is in the source") for form in ("megatron", "universal")]
-    for key, where, target, what in cases:
+def test_the_source_and_its_newest_step_are_not_replaced(made: dict[str, Path], tmp_path: Path) -> None:
+    cases = [("source", "run", "dcp"), ("source", ".", "dcp"), ("megatron", "run", "megatron")]
+    for key, where, target in (*cases, ("universal", "run", "universal")):
         folder = tmp_path / f"{target} {where}"
         shutil.copytree(made[key], folder / "run")
         before = files(folder)
-        said = refused("convert", folder / "run", folder / where, "--to", target, "--force")
-        assert f"would replace {what}" in said and files(folder) == before
-
-
-def test_folders_that_were_moved_aside_are_brought_back(made: dict[str, Path], tmp_path: Path) -> None:
-    """As a program leaves them that is killed between two renames."""
-    shutil.copytree(made["universal"], tmp_path / "a")
-    shutil.copytree(made["dcp"], tmp_path / "b")
-    for folder in (tmp_path / "a" / "global_step7", tmp_path / "b"):
-        folder.rename(folders.beside(folder, folders.OLD))
-    assert differing(tmp_path / "a", tmp_path / "b")["different"] == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+        assert "already exists" in refused("convert", folder / "run", folder / where, *to(target))
+        assert files(folder) == before
 
 
 def test_tables_fit_into_the_terminal(made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = torch_dist(tmp_path / "other", muon=False)
-    convert = ("convert", made["source"], tmp_path / "to", "--to", "universal", "--force")
+    convert = ("convert", made["source"], tmp_path / "to", "--to", "universal", "--dry-run")
     for width, words in itertools.product((80, 120), (convert, ("inspect", other), ("diff", made["source"], other))):
         terminal = Console(width=width, highlight=False, markup=False)
         monkeypatch.setattr("lwopt_backend.report.standard_output", lambda terminal=terminal: terminal)

@@ -321,7 +321,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def converted(checkpoint: Checkpoint, target: str, folder: Path, workers: int = 1) -> Path:
     checkpoint, gate = convert.prepared(checkpoint, target, None, None, names.Numbers())
     place = convert.place_of(checkpoint, target, folder)
-    convert.write(checkpoint, target, place, force=True, workers=workers, finish=partial(gate.finish, workers))
+    convert.write(checkpoint, target, place, workers=workers, finish=partial(gate.finish, workers))
     return folder
 
 
@@ -332,9 +332,9 @@ def test_a_conversion_holds_one_tensor(
     """The one that is written, the next one, which is read before the last one's name is taken, and a few blocks; to
     universal, from formats whose tensors are read in ranges, a few blocks alone. To check takes no more."""
     found = formats.read(sources[source])
-    convert_it = lambda: converted(formats.read(sources[source]), target, tmp_path / "to")  # noqa: E731
-    convert_it()  # what is allocated once
-    held_then = allocations(convert_it, at_least=2 * BLOCK)
+    convert_to = lambda folder: converted(formats.read(sources[source]), target, folder)  # noqa: E731
+    convert_to(tmp_path / "first")  # what is allocated once
+    held_then = allocations(partial(convert_to, tmp_path / "to"), at_least=2 * BLOCK)
     smaller = 2 if target == "safetensors" else 1  # weights, which are in bf16
     if target == "universal":
         assert 4 * BLOCK <= held_then.peak <= 16 * 4 * BLOCK < LARGEST

@@ -14,7 +14,7 @@ from torch import Tensor
 from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.choices import ARGUMENTS, NO_SCHEDULE, OF_VOCAB_FILE, SCHEDULER, WRITERS, Schedule
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
-from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder, write_whole
+from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
 from lwopt_backend.checkpoint.names.megatron import EMBEDDING
 from lwopt_backend.config.linked_rates import OWN_RATES, torchs
 from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
@@ -294,7 +294,6 @@ def write(
     target: str,
     place: Place,
     *,
-    force: bool = False,
     workers: int = 1,
     finish: Callable[[], object] = lambda: None,
     **options: object,
@@ -321,22 +320,9 @@ def write(
 
     destination = place.folder.parent
     if place.pointers and not destination.exists():
-        write_folder(destination, fill_destination, force=force)
+        write_folder(destination, fill_destination)
     else:
-        write_folder(place.folder, fill, force=force, pointers=place.pointers)
-
-
-def check_free(place: Place, force: bool, source: Path) -> None:
-    """Raises CheckpointError if the destination exists, before hours are spent on reading. Even with ``force`` if it is
-    or contains the source or the current folder, or if it is in the source."""
-    folder = place.folder.resolve()
-    for kept, what in ((source, "the source"), (Path.cwd(), "the current folder"), (Path.home(), "your home folder")):
-        if kept.resolve().is_relative_to(folder):
-            raise CheckpointError(f"{place.folder} would replace {what}, {kept}; choose another folder")
-    if folder.exists() and folder.is_relative_to(source.resolve()):
-        raise CheckpointError(f"{place.folder} would replace what is in the source, {source}; choose another folder")
-    if not force:
-        refuse_existing(place.folder)
+        write_folder(place.folder, fill, pointers=place.pointers)
 
 
 def watched(checkpoint: Checkpoint, seen: Callable[[int], None]) -> Checkpoint:

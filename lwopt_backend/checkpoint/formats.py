@@ -16,7 +16,7 @@ from lwopt_backend.checkpoint.dcp.reader import FILE, METADATA, DcpFolder
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed import zero as deepspeed_zero
 from lwopt_backend.checkpoint.files import manifest
-from lwopt_backend.checkpoint.files.folders import check_links
+from lwopt_backend.checkpoint.files.folders import check_inside
 from lwopt_backend.checkpoint.files.manifest import Manifest
 from lwopt_backend.checkpoint.files.torch_files import Archive, Stored
 from lwopt_backend.checkpoint.megatron import dist as megatron_dist
@@ -35,8 +35,7 @@ READERS: dict[str, ModuleType] = dict(zip(FORMATS, _MODULES, strict=True))
 def find(path: Path, format: str = AUTO) -> str:
     """The name in READERS of a folder's format: ``format``, or the first whose reader recognises the folder.
 
-    Raises CheckpointError if there is none, and for a link that leads out of the folder; except for safetensors,
-    because in Hugging Face's cache all files of a model are such links.
+    Raises CheckpointError if there is none.
     """
     if format != AUTO and format not in READERS:
         raise CheckpointError(f"unknown format {format!r}; {suggestion(format, (AUTO, *READERS))}")
@@ -50,8 +49,6 @@ def find(path: Path, format: str = AUTO) -> str:
             hint = f": its file {name} names {(path / name).read_bytes()[:100]!r}, where there is none; copy all of it"
         known = "; ".join(f"{name} ({meaning})" for name, meaning in FORMATS.items())
         raise CheckpointError(f"{path} is no checkpoint that is known{hint}; known are {known}")
-    if kind != "safetensors":
-        check_links(path)
     return kind
 
 
@@ -88,11 +85,12 @@ def plan(path: Path) -> list[Plan]:
     """A plan for each manifest in a folder, and one for the files that no manifest is beside or above. Raises
     CheckpointError for what is no folder, or has no files, or a damaged manifest."""
     _check_folder(path)
-    check_links(path)
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name not in (manifest.NAME, *POINTERS))
     folders = sorted({file.parent for file in path.rglob(manifest.NAME)})
     plans = [Plan(f, manifest.read(f), tuple(file for file in files if file.is_relative_to(f))) for f in folders]
     rest = tuple(file for file in files if not any(file.is_relative_to(folder) for folder in folders))
+    for file in files:
+        check_inside(file, path)
     if not files:
         raise CheckpointError(f"{path} has no files; expected a checkpoint's folder")
     return plans + [Plan(path, None, rest)] * bool(rest)

@@ -87,14 +87,10 @@ def importing() -> Iterator[None]:
 
 
 def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
-    """The format's name and the checkpoint. First restores folders that a killed program left moved aside."""
+    """The format's name and the checkpoint."""
     with importing():
         from lwopt_backend.checkpoint import formats
-        from lwopt_backend.checkpoint.files import folders
 
-    folders.recover(path)
-    if path.is_dir():
-        folders.recover_within(path)
     found = formats.find(path, format)
     return found, formats.READERS[found].read(path)
 
@@ -208,7 +204,6 @@ def convert(
     dtype: Annotated[Text, typer.Option(help=HELP["dtype"])] = None,
     workers: Annotated[int, typer.Option(min=1, help=HELP["workers"])] = WORKERS,
     uneven_steps: Annotated[bool, typer.Option("--uneven-steps", help=HELP["uneven steps"])] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read, check and rename; write nothing.")] = False,
     as_json: AsJSON = False,
     numbers: Numbers = NONE,
@@ -218,7 +213,7 @@ def convert(
     with importing():
         from lwopt_backend.checkpoint import convert as conversion
         from lwopt_backend.checkpoint import names
-        from lwopt_backend.checkpoint.files import torch_files
+        from lwopt_backend.checkpoint.files import folders, torch_files
 
     options = _options(to, megatron_version, dtype)
     for given in (vocabulary, source_names):
@@ -227,7 +222,7 @@ def convert(
     with torch_files.checked_as_read() as records:
         reader, found = opened(source, format)
     place = conversion.place_of(found, to, destination)
-    conversion.check_free(place, force, source)
+    folders.refuse_existing(place.folder)  # before hours are spent on reading
     notes: list[str] = []
     with progress("converting", conversion.nbytes(found), as_json) as advance:
         seen = conversion.watched(found, advance)
@@ -244,7 +239,7 @@ def convert(
         if dry_run:
             finish()
         else:
-            conversion.write(made, to, place, force=force, workers=workers, finish=finish, **options)
+            conversion.write(made, to, place, workers=workers, finish=finish, **options)
     summary = {
         "source": {"path": str(source), "reader": reader, **described(found)},
         "result": {"path": str(place.folder), "written": not dry_run, **described(result)},

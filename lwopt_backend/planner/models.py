@@ -17,7 +17,6 @@ from lwopt_backend.checkpoint.dcp.reader import Entry
 from lwopt_backend.checkpoint.deepspeed.files import MODEL, model_files, names_in, read_model_states, tag_of
 from lwopt_backend.checkpoint.deepspeed.universal import state_in
 from lwopt_backend.checkpoint.files import torch_files
-from lwopt_backend.checkpoint.files.folders import check_links
 from lwopt_backend.checkpoint.megatron import dist as megatron_dist
 from lwopt_backend.checkpoint.megatron import fsdp as megatron_fsdp
 from lwopt_backend.checkpoint.megatron import torch as megatron_torch
@@ -53,21 +52,18 @@ def _read_trained(folder: Path) -> Contents | None:
     """The parameters in a folder of Megatron, DCP or DeepSpeed; None if none of them wrote it. Raises ValueError."""
     megatron = next((reader for reader in IN_MEGATRON if reader.recognises(folder)), None)
     if megatron is not None:  # tested first, because its folders also look like DCP's
-        check_links(folder)
         params = megatron.read_weights(folder)
         tensors = tuple(_stored(name, param.best) for name, param in params.items())
         return Contents(f"Megatron's {IN_MEGATRON[megatron]} checkpoint {folder.name}", tensors)
     if dcp.recognises(folder):
-        check_links(folder)
         return Contents(f"torch.distributed.checkpoint folder {folder.name}", _in_dcp(folder))
     pointer = next((name for name in POINTERS if (folder / name).is_file()), None)
     if pointer or any(map(MODEL.fullmatch, names_in(folder))) or any(folder.glob("zero/*/fp32.pt")):
-        check_links(folder)
         tag = tag_of(folder, pointer or POINTERS[0])
         if any(map(MODEL.fullmatch, names_in(tag))) or not (tag / "zero").is_dir():
             return Contents(f"DeepSpeed checkpoint {tag.name}", parameters_in(model_files(tag)))
         files = tag.glob("zero/*/fp32.pt")
-        stored = [_stored(file.parent.name, state_in(torch_files.load(file), None, file)) for file in files]
+        stored = [_stored(file.parent.name, state_in(torch_files.load(file, tag), None, file)) for file in files]
         return _unordered(f"DeepSpeed universal checkpoint {tag.name}", stored)
     return None
 
@@ -207,7 +203,7 @@ def _read_torch(path: Path) -> tuple[Stored, ...]:
             f"{path}: expected a file by torch.save of torch 1.6 or newer, which is a zip archive, found another; "
             "download it again, or load and save it with a newer torch"
         )
-    saved = torch_files.load(path)
+    saved = torch_files.load(path, path.resolve().parent)  # in Hugging Face's cache it is a link
     if isinstance(saved, dict) and {"module", "param_shapes", "ds_version"} <= saved.keys():
         return parameters_in(model_files(path.parent) if MODEL.fullmatch(path.name) else [path])
     named = state_dict_in(saved, path, LazyTensor)

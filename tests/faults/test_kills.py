@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
-from tests.command_line import lwopt, succeeds, torch_dist
 from tests.engines import Cell, Engine, ExactLM, running
 from tests.faults.campaign import SEED, count
 from tests.owned import BUCKET_MB
@@ -198,43 +197,3 @@ def test_after_a_kill_the_old_or_new_save_loads(ranks: RankPool, writers: RankPo
             newer += number == wrote
         shutil.rmtree(folder)
     print(f"{way}: {count(50)} kills in {writing.longest:.2f} s of writing, {newer} had the new one, seed {SEED}")
-
-
-# lwopt convert
-def heads(to: str) -> list[object]:
-    return ["--heads", 4] if to == "megatron" else []
-
-
-def convert(folder: str, sources: list[str], to: str) -> None:
-    Path(folder, "began 0").touch()
-    for number in range(SAVES):
-        lwopt("convert", sources[number % 2], f"{folder}/to", "--to", to, *heads(to), "--force")
-        Path(folder, f"wrote {number}").touch()
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("sources")
-    return [str(torch_dist(folder / name, muon=name == "muon")) for name in ("muon", "adamw")]
-
-
-@pytest.mark.parametrize("to", ["universal", "dcp", "megatron", "safetensors"])
-def test_after_a_kill_of_convert_the_old_or_new_folder_is_there(sources: list[str], tmp_path: Path, to: str) -> None:
-    pool = RankPool(1)
-    writing, weights = Writing(pool, random.Random(SEED)), ["--weights"] if to == "safetensors" else []
-    for attack in range(-1, count(50)):
-        folder = tmp_path / str(attack)
-        folder.mkdir()
-        writing.run(folder, convert, str(folder), sources, to, kill=attack >= 0)
-        wrote = len(list(folder.glob("wrote *")))
-        assert attack >= 0 or wrote == SAVES
-        shown = lwopt("inspect", folder / "to")
-        what = f"{to}, attack {attack}, seed {SEED}: {wrote} written, {shown.err}"
-        if shown.code == 0:
-            assert 0 in [lwopt("diff", source, folder / "to", *weights).code for source in sources], what
-        else:
-            assert wrote == 0 and str(folder / "to") in shown.err, what
-        succeeds("convert", sources[0], folder / "to", "--to", to, *heads(to), "--force")
-        assert succeeds("diff", sources[0], folder / "to", *weights) and not list(folder.rglob(".*lwopt-*")), what
-        shutil.rmtree(folder)
-    pool.remove()

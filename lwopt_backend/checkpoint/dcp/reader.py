@@ -19,6 +19,7 @@ from torch import Tensor
 from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, OwnerStates, Param
 from lwopt_backend.checkpoint.files import manifest, pickles, torch_files
+from lwopt_backend.checkpoint.files.folders import check_inside
 from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.manifest import Manifest
 from lwopt_backend.checkpoint.files.pickles import plain
@@ -81,6 +82,7 @@ class DcpFolder:
     def __init__(self, path: Path, metadata_only: bool = False, with_files: bool = True) -> None:
         self.path, metadata = path, path / METADATA
         try:
+            check_inside(metadata, path)
             content = metadata.read_bytes()
             manifest.check(metadata, lambda: zlib.crc32(content))
             saved = pickles.load(content, str(metadata))
@@ -130,6 +132,7 @@ class DcpFolder:
             ends[place.path] = max(ends.get(place.path, 0), place.offset + place.length)
             used[place.path] = used.get(place.path, 0) + place.length
         for path, end in sorted(ends.items()):
+            check_inside(path, folder)
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing; copy all files of {folder}")
             size = path.stat().st_size

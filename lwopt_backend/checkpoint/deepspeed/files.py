@@ -335,9 +335,9 @@ def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[t
     return True
 
 
-def load_mapping(file: Path) -> Mapping[str, Any]:
-    """Load a file that must contain a dictionary. Raises CheckpointError."""
-    saved = torch_files.load(file)
+def load_mapping(file: Path, folder: Path | None = None) -> Mapping[str, Any]:
+    """``torch_files.load`` of a file that must contain a dictionary. Raises CheckpointError."""
+    saved = torch_files.load(file, folder)
     if isinstance(saved, Mapping):
         return saved
     raise CheckpointError(f"{file}: expected a dictionary, found {type(saved).__name__}; it is none of DeepSpeed's")

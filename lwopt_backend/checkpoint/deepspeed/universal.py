@@ -49,7 +49,7 @@ def recognises(path: Path) -> bool:
 def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest_universal`` names. Raises CheckpointError."""
     proven = manifest.check_files(tag) is not None
-    common = load_mapping(tag / ds.UNIVERSAL_MARK)
+    common = load_mapping(tag / ds.UNIVERSAL_MARK, tag)
     ours = ds.plain(common.get(OURS) or {}, [])
     states, parts = _model_states(tag)
     if ours and states.path.name.startswith("zero_pp"):
@@ -138,7 +138,7 @@ def _param(tag: Path, name: str, shape: tuple[int, ...] | None, states: ModelSta
         key, dot, ending = file.rpartition(".")
         if not dot or ending != "pt":
             raise CheckpointError(f"{folder / file} is no state of a parameter; remove it, or copy the folder again")
-        saved = torch_files.load(folder / file)
+        saved = torch_files.load(folder / file, tag)
         if key == STEP:
             step = ds.as_number(saved)
         else:
@@ -153,7 +153,7 @@ def _param(tag: Path, name: str, shape: tuple[int, ...] | None, states: ModelSta
                 "different checkpoints"
             )
     owners = tag / OWNERS / f"{name}.pt"
-    owner = ds.owner_states(load_mapping(owners)) if owners.is_file() else {}
+    owner = ds.owner_states(load_mapping(owners, tag)) if owners.is_file() else {}
     ordered = {key: found[key] for key in sorted(found, key=lambda key: key != MASTER)}
     return Param(states.weight(name, whole) if states else None, ordered, step, owner_states=owner)
 

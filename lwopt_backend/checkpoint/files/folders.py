@@ -1,11 +1,10 @@
-"""Files and folders: what they must not contain; writing them whole or not at all; recovery."""
+"""Files and folders: what they must not contain; writing them whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
-import re
 import secrets
 import shutil
 from collections import deque
@@ -53,17 +52,17 @@ def flush(path: Path) -> None:
         os.close(number)
 
 
-def check_links(folder: Path) -> None:
-    """Raises CheckpointError for a link that leads out of a folder, and for special files: reading a pipe blocks."""
-    root = folder.resolve()
-    for path in folder.rglob("*"):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-            raise CheckpointError(
-                f"{path} is a link that leads out of the folder, to {os.readlink(path)}; put what it leads to in its "
-                "place, if you know who made it"
-            )
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise CheckpointError(f"{path} is neither a file nor a folder; no checkpoint has such: remove it")
+def check_inside(path: Path, folder: Path) -> None:
+    """Raises CheckpointError if a file that is about to be read is no file, as a pipe, at which reading would wait, or
+    lies outside of a checkpoint's ``folder``, behind a link. The folder itself may be a link, as to another disk."""
+    real = Path(os.path.realpath(path))
+    if not real.is_relative_to(os.path.realpath(folder)):
+        raise CheckpointError(
+            f"{path} is, or lies behind, a link that leads out of the folder {folder}, to {real}; put what it leads to "
+            "in its place, if you know who made it"
+        )
+    if real.exists() and not real.is_file():
+        raise CheckpointError(f"{path} is no file; copy it again")
 
 
 # Structures from files, limited so that any code may walk, print and compare them.
@@ -121,37 +120,25 @@ def _contents(value: Any) -> tuple[int, list[Any]]:
 
 
 # Folders that are written whole or not at all, and the small files that point to them.
-# A folder is filled under a temporary name beside its own, flushed to disk, and renamed. A folder that it replaces is
-# moved aside first and removed afterwards; ``recover`` restores it if the program ended between the two renames. So the
-# old state or the new one always exists. Temporary names begin with a dot and end in ``.lwopt-new`` or ``.lwopt-old``;
-# no pointer may name one. Pointers (``latest``, ``latest_universal``) are written last.
-# If two programs write the same folder at once, the later one removes the unfinished folder of the earlier one, which
-# then fails.
+# A folder is filled under a temporary name beside its own, flushed to disk, and renamed; no folder is replaced.
+# Pointers (``latest``, ``latest_universal``) are written last. Temporary names begin with a dot and end in
+# ``.lwopt-new``; no pointer may name one. A program that is killed leaves its temporary folder, which is never read.
 
-OLD = ".lwopt-old"
 FLUSHES = 8  # files that are flushed at a time: a file system commits what waits together
 
 
-def write_folder(
-    target: Path, fill: Callable[[Path], None], *, force: bool = False, pointers: Mapping[str, str] | None = None
-) -> None:
+def write_folder(target: Path, fill: Callable[[Path], None], *, pointers: Mapping[str, str] | None = None) -> None:
     """Make ``target`` a folder with what ``fill`` writes to an empty one; then write ``pointers`` beside it.
 
-    Pointers are texts by file name, written in order. Raises CheckpointError if the target exists, unless ``force``,
-    and for a name that leads elsewhere; also raises what ``fill`` raises. After an error, ``target`` is as it was, and
-    nothing of the new folder is left.
+    Pointers are texts by file name, written in order. Raises CheckpointError if the target exists, and for a
+    name that leads elsewhere; also raises what ``fill`` raises. After an error, nothing of the new folder is left.
     """
     for name in (target.name, *(pointers or {})):
         check_name(name, "a folder's or a pointer's name")
-    recover(target)
-    if not force:
-        refuse_existing(target)
+    refuse_existing(target)
     missing = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        for name in (target.name, *(pointers or {})):
-            for path in _left_over(target.with_name(name)):
-                _remove(path)
         new = beside(target, NEW)
         new.mkdir()
     except OSError as error:
@@ -162,16 +149,16 @@ def write_folder(
         all_done([partial(flush, Path(place, name)) for place, _, files in found for name in files], FLUSHES)
         for place, _, _ in found:
             flush(Path(place))
-        if not force:
-            refuse_existing(target)  # another program may have been faster
-        _put_in_place(new, target)
+        refuse_existing(target)  # another program may have been faster
+        new.rename(target)
+        flush(target.parent)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
         with contextlib.suppress(OSError):
             for folder in missing:  # from the innermost to the first that is not empty
                 folder.rmdir()
         if isinstance(error, OSError):  # that of a full disk names no file
-            raise CheckpointError(f"{target} is as it was, nothing is written: {error}") from error
+            raise CheckpointError(f"{target} is not written: {error}") from error
         raise
     for name, text in (pointers or {}).items():
         path = target.with_name(name)
@@ -182,8 +169,9 @@ def write_folder(
 
 
 def refuse_existing(target: Path) -> None:
+    """Raises CheckpointError if there is anything at ``target``, a link to nothing included."""
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} is there already; choose another name, or replace it with --force")
+        raise CheckpointError(f"{target} already exists, and nothing is replaced; choose another name, or remove it")
 
 
 def read_pointer(path: Path) -> Path:
@@ -211,61 +199,5 @@ def check_name(name: str, where: str) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether it is the name of something unfinished or about to be removed."""
-    return name.startswith(".") and name.endswith((NEW, OLD))
-
-
-def recover(target: Path) -> None:
-    """Restore the folder that a program moved aside, if it ended before the new one was in its place."""
-    if os.path.lexists(target) or not target.parent.is_dir():
-        return
-    for path in _left_over(target):
-        if path.name.endswith(OLD):
-            path.rename(target)
-            flush(target.parent)
-            return
-
-
-def recover_within(folder: Path) -> None:
-    """``recover`` for everything that was moved aside in a folder."""
-    for path in folder.iterdir():
-        if path.name.endswith(OLD) and _belongs_to(path.name):
-            recover(path.with_name(_belongs_to(path.name)))
-
-
-def _put_in_place(new: Path, target: Path) -> None:
-    if not os.path.lexists(target):
-        new.rename(target)
-        flush(target.parent)
-        return
-    old = beside(target, OLD)
-    target.rename(old)
-    try:
-        new.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
-    flush(target.parent)
-    _remove(old)
-
-
-def _belongs_to(temporary: str) -> str:
-    """The final name of something unfinished or moved aside; empty for other names."""
-    found = re.fullmatch(rf"\.(.+)\.[0-9a-f]+({NEW}|{OLD})", temporary, re.DOTALL)
-    return found[1] if found else ""
-
-
-def _left_over(target: Path) -> list[Path]:
-    return [path for path in target.parent.iterdir() if _belongs_to(path.name) == target.name]
-
-
-def _remove(path: Path) -> None:
-    """Remove something unfinished or replaced, if possible; a later program removes what stays. It is renamed first, so
-    that a program that still fills it cannot put a part of it in place."""
-    with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            gone = beside(path.with_name(_belongs_to(path.name)), NEW)
-            path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    """Whether it is the name of something unfinished."""
+    return name.startswith(".") and name.endswith(NEW)

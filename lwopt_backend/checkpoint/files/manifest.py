@@ -17,6 +17,7 @@ import io
 import json
 import os
 import secrets
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -134,12 +135,14 @@ def _own_crc(content: Mapping[str, Any]) -> str:
 
 
 def read(folder: Path) -> Manifest | None:
-    """A folder's manifest; None if there is none. Raises CheckpointError for one that is damaged."""
+    """A folder's manifest; None if there is none. Raises CheckpointError for one that is damaged, or no file in it."""
     path = folder / NAME
     try:
         found = path.stat()
     except OSError:
         return None
+    if not stat.S_ISREG(found.st_mode):  # reading from a pipe would wait forever
+        raise CheckpointError(f"{path} is no file; copy it again")
     return _parsed(path, found.st_ino, found.st_size, found.st_mtime_ns)
 
 

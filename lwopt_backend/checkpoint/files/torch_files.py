@@ -27,6 +27,7 @@ from torch import Tensor
 from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, held
 from lwopt_backend.checkpoint.files import manifest, pickles
+from lwopt_backend.checkpoint.files.folders import check_inside
 from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, Stub, in_order, shape_of
 from lwopt_backend.checkpoint.files.manifest import Payload, crc_of
 
@@ -246,12 +247,14 @@ def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return torch.empty_strided(shape, stride, device="meta").is_contiguous()
 
 
-def load(path: Path) -> Any:
+def load(path: Path, folder: Path | None = None) -> Any:
     """What is in a file, with a ``LazyTensor`` for every tensor and a ``Stub`` for objects of classes we do not have.
+    ``folder`` is the checkpoint's, in which the file has to lie; by default, the folder that the file is in.
 
     A tensor's bytes are checked when they are read. Raises CheckpointError for a file that is damaged, or that asks
     for something that is not allowed.
     """
+    check_inside(path, folder or path.parent)
     later = _unchecked.get()
     if later is not None:
         later.add(path)

@@ -224,7 +224,7 @@ def read_ranks(step: Path) -> Ranks:
         raise CheckpointError(f"{step}: expected folders mp_rank_*, found none; name the folder that has them")
     loaded = {}
     for numbers, folder in folders.items():
-        found = loaded[numbers] = torch_files.load(folder / MODEL_FILE)
+        found = loaded[numbers] = torch_files.load(folder / MODEL_FILE, step)
         if not isinstance(found, dict) or "args" not in found:
             raise CheckpointError(
                 f"{folder / MODEL_FILE}: expected Megatron's checkpoint with args, found {type(found)}"
