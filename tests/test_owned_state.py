@@ -102,6 +102,48 @@ def test_saving_between_backward_and_a_step_that_has_begun_is_an_error(tmp_path:
         optimizer.save_state_dict(tmp_path)
 
 
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("there", ["alone", "over ours"])
+@on_ranks(2)
+def test_a_save_over_another_programs_checkpoint_is_refused_before_anything_is_written(
+    tmp_path: Path, there: str
+) -> None:
+    """Of FSDP2's or plain PyTorch's model, by torch's own dcp.save, which leaves our manifest where it is."""
+    _, optimizer = trained(layout="padded")
+    if there == "over ours":
+        optimizer.save_state_dict(tmp_path)
+    dcp.save({"model": UnevenLM().state_dict()}, checkpoint_id=tmp_path)
+    dist.barrier()
+    before = files_in(tmp_path)
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"__0_\d\.distcp was not saved by this optimizer, .*another fold"
+    ):
+        optimizer.save_state_dict(tmp_path)
+    dist.barrier()
+    assert files_in(tmp_path) == before
+
+
+@on_ranks(2)
+def test_a_file_system_may_know_an_old_size_of_another_ranks_file(tmp_path: Path) -> None:
+    """As NFS does until a file is opened."""
+    _, optimizer = trained(layout="padded")
+    stat, mine = os.stat, f"__{dist.get_rank()}_"
+
+    def old(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        found = stat(path, *args, **options)
+        name = os.path.basename(path) if isinstance(path, (str, os.PathLike)) else mine
+        is_others = name.endswith(".distcp") and not name.startswith(mine)
+        return os.stat_result([*found[:6], 0, *found[7:]]) if is_others else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "stat", old)
+        optimizer.save_state_dict(tmp_path)
+    optimizer.load_state_dict_from(tmp_path)
+
+
 # What cannot be loaded
 def without_a_chunk(path: Path) -> None:
     saved = pickle.loads((path.parent / ".metadata").read_bytes())

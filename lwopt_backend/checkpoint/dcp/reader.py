@@ -283,6 +283,11 @@ def mark(save_id: str, rank: int) -> bytes:
     return f"lwopt save {save_id} rank {rank}\n".encode().ljust(MARK)
 
 
+def is_marked(start: bytes) -> bool:
+    """Whether a file that begins with these bytes is ours, of whatever save."""
+    return len(start) == MARK and start.startswith(b"lwopt save ")
+
+
 def _check_marks(listed: Manifest) -> None:
     """Raises CheckpointError for a file of another save, or of another rank than its name says."""
     for name, entry in listed.files.items():

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
-from lwopt_backend.checkpoint.dcp.reader import FILE, METADATA, mark
+from lwopt_backend.checkpoint.dcp.reader import FILE, MARK, METADATA, is_marked, mark
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import flush
 from lwopt_backend.checkpoint.files.made import in_order
@@ -100,6 +100,7 @@ class _Writer(FileSystemWriter):
         results = []
         with self._files.open(self._name) as file:
             file.write(mark(self.save_id, self._rank))
+            file.flush()  # the next save removes what bears our mark, if this one is killed
             read = in_order((partial(planner.resolve_data, item) for item in plan.items), self._workers)
             for item, data in zip(plan.items, read):
                 start = file.tell()
@@ -223,8 +224,9 @@ def save(
 
     Called on all ranks; each writes its own boxes into its own file, and one of those that several have. ``workers``
     boxes are in memory: one is written while others are read. An error on any rank is raised on all; the folder then
-    has its earlier checkpoint, and the next save removes the files of this one. The manifest takes rank 0's ``step``
-    and ``others``, the entries of files that rank 0 has already written there.
+    has its earlier checkpoint, and the next save removes the files of this one. Another program's checkpoint in the
+    folder is an error, before anything is written. The manifest takes rank 0's ``step`` and ``others``, the entries of
+    files that rank 0 has already written there.
     """
     target = folder if ranks is not None else None  # who converts writes into a temporary one, and names the target
     ranks = ranks or Alone()
@@ -232,8 +234,7 @@ def save(
     def in_all(decide: Callable[[], T]) -> T:
         return agree(ranks, what, lambda: (_naming(target, decide), []))
 
-    numbers = in_all(lambda: [path.stem.rpartition("_")[2] for path in folder.glob(ANY_FILE)])
-    unused = max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
+    unused = in_all(lambda: _unused_number(folder) if ranks.rank == 0 else 0)
     number, save_id = ranks.gather_objects((unused, manifest.new_save_id()))[0]
     name = f"__{ranks.rank}_{number}{FILE}"
     files = Files(folder, ranks.rank)
@@ -270,6 +271,29 @@ def save(
     in_all(finish)
 
 
+def _unused_number(folder: Path) -> int:
+    """A number that no file of a save has. Raises CheckpointError for another program's files, which this save would
+    remove. Ours are those that our manifest is of, or, after a save that was interrupted, those that bear our mark."""
+    found = sorted(folder.glob(f"*{FILE}"))
+    for path in [] if _has_manifest(folder) else found:
+        with path.open("rb") as file:
+            if not is_marked(file.read(MARK)):
+                raise CheckpointError(
+                    f"{path} was not saved by this optimizer, and this save would remove it; save to another folder, "
+                    "or remove what is in this one"
+                )
+    numbers = [path.stem.rpartition("_")[2] for path in found]
+    return max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Whether there is a manifest, and of this metadata: another program replaces that and leaves the manifest."""
+    with suppress(CheckpointError, OSError, KeyError):
+        listed = manifest.read(folder)
+        return listed is not None and manifest.crc_of(folder / METADATA) == listed.files[METADATA].crc32
+    return False
+
+
 def _naming(target: Path | None, decide: Callable[[], T]) -> T:
     """Call ``decide``; an error of the disk names the target, because a full disk's error names no file."""
     try:
@@ -285,10 +309,13 @@ def _finish(writer: _Writer, folder: Path, metadata: Metadata, results: list[lis
     ends: dict[str, int] = {}
     for info in (result.storage_data for of_rank in results for result in of_rank):
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in ends.items():
+    os.listdir(folder)
+    for name, end in ends.items():  # NFS may know an old folder or size until these are opened
         path = folder / name
-        if not path.is_file() or path.stat().st_size != end:
-            raise FileNotFoundError(f"{path} is missing; the folder has to be the same one for all ranks")
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == end:
+                continue
+        raise FileNotFoundError(f"{path} is missing; the folder has to be the same one for all ranks")
     (folder / manifest.NAME).unlink(missing_ok=True)  # it is of the save before: if this ends here, there is none
     flush(folder)
     writer.finish(metadata, results)
