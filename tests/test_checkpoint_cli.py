@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from lwopt_backend.checkpoint import convert, formats
+from lwopt_backend.checkpoint import convert, formats, ties
 from lwopt_backend.checkpoint import safetensors as safetensors_folder
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held, same
 from lwopt_backend.checkpoint.dcp import saving as write_dcp
@@ -376,3 +376,43 @@ def test_an_index_of_other_files_is_an_error(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": places}))
         with pytest.raises(CheckpointError, match=words):
             safetensors_folder.read(tmp_path)
+
+
+# Weights under several names
+ROWS = torch.linspace(-1, 1, 6).view(3, 2)
+HEADS = [  # what is trained, what equals it and is not, and which of the latter are its other names
+    ("model.embed_tokens", "lm_head", "lm_head"),
+    ("bert.embeddings.word_embeddings", "cls.predictions.decoder", "cls.predictions.decoder"),
+    ("student.wte", "student.lm_head teacher.wte teacher.lm_head", "student.lm_head"),
+    ("bert.embeddings.word_embeddings", "teacher.embeddings.word_embeddings teacher.decoder", ""),
+    ("shared", "encoder.embed_tokens decoder.embed_tokens lm_head", "lm_head"),
+    ("lm_head", "teacher.lm_head", ""),
+    ("layers.0.proj", "teacher.layers.0.proj layers.0.output frozen", ""),
+    ("embedding.word_embeddings", "output_layer position_embedding", "output_layer"),
+]
+
+
+@pytest.mark.parametrize(("trained", "copies", "tied"), HEADS)
+def test_of_equal_weights_only_a_models_own_head_is_its_embedding(trained: str, copies: str, tied: str) -> None:
+    params = {f"{name}.weight": Param(held(ROWS, name)) for name in copies.split()}
+    params[f"{trained}.weight"] = param(ROWS, exp_avg=ROWS)
+    params["lm_head_of_others.weight"] = Param(held(ROWS + 1, "others"))
+    found, notes = ties.heads(params)
+    assert found == {f"{name}.weight": f"{trained}.weight" for name in tied.split()}
+    assert sum("kept as frozen copies" in note for note in notes) == (len(tied.split()) < len(copies.split()))
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    {
+        "a": "'' is no parameter of the checkpoint; give NAME=NAME",
+        "c=a": "'c' is no parameter",
+        "a=b": "a is trained, so that it is no other name; exchange the two",
+        "other=a": "other differs from a, so that they are not tied",
+    }.items(),
+)
+def test_a_name_that_is_wrongly_said_to_be_tied_is_refused(pair: str, said: str) -> None:
+    weights = {"a": param(ROWS, exp_avg=ROWS), "b": Param(held(ROWS, "b")), "other": Param(held(ROWS + 1, "other"))}
+    with pytest.raises(CheckpointError, match=f"--tied {pair}: {said}"):
+        ties.declared(checkpoint(**weights), [pair])
+    assert ties.declared(checkpoint(**weights), ["b=a", "b=a"]).tied == {"b": "a"}

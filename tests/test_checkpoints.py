@@ -449,3 +449,36 @@ def test_state_of_fsdp2_before_the_first_step_is_that_of_a_fresh_optimizer(rule:
         for one in (saved, loaded, untouched):
             one.train(range(2))
         assert same(saved.weights(), untouched.weights()) and same(loaded.weights(), untouched.weights())
+
+
+class Distilled(ExactLM):
+    """A student and its frozen teacher, equal at the start, each with its head tied to its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.teacher = ExactLM(tied=True).requires_grad_(False)
+
+
+def save_distilled(way: str, form: str, folder: str) -> None:
+    """After a step at a rate of 0, which changes no weight."""
+    with running(Cell(way, form=form, rate=0.0), Distilled()) as engine:
+        engine.train(range(1))
+        engine.save(folder)
+
+
+BY_TORCH = [("plain", "nested"), ("fsdp2", "nested"), ("fsdp2", "flat")]
+WITH_A_TEACHER = [*BY_TORCH, *((way, "") for way in ("plain", "zero 0", "zero 1", "zero 3", "owned 1"))]
+
+
+@pytest.mark.parametrize(("way", "form"), WITH_A_TEACHER)
+def test_a_frozen_copy_is_no_tied_weight(ranks: RankPool, tmp_path: Path, way: str, form: str) -> None:
+    """From every format, and through each: heads are their embeddings, the teacher is there, and nothing else is."""
+    ranks.run(save_distilled, way, form, str(tmp_path / "saved"))
+    held = dict(Distilled().named_parameters())
+    assert torch.equal(held["layers.0.weight"], held["teacher.layers.0.weight"]) and "lm_head.weight" not in held
+    tied = ("--tied", "teacher.lm_head.weight=teacher.embedding.weight")  # neither is trained
+    for at, to in itertools.pairwise(["saved", "universal", "dcp", "safetensors"]):
+        succeeds("convert", tmp_path / at, tmp_path / to, "--to", to, *(tied if at == "saved" else ()))
+    exported = load_file(tmp_path / "safetensors" / "model.safetensors")
+    assert exported.keys() == held.keys()
+    assert all(torch.equal(tensor, held[name]) for name, tensor in exported.items())

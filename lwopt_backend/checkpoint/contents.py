@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import math
 import zlib
@@ -287,37 +286,6 @@ class Checkpoint:
             if not isinstance(value, kind):
                 said = f"a {type(value).__name__}, no {kind[0].__name__}"
                 raise CheckpointError(f"{self.format}: {what} is {said}; copy it again")
-
-
-def tied(params: Mapping[str, Param]) -> dict[str, str]:
-    """Names of weights that no optimizer trains and that equal a trained one, each with that one's name.
-
-    torch's model state dict has a tied weight under all its names, an optimizer's only under the first. Vectors are not
-    compared, because many are all ones.
-    """
-    trained: dict[Any, list[str]] = {}
-    for name, param in params.items():
-        if param.states and param.weight is not None and len(param.shape) > 1:
-            trained.setdefault((param.shape, param.weight.dtype), []).append(name)
-
-    def blocks(name: str) -> Iterator[Tensor]:
-        weight = params[name].weight
-        return iter(()) if weight is None else weight.blocks()
-
-    @functools.cache  # read once, however many weights are compared
-    def begin(name: str) -> bytes:
-        first = next(blocks(name), torch.empty(0)).contiguous().view(torch.uint8)
-        return hashlib.blake2b(first.numpy().data).digest()
-
-    found = {}
-    for name, param in params.items():
-        if param.states or param.group is not None or param.weight is None:
-            continue
-        for of in trained.get((param.shape, param.weight.dtype), ()):
-            if begin(of) == begin(name) and all(map(torch.equal, blocks(of), blocks(name))):
-                found[name] = of
-                break
-    return found
 
 
 def reader(

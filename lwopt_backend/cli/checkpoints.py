@@ -184,6 +184,7 @@ HELP = {
     "dtype": f"Of weights in safetensors: {', '.join(DTYPES)}. Default: as they are.",
     "workers": "Tensors that are read and checked, or written, at a time; so many are in memory.",
     "uneven steps": "Some parameters were not trained in every step: their counts may differ in a param group.",
+    "tied": "The first is another name of the second parameter, not a frozen copy; once for each such name.",
     "compared names": f"Compare under these names: {FAMILIES}, or a .json file. Default: as they are, or "
     "megatron-core's where the two have different ones.",
     "names a": "A's names, where it does not say itself, as of a saved model.",
@@ -204,6 +205,7 @@ def convert(
     dtype: Annotated[Text, typer.Option(help=HELP["dtype"])] = None,
     workers: Annotated[int, typer.Option(min=1, help=HELP["workers"])] = WORKERS,
     uneven_steps: Annotated[bool, typer.Option("--uneven-steps", help=HELP["uneven steps"])] = False,
+    tied: Annotated[list[str] | None, typer.Option("--tied", metavar="NAME=NAME", help=HELP["tied"])] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read, check and rename; write nothing.")] = False,
     as_json: AsJSON = False,
     numbers: Numbers = NONE,
@@ -212,7 +214,7 @@ def convert(
     """Convert a checkpoint: weights, optimizer state, counters, schedule. Nothing is written unless all is in order."""
     with importing():
         from lwopt_backend.checkpoint import convert as conversion
-        from lwopt_backend.checkpoint import names
+        from lwopt_backend.checkpoint import names, ties
         from lwopt_backend.checkpoint.files import folders, torch_files
 
     options = _options(to, megatron_version, dtype)
@@ -221,6 +223,7 @@ def convert(
             names.find(given)
     with torch_files.checked_as_read() as records:
         reader, found = opened(source, format)
+        found = ties.declared(found, tied or ())
     place = conversion.place_of(found, to, destination)
     folders.refuse_existing(place.folder)  # before hours are spent on reading
     notes: list[str] = []

@@ -5,6 +5,7 @@
     model.<parameter>                                     the weights, and all else in the model's state dict
     optimizer.state.<parameter>.<key>                     state, fp32 masters of 16-bit parameters, owner state
     optimizer.param_groups.<number>.<option>              hyperparameters; ``params`` are the parameters' names
+    lwopt_tied                                            further names of parameters, each with the one above
     <anything else>                                       what the program saves with it
 
 FSDP2's checkpoints have the same form (``checkpoint/dcp``). Every rank writes the pieces that it owns,
@@ -25,6 +26,7 @@ from lwopt_backend.checkpoint.contents import MASTER, LazyTensor, Param, read_as
 from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, one_box, states_of, whole
+from lwopt_backend.checkpoint.ties import RECORD
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime import nested
@@ -66,6 +68,7 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
         check_readable(SAVING, more)
         if everyone.rank == 0:
             shards.objects.update(flattened(more))
+            shards.objects[RECORD,] = _tied(core, model, names)
         for name, value in model.state_dict().items():  # in the model's order, on all ranks
             number = numbers.get(name)
             if number is not None:
@@ -115,6 +118,17 @@ def others_of(core: OwnedCore, model: nn.Module) -> dict[str, Any]:
     """A model's state dict without the trained parameters: frozen ones, buffers, tied names."""
     trained = {member.name for member in core.members}
     return {name: value for name, value in model.state_dict().items() if name not in trained}
+
+
+def _tied(core: OwnedCore, model: nn.Module, names: Names) -> dict[str, str]:
+    """The further names of trained parameters in a model's state dict, each with the name that it is saved as."""
+    first = {id(member.param): number for number, member in enumerate(core.members)}
+    found = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        number = first.get(id(param))
+        if number is not None and name != core.members[number].name:
+            found[name] = names.keys[number]
+    return found
 
 
 def _stub(param: Tensor, name: str) -> LazyTensor:
@@ -219,6 +233,7 @@ def load(
         return (checked, rest), []
 
     checked, rest = agree(everyone, LOADING, check)
+    rest.pop(RECORD, None)
     core.manager.receive_values()
 
     def take() -> None:

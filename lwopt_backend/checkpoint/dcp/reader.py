@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint import contents
+from lwopt_backend.checkpoint import contents, ties
 from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, OwnerStates, Param
 from lwopt_backend.checkpoint.files import manifest, pickles, torch_files
 from lwopt_backend.checkpoint.files.folders import check_inside
@@ -382,9 +382,11 @@ def read(path: Path) -> Checkpoint:
             "read by these alone"
         )
     params = {name: saved.param(name, w) for name, w in saved.weights.items() if w.dtype.is_floating_point}
-    tied = contents.tied(params)
-    notes = [f"{name} has the values of {of} and no state of its own: taken for the same" for name, of in tied.items()]
-    others = saved.others()
+    others, notes = saved.others(), list[str]()
+    if ties.RECORD in others:
+        tied = ties.recorded(others.pop(ties.RECORD), params)
+    else:
+        tied, notes = ties.heads(params)
     known = {key: others[key] for key, kind in KNOWN.items() if isinstance(others.get(key), kind)}
     client = {key: value for key, value in others.items() if key not in known}
     steps = {int(param.step) for param in params.values() if param.step is not None}

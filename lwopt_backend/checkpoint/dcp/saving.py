@@ -33,6 +33,7 @@ from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.files.manifest import Entry as FileEntry
 from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.torch_files import save_as_it_lies
+from lwopt_backend.checkpoint.ties import RECORD
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree
@@ -362,6 +363,7 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     objects = flattened(rest)
     if checkpoint.arguments:  # in one piece: no program loads them in place
         objects["arguments",] = dict(checkpoint.arguments)
+    objects[RECORD,] = dict(checkpoint.tied)
     shards = Shards({path: one_box(tensor) for path, tensor in tensors.items()}, objects)
     save(folder, shards, workers=workers, step=checkpoint.iteration)
 
