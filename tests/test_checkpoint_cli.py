@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from lwopt_backend.checkpoint import convert, formats, ties
+from lwopt_backend.checkpoint import convert, formats, names, ties
 from lwopt_backend.checkpoint import safetensors as safetensors_folder
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held, same
 from lwopt_backend.checkpoint.dcp import saving as write_dcp
@@ -416,3 +416,15 @@ def test_a_name_that_is_wrongly_said_to_be_tied_is_refused(pair: str, said: str)
     with pytest.raises(CheckpointError, match=f"--tied {pair}: {said}"):
         ties.declared(checkpoint(**weights), [pair])
     assert ties.declared(checkpoint(**weights), ["b=a", "b=a"]).tied == {"b": "a"}
+
+
+def test_a_trained_parameter_without_a_known_group_is_in_no_group_of_a_universal_folder(tmp_path: Path) -> None:
+    """Stock DeepSpeed would train it with the options of the group in which it is listed."""
+    source = checkpoint(a=param(ROWS, exp_avg=ROWS), b=dataclasses.replace(param(ROWS, exp_avg=ROWS), group=None))
+    made, _ = convert.prepared(source, "universal", None, None, names.Numbers())
+    convert.write(made, "universal", convert.place_of(made, "universal", tmp_path))
+    assert sum("which param group has b is not known (1 parameter(s)" in note for note in made.notes) == 1
+    saved = torch.load(tmp_path / "global_step3" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert [list(group) for group in saved["param_shapes"]] == [["a"]]
+    found = formats.read(tmp_path).params
+    assert [found[name].group for name in "ab"] == [0, None] and same(found["b"].states["exp_avg"].read(), ROWS)

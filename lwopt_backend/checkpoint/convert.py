@@ -205,7 +205,20 @@ def prepared(
     checkpoint = _with_lions_steps(checkpoint)
     if any("moment2_buffer" in param.states for param in checkpoint.params.values()):
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, ADAPTIVE_MUON))
+    if target == "universal":
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *_without_group(checkpoint)))
     return (as_ours(checkpoint) if target == "dcp" else checkpoint), gate
+
+
+def _without_group(checkpoint: Checkpoint) -> list[str]:
+    """A note on parameters that have state, but no group that is known."""
+    names = [name for name, param in checkpoint.params.items() if param.states and param.group is None]
+    if not names or not checkpoint.groups:
+        return []
+    return [
+        f"which param group has {', '.join(names[:3])}{', ...' * (len(names) > 3)} is not known ({len(names)} "
+        "parameter(s) with state): param_shapes leaves them out, as DeepSpeed would give them another group's options"
+    ]
 
 
 def _with_lions_steps(checkpoint: Checkpoint) -> Checkpoint:

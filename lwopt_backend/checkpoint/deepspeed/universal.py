@@ -263,8 +263,8 @@ def _common(checkpoint: Checkpoint, trained: Mapping[str, Param], groups: list[d
 def _model_states_to_write(
     checkpoint: Checkpoint, trained: Mapping[str, Param], frozen: Mapping[str, LazyTensor], groups: int
 ) -> dict[str, Any]:
-    shapes = [
-        OrderedDict((name, torch.Size(p.shape)) for name, p in trained.items() if (p.group or 0) == number)
+    shapes = [  # without those whose group is not known, which DeepSpeed would train with another group's options
+        OrderedDict((name, torch.Size(p.shape)) for name, p in trained.items() if p.group == number)
         for number in range(groups)
     ]
     return {
