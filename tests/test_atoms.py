@@ -1,6 +1,8 @@
 """Which matrices are in a parameter: as the modelling code uses them, or as it was set by name. What a family's code
 does is followed with real numbers: every output of a fused linear is given its own."""
 
+import contextlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -393,11 +395,26 @@ def test_experts_of_llama_4_are_divided_where_they_are_known_to_be_stored_transp
     assert len(plain.blocks) == 4, "with rows taken for outputs nothing fits, and nothing is guessed"
 
 
+def is_there(kind: str) -> bool:
+    """Whether this version of transformers has a class."""
+    family, name = kind.split(".")
+    module = f"transformers.models.{family}.modeling_{family}"
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.util.find_spec(module) is not None and hasattr(importlib.import_module(module), name)
+    return False
+
+
 def test_every_class_of_the_table_is_followed_here() -> None:
-    kinds = {type(module) for make, *_ in MODELS.values() for module in make().modules()}
-    models = {f"{kind.__module__.split('.')[2]}.{kind.__name__}" for kind in kinds if "models." in kind.__module__}
+    """Of those that this version of transformers has, which is nearly all."""
+    models = set()
+    for make, *_ in MODELS.values():
+        with contextlib.suppress(pytest.skip.Exception):  # it lacks this family
+            kinds = {type(module) for module in make().modules() if "models." in type(module).__module__}
+            models |= {f"{kind.__module__.split('.')[2]}.{kind.__name__}" for kind in kinds}
     alone = {"hiera.HieraMaskUnitAttention", "jetmoe.JetMoeMoE", "llama4.Llama4TextExperts", *DELTA_NETS}
-    assert set(TABLE) == (set(TABLE) & models) | set(MODULES) | alone
+    there = set(filter(is_there, TABLE))
+    assert len(there) > 0.9 * len(TABLE) and there <= models | set(MODULES) | alone
+    assert set(MODULES) | alone <= set(TABLE), "none is followed that the table does not have"
 
 
 # Right, or not at all

@@ -14,6 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate import utils as accelerates
+from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -32,14 +36,9 @@ from tests.pages import blocks, table
 from tests.ranks import RankPool, free_port
 from tests.zero import newton_schulz_in_float32
 
-pytest.importorskip("accelerate")
 sys.path.append(str(ROOT / "examples"))
 
 import hugging_face  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
-from accelerate import utils as accelerates  # noqa: E402
-from accelerate.commands.launch import launch_command, launch_command_parser  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from corpus import Corpus  # noqa: E402
 from hugging_face import ADAMW, MUON, ROWS, Windows, small_llama, small_model  # noqa: E402
 

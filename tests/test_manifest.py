@@ -136,17 +136,19 @@ def mix(folder: Path, other: Path) -> Path:
     return path
 
 
-ATTACKS = (flip, cut, delete, duplicate, swap, mix)
+OF_TWO_FILES = (duplicate, swap)  # of tensors, which Megatron's folder and that of one rank do not have
+ATTACKS = [
+    (form, attack)
+    for form in (*TARGETS, "ranks")
+    for attack in (flip, cut, delete, mix, *(OF_TWO_FILES if form not in ("megatron", "dcp") else ()))
+]
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("form", (*TARGETS, "ranks"))
+@pytest.mark.parametrize(("form", "attack"), ATTACKS)
 def test_a_file_that_is_not_the_one_that_was_saved_is_an_error_that_names_it(
     made: dict[str, tuple[Path, Path]], tmp_path: Path, form: str, attack: Callable[[Path, Path], Path]
 ) -> None:
     """By whoever reads it, and by --verify, which reads all of it."""
-    if form in ("megatron", "dcp") and attack in (duplicate, swap):
-        pytest.skip("it has one file of tensors")
     folder = Path(shutil.copytree(made[form][0], tmp_path / "from"))
     verified = json.loads(succeeds("inspect", folder, "--verify", "--json"))["folders"]
     assert sum(each["files"] for each in verified) + 1 == len([n for n in files(folder) if "latest" not in n])

@@ -537,11 +537,11 @@ def test_lion_of_matrices_has_adam_beside_it(tmp_path: Path) -> None:
         dist_reader.read(tmp_path / "iter_0000009")
 
 
-@pytest.mark.parametrize("kind", ["plain", "distributed", "layer_wise"])
-@pytest.mark.parametrize("what", OTHER_STATES)
+KINDS_OF = {what: ("layer_wise",) if "uon" in what else ("plain", "distributed") for what in OTHER_STATES}
+
+
+@pytest.mark.parametrize(("what", "kind"), [(what, kind) for what, kinds in KINDS_OF.items() for kind in kinds])
 def test_other_optimizers_states_are_read_in_torchs_format(what: str, kind: str, tmp_path: Path) -> None:
-    if ("uon" in what) != (kind == "layer_wise"):
-        return
     files = Writer(TorchSetup(optimizer=kind, dp=2 if kind == "layer_wise" else 1, arguments=OTHER_STATES[what]))
     files.truth = with_states_of(what, files.truth)
     files.write(tmp_path)

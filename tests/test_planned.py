@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,8 +22,6 @@ from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.test_cli import run
 from tests.zero import config, engine_for
-
-transformers = pytest.importorskip("transformers")
 
 KINDS = ("parameters", "gradients", "masters", "state", "padding")
 Held = tuple[str, dict[str, int]]  # the plan's name, and bytes that this rank holds, of the kinds that were looked at
