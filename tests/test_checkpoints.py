@@ -466,8 +466,8 @@ def save_distilled(way: str, form: str, folder: str) -> None:
         engine.save(folder)
 
 
-BY_TORCH = [("plain", "nested"), ("fsdp2", "nested"), ("fsdp2", "flat")]
-WITH_A_TEACHER = [*BY_TORCH, *((way, "") for way in ("plain", "zero 0", "zero 1", "zero 3", "owned 1"))]
+SAVED_BY_TORCH = [("plain", "nested"), ("fsdp2", "nested"), ("fsdp2", "flat")]
+WITH_A_TEACHER = [*SAVED_BY_TORCH, *((way, "") for way in ("plain", "zero 0", "zero 1", "zero 3", "owned 1"))]
 
 
 @pytest.mark.parametrize(("way", "form"), WITH_A_TEACHER)
