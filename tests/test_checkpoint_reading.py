@@ -176,7 +176,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "is damaged": lambda file: os.truncate(file, file.stat().st_size // 2),
     "is damaged: ": engines.flip,
     "asks for .*mkdir": lambda file: torch.save({"param": Payload(os.mkdir, f"{file.parent}/harmed")}, file),
-    "holds no|expected|is not as DeepSpeed writes it": lambda file: torch.save({"something": torch.ones(3)}, file),
+    "holds no|expected|cannot be read as": lambda file: torch.save({"something": torch.ones(3)}, file),
 }
 FORMS = {"zero 2": ("zero", 2), "zero 3": ("zero", 3), "owned 1": ("owned", 1)}
 
@@ -250,7 +250,6 @@ def with_state(name: str, size: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"model": ONES, "ema": ONES}, "ema.a in .* is neither a weight"),
         ({"one": ONES, "two": ONES}, "expected one model's weights"),
         (with_state("b", 2), "state of none of the model's parameters"),
         (with_state("3", 2), "state of a numbered parameter"),

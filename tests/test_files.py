@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy as copies
 import dataclasses
+import io
 import itertools
 import json
 import os
@@ -32,6 +33,7 @@ from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.checkpoint import contents, formats, gates
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, held, read_as_expected
 from lwopt_backend.checkpoint.dcp import reader as dcp_reader
+from lwopt_backend.checkpoint.deepspeed import files as deepspeed_files
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.files import folders, pickles, torch_files
 from lwopt_backend.checkpoint.files import torch_files as zip_records
@@ -469,9 +471,72 @@ def test_metadata_of_dcp_is_compared_with_what_is_stored(tmp_path: Path, said: s
 
 def test_an_error_in_a_reader_is_one_of_the_checkpoint_and_keeps_its_cause(tmp_path: Path) -> None:
     cause = RecursionError("too deep")
-    with pytest.raises(CheckpointError, match=r"is not as DCP writes it \(RecursionError: too deep\)") as caught:
+    said = r"cannot be read as DCP writes it \(RecursionError: too deep\): a bug, or a file of another version"
+    with pytest.raises(CheckpointError, match=said) as caught:
         read_as_expected(mock.Mock(side_effect=cause), tmp_path, "DCP")
     assert caught.value.__cause__ is cause
+
+
+def test_debugging_shows_the_traceback_of_a_command_and_of_a_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = hostile.stage0(tmp_path / "a")
+    monkeypatch.setattr(deepspeed_files, "plain", mock.Mock(side_effect=RecursionError("too deep")))
+    said = refused("inspect", folder)
+    assert "a bug, or a file of another version; LWOPT_DEBUG=1 shows the traceback" in said
+    monkeypatch.setenv("LWOPT_DEBUG", "1")
+    run = lwopt("inspect", folder)
+    assert run.code == 2 and "deepspeed/files.py" in run.err and "RecursionError: too deep" in run.err
+    with pytest.raises(CheckpointError), contextlib.redirect_stderr(io.StringIO()) as shown:
+        formats.read(folder)
+    assert "RecursionError: too deep" in shown.getvalue()
+
+
+# What a program saves beside its model
+CLIENT = {
+    "torch": torch.get_rng_state(),
+    "numpy": numpy.random.RandomState(3).get_state(),
+    "python": random.Random(3).getstate(),
+    "ema": {"a.weight": torch.full((3, 4), 0.5), "count": torch.tensor(3)},
+    "sampler": (numpy.arange(5), [torch.randperm(7), {"seed": numpy.float32(0.1)}]),
+    "dtype": torch.bfloat16,
+}
+
+
+def same_client(found: Any, expected: Any = CLIENT) -> bool:
+    """Equal, of the same types."""
+    if isinstance(expected, Tensor):
+        return type(found) is Tensor and found.dtype == expected.dtype and torch.equal(found, expected)
+    if isinstance(expected, (numpy.ndarray, numpy.generic)):
+        return type(found) is type(expected) and found.dtype == expected.dtype and (found == expected).all()
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same_client(found[key], expected[key]) for key in expected)
+    if isinstance(expected, (list, tuple)):
+        return type(found) is type(expected) and len(found) == len(expected) and all(map(same_client, found, expected))
+    return type(found) is type(expected) and found == expected
+
+
+def test_tensors_arrays_and_numbers_that_a_program_saved_survive_deepspeed_and_dcp(tmp_path: Path) -> None:
+    source = hostile.stage0(tmp_path / "stage0")
+    file = next(source.rglob("*.pt"))
+    torch.save({**torch.load(file), **CLIENT, "mine": 3}, file)
+    steps = [source, tmp_path / "universal", tmp_path / "dcp", tmp_path / "again"]
+    for before, after, target in zip(steps, steps[1:], ("universal", "dcp", "universal")):
+        succeeds("convert", before, after, "--to", target)
+        assert same_client(pickles.in_memory(formats.read(after).client), {**CLIENT, "mine": 3}), target
+        succeeds("inspect", after)
+        succeeds("diff", before, after)
+
+
+def test_tensors_beside_a_model_are_kept_with_what_the_program_saved(tmp_path: Path) -> None:
+    beside = {**CLIENT, "iteration": torch.tensor(4)}
+    dcp.save({"model": {"a.weight": torch.ones(3, 4)}, **beside}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    found = formats.read(tmp_path / "dcp")
+    assert found.params.keys() == {"a.weight"} and found.iteration == 4
+    assert same_client(pickles.in_memory(found.client))
+    succeeds("inspect", tmp_path / "dcp")
+    succeeds("convert", tmp_path / "dcp", tmp_path / "universal", "--to", "universal")
+    assert same_client(pickles.in_memory(formats.read(tmp_path / "universal").client))
 
 
 def test_what_would_take_a_square_of_the_size_is_refused_or_gone_through_once(tmp_path: Path) -> None:

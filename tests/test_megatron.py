@@ -278,7 +278,7 @@ REFUSED_TORCH: list[tuple[TorchSetup, Damage, str]] = [
     (ONE, arguments(tensor_model_parallel_size=None), "args.tensor_model_parallel_size"),
     (ONE, arguments(mtp_num_layers=1), "multi-token prediction"),
     (ONE, arguments(data_parallel_size=10**12), "of so many ranks"),
-    (ONE, updated(MODEL, args="--tensor-model-parallel-size 1"), "is not as Megatron writes it"),
+    (ONE, updated(MODEL, args="--tensor-model-parallel-size 1"), "cannot be read as Megatron writes it"),
     (ONE, updated(MODEL, "model", **{OUTPUT: [1]}), "output_layer.weight to be a tensor, .* fp8"),
     (ONE, arguments(num_experts=2, expert_tensor_parallel_size=2), "expert tensor"),
     (ONE, updated(MODEL, model={"language_model": {}}), "language_model"),
@@ -321,7 +321,7 @@ REFUSED_DIST: list[tuple[Setup, Damage, str]] = [
     (DIST["Adam"], added(**{f"{GROUP}.param_state/shard_0_1": [{0: 1}]}), f"param_state/shard_0_1 in .* {NOT_KNOWN}"),
     (FLAT_DIST, added(**{GROUPS: [{"groups": 1}]}), "dp_group_idx_0.optimizer/shard_0_1 in .*: expected param_groups"),
     (FLAT_DIST, added(**{LATENT.format(""): torch.ones(3, 4, 8)}), f"the place of {LATENT.format('.0')}, .* {FULLY}"),
-    (Setup(), updated(COMMON, args="--num-layers 3"), "iter_0000007 is not as Megatron writes it"),
+    (Setup(), updated(COMMON, args="--num-layers 3"), "iter_0000007 cannot be read as Megatron writes it"),
     (Setup(), added(**{STATE_SPACE: torch.ones(8)}), f"{STATE_SPACE}: expected a parameter of a GPT model"),
 ]
 NINTH = "decoder.layers.9.mlp.linear_fc1.weight"
@@ -330,7 +330,7 @@ REFUSED_FSDP: list[tuple[None, Damage, str]] = [
     (None, added_to_fsdp(f"model.module.{NORM}", torch.ones(8).bfloat16()), "expected fp32, as"),
     (None, added_to_fsdp(f"optimizer.state.module.{NINTH}.exp_avg", torch.ones(3)), "which the model does not have"),
     (None, added_to_fsdp(f"model.module.{NINTH}_w", torch.ones(3, 8)), "ends in _w"),
-    (None, added_to_fsdp("args", [1]), "is not as Megatron writes it"),
+    (None, added_to_fsdp("args", [1]), "cannot be read as Megatron writes it"),
 ]
 
 

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lwopt_backend.checkpoint.files import manifest
@@ -39,6 +41,7 @@ from tests.rules import ELEMENTWISE, SECTIONS
 from tests.zero import ADAMW, config, engine_for, train
 
 FULL = pytest.mark.full
+CLIENT = {"mine": 3, "random": torch.arange(9.0), "order": ([torch.arange(4)], {"n": numpy.float32(0.5)})}
 Build = Callable[[int], nn.Module]
 
 
@@ -83,7 +86,7 @@ def save(folder: str, settings: dict[str, Any], build: Build) -> dict[str, Any]:
     """Train two steps and save; what was saved, and the next step's loss."""
     with without_compiling(), engine_for(settings, build(0)) as engine:
         train(engine, 2, same_rows=True)
-        engine.save_checkpoint(folder, client_state={"mine": 3})
+        engine.save_checkpoint(folder, client_state=CLIENT)
         found = {"model": model_in(engine), **counted(engine)}
         return {**found, "loss": train(engine, range(2, 3), same_rows=True)}
 
@@ -125,7 +128,8 @@ ADAM = ("zero 3", "adamw", uneven)
 
 def load_weights(folder: str, settings: dict[str, Any], **choice: Any) -> dict[str, Any]:
     with engine_for(universal(settings), uneven(5)) as engine:
-        engine.load_checkpoint(folder, **choice)
+        _, client = engine.load_checkpoint(folder, **choice)
+        assert same({key: client[key] for key in CLIENT}, CLIENT)
         found = {"model": model_in(engine), **counted(engine)}
         return {**found, "loss": train(engine, range(2, 3), same_rows=True)}
 

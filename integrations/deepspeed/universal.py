@@ -27,6 +27,7 @@ from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed.files import STEP, renumbered, tag_of
 from lwopt_backend.checkpoint.deepspeed.universal import OWNERS
 from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import OURS, of_another_optimizer
 from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state, option_names
@@ -125,7 +126,7 @@ def _load(
     if engine.global_rank == 0:
         for note in notes:
             logger.warning(note)
-    return str(choice.folder), dict(choice.checkpoint.client)
+    return str(choice.folder), in_memory(choice.checkpoint.client)
 
 
 def _put(store: EngineStore, choice: Choice, with_state: bool) -> None:

@@ -16,6 +16,7 @@ class CheckpointError(ValueError):
 # Formats that can be read and written, by name. The command's help shows them, so nothing here imports torch.
 
 AUTO = "auto"
+DEBUG = "LWOPT_DEBUG"  # set to 1 in the environment, tracebacks of errors are printed
 
 # In the order in which a folder is tested: Megatron's also look like any of torch's, and weights may be in one folder
 # with any optimizer's state. ``formats`` has the readers.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
+import traceback
 import zlib
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lwopt_backend.checkpoint.choices import DEBUG
 from lwopt_backend.checkpoint.choices import CheckpointError as CheckpointError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -314,7 +317,10 @@ def read_as_expected(read: Callable[[], T], where: Path, writer: str, said: type
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error}") from error
     except Exception as error:
+        if os.environ.get(DEBUG) == "1":
+            traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"[:300].replace("\n", " ")
         raise CheckpointError(
-            f"{where} is not as {writer} writes it ({reason}); was it written by another version, or changed?"
+            f"{where} cannot be read as {writer} writes it ({reason}): a bug, or a file of another version; {DEBUG}=1 "
+            "shows the traceback"
         ) from error

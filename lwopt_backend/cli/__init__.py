@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Callable
 
 import typer
 
+from lwopt_backend.checkpoint.choices import DEBUG
 from lwopt_backend.cli.checkpoints import convert, diff, inspect
 from lwopt_backend.cli.plan import calibrate, plan
 from lwopt_backend.cli.rehearse import rehearse
@@ -26,11 +29,14 @@ app.command()(rules)
 
 
 def main(commands: Callable[[], None] = app) -> None:
-    """Run a command. An error that the user can fix is one line and exit code 2, not a traceback."""
+    """Run a command. An error that the user can fix is one line and exit code 2, not a traceback, which LWOPT_DEBUG=1
+    shows."""
     try:
         commands()
     except (ValueError, OSError, ImportError, MemoryError) as error:
         sys.stdout.flush()
+        if os.environ.get(DEBUG) == "1":
+            traceback.print_exc()
         said = "not enough memory" if isinstance(error, MemoryError) else error
         typer.secho(f"error: {said}", fg="red", err=True)
         raise SystemExit(2) from None

@@ -26,6 +26,7 @@ from lwopt_backend.checkpoint.contents import MASTER, LazyTensor, Param, read_as
 from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, one_box, states_of, whole
+from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.ties import RECORD
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.plan.layouts import View
@@ -229,7 +230,7 @@ def load(
             if isinstance(value, Tensor) and value.shape != saved.weights[key].shape:
                 found = saved.weights[key].shape
                 raise ValueError(f"the weight {key!r}: expected shape {tuple(value.shape)}, the checkpoint has {found}")
-        rest = read_as_expected(saved.others, folder, "DCP")
+        rest = in_memory(read_as_expected(saved.others, folder, "DCP"))
         return (checked, rest), []
 
     checked, rest = agree(everyone, LOADING, check)
@@ -339,7 +340,7 @@ class Checked:
 
     def _check_bytes(self, key: str, name: str, start: int, stop: int) -> None:
         saved = self.saved
-        place = saved.key_of.get((key, MASTER if name == MASTER else name)) or saved.keys.weights[key]
+        place = saved.key_of.get((key, name)) or saved.keys.weights[key]
         saved.folder.check_range(place, start, stop)
 
     def take(self) -> None:

@@ -22,7 +22,7 @@ from lwopt_backend.checkpoint.files import manifest, pickles, torch_files
 from lwopt_backend.checkpoint.files.folders import check_inside
 from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.manifest import Manifest
-from lwopt_backend.checkpoint.files.pickles import plain
+from lwopt_backend.checkpoint.files.pickles import number, plain
 from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
 from lwopt_backend.config import registry
 from lwopt_backend.plan.layouts import boxes_of
@@ -484,8 +484,9 @@ class Saved:
         """What is neither the model's nor the optimizer's, nested as it was saved."""
         folder, flat = self.folder, {}
         for key in self.keys.others:
-            value = self.change(folder.object(key)) if key in folder.objects else folder.tensor(key).read().item()
-            flat[tuple(folder.paths.get(key, (key,)))] = value
+            path = tuple(folder.paths.get(key, (key,)))
+            value = self.change(folder.object(key)) if key in folder.objects else folder.tensor(key)
+            flat[path] = number(value) if path[0] in KNOWN else value
         return by_paths(flat, folder.path)
 
 
@@ -533,6 +534,7 @@ class _Keys:
         if len(optimizers) > MOST_OPTIMIZERS:
             raise CheckpointError(f"{folder.path} has the param groups of {len(optimizers)} optimizers")
         model: dict[tuple[Any, ...], dict[str, str]] = {}
+        has_model = any(folder.paths.get(key, (key,))[:-1] == ("model",) for key in every if key in folder.tensors)
         for key in every:
             optimizer = max((prefix for prefix in optimizers if key.startswith(prefix)), key=len, default=None)
             rest = "" if optimizer is None else key.removeprefix(optimizer)
@@ -541,16 +543,10 @@ class _Keys:
                 self.options[key] = rest.removeprefix(GROUPS)
             elif rest.startswith(STATE) and key in folder.tensors:
                 self.states[key] = rest.removeprefix(STATE)
-            elif key in folder.tensors and (folder.tensors[key].shape or path[:-1] == ("model",)):
+            elif key in folder.tensors and (path[:-1] == ("model",) or folder.tensors[key].shape and not has_model):
                 model.setdefault(tuple(path[:-1]), {})[str(path[-1])] = key
             else:
                 self.others.append(key)
-        if len(model) > 1 and ("model",) in model:
-            strange = next(key for prefix in model if prefix != ("model",) for key in model[prefix].values())
-            raise CheckpointError(
-                f"{strange} in {folder.path} is neither a weight under 'model' nor an optimizer's state; save it "
-                "elsewhere: what is not known would be lost"
-            )
         if len(model) > 1:
             raise CheckpointError(
                 f"{folder.path}: expected one model's weights, best under 'model', found tensors under "
@@ -580,7 +576,7 @@ def _groups(
     numbered: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
     for key, rest in options.items():
-        value = folder.tensor(key).read().tolist() if key in folder.tensors else change(folder.object(key))
+        value = folder.tensor(key).read().tolist() if key in folder.tensors else number(change(folder.object(key)))
         first, _, option = rest.partition(".")
         if first.isdecimal() and not any(rest.startswith(f"{name}.") for name in names):
             numbered.setdefault(int(first), {})[option] = value

@@ -32,6 +32,7 @@ from lwopt_backend.checkpoint.files.folders import flush
 from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.files.manifest import Entry as FileEntry
 from lwopt_backend.checkpoint.files.manifest import Files
+from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.files.torch_files import save_as_it_lies
 from lwopt_backend.checkpoint.ties import RECORD
 from lwopt_backend.plan.atoms import matrices_of
@@ -162,7 +163,7 @@ class _Planner(DefaultSavePlanner):
         index = write_item.index
         if write_item.type == WriteItemType.BYTE_IO:
             data = io.BytesIO()
-            torch.save(self._objects[index.fqn], data)
+            torch.save(in_memory(self._objects[index.fqn]), data)
             return data
         assert index.offset is not None
         boxes = self._tensors[index.fqn]

@@ -20,6 +20,7 @@ from lwopt_backend.checkpoint.contents import MATRICES as MATRICES
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import read_pointer
 from lwopt_backend.checkpoint.files.made import Stub, shape_of
+from lwopt_backend.checkpoint.files.pickles import options, plain
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # The files of a DeepSpeed checkpoint, by DeepSpeed 0.19.8's names.
@@ -394,18 +395,15 @@ def checkpoint_of(
     order = dict.fromkeys((*(name for name in states.module if name in everything), *everything))
     scaler = common.get("loss_scaler")
     numbers = vars(scaler).items() if isinstance(scaler, Stub) else None
-    of_scaler = None if numbers is None else {key: plain(value, []) for key, value in numbers if key != "stub_args"}
+    of_scaler = None if numbers is None else {key: plain(value) for key, value in numbers if key != "stub_args"}
     known = {"clip_grad": common.get("clip_grad"), "loss_scaler": of_scaler, MATRICES: matrices}
-
-    def option(value: Any) -> Any:
-        return as_number(value) if isinstance(value, LazyTensor) and not value.shape else plain(value, [])
 
     return Checkpoint(
         format=format,
         version=str(saved.get("ds_version") or "unknown"),
         names=names,
         params={name: everything[name] for name in order},
-        groups=tuple({key: option(value) for key, value in group.items() if key != "params"} for group in groups),
+        groups=tuple(map(options, groups)),
         arguments={
             "ds_config": plain(saved.get("ds_config") or {}, told),
             "skipped_steps": saved.get("skipped_steps") or 0,
@@ -426,18 +424,6 @@ def checkpoint_of(
         client={key: plain(value, told) for key, value in saved.items() if key not in ENGINE_KEYS},
         notes=tuple(told),
     )
-
-
-def plain(value: Any, notes: list[str]) -> Any:
-    """``value`` with dictionaries in place of other programs' objects; adds a note for each."""
-    if isinstance(value, Stub):
-        notes.append(f"an object of class {type(value).__name__} was kept as plain data")
-        return plain(vars(value), notes)
-    if isinstance(value, Mapping):
-        return {key: plain(entry, notes) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(plain(entry, notes) for entry in value)
-    return value
 
 
 def as_number(value: Any) -> float | None:

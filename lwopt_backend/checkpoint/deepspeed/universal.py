@@ -21,6 +21,7 @@ from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.made import all_done
 from lwopt_backend.checkpoint.files.manifest import Files
+from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.files.torch_files import save, save_as_it_lies
 
 #     latest_universal                             the tag
@@ -50,7 +51,7 @@ def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest_universal`` names. Raises CheckpointError."""
     proven = manifest.check_files(tag) is not None
     common = load_mapping(tag / ds.UNIVERSAL_MARK, tag)
-    ours = ds.plain(common.get(OURS) or {}, [])
+    ours = plain(common.get(OURS) or {})
     states, parts = _model_states(tag)
     if ours and states.path.name.startswith("zero_pp"):
         raise CheckpointError(f"{tag}: mp_rank_00_model_states.pt is missing; copy the whole folder again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict, deque
@@ -10,7 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any, cast
 
+import numpy
 import torch
+from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.folders import check_tree
@@ -19,34 +22,49 @@ from lwopt_backend.checkpoint.files.made import Made, Maker, Named, StorageKind,
 # Objects of other programs, such as Megatron's ``args``, as plain data.
 
 
-def plain(value: Any) -> Any:
-    """``value`` with numbers, strings, lists, tuples and dictionaries only. Namespaces become dictionaries, tensors
-    lists, paths strings, enums ``"AttnBackend(5)"``, dtypes ``"torch.bfloat16"``."""
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
+def plain(value: Any, notes: list[str] | None = None) -> Any:
+    """``value`` without objects of other programs' classes: namespaces become dictionaries, paths strings, enums
+    ``"AttnBackend(5)"``; adds a note for each. Numbers, texts, tensors, arrays and dtypes stay what they are."""
     if isinstance(value, Mapping):
-        return {key if isinstance(key, (int, str)) else str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, set, frozenset)):
-        return [plain(entry) for entry in value]
-    if isinstance(value, tuple):
-        return tuple(plain(entry) for entry in value)
-    if isinstance(value, LazyTensor):
-        return value.read().tolist()
+        return {key: plain(entry, notes) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(entry, notes) for entry in value)
+    if isinstance(value, Named):
+        return value.name
     if not isinstance(value, Stub):
-        return value.item() if hasattr(value, "item") else str(value)
+        return value
+    if notes is not None:
+        notes.append(f"an object of class {type(value).__name__} was kept as plain data")
     attributes = {key: entry for key, entry in vars(value).items() if key != "stub_args"}
     name, arguments = type(value).__name__, getattr(value, "stub_args", ())
     if name.endswith("Path"):
         return str(PurePosixPath(*arguments))
     if attributes or not arguments:
-        return plain(attributes)
+        return plain(attributes, notes)
     return f"{name}({', '.join(str(plain(argument)) for argument in arguments)})"
 
 
-def counter(value: Any) -> Any:
-    """A number, which may be a tensor with one element, or what ``plain`` made of that."""
-    value = plain(value)
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+def number(value: Any) -> Any:
+    """A Python number of a tensor or an array that has one element, and of numpy's numbers; other values stay."""
+    if isinstance(value, LazyTensor) and value.numel == 1:
+        value = value.read()
+    if isinstance(value, (Tensor, numpy.ndarray, numpy.generic)) and math.prod(value.shape) == 1:
+        return value.item()
+    return value
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group's options as plain data, without its parameters; those that are tensors or numpy's as numbers."""
+    return {key: number(plain(value)) for key, value in group.items() if key != "params"}
+
+
+def in_memory(value: Any) -> Any:
+    """``value`` with tensors that were read in place of lazy ones."""
+    if isinstance(value, LazyTensor):
+        return value.read()
+    if isinstance(value, Mapping):
+        return {key: in_memory(entry) for key, entry in value.items()}
+    return type(value)(map(in_memory, value)) if type(value) in (list, tuple) else value
 
 
 # Unpickling without running anything from the file, and without making more than the file can contain.
