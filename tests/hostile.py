@@ -60,7 +60,7 @@ def stage0(folder: Path) -> Path:
     return folder
 
 
-# Payloads: pickles of one object each, which find_class and the opcodes alone make large, slow or dangerous
+# Payloads: pickles of one object each, which find_class and the opcodes alone make dangerous, or a reader fail
 def named(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
@@ -87,17 +87,15 @@ def used(place: int) -> bytes:
     return b"j" + struct.pack("<I", MEMO + place)
 
 
-def doubled(first: bytes, step: Callable[[bytes], bytes], levels: int = 60) -> bytes:
-    """Each level has the one below twice."""
-    return first + b"".join(kept(level) + step(used(level)) for level in range(levels))
-
-
 def dtype(kind: str) -> bytes:
     return made("numpy", "dtype", text(kind), b"\x89", b"\x88")
 
 
+EIGHT = made("_codecs", "encode", text("AAAAAAAA"), text("latin1"))  # bytes, as protocol 2 has them
+
+
 def array(kind: bytes, shape: bytes, data: bytes) -> bytes:
-    first = made("numpy.core.multiarray", "_reconstruct", named("numpy", "ndarray"), b"K\x00\x85", b"C\x01b")
+    first = made("numpy.core.multiarray", "_reconstruct", named("numpy", "ndarray"), b"K\x00\x85", text("b"))
     return first + b"(K\x01" + shape + kind + b"\x89" + data + b"tb"
 
 
@@ -105,28 +103,20 @@ def with_object_field() -> bytes:
     """An array of V8 whose state says that there is an object in it: bytes of the file become a pointer."""
     fields = b"(" + text("a") + b"t}" + text("a") + dtype("O8") + b"K\x00\x86s"
     kind = dtype("V8") + b"(K\x03" + text("|") + b"N" + fields + b"K\x08K\x01K\x1btb"
-    return array(kind, b"K\x01\x85", b"C\x08AAAAAAAA")
+    return array(kind, b"K\x01\x85", EIGHT)
 
 
 MANY = 50_000
 SPACE = made("argparse", "Namespace")
-TEXT = text("a" * MANY) + kept(0)
-ENCODE = text("latin1") + kept(1) + named("_codecs", "encode") + kept(2)
 PAYLOADS = {
     "a list of a range": made("builtins", "list", made("builtins", "range", number(300_000_000))),
     "a range": made("builtins", "range", number(3 * 10**9)),
     "a bytearray by its length": made("builtins", "bytearray", number(12 * 10**9)),
     "a bytearray of fewer bytes": b"\x96" + struct.pack("<Q", 12 * 10**9),
-    "bytes of fewer bytes": b"\x8e" + struct.pack("<Q", 12 * 10**9),
     "a frame beyond the end": b"\x95" + struct.pack("<Q", 12 * 10**9) + b"N",
     "a far place in the memo": b"Nr" + struct.pack("<I", 2**31),
     "a storage": made("torch", "UntypedStorage", number(12 * 10**9)),
     "an array by its shape": made("numpy", "ndarray", number(2**33) + b"\x85"),
-    "lists in lists": doubled(b"]", lambda below: b"]" + below + b"a" + below + b"a"),
-    "tuples in tuples": doubled(b")", lambda below: below + b"\x86"),
-    "dictionaries in dictionaries": doubled(b"}", lambda below: b"}K\x01" + below + b"sK\x02" + below + b"s"),
-    "objects in objects": doubled(SPACE, lambda b: SPACE + b"}" + text("a") + b + b"s" + text("b") + b + b"sb"),
-    "a key that takes long to hash": doubled(b")", lambda below: below + b"\x86") + kept(60) + b"}" + used(60) + b"Ns",
     "lists within lists": b"]" * MANY + b"a" * (MANY - 1),
     "tuples within tuples": b"N" + b"\x85" * MANY,
     "tuples within tuples as a key": b"}N" + b"\x85" * MANY + b"Ns",
@@ -136,21 +126,16 @@ PAYLOADS = {
     "an integer of 500,000 bytes": b"\x8b" + struct.pack("<i", 500_000) + b"\x7f" * 500_000,
     "an integer of 900,000 digits": b"L" + b"9" * 900_000 + b"L\n",
     "a complex number of digits": made("builtins", "complex", text("9" * 300_000)),
-    "copies of a list": b"("
-    + (b"N" * MANY + b"l" + kept(0) + named("builtins", "tuple") + kept(1))
-    + (b"(" + (used(1) + used(0) + b"\x85R") * MANY + b"t"),
-    "copies of a text": TEXT + ENCODE + b"](" + (used(2) + used(0) + used(1) + b"\x86R") * MANY + b"e",
-    "a text again and again": TEXT + b"](" + used(0) * 100_000 + b"e",
-    "numbers that hash alike": b"}(" + b"".join(number(i * (2**61 - 1)) + b"N" for i in range(1, 40_000)) + b"u",
+    "a text again and again": text("a" * MANY) + kept(0) + b"](" + used(0) * 100_000 + b"e",
     "many classes": b"(" + b"".join(named("megatron", f"c{i}") for i in range(40_000)) + b"t",
     "many objects": named("argparse", "Namespace") + kept(0) + b"(" + (used(0) + b")\x81") * 100_000 + b"t",
     "many sets": b"(" + b"\x8f" * 400_000 + b"t",
     "an array with an object field": with_object_field(),
-    "an array of objects": array(dtype("O8"), b"K\x01\x85", b"C\x08AAAAAAAA"),
+    "an array of objects": array(dtype("O8"), b"K\x01\x85", EIGHT),
     "a dtype with another's state": dtype("i8") + b"(K\x03" + text("|") + b"NNNK\x08K\x01K\x3ftb",
-    "an array of more than its bytes": array(dtype("i8"), number(2**40) + b"\x85", b"C\x08AAAAAAAA"),
-    "an array of fewer than none": array(dtype("i8"), number(-1) + b"\x85", b"C\x08AAAAAAAA"),
-    "a number of objects": made("numpy.core.multiarray", "scalar", named("numpy", "dtype"), b"C\x08AAAAAAAA"),
+    "an array of more than its bytes": array(dtype("i8"), number(2**40) + b"\x85", EIGHT),
+    "an array of fewer than none": array(dtype("i8"), number(-1) + b"\x85", EIGHT),
+    "a number of objects": made("numpy.core.multiarray", "scalar", named("numpy", "dtype"), EIGHT),
     "a shape beyond counting": made("torch", "Size", b"(" + number(2**62) * 2 + b"t"),
     "a list that is set by slices": b"](NNNe" + made("builtins", "slice", b"K\x00", b"K\x00") + b"]s",
     "attributes of a function": named("torch", "Size") + b"}" + text("make") + b"Nsb",

@@ -22,7 +22,6 @@ from tests.faults.campaign import ROOT, SEED, count
 from tests.faults.test_kills import Modules, digest
 from tests.ranks import RankPool
 
-MOST_MEMORY = 2 << 30  # bytes, of everything that a process has
 MORE_ADDRESSES = 4 << 30  # bytes beyond those of a process with an engine
 # What reads files of ours. DeepSpeed's and torch's own loading unpickles whatever it is given: docs/reliability.md.
 LOADS = {"plain": Cell("plain"), "modules": Cell("modules")}
@@ -76,7 +75,7 @@ def attacked(way: str, folder: Path, seed: int, number: int) -> tuple[dict[str, 
     endings, wrong = Counter[str](), []
     with loading(way, folder / "saved") as (engine, source):
         engine.load(str(source))
-        truth, peak = digest(engine), 0
+        truth = digest(engine)
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MORE_ADDRESSES
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         for what, _, path, data in harms(source, seed, number):
@@ -94,8 +93,7 @@ def attacked(way: str, folder: Path, seed: int, number: int) -> tuple[dict[str, 
             if (folder / "ran").exists():
                 wrong.append(f"{what} in {path}: it was run")
                 (folder / "ran").rmdir()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return dict(endings), wrong + ([f"{peak} bytes were in use"] if peak > MOST_MEMORY else [])
+    return dict(endings), wrong
 
 
 def load(engine: Engine, source: Path) -> tuple[str, str]:
@@ -132,5 +130,5 @@ def test_readers_refuse_hostile_and_damaged_files_in_words(tmp_path: Path) -> No
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     *wrong, last = map(json.loads, run.stdout.splitlines())
-    assert not wrong and last["peak"] < MOST_MEMORY, (SEED, wrong, last)
+    assert not wrong, (SEED, wrong, last)
     print(f"{last['runs']} runs, seed {SEED}")

@@ -22,7 +22,7 @@ from lwopt_backend.checkpoint.files import manifest, pickles, torch_files
 from lwopt_backend.checkpoint.files.folders import check_inside
 from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.manifest import Manifest
-from lwopt_backend.checkpoint.files.pickles import number, plain
+from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
 from lwopt_backend.config import registry
 from lwopt_backend.plan.layouts import boxes_of
@@ -85,7 +85,7 @@ class DcpFolder:
             check_inside(metadata, path)
             content = metadata.read_bytes()
             manifest.check(metadata, lambda: zlib.crc32(content))
-            saved = pickles.load(content, str(metadata))
+            saved = pickles.load_metadata(content, str(metadata))
         except OSError as error:
             raise CheckpointError(
                 f"{metadata} cannot be read ({error}); without it the folder's files are of no use"
@@ -486,7 +486,7 @@ class Saved:
         for key in self.keys.others:
             path = tuple(folder.paths.get(key, (key,)))
             value = self.change(folder.object(key)) if key in folder.objects else folder.tensor(key)
-            flat[path] = number(value) if path[0] in KNOWN else value
+            flat[path] = scalar(value) if path[0] in KNOWN else value
         return by_paths(flat, folder.path)
 
 
@@ -576,7 +576,7 @@ def _groups(
     numbered: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
     for key, rest in options.items():
-        value = folder.tensor(key).read().tolist() if key in folder.tensors else number(change(folder.object(key)))
+        value = folder.tensor(key).read().tolist() if key in folder.tensors else scalar(change(folder.object(key)))
         first, _, option = rest.partition(".")
         if first.isdecimal() and not any(rest.startswith(f"{name}.") for name in names):
             numbered.setdefault(int(first), {})[option] = value

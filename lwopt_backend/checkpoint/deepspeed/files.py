@@ -19,8 +19,8 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.contents import MATRICES as MATRICES
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import read_pointer
-from lwopt_backend.checkpoint.files.made import Stub, shape_of
-from lwopt_backend.checkpoint.files.pickles import options, plain
+from lwopt_backend.checkpoint.files.made import shape_of
+from lwopt_backend.checkpoint.files.pickles import Stub, options, plain
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # The files of a DeepSpeed checkpoint, by DeepSpeed 0.19.8's names.

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from lwopt_backend.checkpoint.contents import CheckpointError
-from lwopt_backend.checkpoint.files.made import Stub, all_done
+from lwopt_backend.checkpoint.files.made import all_done
 
 NEW = ".lwopt-new"
 
@@ -63,60 +58,6 @@ def check_inside(path: Path, folder: Path) -> None:
         )
     if real.exists() and not real.is_file():
         raise CheckpointError(f"{path} is no file; copy it again")
-
-
-# Structures from files, limited so that any code may walk, print and compare them.
-
-DEEPEST = 100  # levels; checkpoints have about 15, and Python's own limit is met at a few hundred
-SHARED = 1  # times a file's bytes: the limit of elements if everything shared were written out
-CHARACTERS = 64  # characters of a text that count as one element
-_SEQUENCES = (list, tuple, set, frozenset, deque)
-_CONTAINERS = (dict, Stub, *_SEQUENCES)
-_TEXTS = (str, bytes, bytearray)
-_SINGLE = frozenset({int, float, bool, type(None), torch.dtype, torch.Size})  # the most frequent types
-
-
-def check_tree(found: Any, nbytes: int) -> None:
-    """Raises ValueError for a structure that contains itself, is nested too deep, or far exceeds its file's ``nbytes``.
-    A pickle may use a part again and again: 60 lists, each of which is in the next one twice, have 2**60 elements."""
-    most = SHARED * nbytes + 2**17
-    done: dict[int, tuple[int, int]] = {}  # elements and levels, of containers by id; ``found`` keeps them alive
-    open_now: set[int] = set()  # the containers around the current one
-
-    def measured(value: Any, depth: int) -> tuple[int, int]:
-        if id(value) in open_now:
-            raise ValueError(f"a {type(value).__name__} in it holds itself")
-        if depth < DEEPEST and id(value) not in done:
-            open_now.add(id(value))
-            count, inner = _contents(value)
-            inside = [measured(part, depth + 1) for part in inner]
-            open_now.remove(id(value))
-            count += sum(elements for elements, _ in inside)
-            if count > most:
-                many = f"a {type(value).__name__} in it would have {count} elements"
-                raise ValueError(f"{many}, as it uses parts again and again")
-            done[id(value)] = count, 1 + max((levels for _, levels in inside), default=0)
-        if depth + done.get(id(value), (0, DEEPEST))[1] > DEEPEST:
-            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
-        return done[id(value)]
-
-    measured(found, 0)
-
-
-def _contents(value: Any) -> tuple[int, list[Any]]:
-    """The number of a value's own elements, and the containers in it."""
-    parts: Iterable[Any] = value if isinstance(value, _SEQUENCES) else ()
-    if isinstance(value, dict):
-        parts = itertools.chain(value.keys(), value.values())
-    elif isinstance(value, Stub):
-        parts = vars(value).values()
-    count, inner = 1, []
-    for part in parts:
-        if type(part) not in _SINGLE and isinstance(part, _CONTAINERS) and part:
-            inner.append(part)
-        else:
-            count += 1 + (len(part) // CHARACTERS if isinstance(part, _TEXTS) else 0)
-    return count, inner
 
 
 # Folders that are written whole or not at all, and the small files that point to them.

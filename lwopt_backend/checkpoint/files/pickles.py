@@ -1,23 +1,248 @@
-"""Reads pickles without running anything: tensors, plain data, and stubs of other programs' objects."""
+"""What pickles become: plain data, tensors, arrays of numbers, and stubs of other programs' objects. Nothing runs."""
 
 from __future__ import annotations
 
 import io
 import math
 import pickle
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections import OrderedDict, deque
+import re
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
+from torch._weights_only_unpickler import Unpickler, get_globals_in_pkl
 
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor
-from lwopt_backend.checkpoint.files.folders import check_tree
-from lwopt_backend.checkpoint.files.made import Made, Maker, Named, StorageKind, Stub, check_key, keys_of
+from lwopt_backend.checkpoint.files.made import shape_of
+
+PLAIN_DTYPE = re.compile(r"[biufcSU][0-9]{1,9}")  # no objects, no fields: bytes of the file never become pointers
+
+
+class Stub:
+    """Stands for an object of a class that is not imported: its constructor's arguments and its attributes."""
+
+    def __new__(cls, *args: Any, **_: Any) -> Stub:
+        made = super().__new__(cls)
+        made.__dict__["stub_args"] = args
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        """Set its attributes, or ``stub_state`` if ``state`` is not a dictionary."""
+        if type(state) is not dict:
+            state = {"stub_state": state}
+        if not all(type(key) is str for key in state):
+            raise ValueError(f"a {type(self).__name__} has attributes whose names are not strings")
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{self.stub_args or ''}"
+
+    stub_args: tuple[Any, ...]
+
+
+# numpy's objects. Its own functions, which trust what they are given, never see a file: arrays are made of their bytes.
+
+
+class _Dtype:
+    def __init__(self, kind: Any = None, *_: Any) -> None:
+        if type(kind) is not str or not PLAIN_DTYPE.fullmatch(kind):
+            raise ValueError(f"numpy's dtype {str(kind)[:50]!r} is not one of plain numbers or text")
+        self.made = numpy.dtype(kind)
+
+    def __setstate__(self, state: Any) -> None:
+        _, order, *fields = state
+        if order not in ("<", ">", "|", "=") or any(fields[:3]):
+            raise ValueError(f"numpy's dtype {self.made} has the state of another")
+        self.made = self.made.newbyteorder(order)
+
+
+class _Array:
+    made: numpy.ndarray[Any, Any] | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, sizes, dtype, is_fortran, data = state
+        self.made = _elements(dtype, data, shape_of(sizes), "F" if is_fortran else "C")
+
+
+def _elements(dtype: Any, data: Any, shape: tuple[int, ...], order: Any = "C") -> numpy.ndarray[Any, Any]:
+    """An array of bytes. Raises ValueError unless there are exactly as many as it needs."""
+    if type(dtype) is not _Dtype or type(data) is not bytes:
+        raise ValueError(f"numpy's array is made of a {type(dtype).__name__} and a {type(data).__name__}")
+    if len(data) != math.prod(shape) * dtype.made.itemsize:
+        raise ValueError(f"an array of {math.prod(shape)} elements of dtype {dtype.made} has {len(data)} bytes")
+    if not data:
+        return numpy.empty(shape, dtype.made, order)
+    return numpy.frombuffer(data, dtype.made).reshape(shape, order=order).copy(order="K")
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    return _elements(dtype, data, (1,))[0]
+
+
+def _attribute(of: Any, name: Any) -> Any:
+    """Enums may be pickled by name, as attributes of their class."""
+    if isinstance(of, type) and issubclass(of, Stub) and type(name) is str:
+        return of(name)
+    raise ValueError("it asks for an attribute of something that is no class of another program")
+
+
+# Names in pickles. What is named is never imported: torch's reader has its own of these, others are made by us, classes
+# of other programs become stubs, and everything else is refused.
+
+# Classes of these are only looked at: an instance becomes a stub that has its attributes.
+LOOKED_AT = ("megatron", "transformer_engine", "transformer_engine_torch", "nvidia_resiliency_ext", "apex", "deepspeed")
+DCP = "torch.distributed.checkpoint."
+STUBS = {
+    *("argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "builtins.range", "builtins.slice"),
+    *("builtins.int", "builtins.float", "builtins.str"),
+    *(f"{m}.{n}" for m in ("pathlib", "pathlib._local") for n in ("Path", "PosixPath", "PurePosixPath")),
+    *(f"{m}.{n}" for m in ("pathlib", "pathlib._local") for n in ("WindowsPath", "PureWindowsPath")),
+}
+OURS: dict[str, Any] = {
+    "collections.defaultdict": lambda _=None, *args: dict(*args),
+    "collections.deque": lambda values=(), _=None: list(values),
+    "builtins.dict": lambda *args: dict(*args),
+    "builtins.list": lambda values=(): list(values),
+    "builtins.tuple": lambda values=(): tuple(values),
+    "builtins.frozenset": lambda values=(): frozenset(values),
+    "builtins.bytes": lambda: b"",  # how those that are empty are pickled up to protocol 2
+    "builtins.getattr": _attribute,
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _Dtype,
+    **{f"numpy.{core}.multiarray._reconstruct": lambda *_: _Array() for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+}
+OF_TORCH = {
+    *("collections.OrderedDict", "collections.Counter", "_codecs.encode", "builtins.set", "builtins.complex"),
+    *("torch.Size", "torch.device", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.UntypedStorage"),
+    *("torch.serialization._get_layout", "torch.storage.UntypedStorage", "torch._tensor._rebuild_from_type_v2"),
+    *(f"torch._utils._rebuild_{name}" for name in ("tensor_v2", "tensor_v3", "parameter", "parameter_with_state")),
+    *(f"torch.{name}" for name in torch.storage._dtype_to_storage_type_map().values()),
+}
+
+
+def _is_dtype(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    return module == "torch" and isinstance(getattr(torch, last, None), torch.dtype)
+
+
+def _made_by_us(name: str, where: str) -> Any:
+    """What a name stands for, if not what torch has for it. Raises CheckpointError."""
+    if name in OURS:
+        return OURS[name]
+    if name in STUBS or name.split(".")[0] in LOOKED_AT or name.startswith(DCP):
+        return type(name.rpartition(".")[2], (Stub,), {"__module__": name.rpartition(".")[0]})
+    raise CheckpointError(
+        f"{where} asks for {name[:200]}, which checkpoints have no use for and which is not imported; the file may be "
+        "made to run code: do not load it with anything else either"
+    )
+
+
+_lock = threading.Lock()  # torch has one list of names for all threads
+
+
+def load(data: bytes, where: str, storage: Callable[[str, int], torch.UntypedStorage]) -> Any:
+    """What torch.save pickled; ``storage`` makes a tensor's storage of its key and its number of bytes.
+
+    Read by torch.load's reader with ``weights_only``, and not by torch.load itself, which up to 2.10 reads all tensors
+    with ``map_location="meta"``, and with FakeTensorMode takes 16 times as long. Raises CheckpointError for a name that
+    is not allowed, and for what that reader does not read, such as a pickle protocol above 2.
+    """
+
+    def persistent_load(saved: Any) -> Any:
+        _, kind, key, _, numel = saved
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        found = storage(key, numel * dtype.itemsize)
+        return torch.storage.TypedStorage(wrap_storage=found, dtype=dtype, _internal=True)
+
+    try:
+        names = get_globals_in_pkl(io.BytesIO(data))
+        foreign = sorted(name for name in names if name not in OF_TORCH and not _is_dtype(name))
+        made: list[Any] = [(_made_by_us(name, where), name) for name in foreign]
+        reader = Unpickler(io.BytesIO(data), encoding="utf-8")
+        reader.persistent_load = persistent_load
+        with _lock, torch.serialization.safe_globals(made):
+            return reader.load()
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise CheckpointError(f"{where} cannot be unpickled ({reason}); is it whole?") from error
+
+
+class _OfDcp(pickle._Unpickler):
+    """The one in Python, because memory that the one in C takes is as large as a number in the file says."""
+
+    dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}
+
+    def __init__(self, data: bytes, where: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._where, self._named = where, dict[str, Any]()
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        full = f"{module}.{name}"
+        if _is_dtype(full):
+            return getattr(torch, name)
+        known = {"torch.Size": torch.Size, "collections.OrderedDict": OrderedDict}
+        known["torch.serialization._get_layout"] = lambda name: str(name)
+        if full in known:
+            return known[full]
+        return self._named.setdefault(full, _made_by_us(full, self._where))
+
+
+def load_metadata(data: bytes, where: str) -> Any:
+    """What torch.distributed.checkpoint pickled, with stubs of its classes. Raises CheckpointError."""
+    try:
+        return _OfDcp(data, where).load()
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise CheckpointError(f"{where} cannot be unpickled ({reason}); is it whole?") from error
+
+
+def replaced(found: Any, tensor: Callable[[Tensor, str], Any]) -> Any:
+    """The structure with ``tensor(value, key)`` in place of each tensor, and with numpy's arrays; shared parts are made
+    once. Raises ValueError for a structure that holds itself."""
+    done: dict[int, tuple[Any, Any]] = {}  # by id, with what has it, which so stays
+    within: set[int] = set()
+
+    def of(value: Any, key: str) -> Any:
+        if not isinstance(value, (Tensor, dict, list, tuple, Stub, _Array, _Dtype)):
+            return value
+        if id(value) in within:
+            raise ValueError(f"a {type(value).__name__} in it holds itself")
+        if id(value) not in done:
+            within.add(id(value))
+            done[id(value)] = value, made(value, key)
+            within.remove(id(value))
+        return done[id(value)][1]
+
+    def made(value: Any, key: str) -> Any:
+        start = f"{key}." if key else ""
+        if isinstance(value, Tensor):
+            return tensor(value, key)
+        if isinstance(value, (_Array, _Dtype)):
+            return value.made
+        if isinstance(value, dict):
+            return type(value)((k, of(v, f"{start}{k}")) for k, v in value.items())
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            entries = [of(v, f"{start}{i}") for i, v in enumerate(value)]
+            return entries if isinstance(value, list) else tuple(entries)
+        if isinstance(value, Stub):
+            vars(value).update({k: of(v, f"{start}{k}") for k, v in vars(value).items()})
+        return value
+
+    return of(found, "")
+
 
 # Objects of other programs, such as Megatron's ``args``, as plain data.
 
@@ -29,14 +254,14 @@ def plain(value: Any, notes: list[str] | None = None) -> Any:
         return {key: plain(entry, notes) for key, entry in value.items()}
     if type(value) in (list, tuple):
         return type(value)(plain(entry, notes) for entry in value)
-    if isinstance(value, Named):
-        return value.name
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
     if not isinstance(value, Stub):
         return value
     if notes is not None:
         notes.append(f"an object of class {type(value).__name__} was kept as plain data")
     attributes = {key: entry for key, entry in vars(value).items() if key != "stub_args"}
-    name, arguments = type(value).__name__, getattr(value, "stub_args", ())
+    name, arguments = type(value).__name__, value.stub_args
     if name.endswith("Path"):
         return str(PurePosixPath(*arguments))
     if attributes or not arguments:
@@ -44,7 +269,7 @@ def plain(value: Any, notes: list[str] | None = None) -> Any:
     return f"{name}({', '.join(str(plain(argument)) for argument in arguments)})"
 
 
-def number(value: Any) -> Any:
+def scalar(value: Any) -> Any:
     """A Python number of a tensor or an array that has one element, and of numpy's numbers; other values stay."""
     if isinstance(value, LazyTensor) and value.numel == 1:
         value = value.read()
@@ -55,7 +280,7 @@ def number(value: Any) -> Any:
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
     """A param group's options as plain data, without its parameters; those that are tensors or numpy's as numbers."""
-    return {key: number(plain(value)) for key, value in group.items() if key != "params"}
+    return {key: scalar(plain(value)) for key, value in group.items() if key != "params"}
 
 
 def in_memory(value: Any) -> Any:
@@ -65,175 +290,3 @@ def in_memory(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: in_memory(entry) for key, entry in value.items()}
     return type(value)(map(in_memory, value)) if type(value) in (list, tuple) else value
-
-
-# Unpickling without running anything from the file, and without making more than the file can contain.
-# A class or function that is named in a pickle is never imported. It becomes a ``Named`` that stands for it: one of our
-# own constructors (``made.Made``), a stub for classes of other programs, or an error. Only lists, dictionaries and sets
-# are filled, and only stubs and numpy's arrays take state. The result is a tree of limited depth and size: as large as
-# the file, if everything shared were written out.
-
-Reference = Callable[[Any], Any]
-Makers = Mapping[tuple[str, str], Maker]
-# Classes of these are only looked at: an instance becomes a stub that has its attributes.
-LOOKED_AT = ("megatron", "transformer_engine", "transformer_engine_torch", "nvidia_resiliency_ext", "apex", "deepspeed")
-DCP = "torch.distributed.checkpoint"  # importing it takes as long as importing torch
-LOOKED_AT_TOO = {
-    *(("argparse", "Namespace"), ("types", "SimpleNamespace"), ("signal", "Signals")),
-    *(("builtins", "range"), ("builtins", "slice")),  # a few bytes that stand for any number of elements
-}
-PATHS = {
-    (module, name)
-    for module in ("pathlib", "pathlib._local")  # the latter in Python 3.13
-    for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-}
-# What is only ever an argument: of a constructor, of a tensor's type, of a default.
-MENTIONED = {
-    *(("builtins", "int"), ("builtins", "float"), ("builtins", "str"), ("numpy", "ndarray")),
-    *(("torch", "Tensor"), ("torch.nn.parameter", "Parameter")),
-}
-_STORAGES = {name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
-_UNTYPED = {("torch", "UntypedStorage"), ("torch.storage", "UntypedStorage")}
-
-
-def load(data: bytes, where: str, persistent_load: Reference | None = None, makers: Makers | None = None) -> Any:
-    """Unpickle ``data``; ``persistent_load`` resolves references, ``makers`` are further constructors. Raises
-    CheckpointError, naming ``where``, for anything that is not allowed."""
-    try:
-        found = _Unpickler(data, where, persistent_load, makers or {}).load()
-        check_tree(found, len(data))
-        return found
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
-        reason = f"{type(error).__name__}: {error}"[:300]
-        raise CheckpointError(f"{where} cannot be unpickled ({reason}); is it whole?") from error
-
-
-class _Unpickler(pickle._Unpickler):  # the one in Python, because the one in C does not let us restrict fills and calls
-    proto: int
-    stack: list[Any]
-    append: Callable[[Any], None]
-    pop_mark: Callable[[], list[Any]]
-    read: Callable[[int], bytes]
-
-    def __init__(self, data: bytes, where: str, persistent_load: Reference | None, makers: Makers) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._where, self._persistent_load, self._nbytes = where, persistent_load, len(data)
-        self._made = Made(len(data))
-        self._makers = {**self._made.makers(), **makers, ("builtins", "getattr"): _attribute}
-        self._named: dict[tuple[str, str], Any] = {}
-
-    def persistent_load(self, pid: Any) -> Any:
-        if self._persistent_load is None:
-            raise CheckpointError(f"{self._where} refers to something that is not in the file")
-        return self._persistent_load(pid)
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        asked = (module, name)
-        if asked in self._named:
-            return self._named[asked]
-        if self.proto < 3:  # as Python 2 names them
-            module, name = NAME_MAPPING.get(asked, (IMPORT_MAPPING.get(module, module), name))
-        key = (module, name)
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        looked_at = module.split(".")[0] in LOOKED_AT or f"{module}.".startswith(f"{DCP}.")
-        found: Any
-        if looked_at or key in LOOKED_AT_TOO | PATHS:
-            found = Named(module, name, type(name.rpartition(".")[2], (Stub,), {}))
-        elif key in self._makers or key in MENTIONED:
-            found = Named(module, name, self._makers.get(key))
-        elif key in _UNTYPED or module == "torch" and name in _STORAGES:
-            found = StorageKind(_STORAGES.get(name, torch.uint8))
-        elif isinstance(dtype, torch.dtype):
-            found = dtype
-        else:
-            raise CheckpointError(
-                f"{self._where} asks for {module[:100]}.{name[:100]}, which checkpoints have no use for and which is "
-                "not imported; the file may be made to run code: do not load it with anything else either"
-            )
-        self._named[asked] = found
-        return found
-
-    # Opcodes: those of pickle._Unpickler that call, fill or allocate what the file chooses
-
-    def _call(self, named: Any, args: Any) -> Any:
-        if type(named) is not Named or named.make is None or type(args) is not tuple:
-            raise ValueError(f"it calls {named if type(named) is Named else type(named).__name__}")
-        return named.make(*args)
-
-    def load_reduce(self) -> None:
-        args, named = self.stack.pop(), self.stack.pop()
-        self.append(self._call(named, args))
-
-    def load_newobj_ex(self) -> None:
-        kwargs, args, named = self.stack.pop(), self.stack.pop(), self.stack.pop()
-        made = self._call(named, args)
-        if kwargs:
-            self._set_state(made, kwargs)
-        self.append(made)
-
-    def load_build(self) -> None:
-        state = self.stack.pop()
-        self._set_state(self.stack[-1], state)
-
-    def _set_state(self, of: Any, state: Any) -> None:
-        if isinstance(of, Stub):
-            of.set_state(state)
-        elif type(of) is not OrderedDict:  # a module's state dict has a version there, which is not kept
-            self._made.set_state(of, state)
-
-    def _extend(self, values: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) not in (list, deque):
-            raise ValueError(f"it appends to a {type(target).__name__}")
-        target.extend(values)
-
-    def _update(self, items: Any) -> None:
-        target = self.stack[-1]
-        if type(target) not in (dict, OrderedDict):
-            raise ValueError(f"it sets items of a {type(target).__name__}")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            check_key(key)
-            target[key] = value
-
-    def load_additems(self) -> None:
-        items, target = keys_of(self.pop_mark()), self.stack[-1]
-        if type(target) is not set:
-            raise ValueError(f"it adds to a {type(target).__name__}")
-        target.update(items)
-
-    def load_frozenset(self) -> None:
-        items = frozenset(keys_of(self.pop_mark()))
-        self.append(items)
-
-    def load_bytearray8(self) -> None:
-        length = int.from_bytes(self.read(8), "little")
-        self.append(bytearray(self.read(min(length, self._nbytes))))
-
-
-def _attribute(of: Any, name: Any) -> Any:
-    """Enums are pickled by name, as attributes of their class."""
-    if type(of) is Named and isinstance(of.make, type) and issubclass(of.make, Stub) and type(name) is str:
-        return of.make(name)
-    raise ValueError("it asks for an attribute of something that is no class of another program")
-
-
-def _dispatch() -> Any:
-    """The opcodes that checkpoints use. Left out are those that call or refer to anything outside the file, and those
-    of protocols 0 and 1, in which no checkpoint is written."""
-    known = cast(dict[int, Any], dict(pickle._Unpickler.dispatch))
-    others = "EXT1 EXT2 EXT4 NEXT_BUFFER READONLY_BUFFER LONG4 PERSID OBJ INST DICT LONG INT"
-    for name in others.split():
-        del known[getattr(pickle, name)[0]]
-    for name in ("REDUCE", "NEWOBJ_EX", "BUILD", "ADDITEMS", "FROZENSET", "BYTEARRAY8"):
-        known[getattr(pickle, name)[0]] = getattr(_Unpickler, f"load_{name.lower()}")
-    known[pickle.APPEND[0]] = lambda self: self._extend([self.stack.pop()])
-    known[pickle.APPENDS[0]] = lambda self: self._extend(self.pop_mark())
-    known[pickle.SETITEM[0]] = lambda self: self._update([self.stack.pop(-2), self.stack.pop()])
-    known[pickle.SETITEMS[0]] = lambda self: self._update(self.pop_mark())
-    known[pickle.NEWOBJ[0]] = _Unpickler.load_reduce
-    return known
-
-
-_Unpickler.dispatch = _dispatch()

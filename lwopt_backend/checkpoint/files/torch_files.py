@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import pickle
 import stat
@@ -17,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -28,7 +27,7 @@ from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, held
 from lwopt_backend.checkpoint.files import manifest, pickles
 from lwopt_backend.checkpoint.files.folders import check_inside
-from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, Stub, in_order, shape_of
+from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.files.manifest import Payload, crc_of
 
 # The zip archives that torch.save writes, in a file or in a part of one: stored records, each with its checksum.
@@ -197,10 +196,9 @@ def _damaged(where: str, reason: object) -> CheckpointError:
     return CheckpointError(f"{where} is damaged: {reason}; copy it again")
 
 
-# Pickled structure goes through our unpickler, which makes stubs for classes of other programs. Tensors become places
-# in the file's records, whose lengths must fit the tensors; each is read, and checked, when it is needed.
+# torch reads the pickled structure, with stubs for classes of other programs. Tensors become places in the file's
+# records, whose lengths must fit the tensors; each is read, and checked, when it is needed.
 
-MOST_USES = 64  # of a file's bytes by its tensors, which may share some: tied weights, zeros that were expanded
 _unchecked: ContextVar[set[Path] | None] = ContextVar("unchecked", default=None)
 _as_read: ContextVar[list[Record] | None] = ContextVar("as_read", default=None)
 
@@ -337,91 +335,33 @@ def _load(archive: Archive, make: Callable[[StoredTensor], Any]) -> Any:
     order = archive.bytes("byteorder").decode() if "byteorder" in archive.records else "little"
     if order != sys.byteorder:
         raise CheckpointError(f"{where} was written on a machine of byte order {order}; save it again on one like this")
-    loader = _Loader(archive, MOST_USES * stored.length)
-    found = pickles.load(archive.bytes("data.pkl"), where, loader.storage, loader.makers())
-    return _with_tensors(found, f"{stored.path}", make)
 
-
-class _Loader:
-    """Turns an archive's pickled tensors into places. Together, they have at most ``left`` bytes."""
-
-    def __init__(self, archive: Archive, left: int) -> None:
-        self._archive, self._left = archive, left
-
-    def storage(self, saved: Any) -> StoredTensor:
-        """A record as a flat tensor, from a reference to it."""
-        kind, storage_type, key, _, numel = saved
-        if kind != "storage" or type(key) is not str or type(numel) is not int or type(storage_type) is not StorageKind:
-            raise ValueError("a reference does not lead to a tensor's record")
-        dtype, record = storage_type.dtype, self._archive.records.get(f"data/{key}")
-        nbytes = numel * dtype.itemsize
+    def storage(key: str, nbytes: int) -> torch.UntypedStorage:
+        record = archive.records.get(f"data/{key}")
         if record is None or record.stored.length != nbytes:
-            found = "none" if record is None else f"one of {record.stored.length}"
-            raise ValueError(f"expected a record data/{key} of {nbytes} bytes, found {found}")
-        return StoredTensor(record, 0, (numel,), (1,), dtype, "")
+            there = "none" if record is None else f"one of {record.stored.length}"
+            raise ValueError(f"expected a record data/{key} of {nbytes} bytes, found {there}")
+        made = torch.UntypedStorage(nbytes, device="meta")
+        vars(made)["record"] = record
+        return made
 
-    def makers(self) -> dict[tuple[str, str], Maker]:
-        return {
-            ("torch._utils", "_rebuild_tensor_v2"): lambda storage, *place: self._tensor(storage, *place[:3]),
-            ("torch._utils", "_rebuild_tensor_v3"): lambda storage, *place: self._tensor(
-                replace(storage, dtype=place[5]), *place[:3]
-            ),
-            ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
-            ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *_: tensor,
-            ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
-        }
-
-    def _tensor(self, storage: Any, first: Any, sizes: Any, steps: Any) -> StoredTensor:
-        """Raises ValueError for a tensor that has more elements than its record, or lies outside of it."""
-        if type(storage) is not StoredTensor or not isinstance(storage.dtype, torch.dtype):
-            raise ValueError("a tensor has no record")
-        shape, stride = shape_of(sizes), tuple(steps) if type(steps) in (tuple, list) else ()
-        whole = (first, *stride)
-        if len(stride) != len(shape) or not all(type(n) is int and 0 <= n < 2**48 for n in whole):
-            raise ValueError(f"a tensor of shape {shape} has strides or an offset that cannot be")
-        itemsize, length = storage.dtype.itemsize, storage.record.stored.length
-        end = first + 1 + sum((size - 1) * step for size, step in zip(shape, stride))
-        nbytes = math.prod(shape) * itemsize
-        if nbytes and end * itemsize > length:
-            raise ValueError(f"a tensor of shape {shape} is said to have more elements than are stored")
-        self._left -= nbytes
-        if self._left < 0:
-            raise ValueError(f"its tensors use the same bytes more than {MOST_USES} times")
-        return StoredTensor(storage.record, first * itemsize, shape, stride, storage.dtype, "")
+    found = pickles.load(archive.bytes("data.pkl"), where, storage)
+    try:
+        return pickles.replaced(found, lambda tensor, key: make(_place_of(tensor, f"{key} in {stored.path}")))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} cannot be unpickled ({error}); is it whole?") from error
 
 
-def _from_type(make: Any, _: Any, arguments: Any, *__: Any) -> Any:
-    """A tensor of a subclass, or with attributes, as a plain tensor."""
-    if type(make) is not Named or not make.name.startswith("torch._utils.") or make.make is None:
-        raise ValueError("a tensor is made by a function that does not make tensors")
-    return make.make(*arguments)
-
-
-def _with_tensors(found: Any, where: str, make: Callable[[StoredTensor], Any]) -> Any:
-    """The structure with each tensor replaced by ``make`` of it; shared parts are made once."""
-    done: dict[int, tuple[Any, Any]] = {}  # by id, with what has it, which so stays
-
-    def of(value: Any, key: str) -> Any:
-        if not isinstance(value, (StoredTensor, dict, list, tuple, Stub)):
-            return value
-        if id(value) not in done:
-            done[id(value)] = value, made(value, key)
-        return done[id(value)][1]
-
-    def made(value: Any, key: str) -> Any:
-        start = f"{key}." if key else ""
-        if isinstance(value, StoredTensor):
-            return make(replace(value, where=f"{key} in {where}"))
-        if isinstance(value, dict):
-            return type(value)((k, of(v, f"{start}{k}")) for k, v in value.items())
-        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-            entries = [of(v, f"{start}{i}") for i, v in enumerate(value)]
-            return entries if isinstance(value, list) else tuple(entries)
-        if isinstance(value, Stub):
-            vars(value).update({k: of(v, f"{start}{k}") for k, v in vars(value).items()})
-        return value
-
-    return of(found, "")
+def _place_of(tensor: Tensor, where: str) -> StoredTensor:
+    """Where a tensor's bytes are. Raises ValueError for one that has more elements than its record."""
+    shape, stride, itemsize = tuple(tensor.shape), tensor.stride(), tensor.dtype.itemsize
+    record: Record | None = vars(tensor.untyped_storage()).get("record")
+    if record is None:
+        raise ValueError(f"{where} has no record")
+    end = tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in zip(shape, stride))
+    if 0 not in shape and end * itemsize > record.stored.length:
+        raise ValueError(f"{where} of shape {shape} is said to have more elements than are stored")
+    return StoredTensor(record, tensor.storage_offset() * itemsize, shape, stride, tensor.dtype, where)
 
 
 ALIGNMENT = 64  # bytes, so that files can be mapped into memory

@@ -23,7 +23,7 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyT
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.made import shape_of
-from lwopt_backend.checkpoint.files.pickles import number, plain
+from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.megatron import names as naming
 from lwopt_backend.checkpoint.megatron.buffers import BUCKET, Chain, Replicas, chain_of, states_in_buckets
 from lwopt_backend.checkpoint.megatron.names import BY_NAME, SAVED_WHOLE, is_buffer, local_spec, module_order
@@ -218,11 +218,11 @@ def optimizers(folder: DcpFolder, common: Mapping[str, Any]) -> dict[Chain, tupl
         kept = inner.get("state") or {}
         beside = [*(state.get("param_state") or {}).values(), *kept.values(), {"step": kept.get("common_step")}]
         counts = [one.get("step") for one in beside if isinstance(one, Mapping)]
-        steps = sorted({number(count) for count in counts if count is not None})
+        steps = sorted({scalar(count) for count in counts if count is not None})
         if len(steps) == 1:
             groups = [{"step": steps[0], **group} if "betas" in group else group for group in groups]
         found[chain] = tuple(
-            {key: number(value) if key == "step" else value for key, value in group.items() if key != "params"}
+            {key: scalar(value) if key == "step" else value for key, value in group.items() if key != "params"}
             for group in groups
         )
     return found

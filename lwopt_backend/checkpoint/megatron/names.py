@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
-from lwopt_backend.checkpoint.files.pickles import options
+from lwopt_backend.checkpoint.files.pickles import options, scalar
 
 # Megatron-core's parameter names: a rank's own numbers made global, Transformer Engine's spelling the local spec's.
 
@@ -321,7 +321,7 @@ def common_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], where: str) -> t
 def step_of(groups: Sequence[Mapping[str, Any]], number: int | None) -> float | None:
     """Adam's count of steps for a parameter: its group's, or that of all Adam's groups if its own is unknown."""
     mine = groups if number is None else [groups[number]]
-    steps = {number(group.get("step")) for group in mine if "betas" in group}
+    steps = {scalar(group.get("step")) for group in mine if "betas" in group}
     step = steps.pop() if len(steps) == 1 else None
     return None if step is None else float(step)
 

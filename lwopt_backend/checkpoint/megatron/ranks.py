@@ -12,7 +12,7 @@ import torch
 
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, Param, end_to_end, joined, same
 from lwopt_backend.checkpoint.files import torch_files
-from lwopt_backend.checkpoint.files.pickles import plain
+from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.megatron import names as naming
 from lwopt_backend.checkpoint.megatron.names import STATES, Coordinates, world
 
@@ -168,7 +168,7 @@ def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapp
                         "checkpoint in the torch_dist format"
                     )
                 states = {MASTER: master, **states}
-            step = number(state.get("step", group.get("step")))
+            step = scalar(state.get("step", group.get("step")))
             found[name] = Param(None, states, None if step is None else float(step), number)
     return found
 
