@@ -168,7 +168,7 @@ def load(data: bytes, where: str, storage: Callable[[str, int], torch.UntypedSto
         foreign = sorted(name for name in names if name not in OF_TORCH and not _is_dtype(name))
         made: list[Any] = [(_made_by_us(name, where), name) for name in foreign]
         reader = Unpickler(io.BytesIO(data), encoding="utf-8")
-        reader.persistent_load = persistent_load
+        reader.persistent_load = persistent_load  # type: ignore[method-assign]  # as torch.load does
         with _lock, torch.serialization.safe_globals(made):
             return reader.load()
     except (CheckpointError, MemoryError):
@@ -191,7 +191,7 @@ class _OfDcp(pickle._Unpickler):
         full = f"{module}.{name}"
         if _is_dtype(full):
             return getattr(torch, name)
-        known = {"torch.Size": torch.Size, "collections.OrderedDict": OrderedDict}
+        known: dict[str, Any] = {"torch.Size": torch.Size, "collections.OrderedDict": OrderedDict}
         known["torch.serialization._get_layout"] = lambda name: str(name)
         if full in known:
             return known[full]

@@ -361,7 +361,7 @@ def _place_of(tensor: Tensor, where: str) -> StoredTensor:
     end = tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in zip(shape, stride))
     if 0 not in shape and end * itemsize > record.stored.length:
         raise ValueError(f"{where} of shape {shape} is said to have more elements than are stored")
-    return StoredTensor(record, tensor.storage_offset() * itemsize, shape, stride, tensor.dtype, where)
+    return StoredTensor(record, int(tensor.storage_offset()) * itemsize, shape, stride, tensor.dtype, where)
 
 
 ALIGNMENT = 64  # bytes, so that files can be mapped into memory
