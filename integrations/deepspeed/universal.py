@@ -35,7 +35,7 @@ from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, pr
 from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.routing.routing import full_shape
-from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
+from lwopt_backend.runtime.agreement import agree_in_all, check_in_all, from_first, setting
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import OwnerStates, StateStore, Whole, keeps_state, put
 from lwopt_backend.storage.owned import OwnedCore
@@ -86,7 +86,7 @@ def prepare_loading(
             agree_in_all(ranks, optimizer.name, fits)
         mark.loads += 1
         if universal:
-            return _load(engine, optimizer, asked, with_state)
+            return _load(engine, optimizer, everyone, asked, with_state)
         if engine.zero_optimization_stage() == 3:
             # With load_module_only alone, DeepSpeed silently reads the weights from a file that has none.
             asked["load_optimizer_states"] = with_state
@@ -97,20 +97,22 @@ def prepare_loading(
 
 
 def _load(
-    engine: DeepSpeedEngine, optimizer: Any, asked: Mapping[str, Any], with_state: bool
+    engine: DeepSpeedEngine, optimizer: Any, everyone: Collectives, asked: Mapping[str, Any], with_state: bool
 ) -> tuple[str, dict[str, Any]]:
     """Load what ``engine.load_checkpoint`` was ``asked`` for; returns the folder and the client state.
 
-    Raises, on every rank and before anything is changed, if it cannot be loaded.
+    The first of ``everyone`` reads what all files hold, but no tensors, and sends that; a rank then opens the files
+    that it loads from, and its share of those to check. Raises, on every rank and before anything is changed, if it
+    cannot be loaded.
     """
     store: EngineStore = optimizer.state_store()
+    opened = from_first(everyone, WHAT, lambda: open_folder(asked))
 
     def decide() -> tuple[Choice, list[list[str]]]:
-        choice = choose(engine, store, asked, with_state)
-        ranks = store.ranks[0]
-        for file in choice.files[ranks.rank :: ranks.world_size]:  # together the ranks check every byte
+        choice = choose(engine, store, opened, asked, with_state)
+        for file in opened.files[everyone.rank :: everyone.world_size]:  # together the ranks check every byte
             torch_files.check(file)
-        return choice, [[f"{choice.folder.name}, after {choice.checkpoint.iteration} steps"]] * len(store.ranks)
+        return choice, [[setting(key, str(asked[key])) for key in ("load_dir", "tag")]] * len(store.ranks)
 
     choice = agree_in_all(store.ranks, WHAT, decide)
     check_in_all(store.ranks, WHAT, lambda: _put(store, choice, with_state))
@@ -181,27 +183,16 @@ def _go_on(engine: DeepSpeedEngine, choice: Choice, asked: Mapping[str, Any]) ->
 
 
 @dataclass(frozen=True)
-class Choice:
-    """``params`` are the trained ones, by our names; ``rest`` is frozen parameters and buffers. ``options`` are what
-    each param group takes over; ``notes`` are what rank 0 logs about options that it does not."""
+class Opened:
+    """A universal checkpoint in a tag's ``folder``. The bytes of ``files`` are still to be checked."""
 
     folder: Path
     checkpoint: Checkpoint
-    files: Sequence[Path]  # those of the checkpoint whose bytes are still to be checked
-    params: Mapping[str, Param]
-    rest: Mapping[str, LazyTensor]
-    options: Sequence[dict[str, Any]]
-    notes: Sequence[str]
+    files: Sequence[Path]
 
 
-def choose(engine: DeepSpeedEngine, store: StateStore, asked: Mapping[str, Any], with_state: bool) -> Choice:
-    """What an engine that trains the parameters in ``store`` takes from the checkpoint that it is ``asked`` for.
-
-    Raises ValueError for what is not supported; CheckpointError, which is a ValueError, for parameters, shapes, states
-    or rules that do not fit, and, with ``load_module_strict``, for a frozen parameter or a buffer that is missing.
-    """
-    if asked["custom_load_fn"] is not None:
-        raise ValueError("checkpoint.load_universal is on, whose loader calls no custom_load_fn; leave it out")
+def open_folder(asked: Mapping[str, Any]) -> Opened:
+    """Read the checkpoint that an engine is ``asked`` for, without its tensors. Raises CheckpointError."""
     root, tag = Path(asked["load_dir"]), asked["tag"]
     folder = tag_of(root, deepspeed_universal.POINTER) if tag is None else root / str(tag)
     if not deepspeed_universal.recognises(folder):
@@ -211,6 +202,33 @@ def choose(engine: DeepSpeedEngine, store: StateStore, asked: Mapping[str, Any],
         )
     with torch_files.checked_later() as files:
         checkpoint = deepspeed_universal.read(folder)
+    return Opened(folder, checkpoint, sorted(files))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``params`` are the trained ones, by our names; ``rest`` is frozen parameters and buffers. ``options`` are what
+    each param group takes over; ``notes`` are what rank 0 logs about options that it does not."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    params: Mapping[str, Param]
+    rest: Mapping[str, LazyTensor]
+    options: Sequence[dict[str, Any]]
+    notes: Sequence[str]
+
+
+def choose(
+    engine: DeepSpeedEngine, store: StateStore, opened: Opened, asked: Mapping[str, Any], with_state: bool
+) -> Choice:
+    """What an engine that trains the parameters in ``store`` takes from the checkpoint that it is ``asked`` for.
+
+    Raises ValueError for what is not supported; CheckpointError, which is a ValueError, for parameters, shapes, states
+    or rules that do not fit, and, with ``load_module_strict``, for a frozen parameter or a buffer that is missing.
+    """
+    if asked["custom_load_fn"] is not None:
+        raise ValueError("checkpoint.load_universal is on, whose loader calls no custom_load_fn; leave it out")
+    folder, checkpoint = opened.folder, opened.checkpoint
     trained, groups = {param.name: param for param in store.params}, store.groups
     others = _others(engine, trained)
     params = _matched(folder, checkpoint, trained, {*others, *store.elsewhere})
@@ -232,7 +250,7 @@ def choose(engine: DeepSpeedEngine, store: StateStore, asked: Mapping[str, Any],
         of_groups = [{params[p.name].group for p in store.params if p.group == number} for number in range(len(groups))]
         checkpoint = dataclasses.replace(checkpoint, scheduler=_by_group(checkpoint.scheduler, of_groups))
         _check_scheduler(folder, engine.lr_scheduler.state_dict(), checkpoint.scheduler)
-    return Choice(folder, checkpoint, sorted(files), params, rest, options, notes)
+    return Choice(folder, checkpoint, params, rest, options, notes)
 
 
 def _others(engine: DeepSpeedEngine, trained: Mapping[str, TrainedParam]) -> dict[str, tuple[int, ...]]:

@@ -99,8 +99,9 @@ class ZeROStore:
         """Replace the owner state of this rank's matrices; those missing in ``states`` start fresh."""
         for params, (stepper, _) in zip(self.units, self._stepped):
             if stepper.matrices is not None:
-                of_atoms = [states.get(param.name, {}).get(i) for param in params for i in range(len(param.blocks))]
-                stepper.matrices.owner_state.take({atom: of_atoms[atom] for atom in stepper.matrices.owned})
+                places = [(param.name, place) for param in params for place in range(len(param.blocks))]
+                owned = {atom: places[atom] for atom in stepper.matrices.owned}  # the others are not read
+                stepper.matrices.owner_state.take({a: states.get(name, {}).get(i) for a, (name, i) in owned.items()})
 
     def publish(self) -> None:
         """Copy master weights into the module's parameters. Called on all ranks."""

@@ -77,6 +77,8 @@ ReadRange = Callable[[int, int], Tensor]
 class LazyTensor:
     """A tensor in a file. ``read`` returns it, contiguous and owned by the caller, and keeps nothing.
 
+    One of a file that torch.save wrote can be pickled, as can its pieces and views: ranks send one another such places.
+
     ``where`` describes it in messages: ``"exp_avg of decoder.layers.0... in __0_0.distcp"``. ``read_range`` returns the
     elements [start, stop), flat, if that costs less than reading all. ``stride`` is the saved tensor's, in elements,
     and ``place`` the file and the byte where it begins, if known.
@@ -113,17 +115,22 @@ class LazyTensor:
 
     def piece(self, start: int, stop: int) -> LazyTensor:
         """Elements [start, stop) of the flattened tensor, as a flat tensor."""
-        whole, ranged, shape = self.read, self.read_range, (stop - start,)
-        if ranged is None:
-            return LazyTensor(shape, self.dtype, lambda: whole().view(-1)[start:stop].clone(), self.where)
-        return LazyTensor(
-            shape, self.dtype, lambda: ranged(start, stop), self.where, lambda a, b: ranged(start + a, start + b)
-        )
+        shape, ranged = (stop - start,), None if self.read_range is None else partial(self._range_of_piece, start)
+        return LazyTensor(shape, self.dtype, partial(self._range, start, stop), self.where, ranged)
+
+    def _range(self, start: int, stop: int) -> Tensor:
+        return self.read_range(start, stop) if self.read_range else self.read().view(-1)[start:stop].clone()
+
+    def _range_of_piece(self, begin: int, start: int, stop: int) -> Tensor:
+        return self._range(begin + start, begin + stop)
 
     def view(self, shape: Sequence[int]) -> LazyTensor:
         shape = tuple(shape)
         assert math.prod(shape) == self.numel, f"{self.where}: expected shape {shape}, found {self.shape}"
-        return LazyTensor(shape, self.dtype, lambda: self.read().view(shape), self.where, self.read_range)
+        return LazyTensor(shape, self.dtype, partial(self._viewed, shape), self.where, self.read_range)
+
+    def _viewed(self, shape: tuple[int, ...]) -> Tensor:
+        return self.read().view(shape)
 
     def mapped(self, function: Callable[[Tensor], Tensor], shape: Sequence[int]) -> LazyTensor:
         """The result of ``function``, of ``shape``; the function must only move elements."""
@@ -172,17 +179,17 @@ def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
         return first.view(shape)
     ends = list(itertools.accumulate((part.numel for part in parts), initial=0))
     assert ends[-1] == math.prod(shape), f"{first.where}: expected shape {tuple(shape)}, found {ends[-1]} elements"
+    ranged = None if any(part.read_range is None for part in parts) else partial(_range_of, parts, ends)
+    return LazyTensor(tuple(shape), first.dtype, partial(_filled, parts, shape, first.dtype), first.where, ranged)
 
-    def read_range(start: int, stop: int) -> Tensor:
-        cuts = [
-            part.piece(max(start - begin, 0), min(stop - begin, part.numel))
-            for begin, part in zip(ends, parts)
-            if begin < stop and begin + part.numel > start
-        ]
-        return torch.cat([cut.read() for cut in cuts]) if len(cuts) > 1 else cuts[0].read()
 
-    ranged = None if any(part.read_range is None for part in parts) else read_range
-    return LazyTensor(tuple(shape), first.dtype, lambda: _filled(parts, shape, first.dtype), first.where, ranged)
+def _range_of(parts: Sequence[LazyTensor], ends: Sequence[int], start: int, stop: int) -> Tensor:
+    cuts = [
+        part.piece(max(start - begin, 0), min(stop - begin, part.numel))
+        for begin, part in zip(ends, parts)
+        if begin < stop and begin + part.numel > start
+    ]
+    return torch.cat([cut.read() for cut in cuts]) if len(cuts) > 1 else cuts[0].read()
 
 
 T = TypeVar("T")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -81,6 +82,29 @@ def check_in_all(groups: Sequence[Collectives], what: str, check: Callable[[], N
         return None, [[] for _ in groups]
 
     agree_in_all(groups, what, decide)
+
+
+def from_first(collectives: Collectives, what: str, make: Callable[[], T]) -> T:
+    """What ``make`` returns on the first rank, which alone calls it, on all ranks. The value must pickle.
+
+    Called on all ranks of the group. If it raises, all ranks raise, as in ``agree``.
+    """
+    error: Exception | None = None
+    made: bytes | None = None
+    if collectives.rank == 0:
+        try:
+            value = make()
+            if collectives.world_size == 1:
+                return value
+            made = pickle.dumps(value)
+        except Exception as caught:  # sent to the other ranks first, then raised again below
+            error = caught
+    sent, text = collectives.broadcast_object((made, None if error is None else repr(error)))
+    if error is not None:
+        raise error
+    if text is not None:
+        raise RuntimeError(f"{what}: rank 0 failed with {text}; rank {collectives.rank} stops with it")
+    return value if collectives.rank == 0 else cast(T, pickle.loads(sent))
 
 
 def exchange_reports(

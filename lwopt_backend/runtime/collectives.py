@@ -226,6 +226,10 @@ class Collectives:
         """Every rank's ``value``, in rank order on the first rank; None on the others."""
         return [value]
 
+    def broadcast_object(self, value: Any) -> Any:
+        """The first rank's ``value``, on every rank."""
+        return value
+
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
 
@@ -469,6 +473,12 @@ class TorchCollectives(PartCollectives):
         with torch.no_grad():
             dist.gather_object(value, values, group=self.group, group_dst=0)
         return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        values = [value]
+        with torch.no_grad():
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
 
 
 def _started(work: Any) -> Pending:

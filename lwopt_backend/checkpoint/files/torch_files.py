@@ -16,7 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -83,6 +84,9 @@ class Record:
                 at, crc = at + nbytes, manifest.combined(crc, of_part, nbytes)
         if self.parts and not self._checked:
             self._compare(crc) if at == self.stored.length else self.check()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Record, (self.stored, self.crc, self._where, self._checked, None)
 
     def _compare(self, found: int) -> None:
         if found != self.crc:
@@ -231,14 +235,13 @@ class StoredTensor:
         return found
 
     def lazy(self) -> LazyTensor:
-        def read_range(start: int, stop: int) -> Tensor:
-            return self.box(start, (stop - start,), (1,))
-
-        ranged = read_range if _is_contiguous(self.shape, self.stride) else None
+        ranged = self._range if _is_contiguous(self.shape, self.stride) else None
         place = str(self.record.stored.path), self.record.stored.offset + self.start
-        return LazyTensor(
-            self.shape, self.dtype, lambda: self.box(0, self.shape, self.stride), self.where, ranged, self.stride, place
-        )
+        read = partial(self.box, 0, self.shape, self.stride)
+        return LazyTensor(self.shape, self.dtype, read, self.where, ranged, self.stride, place)
+
+    def _range(self, start: int, stop: int) -> Tensor:
+        return self.box(start, (stop - start,), (1,))
 
 
 def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
