@@ -340,6 +340,12 @@ def test_tensors_are_not_larger_than_their_bytes(tmp_path: Path) -> None:
     assert torch_files.load(saved(path, {"x": torch.zeros(1).expand(1000)}))["x"].read().shape == (1000,)
 
 
+def test_another_pickle_protocol_is_refused_by_name(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt", pickle_protocol=4)
+    with pytest.raises(CheckpointError, match="a.pt has pickle protocol 04"):
+        torch_files.load(tmp_path / "a.pt")
+
+
 def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
     """Each would be read for its checksum: a file of 1 MB can name the same half of it ten thousand times."""
     with zipfile.ZipFile(saved(tmp_path / "a.pt", {"a": torch.ones(1000)}), "a") as archive:
@@ -386,7 +392,7 @@ Harm = Callable[[Any, Any], None]
 
 @pytest.mark.parametrize(("name", "words"), [(name, words) for words, names in REFUSED.items() for name in names])
 def test_a_payload_is_refused_for_what_it_is(tmp_path: Path, name: str, words: str) -> None:
-    path, data = saved(tmp_path / "a.pt", {}), b"\x80\x02" + hostile.PAYLOADS[name] + b"."
+    path, data = saved(tmp_path / "a.pt", {}), hostile.OF_TORCH + hostile.PAYLOADS[name] + b"."
     path.write_bytes(hostile.with_pickle(path, data))
     with pytest.raises(CheckpointError, match=rf"a\.pt (cannot be unpickled .*)?({words})"):
         torch_files.load(path)

@@ -163,6 +163,11 @@ def load(data: bytes, where: str, storage: Callable[[str, int], torch.UntypedSto
         found = storage(key, numel * dtype.itemsize)
         return torch.storage.TypedStorage(wrap_storage=found, dtype=dtype, _internal=True)
 
+    if data[:1] == pickle.PROTO and data[1:2] != b"\x02":
+        raise CheckpointError(
+            f"{where} has pickle protocol {data[1:2].hex()}, and torch.load(weights_only=True) reads 2 alone; save it "
+            "again without pickle_protocol"
+        )
     try:
         names = get_globals_in_pkl(io.BytesIO(data))
         foreign = sorted(name for name in names if name not in OF_TORCH and not _is_dtype(name))
