@@ -9,6 +9,7 @@ import functools
 import itertools
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -359,3 +360,46 @@ def test_a_flipped_bit_in_any_file_is_found_before_anything_is_changed(
         flip(Path(shutil.copytree(whole, copy)) / file)
     for said in ranks.run(refusals, settings_for("owned 1", source[1]), uneven, [(copy, {}) for _, copy in copies]):
         assert [name in error for (name, _), error in zip(copies, said, strict=True)] == [True] * len(copies)
+
+
+# Files that a rank opens
+
+
+def opened_files(folder: str, settings: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """The files that loading opens on this rank, and the parameters of which it has pieces."""
+    here = str(Path(folder) / "global_step2") + os.sep
+    opened: set[str] = set()
+    listening = True
+
+    def listen(event: str, arguments: tuple[Any, ...]) -> None:
+        if listening and event == "open" and str(arguments[0]).startswith(here):
+            opened.add(str(arguments[0]).removeprefix(here))
+
+    with engine_for(universal(settings), uneven(5)) as engine:
+        held = engine.basic_optimizer if hasattr(engine, "basic_optimizer") else engine.optimizer
+        store = held.state_store()
+        sys.addaudithook(listen)  # stays, and then returns at once
+        engine.load_checkpoint(folder)
+        listening = False
+        return opened, {store.params[piece.member].name for piece in store.pieces() if piece.stop > piece.start}
+
+
+@pytest.mark.parametrize("engine", ["zero 1", "owned 1"])
+@pytest.mark.parametrize("ranks", [3], indirect=True)
+def test_ranks_open_the_files_of_their_pieces_and_a_share_to_check(
+    ranks: RankPool, saved: dict[Any, Saved], engine: str
+) -> None:
+    """The first one has read what the others need to know of all files."""
+    folder = saved[SOAP][0] / "universal"
+    step = folder / "global_step2"
+    model = "mp_rank_00_model_states.pt"  # with buffers and frozen parameters
+    checked = sorted(path for path in step.rglob("*.pt") if "zero_pp" not in path.name)
+    names = [path.relative_to(step).as_posix() for path in checked]
+    found = ranks.run(opened_files, str(folder), settings_for(engine, "soap"))
+    of_owners: list[str] = []
+    for rank, (opened, pieces) in enumerate(found[1:], 1):
+        loaded = opened - {*names[rank::3], model}
+        assert {name.split("/")[1] for name in loaded if name.startswith("zero/")} <= pieces
+        assert len(pieces) < len(list((step / "zero").glob("*/fp32.pt")))
+        of_owners += [name for name in loaded if not name.startswith("zero/")]
+    assert of_owners and len(set(of_owners)) == len(of_owners)
