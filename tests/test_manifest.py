@@ -50,6 +50,10 @@ class Threads(Collectives):
         self._barrier.wait(60)
         return [self._values[rank] for rank in range(self.world_size)]
 
+    def gather_objects_to_first(self, value: Any) -> list[Any] | None:
+        gathered = self.gather_objects(value)
+        return gathered if self.rank == 0 else None
+
 
 def by_ranks(folder: Path, step: int, world_size: int = 2) -> Path:
     """What several ranks save together, as owned storage does: each half of every tensor."""
