@@ -30,8 +30,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.checkpoint import contents, formats, gates
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, held, read_as_expected
+from lwopt_backend.checkpoint import formats, gates
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held, read_as_expected
 from lwopt_backend.checkpoint.dcp import reader as dcp_reader
 from lwopt_backend.checkpoint.deepspeed import files as deepspeed_files
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
@@ -550,20 +550,6 @@ def test_what_would_take_a_square_of_the_size_is_refused_or_gone_through_once(tm
     params = mock.MagicMock(wraps={str(number): Param(held(torch.ones(2), "x")) for number in range(50)})
     list(gates._missing(Checkpoint("made here", "", "model", params)))
     assert 0 < params.values.call_count < 5
-
-
-def test_weights_that_may_be_tied_are_read_once_each_however_many_there_are() -> None:
-    reads: list[float] = []
-
-    def counted(value: float) -> LazyTensor:
-        return LazyTensor((2, 2), torch.float32, lambda: reads.append(value) or torch.full((2, 2), value), "a test's")
-
-    trained = {f"a{i}": counted(float(i)) for i in range(30)}
-    params = {name: Param(weight, {"exp_avg": weight}, group=0) for name, weight in trained.items()}
-    params |= {f"b{i}": Param(counted(-1.0 - i)) for i in range(30)}
-    params["twin"] = Param(counted(7.0))
-    assert contents.tied(params) == {"twin": "a7"}
-    assert len(reads) == 30 + 30 + 1 + 2  # the twin and a7 once more, to be compared whole
 
 
 # Damaged and hostile checkpoints on the command line

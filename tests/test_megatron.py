@@ -655,7 +655,7 @@ def test_genuine_checkpoints_are_read_exactly(path: Path) -> None:
     else:
         assert (wrong, unrounded) == ([], [])
     assert (found.iteration, found.arguments["num_layers"]) == (3, 2)
-    assert found.arguments["params_dtype"] == "torch.bfloat16"
+    assert found.arguments["params_dtype"] == torch.bfloat16
     assert found.scheduler is not None and found.scheduler["max_lr"] == 0.01
 
 

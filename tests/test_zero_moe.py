@@ -147,7 +147,7 @@ def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume
     sizes = [(unit.ranks.world_size, len(unit.params)) for unit in binding.units]
     assert sizes == [(4, 2), (4, 3), (2, 4), (2, 4)], "matrices and the rest of all ranks, then of the experts'"
     travelling = [len(plan.matrices.buckets) for plan in binding.plans if plan.matrices is not None]
-    assert all(travelling), "some matrix must travel in both groups of ranks to be tested"
+    assert any(travelling), "some matrix must travel to be tested"
 
 
 class TwoSizes(nn.Module):
