@@ -358,10 +358,7 @@ class OwnedCore:
                 each.check_device(device)
             parts: list[list[int]] = [[] for _ in shares]
             for number, member in enumerate(self.members):
-                claims = [
-                    i for i, shared in enumerate(shares) if shared.takes is not None and shared.takes(member.name)
-                ]
-                parts[claims[0] if claims else 0].append(number)
+                parts[_share_of(member.name, shares)].append(number)
             for shared, part in zip(shares, parts):
                 if not part:
                     raise ValueError(
@@ -405,7 +402,7 @@ class OwnedCore:
 
     def share_of(self, name: str) -> Share:
         """The ranks that share a parameter or a buffer."""
-        return _share_of(name, self.shares)
+        return self.shares[_share_of(name, self.shares)]
 
     def check_loaded(self) -> None:
         """Raises RuntimeError, on all ranks, if the last load ended in an error in between."""
@@ -460,8 +457,9 @@ class OwnedCore:
 BROADCAST_NBYTES = 250 * 2**20  # of tensors that are broadcast together, as in DDP
 
 
-def _share_of(name: str, shares: Sequence[Share]) -> Share:
-    return next((shared for shared in shares if shared.takes is not None and shared.takes(name)), shares[0])
+def _share_of(name: str, shares: Sequence[Share]) -> int:
+    """The number of the share that a parameter or a buffer is in."""
+    return next((i for i, shared in enumerate(shares) if shared.takes is not None and shared.takes(name)), 0)
 
 
 def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -482,7 +480,7 @@ def broadcast_untrained(
     found: list[list[tuple[str, Tensor]]] = [[] for _ in shares]
     for name, tensor in untrained(model):
         if chosen(name):
-            found[shares.index(_share_of(name, shares))] += _stored(name, tensor.detach())
+            found[_share_of(name, shares)] += _stored(name, tensor.detach())
 
     def check() -> tuple[list[list[list[Tensor]]], list[list[str]]]:
         lines = [[f"{name} {tuple(t.shape)} {t.dtype} {t.layout}" for name, t in named] for named in found]

@@ -249,11 +249,13 @@ def load(
                 fill(values[piece.start : piece.stop], weight, View.of_range(piece.start, piece.stop))
 
     def reads(key: str) -> bool:
-        """Whether this rank reads a frozen weight or a buffer: the first one that shares it sends it to the others."""
-        shared = key not in sent or core.share_of(key).ranks.rank == 0
-        return shared and key in checked.saved.weights
+        """Whether this rank reads what is no trained weight: of what all ranks get afterwards, the first that shares
+        it does. That is what is sent, and further names of trained weights, which their owners send."""
+        mine = key not in from_first or core.share_of(key).ranks.rank == 0
+        return mine and key in checked.saved.weights
 
     sent = {name for name, _ in untrained(model)} & set(others)
+    from_first = {*sent, *_tied(core, model, names)}
     _take(core, take)
     for number in range(len(core.manager.buckets)):
         core.manager.send_values(number)
