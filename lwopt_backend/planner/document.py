@@ -100,9 +100,6 @@ def document(
     With ``assignments`` there is a list of every matrix, its owner (the rank within its buffer's group) and its bucket,
     None if it is not exchanged: in the order of exchange, buckets numbered through all of a part's plans.
     """
-    routed: dict[tuple[str, str], list[int]] = {}
-    for route in study.routes:
-        routed.setdefault((route.kind, route.reason), []).append(math.prod(route.shape))
     stage = study.worst
     numel = sum(part.numel for part in stage.parts)
     buffer_numel = sum(part.buffer_numel for part in stage.parts)
@@ -113,10 +110,7 @@ def document(
         "options": _options(study.setting),
         "cost": study.setting.work.name,
         "cluster": asdict(study.setting.machine),
-        "routing": [
-            {"kind": kind, "reason": reason, "parameters": len(numels), "numel": sum(numels)}
-            for (kind, reason), numels in routed.items()
-        ],
+        "routing": _routing(study),
         "deployment": asdict(study.deployment) | {"dp": study.deployment.dp, "expert_dp": study.deployment.expert_dp},
         "buckets": sum(len(part.bucket_numels) for part in stage.parts),
         "numel": numel,
@@ -146,6 +140,16 @@ def document(
     if assignments:
         body["assignments"] = [list(one) for part in stage.parts for one in part.assignments]
     return body | {"digest": study.digest}
+
+
+def _routing(study: Study) -> list[dict[str, Any]]:
+    routed: dict[tuple[str, str], list[int]] = {}
+    for route in study.routes:
+        routed.setdefault((route.kind, route.reason), []).append(math.prod(route.shape))
+    return [
+        {"kind": kind, "reason": reason, "parameters": len(numels), "numel": sum(numels)}
+        for (kind, reason), numels in routed.items()
+    ]
 
 
 def _part(part: Part) -> dict[str, Any]:

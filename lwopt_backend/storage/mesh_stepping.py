@@ -328,12 +328,17 @@ def step_all(
         )
         presence.finish()
         meanwhile = None
+    _scale_rows(steppers, row_scaling, returns, report)
+    returns.settle(report)
+
+
+def _scale_rows(steppers: Sequence[MeshStepper], row_scaling: RowScaling, returns: Returns, report: StepReport) -> None:
+    """Scale the rows that were asked for, once all updates are applied."""
     if row_scaling:
         returns.receive()
         for stepper in steppers:
             report.attempt(stepper.scale_rows, row_scaling)
         row_scaling.clear()
-    returns.settle(report)
 
 
 def _error_anywhere(
