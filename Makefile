@@ -7,7 +7,6 @@
 # make test-peers    clients and peers that are not ours, each in an environment of its own; ARGS="trl lightning" for some
 # make test-faults   the fault campaign: kills, full disks, damaged and hostile files, bad settings; at most an hour
 # make docs          build the pages in docs/ as a site, strictly, into site/
-# make mutants       break the package on purpose, one line at a time, and see that tests notice
 # make compare       train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each
 #
 # PYTHON=...     the interpreter to start from (default: python3); one that has torch keeps it
@@ -21,7 +20,7 @@ PYTEST = -m pytest -n 2 --dist loadfile --durations=15
 train: CONFIG ?= configs/zero2_muon.json
 train-fsdp2: CONFIG ?= configs/fsdp2_muon.json
 
-.PHONY: train train-fsdp2 check test test-full test-oldest test-peers test-faults docs mutants compare environment clean
+.PHONY: train train-fsdp2 check test test-full test-oldest test-peers test-faults docs compare environment clean
 .DEFAULT_GOAL := train
 
 train: environment
@@ -58,9 +57,6 @@ test-faults: environment
 
 docs: environment
 	@$(RUN) scripts/docs.py $(ARGS)
-
-mutants: environment
-	@$(RUN) scripts/mutants.py $(ARGS)
 
 environment:
 	@$(PYTHON) scripts/environment.py > /dev/null

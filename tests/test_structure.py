@@ -74,8 +74,8 @@ def test_integrations_refuse_to_be_imported_from_the_checkout_by_their_bare_name
     assert tried.returncode != 0 and "import this package as 'lwopt_backend.integrations'" in tried.stderr
 
 
-def test_scripts_and_mutants_name_tests_that_exist() -> None:
-    for path in [*files(ROOT / "scripts"), ROOT / "scripts" / "mutants.yaml"]:
+def test_scripts_name_tests_that_exist() -> None:
+    for path in files(ROOT / "scripts"):
         for file, test in NAMED.findall(path.read_text()):
             named = [ROOT / "tests" / f"{file}.py", ROOT / "tests" / "peers" / f"{file}.py"]
             found = next((place for place in named if place.exists()), None)
