@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lwopt_backend.cli.watch import write_page
-
 
 class RunFolder:
     """Written by one rank only; on the others every method that writes does nothing."""
@@ -41,11 +39,6 @@ class RunFolder:
         if self._is_writer:
             with self._metrics.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-
-    def show(self, page: Path | None) -> None:
-        """Write the page, if one is wanted: pictures of all metrics."""
-        if page is not None and self._is_writer:
-            write_page(read_metrics(self._metrics), self.path.name, page)
 
     def keep_until(self, step: int) -> None:
         """Resume: drop the rows after the checkpoint's step, and the validation of a run that was to end there."""

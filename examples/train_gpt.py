@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 examples/train_gpt.py --engine fsdp2 --config configs/fsdp2_muon.json
 
 What the two differ in is in deepspeed_engine.py and fsdp2_engine.py. Results are written to ``runs/<name>/``:
-metrics.jsonl, which ``lwopt watch runs/<name>`` shows, loss.png and a checkpoint, from which ``--resume`` continues.
+metrics.jsonl, loss.png and a checkpoint, from which ``--resume`` continues.
 """
 
 from __future__ import annotations
@@ -108,9 +108,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and stop there, as if interrupted")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--resume", action="store_true", help="continue from the run's checkpoint")
-    parser.add_argument(
-        "--dashboard", type=Path, metavar="FILE", help="measure every step, and write a page whenever saving"
-    )
+    parser.add_argument("--metrics", action="store_true", help="write optimizer.metrics() of each step, too")
     parser.add_argument("--layers", type=int, default=GPTConfig.layers)
     parser.add_argument("--width", type=int, default=GPTConfig.width)
     parser.add_argument("--context", type=int, default=GPTConfig.context)
@@ -165,7 +163,7 @@ class Training:
 
     def run(self) -> None:
         step = self._begin()
-        if self.args.dashboard is not None:
+        if self.args.metrics:
             self.engine.optimizer.record_metrics()
         last = min(self.args.steps, self.args.stop_after or self.args.steps)
         tokens = self.engine.micro_batch * self.engine.accumulation * self.world_size * self.args.context
@@ -182,13 +180,12 @@ class Training:
             rates = self.engine.learning_rates()
             loss = self._mean(self.engine.train_step(self._batches(step)))
             speed = tokens / (time.perf_counter() - started)
-            taken = {} if self.args.dashboard is None else self.engine.optimizer.metrics()
+            taken = self.engine.optimizer.metrics() if self.args.metrics else {}
             taken |= {"lr": rates, "grad_norm": self.engine.grad_norm(), "tokens_per_s": round(speed)}
             self.folder.log({"step": step + 1, "loss": loss, **taken})
             bar.set_postfix(loss=f"{loss:.3f}", lr=f"{rates[0]:.2g}", tokens_per_s=f"{speed:.0f}", refresh=False)
             if (step + 1) % self.args.save_every == 0 or step + 1 == last:
                 self.engine.save(self.folder.checkpoint, step + 1)
-                self.folder.show(self.args.dashboard)
         self._end(last)
 
     def _begin(self) -> int:
@@ -240,7 +237,6 @@ class Training:
 
     def _end(self, step: int) -> None:
         self.folder.log({"step": step, "validation_loss": self._validate()})
-        self.folder.show(self.args.dashboard)
         self.folder.finish()
 
 

@@ -1,6 +1,5 @@
 """The command ``lwopt``, called as a user calls it: plans, simulations, measurements, rules, and wrong arguments."""
 
-import io
 import json
 import os
 import subprocess
@@ -10,13 +9,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from lwopt_backend.checkpoint import choices, names
 from lwopt_backend.cli import app
 from lwopt_backend.cli.rule_facts import argument_meanings, meanings_in
-from lwopt_backend.cli.watch import read, table
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.registry import MATRIX_RULES
 from lwopt_backend.plan.cost import max_min_squared
@@ -96,7 +93,7 @@ def test_help_imports_nothing_that_is_slow_and_plans_are_the_same_in_every_proce
     done = subprocess.run([sys.executable, "-c", ALONE], **options)
     assert done.returncode == 0, done.stderr
     pages, planned, with_pyplot = json.loads(done.stdout)
-    assert {"", "plan", "rehearse", "calibrate", "rules", "convert", "inspect", "diff", "watch"} <= {*pages}
+    assert {"", "plan", "rehearse", "calibrate", "rules", "convert", "inspect", "diff"} <= {*pages}
     for name, (page, modules) in pages.items():
         assert f"Usage: lwopt {name}".rstrip() in page
         assert not HEAVY & set(modules), (name, HEAVY & set(modules))
@@ -349,47 +346,3 @@ def test_options_and_numbers_that_would_ask_for_much_are_refused(shapes: Path) -
     assert "maximum recursion depth exceeded" in refused(*words, 4, "--option", f"layout={'[' * 3000}")
     assert "aliases" in refused(*words, 4, "--option", "atoms={a: &a {}, b: *a}")
     assert "65536" in refused(*words, 10**9)
-
-
-# What a run writes into metrics.jsonl
-ROWS = [{"step": step, "loss": 4.0 / step, "lr": [0.02, 3e-4], "update_rms": {"muon": 1e-3}} for step in (1, 2)]
-
-
-def test_watch_shows_a_run_in_the_terminal_as_a_page_and_to_tensorboard(tmp_path: Path) -> None:
-    """A row that is being written is not there yet. TensorBoard itself is not installed here."""
-    lines = [json.dumps(row) for row in ({"step": 0, "validation_loss": 5.0, "mine": float("nan")}, *ROWS)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "lo']))
-    shown = run("watch", tmp_path, "--once")
-    cells = [[cell.strip() for cell in line.split("│")[1:4]] for line in shown.splitlines()]
-    assert ["", "training", "2"] in cells and ["Update sizes", "muon", "0.001"] in cells
-    assert "step 2" in shown and "group 1" in shown and "█▁" in shown
-    assert ["mine", "", "nan"] in cells and "×" in shown
-    run("watch", tmp_path, "--html", tmp_path / "run.html")
-    page = (tmp_path / "run.html").read_text()
-    assert page.count("<svg") == 4 and "width=device-width" in page
-    writer = mock.MagicMock()
-    with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": mock.Mock(SummaryWriter=writer)}):
-        run("watch", tmp_path, "--tensorboard", tmp_path / "events")
-    told = writer.return_value.__enter__.return_value.add_scalar.call_args_list
-    assert mock.call("loss/training", 2.0, 2) in told and len(told) == 10
-    with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}):
-        assert "pip install 'tensorboard>=2'" in refused("watch", tmp_path, "--tensorboard", tmp_path / "events")
-    assert "nothing.jsonl: no such file" in refused("watch", tmp_path / "nothing.jsonl")
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert "no step yet" in run("watch", tmp_path, "--once")
-    (tmp_path / "metrics.jsonl").write_text("half\n" + lines[1])
-    assert "metrics.jsonl, line 1: " in refused("watch", tmp_path, "--once")
-
-
-def test_watch_shows_a_killed_and_resumed_run_as_one_that_went_on(tmp_path: Path) -> None:
-    """Killed while it wrote step 4, resumed from step 0; its first row is in that half a line."""
-    rows = [json.dumps({"step": step, "loss": float(step)}) for step in range(5)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*rows[:4], rows[4][:9] + rows[1], *rows[2:]]) + "\n")
-    assert read(tmp_path / "metrics.jsonl") == [json.loads(row) for row in rows]
-    assert read(tmp_path / "removed by a new run") == []
-
-
-def test_watch_leaves_out_the_oldest_bars_where_a_terminal_is_narrow() -> None:
-    shown = Console(width=60, file=io.StringIO())
-    shown.print(table([{"step": step, "loss": 1.0 + (step == 40)} for step in range(41)]))
-    assert "▁█ │" in shown.file.getvalue() and "…" not in shown.file.getvalue()

@@ -13,7 +13,6 @@ from typing_extensions import assert_type
 
 import lwopt_backend
 from lwopt_backend import LayerWiseOptimizer, QKClip, WeightRule, migration, register_elementwise, register_rule, rules
-from lwopt_backend.cli.watch import write_page
 from lwopt_backend.config.options import NonNegative, parse
 from lwopt_backend.integrations import deepspeed_zero, fsdp2
 from lwopt_backend.integrations.deepspeed import migration as deepspeed_migration
@@ -102,8 +101,7 @@ def train_plain(model: nn.Module, batches: Sequence[Tensor], folder: Path) -> La
         assert_type(optimizer.clip_group_norms, dict[str, Tensor])
         assert_type(optimizer.count_zeros(), int)
         optimizer.step()
-        row = {"step": 0, **assert_type(optimizer.metrics(), dict[str, Any])}
-        write_page([row], "typed", folder / "run.html")
+        assert_type(optimizer.metrics(), dict[str, Any])
         optimizer.zero_grad()
         schedule.step()
     optimizer.save_state_dict(folder / "optimizer")

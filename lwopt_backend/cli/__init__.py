@@ -14,7 +14,6 @@ from lwopt_backend.cli.checkpoints import convert, diff, inspect
 from lwopt_backend.cli.plan import calibrate, plan
 from lwopt_backend.cli.rehearse import rehearse
 from lwopt_backend.cli.rules import rules
-from lwopt_backend.cli.watch import watch
 
 app = typer.Typer(
     name="lwopt",
@@ -23,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, rehearse, calibrate, convert, inspect, diff, watch):
+for command in (plan, rehearse, calibrate, convert, inspect, diff):
     app.command(no_args_is_help=True)(command)
 app.command()(rules)
 
