@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, INTEGRATIONS = ROOT / "lwopt_backend", ROOT / "integrations"
 STANDARD = tuple(sys.stdlib_module_names)
-SHOWING = ("cli", "pictures", "planner")  # what only shows plans
+SHOWING = ("cli", "planner")  # what only shows plans
 FSDP2 = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh")
 MAY_IMPORT = {"plan": (), "rules": ("torch",), "runtime": ("torch", "lwopt_backend.plan", "lwopt_backend.rules")}
 NAMED = re.compile(r"\b((?:peers/|faults/)?test_[a-z0-9_]+)(?:\.py)?(?:::(test_[a-z0-9_]+))?")

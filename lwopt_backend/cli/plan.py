@@ -112,14 +112,14 @@ def _draw(content: dict[str, Any], html: Path | None, png: Path | None, show: Ca
     if html is None and png is None:
         return
     from lwopt_backend.cli import tables
-    from lwopt_backend.pictures import save_html, save_plan_png  # matplotlib is an extra, and slow to import
+    from lwopt_backend.planner import picture
 
     if html:
         page = tables.recording()
         show(page)
-        save_html(content, page, html)
+        picture.write_html(content, page, html)
     if png:
-        save_plan_png(content, png)
+        picture.write_png(content, png)
 
 
 def _what_if(study: Study) -> list[Alternative]:
