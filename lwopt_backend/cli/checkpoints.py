@@ -324,21 +324,12 @@ def inspect(
     path: Folder,
     format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
     check: Annotated[bool, typer.Option(help="Read every tensor and look for problems.")] = True,
-    verify: Annotated[bool, typer.Option("--verify", help="Only compare the files with their checksums.")] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Show what a checkpoint is: format, version, world size, step, parameters, states, size, problems.
 
     The exit code is 1 if there are problems, and 2 if it cannot be read.
     """
-    problems = _verify(path, as_json) if verify else _inspect(path, format, check, as_json)
-    if problems:
-        typer.secho(f"error: {path} has problems ({len(problems)})", fg="red", err=True)
-        raise typer.Exit(1)
-
-
-def _inspect(path: Path, format: str, check: bool, as_json: bool) -> list[str]:
-    """Read a checkpoint and say what it is. Returns problems."""
     reader, checkpoint = opened(path, format)
     problems, advice, notes = _checked(checkpoint, as_json) if check else ([], "", [UNCHECKED])
     files = [file for file in path.rglob("*") if file.is_file()]
@@ -348,29 +339,9 @@ def _inspect(path: Path, format: str, check: bool, as_json: bool) -> list[str]:
         **{"notes": [*checkpoint.notes, *notes], "problems": problems, "advice": advice},
     }
     print_json(found) if as_json else _show_contents(found, check)
-    return problems
-
-
-def _verify(path: Path, as_json: bool) -> list[str]:
-    """Read every file of a folder, and say which are not as they were written. Returns these problems."""
-    from lwopt_backend.checkpoint import formats
-
-    plans = formats.plan(path)
-    with progress("verifying", sum(each.nbytes for each in plans), as_json) as advance:
-        found = [formats.verify(each, advance) for each in plans]
-    problems = [problem for each in found for problem in each["problems"]]
-    if as_json:
-        print_json({"path": str(path), "folders": found})
-        return problems
-    console = Console(highlight=False)
-    for each in found:
-        keys = ("folder", "save_id", "step", "world", "files", "bytes")
-        console.print(columns([(key.replace("_", " "), _said(each[key])) for key in keys]))
-        print_sentences(console, "Notes", each["notes"])
-        print_sentences(console, "Problems", each["problems"])
-    if not problems:
-        console.print("\nAll that was checked is as it was written.")
-    return problems
+    if problems:
+        typer.secho(f"error: {path} has problems ({len(problems)})", fg="red", err=True)
+        raise typer.Exit(1)
 
 
 def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list[str]]:

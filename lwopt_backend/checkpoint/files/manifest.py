@@ -190,20 +190,7 @@ def check(path: Path, crc32: Callable[[], int]) -> None:
             return
 
 
-def verify(manifest: Manifest, seen: Callable[[int], None]) -> list[str]:
-    """Read every file and return what is wrong. ``seen`` is called with the number of bytes read."""
-    problems = list(manifest.wrong_sizes())
-    for name in manifest.files:
-        path = manifest.folder / name
-        if not any(problem.startswith(f"{path} ") for problem in problems):
-            try:
-                manifest.compare(name, crc_of(path, seen=seen))
-            except (CheckpointError, OSError) as error:
-                problems.append(str(error))
-    return problems
-
-
-def crc_of(path: Path, payloads: Iterable[Payload] = (), seen: Callable[[int], None] = lambda _: None) -> int:
+def crc_of(path: Path, payloads: Iterable[Payload] = ()) -> int:
     """A file's CRC32. ``payloads``, which must not overlap, have known CRC32s and are not read."""
     crc, at = 0, 0
     with path.open("rb") as file:
@@ -211,7 +198,6 @@ def crc_of(path: Path, payloads: Iterable[Payload] = (), seen: Callable[[int], N
             file.seek(at)
             while at < offset and (data := file.read(min(CHUNK, offset - at))):
                 crc, at = zlib.crc32(data, crc), at + len(data)
-                seen(len(data))
             crc, at = combined(crc, of_payload, nbytes), offset + nbytes
     return crc
 
