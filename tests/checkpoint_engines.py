@@ -96,9 +96,7 @@ def full_weights_of(engine: Any) -> dict[str, Tensor]:
 
 
 def _of_stage_0(engine: Any) -> list[Tensor]:
-    """What torch's optimizer steps: the trained parameters, or masters of them, in their order."""
-    if hasattr(engine.optimizer, "fp32_groups"):
-        return [master for group in engine.optimizer.fp32_groups for master in group]
+    """What torch's optimizer steps: the trained parameters, in their order."""
     return [param for param in engine.module.parameters() if param.requires_grad]
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lwopt_backend.checkpoint.deepspeed.files import NAMES
 from lwopt_backend.checkpoint.files import manifest, torch_files
 from tests.command_line import Run, lwopt, succeeds, torch_dist, torch_format
 
@@ -54,6 +55,7 @@ def stage0(folder: Path) -> Path:
     moments = [{key: torch.zeros_like(t) for key in ("exp_avg", "exp_avg_sq")} for t in module.values()]
     state = {number: {"step": torch.tensor(3.0), **of_one} for number, of_one in enumerate(moments)}
     optimizer = {"state": state, "param_groups": [{**GROUP, "params": [0, 1]}]}
+    optimizer[NAMES] = [list(module)]
     saved = {"module": module, "buffer_names": [], "param_shapes": None, "optimizer": optimizer, "dp_world_size": 1}
     saved |= {"lr_scheduler": {"last_batch_iteration": 2}, "global_steps": 3, "global_samples": 6, "mine": [1, 2]}
     saved |= {"ds_config": {"bf16": {"enabled": False}}, "ds_version": "0.19.8"}

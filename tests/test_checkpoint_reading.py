@@ -20,7 +20,7 @@ from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.deepspeed import universal as read_universal
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.deepspeed import zero as read_zero
-from lwopt_backend.checkpoint.deepspeed.files import SAVE
+from lwopt_backend.checkpoint.deepspeed.files import NAMES, SAVE
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import write_folder
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
@@ -29,7 +29,7 @@ from tests.cells import cells
 from tests.checkpoint_contents import params_of, same
 from tests.checkpoint_engines import FROZEN, PARTS, assert_holds
 from tests.fsdp2 import shard
-from tests.hostile import Payload, replaced
+from tests.hostile import Payload, replaced, stage0
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
@@ -51,14 +51,14 @@ def universal(source: Path, folder: Path) -> Checkpoint:
 def there_is(optimizer: str, stage: int, precision: str, kinds: str) -> bool:
     """DeepSpeed has each; of frozen and tied parameters only those whose names the checkpoint tells."""
     if optimizer == "deepspeed muon":
-        return stage > 0 and precision != "bf16+fp32" and kinds == "plain"
+        return precision != "bf16+fp32" and kinds == "plain"
     return precision == "fp32" or kinds == "plain" and (precision == "bf16" or stage == 1)
 
 
 @cells(
     there_is,
     optimizer=["adamw", "deepspeed muon"],
-    stage=[0, 1, 2, 3],
+    stage=[1, 2, 3],
     precision=["fp32", "bf16", "bf16+fp32"],
     kinds=["plain", "all kinds"],
 )
@@ -94,6 +94,15 @@ def test_native_checkpoints_are_read_as_the_engine_held_them_and_so_is_the_unive
         assert getattr(found, key) == getattr(checkpoint, key), key
     buffers = [{key: tensor.read() for key, tensor in of.buffers.items()} for of in (found, checkpoint)]
     assert same(*buffers)
+
+
+def test_stage_0_of_another_optimizer_is_refused_as_its_state_has_no_names(tmp_path: Path) -> None:
+    file = stage0(tmp_path) / "global_step3" / "mp_rank_00_model_states.pt"
+    saved = torch.load(file)
+    del saved["optimizer"][NAMES]
+    torch.save(saved, file)
+    with pytest.raises(CheckpointError, match="without names.*, and save it at ZeRO stage 1"):
+        read_zero.read(tmp_path)
 
 
 def train_on(folder: str, stage: int, precision: str, load: bool) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +120,8 @@ def _shapes_in(file: Path, saved: Mapping[str, Any]) -> dict[str, tuple[int, ...
     if listed is not None:
         shapes = {name: shape_of(shape) for group in listed for name, shape in group.items()}
         return {**dict.fromkeys(saved.get("buffer_names") or ()), **shapes}
-    if not isinstance(optimizer, Mapping) or ds.NAMES not in optimizer:
-        raise CheckpointError(
-            f"{file}: at stage 0 the optimizer's states have no names, so those of a pipeline or of experts cannot be "
-            "told apart; save it at ZeRO stage 1"
-        )
-    return dict.fromkeys((*(saved.get("buffer_names") or ()), *(n for group in optimizer[ds.NAMES] for n in group)))
+    names = [name for group in _names_at_stage0(file, optimizer) for name in group]
+    return dict.fromkeys((*(saved.get("buffer_names") or ()), *names))
 
 
 def _of_ranks(tag: Path, states: ModelStates, part: int = 0) -> OfRanks:
@@ -397,128 +392,40 @@ def matrices_of_mark(mark: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 # Native checkpoints of stage 0: the first rank's optimizer, whole, in the file of model states.
-# State is by a parameter's number in the param groups. Our optimizer saves names, DeepSpeed's do not: they are found by
-# replaying how groups are filled, in the module's order, and verified by shapes. Where these leave more than one way,
-# the checkpoint is refused.
+# State is by a parameter's number in the param groups. Our optimizer saves names; DeepSpeed saves none.
 
-WAYS, STEPS = 10_000, 10_000_000  # that are tried before giving up
-Shape = tuple[int, ...]
-Named = list[str]
+
+def _names_at_stage0(file: Path, optimizer: Any) -> list[list[str]]:
+    """The parameters' names by param group. Raises CheckpointError for another optimizer's state, which has none."""
+    if not isinstance(optimizer, Mapping) or ds.NAMES not in optimizer:
+        raise CheckpointError(
+            f"{file}: at stage 0 DeepSpeed saves the optimizer's states without names, so which parameter each is of "
+            "cannot be told; load it where it was saved, and save it at ZeRO stage 1"
+        )
+    names: list[list[str]] = optimizer[ds.NAMES]
+    return names
 
 
 def read_stage0(states: ModelStates, saved: Mapping[str, Any]) -> Checkpoint:
-    """Read a checkpoint of stage 0, of which the optimizer has ``saved``. Raises CheckpointError, also if the states'
-    names are not certain."""
-    inner = saved.get("optimizer_state_dict", saved)  # DeepSpeed's wrappers of 16-bit models have it inside
-    if "fp32_groups_flat" in saved:
-        inner, masters = _cut_flat(states, saved)
-    else:
-        masters = [tensor for group in saved.get("fp32_groups") or () for tensor in group]
-    state, groups = inner["state"], inner["param_groups"]
-
-    def shape_in(index: int) -> Shape | None:
-        tensors = (t for t in state.get(index, {}).values() if isinstance(t, LazyTensor) and t.shape)
-        return masters[index].shape if masters else next((tensor.shape for tensor in tensors), None)
-
-    shapes = [list(map(shape_in, group["params"])) for group in groups]
-    matrices = ds.matrices_in(inner)
-    named = inner.get(ds.NAMES) or _names(states, shapes)
+    """Read a checkpoint of stage 0, of which our optimizer has ``saved``. Raises CheckpointError."""
     gathered: dict[str, Gathered] = {}
-    for number, (group, names) in enumerate(zip(groups, named)):
+    groups, state = saved["param_groups"], saved["state"]
+    for number, (group, names) in enumerate(zip(groups, _names_at_stage0(states.path, saved))):
         for index, name in zip(group["params"], names):
-            if state and index not in state and "rule" not in group:  # frozen, or it never had a gradient
-                continue
             weight = states.module.get(name)
             if weight is None:
                 raise CheckpointError(f"{states.path} has the state of {name!r}, and no file its weights")
             found = gathered[name] = Gathered(name, weight.shape, number)
-            found.copies[MASTER] = [masters[index] if masters else weight]
+            found.copies[MASTER] = [weight]
             for key, value in state.get(index, {}).items():
                 if isinstance(value, LazyTensor) and value.shape:
                     found.copies[key] = [value]
                 elif value is not None:
                     found.add_number(key, value, states.path)
-    ds.take_owner_states(gathered, [inner])
-    states = replace(states, frozen={name: t for name, t in _candidates(states).items() if name not in gathered})
-    return ds.checkpoint_of(states, "deepspeed stage 0", gathered, groups, saved, matrices)
-
-
-def _candidates(states: ModelStates) -> dict[str, LazyTensor]:
-    return {name: t for name, t in states.module.items() if name not in states.buffers and name not in states.tied}
-
-
-def _names(states: ModelStates, shapes: Sequence[Sequence[Shape | None]]) -> Any:
-    """The parameters' names by group. Raises CheckpointError unless there is one way only."""
-    found = [(name, tensor.shape) for name, tensor in _candidates(states).items()]
-    ways = list(islice(_ways(found, [list(group) for group in shapes]), WAYS))
-    if len(ways) == 1:
-        return ways[0]
-    what = "no way" if not ways else f"{len(ways) if len(ways) < WAYS else 'too many'} ways"
-    raise CheckpointError(
-        f"{states.path}: at stage 0 the optimizer's states have no names, and their shapes leave {what} to tell which "
-        "parameter each is of; load it where it was saved, and save it at ZeRO stage 1 or 2"
-    )
-
-
-def _ways(params: list[tuple[str, Shape]], groups: list[list[Shape | None]]) -> Iterator[list[Named]]:
-    """All ways in which the parameters, in their order, fill the groups, in theirs. What is left over is frozen. Raises
-    CheckpointError where the search takes too long."""
-    spare = len(params) - sum(map(len, groups))
-    tried = 0
-
-    def fill(place: int, filled: list[Named], left: int) -> Iterator[list[Named]]:
-        nonlocal tried
-        while place < len(params):
-            tried += 1
-            if tried > STEPS:
-                raise CheckpointError("at stage 0 states have no names, and there are too many ways to name them")
-            name, shape = params[place]
-            fits = [
-                number
-                for number, group in enumerate(groups)
-                if len(filled[number]) < len(group) and group[len(filled[number])] in (None, shape)
-            ]
-            if len(fits) + (left > 0) != 1:
-                break
-            place += 1
-            if fits:
-                filled = [[*names, name] if number == fits[0] else names for number, names in enumerate(filled)]
-            else:
-                left -= 1
-        else:
-            yield filled
-            return
-        for number in fits:
-            yield from fill(place + 1, [[*n, name] if i == number else n for i, n in enumerate(filled)], left)
-        if left:
-            yield from fill(place + 1, filled, left - 1)
-
-    if spare >= 0:
-        yield from fill(0, [[] for _ in groups], spare)
-
-
-def _cut_flat(states: ModelStates, saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[LazyTensor]]:
-    """FP16_Optimizer's flat tensors, one per param group, as one per parameter. Raises CheckpointError for several."""
-    flats, inner = saved["fp32_groups_flat"], saved["optimizer_state_dict"]
-    found = _candidates(states)
-    if len(flats) != 1 or flats[0].numel < sum(t.numel for t in found.values()):
-        raise CheckpointError(
-            f"{states.path}: a stage-0 checkpoint in 16 bits does not tell which parameters are in its {len(flats)} "
-            "flat tensors; load it where it was saved, and save it at ZeRO stage 1 or 2"
-        )
-    masters, state, start = [], {}, 0
-    for index, tensor in enumerate(found.values()):
-        stop = start + tensor.numel
-        state[index] = {
-            key: value.piece(start, stop).view(tensor.shape)
-            if isinstance(value, LazyTensor) and value.numel == flats[0].numel
-            else value
-            for key, value in inner["state"].get(0, {}).items()
-        }
-        masters.append(flats[0].piece(start, stop).view(tensor.shape))
-        start = stop
-    group = {**inner["param_groups"][0], "params": list(range(len(masters)))}
-    return {"state": state, "param_groups": [group]}, masters
+    ds.take_owner_states(gathered, [saved])
+    known = {*gathered, *states.buffers, *states.tied}
+    states = replace(states, frozen={name: t for name, t in states.module.items() if name not in known})
+    return ds.checkpoint_of(states, "deepspeed stage 0", gathered, groups, saved, ds.matrices_in(saved))
 
 
 # Native checkpoints of ZeRO 3: every parameter cut into equal flat parts, one for each rank, by sub-groups.
