@@ -25,7 +25,7 @@ from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.differences import differences
 from tests.cells import with_full
 from tests.checkpoint_contents import same
-from tests.checkpoint_engines import FROZEN, PARTS, Buffered, convert_as_deepspeed_does
+from tests.checkpoint_engines import FROZEN, PARTS, Buffered
 from tests.command_line import succeeds
 from tests.engines import CLIENT, ENGINES, ZERO, Alone, Cell, ExactLM, running
 from tests.fsdp2 import EVEN
@@ -78,7 +78,7 @@ FORMS = ("nested", "flat", "async", "full", "flat full", "bare")  # of torch's
 WORDS: dict[str, dict[str, Any]] = {
     # of the leg
     **{"used": {"used": 2}, "untrained": {"steps": 0}},
-    **{"twice": {"twice": True}, "theirs": {"theirs": True}},  # converted, to universal first; or by DeepSpeed
+    "twice": {"twice": True},  # converted, to universal first
     # of the cell
     **{form: {"form": form} for form in FORMS},
     **{word: {"sharding": word} for word in ("rows", "columns", "hybrid", "ignored_params")},
@@ -108,7 +108,6 @@ def route(text: str, *further: str, native: bool = False) -> list[Leg]:
             of_cell["zero"] = {"stage3_param_persistence_threshold": 100, **of_cell.get("zero", {})}
         via = () if native else ("dcp",) if engine in ("fsdp2", "plain") else ("universal",)
         via = ("universal", *via) if how.pop("twice", False) else via
-        via = ("theirs",) if how.pop("theirs", False) else via
         cell = Cell(engine, options=how, alike=True, falling=True, **of_cell)
         legs.append(Leg(int(ranks), cell, via, **of_leg))
     return legs
@@ -198,8 +197,6 @@ def by_name(folder: Path) -> Path:
 
 def converted(source: Path, leg: Leg) -> Path:
     for number, target in enumerate(leg.via):
-        if target == "theirs":
-            return Path(convert_as_deepspeed_does(source, (source / "latest").read_text()))
         folder = source.with_name(f"{source.name}, {number} {target}")
         succeeds("convert", source, folder, "--to", target, "--json")
         if target == "universal":
@@ -271,8 +268,8 @@ PARTED = "fsdp2 on 2, zero 1 on 2, fsdp2 on 3, plain on 2"
 FLAT = "fsdp2 on 2 flat, fsdp2 on 3 flat, fsdp2 on 1"
 FUSED = "zero 3 on 2, zero 1 on 1, zero 2 on 4, owned 1 on 4, zero 0 on 2"
 IN_BF16 = "zero 1 on 2, zero 1 on 1, zero 2 on 4 aligned, zero 1 on 4, zero 2 on 1"
-BY_BOTH = "owned 1 on 2 padded, owned 0 on 1 padded theirs, owned 2 on 2 compact, owned 0 on 2 singles theirs, "
-BY_BOTH += "owned 1 on 4 pairs, owned 2 on 4 padded theirs, owned 1 on 2 compact singles, owned 2 on 2 compact theirs"
+OWNED = "owned 1 on 2 padded, owned 0 on 1 padded, owned 2 on 2 compact, owned 0 on 2 singles, "
+OWNED += "owned 1 on 4 pairs, owned 2 on 4 padded, owned 1 on 2 compact singles, owned 2 on 2 compact"
 OWNER_RULES = ("soap", "adamuon", "shampoo", "a class")
 WAYS = {"muon": MUON, "soap": SOAP, "normuon": NORMUON, "shampoo": SHAMPOO}
 ACROSS: dict[str, Tour] = {
@@ -288,7 +285,7 @@ ACROSS: dict[str, Tour] = {
     "bf16, stage 3": Tour("muon", route("zero 3 on 2, zero 3 on 1, zero 3 on 4"), precision="bf16"),
     "bf16, owned": Tour("muon", route("owned 1 on 2, owned 2 on 4, owned 0 on 1"), precision="bf16"),
     "bf16, to owned": Tour("muon", route("zero 3 on 2, owned 2 on 4 untrained"), precision="bf16"),
-    **{f"{how}, by both": Tour("muon", route(BY_BOTH), precision=how) for how in ("bf16+fp32", "fp16+fp32")},
+    **{f"{how}, owned": Tour("muon", route(OWNED), precision=how) for how in ("bf16+fp32", "fp16+fp32")},
     "bf16 + fp32": Tour("muon", route("zero 1 on 2, zero 1 on 4, zero 1 on 1"), precision="bf16+fp32"),
 }
 

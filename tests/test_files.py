@@ -696,6 +696,14 @@ def test_names_in_a_universal_checkpoint_that_lead_out_are_no_paths(copy: Copy) 
     assert set(formats.read(source.parent / "to").params) == set(formats.read(source).params) == known
 
 
+def test_owned_storage_that_deepspeed_converted_is_refused(copy: Copy) -> None:
+    """It has kept the description of what it converted, and not what owners keep."""
+    source = copy("universal")
+    file = source / "global_step7" / "zero" / "optimizer_state.pt"
+    torch.save({**torch.load(file, weights_only=True), "lwopt.owned": {"members": []}}, file)
+    assert_refused(source, "global_step7", "was converted by DeepSpeed")
+
+
 @pytest.mark.parametrize("target", ["../../outside/{*}", "/outside/{*}", "a/{*}"])
 def test_a_map_of_names_cannot_lead_out_of_the_new_folder(copy: Copy, target: str) -> None:
     source = copy("megatron")

@@ -105,8 +105,8 @@ class OwnedTensors:
 
 
 # Owned storage in DeepSpeed's checkpoints. At stages 1 and 2, every rank writes its pieces, one group per parameter:
-# concatenated over the ranks, the pieces of a group are the parameter, in any layout. So DeepSpeed's tools can read
-# them: ``zero_to_fp32``, ``ds_to_universal``. At stage 0, the first rank writes everything, whole.
+# concatenated over the ranks, the pieces of a group are the parameter, in any layout. So DeepSpeed's ``zero_to_fp32``
+# can read them. At stage 0, the first rank writes everything, whole.
 
 Groups = Sequence[dict[str, Any]]
 
@@ -141,10 +141,6 @@ def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
         state = core.stepper.state[number] if number in mine else new_state(torch.empty(0), groups[member.group])
         weights.append(value.detach().clone())
         states[number] = dict(state)
-        if "exp_avg" not in state:  # ``ds_to_universal`` requires two keys of every optimizer; these take no space
-            empty = torch.zeros(1)
-            first = next((tensor for tensor in state.values() if tensor.ndim > 0), empty.expand(value.numel()))
-            states[number] |= {"exp_avg": first, "exp_avg_sq": empty.expand(first.numel())}
         places.append({member.name: fragment_address(numel=value.numel(), start=0)} if number in mine else {})
     count = len(core.members)
     return {

@@ -16,7 +16,7 @@ import torch
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import STEP, ModelStates, load_mapping
-from lwopt_backend.checkpoint.deepspeed.zero import MARK, as_marked, matrices_of_mark
+from lwopt_backend.checkpoint.deepspeed.zero import MARK
 from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.made import all_done
@@ -51,6 +51,11 @@ def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest_universal`` names. Raises CheckpointError."""
     proven = manifest.check_files(tag) is not None
     common = load_mapping(tag / ds.UNIVERSAL_MARK, tag)
+    if MARK in common:
+        raise CheckpointError(
+            f"{tag} is of owned storage, and was converted by DeepSpeed, which loses what is not Adam's; convert the "
+            "checkpoint that was saved with lwopt convert --to universal"
+        )
     ours = plain(common.get(OURS) or {})
     states, parts = _model_states(tag)
     if ours and states.path.name.startswith("zero_pp"):
@@ -75,16 +80,13 @@ def read(tag: Path) -> Checkpoint:
     missing = [name for name in shapes if name not in params]
     if missing:
         raise CheckpointError(f"{tag} has no folder zero/{missing[0]}; copy the whole folder again")
-    notes, matrices = [], None
+    notes = []
     if parts > 1:
         states = replace(states, frozen={}, buffers={})
         notes = ["model states of several model-parallel ranks: frozen parameters and buffers are not read"]
-    if MARK in common:
-        params = as_marked(params, common[MARK], groups)
-        matrices = matrices_of_mark(common[MARK])
     names, world = ours.get("names", "model"), ours.get("world", {})
     checkpoint = ds.checkpoint_of(
-        states, "deepspeed universal", params, groups, common, matrices, names=names, world=world, notes=notes
+        states, "deepspeed universal", params, groups, common, None, names=names, world=world, notes=notes
     )
     order = [name for name in ours.get("params", ()) if name in checkpoint.params]
     return replace(

@@ -25,7 +25,6 @@ from lwopt_backend.checkpoint.contents import (
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import Gathered, ModelStates
 from lwopt_backend.checkpoint.files.made import shape_of
-from lwopt_backend.config.registry import MATRIX_RULES, new_state
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # Names are the module's own. DeepSpeed itself is not needed, and no class of it is imported.
@@ -317,7 +316,6 @@ def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
 # file of model states has everything whole. Both name parameters, and say which matrices are in them.
 
 MARK = "lwopt.owned"  # the key of a checkpoint's description of itself
-READABLE = ("exp_avg", "exp_avg_sq")  # required by DeepSpeed's converter, and last if the rule has none
 
 
 def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
@@ -328,7 +326,7 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     group_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
     gathered = {name: Gathered(name, tuple(shape), group_of[name]) for name, shape, _, _ in members}
     for file, saved in of_ranks:
-        for number, (name, _, rule, _) in enumerate(members):
+        for number, (name, *_) in enumerate(members):
             if whole:
                 start, weights, state = 0, saved["weights"][name], saved["state"][name]
             else:
@@ -340,8 +338,7 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
                     says = f"of {name!r} it says it owns {stop - start} elements, and it has {weights.numel}"
                     raise CheckpointError(f"{file}: {says}")
                 state = saved["base_optimizer_state"]["state"][number]
-            added = READABLE if _was_added(state, rule) else ()
-            kept = {key: value for key, value in {MASTER: weights, **state}.items() if key not in added}
+            kept = {MASTER: weights, **state}
             flat = {key: v.view((v.numel,)) if isinstance(v, LazyTensor) and v.shape else v for key, v in kept.items()}
             gathered[name].add(flat, 0, weights.numel, start, file)
         for name, of_places in (saved.get(CHECKPOINT_KEY) or {}).items():
@@ -351,40 +348,6 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
         states = replace(states, frozen={name: t for name, t in states.module.items() if name not in known})
     format = f"lwopt owned storage in deepspeed, stage {first.get('zero_stage')}"
     return ds.checkpoint_of(states, format, gathered, groups, first, matrices_of_mark(first[MARK]))
-
-
-def _was_added(state: Mapping[str, Any], rule: str) -> bool:
-    """Whether the moments were added for DeepSpeed's converter: they are the last of several states, or only zeros."""
-    if tuple(state)[-2:] != READABLE:
-        return False
-    tensors = [key for key, value in state.items() if isinstance(value, LazyTensor) and value.shape]
-    if tensors[:1] != ["exp_avg"]:
-        return True
-    moments = [state[key] for key in READABLE]
-    expanded = all(t.stride == (0,) or t.numel == 1 and not t.read().any() for t in moments)
-    return rule in MATRIX_RULES and expanded
-
-
-def as_marked(
-    params: Mapping[str, Param], mark: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Param]:
-    """``params`` of ours as ds_to_universal converted them, with their groups and the states of their rules.
-
-    ds_to_universal keeps one group per parameter and converts only ``READABLE``, the first of which is a matrix's
-    momentum if its rule has one. Owner state is lost.
-    """
-    group_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
-    found = dict(params)
-    for name, _, rule, _ in mark["members"]:
-        group, states = groups[group_of[name]], dict(params[name].states)
-        if rule in MATRIX_RULES:
-            first, _ = states.pop(READABLE[0], None), states.pop(READABLE[1], None)
-            # A class that the file names is not imported; all its state is at owners.
-            kept = [] if "class" in group else list(new_state(torch.empty(1, device="meta"), group))
-            if first is not None and len(kept) == 1:
-                states[kept[0]] = first
-        found[name] = replace(params[name], states=states, group=group_of[name])
-    return found
 
 
 def matrices_of_mark(mark: Mapping[str, Any]) -> dict[str, list[str]]:
