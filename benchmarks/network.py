@@ -186,7 +186,7 @@ def build(name: str, layers: int, width: int, seconds: float) -> System:
         return System(trained(model, pair(model, matrices)), HOST)
     if name == "dion.Muon on FSDP2":
         return System(trained(model, [dion_muon(model, matrices, mesh)]), HOST)
-    optimizer = ours(model, overlap_param_gather=overlap)
+    optimizer = ours(model)
     if "attach" in name:
         optimizer.attach(model)
     return System(trained(model, [optimizer]), HOST, ours=True, finish=optimizer.synchronize)
@@ -259,7 +259,7 @@ def zero(model: nn.Module, entry: dict[str, Any], ours: bool) -> System:
 
 
 def all_names() -> list[str]:
-    fsdp2 = [HOST, *(f"ours, FSDP2{more}{late}" for more in ("", ", attach") for late in ("", LATE))]
+    fsdp2 = [HOST, *(f"ours, FSDP2{more}" for more in ("", ", attach"))]
     fsdp2.append("torch.optim.Muon on FSDP2")
     dion = [] if isinstance(import_dion(), str) else ["dion.Muon on FSDP2"]
     owned = ["ours, owned", f"ours, owned{LATE}", "torch.optim.Muon on DDP"]

@@ -207,7 +207,6 @@ class LayerWiseOptimizer(LinkedOptimizer):
 
     def synchronize(self) -> None:
         """Wait until the parameters of the last step are on this rank (``overlap_param_gather``)."""
-        raise NotImplementedError
 
     # On FSDP2
 
@@ -302,7 +301,6 @@ class OwnedOptimizer(LayerWiseOptimizer):
             grad_dtype=torch.float32 if self.config.grad_dtype == "float32" else None,
             keep_full=self.config.keep_full_grads,
             overlap=self.config.overlap_grad_reduce,
-            bus_alignment=self.config.bus_alignment,
         )
         self._plan_digest = self.core.plan_digest
         self._take_groups(rules)
@@ -315,8 +313,6 @@ class OwnedOptimizer(LayerWiseOptimizer):
         if self.config.overlap_param_gather:
             wait_in_forward(model, self._manager)
             self.core.stepper.last_first = True
-        if self.config.step_in_backward:
-            self._manager.on_launch = self._step_arrived
         if everyone.rank == 0:
             warn_of_small_rate(self._grouping.groups)
             if self.config.report:
@@ -362,8 +358,6 @@ class OwnedOptimizer(LayerWiseOptimizer):
     @property
     def gradients(self) -> OwnedGradients:
         """Waits until all gradients are at their owners."""
-        if self.config.step_in_backward:
-            raise RuntimeError("step_in_backward uses gradients before their norm is known; drop one of the two")
         self._backward.finish(self.param_groups)
         return self.core.gradients
 
@@ -371,16 +365,6 @@ class OwnedOptimizer(LayerWiseOptimizer):
         globs = [names] if isinstance(names, str) else list(names)
         check_globs("names", globs, self._grouping.routes, self._grouping.routes)
         return named_like(globs)
-
-    def _step_arrived(self, number: int) -> None:
-        if number in self.core.stepper.updated:
-            raise RuntimeError(
-                f"{NAME}: step_in_backward has used the gradients of bucket {number} already; it takes one backward "
-                "pass per step: accumulate under no_sync()"
-            )
-        if self._loaded:
-            self.refresh_masters()
-        self.core.stepper.step_arrived(self.param_groups)
 
     # Checkpoints
 
@@ -452,7 +436,6 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._steppers: list[mesh.MeshStepper] = []
         self._elementwise, self._options = ElementwiseGroups(), OptionsInUse()
         self._attachment: Attachment | None = None
-        self._returns = mesh_stepping.Returns()
         self._bound: list[list[Tensor]] = []
         self._stated: list[Tensor] = []
         self._model = module
@@ -487,8 +470,6 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._make_state()
         self._owner_shards()  # adds their keys to ``state``
         self._different = hold_different_parameters(self._steppers)
-        if self.config.overlap_param_gather:
-            self._returns.gate(self._model)
         if self._attachment is not None and self._attachment.is_on:
             self._attachment.remove()
             self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
@@ -509,11 +490,8 @@ class MeshOptimizer(LayerWiseOptimizer):
     def _step(self, report: StepReport) -> None:
         self._ensure_bound()
         report.number = report.attempt(self._options.number, self.param_groups) or 0
-        kept = (self._elementwise, self.state, self._attachment, self.row_scaling, self._returns)
+        kept = (self._elementwise, self.state, self._attachment, self.row_scaling)
         step_all(self._steppers, self.param_groups, self._matrix_rules, *kept, self._watched.changes(), report)
-
-    def synchronize(self) -> None:
-        self._returns.receive()
 
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
         module = mesh.sharded_module(model, "attach")
@@ -537,8 +515,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         return self.gradients.everyone
 
     def _ensure_bound(self) -> None:
-        """End the last step, and plan again if the param groups have other parameters than were planned for."""
-        self.synchronize()
+        """Plan again if the param groups have other parameters than were planned for."""
         held = [group["params"] for group in self.param_groups]
         if len(held) == len(self._bound) and all(map(same, held, self._bound)):
             return
@@ -564,7 +541,6 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As every torch optimizer's, with owner state as DTensors; called on all ranks if there is any owner state."""
-        self.synchronize()
         shards = self._owner_shards() if self.state else []
         return mesh_state.with_owner_state(super().state_dict(), shards, self._bound)
 

@@ -145,8 +145,6 @@ MODES = (
     "attach",
     "attach, accumulation",
     "attach, clipping",
-    "overlapped",
-    "attach, overlapped, clipping",
 )
 
 
@@ -287,7 +285,6 @@ class BesideTwin:
         self.sharding, self.mode = sharding, mode
         self.sharded = sharded or shard(sharding, mode)
         self.model = self.sharded.model
-        options["overlap_param_gather"] = "overlapped" in mode
         self.optimizer, self.twin = layer_wise(self.model, **options), Twin(self.model)
         if attach or mode.startswith("attach"):
             self.optimizer.attach(self.model)

@@ -44,9 +44,7 @@ def difference(ours: nn.Module, theirs: nn.Module) -> float:
 
 # Passes of all kinds, which a scenario says
 MODES: dict[str, dict[str, Any]] = {"plain": {}, "kept gradients": {"keep_full_grads": True}}
-MODES |= {"lazy return": {"overlap_param_gather": True}, "step in backward": {"step_in_backward": True}}
-MODES |= {"no overlap": {"overlap_grad_reduce": False}}
-SEVERAL_PASSES = ("plain", "kept gradients", "lazy return", "no overlap")  # step in backward takes one
+MODES |= {"lazy return": {"overlap_param_gather": True}, "no overlap": {"overlap_grad_reduce": False}}
 
 
 class Branches(nn.Module):

@@ -64,11 +64,7 @@ def by_hand(model: Any, step: int) -> None:
 HOW: list[tuple[str, dict[str, Any]]] = [  # options, by the engines that have them
     *(("zero", {"bucket_numel": 500, "policy": policy}) for policy in ("auto", "stay", "balance")),
     ("owned", {}),
-    *(
-        ("plain", {"layout": layout, "step_in_backward": early})
-        for layout in ("padded", "compact", "auto")
-        for early in (False, True)
-    ),
+    *(("plain", {"layout": layout}) for layout in ("padded", "compact", "auto")),
     *(
         ("fsdp2", {"sharding": sharding, "attach": attach})
         for sharding in ("rows", "columns", "hybrid")

@@ -89,7 +89,7 @@ WORDS: dict[str, dict[str, Any]] = {
     **{layout: {"layout": layout} for layout in ("padded", "compact", "auto")},
     **{policy: {"policy": policy} for policy in ("stay", "balance")},
     **{"pairs": {"group_size": 2}, "singles": {"group_size": 1}, "small": {"bucket_mb": 0.002}},
-    **{"large": {"bucket_mb": 1.0}, "bus": {"bus_alignment": True}, "lazy": {"overlap_param_gather": True}},
+    **{"large": {"bucket_mb": 1.0}, "lazy": {"overlap_param_gather": True}},
     **{"kept": {"keep_full_grads": True}, "wide": {"grad_dtype": "float32"}},
 }
 
@@ -312,7 +312,7 @@ def test_every_engine_saves_and_loads_and_zero_does_at_every_stage_on_every_numb
 WIDE = {"float32": (), "bfloat16": ("wide",)}
 LAYOUTS = {  # of owned storage in plain PyTorch
     "to compact": "plain on 2 padded, plain on 1 compact small, plain on 3 compact, plain on 4 padded large",
-    "to padded": "plain on 2 compact lazy, plain on 1 padded, plain on 3 padded bus, plain on 4 compact lazy",
+    "to padded": "plain on 2 compact lazy, plain on 1 padded, plain on 3 padded, plain on 4 compact lazy",
     "instances": "plain on 4 auto pairs, plain on 2 compact singles, plain on 4 padded singles, "
     "plain on 4 compact pairs lazy, plain on 1 padded",
     "kept gradients": "plain on 2 auto kept, plain on 3 compact kept, plain on 1 padded kept",

@@ -221,7 +221,7 @@ def test_every_option_of_every_rule_and_host_has_a_default_a_meaning_and_a_sourc
 
 def test_options_are_printed_as_tables_of_rules_of_hosts_and_of_divisions() -> None:
     printed, one = run("rules"), run("rules", "muon")
-    for option in ("ns_device", "state_dtype", "bus_alignment", "split_sizes"):
+    for option in ("ns_device", "state_dtype", "keep_full_grads", "split_sizes"):
         assert f"│ {option} " in printed, option
     assert "ns_coefficients" in one and "adamuon" not in one and "FSDP2" not in one
 

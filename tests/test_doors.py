@@ -223,7 +223,6 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
     (DOORS, {"clip_groups": {"a": {"max_norm": 1.0}}}, "clip_groups['a']: ... params: field required"),
     (DOORS, {"clip_groups": {"a": {"params": "1.*", "max_nrm": 1.0}}}, "unknown key 'max_nrm'; did you mean 'max_norm"),
     ((owned,), {"clip_groups": {"a": {"params": "2.*", "max_norm": 1.0}}}, "clip_groups['a']: '2.*' matches no"),
-    ((owned,), {"clip_groups": {"a": CLIPPED}, "step_in_backward": True}, "step_in_backward uses gradients before"),
     (DOORS, {"atoms": "1.*"}, "atoms: expected a mapping of globs to divisions; found '1.*'"),
     (DOORS, {"overrides": "1.*"}, "overrides: expected a list of sections with 'params'; found '1.*'"),
     (DOORS, {"overrides": [5]}, f"overrides[0]: {SECTION}; found 5"),

@@ -33,7 +33,6 @@ ALLOWED = {"adamw, fused": 1e-7}
 CPU_ADAM = {"name": "torch_optimizer", "class": "deepspeed.ops.adam.DeepSpeedCPUAdam", "lr": 3e-3, "weight_decay": 0.1}
 BUILD = "import torch; from deepspeed.ops.adam import DeepSpeedCPUAdam as A; A([torch.nn.Parameter(torch.zeros(1))])"
 LAYOUTS = ("padded", "compact", "auto")
-MODES = {**owned.MODES, "bus alignment": {"bus_alignment": True}}
 OF_ALL: list[dict[str, Any]] = [{"overlap_comm": True}, {"contiguous_gradients": False}, {"reduce_scatter": False}]
 ZERO_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "zero 0": [{}],
@@ -53,9 +52,9 @@ def equal(ranks: RankPool, *of: Cell, limit: float = 0.0) -> None:
     ranks.run(check, limit, *of)
 
 
-@cells(ranks=[1, 2, 3, 4], layout=LAYOUTS, accumulation=[1, 2], mode=MODES)
+@cells(ranks=[1, 2, 3, 4], layout=LAYOUTS, accumulation=[1, 2], mode=owned.MODES)
 def test_owned_storage(ranks: RankPool, layout: str, accumulation: int, mode: str) -> None:
-    equal(ranks, Cell("plain", accumulation=accumulation, options={"layout": layout, **MODES[mode]}))
+    equal(ranks, Cell("plain", accumulation=accumulation, options={"layout": layout, **owned.MODES[mode]}))
 
 
 @cells(ranks=[2, 4], engine=["plain", *OWNED], layout=LAYOUTS, group_size=[1, 2])

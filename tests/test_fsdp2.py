@@ -104,10 +104,10 @@ SOME = ("layers.0.weight", "layers.2.bias", "layers.5.weight")
 
 
 @on_ranks(4)
-@cells(missing_ranks=[[1], [0, 2, 3]], attach=[False, True], mode=["fp32", "overlapped"])
-def test_gradients_that_some_ranks_lack_count_as_zero_there(missing_ranks: list[int], attach: bool, mode: str) -> None:
+@cells(missing_ranks=[[1], [0, 2, 3]], attach=[False, True])
+def test_gradients_that_some_ranks_lack_count_as_zero_there(missing_ranks: list[int], attach: bool) -> None:
     """In the step and in the norm; in the last step these ranks have none."""
-    run = BesideTwin(mode=mode, attach=attach, bucket_matrices=1)
+    run = BesideTwin(attach=attach, bucket_matrices=1)
     for step, lacking in enumerate([(), SOME, SOME, tuple(run.twin.params)]):
         run.backward(step)
         chosen = [run.param(name) for name in lacking if dist.get_rank() in missing_ranks]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytest import MonkeyPatch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from lwopt_backend.rules import muon
-from lwopt_backend.storage.mesh import reshard
 from tests.cells import cells
 from tests.counted import Counted, words_nbytes
-from tests.fsdp2 import ROWS, BesideTwin, layer_wise, layers_of, set_sync, shard
+from tests.fsdp2 import ROWS, BesideTwin, layer_wise, set_sync, shard
 from tests.models import batch
 from tests.on_ranks import on_ranks
 from tests.ranks import gathered
@@ -193,105 +189,3 @@ def test_nan_is_no_difference() -> None:
         run.backward(0)
         run.optimizer.step()
     assert counted.calls.total() == 2 * ALL
-
-
-# Updates that return after the step
-
-
-def forward(run: BesideTwin) -> None:
-    with torch.no_grad():
-        run.model(*batch(0, 4))
-
-
-def prefetching(run: BesideTwin) -> None:
-    first, second, *_ = layers_of(run.model)
-    run.model.set_modules_to_forward_prefetch([first])
-    first.set_modules_to_forward_prefetch([second])
-    forward(run)
-
-
-def load(run: BesideTwin) -> None:
-    """What was loaded stays."""
-    weights = run.model.state_dict()
-    run.backward(9)
-    run.update()
-    run.model.load_state_dict(weights)
-
-
-def train_on(run: BesideTwin) -> None:
-    """Also without a forward pass between steps, whatever rate comes next."""
-    run.backward(7)
-    run.update()
-    for optimizer in (run.optimizer, run.twin.optimizers[0]):
-        optimizer.param_groups[0]["lr"] = 0.5
-    run.twin.step_with_gradients_of(run.model)
-    run.optimizer.step()
-
-
-def drop(run: BesideTwin) -> None:
-    run.optimizer = layer_wise(run.model)
-    run.model.layers[0].state_dict()
-
-
-def hook(run: BesideTwin) -> None:
-    run.optimizer.register_step_post_hook(lambda *args: run.twin.step_with_gradients_of(run.model) or check(run))
-    run.backward(8)
-    run.optimizer.step()
-
-
-DOORS: dict[str, Callable[[BesideTwin], object]] = {
-    "forward": forward,
-    "prefetch": prefetching,
-    "unshard": lambda run: [layer.unshard() for layer in (*layers_of(run.model), run.model)],
-    "state_dict": lambda run: run.model.state_dict(),
-    "state_dict of a layer": lambda run: run.model.layers[0].state_dict(),
-    "get_model_state_dict": lambda run: get_model_state_dict(run.model),
-    "load_state_dict": load,
-    "set_model_state_dict": lambda run: set_model_state_dict(
-        run.model, {**run.twin.params}, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    ),
-    "state_dict of the optimizer": lambda run: run.optimizer.state_dict(),
-    "state_store": lambda run: run.optimizer.state_store(),
-    "clip_grad_norm_": lambda run: run.optimizer.clip_grad_norm_(1.0),
-    "steps": train_on,
-    "hook": hook,
-    "drop": drop,
-    "synchronize": lambda run: run.optimizer.synchronize(),
-}
-
-
-def check(run: BesideTwin) -> None:
-    reshard(run.model)
-    assert run.twin.difference(run.model) == 0.0
-
-
-@on_ranks()
-@cells(ranks=[2, 4], door=list(DOORS), attach=[False, True], options=[{}, {"bucket_matrices": 1}])
-def test_what_reads_parameters_waits_for_updates_on_their_way(door: str, attach: bool, options: dict[str, Any]) -> None:
-    run = BesideTwin(mode="overlapped", attach=attach, **options)
-    run.train(2)
-    if dist.get_world_size() == 4:
-        assert max(gathered(run.twin.difference(run.model))) > 0.0, "read by hand, some are not back"
-    DOORS[door](run)
-    check(run)
-
-
-@on_ranks(2)
-def test_what_the_forward_pass_needs_first_is_back_first() -> None:
-    run, coming = BesideTwin(mode="overlapped", bucket_matrices=1), []
-    for layer in (*layers_of(run.model), run.model.lm_head):
-        layer.register_forward_hook(lambda *args: coming.append(len(run.optimizer._returns._coming)))
-    run.train(1)
-    coming.clear()
-    run.backward(1)
-    assert coming == [2, 1, 1, 0, 0], "after each layer"
-
-
-@on_ranks(2)
-def test_the_next_optimizer_frees_a_dropped_model_whose_updates_were_on_their_way() -> None:
-    run = BesideTwin(mode="overlapped")
-    run.train(1)
-    kept = weakref.ref(run.param("layers.0.weight"))
-    run = BesideTwin(mode="overlapped")
-    gc.collect()
-    assert kept() is None

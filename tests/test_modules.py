@@ -464,7 +464,6 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
         ("ranks [0, 1, 2, 3] have an optimizer of module 'vision', but those work on so many: {0: 2,", on(half)),
         ("module 'vision' is not the same on ranks 0 and 1: parameter '4 of group 0", {"vision": adam(other)}),
         ("module 'vision' has optimizers of different kinds on ranks 0 and 2", on(half) if rank < 2 else ours),
-        ("step_in_backward uses gradients before all ranks know", on(everyone, step_in_backward=True)),
         (
             "clip_groups['biases'] has the max_norm 0.002 in module 'vision' and 1.0 in 'language', but a group is",
             {

@@ -179,14 +179,14 @@ LOOPS: dict[str, tuple[scenarios.Scenario, Callable[[], nn.Module], tuple[str, .
     "evaluation, and calls without gradients": (evaluates_and_calls, Branches, ALL),
     "a hook of the user": (hook_of_the_user, Branches, ALL),
     "a layer is frozen for a step": (frozen_for_a_step, Branches, ("plain",)),
-    "a second backward pass adds": (second_backward, Branches, scenarios.SEVERAL_PASSES),
-    "several passes through one graph": (one_graph_twice, Branches, scenarios.SEVERAL_PASSES),
-    "two forwards, then two backwards": (forwards_then_backwards, Branches, scenarios.SEVERAL_PASSES),
-    "the last micro-batch in no_sync": (scenarios.micro_batches(True, False), Branches, scenarios.SEVERAL_PASSES),
+    "a second backward pass adds": (second_backward, Branches, scenarios.MODES),
+    "several passes through one graph": (one_graph_twice, Branches, scenarios.MODES),
+    "two forwards, then two backwards": (forwards_then_backwards, Branches, scenarios.MODES),
+    "the last micro-batch in no_sync": (scenarios.micro_batches(True, False), Branches, scenarios.MODES),
     "checkpoints": (lambda t: t.back(reentrant=False), Checkpointed, ALL),
     "reentrant checkpoints": (lambda t: t.back(reentrant=True), Checkpointed, ALL),
     "reentrant checkpoints under no_sync": (scenarios.micro_batches(False, True, reentrant=True), Checkpointed, ALL),
-    "reentrant checkpoints without the model": (without_the_model, Checkpointed, scenarios.SEVERAL_PASSES),
+    "reentrant checkpoints without the model": (without_the_model, Checkpointed, scenarios.MODES),
     "a tied embedding and attention": (Turn.back, Transformer, ALL),
     "a structured output": (structured_pass, structured, ALL),
     "convolutions": (Turn.back, Convolutions, ALL),
@@ -248,7 +248,7 @@ def test_a_pass_after_the_norm_was_asked_for_counts() -> None:
 @on_ranks(2)
 def test_a_second_optimizer_may_follow_the_first() -> None:
     """Gradients are the model's own in between."""
-    model, first = scenarios.made(mode="step in backward")
+    model, first = scenarios.made()
     train_ours(model, first, 1)
     del first
     gc.collect()

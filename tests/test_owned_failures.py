@@ -99,16 +99,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a buffer of another shape": (lambda: with_buffer(torch.ones(1 + dist.get_rank())), "there (1,) torch.float32"),
 }
-STEPS = {"step_in_backward": True}
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
-    "step and keep": (lambda: made(**STEPS, keep_full_grads=True), "needs overlap_grad_reduce, and no keep"),
-    "step without overlap": (lambda: made(**STEPS, overlap_grad_reduce=False), "needs overlap_grad_reduce"),
     # gloo would read tensors that lie elsewhere as if they were in its memory.
     "gloo for other devices": (lambda: TorchCollectives().check_device(torch.device("cuda")), "cuda"),
     "an order of no norm": (lambda: passes(1).clip_grad_norm_(1.0, 0), "norm_type: expected a number above 0, or inf"),
     "a glob that matches nothing": (lambda: passes(1).grad_norm("middel.*"), "'middel.*' matches no parameter name;"),
-    "clipping after steps in backward": (lambda: passes(1, **STEPS).clip_grad_norm_(1.0), "before their norm is known"),
-    "two passes with steps in backward": (lambda: passes(2, **STEPS), "it takes one backward pass per step"),
     "a second optimizer": (a_second_optimizer, "'first.weight' belongs to an earlier optimizer of ours, which is"),
     "a group added later": (lambda: made()[1].add_param_group({}), "takes no param group after it was made"),
     "a copy": (lambda: copy.deepcopy(made()[1]), "cannot be copied or pickled"),

@@ -266,7 +266,7 @@ def narrow(dtype: torch.dtype, mixed: bool) -> nn.Module:
     dtype=[torch.bfloat16, torch.float16],
     mixed=[False, True],
     layout=["padded", "compact"],
-    mode=["plain", "lazy return", "step in backward", "fp32 gradients"],
+    mode=["plain", "lazy return", "fp32 gradients"],
     load=[False, True],
 )
 def test_narrow_models_equal_fp32_masters(dtype: torch.dtype, mixed: bool, layout: str, mode: str, load: bool) -> None:

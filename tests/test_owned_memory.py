@@ -53,7 +53,7 @@ def report_of(optimizer: LayerWiseOptimizer) -> RankMemory:
     return optimizer.memory_report()[dist.get_rank()]
 
 
-HELD: list[dict[str, Any]] = [PADDED, COMPACT, {"layout": "auto"}, {**PADDED, "bus_alignment": True}, KEPT, KEPT_PADDED]
+HELD: list[dict[str, Any]] = [PADDED, COMPACT, {"layout": "auto"}, KEPT, KEPT_PADDED]
 HELD += [{**COMPACT, "grad_dtype": "float32"}, {**PADDED, "overlap_grad_reduce": False}]
 HELD_IN_TURN = [(3, ("bfloat16", "float32")[number % 2], options) for number, options in enumerate(HELD)]
 INSTANCES = [(4, "bfloat16", {**PADDED, "group_size": size}) for size in (1, 2)]
@@ -268,13 +268,12 @@ SENT: list[tuple[int, str, dict[str, Any]]] = [
     (3, "float32", COMPACT),
     (3, "bfloat16", PADDED),
     (4, "float32", {"layout": "auto"}),
-    (4, "float32", {**PADDED, "bus_alignment": True}),
+    (4, "float32", PADDED),
     (3, "bfloat16", {**COMPACT, "grad_dtype": "float32"}),
     (4, "bfloat16", {**COMPACT, "group_size": 1}),
     (3, "bfloat16", KEPT),
     (4, "float32", {**KEPT_PADDED, "group_size": 2}),
     (2, "float32", {**COMPACT, "overlap_param_gather": True}),
-    (2, "float32", {**COMPACT, "step_in_backward": True}),
 ]
 
 

@@ -132,11 +132,6 @@ class FSDP2Config(HostConfig):
     state_dtype: Literal["parameter", "float32"] = option(
         "parameter", "of the optimizer's state: the parameter's, as torch's optimizers, or 'float32'"
     )
-    overlap_param_gather: StrictBool = option(
-        False,
-        "updates return while what follows the step runs; what gathers or saves a parameter waits for it",
-        MEGATRON,
-    )
 
 
 class OwnedConfig(OwnedStorageConfig):
@@ -157,14 +152,6 @@ class OwnedConfig(OwnedStorageConfig):
     )
     overlap_param_gather: StrictBool = option(
         False, "parameters return while the next forward pass runs, each module waiting for its own", MEGATRON
-    )
-    step_in_backward: StrictBool = option(
-        False, "a bucket is updated in backward as soon as it is there; gradients cannot be clipped then"
-    )
-    bus_alignment: StrictBool = option(
-        False,
-        "padded buckets end on 2^16 elements, which NCCL moves at full bandwidth",
-        f"{MEGATRON}'s pad_buckets_for_high_nccl_busbw",
     )
 
 

@@ -96,30 +96,26 @@ class OwnedEngine(Engine):
         self._optimizer = cast(OwnedOptimizer, OwnedOptimizer.__new__(OwnedOptimizer))
         self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
         self._core, self.digest = self._optimizer.core, self._optimizer.plan_digest
-        config = self._optimizer.config
-        flags = 2 if config.keep_full_grads else 1  # also for those who see others' gradients
+        flags = 2 if self._optimizer.config.keep_full_grads else 1  # also for those who see others' gradients
         self.waits = {FLAGS: flags}
-        if config.step_in_backward:  # gradients are used as they arrive
-            self.compared = [kind for kind in KEPT if kind != "gradients"]
 
     def backward(self) -> None:
         params = [*reversed(self._core.manager.params)]
         with torch.enable_grad():
             passed = _Pass.apply(torch.zeros((), device="cpu", requires_grad=True), params)  # type: ignore[no-untyped-call]
         passed.backward()
-        if not self._optimizer.config.step_in_backward:
-            _ = self._optimizer.gradients  # sends what is left
-            for _ in self._core.manager.settled():
-                pass  # the last gradients arrive
+        _ = self._optimizer.gradients  # sends what is left
+        for _ in self._core.manager.settled():
+            pass  # the last gradients arrive
 
     def step(self) -> None:
         self._optimizer.step()
         self._optimizer.synchronize()
 
     def transient(self) -> Sequence[int]:
-        manager, config = self._core.manager, self._optimizer.config
-        if config.step_in_backward or not config.overlap_grad_reduce:
-            return ()  # gradients are used as they come, or all are there before the first is sent
+        manager = self._core.manager
+        if not self._optimizer.config.overlap_grad_reduce:
+            return ()  # all gradients are there before the first is sent
         return [max(0, manager.ledger.most_held - sum(bucket.grad_nbytes for bucket in manager.buckets))]
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
@@ -167,8 +163,6 @@ class MeshEngine(Engine):
         given: Any = Routed(setting.rules, _quiet(setting), grouping)
         self._optimizer = cast(MeshOptimizer, MeshOptimizer.__new__(MeshOptimizer))
         self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
-        if self._optimizer.config.overlap_param_gather:
-            self._optimizer._returns.gated.update(self._model.parameters())
         steppers, self.digest = self._optimizer._steppers, self._optimizer.plan_digest
         self.exchanges = sum(bool(stepper.plan.buckets) for stepper in steppers)
         self.waits = {

@@ -270,7 +270,6 @@ def plan_owned_share(
         bucket_mb=config.bucket_mb,
         group_size=config.group_size,
         grad_dtype=_wide(config),
-        bus_alignment=config.bus_alignment,
         base=base,
     )
     full = config.keep_full_grads

@@ -171,7 +171,6 @@ class BucketManager:
         self.places = [param.data_ptr() for param in params]
         self.bucket_of = {slot.param: n for n, bucket in enumerate(buckets) for slot in bucket.slots}
         self._touched = [False] * len(params)  # had a gradient on this rank since the last drop_gradients()
-        self.on_launch: Callable[[int], None] = lambda number: None  # called with every bucket's number when it is sent
         self.reduces: Callable[[], bool] | None = None  # the host's answer to whether the next pass reduces
         self._keep_full, self._overlap = keep_full, overlap
         self._reducing = True
@@ -247,7 +246,6 @@ class BucketManager:
         with torch.no_grad(), self._named(number, "gradients to their owners"):
             self._arrive(number)  # its transfer of an earlier pass
             self.buckets[number].launch()
-        self.on_launch(number)
 
     def _end_pass(self) -> None:
         self._begin()
@@ -317,13 +315,6 @@ class BucketManager:
         for number in range(len(self.buckets)) if numbers is None else numbers:
             self._settle(number)
             yield self.buckets[number]
-
-    def here(self) -> Iterator[tuple[int, BucketBuffers]]:
-        """Yield the buckets whose gradients have arrived on this rank, with their numbers, once they are means."""
-        for number, bucket in enumerate(self.buckets):
-            if bucket.is_here:
-                self._settle(number)
-                yield number, bucket
 
     def stepped(self) -> None:
         """End a step: drop the gradients, unless ``keep_full`` leaves them for the user to read."""

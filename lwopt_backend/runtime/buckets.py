@@ -356,25 +356,16 @@ class BucketBuffers:
         assert self.full is not None
         return_parts(self.full, self.bucket, self.sharers.instance, self._ledger, "gradients").wait()
 
-    def drop_owned_gradients(self) -> None:
-        """Free the reduced gradients, once they are used."""
-        if self.mine is not None:
-            self._ledger.free(self.mine)
-        self.mine = None
-        self._averaged = False
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this rank's reduced gradients have arrived."""
-        return self._way is None and self.mine is not None
-
     def drop_gradients(self) -> None:
         """Free all gradients; waits for those in flight."""
         for way in (self._way, self._across):
             if way is not None:
                 way.discard()
         self._way = self._across = None
-        self.drop_owned_gradients()
+        if self.mine is not None:
+            self._ledger.free(self.mine)
+        self.mine = None
+        self._averaged = False
         self._arrived = set()
         if not self._keep_full and self.full is not None:
             self._ledger.free(self.full)

@@ -132,11 +132,6 @@ def _bits(tensor: Tensor) -> Tensor:
 #
 # At most two buckets are in flight. Matrices stored whole at their owner never enter a buffer: they are updated through
 # views, one at a time or in batches, so a step's temporaries are one matrix (or one bucket).
-#
-# If updates may return later, none is received in the step. Buckets then go in the order of the next forward pass, so
-# that what it needs first is back first; but where the exchange began in backward, first the bucket that left first.
-
-Later = Callable[[int, Callable[[], object]], None]  # with a bucket's number, and what receives and applies its updates
 
 
 class MatrixStepper:
@@ -183,7 +178,6 @@ class MatrixStepper:
         active: Callable[[int], bool] = lambda atom: True,
         departed: Mapping[int, Arrival | None] | None = None,
         meanwhile: Callable[[], None] | None = None,
-        later: Later | None = None,
         report: StepReport | None = None,
     ) -> None:
         """Update the weights and the state in ``storage``. Called on all ranks of the group.
@@ -192,29 +186,23 @@ class MatrixStepper:
         changed; ``active`` must return the same on all ranks. ``departed`` has the buckets whose state is already
         advanced, with their exchange if it was started. ``meanwhile`` runs while the first bucket is on the wire. An
         error on this rank goes into ``report``, which the caller settles; without one it is raised here, on all ranks.
-        ``later`` takes what is left to do, before the report is settled, when a bucket's updates have returned.
         """
         run = _Run(rules, storage, active, departed or {}, report or StepReport())
-        order = [*range(len(self._to_owners))][:: 1 if later is None else -1]
-        if later is not None and any(run.departed.values()):  # of those in flight, of which all ranks have the same
-            order.insert(0, order.pop())
-        arriving = self._depart(order[:1], run)
+        count = len(self._to_owners)
+        arriving = self._depart(0, run)
         if meanwhile is not None:
             run.report.attempt(meanwhile)
         returning: Callable[[], object] = list  # of the bucket before; no longer referred to when it has been called
-        for place, bucket in enumerate(order):
-            following = self._depart(order[place + 1 : place + 2], run)
-            if place == 0:
+        for bucket in range(count):
+            following = self._depart(bucket + 1, run)
+            if bucket == 0:
                 self._step_local(run)
-            is_last = bucket == order[-1]
+            is_last = bucket == count - 1
             finish = partial(self._apply_returned, self._update_owned(bucket, arriving, run, is_last), run, is_last)
             arriving = following
-            if later is None:
-                returning()
-                returning = finish
-            else:
-                later(bucket, finish)
-        if not order:
+            returning()
+            returning = finish
+        if not count:
             self._step_local(run)
         returning()
         if report is None:
@@ -252,11 +240,10 @@ class MatrixStepper:
         dtype = run.rules[self._first[bucket]].exchange_dtype
         return self._to_owners[bucket].start(dtype, lambda segment: run.active(segment.atom), packed)
 
-    def _depart(self, buckets: Sequence[int], run: _Run) -> list[Arrival]:
+    def _depart(self, bucket: int, run: _Run) -> list[Arrival]:
         """Start sending a bucket's directions to the owners, and its weights if its rule is a ``WeightRule``."""
-        if not buckets:
+        if bucket >= len(self._to_owners):
             return []
-        (bucket,) = buckets
         advanced = bucket in run.departed
         arrivals = [run.departed.get(bucket) or self.send_directions(bucket, run, advance=not advanced)]
         for atom in [] if advanced else self._copies[bucket]:

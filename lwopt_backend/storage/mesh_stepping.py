@@ -14,16 +14,13 @@ So state is created when it is first read after 3., which needs no other rank. P
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend import report
@@ -35,7 +32,7 @@ from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import StepReport, exchange_reports, failing
 from lwopt_backend.runtime.presence import Presence
-from lwopt_backend.runtime.stepper import EarlyExchange, Later
+from lwopt_backend.runtime.stepper import EarlyExchange
 from lwopt_backend.runtime.whole import Slices
 from lwopt_backend.storage.gradients import place_gradients
 from lwopt_backend.storage.mesh import Mesh, MeshStepper, Shards, States, mesh_state_nbytes
@@ -109,7 +106,6 @@ class Attachment:
 
     def _ready(self, number: int, stepper: MeshStepper, atom: int, param: Tensor) -> None:
         def now() -> tuple[Sequence[MatrixRule], Shards]:
-            receive_all()  # a parameter that no forward pass has used may be on its way
             return stepper.rules_of(self._rules()), stepper.storage(self._states())
 
         place_gradients([param])
@@ -152,124 +148,6 @@ class Attachment:
         self.remove()
 
 
-# Updates that return while what follows the step runs (``overlap_param_gather``): what reads parameters waits for them.
-#
-# FSDP2 reads a parameter in ``FSDPParamGroup.unshard``, whoever calls it: a forward pass, a prefetch, ``unshard()``.
-# torch.distributed.checkpoint writes whole tensors into parameters before it calls ``load_state_dict``; it finds them
-# module by module in ``named_parameters``.
-
-
-@dataclass(eq=False)
-class _Coming:
-    """Updates of some parameters that are not back, and what applies them; on a GPU, the event after that."""
-
-    params: frozenset[Tensor]
-    finish: Callable[[], object]
-    event: Any = None
-
-
-class Returns:
-    """The updates of one optimizer's last step that are not back.
-
-    On the CPU, what reads a parameter waits for its updates and applies them. On a GPU, a stream does both, and what
-    reads a parameter waits for that stream; the host does not wait, so it hears of other ranks' failures in
-    ``receive``.
-    """
-
-    def __init__(self) -> None:
-        self._coming: list[_Coming] = []
-        self.gated: set[Tensor] = set()  # that nothing but FSDP2 reads
-        self._stream: Any = None
-        self._report = StepReport()
-
-    def gate(self, model: nn.Module) -> None:
-        """Let what reads the model's parameters wait for them, for ever: optimizers come and go."""
-        receive_all()  # of optimizers that were dropped, perhaps with their models, whose memory they keep
-        for module in model.modules():
-            for group in _groups_of(module):
-                self.gated.update(each.sharded_param for each in group.fsdp_params)
-                if group not in _GATED:
-                    _GATED.add(group)
-                    group.unshard = functools.partial(_unshard, group, group.unshard)
-            if module not in _GATED:
-                _GATED.add(module)
-                module.register_state_dict_pre_hook(receive_all)
-                module.register_load_state_dict_pre_hook(receive_all)
-                module.__dict__["named_parameters"] = functools.partial(_named_parameters, module.named_parameters)
-
-    def later(self, stepper: MeshStepper) -> Later | None:
-        """What takes updates of the stepper's buckets; None if anything but FSDP2 reads one of its matrices."""
-        params = [stepper.members[index].param for index in stepper.matrices]
-        return functools.partial(self._take, stepper, params) if self.gated.issuperset(params) else None
-
-    def _take(self, stepper: MeshStepper, params: Sequence[Tensor], bucket: int, finish: Callable[[], object]) -> None:
-        coming = _Coming(frozenset(params[atom] for atom in stepper.plan.buckets[bucket]), finish)
-        if all(param.is_cuda for param in coming.params):  # else they are offloaded, and the host applies the updates
-            self._stream = self._stream or torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                finish()
-                coming = _Coming(coming.params, lambda: None, self._stream.record_event())
-        self._coming.append(coming)
-        if self not in _UNDER_WAY:
-            _UNDER_WAY.append(self)
-
-    def settle(self, report: StepReport) -> None:
-        """End a step: settle its report now, or when all updates are back."""
-        self._report = report
-        if not self._coming:
-            self.receive()
-
-    @torch.no_grad()
-    def receive(self, params: Collection[Tensor] | None = None, streams: Sequence[Any] = ()) -> None:
-        """Let the updates of these parameters, by default all, return before what follows on this stream and
-        ``streams``. Raises what went wrong in the step on any rank, once all updates are back. Called on all ranks."""
-        for coming in [each for each in self._coming if params is None or not each.params.isdisjoint(params)]:
-            if coming.event is None or params is None:
-                self._coming.remove(coming)
-            coming.finish()
-            for stream in () if coming.event is None else (torch.cuda.current_stream(), *streams):
-                stream.wait_event(coming.event)
-        if not self._coming:
-            if self in _UNDER_WAY:
-                _UNDER_WAY.remove(self)
-            report, self._report = self._report, StepReport()
-            report.settle(NAME, list)
-
-
-_UNDER_WAY: list[Returns] = []  # kept, because an optimizer may be dropped after its last step
-_GATED: WeakSet[Any] = WeakSet()  # modules, and FSDP2's groups of parameters
-
-
-def _groups_of(module: nn.Module) -> list[Any]:
-    """FSDP2's groups of the parameters that it gathers together for this module."""
-    if not isinstance(module, FSDPModule):
-        return []
-    state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13, one or None
-    return [each for each in ([state._fsdp_param_group] if groups is None else groups) if each is not None]
-
-
-def _unshard(group: Any, unshard: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if _UNDER_WAY:
-        gathering = getattr(group.comm_ctx, "all_gather_copy_in_stream", None)  # from the first forward pass on
-        for returns in list(_UNDER_WAY):
-            returns.receive({each.sharded_param for each in group.fsdp_params}, [gathering] if gathering else [])
-    return unshard(*args, **kwargs)
-
-
-def _named_parameters(found: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not kwargs.get("recurse", True):  # zero_grad() finds those of all modules at once, and reads none
-        receive_all()
-    return found(*args, **kwargs)
-
-
-def receive_all(*args: Any) -> None:
-    """Let the updates of all optimizers return; a hook of state dicts."""
-    for returns in list(_UNDER_WAY):
-        returns.receive()
-
-
 # One step of all steppers of a model: matrices mesh by mesh, the rest while the first bucket is on the wire.
 
 
@@ -281,7 +159,6 @@ def step_all(
     states: States,
     attachment: Attachment | None,
     row_scaling: RowScaling,
-    returns: Returns,
     changed: str | None,
     report: StepReport,
 ) -> None:
@@ -289,7 +166,7 @@ def step_all(
 
     ``changed`` describes a change to the model on this rank that ends its training; ``report`` has what failed before.
     If any rank has one, or options differ, all ranks raise before any weight is changed; a failure within the step is
-    raised on all ranks at its end, or when all updates have returned.
+    raised on all ranks at its end.
     """
     place_gradients(member.param for stepper in steppers for member in stepper.members)
     of_groups = report.attempt(rules)
@@ -323,19 +200,17 @@ def step_all(
             active=stepper.active(presence),
             departed=departed,
             meanwhile=meanwhile,
-            later=returns.later(stepper),
             report=report,
         )
         presence.finish()
         meanwhile = None
-    _scale_rows(steppers, row_scaling, returns, report)
-    returns.settle(report)
+    _scale_rows(steppers, row_scaling, report)
+    report.settle(NAME, list)
 
 
-def _scale_rows(steppers: Sequence[MeshStepper], row_scaling: RowScaling, returns: Returns, report: StepReport) -> None:
+def _scale_rows(steppers: Sequence[MeshStepper], row_scaling: RowScaling, report: StepReport) -> None:
     """Scale the rows that were asked for, once all updates are applied."""
     if row_scaling:
-        returns.receive()
         for stepper in steppers:
             report.attempt(stepper.scale_rows, row_scaling)
         row_scaling.clear()

@@ -103,8 +103,6 @@ class OwnedPart(OurPart):
     optimizer: OwnedOptimizer
 
     def __init__(self, optimizer: OwnedOptimizer) -> None:
-        if optimizer.config.step_in_backward:
-            raise ValueError("step_in_backward uses gradients before all ranks know that all are finite; leave it out")
         super().__init__(optimizer)
         self.everyone = optimizer.core.holdings[0].sharers.everyone
         self.place = self.everyone.rank, self.everyone.world_size

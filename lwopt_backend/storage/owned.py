@@ -51,8 +51,6 @@ def share(everyone: PartCollectives, plan: OwnedPlan, divisor: float) -> Sharers
 
 # The parameters of owned storage, and the plan of each set of ranks that shares some of them.
 
-BUS_MULTIPLE = 2**16  # elements; NCCL reaches its full bus bandwidth on multiples of it
-
 
 def members_of(grouping: Grouping) -> list[Member]:
     """All trained parameters in the model's order."""
@@ -74,7 +72,6 @@ def plan_members(
     bucket_mb: float,
     group_size: int | None,
     grad_dtype: torch.dtype | None,
-    bus_alignment: bool,
     base: Sequence[int] | None = None,
 ) -> OwnedPlan:
     """Plan ``members`` over ``ranks`` ranks of ``machine``, the same on every rank; slots name members by position.
@@ -91,7 +88,6 @@ def plan_members(
         machine,
         COSTS["newton_schulz"],
         Elements(parameter=dtype.itemsize, gradient=gradient, master=masters, state=4),
-        bus_multiple=BUS_MULTIPLE if bus_alignment else 1,
     )
     return plan_owned(params, ranks, setting, group_size, base)
 
@@ -153,7 +149,6 @@ class OwnedStepper:
         device = members[0].param.device
         self._whole = WholeMatrices(self._atoms, device, batch_numel=0 if device.type in IMMEDIATE else BATCH_NUMEL)
         self._elementwise = ElementwiseGroups()
-        self.updated: set[int] = set()  # buckets that were stepped in backward
         self.last_first = False  # parameters return in the order of the next forward pass, which waits for them
         self.state: dict[int, dict[str, Tensor]] = {}
         for bucket in manager.buckets:
@@ -178,25 +173,10 @@ class OwnedStepper:
         rules = report.attempt(self._rules, groups) or []
         numbers = range(len(self._manager.buckets))[:: -1 if self.last_first else 1]
         for number, bucket in zip(numbers, self._manager.settled(numbers)):
-            if number not in self.updated:
-                report.attempt(self._update, bucket, groups, rules, active)
+            report.attempt(self._update, bucket, groups, rules, active)
             report.attempt(scale_rows, bucket)
             self._manager.send_values(number)
-        self.updated = set()
         scaling.clear()
-
-    @torch.no_grad()
-    def step_arrived(self, groups: Groups) -> None:
-        """Update the buckets that have arrived in backward and in which all members with a piece here have had a
-        gradient on this rank; the others wait for the step."""
-        rules = None
-        for number, bucket in self._manager.here():
-            if number in self.updated or not all(self._manager.has_gradient(p.param) for p in bucket.pieces):
-                continue
-            rules = rules or self._rules(groups)
-            self._update(bucket, groups, rules, lambda member: True)
-            bucket.drop_owned_gradients()
-            self.updated.add(number)
 
     def owner_states(self, number: int) -> dict[int, dict[str, Any]]:
         """The owner state of a member's matrices on this rank, by a matrix's place in the member."""
@@ -315,15 +295,12 @@ class OwnedCore:
         grad_dtype: torch.dtype | None = None,
         keep_full: bool = False,
         overlap: bool = True,
-        bus_alignment: bool = False,
     ) -> None:
         self.members, self.shares = members_of(grouping), shares
         self.config, self.grad_dtype, self.keep_full = config, grad_dtype, keep_full
         # Equal on all ranks for the same half of a user's group, different for other groups.
         self.group_keys = [f"{group['from_group']}.{group['rule']}" for group in grouping.groups]
-        self.holdings = self._plan(
-            grouping, shares, layout=layout, bucket_mb=bucket_mb, grad_dtype=grad_dtype, bus_alignment=bus_alignment
-        )
+        self.holdings = self._plan(grouping, shares, layout=layout, bucket_mb=bucket_mb, grad_dtype=grad_dtype)
         buckets: list[tuple[Bucket, Sharers]] = []
         for held in self.holdings:
             for bucket in held.plan.buckets:

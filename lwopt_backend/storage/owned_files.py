@@ -41,7 +41,6 @@ from lwopt_backend.storage.owned_state import (
     Names,
     OwnedStore,
     boxed,
-    check_between_steps,
     matrices_of,
     names_of,
     options_of,
@@ -95,7 +94,6 @@ def shards_of(core: OwnedCore, groups: Groups, prefix: tuple[str, ...] = ()) -> 
 
     def fill() -> None:
         core.check_loaded()
-        check_between_steps(core)
         for piece in state_pieces(core):
             key, param = names.keys[piece.member], core.members[piece.member].param
             place = (*prefix, OPTIMIZER, "state", key)

@@ -110,10 +110,6 @@ def check_options(
             f"{NAME}: keep_full_grads puts gradients into param.grad, which has the parameter's dtype, but grad_dtype "
             f"is 'float32' and {narrow[0]!r} is narrower; leave one of both"
         )
-    if config.step_in_backward and config.clip_groups:
-        raise ValueError(f"{NAME}: step_in_backward uses gradients before clip_groups know their norms; drop one")
-    if config.step_in_backward and (config.keep_full_grads or not config.overlap_grad_reduce):
-        raise ValueError(f"{NAME}: step_in_backward needs overlap_grad_reduce, and no keep_full_grads")
 
 
 # From backward to a step: all buckets are sent, no rank has an error, and all know which parameters have gradients.

@@ -55,14 +55,6 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in DECIDED}
 
 
-def check_between_steps(core: OwnedCore) -> None:
-    """Raises RuntimeError if some buckets are a step ahead of the others."""
-    if core.stepper.updated:
-        raise RuntimeError(
-            "step_in_backward has stepped some buckets already; save or load optimizer state after step()"
-        )
-
-
 class OwnedStore:
     """A ``StateStore`` of this rank's pieces, under the names of ``names_of``. Made on all ranks."""
 
@@ -78,7 +70,6 @@ class OwnedStore:
         self.elsewhere: Collection[str] = names.params.keys()
 
     def pieces(self) -> list[StatePiece]:
-        check_between_steps(self._core)
         return state_pieces(self._core)
 
     def take_owner_states(self, states: OwnerStates) -> None:
@@ -273,9 +264,7 @@ def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     """The state by the parameters' numbers in the param groups, in the form of torch's optimizers.
 
     It has this rank's pieces, not copied. If AdamW trains everything, it has whole copies, and is called on all ranks.
-    Raises RuntimeError if ``step_in_backward`` has stepped some buckets.
     """
-    check_between_steps(core)
     found: dict[int, dict[str, Tensor]] = {number: {} for number in range(len(core.members))}
     if linked_rates.is_alone(groups):
         for number, key, whole in gathered(core, groups):
@@ -368,7 +357,6 @@ def _here(value: Tensor) -> Tensor:
 
 def _checked(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
     """By member, its state in ``state_dict``. Raises ValueError for what does not fit."""
-    check_between_steps(core)
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         raise ValueError(f"{WHAT}: expected a state dict with 'state' and 'param_groups'; found {list(state_dict)}")
