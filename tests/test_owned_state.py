@@ -389,8 +389,9 @@ def test_experts_of_one_name_are_told_apart_by_their_ranks(rank_pools: dict[int,
 @pytest.mark.parametrize("whole", [False, True])
 @on_ranks(2)
 def test_a_state_dict_goes_on_bit_for_bit(whole: bool) -> None:
-    """With a schedule's rates; and on another layout, if its tensors are ``whole``."""
-    model, optimizer = trained(2, layout="compact", group_size=1)
+    """With a schedule's rates; and on another layout, if its tensors are ``whole``. Gradients are summed in fp32, since
+    bf16 sums round where ranks reduce-scatter and do not where instances of one rank all-reduce."""
+    model, optimizer = trained(2, layout="compact", group_size=1, grad_dtype="float32")
     schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
     schedule.step()
     saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
@@ -400,18 +401,13 @@ def test_a_state_dict_goes_on_bit_for_bit(whole: bool) -> None:
             for key, parts in state.items():
                 state[key] = torch.cat([box.flatten() for box in parts.boxes.values()]).view(parts.shape)
     other = model_of(seed=99)
-    again = optimizer_for(other, **({"layout": "padded"} if whole else {"layout": "compact", "group_size": 1}))
+    layout = {"layout": "padded"} if whole else {"layout": "compact", "group_size": 1}
+    again = optimizer_for(other, **layout, grad_dtype="float32")
     again.load_state_dict(saved)
     other.load_state_dict(weights)
     assert [group["lr"] for group in again.param_groups] == [MUON["lr"] / 2, ADAMW["lr"] / 2]
     train(other, again, range(2, 4))
-    if (
-        whole
-    ):  # AdamW rounds otherwise where another layout cuts a parameter, which bf16 Newton-Schulz makes a unit of bf16
-        for name, value in model.state_dict().items():
-            assert (value - other.state_dict()[name]).abs().max() <= 2**-9, name
-    else:
-        assert same(dict(model.state_dict()), dict(other.state_dict()))
+    assert same(dict(model.state_dict()), dict(other.state_dict()))
 
 
 @on_ranks(2)
