@@ -34,6 +34,9 @@ RANKS, EXPERTS, EXPERT_PARALLEL = 4, 4, 2
 WIDTH = 24
 LOCAL = "deepspeed_moe.experts.deepspeed_experts."
 MATRICES = ("dense.weight", "router.weight", *(f"experts.{e}.{i}.weight" for e in range(EXPERTS) for i in (0, 2)))
+# The second local expert's last matrix goes to AdamW in some tests, so that the middle one of three equal matrices lies
+# across the border of the two ranks' partitions.
+ODD = (f"*{LOCAL}1.2.weight", ("experts.1.2.weight", "experts.3.2.weight"))
 WAYS = {
     "fp32": [(2, 1, False), (4, 2, False), (2, 0, False), (1, 0, False), (2, 2, True), (2, 0, True), (2, 1, False)],
     "bf16+fp32": [(2, 1, False), (4, 1, False), (1, 2, False), (2, 1, False)],
@@ -129,7 +132,8 @@ def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume
     exact: dict[str, Any] = {"ns_dtype": "float32"} if clip else {}
     if given == "a clip group":
         exact |= {"clip": 0.0, "clip_groups": {"all": {"params": "*", "max_norm": clip}}}
-    settings = settings_for(stage, precision, accumulation, **{"clip": clip, "policy": "balance", **exact})
+    options = {"clip": clip, "policy": "balance", "exclude": ODD[0], **exact}
+    settings = settings_for(stage, precision, accumulation, **options)
 
     def new_engine() -> Any:
         model, own, kwargs = Mixture(), copy.deepcopy(settings), {}
@@ -141,13 +145,14 @@ def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume
             kwargs["model_parameters"] = None
         return engine_for(own, model, **kwargs)
 
-    beside = Beside(Reference(WholeMixture(), matrices=MATRICES), train_step, whole_name=whole_name, settings=settings)
+    reference = Reference(WholeMixture(), matrices=[name for name in MATRICES if name not in ODD[1]])
+    beside = Beside(reference, train_step, whole_name=whole_name, settings=settings)
     beside.clip = clip
     binding = beside.train_and_resume(new_engine, tmp_path).basic_optimizer._binding
     sizes = [(unit.ranks.world_size, len(unit.params)) for unit in binding.units]
-    assert sizes == [(4, 2), (4, 3), (2, 4), (2, 4)], "matrices and the rest of all ranks, then of the experts'"
+    assert sizes == [(4, 2), (4, 3), (2, 3), (2, 5)], "matrices and the rest of all ranks, then of the experts'"
     travelling = [len(plan.matrices.buckets) for plan in binding.plans if plan.matrices is not None]
-    assert any(travelling), "some matrix must travel to be tested"
+    assert all(travelling), "some matrix must travel in both groups of ranks to be tested"
 
 
 class TwoSizes(nn.Module):
