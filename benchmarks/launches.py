@@ -34,6 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from fsdp2_systems import MUON, around_newton_schulz, import_dion
 from fsdp2_traffic import Watch
+from rehearsal.absent_gpu import tensors_in
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -42,7 +43,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.overrides import TorchFunctionMode
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
-from lwopt_backend.planner.absent_gpu import tensors_in
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 
 READS = {"_local_scalar_dense", "nonzero"}

@@ -93,7 +93,7 @@ def test_help_imports_nothing_that_is_slow_and_plans_are_the_same_in_every_proce
     done = subprocess.run([sys.executable, "-c", ALONE], **options)
     assert done.returncode == 0, done.stderr
     pages, planned, with_pyplot = json.loads(done.stdout)
-    assert {"", "plan", "rehearse", "calibrate", "rules", "convert", "inspect", "diff"} <= {*pages}
+    assert {"", "plan", "calibrate", "rules", "convert", "inspect", "diff"} <= {*pages}
     for name, (page, modules) in pages.items():
         assert f"Usage: lwopt {name}".rstrip() in page
         assert not HEAVY & set(modules), (name, HEAVY & set(modules))

@@ -12,7 +12,6 @@ import typer
 from lwopt_backend.checkpoint.choices import DEBUG
 from lwopt_backend.cli.checkpoints import convert, diff, inspect
 from lwopt_backend.cli.plan import calibrate, plan
-from lwopt_backend.cli.rehearse import rehearse
 from lwopt_backend.cli.rules import rules
 
 app = typer.Typer(
@@ -22,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, rehearse, calibrate, convert, inspect, diff):
+for command in (plan, calibrate, convert, inspect, diff):
     app.command(no_args_is_help=True)(command)
 app.command()(rules)
 

@@ -1,3 +1,3 @@
-"""What `lwopt plan` and `lwopt rehearse` need: a model's shapes, its cost on a cluster, a rank without its GPU."""
+"""What `lwopt plan` needs: a model's shapes, and its cost on a cluster."""
 
 EXPERTS = "*.experts.*"  # names of parameters that are spread over ``ep`` ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import secrets
 import sys
@@ -551,25 +550,3 @@ def join(rank: int, world_size: int, meeting_point: str) -> TorchCollectives:
 def leave() -> None:
     """Destroy the process group that ``join`` initialized."""
     dist.destroy_process_group()
-
-
-@contextmanager
-def pretended(rank: int, world_size: int, others: Callable[[Any, int], list[Any]]) -> Iterator[None]:
-    """Be ``rank`` of ``world_size`` ranks of which the others are not there: collectives return at once, move nothing.
-
-    ``others`` returns what every rank of a group gathers, given this rank's object and the number of ranks.
-    """
-
-    def gather(gathered: list[Any], mine: Any, group: Any = None) -> None:
-        gathered[:] = others(mine, len(gathered))
-
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
-    before = dist.all_gather_object
-    dist.all_gather_object = gather  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        dist.all_gather_object = before
-        dist.destroy_process_group()

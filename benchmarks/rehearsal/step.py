@@ -16,19 +16,18 @@ from torch.utils._pytree import tree_leaves
 
 from lwopt_backend.plan import MACHINES
 from lwopt_backend.plan.cost import RankMemory
-from lwopt_backend.planner.absent_gpu import DEVICE, HERE, PACKAGE, Recorder, absent_gpu, replaced
 from lwopt_backend.planner.part import Planned
-from lwopt_backend.planner.rehearsed_engines import ENGINES, Engine
 from lwopt_backend.planner.study import Stage, Study
 from lwopt_backend.runtime.agreement import plan_digest
-from lwopt_backend.runtime.collectives import pretended
 from lwopt_backend.runtime.exchange import WORD_NBYTES
 from lwopt_backend.runtime.state import OwnerState
 from lwopt_backend.runtime.whole import WholeMatrices
 
+from .absent_gpu import DEVICE, PACKAGE, Recorder, absent_gpu, pretended, replaced
+from .engines import ENGINES, Engine
+
 TRAFFIC = ("all-to-all", "reduce-scatter", "all-gather", "all-reduce")
 FLAG_NBYTES = 8  # of each parameter and each rank, at most, that an engine may keep after a step
-Progress = Callable[[str], None]
 Kept = Mapping[str, tuple[int, int]]  # by kind, the bytes of the elements and of the memory that they lie in
 
 # What a rehearsal finds.
@@ -78,7 +77,7 @@ class Rehearsal:
 # A rehearsal.
 
 
-def rehearse(study: Study, rank: int, *, steps: int = 1, progress: Progress = lambda what: None) -> list[Rehearsal]:
+def rehearse(study: Study, rank: int, *, steps: int = 1) -> list[Rehearsal]:
     """Rehearse ``steps`` steps of ``rank`` of the study's world; the last one is reported.
 
     One rehearsal for each set of parameters that the rank shares with others. Raises ValueError for what cannot be
@@ -86,7 +85,7 @@ def rehearse(study: Study, rank: int, *, steps: int = 1, progress: Progress = la
     """
     if TorchVersion(torch.__version__) < "2.13":
         raise ValueError(
-            f"lwopt rehearse needs torch 2.13, whose collectives take tensors that are not there; found "
+            f"a rehearsal needs torch 2.13, whose collectives take tensors that are not there; found "
             f"{torch.__version__}; rehearse in an environment that has it, or use lwopt plan alone"
         )
     deployment, setting = study.deployment, study.setting
@@ -97,10 +96,10 @@ def rehearse(study: Study, rank: int, *, steps: int = 1, progress: Progress = la
     stage = study.stages[rank // deployment.stage_ranks]
     if setting.engine == "owned" and len(stage.planned) > 1:
         raise ValueError("owned storage with --ep cannot be rehearsed; leave --ep out, or rehearse another engine")
-    return [rehearse_share(stage, planned, rank % stage.ranks, steps, progress) for planned in stage.planned]
+    return [rehearse_share(stage, planned, rank % stage.ranks, steps) for planned in stage.planned]
 
 
-def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int, progress: Progress) -> Rehearsal:
+def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int) -> Rehearsal:
     """Rehearse what ``rank`` of the stage shares with others by this plan."""
     apart = stage.deployment.ep if planned.name == "experts" else stage.deployment.tp
     mine = rank // apart % planned.ranks
@@ -108,11 +107,9 @@ def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int, progre
     recorder, counted, doing = Recorder(), Counted(), "making the optimizer"
     with pretended(mine, planned.ranks, _others(planned)), absent_gpu(recorder), counted.counting():
         try:
-            progress(f"{planned.name}: {doing}")
             engine = ENGINES[stage.setting.engine](planned, stage.setting)
             for number in range(steps):
                 doing = f"step {number + 1} of {steps}"
-                progress(f"{planned.name}: {doing}")
                 kept, peak_before = _step(engine, recorder, counted)
         except Exception as error:
             return replace(found, problems=(f"{doing}: {_told(error)}",))
@@ -163,7 +160,7 @@ def _step(engine: Engine, recorder: Recorder, counted: Counted) -> tuple[Kept, i
 def _told(error: Exception) -> str:
     """The error, and the last line of the engine that was reached."""
     lines = [(Path(each.filename), each.lineno) for each in traceback.extract_tb(error.__traceback__)]
-    ours = [(path, line) for path, line in lines if path.is_relative_to(PACKAGE) and not path.is_relative_to(HERE)]
+    ours = [(path, line) for path, line in lines if path.is_relative_to(PACKAGE)]
     where = f" ({ours[-1][0].relative_to(PACKAGE).as_posix()}:{ours[-1][1]})" if ours else ""
     return f"{type(error).__name__}: {error}{where}"
 

@@ -1,4 +1,4 @@
-"""``lwopt rehearse``: every engine's own step does what its plan says, on a GPU that is not there, and faults show."""
+"""A rehearsal: every engine's own step does what its plan says, on a GPU that is not there, and faults show."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.rehearsal.__main__ import run
+from benchmarks.rehearsal.step import Rehearsal, rehearse, rehearse_share
 from lwopt_backend.plan.cost import CLUSTERS
-from lwopt_backend.planner.rehearsal import Rehearsal, rehearse, rehearse_share
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shapes import read_shapes_json
 from lwopt_backend.planner.study import Deployment, Study, plan_study
 from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime.buckets import BucketBuffers
-from tests.command_line import lwopt
 
 LAYER = {"q.weight": [64, 64], "o.weight": [64, 64], "up.weight": [200, 64], "down.weight": [64, 200], "norm": [64]}
 MODEL = [[f"layers.{i}.{name}", shape] for i in range(3) for name, shape in LAYER.items()]
@@ -178,7 +178,7 @@ def test_a_plan_that_differs_from_what_the_engine_does_is_found(studied: Callabl
         "kept: state": replace(planned, part=replace(planned.part, memory=more)),
     }
     for what, false in wrong.items():
-        found = rehearse_share(stage, false, 0, 1, lambda doing: None)
+        found = rehearse_share(stage, false, 0, 1)
         assert any(problem.startswith(what) for problem in found.problems), (what, found.problems)
 
 
@@ -191,32 +191,33 @@ def _moved(placed: Any) -> Any:
 # The command.
 
 
+def ends(words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        run(words.split())
+    return int(ended.value.code or 0)
+
+
 def test_the_command_says_what_a_step_did_and_ends_with_1_if_the_plan_says_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "shapes.json"
-    path.write_text(json.dumps(MODEL))
-    words = ("rehearse", "--shapes", path, "--world-size", 4, "--engine", "fsdp2")
-    run = lwopt(*words, "--rank", 2)
-    assert run.code == 0 and "rank 2 of the 4 that share them" in run.out and "all-to-alls" in run.out
-    found = json.loads(lwopt(*words, "--json").out)
-    assert found["digest"] == json.loads(lwopt("plan", *words[1:], "--json").out)["digest"]
-    assert [each["problems"] for each in found["rehearsals"]] == [[]]
+    (tmp_path / "shapes.json").write_text(json.dumps(MODEL))
+    words = f"--shapes {tmp_path}/shapes.json --world-size 4 --engine fsdp2"
+    assert ends(f"{words} --rank 2") == 0
+    printed = capsys.readouterr().out
+    assert "rank 2 of the 4 that share them" in printed and "all-to-alls" in printed
     broken(monkeypatch, lambda matrix: matrix * matrix.norm().item())
-    run = lwopt(*words)
-    assert run.code == 1 and "error: dense: waits for the GPU: read at" in run.err
+    assert ends(f"{words} --json") == 1
+    found, said = capsys.readouterr()
+    (problem,) = json.loads(found)["rehearsals"][0]["problems"]
+    assert problem.startswith("waits for the GPU: read at") and f"error: dense: {problem}" in said
 
 
-def test_what_cannot_be_rehearsed_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "shapes.json"
-    path.write_text(json.dumps(MODEL + EXPERTS))
-    words = ("rehearse", "--shapes", path, "--world-size", 4)
-    assert "--rank: expected 0 to 3, found 4" in _error(*words, "--rank", 4)
-    assert "--cluster cpu plans for CPUs" in _error(*words, "--cluster", "cpu")
-    assert "owned storage with --ep" in _error(*words, "--ep", 2)
-
-
-def _error(*words: object) -> str:
-    run = lwopt(*words)
-    assert run.code == 2 and not run.out
-    return " ".join(run.err.split())
+def test_what_cannot_be_rehearsed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "shapes.json").write_text(json.dumps(MODEL + EXPERTS))
+    for options, said in {
+        "--rank 4": "--rank: expected 0 to 3, found 4",
+        "--cluster cpu": "--cluster cpu plans for CPUs",
+        "--ep 2": "owned storage with --ep",
+    }.items():
+        assert ends(f"--shapes {tmp_path}/shapes.json --world-size 4 {options}") == 2
+        assert said in " ".join(capsys.readouterr().err.split())

@@ -14,7 +14,6 @@ from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.hosts import HostConfig, ZeROConfig
 from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer, Sharing
 from lwopt_backend.plan import Replicas
-from lwopt_backend.planner.absent_gpu import DEVICE
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shares import zero_plans
@@ -23,6 +22,8 @@ from lwopt_backend.runtime.agreement import StepReport, plan_digest
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.storage.flat import GroupStepper
 from lwopt_backend.storage.mesh import in_rows, local, over_all_ranks
+
+from .absent_gpu import DEVICE
 
 KEPT = ("parameters", "gradients", "masters", "state")
 
@@ -102,7 +103,7 @@ class OwnedEngine(Engine):
     def backward(self) -> None:
         params = [*reversed(self._core.manager.params)]
         with torch.enable_grad():
-            passed = _Pass.apply(torch.zeros((), device="cpu", requires_grad=True), params)  # type: ignore[no-untyped-call]
+            passed = _Pass.apply(torch.zeros((), device="cpu", requires_grad=True), params)
         passed.backward()
         _ = self._optimizer.gradients  # sends what is left
         for _ in self._core.manager.settled():

@@ -7,27 +7,30 @@ devices raises, as on a GPU. Small tensors on the CPU (counters, flags) are real
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+import lwopt_backend
+
 DEVICE = torch.device("cuda", 0)
 REAL_NUMEL = 2**16  # tensors on the CPU that are larger are fake, too
-PACKAGE = Path(__file__).resolve().parent.parent
-HERE = Path(__file__).resolve().parent
+PACKAGE = Path(lwopt_backend.__file__).resolve().parent
 ELSEWHERE = "the caller"
 OTHER = "other"
 OURS = "lwopt: "  # begins the labels of a step's parts in profiles
@@ -46,7 +49,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.kind = ""
         self.total = 0
         self.alive: Counter[str] = Counter()
@@ -225,7 +228,7 @@ def place(frame: FrameType | None) -> str:
     """The function of this package that runs in ``frame``, or that called what does: its file and its name."""
     while frame is not None:
         path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if path.is_relative_to(PACKAGE) and not path.is_relative_to(HERE) and not name.startswith("<"):
+        if path.is_relative_to(PACKAGE) and not name.startswith("<"):
             return f"{path.relative_to(PACKAGE).as_posix()}: {name}"
         frame = frame.f_back
     return ELSEWHERE
@@ -309,3 +312,22 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
         yield
     finally:
         delattr(owner, name) if own is None else setattr(owner, name, own)
+
+
+@contextmanager
+def pretended(rank: int, world_size: int, others: Callable[[Any, int], list[Any]]) -> Iterator[None]:
+    """Be ``rank`` of ``world_size`` ranks of which the others are not there: collectives return at once, move nothing.
+
+    ``others`` returns what every rank of a group gathers, given this rank's object and the number of ranks.
+    """
+
+    def gather(gathered: list[Any], mine: Any, group: Any = None) -> None:
+        gathered[:] = others(mine, len(gathered))
+
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    with replaced(dist, "all_gather_object", gather):
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
