@@ -176,24 +176,6 @@ def test_rules(tmp_path: Path) -> None:
                 assert row["difference"] < 0.1  # rounding
 
 
-@pytest.mark.full
-def test_conversion(tmp_path: Path) -> None:
-    """Both programs make the same tensors, which the benchmark compares."""
-    found, printed = figures(tmp_path, "convert", f"--mb 1 --width 32 --rounds 1 --folder {tmp_path}")
-    rows = {(row["source"], row["program"]): row for row in found}
-    programs = ("copy", "lwopt convert of kB", "lwopt convert")
-    of_megatron = [("Megatron torch_dist", name) for name in programs]
-    assert (
-        list(rows)
-        == [("ZeRO-2, AdamW", name) for name in (programs[0], "ds_to_universal", *programs[1:])] + of_megatron
-    )
-    for (_, program), row in rows.items():
-        assert 1e6 < row["source_bytes"] < 3e6 and row["largest"] == 4 * 16 * 32 * 32 and row["seconds"][0] > 0
-        assert row["peak"] > 1e8 if program != "copy" else row["peak"] == 0  # an interpreter with torch
-        assert program in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
-
-
 # What the rank with most launches does in a step of 12 matrices of 4 shapes on 2 ranks: operations outside
 # Newton-Schulz, batches in it, reads by the host, collectives.
 LAUNCHES = {

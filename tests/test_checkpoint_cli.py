@@ -20,14 +20,9 @@ from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.differences import differences
 from tests.command_line import files, lwopt, refused, succeeds, torch_dist, torch_format
 from tests.megatron_dist import Setup, truth, write
-from tests.megatron_torch import SCHEDULE
 
-TARGETS = ("universal", "megatron", "dcp", "safetensors")
+TARGETS = ("universal", "dcp", "safetensors")
 EMBEDDING = "embedding.word_embeddings.weight"
-
-
-def to(target: str) -> tuple[object, ...]:
-    return ("--to", target, *(("--heads", 4) if target == "megatron" else ()))
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +36,7 @@ def made(source: Path) -> dict[str, Path]:
     found = {"source": source, "torch": torch_format(source.parent / "torch")}
     for target in TARGETS:
         found[target] = source.parent / target
-        succeeds("convert", source, found[target], *to(target))
+        succeeds("convert", source, found[target], "--to", target)
     return found
 
 
@@ -76,8 +71,13 @@ def test_masters_of_other_weights_are_refused_with_the_reason(tmp_path: Path) ->
 
 # Formats
 def test_every_format_says_what_it_is_and_how_large_its_states_are(made: dict[str, Path]) -> None:
-    megatron = dict.fromkeys(("source", "megatron"), "megatron torch_dist") | {"torch": "megatron torch"}
-    known = {**megatron, "universal": "deepspeed universal", "dcp": "torch dcp", "safetensors": "safetensors"}
+    known = {
+        "source": "megatron torch_dist",
+        "torch": "megatron torch",
+        "universal": "deepspeed universal",
+        "dcp": "torch dcp",
+        "safetensors": "safetensors",
+    }
     for key, path in made.items():
         found = inspected(path)
         assert (found["format"], found["path"], found["problems"]) == (known[key], str(path), [])
@@ -98,7 +98,7 @@ def test_every_format_says_what_it_is_and_how_large_its_states_are(made: dict[st
 
 def test_converted_ones_are_equal_whatever_their_formats(made: dict[str, Path]) -> None:
     """An export lacks states, and a hint says so."""
-    for a, b in (("source", "universal"), ("source", "megatron"), ("source", "dcp"), ("dcp", "megatron")):
+    for a, b in (("source", "universal"), ("source", "dcp"), ("dcp", "universal")):
         assert differing(made[a], made[b])["different"] == [], (a, b)
     found = differing(made["source"], made["safetensors"], "--names-b", "megatron-core", "--weights")
     assert found["different"] == [] and found["equal"] == 21
@@ -134,9 +134,8 @@ def test_hugging_faces_names_and_back_with_numbers_that_are_given(source: Path, 
     places = {name: file for file, tensors in parts.items() for name in tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2}))
-    succeeds("convert", folder, tmp_path / "back", "--to", "megatron", "--source-names", "hf-llama")
-    back = formats.read(tmp_path / "back")
-    assert back.arguments["num_attention_heads"] == 4 and back.arguments["group_query_attention"]
+    words = ("--source-names", "hf-llama", "--names", "megatron-core")
+    succeeds("convert", folder, tmp_path / "back", "--to", "universal", *words)
     compared = differing(source, tmp_path / "back", "--weights")
     assert compared["different"] == [] and compared["equal"] == 21
 
@@ -149,9 +148,8 @@ WRONG = {
     "--to dcp --names my.json": "my.json",
     "--to dcp --source-names hf-llama --names megatron-core": "a file with rules of your own",
     "--to safetensors --dtype bfloat": "unknown --dtype 'bfloat'; did you mean 'bfloat16'?",
-    "--to megatron --dtype float32": "--dtype is of --to safetensors, not of --to meg",
-    "--to megatron --megatron-version 0.14": "'0.14' is not written; give 0.16 or 0.19",
-    "--to dcp --megatron-version 0.19": "--megatron-version is of --to megatron",
+    "--to megatron": "unknown target 'megatron' for --to; known: 'universal'",
+    "--to dcp --dtype float32": "--dtype is of --to safetensors, not of --to dcp",
     "--to dcp --vocab-size 0": "vocab_size: input should be greater than or equal to 1; found 0",
     "--to dcp --heads four": "Invalid value for '--heads'",
     "--to dcp --qkv-ranks 2": "--qkv-ranks is of --qkv-layout blocks only",
@@ -161,10 +159,6 @@ WRONG = {
     "--to dcp --names hf-llama --layers 4": "layer(s) 3",
     "--to dcp --vocab-size 17": "fewer than the vocabulary of 17",
     "--to dcp --vocab-size 15": "beyond the given vocabulary of 15 were trained",
-    "--to megatron --megatron-version 0.16": "give --heads",
-    "--to dcp --max-lr 0.1 --min-lr 0": "--max-lr, --min-lr is of --to megatron, not of --to dcp",
-    "--to megatron --heads 4 --max-lr 0.1": "--max-lr: the checkpoint says it itself; leave it out",
-    "--to megatron --heads 4 --lr-decay-style wave": "lr_decay_style: input should be 'constant', 'linear'",
 }
 
 
@@ -174,23 +168,6 @@ def test_wrong_options_fail_and_nothing_is_written(source: Path, tmp_path: Path,
     said = refused("convert", source, tmp_path / "to", *options.split())
     assert words in " ".join(said.split()), said
     assert list(tmp_path.iterdir()) == [] and files(source) == before
-
-
-def test_megatron_gets_the_schedule_and_what_is_missing_is_asked_for(made: dict[str, Path], tmp_path: Path) -> None:
-    """Of a run that Megatron did not train: neither schedule nor arguments are in the checkpoint."""
-    ours, to = tmp_path / "ours", tmp_path / "to"
-    saved = formats.read(made["universal"])
-    other = dataclasses.replace(saved, scheduler=None, arguments={}, samples=None)
-    convert.write(other, "universal", convert.place_of(other, "universal", ours))
-    words = ("convert", ours, to, "--to", "megatron", "--heads", 4)
-    said = " ".join(refused(*words, "--min-lr", 0.001).split())
-    assert "give --lr-decay-steps, --lr-decay-style, --lr-warmup-steps, --max-lr, --samples, --wd-incr-steps," in said
-    given = {**SCHEDULE, "samples": 28, "tokenizer_type": "GPT2BPETokenizer"}
-    missing = [key for key in given if key not in ("num_steps", "start_wd", "end_wd", "wd_incr_style")]
-    succeeds(*words, *(word for key in missing for word in (f"--{key.replace('_', '-')}", given[key])))
-    found = formats.read(to)
-    assert found.scheduler == SCHEDULE and found.samples == 28
-    assert found.arguments["tokenizer_type"] == "GPT2BPETokenizer"
 
 
 def test_numbers_of_names_that_are_not_known_are_an_error(made: dict[str, Path], tmp_path: Path) -> None:
@@ -226,12 +203,12 @@ def test_what_was_done_or_would_be_is_said(source: Path, tmp_path: Path) -> None
 
 
 def test_the_source_and_its_newest_step_are_not_replaced(made: dict[str, Path], tmp_path: Path) -> None:
-    cases = [("source", "run", "dcp"), ("source", ".", "dcp"), ("megatron", "run", "megatron")]
-    for key, where, target in (*cases, ("universal", "run", "universal")):
+    cases = [("source", "run", "dcp"), ("source", ".", "dcp"), ("universal", "run", "universal")]
+    for key, where, target in cases:
         folder = tmp_path / f"{target} {where}"
         shutil.copytree(made[key], folder / "run")
         before = files(folder)
-        assert "already exists" in refused("convert", folder / "run", folder / where, *to(target))
+        assert "already exists" in refused("convert", folder / "run", folder / where, "--to", target)
         assert files(folder) == before
 
 

@@ -1,12 +1,10 @@
-"""Megatron's torch_dist, DCP and safetensors: what is written is read back exactly, is formed as the genuine, and takes
+"""DCP, safetensors and universal folders: what is written is read back exactly, is formed as the genuine, and takes
 ``workers`` tensors of memory, whatever the size of the checkpoint."""
 
 import dataclasses
 import json
-import pickle
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,219 +15,70 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lwopt_backend.checkpoint import choices, convert, formats, names
 from lwopt_backend.checkpoint import contents as lazy
+from lwopt_backend.checkpoint import convert, formats, names
 from lwopt_backend.checkpoint import safetensors as write_safetensors
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, end_to_end, held
 from lwopt_backend.checkpoint.dcp import saving as write_dcp
-from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.checkpoint.files import manifest, torch_files
-from lwopt_backend.checkpoint.files.pickles import in_memory, plain
 from lwopt_backend.checkpoint.megatron import dist as read_megatron
-from lwopt_backend.checkpoint.megatron import writer as write_megatron
+from tests import megatron_dist
 from tests.allocations import allocations
-from tests.checkpoint_contents import params_of, same, watched
+from tests.checkpoint_contents import same, watched
 from tests.command_line import files, genuine, succeeds, torch_dist
 from tests.megatron_torch import SCHEDULE
 
-VERSIONS = ("0.16", "0.19")
-
-
-def written(checkpoint: Checkpoint, folder: Path, version: str) -> Checkpoint:
-    folder.mkdir()
-    write_megatron.write(checkpoint, folder, version=version)
-    assert read_megatron.recognises(folder)
-    return read_megatron.read(folder)
-
-
-def assert_same(found: Checkpoint, expected: Checkpoint, version: str) -> None:
-    """Tensors to the bit, counters, and groups as that version has them."""
-    ours, theirs = params_of(found), params_of(expected)
-    assert list(ours) == list(theirs)
-    for name, of_name in theirs.items():
-        if of_name["weight"] is None:
-            of_name["weight"] = ours[name]["weight"]
-        if MASTER in of_name:  # of an fp32 model it is the weight
-            ours[name].setdefault(MASTER, ours[name]["weight"])
-        assert same(ours[name], of_name), name
-    assert same(*({key: tensor.read() for key, tensor in of.buffers.items()} for of in (found, expected)))
-    beside_muon = version == "0.19" and write_megatron.has_muon(expected)
-    assert [comparable(g, beside_muon) for g in found.groups] == [comparable(g, beside_muon) for g in expected.groups]
-    for key in ("iteration", "samples", "scheduler", "tied"):
-        assert getattr(found, key) == getattr(expected, key), key
-    known = {key: value for key, value in expected.arguments.items() if value is not None}
-    assert {**known, "no_save_rng": True}.items() <= found.arguments.items()
-
-
-def comparable(group: Mapping[str, Any], beside_muon: bool) -> dict[str, Any]:
-    """A group of any version, in one form. From 0.19 on, Adam's beside Muon's say that they are Adam's."""
-    found = {{"momentum_beta": "momentum"}.get(key, key): value for key, value in group.items() if key != "step"}
-    return {**found, "optimizer": "adam"} if beside_muon and "betas" in found else found
-
-
-# Megatron: genuine checkpoints
-LIKE_16 = [  # those that our 0.16 is to be formed as
-    *("t16_lw_muon_dp2_torchdist", "g16_lw_muon_dp2_torchdist", "m16_lw_muon_dp2_torchdist"),
-    *("t16_lw_muon_tp2_torchdist", "t16_do_adam_dp2_torchdist_full", "t16_do_adam_tp2_torchdist_full"),
-]
-LIKE_19 = "t20_lw_muon_dp2_torchdist_nolayout"  # but for prefixes
-NAMED_19 = {"chained_0.": "", "chained_1.": ""}
-LAYOUT = {"chained_1.optimizer.state.fp32_param": "optimizer.state.param"}  # masters without that flag
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("source", genuine())
-def test_genuine_checkpoints_come_back(tmp_path: Path, source: Path, version: str) -> None:
-    """In one version straight, in the other over universal, and over DCP too; all straight whose form is compared."""
-    expected = formats.read(source)
-    like = source.name == LIKE_19 if version == "0.19" else source.name in LIKE_16
-    checkpoint = expected
-    if not like and version == "0.19":
-        checkpoint = formats.read(converted(expected, "universal", tmp_path / "universal"))
-        of_dcp = formats.read(converted(checkpoint, "dcp", tmp_path / "dcp"))
-        again = formats.read(converted(of_dcp, "universal", tmp_path / "again"))
-        assert not [one for other in (of_dcp, again) for one in differences(expected, other) if one.what]
-    folder = tmp_path / "iter_0000003"
-    found = written(checkpoint, folder, version)
-    assert_same(found, expected, version)
-    assert found.names == "megatron-core" and (checkpoint is not expected or found.world == expected.world)
-    assert folder.joinpath("common.pt").exists() == (version == "0.16")
-    if like:
-        assert_formed_as(folder, next(source.glob("iter_*")), version, NAMED_19)
-    if like and version == "0.19":
-        told = {**expected.arguments, "use_layer_wise_param_layout": True}
-        written(dataclasses.replace(expected, arguments=told), tmp_path / "layout", version)
-        assert_formed_as(tmp_path / "layout", next(source.glob("iter_*")), version, LAYOUT | NAMED_19)
-
-
-def assert_formed_as(folder: Path, genuine: Path, version: str, named: Mapping[str, str]) -> None:
-    """The same keys, shapes and dtypes; the same common state but for arguments and random states."""
-    tensors, objects = form(genuine)
-    for theirs, ours in named.items() if version == "0.19" else ():
-        tensors = {key.replace(theirs, ours): value for key, value in tensors.items()}
-    assert form(folder) == (tensors, objects)
-    assert folder.joinpath("metadata.json").read_text() == genuine.joinpath("metadata.json").read_text()
-    assert pickle.loads((folder / ".metadata").read_bytes()).planner_data is None
-    if version == "0.16":
-        ours, theirs = (in_memory(plain(read_megatron._common(DcpFolder(path)))) for path in (folder, genuine))
-        varying = dict.fromkeys(("args", "num_floating_point_operations_so_far"))
-        assert {**ours, **varying} == {**theirs, **varying}
-
-
-def form(folder: Path) -> tuple[dict[str, Any], set[str]]:
-    found = DcpFolder(folder)
-    tensors = {key: (entry.shape, entry.dtype) for key, entry in found.tensors.items()}
-    return tensors, {key for key in found.objects if not key.startswith("rng_state/")}
-
-
-# Megatron: our own samples
-def sample(folder: Path, **setup: Any) -> Checkpoint:
-    found = read_megatron.read(torch_dist(folder, **setup))
-    return dataclasses.replace(found, arguments={**found.arguments, "num_attention_heads": 4})
-
-
+# Megatron's, over the formats that are written
+OVER = ("universal", "dcp", "universal")
 SETUPS: dict[str, dict[str, Any]] = {  # beside what there are genuine ones of
     "muon, experts": {"experts": True},
     "muon, sharded experts": {"experts": True, "style": "single", "ep": 2},
     "adam, tied": {"muon": False, "tied": True},
     "adam, experts": {"muon": False, "experts": True, "ep": 2, "chained": True},
 }
-NORM, FC2 = "decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc2.weight"
-FUSED = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
-ALONE = {MASTER: held(torch.ones(8, 12), "")}
-OF_PARTS = {1: {"a": torch.ones(1)}}
-OLD, OURS = partial(write_megatron.write, version="0.14"), partial(write_megatron.write, version="0.16")
-NEW = partial(write_megatron.write, version="0.19")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("kind", SETUPS)
-def test_written_ones_come_back(tmp_path: Path, kind: str, version: str) -> None:
-    expected = sample(tmp_path / "from", **SETUPS[kind])
-    found = written(expected, tmp_path / "to", version)
-    assert_same(dataclasses.replace(found, scheduler=None), dataclasses.replace(expected, scheduler=None), version)
+@pytest.mark.parametrize("source", [*genuine(), *SETUPS])
+def test_megatrons_checkpoints_stay_as_they_are_over_every_format(tmp_path: Path, source: Path | str) -> None:
+    """Tensors to the bit, and counters; in a universal folder also param groups, schedule and arguments."""
+    folder = torch_dist(tmp_path / "from", **SETUPS[source]) if isinstance(source, str) else source
+    expected = found = formats.read(folder)
+    has_groups = all(param.group is not None for param in expected.params.values())  # without, DCP's cannot be loaded
+    for number, target in enumerate(OVER if has_groups else OVER[:1]):
+        found = formats.read(converted(found, target, tmp_path / str(number)))
+        assert not [one for one in differences(expected, found) if one.what]
+        assert (found.names, dict(found.tied)) == ("megatron-core", dict(expected.tied))
+        assert (found.iteration, found.samples) == (expected.iteration, expected.samples)
+        if number == 0:
+            assert found.groups == expected.groups and found.scheduler == expected.scheduler
+            assert expected.arguments.items() <= found.arguments.items()
 
 
-def test_layers_that_differ_are_not_stacked(tmp_path: Path) -> None:
-    expected, name = sample(tmp_path / "from"), "decoder.layers.1.self_attention.q_layernorm.weight"
-    one = Param(held(torch.ones(3, dtype=torch.bfloat16), name))
-    more = dataclasses.replace(expected, params={**expected.params, name: one})
-    assert written(more, tmp_path / "to", "0.16").params.keys() == {*expected.params, name}
-    keys = DcpFolder(tmp_path / "to").tensors
-    assert name in keys and not any(key.startswith("decoder.layers.mlp.") for key in keys)
+def sample(folder: Path) -> Checkpoint:
+    return read_megatron.read(torch_dist(folder))
 
 
-@pytest.mark.parametrize("version", choices.VERSIONS)
-def test_groups_of_other_optimizers_become_megatrons(tmp_path: Path, version: str) -> None:
-    saved = sample(tmp_path / "from")
-    groups = (
-        {"rule": "muon", "lr": 0.02, "momentum": 0.9, "weight_decay": 0.1},
-        {"rule": "adamw", "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-9, "weight_decay": 0.1},
-    )
-    params = {n: dataclasses.replace(p, group=int("exp_avg" in p.states)) for n, p in saved.params.items()}
-    other = dataclasses.replace(saved, groups=groups, params=params, scheduler={"last_epoch": 3})
-    known = {key: value for key, value in SCHEDULE.items() if key not in ("num_steps", "start_wd", "end_wd")}
-    scheduled = convert.scheduled(other, choices.Schedule(**known))
-    assert scheduled.notes[-1].startswith("learning rates are 0.01, 0.02; Megatron has one schedule")
-    found = written(scheduled, tmp_path / "to", version)
-    assert [(group["lr"], group["wd_mult"]) for group in found.groups] == [(0.02, 1.0), (0.01, 1.0), (0.01, 0.0)]
-    assert found.groups[0]["momentum_beta" if version == "0.16" else "momentum"] == 0.9
-    assert found.groups[1]["betas"] == (0.9, 0.99)
-    assert {group.get("step") for group in found.groups} == {None, 7}
-    assert found.groups[found.params["decoder.final_layernorm.weight"].group]["wd_mult"] == 0.0
-    assert found.scheduler == SCHEDULE
-    masters = {key.partition(".embedding.")[0] for key in DcpFolder(tmp_path / "to").tensors if ".embedding." in key}
-    assert f"optimizer.state.{'param' if version == '0.19' else 'fp32_param'}" in masters
-    assert {(group["max_lr"], group["min_lr"]) for group in found.groups} == {(0.01, 0.001)}
-
-
-def test_weights_alone_need_no_schedule(tmp_path: Path) -> None:
-    saved = sample(tmp_path / "from")
-    alone = {name: Param(param.weight) for name, param in saved.params.items()}
-    other = convert.scheduled(dataclasses.replace(saved, params=alone, scheduler=None), choices.NO_SCHEDULE)
-    assert written(other, tmp_path / "to", "0.16").scheduler is None
-
-
-def changed(checkpoint: Checkpoint, name: str = "embedding.word_embeddings.weight", **changes: Any) -> Checkpoint:
-    param = dataclasses.replace(checkpoint.params.get(name, checkpoint.params[NORM]), **changes)
+def changed(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
+    name = "embedding.word_embeddings.weight"
+    param = dataclasses.replace(checkpoint.params[name], **changes)
     return dataclasses.replace(checkpoint, params={**checkpoint.params, name: param})
 
 
-def of_lion_alone(checkpoint: Checkpoint) -> Checkpoint:
-    """A run that Megatron did not make."""
-    groups = tuple({key: value for key, value in group.items() if key != "wd_mult"} for group in checkpoint.groups)
-    moment = {"exp_avg": checkpoint.params["output_layer.weight"].states["exp_avg"]}
-    return changed(dataclasses.replace(checkpoint, groups=groups), "output_layer.weight", states=moment)
-
-
-REFUSED: list[tuple[Callable[..., None], Callable[[Checkpoint], Checkpoint], str]] = [
-    (OURS, lambda c: dataclasses.replace(c, names="model"), "expected parameters named as in Megatron-core"),
-    (OURS, lambda c: changed(c, owner_states={0: {"a": 1}}), "no place for what the rule's owner keeps"),
-    (OURS, lambda c: changed(c, states={"ema": held(torch.ones(1), "ema")}), "no place for ema"),
-    (OURS, lambda c: changed(c, step=3.0), r"made \[3.0, 7.0\] steps"),
-    (OURS, lambda c: dataclasses.replace(c, arguments={}), "expected num_attention_heads"),
-    (OURS, lambda c: dataclasses.replace(c, scheduler={"last_epoch": 3}), "expected the state of Megatron's scheduler"),
-    (OURS, lambda c: changed(c, FC2, states=ALONE), "momentum_buffer.decoder.layers.mlp.linear_fc2.weight: expected"),
-    (OURS, lambda c: changed(c, FUSED), "expected the local spec's name"),
-    (OLD, lambda c: c, r"version '0\.14'"),
-    (NEW, of_lion_alone, "Lion trained what it does not in Megatron"),
-    (write_dcp.write, lambda c: changed(c, group=None), "which of the 3 param groups has .* is not known"),
-    (
-        write_dcp.write,
-        lambda c: changed(c, owner_states=OF_PARTS),
-        "matrix number 1 keeps state of a part of a fused parameter",
-    ),
-]
-
-
-@pytest.mark.parametrize(("write", "change", "message"), REFUSED)
-def test_what_has_no_place_is_refused(
-    tmp_path: Path, write: Callable[..., None], change: Callable[[Checkpoint], Checkpoint], message: str
-) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group": None}, "which of the 3 param groups has .* is not known"),
+        (
+            {"owner_states": {1: {"a": torch.ones(1)}}},
+            "matrix number 1 keeps state of a part of a fused parameter",
+        ),
+    ],
+)
+def test_what_has_no_place_in_dcp_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     (tmp_path / "to").mkdir()
     with pytest.raises(CheckpointError, match=message):
-        write(change(sample(tmp_path / "from")), tmp_path / "to")
+        write_dcp.write(changed(sample(tmp_path / "from"), **change), tmp_path / "to")
 
 
 # Safetensors
@@ -282,10 +131,11 @@ SHAPES = {
     **{f"decoder.layers.{layer}.{name}": shape for layer in range(3) for name, shape in LAYER.items()},
     "decoder.final_layernorm.weight": (128,),
 }
-TARGETS = ("universal", "megatron", "dcp", "safetensors")
+TARGETS = ("universal", "dcp", "safetensors")
+SOURCES = ("universal", "dcp", "megatron")
 WAYS = [
     pytest.param(source, target, marks=() if "universal" in (source, target) else pytest.mark.full)
-    for source in TARGETS[:3]
+    for source in SOURCES
     for target in TARGETS
 ]
 
@@ -310,7 +160,11 @@ def made() -> Checkpoint:
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sources")
-    return {target: converted(made(), target, folder / target) for target in ("universal", "megatron", "dcp")}
+    known = {name: {key: t.read() for key, t in param.tensors.items()} for name, param in made().params.items()}
+    megatron_dist.write(folder / "megatron" / "iter_0000007", megatron_dist.Setup(muon=False), known)
+    return {source: converted(made(), source, folder / source) for source in SOURCES[:2]} | {
+        "megatron": folder / "megatron" / "iter_0000007"
+    }
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ from lwopt_backend.checkpoint.files.folders import NEW, read_pointer, write_fold
 from lwopt_backend.checkpoint.files.torch_files import ALIGNMENT, save
 from lwopt_backend.checkpoint.megatron import dist as megatron_dist
 from tests import hostile
-from tests.command_line import files, lwopt, refused, succeeds, too_large, torch_dist
+from tests.command_line import files, lwopt, refused, succeeds, too_large
 from tests.hostile import Payload, replaced
 
 ROOT = Path(__file__).parents[1]
@@ -809,14 +809,14 @@ def test_a_target_has_many_spellings(whole: dict[str, Path], tmp_path: Path, mon
 
 
 # A full disk
-@pytest.mark.parametrize("target", ["universal", "universal, into a folder", "megatron", "dcp", "safetensors"])
+@pytest.mark.parametrize("target", ["universal", "universal, into a folder", "dcp", "safetensors"])
 def test_a_file_that_cannot_be_written_is_one_error_that_names_the_target(tmp_path: Path, target: str) -> None:
-    source = torch_dist(tmp_path / "from") if target == "megatron" else hostile.stage0(tmp_path / "from")
+    source = hostile.stage0(tmp_path / "from")
     place, (target, *there) = tmp_path / "to" / "new", target.split(", ")
     if there:
         place.mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     with too_large():
-        said = refused("convert", source, place, "--to", target, *(["--heads", 4] if target == "megatron" else []))
+        said = refused("convert", source, place, "--to", target)
     assert said.count("\n") == 1 and str(place) in said and "File too large" in said
     assert sorted(tmp_path.rglob("*")) == before

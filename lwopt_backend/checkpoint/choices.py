@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lwopt_backend.config.options import Count, NonNegative, Options, option
+from lwopt_backend.config.options import Count, Options, option
 
 
 class CheckpointError(ValueError):
@@ -32,12 +32,9 @@ FORMATS = {
 
 WRITERS = {  # imported when needed: torch.distributed.checkpoint takes half a second
     "universal": "lwopt_backend.checkpoint.deepspeed.universal",
-    "megatron": "lwopt_backend.checkpoint.megatron.writer",
     "dcp": "lwopt_backend.checkpoint.dcp.saving",
     "safetensors": "lwopt_backend.checkpoint.safetensors",
 }
-
-VERSIONS = ("0.16", "0.19", "0.19-no-layout")  # of Megatron, that are written; the last for one of its flags
 
 # Families of parameter names; ``names`` has their maps.
 FAMILIES = (
@@ -93,34 +90,6 @@ class Numbers(Options):
             found["query_groups"] = None
         given = {key: value for key, value in found.items() if value is not None and getattr(self, key) is None}
         return self.model_copy(update=given)
-
-
-class Schedule(Options):
-    """What Megatron compares with its own command line when it loads, of a run that it did not train: the state of its
-    scheduler, which counts samples, and arguments."""
-
-    max_lr: NonNegative | None = option(None, "Megatron's --lr", OURS)
-    min_lr: NonNegative | None = option(None, "Megatron's --min-lr", OURS)
-    lr_warmup_steps: NonNegative | None = option(None, "its --lr-warmup-iters times --global-batch-size", OURS)
-    lr_decay_steps: Count | None = option(None, "its --lr-decay-iters times --global-batch-size", OURS)
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] | None = option(
-        None, "constant, linear, cosine, inverse-square-root or WSD", OURS
-    )
-    start_wd: NonNegative | None = option(None, "weight decay at first, where param groups differ in theirs", OURS)
-    end_wd: NonNegative | None = option(None, "weight decay in the end, where param groups differ in theirs", OURS)
-    wd_incr_style: Literal["constant", "linear", "cosine"] | None = option(
-        None, "its --weight-decay-incr-style; None is constant", OURS
-    )
-    wd_incr_steps: Count | None = option(None, "its --train-iters times --global-batch-size", OURS)
-    samples: Count | None = option(None, "samples that were trained on, where the checkpoint has no count", OURS)
-    max_position_embeddings: Count | None = option(None, "the same of Megatron's, if it gets a --vocab-file", OURS)
-    make_vocab_size_divisible_by: Count | None = option(None, "the same of Megatron's, if it gets a --vocab-file", OURS)
-    tokenizer_type: str | None = option(None, "the same of Megatron's, if it gets a --vocab-file", OURS)
-
-
-NO_SCHEDULE = Schedule()
-OF_VOCAB_FILE = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")
-SCHEDULER = tuple(key for key in Schedule.model_fields if key not in ("samples", *OF_VOCAB_FILE))  # and "num_steps"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from lwopt_backend.checkpoint import gates, names
-from lwopt_backend.checkpoint.choices import ARGUMENTS, NO_SCHEDULE, OF_VOCAB_FILE, SCHEDULER, WRITERS, Schedule
+from lwopt_backend.checkpoint.choices import WRITERS
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
-from lwopt_backend.checkpoint.names.megatron import EMBEDDING
 from lwopt_backend.config.linked_rates import OWN_RATES, torchs
 from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
 
@@ -34,9 +33,9 @@ _MEGATRON = {  # our options and Megatron's arguments for them, some with older 
     "ns_steps": ("muon_num_ns_steps",),
 }
 ADAPTIVE_MUON = (
-    "moment2_buffer is kept for the way back to Megatron, but our AdaMuon does not load it: with Emerging-Optimizers "
-    "0.2 it averages squares of updates that have the factor by shape, since 0.3 of ones without it (as ours), and "
-    "the checkpoint does not say which"
+    "moment2_buffer is kept, but our AdaMuon does not load it: with Emerging-Optimizers 0.2 it averages squares of "
+    "updates that have the factor by shape, since 0.3 of ones without it (as ours), and the checkpoint does not say "
+    "which"
 )
 _PLACES = ("members", "from_group", "overrides")  # keys of our engines that are no options
 
@@ -164,12 +163,10 @@ class Place:
 
 
 def place_of(checkpoint: Checkpoint, target: str, destination: Path) -> Place:
-    """A universal or Megatron checkpoint is a step's folder in ``destination``; any other is ``destination`` itself."""
+    """A universal checkpoint is a step's folder in ``destination``; any other is ``destination`` itself."""
     step = checkpoint.iteration or 0
     if target == "universal":
         return Place(destination / f"global_step{step}", {"latest_universal": f"global_step{step}"})
-    if target == "megatron":
-        return Place(destination / f"iter_{step:07d}", {"latest_checkpointed_iteration.txt": str(step)})
     return Place(destination, {})
 
 
@@ -180,28 +177,20 @@ def prepared(
     source_vocabulary: str | None,
     numbers: names.Numbers,
     uneven_steps: bool = False,
-    schedule: Schedule = NO_SCHEDULE,
 ) -> tuple[Checkpoint, gates.Gate]:
-    """The checkpoint under the names of ``vocabulary``: by default Megatron-core's if the target is Megatron, else its
-    own. Everything but its values is checked; the gate checks these as they are read.
+    """The checkpoint under the names of ``vocabulary``, by default its own. Everything but its values is checked; the
+    gate checks these as they are read.
 
     For DCP, param groups get the options of our optimizers, which load them by these. Raises CheckpointError; nothing
     is written before.
     """
-    if target != "megatron" and (given := schedule.model_fields_set):
-        raise CheckpointError(f"{_options(given)} is of --to megatron, not of --to {target}; leave it out")
-    if target == "megatron" and checkpoint.names == "model" and EMBEDDING in checkpoint.params:
-        source_vocabulary = source_vocabulary or names.CORE  # a model of your own with Megatron-core's names
-    known = source_vocabulary or (checkpoint.names if checkpoint.names in (names.CORE, *names.FAMILIES) else None)
-    vocabulary = vocabulary or (names.CORE if target == "megatron" else known)
-    _check_used(checkpoint, target, vocabulary, source_vocabulary, numbers.model_fields_set)
+    vocabulary = vocabulary or source_vocabulary or (checkpoint.names if checkpoint.names in names.FAMILIES else None)
+    _check_used(checkpoint, vocabulary, source_vocabulary, numbers.model_fields_set)
     gate = gates.Gate(checkpoint, numbers.vocab_size, uneven_steps)
     gate.refuse()
     checkpoint = gate.checkpoint
     if vocabulary is not None:
         checkpoint = names.translate(checkpoint, vocabulary, numbers, source=source_vocabulary)
-    if target == "megatron":
-        return scheduled(replace(checkpoint, arguments=_megatron_arguments(checkpoint, numbers)), schedule), gate
     checkpoint = _with_lions_steps(checkpoint)
     if any("moment2_buffer" in param.states for param in checkpoint.params.values()):
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, ADAPTIVE_MUON))
@@ -231,7 +220,7 @@ def _with_lions_steps(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, params={name: counted(param) for name, param in checkpoint.params.items()})
 
 
-def _check_used(checkpoint: Checkpoint, target: str, wanted: str | None, source: str | None, given: set[str]) -> None:
+def _check_used(checkpoint: Checkpoint, wanted: str | None, source: str | None, given: set[str]) -> None:
     """Raises CheckpointError for numbers that were given but are not used."""
     if wanted is None and given:
         raise CheckpointError(
@@ -245,61 +234,12 @@ def _check_used(checkpoint: Checkpoint, target: str, wanted: str | None, source:
             f"{_options(layout)} is of megatron-deepspeed's names, of which there are none; leave it out"
         )
     used = {"vocab_size", "vocab_multiple"}
-    if target == "megatron":
-        used |= {"heads", "query_groups", "kv_channels", "experts"}
     if sides[0] == sides[1] and given - used:
         raise CheckpointError(f"{_options(given - used)} is not used, as names stay as they are; leave it out")
 
 
 def _options(fields: Iterable[str]) -> str:
     return ", ".join(f"--{field.replace('_', '-')}" for field in sorted(fields))
-
-
-def _megatron_arguments(checkpoint: Checkpoint, numbers: names.Numbers) -> dict[str, Any]:
-    """The arguments, with those that Megatron compares when it loads. Raises CheckpointError if heads are unknown."""
-    found = numbers.filled(checkpoint.arguments)
-    if found.heads is None:
-        raise CheckpointError(
-            f"{checkpoint.format}: the number of attention heads is not in the checkpoint, and Megatron compares it "
-            "when it loads; give --heads (and --query-groups, --kv-channels if they are not the usual ones)"
-        )
-    told = {theirs[0]: getattr(found, ours) for ours, theirs in ARGUMENTS.items() if getattr(found, ours) is not None}
-    if found.query_groups is not None:
-        told["group_query_attention"] = found.query_groups != found.heads
-    given = {key: value for key, value in checkpoint.arguments.items() if value is not None}
-    return {**checkpoint.arguments, **{key: value for key, value in told.items() if key not in given}}
-
-
-def scheduled(checkpoint: Checkpoint, given: Schedule) -> Checkpoint:
-    """The checkpoint with the state of Megatron's scheduler: its own, or what is given. Weight decay may be that of the
-    param groups. Raises CheckpointError with the options that are missing, and for what the checkpoint says itself."""
-    said, state, groups = given.model_dump(exclude_none=True), checkpoint.scheduler or {}, checkpoint.groups
-    of_run = {p.group: groups[p.group] for p in checkpoint.params.values() if p.states and p.group is not None}
-    is_megatrons = state.keys() >= {"num_steps", *SCHEDULER}
-    known = {key: checkpoint.arguments[key] for key in OF_VOCAB_FILE if checkpoint.arguments.get(key) is not None}
-    known |= {key: state[key] for key in SCHEDULER} if is_megatrons else {}
-    known |= {"samples": checkpoint.samples or 0} if checkpoint.samples or not checkpoint.iteration else {}
-    if said.keys() & known.keys():
-        raise CheckpointError(f"{_options(said.keys() & known.keys())}: the checkpoint says it itself; leave it out")
-    arguments = {**checkpoint.arguments, **{key: value for key, value in said.items() if key in OF_VOCAB_FILE}}
-    if is_megatrons or not any(param.states for param in checkpoint.params.values()):
-        if unused := said.keys() - {*OF_VOCAB_FILE}:
-            raise CheckpointError(f"{_options(unused)} is not used, as there is no optimizer state; leave it out")
-        return replace(checkpoint, arguments=arguments)
-    decays = {group.get("weight_decay", 0.0) for group in of_run.values()}
-    decays = decays - {0.0} or decays  # biases and norms have none in Megatron
-    decay = dict.fromkeys(("start_wd", "end_wd"), min(decays)) if len(decays) == 1 else {}
-    found = {"wd_incr_style": "constant", **decay, **known, **said}
-    if missing := [key for key in (*SCHEDULER, "samples") if key not in found]:
-        raise CheckpointError(
-            f"{checkpoint.format}: Megatron did not train this run, and compares its schedule when it loads; give "
-            f"{_options(missing)}, as Megatron's command line will have them (steps are samples)"
-        )
-    scheduler = {**{key: found[key] for key in SCHEDULER}, "num_steps": found["samples"]}
-    rates, notes = sorted({group["lr"] for group in of_run.values() if "lr" in group}), checkpoint.notes
-    if len(rates) > 1:
-        notes += (f"learning rates are {', '.join(map(str, rates))}; Megatron has one schedule for all param groups",)
-    return replace(checkpoint, arguments=arguments, scheduler=scheduler, samples=found["samples"], notes=notes)
 
 
 def write(
@@ -311,7 +251,7 @@ def write(
     finish: Callable[[], object] = lambda: None,
     **options: object,
 ) -> None:
-    """Write a checkpoint, ``workers`` tensors at a time. ``options``: Megatron's ``version``, safetensors' ``dtype``.
+    """Write a checkpoint, ``workers`` tensors at a time. ``options``: safetensors' ``dtype``.
 
     ``finish`` is called when all is written and nothing has its name: if it raises, nothing is written. Pointers come
     last. A destination that is not there yet appears with its pointers, at once.

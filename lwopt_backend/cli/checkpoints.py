@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column, Table
 
 from lwopt_backend.checkpoint import choices
-from lwopt_backend.checkpoint.choices import AUTO, NO_SCHEDULE, VERSIONS, WRITERS, CheckpointError, Numbers, Schedule
+from lwopt_backend.checkpoint.choices import AUTO, WRITERS, CheckpointError, Numbers
 from lwopt_backend.config.options import Options, parse, suggestion
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from lwopt_backend.checkpoint.differences import Compared
 
 MODEL = "The model's numbers, where the checkpoint does not say"
-MEGATRON = "What Megatron's command line will have, for a run that it did not train"
 FAMILIES = ", ".join(choices.FAMILIES)
 FORMATS = ", ".join(choices.FORMATS)
 NUMBERS, NONE = tuple(Numbers.model_fields), Numbers()
@@ -174,13 +173,11 @@ def print_sentences(console: Console, heading: str, found: Sequence[str]) -> Non
 DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 WORKERS = 2  # one thread computes checksums while another waits for the disk; each has a tensor in memory
-WRITTEN = dict(zip(WRITERS, ("deepspeed universal", "megatron torch_dist", "torch dcp", "safetensors")))
+WRITTEN = dict(zip(WRITERS, ("deepspeed universal", "torch dcp", "safetensors")))
 Text = str | None
 HELP = {
     "names": f"Of the new one's parameters: {FAMILIES}, or a .json file. Default: as they are.",
     "source names": "The same of the source, where it does not say itself.",
-    "megatron version": "Megatron that loads it: 0.16, 0.19 (and later), or 0.19-no-layout, with its "
-    "--no-use-layer-wise-param-layout. Default: 0.16.",
     "dtype": f"Of weights in safetensors: {', '.join(DTYPES)}. Default: as they are.",
     "workers": "Tensors that are read and checked, or written, at a time; so many are in memory.",
     "uneven steps": "Some parameters were not trained in every step: their counts may differ in a param group.",
@@ -193,7 +190,6 @@ HELP = {
 
 
 @takes("numbers", Numbers, MODEL, NUMBERS)
-@takes("schedule", Schedule, MEGATRON, Schedule.model_fields)
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint's folder.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the new one goes.")],
@@ -201,7 +197,6 @@ def convert(
     format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
     vocabulary: Annotated[Text, typer.Option("--names", help=HELP["names"])] = None,
     source_names: Annotated[Text, typer.Option("--source-names", help=HELP["source names"])] = None,
-    megatron_version: Annotated[Text, typer.Option(help=HELP["megatron version"])] = None,
     dtype: Annotated[Text, typer.Option(help=HELP["dtype"])] = None,
     workers: Annotated[int, typer.Option(min=1, help=HELP["workers"])] = WORKERS,
     uneven_steps: Annotated[bool, typer.Option("--uneven-steps", help=HELP["uneven steps"])] = False,
@@ -209,7 +204,6 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read, check and rename; write nothing.")] = False,
     as_json: AsJSON = False,
     numbers: Numbers = NONE,
-    schedule: Schedule = NO_SCHEDULE,
 ) -> None:
     """Convert a checkpoint: weights, optimizer state, counters, schedule. Nothing is written unless all is in order."""
     with importing():
@@ -217,7 +211,7 @@ def convert(
         from lwopt_backend.checkpoint import names, ties
         from lwopt_backend.checkpoint.files import folders, torch_files
 
-    options = _options(to, megatron_version, dtype)
+    options = _options(to, dtype)
     for given in (vocabulary, source_names):
         if given is not None:
             names.find(given)
@@ -229,7 +223,7 @@ def convert(
     notes: list[str] = []
     with progress("converting", conversion.nbytes(found), as_json) as advance:
         seen = conversion.watched(found, advance)
-        made, gate = conversion.prepared(seen, to, vocabulary, source_names, numbers, uneven_steps, schedule)
+        made, gate = conversion.prepared(seen, to, vocabulary, source_names, numbers, uneven_steps)
         result = _as_written(made, to, options)
 
         def finish() -> None:
@@ -251,25 +245,20 @@ def convert(
     print_json(summary) if as_json else _show_conversion(summary)
 
 
-def _options(to: str, megatron_version: str | None, dtype: str | None) -> dict[str, Any]:
+def _options(to: str, dtype: str | None) -> dict[str, Any]:
     """The writer's options. Raises CheckpointError for unknown values and for options of another target."""
     if to not in WRITERS:
         raise CheckpointError(f"unknown target {to!r} for --to; {suggestion(to, WRITERS)}")
-    if megatron_version is not None and to != "megatron":
-        raise CheckpointError(f"--megatron-version is of --to megatron, not of --to {to}; leave it out")
     if dtype is not None and to != "safetensors":
         raise CheckpointError(f"--dtype is of --to safetensors, not of --to {to}, which keeps dtypes; leave it out")
-    version = VERSIONS[0] if megatron_version is None else megatron_version
-    if version not in VERSIONS:
-        raise CheckpointError(f"--megatron-version {version!r} is not written; give {' or '.join(VERSIONS)}")
     name = dtype and SHORT.get(dtype, dtype)
     if name is not None and name not in DTYPES:
         raise CheckpointError(f"unknown --dtype {dtype!r}; {suggestion(name, DTYPES)}")
-    if to == "safetensors":
-        import torch
+    if to != "safetensors":
+        return {}
+    import torch
 
-        return {"dtype": name and getattr(torch, name)}
-    return {"version": version} if to == "megatron" else {}
+    return {"dtype": name and getattr(torch, name)}
 
 
 def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkpoint:
@@ -285,7 +274,7 @@ def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkp
         for name, param in params.items():
             kept = {key: tensor for key, tensor in param.states.items() if key != MASTER}
             params[name] = dataclasses.replace(param, weight=param.best, states=kept)
-    return dataclasses.replace(made, params=params, format=WRITTEN[to], version=options.get("version", ""))
+    return dataclasses.replace(made, params=params, format=WRITTEN[to], version="")
 
 
 def _show_conversion(summary: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from tests.faults.test_kills import digest, engine_of, place
 from tests.ranks import RankPool
 
 OURS = ("plain", "modules")  # the others' files are written by DeepSpeed and torch: docs/reliability.md
-TARGETS = ("universal", "dcp", "megatron", "safetensors")
+TARGETS = ("universal", "dcp", "safetensors")
 
 
 @contextlib.contextmanager
@@ -67,15 +67,11 @@ SAID = {
 }
 
 
-def heads(to: str) -> list[object]:
-    return ["--heads", 4] if to == "megatron" else []
-
-
 @pytest.mark.parametrize("disk", DISKS)
 @pytest.mark.parametrize("to", TARGETS)
 def test_convert_says_in_one_line_what_is_missing_and_leaves_what_is_there(tmp_path: Path, to: str, disk: str) -> None:
     source, other = (torch_dist(tmp_path / name, muon=name == "muon") for name in ("muon", "adamw"))
-    folder, words = tmp_path / "disk", ("--to", to, *heads(to))
+    folder, words = tmp_path / "disk", ("--to", to)
     folder.mkdir()
     succeeds("convert", other, folder / "other", *words)
     before = files(folder)
@@ -92,7 +88,7 @@ def test_convert_writes_onto_another_file_system(tmp_path: Path) -> None:
     with mounted("size")(folder):
         for to in TARGETS:
             source = torch_dist(tmp_path / to)
-            succeeds("convert", source, folder / to, "--to", to, *heads(to))
+            succeeds("convert", source, folder / to, "--to", to)
             assert lwopt("diff", source, folder / to, *(["--weights"] if to == "safetensors" else [])).code == 0
 
 

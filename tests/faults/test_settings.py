@@ -352,7 +352,7 @@ FITS = {
     "plan": [["--world-size", "4", "--hf", "config.json"], ["--world-size", "4", "--shapes", "shapes.json"]],
     "rules": [[], ["muon"]],
     "inspect": [["megatron"]],
-    "convert": [["megatron", "to", "--to", target] for target in ("dcp", "universal", "safetensors", "megatron")],
+    "convert": [["megatron", "to", "--to", target] for target in ("dcp", "universal", "safetensors")],
     "diff": [["megatron", "megatron"]],
 }
 

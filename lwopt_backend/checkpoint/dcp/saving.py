@@ -6,7 +6,6 @@ Metadata and the form of files are PyTorch's (torch/distributed/checkpoint/files
 from __future__ import annotations
 
 import io
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -60,25 +59,6 @@ class Boxes:
     def sizes(self, part: LazyTensor) -> tuple[int, ...]:
         """A box's size in each dimension; dimensions that it lacks are leading, of size 1."""
         return (1,) * (len(self.shape) - len(part.shape)) + part.shape
-
-
-def stacked(parts: Mapping[Place, LazyTensor], where: str) -> Boxes:
-    """Tensors of one shape and dtype along new leading axes, each at its place. Raises CheckpointError for a gap."""
-    first = next(iter(parts.values()))
-    counts = tuple(max(numbers) + 1 for numbers in zip(*parts))
-    for part in parts.values():
-        if (part.shape, part.dtype) != (first.shape, first.dtype):
-            raise CheckpointError(
-                f"{part.where}: {where}: expected {first.dtype} of shape {first.shape} as in {first.where}, found "
-                f"{part.dtype} of {part.shape}"
-            )
-    if len(parts) != math.prod(counts):
-        raise CheckpointError(
-            f"{where}: expected {math.prod(counts)} of it in all layers and experts, {len(parts)} are there"
-        )
-    return Boxes(
-        (*counts, *first.shape), {(*place, *(0,) * len(first.shape)): part for place, part in sorted(parts.items())}
-    )
 
 
 @dataclass
@@ -220,15 +200,13 @@ def save(
     workers: int = 1,
     *,
     step: int | None = None,
-    others: Mapping[str, FileEntry] | None = None,
 ) -> None:
     """Write the shards of all ``ranks`` into ``folder``, which all of them see, replacing the checkpoint in it.
 
     Called on all ranks; each writes its own boxes into its own file, and one of those that several have. ``workers``
     boxes are in memory: one is written while others are read. An error on any rank is raised on all; the folder then
     has its earlier checkpoint, and the next save removes the files of this one. Another program's checkpoint in the
-    folder is an error, before anything is written. The manifest takes rank 0's ``step`` and ``others``, the entries of
-    files that rank 0 has already written there.
+    folder is an error, before anything is written. The manifest takes rank 0's ``step``.
     """
     target = folder if ranks is not None else None  # who converts writes into a temporary one, and names the target
     ranks = ranks or Alone()
@@ -260,7 +238,7 @@ def save(
             listed = {name: entry for _, entries in results for name, entry in entries.items()}
             _finish(writer, folder, metadata, [written for written, _ in results])
             path = folder / METADATA
-            listed = {**(others or {}), **listed, METADATA: FileEntry(path.stat().st_size, manifest.crc_of(path))}
+            listed[METADATA] = FileEntry(path.stat().st_size, manifest.crc_of(path))
             manifest.write(folder, listed, step, save_id=save_id, world=ranks.world_size)
 
     try:
