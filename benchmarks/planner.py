@@ -4,7 +4,7 @@
     python benchmarks/planner.py --models gpt2-124m    some models
     python benchmarks/planner.py --time                only what planning takes, for every public model on 1,024 ranks
     python benchmarks/planner.py --exchange            when the last rank is done, where matrices travel to their owners
-    python benchmarks/planner.py --markdown docs/planner_cells.md --png docs/planner.png
+    python benchmarks/planner.py --png docs/planner.png
 
 ``megatron_planner.csv`` holds what Megatron-Core's own code planned (August 2026): buckets, elements with padding, cost
 imbalance (max over mean of l s^2 per rank), its compact layout's ping-pong owners, a longest-first assignment over the
@@ -196,12 +196,6 @@ def cells_of(cell: Cell) -> tuple[str, ...]:
     return (cell.model, cell.flavour, str(cell.ranks), size, *compared, *compact)
 
 
-def write_markdown(cells: Sequence[Cell], path: Path) -> None:
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + " --- |" * len(HEADINGS)]
-    lines += ["| " + " | ".join(cells_of(cell)) + " |" for cell in cells]
-    path.write_text("\n".join(lines) + "\n")
-
-
 def draw(cells: Sequence[Cell], path: Path) -> None:
     """Megatron's figures against ours; a point below the diagonal is a win."""
     from matplotlib.figure import Figure
@@ -232,7 +226,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), help="default: all that the figures have")
     parser.add_argument("--processes", type=int, default=None)
     parser.add_argument("--all-cells", action="store_true", help="print every cell")
-    parser.add_argument("--markdown", type=Path, help="write every cell as a table")
     parser.add_argument("--png", type=Path, help="draw every cell")
     parser.add_argument("--time", action="store_true", help="only time the planning of models on 1,024 ranks")
     parser.add_argument("--exchange", action="store_true", help="only when the last rank is done, by model and engine")
@@ -261,8 +254,6 @@ def main() -> None:
     size = f"buckets of {int(slowest.bucket) // 10**6} M" if slowest.bucket != "None" else "one bucket"
     where = f"{slowest.model} {slowest.flavour}, {slowest.ranks} ranks, {size}"
     console.print(f"slowest padded plan: {slowest.seconds:.1f} s of CPU ({where})")
-    if options.markdown:
-        write_markdown(cells, options.markdown)
     if options.png:
         draw(cells, options.png)
     if any(LOSS in (cell.verdict, cell.compact_verdict) for cell in cells):

@@ -228,19 +228,3 @@ def test_the_package_is_timed_last_and_its_row_says_which_iteration_it_runs() ->
     name = "gram-newton-schulz"
     rows = measure(shapes, 2, 1, torch.device("cpu"), {name: lambda matrices: matrices}, lambda: None)
     assert {row.of: row.variant for row in rows} == {"square": f"{name}, standard", "wide": name, "tall": name}
-
-
-@pytest.mark.full
-def test_steps_over_a_slow_network_send_what_owned_storage_promises(tmp_path: Path) -> None:
-    """As the interface counts it, headers included. Shaping a link needs root, which also may not be allowed to."""
-    arguments = "--ranks 2 --layers 2 --width 128 --tokens 8 --rounds 1 --rates 200mbit --systems owned"
-    try:
-        found, _ = figures(tmp_path, "network", arguments)
-    except AssertionError as failure:
-        if "Nothing was measured" in str(failure) or "ip link add" in str(failure):
-            pytest.skip(str(failure).strip().splitlines()[-1])
-        raise
-    rows = {row["system"]: row for row in found["rows"]}
-    elements = 2 * 12 * 128**2 + 2 * 256 * 128 + 5 * 128
-    promised = 2 * 4 * elements * (2 - 1) // 2  # gradients out and parameters back, a half each
-    assert promised < rows["ours, owned"]["sent"] < 1.1 * promised + 20_000
