@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,16 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def live_bytes(*, collect: bool = True) -> int:
-    """Bytes of the storages of all tensors that parameters, state and gradients may be, each counted once."""
+    """Bytes of the storages of all tensors that parameters, state and gradients may be, each counted once. Those
+    without a storage of their own, as DTensors and what FSDP2 has freed, hold nothing."""
     if collect:
         gc.collect()
     storages = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor) and thing.device.type != "meta" and thing.dtype in FLOATS:
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            with suppress(RuntimeError):
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 

@@ -2,7 +2,9 @@
 
 import ctypes
 import gc
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,40 +20,51 @@ from tests.faults.campaign import count
 from tests.faults.test_kills import WAYS, engine_of
 from tests.ranks import RankPool
 
-MOST_GROWTH = 12 << 20  # bytes of a process, whose allocators round and cache; a leak of 1 kB a step would be 2 MB more
+LIBC = ctypes.CDLL("libc.so.6")
+MOST_GROWTH = 12 << 20  # bytes of a process, of what malloc does not see: its allocators round and cache
+# Of each round, half of what has to be found: bytes in use of malloc, and Python's blocks, of at most 512 bytes each.
+MOST_A_STEP, MOST_A_ROUND = (512, 1), (32 << 10, 64)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a process has: of tensors and of everything in bytes, and how many of the rest."""
+    """What a process has: of tensors, of everything and of malloc in bytes, and how many of the rest."""
 
     tensors: int
     memory: int
+    heap: int
+    blocks: int
     threads: int
     files: int
     groups: int
     hooks: int
 
 
-def tensors() -> int:
-    """Bytes of live tensors; FSDP2 has some whose storage is gone, and which cannot be asked."""
-    try:
-        return live_bytes()
-    except RuntimeError:
-        return 0
+def heap() -> int:
+    """Bytes that malloc has given out in all arenas. Python's small objects are not among them."""
+    text, size = ctypes.c_char_p(), ctypes.c_size_t()
+    LIBC.open_memstream.restype = ctypes.c_void_p
+    stream = ctypes.c_void_p(LIBC.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+    LIBC.malloc_info(0, stream)
+    LIBC.fclose(stream)
+    told = (text.value or b"").decode().rpartition("</heap>")[2]
+    LIBC.free(text)
+    sizes = {kind: int(number) for kind, number in re.findall(r'type="(\w+)" (?:count="\d+" )?size="(\d+)"', told)}
+    return sizes["current"] + sizes["mmap"] - sizes["fast"] - sizes["rest"]
 
 
 def use(*models: nn.Module) -> Use:
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    LIBC.malloc_trim(0)
     me = psutil.Process()
     modules = [module for model in models for module in model.modules()]
     params = [param for model in models for param in model.parameters()]
     hooks = sum(len(getattr(module, name)) for module in modules for name in HOOKS)
     hooks += sum(len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) for param in params)
     hooks += sum(len(param._backward_hooks or ()) for param in params)
-    return Use(tensors(), me.memory_info().rss, me.num_threads(), me.num_fds(), len(c10d._world.pg_map), hooks)
+    counts = me.num_threads(), me.num_fds(), len(c10d._world.pg_map), hooks
+    return Use(live_bytes(), me.memory_info().rss, heap(), sys.getallocatedblocks(), *counts)
 
 
 def steps(way: str, folder: str, number: int) -> list[Use]:
@@ -104,7 +117,11 @@ def test_what_a_process_has_does_not_grow(tmp_path: Path, way: str, run: Callabl
     finally:
         pool.remove()
     print(f"{way}, {run.__name__}: {of_ranks[0]}")
+    rounds = count(RUNS[run]) - count(RUNS[run]) // 5
+    most_bytes, most_blocks = MOST_A_STEP if run is steps else MOST_A_ROUND
     for first, last in of_ranks:
         for what in ("tensors", "threads", "files", "groups", "hooks"):
             assert getattr(last, what) <= getattr(first, what), (what, first, last)
+        assert last.heap - first.heap < most_bytes * rounds, (first, last)
+        assert last.blocks - first.blocks < most_blocks * rounds, (first, last)
         assert last.memory - first.memory < MOST_GROWTH, (first, last)
