@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lwopt_backend.checkpoint.choices import Numbers, qkv_of_fused, qkv_of_parts
+from lwopt_backend.checkpoint.choices import Numbers
 from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.names.megatron import HEAD
 from lwopt_backend.checkpoint.names.operations import OPERATIONS, stacked, unstacked
@@ -151,92 +149,6 @@ def _units(
     return units, problems
 
 
-# What a conversion changes for Muon: which rows are orthogonalized together. Notes always say so.
-
-MOMENTUM = "momentum_buffer"  # Muon's state; a parameter without it is not Muon's
-
-
-def sentences(checkpoint: Checkpoint, units: Sequence[Unit], numbers: Numbers) -> list[str]:
-    """Sentences on what is orthogonalized differently after a conversion, and the options that restore it."""
-    params, arguments = checkpoint.params, checkpoint.arguments
-    trained = [u for u in units if u.rule.targets and any(MOMENTUM in params[name].states for name in u.names)]
-    if not trained:
-        return []
-    found, ranks = [], checkpoint.world.get("tp", 1)
-    if muon := ", ".join(f"{key}={value!r}" for key, value in sorted(arguments.items()) if key.startswith("muon_")):
-        found.append(f"Megatron's Muon ran with {muon}; they travel along in the checkpoint's arguments.")
-    if ranks > 1 and arguments.get("muon_tp_mode") == "blockwise":
-        found.append(
-            f"muon_tp_mode='blockwise': each of {ranks} tensor-parallel ranks orthogonalized its own part of a matrix; "
-            "here whole matrices are."
-        )
-    groups: dict[str, list[str]] = {}
-    for unit in trained:
-        if said := _sentence(checkpoint, unit, numbers):
-            groups.setdefault(said, []).append(unit.names[0])
-    for said, names in groups.items():
-        alike = f"{len(names)} parameters, the first of which is " if len(names) > 1 else ""
-        found.append(f"{said} This holds for {alike}{names[0]!r}.")
-    return found
-
-
-def _sentence(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
-    """The sentence on one unit; equal for all layers, so that they can be counted."""
-    source, kinds = unit.sources[0][0], set(unit.rule.do)
-    split = checkpoint.arguments.get("muon_split_qkv")
-    if "split_gate_up" in kinds:
-        return (
-            "Gate and up were one matrix, orthogonalized together (as Megatron does), and are separate parameters now: "
-            "each is orthogonalized by itself, and no setting of 'atoms' joins parameters."
-        )
-    if "join_gate_up" in kinds:
-        return _set("Gate and up were separate parameters and are one now.", unit, {"gate_up": "halves"})
-    if "split_qkv" in kinds:
-        told: dict[object, str] = {
-            True: "muon_split_qkv=True orthogonalized each by itself too, so that nothing changes",
-            False: "muon_split_qkv=False orthogonalized them together, which no setting of 'atoms' does",
-        }
-        unknown = "the arguments do not say whether they were orthogonalized together before (muon_split_qkv)"
-        before = told.get(split, unknown)
-        return f"q, k and v are separate parameters now, each orthogonalized by itself; {before}."
-    if "join_qkv" in kinds:
-        q, k = (checkpoint.params[name].shape[0] for name in unit.sources[0][:2])
-        found = qkv_of_parts(numbers, q, k, source)
-        division = {"qkv": list(found.sizes), "groups": found.groups}
-        return _set("q, k and v were separate parameters and are one now.", unit, division)
-    if checkpoint.names == "megatron-core" and source.endswith("linear_qkv.weight"):
-        return _fused(checkpoint, unit, numbers)
-    if checkpoint.names == "megatron-core" and unit.rule.targets[0].text.endswith("gate_up_proj"):
-        return _set("Megatron orthogonalizes an expert's gate and up as one matrix.", unit, "stack")
-    return None
-
-
-def _fused(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
-    """The sentence on q, k and v that stay in one parameter."""
-    split, name = checkpoint.arguments.get("muon_split_qkv"), unit.sources[0][0]
-    if split is None:
-        return None
-    if not split:
-        return _set("muon_split_qkv=False orthogonalized q, k and v as one matrix.", unit, "whole")
-    gated = is_gated(checkpoint, numbers)
-    what = f"muon_split_qkv=True orthogonalized {'queries, gates, keys and values' if gated else 'q, k and v'} each by"
-    what += " itself."
-    if gated and numbers.heads:  # each head has as many rows of the gate as of queries
-        numbers = numbers.model_copy(update={"heads": 2 * numbers.heads})
-    try:  # how they lie; outputs, however they are stored
-        found = qkv_of_fused(numbers, checkpoint.params[name].shape[0], name)
-    except CheckpointError:  # nothing is divided here, so that no number is needed
-        return f"{what} 'atoms' can do the same with us, but how they lie is not known."
-    if gated:
-        sizes = [found.queries // 2, found.queries // 2, found.channels, found.channels]
-        return _set(what, unit, {"split_sizes": sizes, "groups": found.groups})
-    by_layout = "qkv_to_layout" in unit.rule.do
-    if not ("qkv_blocks" in unit.rule.do or by_layout and numbers.qkv_layout == "blocks"):
-        return _set(what, unit, {"qkv": list(found.sizes), "groups": found.groups})
-    ranks = numbers.qkv_ranks if by_layout else 1
-    return _set(what, unit, {"qkv": [size * found.groups // ranks for size in found.sizes], "groups": ranks})
-
-
 def is_gated(checkpoint: Checkpoint, numbers: Numbers) -> bool:
     """Whether Megatron-core's linear_qkv has the queries, gates, keys and values of each group in turn
     (--attention-output-gate). Arguments say so; without them, shapes do: linear_proj has a column for every query."""
@@ -252,13 +164,8 @@ def is_gated(checkpoint: Checkpoint, numbers: Numbers) -> bool:
     return False
 
 
-def _set(what: str, unit: Unit, division: Any) -> str:
-    glob = re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", unit.rule.targets[0].glob(unit.values))  # also numbers in {*}
-    return f'{what} Set "atoms": {json.dumps({glob: division})} for the same with us.'
-
-
 def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None) -> Checkpoint:
-    """The checkpoint in the map's target vocabulary, with notes on what changed.
+    """The checkpoint in the map's target vocabulary, with notes on what was left out.
 
     ``checkpoint.names`` must be the map's source. Given ``numbers`` take precedence over the map's, and these over the
     checkpoint's arguments. Reads no tensor. Raises CheckpointError for names that do not fit, listing all; for sizes
@@ -305,15 +212,14 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
                 unchanged[unit.names[0]] = name
     tied, buffers, lost = _extras(names, checkpoint, units)
     dropped = [name for unit in units if not unit.rule.targets for name in unit.names]
-    notes = sentences(source, units, numbers)
-    notes += [f"{len(dropped)} parameter(s) were dropped by the name map: {_some(dropped)}."] if dropped else []
+    notes = [f"{len(dropped)} parameter(s) were dropped by the name map: {_some(dropped)}."] if dropped else []
     notes += [f"The name map has no name for {_some(lost)}; left out."] if lost else []
     return dataclasses.replace(
         checkpoint,
         names=names.target,
         params=params,
         arguments=_arguments(names, arguments, unchanged),
-        notes=(*checkpoint.notes, *(note for note in notes if note not in checkpoint.notes)),
+        notes=(*checkpoint.notes, *notes),
         tied=tied,
         buffers=buffers,
     )

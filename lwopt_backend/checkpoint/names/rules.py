@@ -85,10 +85,6 @@ class Pattern:
 
         return _FIELD.sub(filled, self.text)
 
-    def glob(self, values: Values) -> str:
-        """The name for any numbers: ``decoder.layers.*.mlp.linear_fc2.weight``."""
-        return _FIELD.sub(lambda found: "*" if _base(found[1])[1] is not None else str(values[found[1]]), self.text)
-
 
 def _base(field: str) -> tuple[str, int | None]:
     """The field's name, and the offset of its number in the name; None if it is not a number."""
