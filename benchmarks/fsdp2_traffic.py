@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.runtime.collectives import TorchCollectives
-from lwopt_backend.runtime.exchange import WORD_NBYTES
 
 
 @dataclass
@@ -39,8 +38,7 @@ class Traffic:
 
 
 def count(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Traffic:
-    """Take a step and count what it sends. What ours sends is counted twice, and must be what its plan says, and a word
-    to each rank."""
+    """Take a step and count what it sends. What ours sends is counted twice, and must be what its plan says."""
     rank = mesh.get_local_rank()
     with _calls_of_ours() as calls, Watch(rank, mesh.size()) as watch:
         optimizer.step()
@@ -48,8 +46,7 @@ def count(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Traffic:
         (stepper,) = optimizer._steppers
         params = [param for group in optimizer.param_groups for param in group["params"]]
         assert len(stepper.plan.atoms) == len(params), "a matrix was not routed to the matrix rule"
-        words = WORD_NBYTES * (mesh.size() - 1) if stepper.plan.buckets else 0
-        planned = 2 * len(stepper.plan.buckets), stepper.plan.wire_bytes()[rank] + words
+        planned = 2 * len(stepper.plan.buckets), stepper.plan.wire_bytes()[rank]
         found = calls.calls.get("alltoall_base", 0), calls.sent.get("alltoall_base", 0)
         assert found == planned and calls == watch.traffic, (planned, calls, watch.traffic)
     return watch.traffic

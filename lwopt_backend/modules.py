@@ -19,7 +19,7 @@ from torch import Tensor
 from lwopt_backend.config.linked_rates import loaded, saved
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
-from lwopt_backend.runtime.agreement import RanksDisagree, StepReport, agree, check_in_all, first_difference
+from lwopt_backend.runtime.agreement import RanksDisagree, StepRefused, agree, check_in_all, first_difference
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.storage.gradients import checked_order, clip_factor
 from lwopt_backend.storage.modules import NAME, OurPart, Part, check_held, held_by, load, parts_of, save, together
@@ -171,8 +171,9 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """Step every module or none; returns whether all ranks have stepped.
 
         If any gradient on any rank is not finite, no module steps, all gradients are dropped, ``overflowed`` names the
-        modules with such gradients, and all ranks return False. An error in a module on any rank raises RuntimeError on
-        all ranks; what can be checked before the step raises before any module steps.
+        modules with such gradients, and all ranks return False. An error in a module that is found before it steps
+        raises RuntimeError on all ranks; what can be checked before the step raises before any module steps. What fails
+        within a module's step is raised on that rank alone; the others wait for it until its program is ended.
         """
 
         hooked = bool(self._optimizer_step_post_hooks or AFTER)  # by hooks that may read parameters
@@ -184,9 +185,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
         if closure is not None:
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
-        report = StepReport()
-        with one_call(self, begins=True, ends=True, attempt=report.attempt):
-            norms = self._norms(2.0, report)
+        with one_call(self, begins=True, ends=True):
+            norms = self._norms(2.0, compare=True)
             self.overflowed = tuple(n for n in self.names if not all(math.isfinite(of[n]) for of in norms.values()))
             if self._limits and not self._clipped:
                 self._clip(norms, 2.0)
@@ -195,7 +195,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
                 self.zero_grad()
                 return False
             with inner_steps():
-                together(self._everyone, "step", self._parts, take_step)
+                together(self._everyone, "step", self._parts, take_step, StepRefused)
             return True
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
@@ -205,15 +205,13 @@ class ModuleOptimizers(torch.optim.Optimizer):
         for optimizer in self.modules.values():
             optimizer.zero_grad(set_to_none)
 
-    def _norms(self, norm_type: float, step: StepReport | None = None) -> Norms:
-        """The norms of gradients. Before a ``step``, also compares the options of plain optimizers."""
+    def _norms(self, norm_type: float, *, compare: bool = False) -> Norms:
+        """The norms of gradients. If asked to ``compare``, also compares the options of plain optimizers."""
         order = checked_order(norm_type)
 
         def measure(name: str, part: Part) -> tuple[dict[str | None, float], list[str]]:
             norms = {group: part.norm(order, group) for group in (None, *part.groups.limits)}
-            if step is not None and step.failure is not None:
-                raise step.failure
-            return norms, part.options() if step is not None else []
+            return norms, part.options() if compare else []
 
         what = "the norm of gradients"
         found = together(self._everyone, what, self._parts, measure)

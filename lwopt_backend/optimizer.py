@@ -27,14 +27,14 @@ from lwopt_backend.config import linked_rates
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig
 from lwopt_backend.config.linked_rates import NAME, LinkedOptimizer
-from lwopt_backend.config.param_groups import ElementwiseGroups, Groups, OptionsInUse, small_rate
+from lwopt_backend.config.param_groups import ComparedOptions, ElementwiseGroups, Groups, small_rate
 from lwopt_backend.config.registry import build_matrix_rules
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.grouping import Given, Grouping, WatchedModel
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.protocol import AFTER, one_call
-from lwopt_backend.runtime.agreement import StepReport, agree_in_all, plan_digest
+from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import StateStore, keeps_state
 from lwopt_backend.storage import mesh, mesh_state, mesh_stepping, owned_model
@@ -141,23 +141,22 @@ class LayerWiseOptimizer(LinkedOptimizer):
 
         A parameter that has no gradient on any rank is left alone, state included; where only some ranks have one, the
         others count as zero. Raises RuntimeError, on all ranks, if a backward pass of a plain model failed on one, if
-        parameters were replaced or others are trained than before, if options differ, or if the step fails on one.
+        parameters were replaced or others are trained than before, or if options differ, which every 64th step looks
+        at. What else fails is raised on that rank alone; the others wait for it until its program is ended.
         """
-        report = StepReport()
-        # A closure has collectives of the host: a rank that cannot go through them has to leave at once.
-        with one_call(self, begins=True, ends=True, attempt=None if closure else report.attempt):
+        with one_call(self, begins=True, ends=True):
             loss = None if closure is None else torch.enable_grad()(closure)()
             if self._clip_groups.limits and not self._clipped:
                 self._clip(self._clip_groups.limits)
             self._clipped = False
-            self._step(report)
+            self._step()
             if self._optimizer_step_post_hooks or AFTER:  # which may read parameters
                 self.synchronize()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
-    def _step(self, report: StepReport) -> None:
+    def _step(self) -> None:
         raise NotImplementedError
 
     def clip_grad_norm_(
@@ -329,16 +328,16 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def count_zeros(self, names: str | Sequence[str] = "*") -> int:
         return self.gradients.count_zeros(self._picked(names))
 
-    def _step(self, report: StepReport) -> None:
+    def _step(self) -> None:
         self.core.check_loaded()
-        presences = self._backward.finish(self.param_groups, report)
+        presences = self._backward.finish(self.param_groups)
         if self._loaded:
             self.refresh_masters()
         self._manager.receive_values()
-        self.core.step(self.param_groups, presences, report)
+        self.core.step(self.param_groups, presences)
         if not self.config.overlap_param_gather:
             self._manager.receive_values()
-        self._backward.stepped(report.failure)
+        self._backward.stepped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of an interrupted backward pass included."""
@@ -393,6 +392,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
         If AdamW trains everything, torch's whole tensors; then it is called on all ranks.
         """
+        self._backward.options.compare_next()
         return linked_rates.saved(self, lambda: state_of(self.core, self.param_groups))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -434,7 +434,7 @@ class MeshOptimizer(LayerWiseOptimizer):
     def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
         module = mesh.sharded_module(model, NAME)
         self._steppers: list[mesh.MeshStepper] = []
-        self._elementwise, self._options = ElementwiseGroups(), OptionsInUse()
+        self._elementwise, self._options = ElementwiseGroups(), ComparedOptions()
         self._attachment: Attachment | None = None
         self._bound: list[list[Tensor]] = []
         self._stated: list[Tensor] = []
@@ -487,11 +487,11 @@ class MeshOptimizer(LayerWiseOptimizer):
                 state[param] = before.get(param) or mesh.new_state(param.detach(), group, self.config)
         self.state, self._stated = state, list(state)
 
-    def _step(self, report: StepReport) -> None:
+    def _step(self) -> None:
         self._ensure_bound()
-        report.number = report.attempt(self._options.number, self.param_groups) or 0
         kept = (self._elementwise, self.state, self._attachment, self.row_scaling)
-        step_all(self._steppers, self.param_groups, self._matrix_rules, *kept, self._watched.changes(), report)
+        changed = self._watched.changes()
+        step_all(self._steppers, self.param_groups, self._matrix_rules(), *kept, changed, self._options)
 
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
         module = mesh.sharded_module(model, "attach")
@@ -541,6 +541,7 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As every torch optimizer's, with owner state as DTensors; called on all ranks if there is any owner state."""
+        self._options.compare_next()
         shards = self._owner_shards() if self.state else []
         return mesh_state.with_owner_state(super().state_dict(), shards, self._bound)
 

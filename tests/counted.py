@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from lwopt_backend.plan import MatrixPlan
 from lwopt_backend.runtime.collectives import TorchCollectives
-
-
-def words_nbytes(plans: Iterable[MatrixPlan]) -> int:
-    """What a rank says in a step beside the elements: 8 bytes to each other rank, with the last bucket's way back."""
-    return sum(8 * (plan.layout.world_size - 1) for plan in plans if plan.buckets)
 
 
 class Counted:

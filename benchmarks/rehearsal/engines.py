@@ -18,7 +18,7 @@ from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shares import zero_plans
 from lwopt_backend.routing.grouping import Grouping
-from lwopt_backend.runtime.agreement import StepReport, plan_digest
+from lwopt_backend.runtime.agreement import plan_digest
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.storage.flat import GroupStepper
 from lwopt_backend.storage.mesh import in_rows, local, over_all_ranks
@@ -27,8 +27,7 @@ from .absent_gpu import DEVICE
 
 KEPT = ("parameters", "gradients", "masters", "state")
 
-# Where a step may wait for the GPU: the flags of all ranks, and the words with which they say that all is well.
-FLAGS, WORDS = "read at runtime/presence.py: _largest", "read at runtime/agreement.py: settle"
+FLAGS = "read at runtime/presence.py: anywhere"  # where a step may wait for the GPU: the flags of all ranks
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,12 @@ class Routed:
 class Engine:
     """An engine's own step. ``digest`` is that of its plan.
 
-    ``waits`` says where a backward pass and a step may wait for the GPU, and how often. ``exchanges`` is the number of
-    steppers that send matrices, with one word to every rank. ``compared`` is what the engine stores of all that a plan
-    counts.
+    ``waits`` says where a backward pass and a step may wait for the GPU, and how often. ``compared`` is what the engine
+    stores of all that a plan counts.
     """
 
     digest: str
     waits: Mapping[str, int]
-    exchanges = 0
     compared: Sequence[str] = KEPT
 
     def backward(self) -> None:
@@ -165,11 +162,7 @@ class MeshEngine(Engine):
         self._optimizer = cast(MeshOptimizer, MeshOptimizer.__new__(MeshOptimizer))
         self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
         steppers, self.digest = self._optimizer._steppers, self._optimizer.plan_digest
-        self.exchanges = sum(bool(stepper.plan.buckets) for stepper in steppers)
-        self.waits = {
-            FLAGS: len(steppers),
-            WORDS: self.exchanges,
-        }
+        self.waits = {FLAGS: len(steppers)}
 
     def backward(self) -> None:
         for param in self._model.parameters():
@@ -207,18 +200,15 @@ class FlatEngine(Engine):
             stepper = GroupStepper(plan, flat, collectives, config, DEVICE)
             stepper.fill_state(group, state)
             self._units.append((group, flat, stepper, state))
-        self.exchanges = sum(plan.matrices is not None and bool(plan.matrices.buckets) for _, plan in plans)
-        self.waits = {WORDS: self.exchanges}
+        self.waits = {}
 
     def backward(self) -> None:
         for _, flat, _, _ in self._units:
             flat.grad = torch.empty_like(flat)
 
     def step(self) -> None:
-        report = StepReport()
         for group, _, stepper, state in self._units:
-            stepper.step(group, state, report)
-        report.settle("the step", list)
+            stepper.step(group, state)
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
         return {

@@ -19,7 +19,6 @@ from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.study import Stage, Study
 from lwopt_backend.runtime.agreement import plan_digest
-from lwopt_backend.runtime.exchange import WORD_NBYTES
 from lwopt_backend.runtime.state import OwnerState
 from lwopt_backend.runtime.whole import WholeMatrices
 
@@ -115,7 +114,7 @@ def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int) -> Reh
             return replace(found, problems=(f"{doing}: {_told(error)}",))
         mine_planned = planned.memory(mine % planned.group_size)
         figures = (
-            *_work(engine, recorder, counted, planned, mine),
+            *_work(recorder, counted, planned, mine),
             *_memory(engine, kept, mine_planned),
             Figure("peak of the step", recorder.peak, mine_planned.peak, exact=False),
             Figure("peak of the backward pass", peak_before),
@@ -217,7 +216,7 @@ def _waits(engine: Engine, waits: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _work(engine: Engine, recorder: Recorder, counted: Counted, planned: Planned, rank: int) -> list[Figure]:
+def _work(recorder: Recorder, counted: Counted, planned: Planned, rank: int) -> list[Figure]:
     """Matrices, collectives and operations."""
     place = rank % planned.group_size
     owned = planned.part.placed.owners.count(place) if planned.part else 0
@@ -228,9 +227,8 @@ def _work(engine: Engine, recorder: Recorder, counted: Counted, planned: Planned
         done, _ = recorder.collectives.get(kind, (0, 0))
         if calls or done:
             found.append(Figure(f"{kind}s", done, calls, "calls"))
-    words = WORD_NBYTES * (planned.ranks - 1) * engine.exchanges
     sent = sum(nbytes for kind, (_, nbytes) in recorder.collectives.items() if kind in TRAFFIC)
-    found.append(Figure("sent", sent, planned.memory(place).sent + words))
+    found.append(Figure("sent", sent, planned.memory(place).sent))
     more = {kind: nbytes for kind, (_, nbytes) in recorder.collectives.items() if kind not in TRAFFIC}
     found += [Figure(f"sent in {kind}", nbytes) for kind, nbytes in more.items()]
     return [*found, Figure("operations on the GPU", sum(recorder.operations.values()), unit="operations")]

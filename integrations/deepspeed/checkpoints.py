@@ -70,7 +70,8 @@ class SaveMark:
 
 def prepare_saving(engine: DeepSpeedEngine, optimizer: Any, ranks: Collectives) -> None:
     """Make a save wait for the files of all ranks before DeepSpeed's rank 0 names it in ``latest``; DeepSpeed's own
-    does not wait, and a run that is killed meanwhile would leave ``latest`` at a checkpoint with files missing.
+    does not wait, and a run that is killed meanwhile would leave ``latest`` at a checkpoint with files missing. The
+    ranks' options are compared before.
 
     At stage 0 with experts DeepSpeed asks only some ranks for the state of ``optimizer``, which all gather; so all do
     first."""
@@ -78,6 +79,7 @@ def prepare_saving(engine: DeepSpeedEngine, optimizer: Any, ranks: Collectives) 
 
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        optimizer.compare_options()
         writer = engine.checkpoint_engine
         commit = writer.commit
 

@@ -18,7 +18,7 @@ from lwopt_backend.checkpoint.deepspeed.files import SAVE
 from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.linked_rates import LinkedOptimizer
-from lwopt_backend.config.param_groups import OptionsInUse, as_groups, split
+from lwopt_backend.config.param_groups import NONE, ComparedOptions, as_groups, option_lines, split
 from lwopt_backend.config.registry import build_matrix_rules
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import zero
@@ -28,8 +28,9 @@ from lwopt_backend.integrations.deepspeed.universal import EngineStore, prepare_
 from lwopt_backend.integrations.deepspeed.zero import Binding, ZeROStore
 from lwopt_backend.routing.routing import full_shape
 from lwopt_backend.rules.protocol import one_call
-from lwopt_backend.runtime.agreement import StepReport
+from lwopt_backend.runtime.agreement import agree, disagreement
 from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, keeps_state
 from lwopt_backend.storage.flat import UnitStepper
 from lwopt_backend.storage.gradients import ClipGroups
@@ -84,6 +85,10 @@ class EngineOptimizer(LinkedOptimizer):
         """The norm of each group in ``clip_groups`` before it was last clipped, the same on all ranks."""
         return self._clip_groups.named
 
+    def compare_options(self) -> None:
+        """Raises RanksDisagree, on all ranks that share parameters, if options differ. Called on all of them."""
+        agree(self._everyone(), self.name, lambda: (None, option_lines(self.param_groups)))
+
     def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
         return self._engine().get_global_grad_norm(), self._clip_groups.named
 
@@ -112,7 +117,7 @@ class ZeROLayerWise(EngineOptimizer):
         self._binding: Binding | None = None
         self._steppers: dict[int, UnitStepper[Any]] = {}  # by id of their tensor
         self._owner_state: dict[str, dict[str, Any]] = {}  # loaded, by a matrix's name, until the steppers are made
-        self._report, self._options = StepReport(), OptionsInUse()
+        self._options = ComparedOptions()
         self._global_grad_norm: Any = None  # read by the engine at stage 0
         self.norm_before_clipping: Any = None  # written by the engine at stage 0
         super().__init__(name, params, rules, config)
@@ -153,20 +158,18 @@ class ZeROLayerWise(EngineOptimizer):
         """One step of what DeepSpeed has in ``param_groups``: everything (stage 0, BF16_Optimizer), a param group
         (ZeRO-1/2) or a sub-group (ZeRO-3). Called on all ranks, without a closure.
 
-        Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned;
-        in the call that ends a step, on every rank, what has gone wrong in it on any, or if ranks have other options.
+        Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned,
+        or if options are found to differ, before anything is changed.
         """
         binding = self._prepare()
         shown = [(g, tensor) for g in self.param_groups for tensor in g["params"] if id(tensor) in self._steppers]
         ids, units = [id(tensor) for _, tensor in shown], list(self._steppers)
         begins, ends = ids[:1] == units[:1], ids[-1:] == units[-1:]
-        if begins:
-            self._report = StepReport()
-            if binding.ranks[0].rank == 0 and (news := binding.watched.news()) is not None:
-                logger.warning(f"{self.name}: {news}")
-        with one_call(self, begins=begins, ends=ends, attempt=self._report.attempt):
+        if begins and binding.ranks[0].rank == 0 and (news := binding.watched.news()) is not None:
+            logger.warning(f"{self.name}: {news}")
+        with one_call(self, begins=begins, ends=ends):
             if begins:
-                self._report.number = self._report.attempt(self._options.number, self._linked) or 0
+                self._compare_options(binding)
             if binding.stage is not None and len(set(binding.stage.groups)) > 1:  # some stage lacks another's groups
                 check_rates(binding.stage, self._linked)
             if binding.replicated:
@@ -175,13 +178,19 @@ class ZeROLayerWise(EngineOptimizer):
                     clipped = deepspeed_engine.clip_whole(binding.engine, self._clip_groups, 0.0)
                 self._global_grad_norm = clipped
             for group, tensor in shown:
-                self._steppers[id(tensor)].step(group, self.state[tensor], self._report)
+                self._steppers[id(tensor)].step(group, self.state[tensor])
                 if self.row_scaling:
-                    self._report.attempt(self._steppers[id(tensor)].scale_rows, self.row_scaling)
-            if ends:
-                self._report.settle(self.name, lambda: OptionsInUse.lines(self._linked))
+                    self._steppers[id(tensor)].scale_rows(self.row_scaling)
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
+
+    def _compare_options(self, binding: Binding) -> None:
+        """Every 64th step, which exchanges two numbers for this; no other step has a message of ours for them."""
+        flags, everyone = self._options.flags(self._linked), self._everyone()
+        if flags[0] == NONE:
+            return
+        if self._options.differ(Presence(everyone, (), binding.engine.device, flags).anywhere()):
+            raise disagreement(everyone, self.name, option_lines(self._linked))
 
     @property
     def _keeps_owner_state(self) -> bool:

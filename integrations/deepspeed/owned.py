@@ -27,7 +27,7 @@ from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import check_groups
 from lwopt_backend.routing.grouping import Grouping, group_parameters
 from lwopt_backend.rules.protocol import one_call
-from lwopt_backend.runtime.agreement import StepReport, agree_in_all, digest
+from lwopt_backend.runtime.agreement import agree_in_all, digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
 from lwopt_backend.storage.gradients import ClipGroups, clip_factor
@@ -210,26 +210,24 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
 
         Gradients that are not finite are dropped and ``overflow`` is set, except for bf16 with
         ``bf16.check_grad_overflow`` off. Raises RuntimeError outside an engine and, on all ranks, if a backward pass
-        ended in an exception on one, the model's parameters were changed, or ranks have other options; and what goes
-        wrong in the step.
+        ended in an exception on one, the model's parameters were changed, or options are found to differ.
         """
         if self._owned is None:
             raise self._no_engine()
-        report = StepReport()
-        with one_call(self, begins=True, ends=True, attempt=report.attempt):
-            presences = self._backward.finish(self.param_groups, report)
+        with one_call(self, begins=True, ends=True):
+            presences = self._backward.finish(self.param_groups)
             if self._loaded:
                 self.refresh_fp32_params()
             self._scale_gradients()
             self.loss_scaler.update_scale(self.overflow)
             if not self.overflow:
-                self.core.step(self.param_groups, presences, report)
+                self.core.step(self.param_groups, presences)
                 self.core.manager.receive_values()
             else:
                 self.core.manager.drop_gradients()
                 self.row_scaling.clear()
             self._reductions = 0
-            self._backward.stepped(report.failure)
+            self._backward.stepped()
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 

@@ -20,7 +20,7 @@ from lwopt_backend.config.registry import (
     rule_named,
 )
 from lwopt_backend.routing.routing import named_like
-from lwopt_backend.runtime.agreement import number_of, setting
+from lwopt_backend.runtime.agreement import digest, setting
 from lwopt_backend.runtime.collectives import changing, of_elementwise, phase, rule_name
 from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
 from lwopt_backend.runtime.whole import Slices
@@ -59,32 +59,43 @@ class ElementwiseGroups:
                 stepper.step(given, parts)
 
 
-class OptionsInUse:
-    """The options of param groups at a step, which must be the same on all ranks."""
+# The options of param groups at a step, which must be the same on all ranks.
+
+COMPARED_EVERY = 64  # steps, beginning with the first
+NONE = -(2**31)  # below every hash and its negative: the flag of a rank that compares nothing in this step
+
+
+class ComparedOptions:
+    """The hash of the options, as two of the flags of which a step finds the largest of all ranks."""
 
     def __init__(self) -> None:
-        self._values: list[tuple[str, dict[str, Any]]] = []
-        self._number = 0
+        self._steps = 0
+        self._due = False
 
-    def number(self, groups: Groups) -> int:
-        """The number of the current options (``number_of``), computed again only if one has changed."""
-        values = _values(groups)
-        if values != self._values:
-            self._values, self._number = values, number_of([repr(values)])
-        return self._number
+    def compare_next(self) -> None:
+        """Compare in the next step, whatever its number. Not all ranks need call this: those that do are compared."""
+        self._due = True
+
+    def flags(self, groups: Groups) -> list[int]:
+        """The two flags of this rank. Called once in every step."""
+        due, self._due = self._due or self._steps % COMPARED_EVERY == 0, False
+        self._steps += 1
+        number = int(digest(option_lines(groups))[:7], 16) if due else 0
+        return [number, -number] if due else [NONE, NONE]
 
     @staticmethod
-    def lines(groups: Groups) -> list[str]:
-        """The options that the number was made of, one line each."""
-        return [
-            setting(f"{key} of param group {number} ({rule})", value)
-            for number, (rule, values) in enumerate(_values(groups))
-            for key, value in values.items()
-        ]
+    def differ(largest: Sequence[int]) -> bool:
+        """Whether ranks that compare have different options, by the largest flags of all ranks."""
+        return largest[0] != NONE and largest[0] != -largest[1]
 
 
-def _values(groups: Groups) -> list[tuple[str, dict[str, Any]]]:
-    return [(group["rule"], {key: plain(value) for key, value in arguments(group).items()}) for group in groups]
+def option_lines(groups: Groups) -> list[str]:
+    """The options of all param groups, one line each."""
+    return [
+        setting(f"{key} of param group {number} ({group['rule']})", plain(value))
+        for number, group in enumerate(groups)
+        for key, value in arguments(group).items()
+    ]
 
 
 def plain(value: Any) -> Any:

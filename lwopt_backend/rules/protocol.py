@@ -169,27 +169,16 @@ def inner_steps() -> Iterator[None]:
             hooks.update(before)
 
 
-Attempt = Callable[[Callable[[], None]], object]
-
-
 @contextmanager
-def one_call(
-    optimizer: torch.optim.Optimizer, *, begins: bool, ends: bool, attempt: Attempt | None = None
-) -> Iterator[None]:
+def one_call(optimizer: torch.optim.Optimizer, *, begins: bool, ends: bool) -> Iterator[None]:
     """What torch does around ``step``, for an optimizer that a host calls several times a step.
 
-    Hooks hear of the call that begins the step, before it, and of the one that ends it, after it. Those before it are
-    called by ``attempt``, if there is one. ``step`` must have an attribute ``hooked``, with which torch takes it as it
-    is.
+    Hooks hear of the call that begins the step, before it, and of the one that ends it, after it. ``step`` must have an
+    attribute ``hooked``, with which torch takes it as it is.
     """
-
-    def before() -> None:
-        for hook in chain(BEFORE.values(), optimizer._optimizer_step_pre_hooks.values()):
-            hook(optimizer, (optimizer,), {})
-
     with record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-        if begins:
-            before() if attempt is None else attempt(before)
+        for hook in chain(BEFORE.values(), optimizer._optimizer_step_pre_hooks.values()) if begins else ():
+            hook(optimizer, (optimizer,), {})
         yield
         for hook in chain(optimizer._optimizer_step_post_hooks.values(), AFTER.values()) if ends else ():
             hook(optimizer, (optimizer,), {})

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
-import torch
-from torch import Tensor
-
-from lwopt_backend.runtime.collectives import Collectives, first_failure
-
-
-@contextmanager
-def failing(what: Callable[[], str]) -> Iterator[None]:
-    """Re-raise a collective's RuntimeError with ``what()``, the transfer that failed, and the likely causes."""
-    try:
-        yield
-    except RuntimeError as error:
-        why = first_failure() or "another rank has ended, hangs, or ran other backward passes"
-        raise RuntimeError(f"{what()} failed; {why}. {error}") from error
-
+from lwopt_backend.runtime.collectives import Collectives
 
 # Ranks exchange nothing until all of them have reported the same decision.
 #
@@ -34,8 +19,12 @@ T = TypeVar("T")
 IS = " = "  # in the line of an option, between its name and its value
 
 
-class RanksDisagree(RuntimeError):
-    """Ranks planned different things; the message names the first difference."""
+class StepRefused(RuntimeError):
+    """All ranks that step together raise this, before anything is changed."""
+
+
+class RanksDisagree(StepRefused):
+    """Ranks planned different things, or have different options; the message names the first difference."""
 
 
 def agree(collectives: Collectives, what: str, decide: Callable[[], tuple[T, Sequence[str]]]) -> T:
@@ -68,7 +57,7 @@ def agree_in_all(
     except Exception as caught:  # reported to the other ranks first, then raised again below
         error = caught
     for collectives, of_group in zip(groups, lines, strict=True):
-        error = exchange_reports(collectives, what, of_group, error) or error
+        error = _exchange_reports(collectives, what, of_group, error) or error
     if error is not None:
         raise error
     return value
@@ -107,7 +96,7 @@ def from_first(collectives: Collectives, what: str, make: Callable[[], T]) -> T:
     return value if collectives.rank == 0 else cast(T, pickle.loads(sent))
 
 
-def exchange_reports(
+def _exchange_reports(
     collectives: Collectives, what: str, lines: Sequence[str], error: Exception | None
 ) -> Exception | None:
     """Exchange reports within one group. Returns the error to raise, or None; a rank with its own error raises that.
@@ -120,68 +109,18 @@ def exchange_reports(
         rank, text = failed[0]
         return RuntimeError(f"{what}: rank {rank} failed with {text}; rank {collectives.rank} stops with it")
     if not failed and len({found for found, _ in reports}) > 1:
-        return RanksDisagree(f"{what}: {first_difference(collectives.gather_objects(list(lines)))}")
+        return disagreement(collectives, what, lines)
     return None
 
 
-FAILED = -1  # the word of a rank that failed
-
-
-class StepReport:
-    """The errors of one step, on this rank and on others, exchanged in messages that the step sends anyway.
-
-    A rank that fails in a step takes part in the rest of it with zeros, so that no rank waits for it. One message of
-    each ``MatrixStepper`` carries every rank's word: the ``number`` of its options, or ``FAILED``. ``settle``, at the
-    end of the step, makes an error on one rank an error on all. ``failure`` is this rank's first error.
-    """
-
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
-        self._heard: list[tuple[Collectives, Tensor]] = []
-        self.failure: Exception | None = None
-
-    def attempt(self, do: Callable[..., T], *args: Any) -> T | None:
-        """Return ``do(*args)``; None if it raises, or if an earlier attempt did. ``do`` must start no collective."""
-        if self.failure is None:
-            try:
-                return do(*args)
-            except Exception as error:
-                self.failure = error
-        return None
-
-    @property
-    def word(self) -> int:
-        """This rank's word at this moment."""
-        return self.number if self.failure is None else FAILED
-
-    def hear(self, collectives: Collectives, words: Tensor) -> None:
-        """Keep the ranks' words until ``settle``, so that a device need not be waited for here."""
-        if collectives.world_size > 1:
-            self._heard.append((collectives, words))
-
-    def settle(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
-        """Raise the error of any rank, or of differing options, whose ``lines`` are then compared.
-
-        Called on all ranks that step together.
-        """
-        error = self.failure
-        of_all = torch.cat([words for _, words in self._heard]).tolist() if self._heard else []  # one copy to the host
-        for collectives, words in self._heard:
-            found = [of_all.pop(0) for _ in range(words.numel())]
-            if FAILED in found or len(set(found)) > 1:
-                error = exchange_reports(collectives, what, [] if FAILED in found else lines(), error) or error
-        if error is not None:
-            raise error
+def disagreement(collectives: Collectives, what: str, lines: Sequence[str]) -> RanksDisagree:
+    """The error that names the first difference between the ranks' ``lines``. Called on all ranks of the group."""
+    return RanksDisagree(f"{what}: {first_difference(collectives.gather_objects(list(lines)))}")
 
 
 def digest(lines: Sequence[str]) -> str:
     """SHA-256 of the lines; equal on all ranks and machines for equal lines, whatever the hash seed."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def number_of(lines: Sequence[str]) -> int:
-    """A number below 2^62 made of a digest: equal lines have equal numbers."""
-    return int(digest(lines)[:15], 16)
 
 
 def plan_digest(lines: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from lwopt_backend.plan.buffers.layout import Bucket
-from lwopt_backend.runtime.agreement import failing
 from lwopt_backend.runtime.buckets import BucketBuffers, Ledger, Sharers
 from lwopt_backend.runtime.presence import Presence
 
@@ -243,7 +242,7 @@ class BucketManager:
         self._next += 1
         if number >= IN_FLIGHT:
             self._arrive(number - IN_FLIGHT)
-        with torch.no_grad(), self._named(number, "gradients to their owners"):
+        with torch.no_grad():
             self._arrive(number)  # its transfer of an earlier pass
             self.buckets[number].launch()
 
@@ -252,8 +251,8 @@ class BucketManager:
         self.passes += 1
         self._left_behind = False
         if self._keep_full:
-            for number, bucket in enumerate(self.settled()):
-                with torch.no_grad(), self._named(number, "gradients to all ranks"):
+            for bucket in self.settled():
+                with torch.no_grad():
                     bucket.spread_gradients()
             self._show_everywhere()
 
@@ -270,13 +269,13 @@ class BucketManager:
             presence.finish()
 
     def _arrive(self, number: int) -> None:
-        with torch.no_grad(), self._named(number, "gradients to their owners"):
+        with torch.no_grad():
             if self.buckets[number].under_way:
                 self.buckets[number].arrive()
 
     def _settle(self, number: int) -> None:
         self._arrive(number)
-        with torch.no_grad(), self._named(number, "gradients across instances"):
+        with torch.no_grad():
             self.buckets[number].settle()
 
     # Step
@@ -325,21 +324,20 @@ class BucketManager:
 
     def send_values(self, number: int) -> None:
         """Start sending a bucket's new parameters to all ranks. Called on all ranks, bucket by bucket."""
-        with torch.no_grad(), self._named(number, "parameters to all ranks"):
+        with torch.no_grad():
             self.buckets[number].send_values()
 
     def receive_values(self, numbers: Sequence[int] | None = None) -> None:
         """Wait until the parameters of these buckets, by default of all, have arrived."""
         for number in range(len(self.buckets)) if numbers is None else numbers:
             if self.buckets[number].stale:
-                with torch.no_grad(), self._named(number, "parameters to all ranks"):
+                with torch.no_grad():
                     self.buckets[number].receive_values()
 
     def drop_gradients(self) -> None:
         """Drop all gradients; waits for those in flight."""
-        for number, bucket in enumerate(self.buckets):
-            with self._named(number, "gradients to their owners"):
-                bucket.drop_gradients()
+        for bucket in self.buckets:
+            bucket.drop_gradients()
         for param in self.params:
             param.grad = None
         self._touched = [False] * len(self.params)
@@ -363,11 +361,3 @@ class BucketManager:
     def all_left(self) -> bool:
         """Whether a pass has reduced since the last step, and all gradients were sent to their owners."""
         return self.passes > 0 and not self._open and not self._left_behind
-
-    def label(self, number: int) -> str:
-        """A bucket's number, kind and first parameter, for errors."""
-        kind, slots = self.buckets[number].bucket.kind, self.buckets[number].bucket.slots
-        return f"bucket {number} ({kind}, {len(slots)} parameters, the first is {self.names[slots[0].param]!r})"
-
-    def _named(self, number: int, what: str) -> AbstractContextManager[None]:
-        return failing(lambda: f"{self.label(number)}: bringing its {what}")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import secrets
-import sys
 import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -346,7 +343,6 @@ class TorchCollectives(PartCollectives):
         self._group = None if group is None else weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        tell_failures()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -502,43 +498,6 @@ def ranks_of(group: dist.ProcessGroup | None = None, name: str = "process_group"
             f"rank {dist.get_rank()} is not in the process group given; make the optimizer on the group's ranks only"
         )
     return TorchCollectives(group) if group is not None or dist.is_initialized() else Alone()
-
-
-# A rank that ends with an exception leaves it in the store; the others then end with an error of their transport.
-
-_FIRST_FAILURE = "lwopt: the first failure"
-
-
-@functools.cache
-def tell_failures() -> None:
-    """From now on, leave an exception that ends this process in torch.distributed's store, where others find it.
-
-    A rank that ends later prints the first one. If rank 0's process has the store, rank 0's exception is lost with it.
-    """
-    before = sys.excepthook
-
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, Exception) and dist.is_initialized():
-            mine = f"rank {dist.get_rank()} failed with {error!r}"
-            first = _of_store(lambda store: store.compare_set(_FIRST_FAILURE, "", mine).decode())
-            if first not in (None, mine):
-                print(f"lwopt_backend: {first} before this:", file=sys.stderr)
-        before(kind, error, trace)
-
-    sys.excepthook = tell
-
-
-def first_failure() -> str | None:
-    """The exception that ended a rank first, if it could leave one."""
-    return _of_store(lambda store: store.get(_FIRST_FAILURE).decode() if store.check([_FIRST_FAILURE]) else None)
-
-
-def _of_store(do: Callable[[Any], str | None]) -> str | None:
-    """Call ``do`` with the store; None without one, or if it ended with the process that had it."""
-    try:
-        return do(dist.distributed_c10d._get_default_store()) if dist.is_initialized() else None
-    except RuntimeError:
-        return None
 
 
 def join(rank: int, world_size: int, meeting_point: str) -> TorchCollectives:

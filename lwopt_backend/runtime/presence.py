@@ -22,12 +22,10 @@ def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
 
 
 class Presence:
-    """Which parameters have a gradient on any rank. Made on all ranks of the group, which starts the exchange.
+    """Which parameters have a gradient on any rank, and the largest of the ranks' ``flags`` and ``more``, all int32.
 
-    A rank that has a gradient does not wait; one that has none waits to learn whether another has it. So if all ranks
-    have all gradients, none waits.
-
-    ``number``, below 2^62, travels along: ``alike`` says whether all ranks gave the same.
+    Made on all ranks of the group, which starts the exchange. To ask for a parameter that has a gradient ``here`` does
+    not wait for it.
     """
 
     def __init__(
@@ -35,20 +33,18 @@ class Presence:
         collectives: Collectives,
         here: Sequence[bool],
         device: torch.device,
-        more: Tensor | Sequence[int] = (),
-        number: int = 0,
+        flags: Sequence[int] = (),
+        more: Tensor | None = None,
     ) -> None:
         self._here = list(here)
-        high, low = divmod(number, 2**31)
-        halves = [high, -high, low, -low]  # all ranks have one number if the largest is also the smallest
-        flags = [*halves, *map(int, [*self._here, *([] if isinstance(more, Tensor) else more)])]
         self._pending: Pending | None = None
         self._found: list[int] | None = None
-        if collectives.world_size == 1 and not isinstance(more, Tensor):
-            self._found = flags
+        mine = [*map(int, self._here), *flags]
+        if collectives.world_size == 1 and more is None:
+            self._found = mine
             return
-        self._flags = torch.tensor(flags, dtype=torch.int32).to(device, non_blocking=True)  # else a GPU's host waits
-        if isinstance(more, Tensor):
+        self._flags = torch.tensor(mine, dtype=torch.int32).to(device, non_blocking=True)  # else a GPU's host waits
+        if more is not None:
             self._flags = torch.cat([self._flags, more])
         self._pending = collectives.all_reduce_max(self._flags)
 
@@ -57,16 +53,7 @@ class Presence:
         return self._here[index] or bool(self.anywhere()[index])
 
     def anywhere(self) -> list[int]:
-        """One int per parameter, then per flag of ``more`` (int32): 1 if any rank has it. Waits for the exchange."""
-        return self._largest()[4:]
-
-    @property
-    def alike(self) -> bool:
-        """Whether all ranks gave one ``number``."""
-        high, minus_high, low, minus_low = self._largest()[:4]
-        return high == -minus_high and low == -minus_low
-
-    def _largest(self) -> list[int]:
+        """One int per parameter, 1 if any rank has a gradient, then the largest flags. Waits for the exchange."""
         if self._found is None:
             self.finish()
             self._found = self._flags.tolist()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment
 from lwopt_backend.rules import MatrixRule, WeightRule
-from lwopt_backend.runtime.agreement import StepReport
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.exchange import Arrival, Segments, ways_back, ways_to_owners
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_all
@@ -178,41 +177,35 @@ class MatrixStepper:
         active: Callable[[int], bool] = lambda atom: True,
         departed: Mapping[int, Arrival | None] | None = None,
         meanwhile: Callable[[], None] | None = None,
-        report: StepReport | None = None,
     ) -> None:
         """Update the weights and the state in ``storage``. Called on all ranks of the group.
 
         ``rules`` has one rule per matrix; all of them exchange in one dtype. A matrix that is not ``active`` is not
         changed; ``active`` must return the same on all ranks. ``departed`` has the buckets whose state is already
-        advanced, with their exchange if it was started. ``meanwhile`` runs while the first bucket is on the wire. An
-        error on this rank goes into ``report``, which the caller settles; without one it is raised here, on all ranks.
+        advanced, with their exchange if it was started. ``meanwhile`` runs while the first bucket is on the wire.
         """
-        run = _Run(rules, storage, active, departed or {}, report or StepReport())
+        run = _Run(rules, storage, active, departed or {})
         count = len(self._to_owners)
         arriving = self._depart(0, run)
         if meanwhile is not None:
-            run.report.attempt(meanwhile)
+            meanwhile()
         returning: Callable[[], object] = list  # of the bucket before; no longer referred to when it has been called
         for bucket in range(count):
             following = self._depart(bucket + 1, run)
             if bucket == 0:
                 self._step_local(run)
-            is_last = bucket == count - 1
-            finish = partial(self._apply_returned, self._update_owned(bucket, arriving, run, is_last), run, is_last)
-            arriving = following
+            sent_back = self._update_owned(bucket, arriving, run)
             returning()
-            returning = finish
+            arriving, returning = following, partial(self._apply_returned, sent_back, run)
         if not count:
             self._step_local(run)
         returning()
-        if report is None:
-            run.report.settle("the step of matrices", list)
 
     def _step_local(self, run: _Run) -> None:
-        run.report.attempt(lambda: self._whole.step(run.active_of(self._local), run.rules, run.storage))
+        self._whole.step(run.active_of(self._local), run.rules, run.storage)
 
     def send_directions(self, bucket: int, run: _Run, *, advance: bool = True) -> Arrival:
-        """Start the all-to-all that sends a bucket's directions to their owners; zeros if they cannot be computed."""
+        """Start the all-to-all that sends a bucket's directions to their owners."""
         return self._send(
             bucket, run, lambda into: self._whole.pack_directions(into, run.rules, run.storage, advance=advance)
         )
@@ -230,12 +223,8 @@ class MatrixStepper:
     def _send(self, bucket: int, run: _Run, pack: Callable[[dict[int, Tensor]], None]) -> Arrival:
         """Start an all-to-all to the owners; ``pack`` fills the flat tensors that it is given by atom."""
 
-        def fill(segments: Segments) -> bool:
+        def packed(segments: Segments) -> None:
             pack({segment.atom: target for segment, target in segments})
-            return True
-
-        def packed(segments: Segments) -> bool:
-            return run.report.attempt(fill, segments) or False
 
         dtype = run.rules[self._first[bucket]].exchange_dtype
         return self._to_owners[bucket].start(dtype, lambda segment: run.active(segment.atom), packed)
@@ -247,28 +236,22 @@ class MatrixStepper:
         advanced = bucket in run.departed
         arrivals = [run.departed.get(bucket) or self.send_directions(bucket, run, advance=not advanced)]
         for atom in [] if advanced else self._copies[bucket]:
-            run.report.attempt(run.advance, atom)
+            run.advance(atom)
         if isinstance(run.rules[self._first[bucket]], WeightRule):
             arrivals.append(self._send(bucket, run, lambda into: self._whole.pack_values(into, run.storage)))
         return arrivals
 
-    def _update_owned(self, bucket: int, arriving: Sequence[Arrival], run: _Run, is_last: bool) -> Arrival:
+    def _update_owned(self, bucket: int, arriving: Sequence[Arrival], run: _Run) -> Arrival:
         batches = list(self._whole.batches(run.active_of(self._owned[bucket]), run.rules))
         arrived = [self._whole_of(arrival, batches) for arrival in arriving]
-        updates: dict[int, Tensor] = {}
-        if len(arrived) > 1:  # weights of rules that change them, one by one; they return if one fails
-            updates = {atom: weight for (atom,), weight in zip(batches, arrived[1])}
-        updates |= run.report.attempt(self._updates, batches, arrived, run) or {}
+        updates = self._updates(batches, arrived, run)
 
-        def packed(segments: Segments) -> bool:
+        def packed(segments: Segments) -> None:
             cuts = [_cut(updates[segment.atom], segment) for segment, _ in segments]
             copy_all([target.view(cut.shape) for (_, target), cut in zip(segments, cuts)], cuts)
-            return True
 
         dtype = run.rules[self._first[bucket]].exchange_dtype
-        return self._back[bucket].start(
-            dtype, lambda segment: segment.atom in updates, packed, (lambda: run.report.word) if is_last else None
-        )
+        return self._back[bucket].start(dtype, lambda segment: segment.atom in updates, packed)
 
     def _updates(self, batches: Sequence[list[int]], arrived: Sequence[list[Tensor]], run: _Run) -> dict[int, Tensor]:
         """The updates of the matrices of a bucket that this rank owns, by atom."""
@@ -296,14 +279,12 @@ class MatrixStepper:
         arrival.wait(deliver)
         return stacks
 
-    def _apply_returned(self, returning: Arrival, run: _Run, is_last: bool) -> None:
+    def _apply_returned(self, returning: Arrival, run: _Run) -> None:
         def apply(segments: Segments) -> None:
             updates = {segment.atom: update for segment, update in segments if run.active(segment.atom)}
             self._whole.apply(updates, run.rules, run.storage)
 
-        returning.wait(lambda segments: run.report.attempt(apply, segments))
-        if is_last:
-            run.report.hear(self._collectives, returning.words())
+        returning.wait(apply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +295,6 @@ class _Run:
     storage: Storage
     active: Callable[[int], bool] = lambda atom: True
     departed: Mapping[int, Arrival | None] = field(default_factory=dict)
-    report: StepReport = field(default_factory=StepReport)
 
     def active_of(self, atoms: Sequence[int]) -> list[int]:
         return [atom for atom in atoms if self.active(atom)]

@@ -33,7 +33,7 @@ from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
-from lwopt_backend.runtime.agreement import StepReport, plan_digest, setting
+from lwopt_backend.runtime.agreement import plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.stepper import MatrixStepper
@@ -250,9 +250,8 @@ class UnitStepper(Generic[Stored]):
                 plan.matrices, collectives, device, batch_numel=batch_numel, rule_device=rule_device
             )
 
-    def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
-        """One step with the hyperparameters in ``group``. Called on all ranks that share the parameters. What goes
-        wrong is in ``report``."""
+    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """One step with the hyperparameters in ``group``. Called on all ranks that share the parameters."""
         raise NotImplementedError
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
@@ -299,15 +298,15 @@ class GroupStepper(UnitStepper[Tensor]):
         """What is not padding, which may hold anything."""
         return [piece.value for piece in self.pieces({}, 0) if piece.value is not None]
 
-    def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
+    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """From the flat tensor's ``grad``."""
         planned, grad = self._plan.matrices, self._stored.grad
         assert grad is not None
         if self.matrices is None or planned is None:
-            report.attempt(self._elementwise.step, 0, group, [Slices(self._stored, grad, state)], self._weights)
+            self._elementwise.step(0, group, [Slices(self._stored, grad, state)], self._weights)
             return
         rule, layout = registry.build_matrix_rule(group, self._config), planned.layout
         assert isinstance(layout, (Partition, TensorShards))
         elements = Slices(self._stored, grad, {key: state[key] for key in rule.state_keys})
         storage = FlatStorage(layout, self._collectives.rank, elements)
-        self.matrices.step([rule] * len(planned.atoms), storage, report=report)
+        self.matrices.step([rule] * len(planned.atoms), storage)

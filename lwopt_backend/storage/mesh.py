@@ -426,11 +426,11 @@ class MeshStepper:
         batch = 0 if self.device.type in IMMEDIATE else BATCH_NUMEL
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
 
-    def presence(self, more: Tensor | Sequence[int] = (), *, problem: bool = False, number: int = 0) -> Presence:
-        """Start to agree on which members have a gradient, on whether a rank has a ``problem``, on the ``number`` of
-        the options, and on ``more`` flags. Called on all ranks of the mesh."""
+    def presence(self, flags: Sequence[int] = (), more: Tensor | None = None) -> Presence:
+        """Start to find which members have a gradient on any rank, and the largest of ``flags`` and ``more``. Called on
+        all ranks of the mesh."""
         here = [member.param.grad is not None for member in self.members]
-        return Presence(self.collectives, [*here, problem], self.device, more, number)
+        return Presence(self.collectives, here, self.device, flags, more)
 
     def active(self, presence: Presence) -> Callable[[int], bool]:
         """Returns whether an atom's parameter has a gradient on any rank."""

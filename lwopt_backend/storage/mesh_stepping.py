@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend import report
 from lwopt_backend.config.linked_rates import NAME
-from lwopt_backend.config.param_groups import ElementwiseGroups, Groups, OptionsInUse
+from lwopt_backend.config.param_groups import ComparedOptions, ElementwiseGroups, Groups, option_lines
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.runtime.agreement import StepReport, exchange_reports, failing
+from lwopt_backend.runtime.agreement import StepRefused, disagreement
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.stepper import EarlyExchange
 from lwopt_backend.runtime.whole import Slices
@@ -111,17 +111,12 @@ class Attachment:
         place_gradients([param])
         self._early[number].ready(atom, now)
 
-    def touched(
-        self, number: int, stepper: MeshStepper, rules: Sequence[MatrixRule], storage: Shards, report: StepReport
-    ) -> Tensor | None:
+    def touched(self, number: int, stepper: MeshStepper, rules: Sequence[MatrixRule], storage: Shards) -> Tensor | None:
         """Per bucket, 1 if it must be exchanged again, as in ``EarlyExchange``; None if none is sent early."""
         if number not in self._early:
             return None
         missing = {atom for atom, i in enumerate(stepper.matrices) if stepper.members[i].param.grad is None}
-        flags = report.attempt(self._early[number].touched, rules, storage, missing, stepper.device)
-        if flags is None:  # all ranks of the mesh send equally many
-            return torch.zeros(len(stepper.plan.buckets), dtype=torch.int32, device=stepper.device)
-        return flags
+        return self._early[number].touched(rules, storage, missing, stepper.device)
 
     def settle(self, number: int, touched: Sequence[int]) -> Mapping[int, Any]:
         return self._early[number].settle(touched) if number in self._early else {}
@@ -151,38 +146,35 @@ class Attachment:
 # One step of all steppers of a model: matrices mesh by mesh, the rest while the first bucket is on the wire.
 
 
+FLAGS = 3  # of a step, beside a member's: whether its model was changed on a rank, and two of the options
+
+
 def step_all(
     steppers: Sequence[MeshStepper],
     groups: Sequence[Mapping[str, Any]],
-    rules: Callable[[], Mapping[int, MatrixRule]],
+    rules: Mapping[int, MatrixRule],
     optimizers: ElementwiseGroups,
     states: States,
     attachment: Attachment | None,
     row_scaling: RowScaling,
     changed: str | None,
-    report: StepReport,
+    options: ComparedOptions,
 ) -> None:
-    """One step with the current gradients. ``rules`` returns the rules by param group. Called on all ranks.
+    """One step with the current gradients. ``rules`` are those of the param groups. Called on all ranks.
 
-    ``changed`` describes a change to the model on this rank that ends its training; ``report`` has what failed before.
-    If any rank has one, or options differ, all ranks raise before any weight is changed; a failure within the step is
-    raised on all ranks at its end.
+    ``changed`` describes a change to the model on this rank that ends its training. If any rank has one, or ``options``
+    are found to differ, all ranks raise before any weight is changed.
     """
     place_gradients(member.param for stepper in steppers for member in stepper.members)
-    of_groups = report.attempt(rules)
-    of_steppers = [[] if of_groups is None else stepper.rules_of(of_groups) for stepper in steppers]
+    of_steppers = [stepper.rules_of(rules) for stepper in steppers]
     storages = [stepper.storage(states) for stepper in steppers]
     touched: list[Tensor | None] = [None] * len(steppers)
     if attachment is not None:
         parts = zip(steppers, of_steppers, storages)
-        touched = [attachment.touched(number, *part, report) for number, part in enumerate(parts)]
-    problem = changed is not None or report.failure is not None
-    presences = [
-        stepper.presence(() if flags is None else flags, problem=problem, number=report.number)
-        for stepper, flags in zip(steppers, touched)
-    ]
-    with failing(lambda: f"{NAME}: hearing from all ranks which parameters have gradients"):
-        error = _error_anywhere(steppers, presences, groups, changed, report.failure)
+        touched = [attachment.touched(number, *part) for number, part in enumerate(parts)]
+    flags = [int(changed is not None), *options.flags(groups)]
+    presences = [stepper.presence(flags, more) for stepper, more in zip(steppers, touched)]
+    error = _error_anywhere(steppers, presences, groups, changed)
     if error is not None:
         if attachment is not None:
             attachment.remove()
@@ -193,26 +185,19 @@ def step_all(
     for number, (stepper, presence) in enumerate(zip(steppers, presences)):
         departed: Mapping[int, Any] = {}
         if attachment is not None and touched[number] is not None:
-            departed = attachment.settle(number, presence.anywhere()[len(stepper.members) + 1 :])
+            departed = attachment.settle(number, presence.anywhere()[len(stepper.members) + FLAGS :])
         stepper.stepper.step(
             of_steppers[number],
             storages[number],
             active=stepper.active(presence),
             departed=departed,
             meanwhile=meanwhile,
-            report=report,
         )
         presence.finish()
         meanwhile = None
-    _scale_rows(steppers, row_scaling, report)
-    report.settle(NAME, list)
-
-
-def _scale_rows(steppers: Sequence[MeshStepper], row_scaling: RowScaling, report: StepReport) -> None:
-    """Scale the rows that were asked for, once all updates are applied."""
     if row_scaling:
         for stepper in steppers:
-            report.attempt(stepper.scale_rows, row_scaling)
+            stepper.scale_rows(row_scaling)
         row_scaling.clear()
 
 
@@ -221,20 +206,20 @@ def _error_anywhere(
     presences: Sequence[Presence],
     groups: Sequence[Mapping[str, Any]],
     changed: str | None,
-    failure: Exception | None,
 ) -> Exception | None:
-    """This rank's error, or that of the first rank of a mesh that has one. Called on all ranks of the meshes."""
-    error, found = failure, None
+    """What all ranks of a mesh are to raise. Called on all ranks of the meshes, each of which hears of its error."""
+    found: Exception | None = None
     for stepper, presence in zip(steppers, presences):
-        if presence.anywhere()[len(stepper.members)]:
+        any_changed, *options = presence.anywhere()[len(stepper.members) :][:FLAGS]
+        if any_changed:
             of_ranks = stepper.collectives.gather_objects(changed)
             ranks = sorted(stepper.mesh.ranks) if stepper.mesh is not None else [0]
-            first = next((f"{said} (rank {rank})" for rank, said in zip(ranks, of_ranks) if said is not None), None)
-            found = found or (None if first is None else RuntimeError(f"{NAME}: {first}"))
-            error = exchange_reports(stepper.collectives, NAME, [], error) or error
-        elif not presence.alike:
-            error = exchange_reports(stepper.collectives, NAME, OptionsInUse.lines(groups), error) or error
-    return found or error
+            first = next(f"{said} (rank {rank})" for rank, said in zip(ranks, of_ranks) if said is not None)
+            found = found or StepRefused(f"{NAME}: {first}")
+        elif ComparedOptions.differ(options):
+            error = disagreement(stepper.collectives, NAME, option_lines(groups))
+            found = found or error
+    return found
 
 
 def _step_elementwise(

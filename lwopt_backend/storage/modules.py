@@ -16,7 +16,7 @@ from torch import Tensor
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import plain
 from lwopt_backend.optimizer import LayerWiseOptimizer, MeshOptimizer, OwnedOptimizer
-from lwopt_backend.runtime.agreement import agree, failing, setting
+from lwopt_backend.runtime.agreement import agree, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.storage.gradients import ClipGroups, Pick, everything
 
@@ -318,24 +318,28 @@ T = TypeVar("T")
 
 
 def together(
-    everyone: Collectives, what: str, parts: Mapping[str, Part], do: Callable[[str, Part], T]
+    everyone: Collectives,
+    what: str,
+    parts: Mapping[str, Part],
+    do: Callable[[str, Part], T],
+    caught: type[Exception] = Exception,
 ) -> list[dict[str, T]]:
     """Run ``do`` for each of this rank's modules, in order; returns results by rank and module. Called on all ranks.
 
     If it fails for one module, it still runs for the others, because their ranks would otherwise wait. Then all ranks
-    raise RuntimeError, which names the modules, the ranks and the errors.
+    raise RuntimeError, which names the modules, the ranks and the errors. An error that is not to be ``caught`` is
+    raised at once, on this rank alone: the module's other ranks may be waiting for it within ``do``.
     """
     done: dict[str, Any] = {}
     failed: dict[str, Exception] = {}
     for name, part in parts.items():
         try:
             done[name] = do(name, part)
-        except Exception as error:  # reported to the other ranks first, then raised below
+        except caught as error:  # reported to the other ranks first, then raised below
             failed[name] = error
     first = next(iter(failed.values()), None)
     try:
-        with failing(lambda: f"{what}: hearing from all ranks"):
-            reports = everyone.gather_objects((done, {name: repr(error) for name, error in failed.items()}))
+        reports = everyone.gather_objects((done, {name: repr(error) for name, error in failed.items()}))
     except RuntimeError as lost:
         if first is None:
             raise

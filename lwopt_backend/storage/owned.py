@@ -24,7 +24,7 @@ from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.grouping import Grouping, Member
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
-from lwopt_backend.runtime.agreement import StepReport, agree, agree_in_all, plan_digest
+from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
 from lwopt_backend.runtime.collectives import Alone, PartCollectives, TorchCollectives
@@ -157,11 +157,10 @@ class OwnedStepper:
                 self.state[piece.param] = new_state(value, groups[member.group])
 
     @torch.no_grad()
-    def step(self, groups: Groups, active: Callable[[int], bool], report: StepReport) -> None:
+    def step(self, groups: Groups, active: Callable[[int], bool]) -> None:
         """Update every bucket and start its parameters' return. Called on all ranks, after ``manager.finish``.
 
-        A member that is not ``active`` stays as it is, state included; all ranks must say the same of it. If something
-        goes wrong, as ``report`` then says, the parameters that are left return as they are.
+        A member that is not ``active`` stays as it is, state included; all ranks must say the same of it.
         """
 
         def scale_rows(bucket: BucketBuffers) -> None:
@@ -170,11 +169,11 @@ class OwnedStepper:
                 bucket.publish_masters()
 
         scaling = self._row_scaling
-        rules = report.attempt(self._rules, groups) or []
+        rules = self._rules(groups)
         numbers = range(len(self._manager.buckets))[:: -1 if self.last_first else 1]
         for number, bucket in zip(numbers, self._manager.settled(numbers)):
-            report.attempt(self._update, bucket, groups, rules, active)
-            report.attempt(scale_rows, bucket)
+            self._update(bucket, groups, rules, active)
+            scale_rows(bucket)
             self._manager.send_values(number)
         scaling.clear()
 
@@ -402,19 +401,17 @@ class OwnedCore:
     def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
         return plan_lines([self.members[number] for number in part], plan)
 
-    def presences(self, more: Sequence[int], options: int) -> list[Presence]:
-        """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first, and
-        ``options`` the number of this rank's."""
+    def presences(self, more: Sequence[int]) -> list[Presence]:
+        """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first."""
         device = self.members[0].param.device
         found = []
         for number, held in enumerate(self.holdings):
             here = [self.manager.has_gradient(member) for member in held.numbers]
-            found.append(Presence(held.sharers.everyone, here, device, () if number else more, options))
+            found.append(Presence(held.sharers.everyone, here, device, () if number else more))
         return found
 
-    def step(self, groups: Groups, presences: Sequence[Presence], report: StepReport) -> None:
-        """Update what this rank owns and start the parameters' return. Called on all ranks. What goes wrong is in
-        ``report``."""
+    def step(self, groups: Groups, presences: Sequence[Presence]) -> None:
+        """Update what this rank owns and start the parameters' return. Called on all ranks."""
         of_member = {
             number: (presence, place)
             for held, presence in zip(self.holdings, presences)
@@ -425,7 +422,7 @@ class OwnedCore:
             presence, place = of_member[number]
             return presence(place)
 
-        self.stepper.step(groups, active, report)
+        self.stepper.step(groups, active)
         for presence in presences:
             presence.finish()
         self.manager.stepped()

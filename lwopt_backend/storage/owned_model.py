@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lwopt_backend import report
 from lwopt_backend.config.hosts import OwnedConfig
 from lwopt_backend.config.linked_rates import NAME
-from lwopt_backend.config.param_groups import OptionsInUse
+from lwopt_backend.config.param_groups import ComparedOptions, option_lines
 from lwopt_backend.config.registry import state_nbytes
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
 from lwopt_backend.plan.buffers.owned import OwnedPlan
@@ -25,7 +25,7 @@ from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.grouping import ADVICE, Grouping, Member, WatchedModel
 from lwopt_backend.routing.models import check_is_module
 from lwopt_backend.routing.routing import Route, named_parameters
-from lwopt_backend.runtime.agreement import RanksDisagree, StepReport, exchange_reports, failing
+from lwopt_backend.runtime.agreement import RanksDisagree, StepRefused, disagreement
 from lwopt_backend.runtime.bucket_manager import IN_FLIGHT, BackwardPasses, BucketManager, Hook, is_followed
 from lwopt_backend.runtime.collectives import all_reduce_nbytes
 from lwopt_backend.runtime.presence import Presence
@@ -124,17 +124,14 @@ class Backward:
         self._manager = core.manager
         self._watched = WatchedModel(model, list(zip(core.manager.names, core.manager.params)), alone=True)
         self._passes = BackwardPasses(core.manager, model)
-        self._options = OptionsInUse()
-        self._failure: Exception | None = None  # in a step, which the other ranks have not heard of
+        self.options = ComparedOptions()
         self._agreed: tuple[int, list[Presence]] | None = None  # after so many passes
 
-    def finish(self, groups: Groups, report: StepReport | None = None) -> list[Presence]:
-        """Which parameters have a gradient on any rank. Raises RuntimeError, on all ranks, if one is not well or has
-        other options in its param ``groups``. ``report`` says what has gone wrong on this rank before."""
-        self._failure = self._failure or (None if report is None else report.failure)
+    def finish(self, groups: Groups) -> list[Presence]:
+        """Which parameters have a gradient on any rank. Raises RuntimeError, on all ranks, if one is not well, or if
+        options in the param ``groups`` are found to differ."""
         if self._agreed is None or self._agreed[0] != self._manager.passes or not self._manager.all_left:
             error = self._agree(groups)
-            self._failure = None
             if error is not None:
                 self._agreed = None
                 if not isinstance(error, RanksDisagree):  # other options can be set right, and the step taken
@@ -144,18 +141,15 @@ class Backward:
         self._manager.take_changed()
         return self._agreed[1]
 
-    def stepped(self, failure: Exception | None) -> None:
-        """The gradients have been used. Raises ``failure``, what has gone wrong with that on this rank; the others hear
-        of it in the next step."""
-        self._agreed, self._failure = None, failure
-        if failure is not None:
-            raise failure
+    def stepped(self) -> None:
+        """The gradients have been used."""
+        self._agreed = None
 
     def discard(self) -> None:
         """Drop all gradients. Ranks whose pass was interrupted meet the others here, or in their step."""
         if self._passes.interrupted or self._manager.has_unused_gradients:
             self._agree((), drops=True)
-        self._agreed = self._failure = None
+        self._agreed = None
         self._manager.drop_gradients()
 
     def remove(self) -> None:
@@ -180,17 +174,9 @@ class Backward:
         self._passes.forget()
         manager.finish()
         passes = manager.passes
-        wrong = mine is not None or self._failure is not None
-        presences = self._core.presences([wrong, drops, passes, -passes], self._options.number(groups))
+        presences = self._core.presences([mine is not None, drops, passes, -passes, *self.options.flags(groups)])
         self._agreed = (passes, presences)
-
-        def hearing() -> str:
-            ways = [manager.label(number) for number, bucket in enumerate(manager.buckets) if bucket.under_way]
-            what = f"{self._name}: hearing from all ranks which parameters have gradients"
-            return f"{what}, with gradients of {', '.join(ways)} on their way," if ways else what
-
-        with failing(hearing):
-            any_problem, any_drops, most, fewest = presences[0].anywhere()[-4:]
+        any_problem, any_drops, most, fewest, *options = presences[0].anywhere()[-6:]
         if most != -fewest:
             raise RuntimeError(
                 f"{self._name}: since the last step some ranks have reduced the gradients of {most} backward passes, "
@@ -198,17 +184,15 @@ class Backward:
             )
         everyone = self._core.holdings[0].sharers.everyone
         if any_problem:
-            of_ranks = enumerate(everyone.gather_objects(mine))
-            found = next((f"{self._name}: {said} (rank {rank})" for rank, said in of_ranks if said), None)
-            failed = exchange_reports(everyone, self._name, [], self._failure) or self._failure
-            return failed if found is None else RuntimeError(found)
+            rank, said = next((rank, said) for rank, said in enumerate(everyone.gather_objects(mine)) if said)
+            return StepRefused(f"{self._name}: {said} (rank {rank})")
         if any_drops and not drops:
             return RuntimeError(
                 f"{self._name}: another rank has called zero_grad() where this one uses its gradients; all ranks drop "
                 "them"
             )
-        if not any_drops and not presences[0].alike:
-            return exchange_reports(everyone, self._name, OptionsInUse.lines(groups), None)
+        if not any_drops and self.options.differ(options):
+            return disagreement(everyone, self._name, option_lines(groups))
         return None
 
 

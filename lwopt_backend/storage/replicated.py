@@ -14,7 +14,6 @@ from lwopt_backend.plan import FlatPartition, TensorShards, TrainedParam
 from lwopt_backend.plan.atoms import Block, matrices_of
 from lwopt_backend.plan.layouts import Span, View, range_views
 from lwopt_backend.plan.mesh import in_whole
-from lwopt_backend.runtime.agreement import StepReport
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives, phase, sending
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
 from lwopt_backend.runtime.whole import Slices, Storage, local_views
@@ -148,12 +147,12 @@ class MatrixReplicas(ReplicatedStepper):
         self._places = [(p, *place) for p, trained in pairs for place in _places(trained, self._shard)]
         self._bases = kept_bases(self._plan.matrices, self._collectives.rank)
 
-    def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
+    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """From the parameters' gradients, which are equal on all ranks."""
         assert self.matrices is not None
         rule = build_matrix_rule(group, self._config)
         replicas = _Replicas(self._places, self._bases, {key: state[key] for key in rule.state_keys})
-        self.matrices.step([rule] * len(self._places), replicas, report=report)
+        self.matrices.step([rule] * len(self._places), replicas)
 
 
 Place = tuple[Tensor, Block, Sequence[int], Sequence[Span]]  # the last three as ``local_views`` takes them
@@ -208,7 +207,7 @@ class ElementwiseReplicas(ReplicatedStepper):
         self._chunk = max(1, min(share, self._layout.partition_numel))
 
     @torch.no_grad()
-    def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
+    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """From the parameters' gradients, which are equal on all ranks."""
         value, grad = self._like(), self._like()
         for index, param in enumerate(self._stored):
@@ -216,7 +215,7 @@ class ElementwiseReplicas(ReplicatedStepper):
             if held is not None:
                 for flat, tensor in ((value, param.data), (grad, _grad(param))):
                     flat.narrow(0, held.offset, held.numel).copy_(tensor.reshape(-1)[held.start : held.stop])
-        report.attempt(self._elementwise.step, 0, group, [Slices(value, grad, state)])
+        self._elementwise.step(0, group, [Slices(value, grad, state)])
         with phase(EXCHANGE_BACK):
             for begin in range(0, self._layout.partition_numel, self._chunk):
                 self._gather(value.narrow(0, begin, min(self._chunk, self._layout.partition_numel - begin)), begin)
