@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from lwopt_backend.checkpoint import convert, formats, names, ties
 from lwopt_backend.checkpoint import safetensors as safetensors_folder
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held, same
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, end_to_end, held, same
 from lwopt_backend.checkpoint.dcp import saving as write_dcp
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.differences import differences
@@ -150,13 +150,9 @@ WRONG = {
     "--to safetensors --dtype bfloat": "unknown --dtype 'bfloat'; did you mean 'bfloat16'?",
     "--to megatron": "unknown target 'megatron' for --to; known: 'universal'",
     "--to dcp --dtype float32": "--dtype is of --to safetensors, not of --to dcp",
-    "--to dcp --vocab-size 0": "vocab_size: input should be greater than or equal to 1; found 0",
+    "--to dcp --vocab-size 0": "Invalid value for '--vocab-size'",
     "--to dcp --heads four": "Invalid value for '--heads'",
-    "--to dcp --qkv-ranks 2": "--qkv-ranks is of --qkv-layout blocks only",
-    "--to dcp --qkv-layout groups": "--qkv-layout is of megatron-deepspeed's names",
-    "--to dcp --names hf-llama --qkv-layout groups": "megatron-deepspeed's names",
-    "--to dcp --layers 4": "--layers is not used, as names stay as they are",
-    "--to dcp --names hf-llama --layers 4": "layer(s) 3",
+    "--to dcp --heads 4": "--heads is not used, as names stay as they are",
     "--to dcp --vocab-size 17": "fewer than the vocabulary of 17",
     "--to dcp --vocab-size 15": "beyond the given vocabulary of 15 were trained",
 }
@@ -176,14 +172,20 @@ def test_numbers_of_names_that_are_not_known_are_an_error(made: dict[str, Path],
     assert not (tmp_path / "to").exists()
 
 
-def test_the_vocabularys_padding_is_cut_and_made(source: Path, tmp_path: Path) -> None:
-    more, back = tmp_path / "more", tmp_path / "back"
-    succeeds("convert", source, more, "--to", "universal", "--vocab-multiple", 10)
-    succeeds("convert", more, back, "--to", "universal", "--vocab-size", 16)
-    assert [formats.read(folder).params[EMBEDDING].shape for folder in (more, back)] == [(20, 8), (16, 8)]
-    assert differing(source, back)["different"] == []
-    found = {(entry["name"], entry["what"]) for entry in differing(source, more)["different"]}
-    assert found == {(name, "shape [16, 8] in A, [20, 8] in B") for name in (EMBEDDING, "output_layer.weight")}
+def test_the_vocabularys_padding_is_cut(source: Path, tmp_path: Path) -> None:
+    found = formats.read(source)
+    params, rows = dict(found.params), found.params[EMBEDDING].shape[0]
+    for name in (EMBEDDING, "output_layer.weight"):
+        wider = {
+            key: end_to_end([tensor, held(torch.zeros(4, 8).to(tensor.dtype), key)], (rows + 4, 8))
+            for key, tensor in params[name].tensors.items()
+        }
+        params[name] = params[name].changed(wider)
+    padded = written(tmp_path / "padded", dataclasses.replace(found, params=params), write_universal)
+    succeeds("convert", padded, tmp_path / "cut", "--to", "universal", "--vocab-size", rows)
+    assert differing(source, tmp_path / "cut")["different"] == []
+    both = {(entry["name"], entry["what"]) for entry in differing(source, padded)["different"]}
+    assert both == {(name, "shape [16, 8] in A, [20, 8] in B") for name in (EMBEDDING, "output_layer.weight")}
 
 
 # What is printed and what is written

@@ -126,7 +126,7 @@ def test_formats_names_operations_and_keys_in_the_tables_are_those_that_there_ar
         assert {word for cells in rows for word in words(cells[0])} == set(known), first
 
 
-@pytest.mark.parametrize("family", ["hf-llama", "hf-gpt2", "megatron-deepspeed"])
+@pytest.mark.parametrize("family", ["hf-llama", "hf-gpt2"])
 def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
     head, *rows = table("from_megatron", "Parameters", "`megatron-core`")
     column = head.index(f"`{family}`")
@@ -134,7 +134,7 @@ def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
     # 24 rows, as 2 heads of 4 of q, k and v have.
     params = {name: Param(held(torch.zeros(8) if "norm" in name else torch.zeros(24, 8), name)) for name in pairs}
     checkpoint = Checkpoint("made up", "", "megatron-core", params)
-    numbers = names.Numbers(heads=2, query_groups=2, kv_channels=4, qkv_layout="groups")
+    numbers = names.Numbers(heads=2, query_groups=2, kv_channels=4)
     for name, expected in pairs.items():
         made = names.translate(checkpoint, family, numbers)
         assert set(expected) <= set(made.params), name

@@ -229,7 +229,6 @@ def test_one_tensor_is_in_memory_at_a_time() -> None:
     [
         (CORE, (EMBEDDING, HEAD)),
         ("hf-llama", ("model.embed_tokens.weight", "lm_head.weight")),
-        ("megatron-deepspeed", ("1.word_embeddings.weight", "{layers+3}.lm_head.weight")),
     ],
 )
 def test_a_vocabulary_that_is_wrong_is_refused(names: str, called: tuple[str, str]) -> None:

@@ -25,7 +25,6 @@ from tests.command_line import genuine
 Tensors = Mapping[str, Tensor]
 EMBEDDING, HEAD, LAYER = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.layers.0"
 NORM, QKV = "decoder.final_layernorm", "self_attention.linear_qkv.weight"
-GROUPS = Numbers(qkv_layout="groups")
 
 
 def states_of(weight: Tensor, is_matrix: bool) -> dict[str, Tensor]:
@@ -134,15 +133,15 @@ UNTIED = dict(SMALL, intermediate_size=40, num_key_value_heads=2, tie_word_embed
 EXPERTS = dict(UNTIED, num_experts_per_tok=2, moe_intermediate_size=16)
 SHARED = dict(mlp_only_layers=[0], shared_expert_intermediate_size=32)  # the first layer has no experts
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # families of names: of the model in memory, and others
-    "Llama": ("hf-llama", "megatron-deepspeed", UNTIED),
-    "Llama, biases": ("hf-llama", "megatron-deepspeed", dict(UNTIED, attention_bias=True, mlp_bias=True)),
-    "Qwen2": ("hf-llama", "megatron-deepspeed", dict(UNTIED, num_key_value_heads=3, tie_word_embeddings=True)),
+    "Llama": ("hf-llama", "", UNTIED),
+    "Llama, biases": ("hf-llama", "", dict(UNTIED, attention_bias=True, mlp_bias=True)),
+    "Qwen2": ("hf-llama", "", dict(UNTIED, num_key_value_heads=3, tie_word_embeddings=True)),
     "Qwen3": ("hf-llama", "", dict(UNTIED, head_dim=8)),
-    "Mistral": ("hf-llama", "megatron-deepspeed", dict(UNTIED, num_key_value_heads=1)),
+    "Mistral": ("hf-llama", "", dict(UNTIED, num_key_value_heads=1)),
     "Mixtral": ("hf-moe-stacked", "hf-mixtral hf-qwen-moe", dict(UNTIED, num_local_experts=3)),
     "Qwen2Moe": ("hf-moe-stacked", "hf-qwen-moe", dict(EXPERTS, **SHARED, num_experts=3)),
     "Qwen3Moe": ("hf-moe-stacked", "hf-qwen-moe", dict(EXPERTS, head_dim=4, num_experts=5)),
-    "GPT2": ("hf-gpt2", "megatron-deepspeed", dict(vocab_size=29, n_embd=24, n_layer=2, n_head=6, n_inner=40)),
+    "GPT2": ("hf-gpt2", "", dict(vocab_size=29, n_embd=24, n_layer=2, n_head=6, n_inner=40)),
 }
 OF_FAMILY = {**dict.fromkeys(FAMILIES, "Llama"), **dict.fromkeys(("hf-mixtral", "hf-moe-stacked"), "Mixtral")}
 OF_FAMILY.update({"hf-qwen-moe": "Qwen3Moe", "hf-gpt2": "GPT2"})
@@ -188,20 +187,19 @@ def test_a_model_from_megatrons_form_gives_the_same_logits(name: str, tmp_path: 
         assert torch.equal(logits(read), logits(model))
 
 
-@pytest.mark.parametrize("layout", ["groups", "blocks"])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_map_is_undone_exactly_also_the_cut_of_a_vocabularys_padding(name: str, layout: str) -> None:
+def test_every_map_is_undone_exactly_and_cuts_a_vocabularys_padding(name: str) -> None:
     in_memory, others, _ = MODELS[name]
     weights, arguments = core(name)
     padded = {key: functional.pad(weights[key], (0, 0, 0, 3)) for key in (EMBEDDING, HEAD) if key in weights}
     source = checkpoint_of(weights | padded, CORE, arguments)
     for family in (CORE, in_memory, *others.split()):
-        there = apply(find(family), source, Numbers(qkv_layout=layout, vocab_size=29))
-        assert there.names == family and there.arguments == arguments
-        back = apply(find(family).inverse(), there, Numbers(qkv_layout=layout, vocab_multiple=16))
+        back = apply(find(family).inverse(), apply(find(family), source))
         assert list(back.params) == list(weights) or family != CORE
         assert_equal(weights_of(back), weights | padded)
-        assert_equal(weights_of(translate(there, CORE, Numbers(qkv_layout=layout))), weights)
+        there = apply(find(family), source, Numbers(vocab_size=29))
+        assert there.names == family and there.arguments == arguments
+        assert_equal(weights_of(translate(there, CORE)), weights)
         seen, known = (
             torch.cat([tensor.flatten() for tensor in tensors])
             for tensors in ([param.weight.read() for param in there.params.values()], weights.values())
@@ -222,40 +220,9 @@ def test_one_family_becomes_another() -> None:
     assert cut.names == "hf-moe-stacked" and cut.params["lm_head.weight"].shape == (20, 24)
 
 
-# Megatron-DeepSpeed
-@pytest.mark.parametrize("tied", [True, False])
-def test_stages_are_numbered_as_megatron_deepspeed_numbers_them(tied: bool) -> None:
-    weights, arguments = core(tie_word_embeddings=tied)
-    weights[f"{NORM}.bias"] = torch.ones(2)
-    modules = ("input_layernorm", "post_attention_layernorm", "self_attention.query_key_value", "self_attention.dense")
-    modules += ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-    names = {f"{stage}.{module}.weight" for stage in (2, 3) for module in modules} | {"4.weight", "4.bias"}
-    there = translate(checkpoint_of(weights, CORE, arguments), "megatron-deepspeed", GROUPS)
-    untied = {"1.word_embeddings.weight", "5.lm_head.weight"}
-    assert set(there.params) == names | ({"tied_modules.embed.word_embeddings.weight"} if tied else untied)
-    assert_equal(weights_of(translate(there, CORE, GROUPS)), weights)
-    if not tied:
-        stages = weights_of(there)
-        stages["7.lm_head.weight"] = stages.pop("5.lm_head.weight")
-        with pytest.raises(CheckpointError, match=r"1 problem\(s\)(?s:.*)'7.lm_head.weight' fits no rule"):
-            translate(checkpoint_of(stages, "megatron-deepspeed", arguments), CORE, GROUPS)
-
-
 def qkv_of(heads: int, groups: int, size: int, columns: int) -> list[Tensor]:
     numbers = ((heads, 0), (groups, 100), (groups, 200))
     return [torch.arange(n * size * float(columns)).view(-1, columns) + at for n, at in numbers]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_blocks_of_q_k_and_v_lie_rank_by_rank(ranks: int) -> None:
-    parts = qkv_of(8, 4, 3, 2)
-    arguments = {"num_attention_heads": 8, "num_query_groups": 4, "swiglu": False}
-    source = checkpoint_of({f"{LAYER}.{QKV}": grouped_rows(*parts, 4)}, CORE, arguments)
-    numbers = Numbers(qkv_layout="blocks", qkv_ranks=ranks)
-    there = translate(source, "megatron-deepspeed", numbers)
-    expected = torch.cat([part.chunk(ranks)[rank] for rank in range(ranks) for part in parts])
-    assert torch.equal(there.params["2.self_attention.query_key_value.weight"].weight.read(), expected)
-    assert_equal(weights_of(translate(there, CORE, numbers)), weights_of(source))
 
 
 # Numbers
@@ -330,16 +297,13 @@ def renumbered(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 LAST, PLUS_ONE, NO = "experts.2.linear_fc2.weight", "layernorm_zero_centered_gamma", Numbers()
 NO_EXPERT = re.escape(f"'{LAYER}.mlp.experts.local_{LAST}' is missing, which belongs with")
-RANKS_97 = Numbers(qkv_layout="blocks", qkv_ranks=97)
 NO_LAYERS = r"nothing was found of layer\(s\) .*8, but of others up to 9"
 WRONG: list[tuple[str, Change | None, dict[str, Any], Numbers, str]] = [
     # the family, what is changed, what the arguments say otherwise, numbers, and what is said
-    ("megatron-deepspeed", None, {}, NO, "depends on its commit.*'groups'.*'blocks'"),
-    ("megatron-deepspeed", None, {}, RANKS_97, "2 query groups do not divide among qkv_ranks 97"),
     ("hf-llama", None, {"num_attention_heads": 31}, NO, "do not divide by heads"),
     ("hf-llama", None, {"num_attention_heads": "many"}, NO, "is 'many'; expected a number; give 'heads'"),
     ("hf-llama", None, {"num_layers": 3}, NO, r"nothing was found of layer\(s\) 2, but of others up to"),
-    ("hf-llama", None, {"num_layers": 1}, NO, "there are 2 layers, but 1 were expected"),
+    ("hf-llama", None, {"num_layers": 1}, NO, "there are 2 layers, but the arguments say 1"),
     ("hf-llama", None, {"rotary_interleaved": True}, NO, "rotary_interleaved"),
     ("hf-llama", None, {PLUS_ONE: True}, NO, PLUS_ONE),
     ("hf-gpt2", None, {PLUS_ONE: True}, NO, PLUS_ONE),
@@ -359,7 +323,7 @@ def test_weights_and_arguments_that_do_not_fit_are_refused(
     family: str, change: Change | None, said: dict[str, Any], numbers: Numbers, words: str
 ) -> None:
     weights, arguments = core(OF_FAMILY[family])
-    translate(checkpoint_of(weights, CORE, arguments), family, GROUPS)
+    translate(checkpoint_of(weights, CORE, arguments), family)
     weights = change(weights) if change else weights
     with pytest.raises(CheckpointError, match=words):
         translate(checkpoint_of(weights, CORE, arguments | said), family, numbers)
@@ -607,20 +571,20 @@ def test_gated_attention_has_no_place_in_other_families(said: dict[str, bool], h
     weights[f"{LAYER}.self_attention.linear_proj.weight"] = torch.ones(4, 2 * heads)
     source = checkpoint_of(weights, CORE, arguments)
     assert_equal(weights_of(translate(source, CORE)), weights)
-    for family in ("hf-llama", "megatron-deepspeed"):
+    for family in ("hf-llama", "hf-gpt2"):
         names = find(family)
         names = dataclasses.replace(names, rules=tuple(dataclasses.replace(r, optional=True) for r in names.rules))
         with pytest.raises(CheckpointError, match="linear_qkv.*has the gates of a gated attention"):
-            apply(names, source, Numbers(qkv_layout="groups"))
+            apply(names, source)
 
 
 # Genuine checkpoints
 @pytest.mark.parametrize("folder", genuine())
 def test_genuine_megatron_checkpoints_go_to_every_family_and_back(folder: Path) -> None:
-    numbers, source = Numbers(qkv_layout="blocks"), formats.read(folder)
-    families = ["hf-llama" if source.arguments.get("swiglu") else "hf-gpt2", "megatron-deepspeed"]
+    source = formats.read(folder)
+    families = ["hf-llama" if source.arguments.get("swiglu") else "hf-gpt2"]
     for family in ["hf-mixtral", "hf-qwen-moe", "hf-moe-stacked"] if source.arguments.get("num_experts") else families:
-        there = translate(source, family, numbers)
+        there = translate(source, family)
         gates.check(there)
-        back = translate(there, CORE, numbers)
+        back = translate(there, CORE)
         assert same(params_of(back), params_of(source))

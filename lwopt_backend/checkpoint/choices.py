@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lwopt_backend.config.options import Count, Options, option
 
@@ -37,10 +37,7 @@ WRITERS = {  # imported when needed: torch.distributed.checkpoint takes half a s
 }
 
 # Families of parameter names; ``names`` has their maps.
-FAMILIES = (
-    *("megatron-core", "megatron-deepspeed"),
-    *("hf-llama", "hf-mixtral", "hf-qwen-moe", "hf-moe-stacked", "hf-gpt2"),
-)
+FAMILIES = ("megatron-core", "hf-llama", "hf-mixtral", "hf-qwen-moe", "hf-moe-stacked", "hf-gpt2")
 
 
 # The numbers that a name map needs: given, from the checkpoint's arguments, or implied by shapes; never guessed.
@@ -64,14 +61,6 @@ class Numbers(Options):
     kv_channels: Count | None = option(None, "outputs of one head", OURS)
     experts: Count | None = option(None, "experts of a layer", OURS)
     vocab_size: Count | None = option(None, "rows of embedding and output layer to keep; None keeps all", OURS)
-    vocab_multiple: Count | None = option(None, "embedding and output layer get rows of zeros up to a multiple", OURS)
-    qkv_layout: Literal["groups", "blocks"] | None = option(
-        None,
-        "of Megatron-DeepSpeed's query_key_value, which depends on its commit: 'groups' (q, k, v of one query group "
-        "after the other) or 'blocks' (all q, all k, all v)",
-        OURS,
-    )
-    qkv_ranks: Count = option(1, "with qkv_layout 'blocks', tensor-parallel ranks, each of which has such blocks", OURS)
 
     def filled(self, arguments: Mapping[str, Any]) -> Numbers:
         """With the numbers in ``arguments`` for those not given. Raises CheckpointError if one is not a number."""

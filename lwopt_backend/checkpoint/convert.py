@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -222,23 +222,17 @@ def _with_lions_steps(checkpoint: Checkpoint) -> Checkpoint:
 
 def _check_used(checkpoint: Checkpoint, wanted: str | None, source: str | None, given: set[str]) -> None:
     """Raises CheckpointError for numbers that were given but are not used."""
+    of_shapes = given - {"vocab_size"}
     if wanted is None and given:
         raise CheckpointError(
             f"{_options(given)} cannot be used, as it is not known what this checkpoint's names mean; say it with "
             f"--source-names ({', '.join(names.FAMILIES)}, or a .json file)"
         )
-    sides = (wanted or "", source or checkpoint.names)
-    layout = given & {"qkv_layout", "qkv_ranks"}
-    if layout and not any(side == "megatron-deepspeed" or side.endswith(".json") for side in sides):
-        raise CheckpointError(
-            f"{_options(layout)} is of megatron-deepspeed's names, of which there are none; leave it out"
-        )
-    used = {"vocab_size", "vocab_multiple"}
-    if sides[0] == sides[1] and given - used:
-        raise CheckpointError(f"{_options(given - used)} is not used, as names stay as they are; leave it out")
+    if wanted == (source or checkpoint.names) and of_shapes:
+        raise CheckpointError(f"{_options(of_shapes)} is not used, as names stay as they are; leave it out")
 
 
-def _options(fields: Iterable[str]) -> str:
+def _options(fields: set[str]) -> str:
     return ", ".join(f"--{field.replace('_', '-')}" for field in sorted(fields))
 
 

@@ -310,7 +310,7 @@ def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
         return
     embedding, head = EMBEDDING, HEAD
     if checkpoint.names in FAMILIES and checkpoint.names != CORE:  # their names in that family, where it has them
-        rules = [rule for rule in FAMILIES[checkpoint.names].rules if rule.sources and rule.only != "tied"]
+        rules = [rule for rule in FAMILIES[checkpoint.names].rules if rule.sources]
         names = {rule.sources[0].text: rule.targets[0].text for rule in reversed(rules) if rule.targets}
         embedding, head = names.get(EMBEDDING, EMBEDDING), names.get(HEAD, HEAD)
     for name in (embedding, head):

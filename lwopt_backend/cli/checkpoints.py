@@ -8,11 +8,10 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,7 +20,7 @@ from rich.table import Column, Table
 
 from lwopt_backend.checkpoint import choices
 from lwopt_backend.checkpoint.choices import AUTO, WRITERS, CheckpointError, Numbers
-from lwopt_backend.config.options import Options, parse, suggestion
+from lwopt_backend.config.options import suggestion
 
 if TYPE_CHECKING:
     from lwopt_backend.checkpoint.contents import Checkpoint
@@ -30,44 +29,18 @@ if TYPE_CHECKING:
 MODEL = "The model's numbers, where the checkpoint does not say"
 FAMILIES = ", ".join(choices.FAMILIES)
 FORMATS = ", ".join(choices.FORMATS)
-NUMBERS, NONE = tuple(Numbers.model_fields), Numbers()
 Folder = Annotated[Path, typer.Argument(help="A checkpoint's folder.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+of_model = functools.partial(typer.Option, min=1, rich_help_panel=MODEL)
+Heads = Annotated[int | None, of_model(help="Attention heads of queries.")]
+QueryGroups = Annotated[int | None, of_model(help="Heads of keys; without grouping as many as of queries.")]
+KVChannels = Annotated[int | None, of_model(help="Outputs of one head.")]
+VocabSize = Annotated[int | None, of_model(help="Rows of embedding and output layer to keep. Default: all.")]
 
 
-def takes(
-    name: str, model: type[Options], panel: str, fields: Iterable[str]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of these fields of ``model``, and itself all of them, as ``name``."""
-
-    def with_options(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(**given: Any) -> None:
-            found = {field: value for field in fields if (value := given.pop(field)) is not None}
-            if "qkv_ranks" in found and found.get("qkv_layout") != "blocks":
-                raise CheckpointError("--qkv-ranks is of --qkv-layout blocks only; give that, or leave it out")
-            command(**given, **{name: parse(model, found, "lwopt")})
-
-        hints = get_type_hints(command, include_extras=True)
-        hints.pop(name)
-        for field in fields:
-            meaning, kind = model.model_fields[field].description or "", _kind(model.model_fields[field].annotation)
-            said = typer.Option(help=f"{meaning[0].upper()}{meaning[1:]}.", rich_help_panel=panel)
-            hints[field] = Annotated[kind | None, said]
-        own = [p for p in signature(command).parameters.values() if p.name != name]
-        options = [Parameter(field, Parameter.KEYWORD_ONLY, default=None) for field in fields]
-        every = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[p.name]) for p in [*own, *options]]
-        run.__annotations__ = hints
-        vars(run)["__signature__"] = Signature(every)
-        return run
-
-    return with_options
-
-
-def _kind(annotation: Any) -> type:
-    """What a field's annotation has on the command line: int, float or text."""
-    kinds = [getattr(each, "__origin__", each) for each in (annotation, *get_args(annotation))]
-    return next((kind for kind in kinds if kind in (int, float)), str)
+def numbers_of(**given: int | None) -> Numbers:
+    """Those that were given."""
+    return Numbers(**{name: value for name, value in given.items() if value is not None})
 
 
 @contextmanager
@@ -189,7 +162,6 @@ HELP = {
 }
 
 
-@takes("numbers", Numbers, MODEL, NUMBERS)
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint's folder.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the new one goes.")],
@@ -203,7 +175,10 @@ def convert(
     tied: Annotated[list[str] | None, typer.Option("--tied", metavar="NAME=NAME", help=HELP["tied"])] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read, check and rename; write nothing.")] = False,
     as_json: AsJSON = False,
-    numbers: Numbers = NONE,
+    heads: Heads = None,
+    query_groups: QueryGroups = None,
+    kv_channels: KVChannels = None,
+    vocab_size: VocabSize = None,
 ) -> None:
     """Convert a checkpoint: weights, optimizer state, counters, schedule. Nothing is written unless all is in order."""
     with importing():
@@ -212,6 +187,7 @@ def convert(
         from lwopt_backend.checkpoint.files import folders, torch_files
 
     options = _options(to, dtype)
+    numbers = numbers_of(heads=heads, query_groups=query_groups, kv_channels=kv_channels, vocab_size=vocab_size)
     for given in (vocabulary, source_names):
         if given is not None:
             names.find(given)
@@ -398,7 +374,6 @@ SHOWN = 30
 UNNAMED = "model"  # names of checkpoints that do not say what they are
 
 
-@takes("numbers", Numbers, MODEL, [field for field in NUMBERS if field != "vocab_multiple"])
 def diff(
     a: Folder,
     b: Annotated[Path, typer.Argument(help="Another one.")],
@@ -409,7 +384,10 @@ def diff(
     names_b: Annotated[Text, typer.Option("--names-b", help="The same of B.")] = None,
     weights: Annotated[bool, typer.Option("--weights", help=HELP["weights"])] = False,
     as_json: AsJSON = False,
-    numbers: Numbers = NONE,
+    heads: Heads = None,
+    query_groups: QueryGroups = None,
+    kv_channels: KVChannels = None,
+    vocab_size: VocabSize = None,
 ) -> None:
     """Compare two checkpoints, whatever their formats: weights, states, counters, buffers.
 
@@ -419,6 +397,7 @@ def diff(
     from lwopt_backend.checkpoint.differences import differences
 
     ours, theirs = opened(a, format_a)[1], opened(b, format_b)[1]
+    numbers = numbers_of(heads=heads, query_groups=query_groups, kv_channels=kv_channels, vocab_size=vocab_size)
     if vocabulary is None and numbers != Numbers():
         vocabulary = names.CORE
     said = {names_a or ours.names, names_b or theirs.names}

@@ -18,7 +18,7 @@ __all__ = ["CORE", "FAMILIES", "NameMap", "Numbers", "apply", "find", "translate
 
 CORE = megatron.CORE_MAP.source
 
-_MAPS = (megatron.CORE_MAP, megatron.DEEPSPEED_MAP, hf.LLAMA, hf.MIXTRAL, hf.QWEN_MOE, hf.MOE_STACKED, hf.GPT2)
+_MAPS = (megatron.CORE_MAP, hf.LLAMA, hf.MIXTRAL, hf.QWEN_MOE, hf.MOE_STACKED, hf.GPT2)
 FAMILIES: Mapping[str, NameMap] = {each.target: each for each in _MAPS}
 
 
@@ -43,8 +43,8 @@ def translate(
     if source is not None:
         checkpoint = dataclasses.replace(checkpoint, names=find(source).target)
     back = find(source) if source is not None else FAMILIES.get(checkpoint.names)
-    pads = numbers is not None and (numbers.vocab_size, numbers.vocab_multiple) != (None, None)
-    if checkpoint.names == into.target != into.source and not pads:
+    cuts = numbers is not None and numbers.vocab_size is not None
+    if checkpoint.names == into.target != into.source and not cuts:
         return checkpoint
     if back is not None and checkpoint.names not in (CORE, into.source):
         checkpoint = apply(back.inverse(), checkpoint, numbers)

@@ -10,9 +10,8 @@ from typing import Any
 
 from lwopt_backend.checkpoint.choices import Numbers
 from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, Param
-from lwopt_backend.checkpoint.names.megatron import HEAD
 from lwopt_backend.checkpoint.names.operations import OPERATIONS, stacked, unstacked
-from lwopt_backend.checkpoint.names.rules import LAYERS, NameMap, Pattern, Rule, Values
+from lwopt_backend.checkpoint.names.rules import NameMap, Pattern, Rule, Values
 from lwopt_backend.config.options import suggestion
 
 SHOWN = 20  # problems that are listed
@@ -21,7 +20,7 @@ SHOWN = 20  # problems that are listed
 @dataclass(frozen=True)
 class Unit:
     """One use of a rule. ``sources`` are names by place in the stack (one place without a stack), one per source of the
-    rule; ``sizes`` are the stack's. ``values`` are those of the fields that both sides have, and of ``layers``."""
+    rule; ``sizes`` are the stack's. ``values`` are those of the fields that both sides have."""
 
     rule: Rule
     values: Values
@@ -50,28 +49,26 @@ class _Found:
 def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
     """Units for all names, in the order of their first name. Raises CheckpointError that lists what does not fit."""
     found = list(found)
-    tied = HEAD not in found
-    rules = [rule for rule in names.rules if rule.only in (None, "tied" if tied else "untied")]
-    patterns = [(at, number, each) for at, rule in enumerate(rules) for number, each in enumerate(rule.sources)]
+    patterns = [(at, number, each) for at, rule in enumerate(names.rules) for number, each in enumerate(rule.sources)]
     matches = []  # with the numbers of the rule that takes a name and of the source in it, and the fields' values
     for name in found:
         taken = ((at, number, each.match(name)) for at, number, each in patterns)
         matches.append((name, next(((at, number, values) for at, number, values in taken if values is not None), None)))
     layers = _layers((match[2] for _, match in matches if match), numbers)
-    by_rule: dict[int, dict[tuple[tuple[str, int | str], ...], _Found]] = {at: {} for at in range(len(rules))}
+    by_rule: dict[int, dict[tuple[tuple[str, int | str], ...], _Found]] = {at: {} for at in range(len(names.rules))}
     problems = []
     for name, match in matches:
-        if match is None or match[2].get(LAYERS, layers) != layers:
+        if match is None:
             problems.append(f"{name!r} fits no rule")
             continue
         at, source, values = match
-        rule = rules[at]
+        rule = names.rules[at]
         place = tuple(int(values[key]) for key in rule.stacked_over)
-        kept = {key: value for key, value in values.items() if key not in (*rule.stacked_over, LAYERS)}
+        kept = {key: value for key, value in values.items() if key not in rule.stacked_over}
         unit = by_rule[at].setdefault(tuple(sorted(kept.items())), _Found(kept))
         unit.names.setdefault(place, {})[source] = name
     units = []
-    for at, rule in enumerate(rules):
+    for at, rule in enumerate(names.rules):
         made, wrong = _units(rule, list(by_rule[at].values()), numbers, layers, found)
         units += made
         problems += wrong
@@ -106,7 +103,9 @@ def _layers(values: Iterable[Mapping[str, int | str]], numbers: Numbers) -> int 
             f"the checkpoint says that there are {numbers.layers or 'unknown'}; is a part of it missing?"
         )
     if numbers.layers not in (None, count):
-        raise CheckpointError(f"there are {count} layers, but {numbers.layers} were expected; give 'layers'")
+        raise CheckpointError(
+            f"there are {count} layers, but the arguments say {numbers.layers}; is this one checkpoint?"
+        )
     return count
 
 
@@ -122,10 +121,9 @@ def _units(
     places = list(itertools.product(*map(range, sizes)))
     units, problems = [], []
     for each in found:
-        values = each.values | ({} if layers is None else {LAYERS: layers})
         some = next(iter(next(iter(each.names.values())).values()))
         missing = [
-            pattern.format({**values, **dict(zip(rule.stacked_over, place))})
+            pattern.format({**each.values, **dict(zip(rule.stacked_over, place))})
             for place in places
             for number, pattern in enumerate(rule.sources)
             if number not in each.names.get(place, {})
@@ -134,10 +132,7 @@ def _units(
         if missing:
             continue
         sources = tuple(tuple(each.names[place][n] for n in range(len(rule.sources))) for place in places)
-        if layers is None and any(LAYERS in pattern.fields for pattern in rule.targets):
-            problems.append(f"{rule}: the number of layers is not known; give 'layers'")
-        else:
-            units.append(Unit(rule, values, sources, tuple(sizes)))
+        units.append(Unit(rule, each.values, sources, tuple(sizes)))
     if rule.sources and not rule.optional:
         pattern, have = rule.sources[0], {each.values.get("layer") for each in found}
         if not found:
@@ -312,7 +307,7 @@ def _extras(
             values = rule.sources[0].match(name) if len(rule.sources) == 1 else None
             if values is not None:
                 single = len(rule.targets) == 1 and set(rule.targets[0].fields) <= set(values) and not rule.stacked_over
-                return rule.targets[0].format(values) if single and rule.only is None else None
+                return rule.targets[0].format(values) if single else None
         return None
 
     single = [unit for unit in units if len(unit.names) == 1 == len(unit.rule.targets) and not unit.rule.unstacked_over]

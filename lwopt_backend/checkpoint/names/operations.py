@@ -53,23 +53,15 @@ def _join_qkv(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
     return [joined(tensors, function, (q.shape[0] + 2 * k.shape[0], *q.shape[1:]))]
 
 
-def _divided(fused: LazyTensor, numbers: Numbers, ranks: int) -> QKV:
-    qkv = qkv_of_fused(numbers, fused.shape[0], fused.where)
-    if qkv.groups % ranks:
-        raise CheckpointError(f"{fused.where}: {qkv.groups} query groups do not divide among qkv_ranks {ranks}")
-    return qkv
+def _qkv_blocks(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
+    """Reorder q, k, v group by group into all q, all k, all v."""
+    return [_regrouped(tensors[0], qkv_of_fused(numbers, tensors[0].shape[0], tensors[0].where), 1)]
 
 
-def _qkv_blocks(tensors: Tensors, numbers: Numbers, ranks: int = 1) -> list[LazyTensor]:
-    """Reorder q, k, v group by group into all q, all k, all v; separately for each of ``ranks``."""
-    return [_regrouped(tensors[0], _divided(tensors[0], numbers, ranks), ranks)]
-
-
-def _qkv_groups(tensors: Tensors, numbers: Numbers, ranks: int = 1) -> list[LazyTensor]:
+def _qkv_groups(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
     fused = tensors[0]
-    qkv = _divided(fused, numbers, ranks)
-    share = qkv.groups // ranks
-    return [_regrouped(fused, QKV(ranks, qkv.queries * share, qkv.channels * share), qkv.groups)]
+    qkv = qkv_of_fused(numbers, fused.shape[0], fused.where)
+    return [_regrouped(fused, QKV(1, qkv.queries * qkv.groups, qkv.channels * qkv.groups), qkv.groups)]
 
 
 def _regrouped(fused: LazyTensor, qkv: QKV, groups: int) -> LazyTensor:
@@ -81,21 +73,6 @@ def _regrouped(fused: LazyTensor, qkv: QKV, groups: int) -> LazyTensor:
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     return fused.mapped(function, fused.shape)
-
-
-def _in_layout(reorder: Callable[[Tensors, Numbers, int], list[LazyTensor]]) -> Run:
-    """``reorder``, unless the rows stay group by group by the option ``qkv_layout``, which has no default."""
-
-    def run(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-        if numbers.qkv_layout is None:
-            raise CheckpointError(
-                f"{tensors[0].where}: how q, k and v lie in Megatron-DeepSpeed's query_key_value depends on its "
-                "commit, and cannot be told from the file; say qkv_layout 'groups' (as its converter from Hugging Face "
-                "writes it) or 'blocks' (as its current forward slices it)"
-            )
-        return list(tensors) if numbers.qkv_layout == "groups" else reorder(tensors, numbers, numbers.qkv_ranks)
-
-    return run
 
 
 def _split_gate_up(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
@@ -122,21 +99,14 @@ def _transpose(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
 
 
 def _vocabulary(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    """The first ``vocab_size`` rows, then rows of zeros up to ``vocab_multiple``."""
-    tensor, (rows, *inner) = tensors[0], tensors[0].shape
+    """The first ``vocab_size`` rows, or all."""
+    tensor, rows = tensors[0], tensors[0].shape[0]
     kept = numbers.vocab_size or rows
     if kept > rows:
         raise CheckpointError(
             f"{tensor.where} has {rows} rows, fewer than the vocabulary of {kept} that was given; give the model's own"
         )
-    if kept < rows:
-        tensor = _gathered(tensor, [(0, kept)])
-    multiple = numbers.vocab_multiple or 1
-    missing = -kept % multiple
-    if missing:
-        shape = (kept + missing, *inner)
-        tensor = tensor.mapped(lambda part: torch.cat([part, part.new_zeros(missing, *inner)]), shape)
-    return [tensor]
+    return [_gathered(tensor, [(0, kept)]) if kept < rows else tensor]
 
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -144,8 +114,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "join_qkv": Operation(3, 1, _join_qkv, "split_qkv"),
     "qkv_blocks": Operation(1, 1, _qkv_blocks, "qkv_groups"),
     "qkv_groups": Operation(1, 1, _qkv_groups, "qkv_blocks"),
-    "qkv_to_layout": Operation(1, 1, _in_layout(_qkv_blocks), "qkv_from_layout"),
-    "qkv_from_layout": Operation(1, 1, _in_layout(_qkv_groups), "qkv_to_layout"),
     "split_gate_up": Operation(1, 2, _split_gate_up, "join_gate_up"),
     "join_gate_up": Operation(2, 1, _join_gate_up, "split_gate_up"),
     "transpose": Operation(1, 1, _transpose, "transpose"),

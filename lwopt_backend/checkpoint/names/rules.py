@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import StrictBool
 
@@ -94,8 +94,6 @@ def _base(field: str) -> tuple[str, int | None]:
 
 # Name maps as data: rules from names to names, with operations on the tensors; the inverse map follows from them.
 
-LAYERS = "layers"  # in a pattern not a field, but how many there are: ``{layers+2}.weight``
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -105,14 +103,12 @@ class Rule:
     The stack's dimensions lead, in the order of the numbers in the name. Raises ValueError for an inconsistent rule.
 
     - ``optional``: the names may be missing; otherwise every layer must have them.
-    - ``only``: for models whose output layer is tied to the embedding, or is not; ignored by the inverse.
     """
 
     sources: tuple[Pattern, ...]
     targets: tuple[Pattern, ...]
     do: tuple[str, ...] = ()
     optional: bool = False
-    only: Literal["tied", "untied"] | None = None
 
     def __post_init__(self) -> None:
         count = len(self.sources)
@@ -129,7 +125,7 @@ class Rule:
         if count != len(self.targets):
             raise ValueError(f"{self}: {count} tensors, but {len(self.targets)} names for them")
         for side in (self.sources, self.targets):
-            if any(fields_of(pattern) != fields_of(side[0]) for pattern in side):
+            if any(pattern.fields != side[0].fields for pattern in side):
                 raise ValueError(f"{self}: all names of one side must have the same fields, in the same order")
         if self.stacked_over and self.unstacked_over:
             raise ValueError(f"{self}: {self.stacked_over} is only in the source, {self.unstacked_over} in the target")
@@ -154,15 +150,11 @@ class Rule:
         return f"rule {sides[0]} -> {sides[1]}"
 
 
-def fields_of(pattern: Pattern) -> tuple[str, ...]:
-    return tuple(name for name in pattern.fields if name != LAYERS)
-
-
 def _only_in(side: tuple[Pattern, ...], other: tuple[Pattern, ...]) -> tuple[str, ...]:
     """Fields of one side that the other, if it has any, lacks."""
     if not side or not other:
         return ()
-    return tuple(name for name in fields_of(side[0]) if name not in fields_of(other[0]))
+    return tuple(name for name in side[0].fields if name not in other[0].fields)
 
 
 @dataclass(frozen=True)
