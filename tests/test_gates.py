@@ -11,9 +11,9 @@ import torch
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
 from lwopt_backend.checkpoint.convert import as_ours
-from lwopt_backend.checkpoint.gates import Gate, check
+from lwopt_backend.checkpoint.gates import check
 from lwopt_backend.checkpoint.names import CORE, Numbers, translate
-from lwopt_backend.config.registry import option_names, options_of
+from lwopt_backend.config.registry import option_names
 from tests.checkpoint_contents import changed
 from tests.command_line import SAMPLES
 
@@ -98,51 +98,6 @@ def test_frozen_parameters_and_weights_alone_pass_and_are_said() -> None:
     refused(having(params), *said)
     notes = check(having({name: Param(param.weight) for name, param in whole().params.items()}))
     assert notes == ["There is no optimizer state, only weights.", "All values are finite."]
-
-
-# Signs of several saves, or of damage, where nothing proves that there are none
-ADAMW = {**options_of("adamw", {"lr": 0.1}, "").model_dump(), "rule": "adamw"}
-SOAP = {"rule": "torch_optimizer", "class": "somewhere.Else", "lr": 0.1}
-
-
-def trained(group: dict[str, Any], *states: str, step: float | None = None, **more: Any) -> Checkpoint:
-    one = dataclasses.replace(param((4, 6), *states, dtype=torch.float32), step=step, group=0)
-    return Checkpoint("deepspeed zero 2", "", "model", {"first": one, "second": one}, (group,), iteration=7, **more)
-
-
-FLIPPED = {("wdight_decay" if key == "weight_decay" else key): value for key, value in ADAMW.items()}
-ADAM = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-KEPT = {name: dataclasses.replace(param, owner_states={0: {}}) for name, param in trained(SOAP).params.items()}
-OWNED = dataclasses.replace(trained(SOAP), params=KEPT)
-COUNTED = trained(ADAMW, *MOMENTS, step=7.0)
-SIGNS: dict[str, tuple[Checkpoint, str]] = {
-    "other steps": (changed(COUNTED, "second", step=6.0), "'second' was trained for 6 steps, 'first' of the same"),
-    "no step": (changed(COUNTED, "second", step=None), "'second' has no count of steps, which 'first'"),
-    "beyond": (changed(trained(ADAM), "first", step=8.0), "trained for 8 steps, but the checkpoint is of step 7"),
-    "unknown state": (
-        with_state(COUNTED, "first", "more", torch.ones(4, 6)),
-        "'first' has an unknown state 'more'; adamw",
-    ),
-    "flipped state": (
-        with_state(trained(ADAM, *MOMENTS), "first", "exp_av'_sq", torch.ones(4, 6)),
-        "'first' has an unknown state \"exp_av'_sq\"; was it 'exp_avg_sq'?",
-    ),
-    "flipped option": (trained(FLIPPED), "param group 0 has an unknown option 'wdight_decay', and no 'weight_decay'"),
-    "owner state": (changed(OWNED, "second", owner_states={}), "'second': what torch_optimizer's owner keeps of its"),
-    "no owner state": (trained(SOAP), "'first': what torch_optimizer's owner keeps of its matrix 0 is missing"),
-}
-
-
-@pytest.mark.parametrize("sign", SIGNS)
-def test_signs_of_several_saves_are_refused_unless_the_files_prove_that_they_are_of_one(sign: str) -> None:
-    source, said = SIGNS[sign]
-    with pytest.raises(CheckpointError, match=re.escape(said)):
-        check(source)
-    if sign not in ("unknown state", "flipped state"):  # the other parameter lacks it
-        check(dataclasses.replace(source, proven=True))
-    if sign == "other steps":
-        Gate(source, uneven_steps=True).finish()
-    assert sum("problem" in str(each) for each in (check(COUNTED), check(OWNED))) == 0
 
 
 # Values

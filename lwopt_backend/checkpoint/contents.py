@@ -258,7 +258,6 @@ class Checkpoint:
     - ``tied``: further names of parameters, each with the name in ``params``.
     - ``buffers``: the module's, by name. ``client``: what the user's program saved with it, as plain data.
     - ``notes``: sentences on what was left out or looks odd, but is no reason to refuse.
-    - ``proven``: whether its files, or their manifest, show that they are of one save.
     """
 
     format: str
@@ -276,7 +275,6 @@ class Checkpoint:
     buffers: Mapping[str, LazyTensor] = field(default_factory=dict)
     client: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    proven: bool = False
 
     def __post_init__(self) -> None:
         """Raises CheckpointError if files have other types in place of names, numbers and dictionaries."""

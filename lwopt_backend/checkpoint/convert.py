@@ -176,7 +176,6 @@ def prepared(
     vocabulary: str | None,
     source_vocabulary: str | None,
     numbers: names.Numbers,
-    uneven_steps: bool = False,
 ) -> tuple[Checkpoint, gates.Gate]:
     """The checkpoint under the names of ``vocabulary``, by default its own. Everything but its values is checked; the
     gate checks these as they are read.
@@ -186,7 +185,7 @@ def prepared(
     """
     vocabulary = vocabulary or source_vocabulary or (checkpoint.names if checkpoint.names in names.FAMILIES else None)
     _check_used(checkpoint, vocabulary, source_vocabulary, numbers.model_fields_set)
-    gate = gates.Gate(checkpoint, numbers.vocab_size, uneven_steps)
+    gate = gates.Gate(checkpoint, numbers.vocab_size)
     gate.refuse()
     checkpoint = gate.checkpoint
     if vocabulary is not None:

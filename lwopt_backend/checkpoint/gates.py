@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import operator
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,15 +11,11 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint import contents
-from lwopt_backend.checkpoint.contents import MASTER, MATRICES, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.files.manifest import combined
 from lwopt_backend.checkpoint.names import CORE, FAMILIES
 from lwopt_backend.checkpoint.names.megatron import EMBEDDING, HEAD
-from lwopt_backend.config.linked_rates import OWN_RATES, torchs
-from lwopt_backend.config.param_groups import OURS
-from lwopt_backend.config.registry import MATRIX_RULES, new_state, option_names, rules_with_owner_state
-from lwopt_backend.plan.atoms import matrices_of
 
 SHOWN = 20  # problems that are listed
 ADVICE = (  # on master weights that do not round to the weights, in Megatron's checkpoints
@@ -54,13 +47,12 @@ def check(checkpoint: Checkpoint, vocab_size: int | None = None, workers: int = 
 class Gate:
     """Checks a checkpoint while its tensors are read for another purpose, from ``checkpoint`` instead of the given one.
 
-    Problems are states that are missing or of another shape than their parameter; signs of several saves or of damage,
-    unless the files prove that they are of one (``uneven_steps`` permits step counts that differ); master weights that
-    do not round to the saved weights, bit for bit; replicas that differ; a ``vocab_size`` beyond the rows of the
-    embedding, or short of trained rows.
+    Problems are states that are missing or of another shape than their parameter; master weights that do not round to
+    the saved weights, bit for bit; replicas that differ; a ``vocab_size`` beyond the rows of the embedding, or short of
+    trained rows.
     """
 
-    def __init__(self, checkpoint: Checkpoint, vocab_size: int | None = None, uneven_steps: bool = False) -> None:
+    def __init__(self, checkpoint: Checkpoint, vocab_size: int | None = None) -> None:
         misshapen = [
             f"{key} of {name!r} has shape {state.shape}, but the parameter {param.shape} ({state.where})"
             for name, param in checkpoint.params.items()
@@ -68,9 +60,6 @@ class Gate:
             if state.shape != param.shape
         ]
         self._problems = [*_missing(checkpoint), *misshapen, *_vocabulary(checkpoint, vocab_size)]
-        if not checkpoint.proven:
-            self._problems += [*_counted(checkpoint, uneven_steps), *_unknown(checkpoint)]
-            self._problems += _without_owner_state(checkpoint)
         self._given, self._watched, params = checkpoint, {}, {}
         for name, param in checkpoint.params.items():
             weight, master = param.weight, param.states.get(MASTER)
@@ -141,82 +130,6 @@ def _missing(checkpoint: Checkpoint) -> Iterator[str]:
         needs_master = dtype is None or dtype.is_floating_point and dtype.itemsize < 4
         if with_master is not None and needs_master and MASTER not in param.states:
             yield f"{name!r} has no master weight ({MASTER}), which {with_master!r} has"
-
-
-# Signs that files are of several saves, or that a name in them was damaged.
-
-# Of optimizers not ours
-STATES = frozenset({MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "moment2_buffer"})
-OPTIONS = frozenset({"params", "initial_lr", "max_lr", "min_lr", "momentum", "nesterov", "beta1", "beta2", OWN_RATES})
-
-
-def _counted(checkpoint: Checkpoint, uneven_steps: bool) -> Iterator[str]:
-    """Yield counts of steps that differ in a param group, are missing, or are beyond the iteration."""
-    first: dict[int | None, tuple[str, float]] = {}
-    most = math.inf if checkpoint.iteration is None else checkpoint.iteration + (checkpoint.format == "torch dcp")
-    for name, param in checkpoint.params.items():
-        if param.step is None:
-            continue
-        known, step = first.setdefault(param.group, (name, param.step))
-        if param.step != step and not uneven_steps:
-            yield (
-                f"{name!r} was trained for {param.step:g} steps, {known!r} of the same param group for {step:g}; if it "
-                "was not trained in every step, and these are files of one save, say so with --uneven-steps"
-            )
-        if param.step > most:  # a program's own count may begin at 0
-            yield f"{name!r} was trained for {param.step:g} steps, but the checkpoint is of step {checkpoint.iteration}"
-    for name, param in checkpoint.params.items():
-        if param.step is None and param.group in first and set(param.states) - {MASTER} and not param.owner_states:
-            yield f"{name!r} has no count of steps, which {first[param.group][0]!r} of the same param group has"
-
-
-def _unknown(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield states that their rule does not keep, and names that differ from a known one in a single character."""
-    kept: list[frozenset[str] | None] = []  # the states that a group's rule keeps as large as the parameter, if known
-    for number, group in enumerate(checkpoint.groups):
-        kept.append(None)
-        if "rule" in group and "class" not in group:  # what a class keeps is not asked: the file alone names it
-            with suppress(ImportError, KeyError, TypeError, ValueError):
-                kept[number] = frozenset(new_state(torch.empty(1, device="meta"), group)) - {"step"}
-        known = {*OPTIONS, *torchs(), *OURS, *(option_names(group) if kept[number] is not None else ())}
-        for key in group:
-            if key not in known and (meant := _misspelled(key, known - set(group))):
-                yield f"param group {number} has an unknown option {key!r}, and no {meant!r}"
-    for name, param in checkpoint.params.items():
-        expected = kept[param.group] if param.group is not None and param.group < len(kept) else None
-        for key in param.states:
-            if expected is not None and key not in {MASTER, *expected}:
-                rule = checkpoint.groups[param.group or 0]["rule"]
-                yield f"{name!r} has an unknown state {key!r}; {rule} keeps {', '.join(sorted(expected)) or 'none'}"
-            elif expected is None and key not in STATES and (meant := _misspelled(key, STATES)):
-                yield f"{name!r} has an unknown state {key!r}; was it {meant!r}?"
-
-
-def _misspelled(name: object, known: Iterable[str]) -> str | None:
-    """The known name that differs in one character, as one with a flipped bit does."""
-    if not isinstance(name, str):
-        return None
-    return next((k for k in sorted(known) if len(k) == len(name) and sum(map(operator.ne, k, name)) == 1), None)
-
-
-def _without_owner_state(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield matrices without owner state although their rule keeps some."""
-    keeping = set()
-    for number, group in enumerate(checkpoint.groups):
-        keeps = group.get("rule") in MATRIX_RULES  # a class is not asked: the file alone names it
-        if "rule" in group and "class" not in group:
-            keeps = False
-            with suppress(ImportError, KeyError, TypeError, ValueError):
-                keeps = bool(rules_with_owner_state([group]))
-        keeping |= {number} if keeps else set()
-    stepped = {param.group for param in checkpoint.params.values() if param.owner_states}
-    for name, param in checkpoint.params.items():
-        if param.group in keeping and (param.group in stepped or (checkpoint.iteration or 0) > 0):
-            count = len((checkpoint.arguments.get(MATRICES) or {}).get(name) or matrices_of(param.shape))
-            missing = [place for place in range(count) if place not in param.owner_states]
-            if missing:
-                rule = checkpoint.groups[param.group or 0]["rule"]
-                yield f"{name!r}: what {rule}'s owner keeps of its matrix {missing[0]} is missing; copy all files again"
 
 
 def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:

@@ -153,7 +153,6 @@ HELP = {
     "source names": "The same of the source, where it does not say itself.",
     "dtype": f"Of weights in safetensors: {', '.join(DTYPES)}. Default: as they are.",
     "workers": "Tensors that are read and checked, or written, at a time; so many are in memory.",
-    "uneven steps": "Some parameters were not trained in every step: their counts may differ in a param group.",
     "tied": "The first is another name of the second parameter, not a frozen copy; once for each such name.",
     "compared names": f"Compare under these names: {FAMILIES}, or a .json file. Default: as they are, or "
     "megatron-core's where the two have different ones.",
@@ -171,7 +170,6 @@ def convert(
     source_names: Annotated[Text, typer.Option("--source-names", help=HELP["source names"])] = None,
     dtype: Annotated[Text, typer.Option(help=HELP["dtype"])] = None,
     workers: Annotated[int, typer.Option(min=1, help=HELP["workers"])] = WORKERS,
-    uneven_steps: Annotated[bool, typer.Option("--uneven-steps", help=HELP["uneven steps"])] = False,
     tied: Annotated[list[str] | None, typer.Option("--tied", metavar="NAME=NAME", help=HELP["tied"])] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read, check and rename; write nothing.")] = False,
     as_json: AsJSON = False,
@@ -199,7 +197,7 @@ def convert(
     notes: list[str] = []
     with progress("converting", conversion.nbytes(found), as_json) as advance:
         seen = conversion.watched(found, advance)
-        made, gate = conversion.prepared(seen, to, vocabulary, source_names, numbers, uneven_steps)
+        made, gate = conversion.prepared(seen, to, vocabulary, source_names, numbers)
         result = _as_written(made, to, options)
 
         def finish() -> None:

@@ -75,8 +75,7 @@ class DcpFolder:
     ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where it
     was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors, None for other writers; ``stored`` are all
     places. With ``metadata_only`` other files need not be there: nothing can be read then. Without ``with_files`` they
-    are not looked at before they are read, because another rank does. ``proven`` says that a
-    manifest lists them.
+    are not looked at before they are read, because another rank does.
     """
 
     def __init__(self, path: Path, metadata_only: bool = False, with_files: bool = True) -> None:
@@ -106,7 +105,6 @@ class DcpFolder:
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{metadata} is not what DCP writes ({error}); copy it again") from error
         self.stored = tuple(stored.values())
-        self.proven = not metadata_only and manifest.read(path) is not None
         if not metadata_only:
             self._check_chunks()
         if with_files and not metadata_only:
@@ -410,7 +408,6 @@ def read(path: Path) -> Checkpoint:
         buffers={name: weight for name, weight in saved.weights.items() if name not in params},
         client=client,
         notes=tuple(notes),
-        proven=folder.proven,
     )
 
 

@@ -311,16 +311,16 @@ def mark_of(saved: Mapping[str, Any], of: str = SAVE) -> Mapping[str, Any] | Non
     return found if isinstance(found, Mapping) else None
 
 
-def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[tuple[Path, Mapping[str, Any]]]) -> bool:
-    """Whether the files of the optimizer's state bear marks of one save; False for other optimizers', which have none.
+def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[tuple[Path, Mapping[str, Any]]]) -> None:
+    """Raises CheckpointError for files of the optimizer's state that were swapped between ranks or copied over each
+    other, or that are of another save or another step than the others. Other optimizers' bear no marks.
 
-    ``model`` is what the file of model states holds. Raises CheckpointError for files that were swapped between ranks
-    or copied over each other, or that are of another save or another step than the others.
+    ``model`` is what the file of model states holds.
     """
     marks = {file: mark_of(saved) for file, saved in of_ranks}
     first_file, first = next(((file, mark) for file, mark in marks.items() if mark is not None), (None, None))
     if first is None:
-        return False
+        return
     for file, mark in marks.items():
         wrong = None
         if mark is None:
@@ -333,7 +333,6 @@ def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[t
             wrong = f"it is of the save {mark.get('save_id')}, {first_file} of {first.get('save_id')}"
         if wrong:
             raise CheckpointError(f"{file}: {wrong}; copy all files of one save to {file.parent} again")
-    return True
 
 
 def load_mapping(file: Path, folder: Path | None = None) -> Mapping[str, Any]:

@@ -49,7 +49,7 @@ def recognises(path: Path) -> bool:
 @reader("DeepSpeed", lambda path: ds.tag_of(path, POINTER))
 def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest_universal`` names. Raises CheckpointError."""
-    proven = manifest.check_files(tag) is not None
+    manifest.check_files(tag)
     common = load_mapping(tag / ds.UNIVERSAL_MARK, tag)
     if MARK in common:
         raise CheckpointError(
@@ -93,7 +93,6 @@ def read(tag: Path) -> Checkpoint:
         checkpoint,
         params={name: checkpoint.params[name] for name in order or checkpoint.params},
         arguments={**checkpoint.arguments, **ours.get("arguments", {})},
-        proven=proven,
     )
 
 

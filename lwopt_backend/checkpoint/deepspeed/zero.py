@@ -49,12 +49,12 @@ def read(tag: Path) -> Checkpoint:
     parts = _parts(tag)
     (states, of_ranks), *_ = parts
     marked = (entry for _, of_part in parts for entry in of_part)
-    proven = ds.check_marks(states.saved, states.path, marked)
+    ds.check_marks(states.saved, states.path, marked)
     found = [_read_part(*part) for part in parts]
     cuts = ds.mark_of(of_ranks[0][1], ds.CUTS)
     whole = found[0] if len(found) == 1 else _joined(found) if cuts is None else _of_shards(tag, found, cuts)
     stages = len(parts) if any(map(ds.LAYER.fullmatch, ds.names_in(tag))) else 1
-    return replace(whole, proven=proven, world={**whole.world, "pp": stages})
+    return replace(whole, world={**whole.world, "pp": stages})
 
 
 def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
