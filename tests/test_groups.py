@@ -1,4 +1,4 @@
-"""Groups and the model of a step: formulas by hand, and choices against every other choice there was."""
+"""The model of a step of owned storage: formulas by hand, and a timeline in which one thing happens at a time."""
 
 import random
 from collections.abc import Sequence
@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from lwopt_backend.plan import MACHINES, Atom, Machine
-from lwopt_backend.plan.buffers.instances import Grouped, plan_buffer
-from lwopt_backend.plan.buffers.layout import BufferPlan
+from lwopt_backend.plan import Atom, Machine
+from lwopt_backend.plan.buffers.layout import OwnedParam, Setting
+from lwopt_backend.plan.buffers.owned import plan_owned
 from lwopt_backend.plan.buffers.step import BucketTime, Elements, buffer_step, schedule, timeline
 from lwopt_backend.plan.cost import CLUSTERS, COSTS, CostModel, StepTime
-from tests.planner_shapes import assert_lawful, atoms_of, model, planned
+from lwopt_backend.planner.part import Placed
+from tests.planner_shapes import model
 
 FLOPS = COSTS["newton_schulz"]
 H100 = CLUSTERS["h100-8x-ib"]
@@ -24,18 +25,23 @@ EIGHT = replace(NODES_OF_TWO, node_size=8)  # of 2 bytes a second between nodes,
 WITHIN, ACROSS = (256 + 128) / 2 * (4 + 2), (256 + 128) / 2 * 4 * 2
 
 
-def grouped(
-    atoms: list[Atom], ranks: int, layout: str = "padded", *, machine: Machine = H100, size: int | None = None
-) -> Grouped:
-    return plan_buffer(
-        atoms, ranks, layout=layout, bucket_numel=40_000_000, machine=machine, cost=FLOPS, group_size=size
-    )
-
-
-def two_buckets(layout: str) -> BufferPlan:
+def two_buckets(layout: str) -> Placed:
     """Over two shards: bucket 1 is matrix 0 (64 elements) at shard 1; bucket 0 is 1 (128) and 2 (64) at 0 and 1."""
     atoms = Atom("a", (8, 8), 30), Atom("b", (8, 16), 50), Atom("c", (8, 8), 40)
-    return BufferPlan(layout, "by hand", atoms, 2, (1, 0, 1), (1, 0, 0), (128, 64))
+    return Placed(atoms, 2, (1, 0, 1), (1, 0, 0), (256, 128) if layout == "padded" else (192, 64))
+
+
+def placed(atoms: Sequence[Atom], ranks: int, layout: str) -> Placed:
+    params = [OwnedParam(atom.name, atom.numel, "bfloat16", atom) for atom in atoms]
+    plan = plan_owned(params, ranks, Setting(layout, 40_000_000), None)
+    where = {
+        piece.param: (rank, number)
+        for number, bucket in enumerate(plan.buckets)
+        for rank, pieces in enumerate(bucket.pieces_of_all())
+        for piece in pieces
+    }
+    owners, buckets = zip(*(where[index] for index in range(len(atoms))))
+    return Placed(tuple(atoms), ranks, owners, buckets, tuple(bucket.numel for bucket in plan.buckets))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +67,7 @@ def test_a_compact_step_sends_the_matrices_alone_one_rank_nothing_and_nanosecond
     assert (time.compute, time.wire, time.latency) == (7.0, (192 + 64) / 2 * (2 + 1) / 2, 400.0)
     measured = CostModel("measured", "ns", lambda shape: 0, "")
     assert buffer_step(two_buckets("padded"), SIMPLE, measured).compute == 70e-9
-    alone = buffer_step(planned(ONE_LAYER, 1, None), H100, FLOPS)
+    alone = buffer_step(placed(ONE_LAYER, 1, "padded"), H100, FLOPS)
     assert alone == StepTime(sum(atom.cost for atom in ONE_LAYER) / H100.flops_per_second, 0, 0), "nothing is sent"
 
 
@@ -111,96 +117,13 @@ def test_any_schedule_keeps_wire_and_owners_in_order(seed: int) -> None:
 @pytest.mark.parametrize("layout", ["padded", "compact"])
 @pytest.mark.parametrize(("ranks", "size"), [(16, 16), (32, 8), (8, 1)])
 def test_the_timeline_ends_between_its_longest_part_and_their_sum(layout: str, ranks: int, size: int) -> None:
-    plan = grouped(list(model("gpt2-124m")), ranks, layout, size=size)
-    times = timeline(plan.plan, H100, FLOPS, instances=plan.instances)
+    plan = placed(model("gpt2-124m"), size, layout)
+    times = timeline(plan, H100, FLOPS, instances=ranks // size)
     assert_one_thing_at_a_time(times)
-    parts = buffer_step(plan.plan, H100, FLOPS, instances=plan.instances)
+    parts = buffer_step(plan, H100, FLOPS, instances=ranks // size)
     end = times[-1].back[1]
     assert max(parts.compute, parts.wire + parts.latency) <= end * (1 + 1e-9) and end <= parts.total * (1 + 1e-9)
     on_wire = sum(time.reduce[1] - time.reduce[0] + time.back[1] - time.back[0] for time in times)
     assert on_wire == pytest.approx(parts.wire + parts.latency)
-    assert sum(time.nbytes_reduced for time in times) == 4 * sum(plan.plan.bucket_numels)
-    assert [time.nbytes_returned for time in times] == [2 * numel for numel in plan.plan.bucket_numels]
-
-
-def memory(plan: Grouped, elements: Elements) -> int:
-    """By hand: the buffer's parameters and gradients, and masters and state of the fullest owner."""
-    owned = [0] * plan.group_size
-    for atom, owner in zip(plan.plan.atoms, plan.plan.owners):
-        owned[owner] += atom.numel
-    buffer = plan.plan.buffer_numel * (elements.parameter + elements.gradient)
-    return buffer + max(owned) * (elements.master + elements.state)
-
-
-@pytest.mark.parametrize(
-    ("matrices", "ranks", "layout", "machine", "size", "gain"),
-    [
-        (ONE_LAYER, 128, "padded", H100, 4, 10),  # each of 128 ranks would have room for an MLP matrix
-        (ONE_LAYER, 128, "compact", H100, 8, 1 / 0.6),  # nothing is padded, but 121 ranks would idle
-        (model("qwen3-32b"), 128, "padded", H100, 64, 1),  # a quarter of padding is reason enough
-        (model("qwen3-32b", "mcore_fused"), 32, "padded", H100, 32, 1),  # all are needed
-        # Better in every way, though it pads a little more than tolerated.
-        (atoms_of([(256, 256)] * 2 + [(160, 256)] * 4), 12, "padded", MACHINES["cpu"], 4, 1 / 0.9),
-    ],
-)
-def test_idle_ranks_and_padding_are_reasons_for_a_smaller_group(
-    matrices: Sequence[Atom], ranks: int, layout: str, machine: Machine, size: int, gain: float
-) -> None:
-    atoms = list(matrices)
-    chosen, whole = (grouped(atoms, ranks, layout, machine=machine, size=asked) for asked in (None, ranks))
-    assert (chosen.group_size, chosen.instances) == (size, ranks // size)
-    assert chosen.plan.padding < 0.12
-    assert chosen.time.total * gain <= whole.time.total
-    assert memory(chosen, Elements()) <= memory(whole, Elements())
-    assert max(chosen.plan.loads()) <= (2 if size == 64 else 1) * max(whole.plan.loads())
-
-
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_auto_is_the_faster_of_both_layouts(ranks: int) -> None:
-    atoms = list(model("gpt2-124m"))
-    padded, compact = grouped(atoms, ranks, "padded"), grouped(atoms, ranks, "compact")
-    assert grouped(atoms, ranks, "auto") == min(padded, compact, key=lambda plan: plan.time.total)
-    with pytest.raises(ValueError, match="there is no matrix to plan"):
-        grouped([], ranks)
-
-
-def any_case(seed: int) -> tuple[list[Atom], int, Machine, Elements]:
-    """A small buffer, ranks and a machine with quick or slow nodes, elements with much or little state."""
-    generator = random.Random(seed)
-    d, layers = generator.choice([128, 256, 512]), generator.randint(1, 9)
-    shapes = [(d, d), (d // 4, d), (d // 4, d), (d, d), (3 * d, d), (3 * d, d), (d, 3 * d)] * layers
-    flops, wire, latency = (10 ** generator.uniform(*powers) for powers in ((11, 14), (9, 11), (-6, -4)))
-    machine = Machine("any", flops, wire, latency, generator.choice([1, 4, 8]), 3e11)
-    elements = generator.choice([Elements(), Elements(state=32), Elements(gradient=2, master=0, state=0)])
-    return atoms_of(shapes), generator.choice([1, 6, 8, 12, 16, 17, 24, 32, 48, 64]), machine, elements
-
-
-@pytest.mark.parametrize("layout", ["padded", "compact", "auto"])
-@pytest.mark.parametrize("seed", range(60))
-def test_a_chosen_group_is_judged_against_every_other_divisor(seed: int, layout: str) -> None:
-    """No more memory, at most twice the work, not slower than all ranks; no more work where that costs no padding."""
-    atoms, ranks, machine, elements = any_case(seed)
-    given = {"bucket_numel": None, "machine": machine, "cost": FLOPS, "elements": elements}
-    chosen = plan_buffer(atoms, ranks, layout=layout, group_size=None, **given)
-
-    def over(size: int) -> Grouped:
-        plan = plan_buffer(atoms, ranks, layout=chosen.plan.layout, group_size=size, **given)
-        assert (plan.group_size, plan.instances) == (size, ranks // size)
-        assert plan.memory_bytes(elements) == memory(plan, elements)
-        assert plan.time == buffer_step(plan.plan, machine, FLOPS, instances=plan.instances, elements=elements)
-        return plan
-
-    assert_lawful(chosen.plan)
-    every = [over(size) for size in range(1, ranks + 1) if ranks % size == 0]
-    whole = every[-1]
-    assert chosen in every
-    assert memory(chosen, elements) <= memory(whole, elements)
-    assert max(chosen.plan.loads()) <= 2 * max(whole.plan.loads())
-    assert chosen.time.total <= whole.time.total
-    if whole.plan.padding <= 0.10 and all(whole.plan.loads()):
-        assert chosen == whole
-    good = [g for g in every if memory(g, elements) <= memory(whole, elements) and g.time.compute <= whole.time.compute]
-    frugal = [g for g in good if g.plan.padding <= 0.10 and g.time.total <= whole.time.total]
-    if frugal and whole.plan.padding > 0.10:
-        assert chosen.plan.padding <= 0.10 and chosen.time.compute <= whole.time.compute
-        assert chosen.time.total <= 1.05 * min(g.time.total for g in frugal)
+    assert sum(time.nbytes_reduced for time in times) == 4 * sum(plan.bucket_numels)
+    assert [time.nbytes_returned for time in times] == [2 * numel for numel in plan.bucket_numels]

@@ -265,7 +265,6 @@ def plan_owned_share(
         members,
         groups,
         ranks,
-        setting.plans_for,
         layout=config.layout,
         bucket_mb=config.bucket_mb,
         group_size=config.group_size,

@@ -13,12 +13,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.param_groups import ElementwiseGroups
 from lwopt_backend.config.registry import MATRIX_RULES, atoms_of, build_matrix_rules, check_devices, new_state
-from lwopt_backend.plan import Atom, Machine, machine_of
+from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import end_to_end
 from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam, Setting
 from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
-from lwopt_backend.plan.buffers.step import Elements
-from lwopt_backend.plan.cost import COSTS
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.grouping import Grouping, Member
@@ -30,7 +28,7 @@ from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
 from lwopt_backend.runtime.collectives import Alone, PartCollectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import keeps_state, owner_key
-from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views, owned_dtype, slices_of
+from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views, slices_of
 from lwopt_backend.storage.gradients import OwnedGradients
 
 # Which ranks share which parameters: all ranks of a process group, in instances that each own everything.
@@ -66,7 +64,6 @@ def plan_members(
     members: Sequence[Member],
     groups: Sequence[Mapping[str, Any]],
     ranks: int,
-    machine: Machine,
     *,
     layout: str,
     bucket_mb: float,
@@ -74,21 +71,13 @@ def plan_members(
     grad_dtype: torch.dtype | None,
     base: Sequence[int] | None = None,
 ) -> OwnedPlan:
-    """Plan ``members`` over ``ranks`` ranks of ``machine``, the same on every rank; slots name members by position.
+    """Plan ``members`` over ``ranks`` ranks, the same on every rank; slots name members by position.
 
     ``base`` is each rank's work from other plans.
     """
     params = [_owned_param(member, groups[member.group]) for member in members]
-    dtype = members[0].param.dtype
-    gradient = (grad_dtype or dtype).itemsize
-    masters = 0 if owned_dtype(dtype) == dtype else owned_dtype(dtype).itemsize
-    setting = Setting(
-        layout,
-        max(1, int(bucket_mb * 2**20 / gradient)),
-        machine,
-        COSTS["newton_schulz"],
-        Elements(parameter=dtype.itemsize, gradient=gradient, master=masters, state=4),
-    )
+    gradient = (grad_dtype or members[0].param.dtype).itemsize
+    setting = Setting(layout, max(1, int(bucket_mb * 2**20 / gradient)))
     return plan_owned(params, ranks, setting, group_size, base)
 
 
@@ -352,7 +341,6 @@ class OwnedCore:
                 members,
                 grouping.groups,
                 shared.ranks.world_size,
-                machine_of(members[0].param.device.type),
                 group_size=shared.group_size,
                 base=base,
                 **options,

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
-from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
-from itertools import accumulate
-from operator import sub
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.buffers.step import Elements
-from lwopt_backend.plan.cost import CostModel, Machine, max_min_squared, per_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +28,10 @@ class OwnedParam:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How to plan. ``bucket_numel`` is the least size of a bucket; a padded one ends on a ``bus_multiple``."""
+    """How to plan. ``bucket_numel`` is the least size of a bucket."""
 
     layout: str
     bucket_numel: int
-    machine: Machine
-    cost: CostModel
-    elements: Elements
-    bus_multiple: int = 1
 
 
 LAYOUTS = ("auto", "padded", "compact")
@@ -55,9 +45,6 @@ def check_choices(layout: str, group_size: int | None, ranks: int) -> None:
         raise ValueError(f"group size {group_size} does not divide the {ranks} data-parallel ranks; expected a divisor")
 
 
-# The matrices of a buffer in backward order, the order in which gradients become ready.
-
-MOST_KINDS = 64  # the most kinds of matrices that packing distinguishes; models have about ten
 ALIGNMENT = 64  # elements; every matrix starts on a multiple, as in Megatron-Core (cuBLASLt wants 128 bytes in bf16)
 
 
@@ -69,124 +56,6 @@ def aligned(numel: int) -> int:
 def shard_multiple(world_size: int) -> int:
     """The multiple of a shard's size with which a bucket ends on lcm(world_size, 128) elements."""
     return math.lcm(ALIGNMENT, math.lcm(world_size, 128) // world_size)
-
-
-@dataclass(frozen=True, slots=True)
-class AtomKind:
-    """What packing sees of a matrix; matrices of one kind are interchangeable."""
-
-    numel: int  # aligned
-    cost: int  # by the plan's cost model
-    estimate: int  # by Megatron-Core's estimate
-
-
-def _kinds(seen: Iterable[AtomKind]) -> tuple[list[AtomKind], dict[AtomKind, int]]:
-    """The kinds, largest first, and which is whose. If there are too many, a kind is a class of similar sizes.
-
-    A class has the largest measures of its members, so what is packed by classes fits.
-    """
-    kinds = sorted(set(seen), key=lambda kind: (-kind.numel, -kind.cost, -kind.estimate))
-    class_of = {kind: index for index, kind in enumerate(kinds)}
-    if len(kinds) > MOST_KINDS:
-        width = math.log(kinds[0].numel / kinds[-1].numel) / MOST_KINDS or 1.0
-        steps = [int(math.log(kinds[0].numel / kind.numel) / width) for kind in kinds]
-        places = {step: index for index, step in enumerate(sorted(set(steps)))}
-        class_of = {kind: places[step] for kind, step in zip(kinds, steps)}
-        members: list[list[AtomKind]] = [[] for _ in places]
-        for kind in kinds:
-            members[class_of[kind]].append(kind)
-        kinds = [AtomKind(*(max(measure) for measure in zip(*map(astuple, some)))) for some in members]
-    return kinds, class_of
-
-
-class Stream:
-    """Atoms in backward order, with their kinds (largest first) and running sums, which make any range quick to judge.
-
-    ``atoms`` are in model order; position 0 of the stream is the last. ``layer_starts`` are the positions at which the
-    first number in the names changes.
-    """
-
-    def __init__(self, atoms: Sequence[Atom]) -> None:
-        sorts: dict[tuple[tuple[int, int], int], int] = {}  # a matrix is one of a few: its shape and its cost
-        sort_of = [sorts.setdefault((atom.shape, atom.cost), len(sorts)) for atom in reversed(atoms)]
-        seen = [AtomKind(aligned(math.prod(shape)), cost, max_min_squared(shape)) for shape, cost in sorts]
-        self.numels = [*map([kind.numel for kind in seen].__getitem__, sort_of)]
-        self.costs = [*map([kind.cost for kind in seen].__getitem__, sort_of)]
-        self.estimates = [*map([kind.estimate for kind in seen].__getitem__, sort_of)]
-        self.kinds, class_of = _kinds(seen)
-        self.kind_of = array("H", map([class_of[kind] for kind in seen].__getitem__, sort_of))
-        self.numel_before = list(accumulate(self.numels, initial=0))
-        kinds = range(len(self.kinds))
-        self._counts_before = [*zip(*(accumulate(map(kind.__eq__, self.kind_of), initial=0) for kind in kinds))]
-        numbers = [re.search(r"\d+", atom.name) for atom in reversed(atoms)]
-        layers = [number and number.group() for number in numbers]
-        self.layer_starts = [i for i in range(1, len(layers)) if layers[i] != layers[i - 1]]
-
-    def __len__(self) -> int:
-        return len(self.numels)
-
-    def numel(self, start: int, stop: int) -> int:
-        """Aligned elements of positions [start, stop)."""
-        return self.numel_before[stop] - self.numel_before[start]
-
-    def counts(self, start: int, stop: int) -> tuple[int, ...]:
-        """Per kind, the number of matrices in positions [start, stop)."""
-        return tuple(map(sub, self._counts_before[stop], self._counts_before[start]))
-
-
-@dataclass(frozen=True, slots=True)
-class BufferPlan:
-    """Matrices of one buffer over ``shards`` ranks, in model order.
-
-    ::
-
-        bucket 0 (last layers)         bucket 1                        padded: every bucket is ``shards`` equal parts
-        | a a a . | b b c c | d d d d |  e e . . | f f f f | g g g . |         of shard_numels[bucket] elements
-          shard 0   shard 1   shard 2    shard 0   shard 1   shard 2   compact: the dots are left out
-
-    ``owners[i]`` is the shard of matrix i, ``buckets[i]`` its bucket; buckets are in backward order.
-    """
-
-    layout: str  # "padded" or "compact"
-    strategy: str  # the name of the strategy that found it
-    atoms: tuple[Atom, ...]
-    shards: int
-    owners: tuple[int, ...]
-    buckets: tuple[int, ...]
-    shard_numels: tuple[int, ...]  # per bucket, the elements of its fullest shard, aligned
-
-    @property
-    def numel(self) -> int:
-        """Elements of the matrices."""
-        return sum(atom.numel for atom in self.atoms)
-
-    @property
-    def buffer_numel(self) -> int:
-        """Elements of the long-lived buffer: with padding in a padded layout, without in a compact one."""
-        return self.shards * sum(self.shard_numels) if self.layout == "padded" else self.numel
-
-    @property
-    def padding(self) -> float:
-        """Padding divided by the matrices' elements; 0.5 is 50 %."""
-        return self.buffer_numel / self.numel - 1
-
-    @property
-    def bucket_numels(self) -> list[int]:
-        """Per bucket, the elements that are exchanged."""
-        if self.layout == "padded":
-            return [self.shards * numel for numel in self.shard_numels]
-        totals = [0] * len(self.shard_numels)
-        for atom, bucket in zip(self.atoms, self.buckets):
-            totals[bucket] += atom.numel
-        return totals
-
-    def loads(self) -> list[int]:
-        """Per shard, the cost of its matrices."""
-        return per_rank(self.owners, (atom.cost for atom in self.atoms), self.shards)
-
-    def owned_numels(self) -> list[int]:
-        """Per shard, the elements of its matrices."""
-        return per_rank(self.owners, (atom.numel for atom in self.atoms), self.shards)
 
 
 def imbalance(loads: Sequence[int]) -> float:
@@ -247,8 +116,10 @@ class Bucket:
     slots: tuple[Slot, ...]
     parts: tuple[tuple[int, int], ...]
     numel: int
+    padding: int = field(init=False)  # elements of the buffer that no parameter has
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "padding", self.numel - sum(slot.numel for slot in self.slots))
         end = 0
         for slot in sorted(self.slots, key=lambda slot: slot.offset):
             if slot.offset < end or slot.offset + slot.numel > self.numel:
@@ -261,11 +132,6 @@ class Bucket:
             end = stop
         if end != self.numel:
             raise ValueError(f"parts {self.parts} are not a partition of {self.numel} elements")
-
-    @property
-    def padding(self) -> int:
-        """Elements of the buffer that no parameter has."""
-        return self.numel - sum(slot.numel for slot in self.slots)
 
     @property
     def even(self) -> bool:
@@ -308,41 +174,38 @@ class Bucket:
 
 
 def arrange_matrices(
-    plan: BufferPlan, params: Sequence[int], layout: BucketLayout, dtype: str, *, multiple: int = 1
-) -> list[Bucket]:
-    """The buckets of ``plan``, whose matrix i is parameter ``params[i]``, in backward order.
-
-    A padded buffer ends on a multiple of ``multiple``, in addition to the usual alignment.
-    """
-    members: list[list[list[int]]] = [[[] for _ in range(plan.shards)] for _ in plan.shard_numels]
-    for index in reversed(range(len(plan.atoms))):
-        members[plan.buckets[index]][plan.owners[index]].append(index)
-    numels = [atom.numel for atom in plan.atoms]
-    buckets = []
-    for of_ranks in members:
-        if layout == "padded":
-            size = max(sum(aligned(numels[i]) for i in mine) for mine in of_ranks)
-            size = _part_size(size, plan.shards, multiple)
-            parts = [(rank * size, (rank + 1) * size) for rank in range(plan.shards)]
-        else:
-            of_ranks = [sorted(mine, key=lambda i: numels[i] % ALIGNMENT > 0) for mine in of_ranks]
-            sizes = [sum(numels[i] for i in mine) for mine in of_ranks]
-            parts, end = [(0, 0)] * plan.shards, 0
-            # Sizes that are no multiple of the alignment come last, so that they shift no other part.
-            for rank in sorted(range(plan.shards), key=lambda r: sizes[r] % ALIGNMENT > 0):
-                parts[rank] = (end, end + sizes[rank])
-                end += sizes[rank]
-        slots = []
-        for (start, _), mine in zip(parts, of_ranks):
-            for index in mine:
-                slots.append(Slot(params[index], start, numels[index]))
-                start += aligned(numels[index]) if layout == "padded" else numels[index]
-        buckets.append(Bucket("matrix", layout, dtype, tuple(slots), tuple(parts), max(stop for _, stop in parts)))
-    return buckets
+    members: Sequence[tuple[int, int]],
+    owners: Sequence[int],
+    shards: int,
+    layout: BucketLayout,
+    dtype: str,
+) -> Bucket:
+    """One bucket of (parameter, elements) in backward order, each in the part of its owner, one of ``shards`` ranks."""
+    of_ranks: list[list[tuple[int, int]]] = [[] for _ in range(shards)]
+    for member, owner in zip(members, owners):
+        of_ranks[owner].append(member)
+    if layout == "padded":
+        size = max(sum(aligned(numel) for _, numel in mine) for mine in of_ranks)
+        size = aligned_shard(size, shards)
+        parts = [(rank * size, (rank + 1) * size) for rank in range(shards)]
+    else:
+        of_ranks = [sorted(mine, key=lambda member: member[1] % ALIGNMENT > 0) for mine in of_ranks]
+        sizes = [sum(numel for _, numel in mine) for mine in of_ranks]
+        parts, end = [(0, 0)] * shards, 0
+        # Sizes that are no multiple of the alignment come last, so that they shift no other part.
+        for rank in sorted(range(shards), key=lambda r: sizes[r] % ALIGNMENT > 0):
+            parts[rank] = (end, end + sizes[rank])
+            end += sizes[rank]
+    slots = []
+    for (start, _), mine in zip(parts, of_ranks):
+        for param, numel in mine:
+            slots.append(Slot(param, start, numel))
+            start += aligned(numel) if layout == "padded" else numel
+    return Bucket("matrix", layout, dtype, tuple(slots), tuple(parts), max(stop for _, stop in parts))
 
 
 def arrange_elementwise(
-    members: Sequence[tuple[int, int]], shards: int, layout: BucketLayout, dtype: str, *, multiple: int = 1
+    members: Sequence[tuple[int, int]], shards: int, layout: BucketLayout, dtype: str
 ) -> Bucket:
     """One bucket of (parameter, elements), cut evenly; a compact one at 64 elements, with a shorter last part."""
     if layout == "compact":
@@ -352,17 +215,9 @@ def arrange_elementwise(
         slots.append(Slot(param, end, numel))
         end += aligned(numel) if layout == "padded" else numel
     if layout == "padded":
-        size = _part_size(-(-end // shards), shards, multiple)
+        size = aligned_shard(-(-end // shards), shards)
         parts = [(rank * size, (rank + 1) * size) for rank in range(shards)]
         return Bucket("elementwise", layout, dtype, tuple(slots), tuple(parts), shards * size)
     size = aligned(-(-end // shards))
     parts = [(min(end, rank * size), min(end, (rank + 1) * size)) for rank in range(shards)]
     return Bucket("elementwise", layout, dtype, tuple(slots), tuple(parts), end)
-
-
-def _part_size(numel: int, shards: int, multiple: int) -> int:
-    """At least ``numel``, so that ``shards`` parts end on lcm(shards, 128) and on ``multiple``."""
-    size = aligned_shard(numel, shards)
-    while size * shards % multiple:
-        size += shard_multiple(shards)
-    return size

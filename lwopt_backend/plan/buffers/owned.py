@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.buffers.instances import Grouped, plan_buffer
+from lwopt_backend.plan.buffers.dealing import MORE_ROOM, deal, ends_where_even, ends_where_full, least_room
 from lwopt_backend.plan.buffers.layout import (
     Bucket,
     BucketLayout,
-    BufferPlan,
     OwnedParam,
     Setting,
     Slot,
-    Stream,
-    aligned_shard,
+    aligned,
     arrange_elementwise,
     arrange_matrices,
     check_choices,
+    imbalance,
 )
-from lwopt_backend.plan.buffers.packing import relieve
-from lwopt_backend.plan.buffers.placement import place_costliest_first
-from lwopt_backend.plan.cost import StepTime, gather_seconds
 
 # Parameters with several matrices, concatenated in buckets that are cut between ranks where a matrix ends.
 #
@@ -116,51 +111,17 @@ def cut_buckets(
     return buckets, loads, [told]
 
 
-def on_top_of(plan: BufferPlan, base: Sequence[int]) -> BufferPlan:
-    """``plan`` with owners that make the largest sum of a shard's ``base`` and its load small; without more padding.
-
-    Returns the plan with the smallest such sum, the earlier on a tie, of three: as it is; with its shards dealt again
-    (the costliest to the rank with the least ``base``); with its matrices placed again in shards that are no larger.
-    """
-    return min(_candidates(plan, base), key=lambda candidate: max(map(sum, zip(base, candidate.loads()))))
-
-
-def _candidates(plan: BufferPlan, base: Sequence[int]) -> Iterator[BufferPlan]:
-    yield plan
-    loads = plan.loads()
-    heavy_first = sorted(range(plan.shards), key=lambda shard: (-loads[shard], shard))
-    light_first = sorted(range(plan.shards), key=lambda shard: (base[shard], shard))
-    rank_of = dict(zip(heavy_first, light_first))
-    yield replace(plan, owners=tuple(rank_of[owner] for owner in plan.owners))
-    stream = Stream(plan.atoms)
-    of_bucket = list(reversed(plan.buckets))
-    cuts = (0, *(i for i in range(1, len(of_bucket)) if of_bucket[i] != of_bucket[i - 1]), len(of_bucket))
-    caps = list(plan.shard_numels) if plan.layout == "padded" else [plan.numel + len(stream) * 64] * (len(cuts) - 1)
-    placed = place_costliest_first(stream, cuts, stream.costs, caps, plan.shards, base)
-    if all(height <= cap for height, cap in zip(placed.heights, caps)):
-        relieve(placed, caps)
-        heights = tuple(aligned_shard(height, plan.shards) for height in placed.heights)
-        numels = plan.shard_numels if plan.layout == "padded" else heights
-        yield replace(plan, owners=tuple(reversed(placed.owners)), shard_numels=numels)
-
-
 # From parameters to buckets: their layout, their number of ranks, their order.
-#
-# Matrix buckets come from the planner (``instances``); element-wise ones are cut in backward order. Buckets are in the
-# order in which backward completes them.
 
-# A compact bucket's parts differ in length: one reduce and one broadcast per owner, in one group of calls. Their cost
-# beyond that of a fixed-size collective is assumed to be one more latency.
-UNEVEN_LATENCIES = 1
-_Candidate = tuple[StepTime, str, list[Bucket], BufferPlan]  # the planner of the owners, and the buckets
+
+MOST_PADDING = 0.05  # of the parameters' elements; with more, ``auto`` is compact
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedPlan:
     """``buckets`` over ``group_size`` ranks, repeated in ``instances``; slots name parameters by their position.
 
-    ``loads`` is the work of each rank of an instance. ``choices`` are sentences that explain the plan. ``modelled`` is
-    a step's work, and its wire within an instance, without overlap.
+    ``loads`` is the work of each rank of an instance. ``choices`` are sentences that explain the plan.
     """
 
     group_size: int
@@ -168,7 +129,6 @@ class OwnedPlan:
     buckets: tuple[Bucket, ...]
     loads: tuple[int, ...]
     choices: tuple[str, ...]
-    modelled: StepTime
 
     @property
     def padding(self) -> int:
@@ -186,133 +146,93 @@ def plan_owned(
     group_size: int | None,
     base: Sequence[int] | None = None,
 ) -> OwnedPlan:
-    """Plan ``params``, in model order, over ``ranks`` ranks. With ``group_size`` None, the planner chooses it.
+    """Plan ``params``, in model order, over groups of ``group_size`` ranks; None is all ``ranks``.
 
-    ``base`` is each rank's work from other plans. Raises ValueError for an unknown layout or a group size that does not
-    divide the ranks.
+    Buckets are in the order in which backward completes them. The matrices in one parameter may have several owners,
+    unless the layout is padded. ``base`` is each rank's work from other plans. Raises ValueError for an unknown layout
+    or a group size that does not divide the ranks.
     """
-    if any(param.parts for param in params) and setting.layout != "padded":
-        plans = [_plan(params, ranks, setting, group_size, base, cut=cut) for cut in (False, True)]
-        return min(plans, key=lambda plan: plan.modelled.total)
-    return _plan(params, ranks, setting, group_size, base, cut=False)
-
-
-def _plan(
-    params: Sequence[OwnedParam],
-    ranks: int,
-    setting: Setting,
-    group_size: int | None,
-    base: Sequence[int] | None,
-    *,
-    cut: bool,
-) -> OwnedPlan:
-    """``plan_owned``; with ``cut``, the matrices in one parameter may have different owners."""
     check_choices(setting.layout, group_size, ranks)
-    by_dtype: dict[str, list[int]] = {}
-    for index, param in enumerate(params):
-        if param.atom is not None and not (cut and param.parts):
-            by_dtype.setdefault(param.dtype, []).append(index)
-    proposals = []
-    if by_dtype and group_size is None:
-        largest = max(by_dtype.values(), key=lambda some: sum(params[i].numel for i in some))
-        atoms = _atoms(params, largest)
-        grouped = _planned(atoms, ranks, setting, setting.layout, None)
-        group_size = grouped.group_size
-        proposals = _proposals(atoms, ranks, setting, grouped)
     size = group_size or ranks
-    of_place = [max((base or [0] * ranks)[place::size]) for place in range(size)]  # the busiest instance's
-    buckets, loads, choices = cut_buckets(params, setting.bucket_numel, of_place) if cut else ([], [0] * size, [])
+    before = [max((base or [0] * ranks)[place::size]) for place in range(size)]  # the busiest instance's
+    buckets: list[Bucket] = []
+    loads = [0] * size
+    choices: list[str] = []
+    cut = setting.layout != "padded" and any(param.parts for param in params)
+    if cut:
+        buckets, loads, choices = cut_buckets(params, setting.bucket_numel, before)
+    by_dtype: dict[str, list[int]] = {}
+    for index in reversed(range(len(params))):
+        if params[index].atom is not None and not (cut and params[index].parts):
+            by_dtype.setdefault(params[index].dtype, []).append(index)
     for dtype, members in by_dtype.items():
-        before = [work + load for work, load in zip(of_place, loads)]
-        atoms = _atoms(params, members)
-        found, plan, why = _matrix_buckets(atoms, members, dtype, ranks, size, setting, before)
+        found, added = _matrix_buckets(params, members, setting, [*map(sum, zip(before, loads))])
         buckets += found
-        choices.append(why)
-        loads = [load + more for load, more in zip(loads, plan.loads())]
-    # "auto" uses fixed-size collectives; one rank needs none.
-    automatic: BucketLayout = "compact" if size == 1 else "padded"
-    layout: BucketLayout = automatic if setting.layout == "auto" else setting.layout  # type: ignore[assignment]
+        loads = [load + more for load, more in zip(loads, added)]
+        choices.append(_told(found, dtype, added))
     for dtype, members in _elementwise(params, setting.bucket_numel):
-        sizes = [(i, params[i].numel) for i in members]
-        buckets.append(arrange_elementwise(sizes, size, layout, dtype, multiple=setting.bus_multiple))
+        buckets.append(_elementwise_bucket(params, members, size, setting, dtype))
     buckets.sort(key=lambda bucket: -min(slot.param for slot in bucket.slots))
     if size < ranks:
         choices.append(f"{ranks // size} instances of {size} ranks; gradients are summed across them once per bucket.")
-    work = setting.cost.seconds(max(map(sum, zip(of_place, loads))), setting.machine.flops_per_second)
-    modelled = sum((_wire(bucket, setting) for bucket in buckets), StepTime(work, 0, 0))
-    return OwnedPlan(size, ranks // size, tuple(buckets), tuple(loads), (*choices, *proposals), modelled)
-
-
-def _atoms(params: Sequence[OwnedParam], members: Iterable[int]) -> list[Atom]:
-    return [atom for member in members if (atom := params[member].atom) is not None]
-
-
-def _planned(atoms: Sequence[Atom], ranks: int, setting: Setting, layout: str, group_size: int | None) -> Grouped:
-    return plan_buffer(
-        atoms,
-        ranks,
-        layout=layout,
-        bucket_numel=setting.bucket_numel,
-        machine=setting.machine,
-        cost=setting.cost,
-        group_size=group_size,
-        elements=setting.elements,
-    )
-
-
-def _proposals(atoms: Sequence[Atom], ranks: int, setting: Setting, chosen: Grouped) -> list[str]:
-    """If ranks have no matrix, what instances in which every rank has one would cost."""
-    if chosen.group_size <= len(atoms):
-        return []
-    size = max(size for size in range(1, len(atoms) + 1) if ranks % size == 0)
-    other = _planned(atoms, ranks, setting, setting.layout, size)
-    return [
-        f"{chosen.group_size - len(atoms)} of {chosen.group_size} ranks own no matrix. group_size={size} would leave "
-        f"none without: modelled step {1e3 * other.time.total:.3g} ms instead of {1e3 * chosen.time.total:.3g} ms."
-    ]
+    matrices = sum(len(param.parts) if cut and param.parts else 1 for param in params if param.atom is not None)
+    if 0 < matrices < size:
+        fewer = max(each for each in range(1, matrices + 1) if ranks % each == 0)
+        choices.append(
+            f"{size - matrices} of {size} ranks own no matrix, because there are {matrices}. With group_size={fewer}, "
+            f"{ranks // fewer} instances of {fewer} ranks would each own all, and no rank would be without."
+        )
+    return OwnedPlan(size, ranks // size, tuple(buckets), tuple(loads), tuple(choices))
 
 
 def _matrix_buckets(
-    atoms: Sequence[Atom],
-    members: Sequence[int],
-    dtype: str,
-    ranks: int,
-    size: int,
-    setting: Setting,
-    before: Sequence[int],
-) -> tuple[list[Bucket], BufferPlan, str]:
-    """The buckets of one dtype's matrices. ``auto``: the better planner's owners, each bucket in its faster layout."""
-    fixed = setting.layout if setting.layout != "auto" else None
-    candidates: list[_Candidate] = []
-    for planner in ("padded", "compact") if fixed is None else (fixed,):
-        plan = on_top_of(_planned(atoms, ranks, setting, planner, size).plan, before)
-        padded = arrange_matrices(plan, members, "padded", dtype, multiple=setting.bus_multiple)
-        compact = arrange_matrices(plan, members, "compact", dtype)
-        pairs = zip(padded, compact)
-        buckets = [_faster(pair, setting) if fixed is None else pair[fixed == "compact"] for pair in pairs]
-        time = sum((_wire(bucket, setting) for bucket in buckets), StepTime(0, 0, 0))
-        work = setting.cost.seconds(max(map(sum, zip(before, plan.loads()))), setting.machine.flops_per_second)
-        candidates.append((replace(time, compute=work), planner, buckets, plan))
-    best = min(candidates, key=lambda candidate: candidate[0].total)
-    return best[2], best[3], _why(candidates, best, dtype)
+    params: Sequence[OwnedParam], members: Sequence[int], setting: Setting, before: Sequence[int]
+) -> tuple[list[Bucket], list[int]]:
+    """The buckets of the matrices ``members`` of one dtype, in backward order, and the work that they add to each rank.
+
+    ``auto`` is padded if that adds at most ``MOST_PADDING``, else compact, as on one rank, which sends nothing.
+    """
+    if setting.layout == "auto":
+        padded, added = _matrix_buckets(params, members, replace(setting, layout="padded"), before)
+        if len(before) > 1 and _padding(padded) <= MOST_PADDING:
+            return padded, added
+        return _matrix_buckets(params, members, replace(setting, layout="compact"), before)
+    ranks, loads = len(before), list(before)
+    numels = [aligned(params[index].numel) for index in members]
+    costs = [atom.cost for index in members if (atom := params[index].atom) is not None]
+    if setting.layout == "padded":
+        ends = ends_where_even(numels, ranks, setting.bucket_numel)
+        owners = []
+        for start, end in zip([0, *ends], ends):
+            room = least_room(numels[start:end], ranks) * (100 + MORE_ROOM) // 100
+            owners += deal(numels[start:end], costs[start:end], loads, room)
+    else:
+        ends = ends_where_full(numels, ranks, setting.bucket_numel)
+        owners = deal(numels, costs, loads, sum(numels))
+    layout: BucketLayout = "padded" if setting.layout == "padded" else "compact"
+    sizes = [(index, params[index].numel) for index in members]
+    dtype = params[members[0]].dtype
+    spans = [slice(start, end) for start, end in zip([0, *ends], ends)]
+    buckets = [arrange_matrices(sizes[s], owners[s], ranks, layout, dtype) for s in spans]
+    return buckets, [load - had for load, had in zip(loads, before)]
 
 
-def _faster(pair: tuple[Bucket, Bucket], setting: Setting) -> Bucket:
-    """The faster of a bucket's padded and compact forms; the padded one on a tie, if it has no padding."""
-    padded, compact = pair
-    slower = _wire(padded, setting).total > _wire(compact, setting).total
-    return compact if slower or (len(padded.parts) == 1 and padded.padding) else padded
+def _elementwise_bucket(
+    params: Sequence[OwnedParam], members: Sequence[int], ranks: int, setting: Setting, dtype: str
+) -> Bucket:
+    """A bucket of element-wise parameters; ``auto`` as of matrices."""
+    sizes = [(index, params[index].numel) for index in members]
+    if setting.layout != "compact":
+        padded = arrange_elementwise(sizes, ranks, "padded", dtype)
+        if setting.layout == "padded" or (ranks > 1 and _padding([padded]) <= MOST_PADDING):
+            return padded
+    return arrange_elementwise(sizes, ranks, "compact", dtype)
 
 
-def _wire(bucket: Bucket, setting: Setting) -> StepTime:
-    """The modelled wire time of gradients to the owners and parameters back."""
-    ranks = len(bucket.parts)
-    wire = latency = 0.0
-    for nbytes in (setting.elements.gradient, setting.elements.parameter):
-        seconds = gather_seconds(setting.machine, bucket.numel * nbytes, ranks)
-        wire += seconds[0]
-        latency += seconds[1] * (1 if bucket.even else 1 + UNEVEN_LATENCIES)
-    return StepTime(0.0, wire, latency)
+def _padding(buckets: Sequence[Bucket]) -> float:
+    """Padding divided by the parameters' elements."""
+    padding = sum(bucket.padding for bucket in buckets)
+    return padding / max(1, sum(bucket.numel for bucket in buckets) - padding)
 
 
 def _elementwise(params: Sequence[OwnedParam], bucket_numel: int) -> Iterable[tuple[str, list[int]]]:
@@ -337,20 +257,9 @@ def _elementwise(params: Sequence[OwnedParam], bucket_numel: int) -> Iterable[tu
     yield from open_buckets.items()
 
 
-def _why(candidates: Sequence[_Candidate], best: _Candidate, dtype: str) -> str:
-    time, planner, buckets, plan = best
-    kinds = [bucket.layout for bucket in buckets]
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("padded", "compact") if kind in kinds)
-    numel = sum(bucket.numel for bucket in buckets)
-    padding = sum(bucket.padding for bucket in buckets) / max(1, numel - sum(bucket.padding for bucket in buckets))
-    seconds = "; ".join(
-        f"{name} owners {1e3 * each.total:.3g} ms = {1e3 * each.compute:.3g} work + {1e3 * each.wire:.3g} wire + "
-        f"{1e3 * each.latency:.3g} latency"
-        for each, name, *_ in candidates
-    )
-    loads = plan.loads()
-    even = max(loads) * len(loads) / max(1, sum(loads))
+def _told(buckets: Sequence[Bucket], dtype: str, loads: Sequence[int]) -> str:
     return (
-        f"Layout: {len(plan.atoms)} {dtype} matrices in {len(buckets)} bucket(s), {counts}, {padding:.1%} padding, "
-        f"busiest rank over mean {even:.3f}. Modelled step: {seconds}."
+        f"Layout: {sum(len(bucket.slots) for bucket in buckets)} {dtype} matrices in {len(buckets)} "
+        f"{buckets[0].layout} bucket(s), {_padding(buckets):.1%} padding, busiest rank over mean "
+        f"{imbalance(loads):.3f}."
     )
