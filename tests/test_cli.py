@@ -172,7 +172,7 @@ WRONG = {
     "plan --shapes missing.json --world-size 8": "missing.json",
     "plan --shapes S --world-size 8 --cost newton_shulz": "did you mean 'newton_schulz'?",
     "plan --shapes S --world-size 8 --cluster h100-8x": "did you mean 'h100-8x-ib'?",
-    "plan --shapes S --world-size 8 --group-size x": "--group-size: expected a number of ranks or 'auto'",
+    "plan --shapes S --world-size 8 --group-size auto": "'--group-size': Input should be a valid integer",
     "plan --shapes S --world-size 8 --engine zero2 --layout padded": "--layout is for engine 'owned'",
     "plan --shapes S --world-size 8 --engine fsdp2 --group-size 4": "--group-size is for engine 'owned'",
     "plan --shapes S --world-size 8 --engine zero2 --tp 2": "--tp 2 is not planned for engine 'zero2': under DeepSpeed",

@@ -74,11 +74,11 @@ def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
     """The model and its study, from the options of ``plan`` by their names."""
     import torch
 
-    from lwopt_backend.planner.setting import Setting, cluster_named, engine_options, group_size_of
+    from lwopt_backend.planner.setting import Setting, cluster_named, engine_options
     from lwopt_backend.planner.study import Deployment, plan_study
 
-    named = {name: given[name] for name in ("include", "exclude", "layout", "bucket_mb", "policy", "bucket_numel")}
-    named["group_size"] = group_size_of(given["group_size"])
+    names = ("include", "exclude", "layout", "bucket_mb", "policy", "bucket_numel", "group_size")
+    named = {name: given[name] for name in names}
     machine, cost = cluster_named(given["cluster"]), inputs.cost_named(given["cost"])
     options = engine_options(given["engine"], named, given["option"] or ())
 

@@ -66,13 +66,12 @@ class OwnedStorageConfig(HostConfig):
     layout: Literal["auto", "padded", "compact"] = option(
         "auto",
         "of every bucket: 'padded' (equal parts, fixed-size collectives), 'compact' (no padding, parts as long as "
-        "needed) or 'auto' (the shorter modelled step; says which and why)",
+        "needed) or 'auto' (padded if that adds at most 5 %, else compact)",
     )
     bucket_mb: Positive = option(64.0, "a bucket is closed once it has so many MiB of gradients")
     group_size: Count | None = option(
         None,
-        "ranks that share one copy of the buffers, the others have further copies. None: chosen by the planner, all "
-        "ranks unless there are too few matrices for them",
+        "ranks that share one copy of the buffers, the others have further copies, as in HSDP. None: all ranks",
     )
 
 

@@ -270,12 +270,3 @@ def engine_options(engine: str, named: Mapping[str, Any], more: Sequence[str]) -
                 f"--option {text!r}: expected a value as YAML or JSON, found {value!r}: {error}"
             ) from error
     return options
-
-
-def group_size_of(text: str | None) -> int | None:
-    """``--group-size``: a number of ranks; None and ``auto`` leave it to the engine. Raises ValueError."""
-    if text is None or text == "auto":
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"--group-size: expected a number of ranks or 'auto', found {text!r}")
-    return int(text)
