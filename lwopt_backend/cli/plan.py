@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lwopt_backend.planner.shapes import ModelShapes
     from lwopt_backend.planner.study import Study
 
+QUICKLY_PLANNED = 10_000  # matrices; rows for other choices are as many plans
+
 
 def plan(
     world_size: inputs.WorldSize,
@@ -59,7 +61,9 @@ def plan(
     from lwopt_backend.planner.document import document
 
     model, study = studied(given)
-    rows = _what_if(study) if (not as_json if what_if is None else what_if) else []
+    if what_if is None:
+        what_if = not as_json and sum(len(part.atoms) for part in study.worst.parts) <= QUICKLY_PLANNED
+    rows = _what_if(study) if what_if else []
     if assignments and not as_json:
         raise ValueError("--assignments is for --json, which prints them; add --json")
     content = document(study, source=model.source, rows=rows, notes=model.notes, assignments=assignments)

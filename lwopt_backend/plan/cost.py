@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -407,6 +407,14 @@ class RankMemory:
 
     def __add__(self, other: RankMemory) -> RankMemory:
         """The sum of two buffers on one rank; the step uses one workspace and one exchange after the other."""
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        largest = {name: max(getattr(self, name), getattr(other, name)) for name in ("workspace", "exchange")}
-        return RankMemory(**{**sums, **largest})
+        return RankMemory(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.masters + other.masters,
+            self.state + other.state,
+            self.padding + other.padding,
+            max(self.workspace, other.workspace),
+            max(self.exchange, other.exchange),
+            self.transient + other.transient,
+            self.sent + other.sent,
+        )

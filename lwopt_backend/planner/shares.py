@@ -16,7 +16,7 @@ from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Shar
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.buffers.step import BucketTime, bucket_work, buffer_step, schedule, timeline
-from lwopt_backend.plan.cost import RankMemory, StepTime, gather_seconds
+from lwopt_backend.plan.cost import RankMemory, Shape, StepTime, gather_seconds
 from lwopt_backend.plan.owners import MatrixPlan, critical_path
 from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Placed, Planned, workspace
 from lwopt_backend.planner.setting import Setting, Share
@@ -333,11 +333,12 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, set
     """Every matrix, in the model's order, at the rank whose part of the buffer has it."""
     found: dict[int, list[tuple[Atom, int, int]]] = {}
     groups = shared.grouping.groups
+    costs: list[dict[Shape, int]] = [{} for _ in groups]
     for number, bucket in enumerate(plan.buckets):
         starts: dict[int, list[tuple[int, Atom]]] = {}  # a member's matrices, with the places of their first elements
         for slot in bucket.slots:
             member = members[slot.param]
-            atoms = atoms_of(member, groups[member.group])
+            atoms = atoms_of(member, groups[member.group], costs[member.group])
             starts[slot.param] = [(block.flat(0), atom) for atom, block in zip(atoms, member.blocks)]
         for rank, pieces in enumerate(bucket.pieces_of_all()):
             for piece in pieces:

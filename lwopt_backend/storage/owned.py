@@ -17,6 +17,7 @@ from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import end_to_end
 from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam, Setting
 from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
+from lwopt_backend.plan.cost import Shape
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.grouping import Grouping, Member
@@ -75,15 +76,16 @@ def plan_members(
 
     ``base`` is each rank's work from other plans.
     """
-    params = [_owned_param(member, groups[member.group]) for member in members]
+    costs: list[dict[Shape, int]] = [{} for _ in groups]
+    params = [_owned_param(member, groups[member.group], costs[member.group]) for member in members]
     gradient = (grad_dtype or members[0].param.dtype).itemsize
     setting = Setting(layout, max(1, int(bucket_mb * 2**20 / gradient)))
     return plan_owned(params, ranks, setting, group_size, base)
 
 
-def _owned_param(member: Member, group: Mapping[str, Any]) -> OwnedParam:
+def _owned_param(member: Member, group: Mapping[str, Any], costs: dict[Shape, int]) -> OwnedParam:
     """A member as planned: contiguous, to be a view; it may be cut between matrices that lie end to end."""
-    atoms = atoms_of(member, group)
+    atoms = atoms_of(member, group, costs)
     whole = None
     if atoms:
         rows = max(1, member.param.shape[0])

@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -316,8 +316,9 @@ def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]]) -> list[
 def memory_of(core: OwnedCore, groups: Sequence[Mapping[str, Any]], held: Holdings, rank: int) -> RankMemory:
     """The bytes of ``rank`` of an instance for what ``held`` shares."""
     plan, members = held.plan, [core.members[number] for number in held.numbers]
+    state = partial(_state_nbytes, groups)
     of_buckets = (
-        _of_bucket(bucket, rank, list(bucket.pieces(rank)), plan, members, groups, core.grad_dtype, core.keep_full)
+        _of_bucket(bucket, rank, list(bucket.pieces(rank)), plan, members, state, core.grad_dtype, core.keep_full)
         for bucket in plan.buckets
     )
     return sum(of_buckets, RankMemory())
@@ -333,9 +334,10 @@ def rank_memories(
 ) -> list[RankMemory]:
     """The bytes of every rank of an instance for ``members``, which the plan's slots name by position."""
     found = [RankMemory()] * plan.group_size
+    state = cache(partial(_state_nbytes, groups))  # ranks own pieces of a few sizes
     for bucket in plan.buckets:
         for rank, pieces in enumerate(bucket.pieces_of_all()):
-            found[rank] += _of_bucket(bucket, rank, pieces, plan, members, groups, grad_dtype, keep_full)
+            found[rank] += _of_bucket(bucket, rank, pieces, plan, members, state, grad_dtype, keep_full)
     return found
 
 
@@ -388,13 +390,17 @@ def transients(
     return [int(each) for each in (most - kept).clamp(min=0)]
 
 
+def _state_nbytes(groups: Sequence[Mapping[str, Any]], numel: int, group: int, dtype: torch.dtype) -> int:
+    return state_nbytes(numel, groups[group], dtype)
+
+
 def _of_bucket(
     bucket: Bucket,
     rank: int,
     pieces: Sequence[Piece],
     plan: OwnedPlan,
     members: Sequence[Member],
-    groups: Sequence[Mapping[str, Any]],
+    state_of: Callable[[int, int, torch.dtype], int],
     grad_dtype: torch.dtype | None,
     keep_full: bool,
 ) -> RankMemory:
@@ -409,7 +415,7 @@ def _of_bucket(
     else:
         gradients, padding = owned * stepped.itemsize, (stop - start - owned) * stepped.itemsize
     alike = Counter((piece.numel, members[piece.param].group) for piece in pieces)
-    state = sum(times * state_nbytes(numel, groups[group], stepped) for (numel, group), times in alike.items())
+    state = sum(times * state_of(numel, group, stepped) for (numel, group), times in alike.items())
     reduced, gathered = bucket.sent_numels(rank)
     sent = reduced * wire + gathered * (dtype.itemsize + (wire if keep_full else 0))
     sent += all_reduce_nbytes((stop - start) * stepped.itemsize, plan.instances)

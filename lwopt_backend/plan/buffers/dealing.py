@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 SOFT_MINIMUM = 0.9  # of a bucket's largest matrix times the ranks, as in Megatron-Core
 MORE_ROOM = 10  # percent that a rank's part may be longer than it must be, so that the work can be even
-MOST_PARTS = 2**18  # buckets times ranks; what planning takes grows with these
+MOST_PARTS = 2**16  # buckets times ranks; what planning takes grows with these
 Sizes = list[tuple[int, int]]  # a size, and how many have it
 
 
