@@ -8,9 +8,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 
 SOFT_MINIMUM = 0.9  # of a bucket's largest matrix times the ranks, as in Megatron-Core
-MORE_ROOM = 10  # percent that a rank's part may be longer than it must be, so that the work can be even
+MORE_ROOM = (5, 1)  # percent that a rank's part may be longer than it must be, so that the work can be even
 MOST_PARTS = 2**16  # buckets times ranks; what planning takes grows with these
 Sizes = list[tuple[int, int]]  # a size, and how many have it
 
@@ -81,6 +82,55 @@ def deal(numels: Sequence[int], costs: Sequence[int], loads: list[int], room: in
         loads[owner] += costs[place]
         if filled[owner] + smallest <= room:
             heapq.heappush(ready, (loads[owner], owner))
+    return owners
+
+
+def deal_padded(numels: Sequence[int], costs: Sequence[int], loads: list[int]) -> list[int]:
+    """Owners of a padded bucket's matrices, by the best of three deals: two with ``MORE_ROOM``, one in bins.
+
+    The best has the least sum of two ratios: the longest part to the mean part, and the most work of a rank, with
+    that of earlier buckets, to the mean work. ``loads`` is updated.
+    """
+    ranks, room = len(loads), least_room(numels, len(loads))
+    work = max(1, sum(loads) + sum(costs))
+    best: tuple[Fraction, list[int], list[int]] | None = None
+    deals = [*((deal, room * (100 + more) // 100) for more in MORE_ROOM), (deal_bins, room)]
+    for deal_in, most in deals:
+        after, parts = list(loads), [0] * ranks
+        owners = deal_in(numels, costs, after, most)
+        for numel, owner in zip(numels, owners):
+            parts[owner] += numel
+        uneven = Fraction(max(parts), sum(numels)) + Fraction(max(after), work)
+        if best is None or uneven < best[0]:
+            best = uneven, owners, after
+    assert best is not None
+    loads[:] = best[2]
+    return best[1]
+
+
+def deal_bins(numels: Sequence[int], costs: Sequence[int], loads: list[int], room: int) -> list[int]:
+    """Owners of matrices that are packed first: the largest first, each into the first bin that has ``room``.
+
+    The costliest bin then goes to the rank with the least work. A matrix for which no bin has room goes into the
+    emptiest. ``loads`` is updated.
+    """
+    filled = [0] * len(loads)
+    bins: list[list[int]] = [[] for _ in loads]
+    place, size = 0, 0
+    for index in sorted(range(len(numels)), key=lambda index: (-numels[index], -costs[index])):
+        if numels[index] != size:
+            place, size = 0, numels[index]
+        while place < len(bins) and filled[place] + size > room:  # as full for the next matrix of this size
+            place += 1
+        chosen = place if place < len(bins) else min(range(len(bins)), key=filled.__getitem__)
+        filled[chosen] += size
+        bins[chosen].append(index)
+    bins.sort(key=lambda content: -sum(costs[index] for index in content))
+    owners = [0] * len(numels)
+    for rank, content in zip(sorted(range(len(loads)), key=loads.__getitem__), bins):
+        for index in content:
+            owners[index] = rank
+            loads[rank] += costs[index]
     return owners
 
 

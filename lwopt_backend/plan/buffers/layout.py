@@ -204,9 +204,7 @@ def arrange_matrices(
     return Bucket("matrix", layout, dtype, tuple(slots), tuple(parts), max(stop for _, stop in parts))
 
 
-def arrange_elementwise(
-    members: Sequence[tuple[int, int]], shards: int, layout: BucketLayout, dtype: str
-) -> Bucket:
+def arrange_elementwise(members: Sequence[tuple[int, int]], shards: int, layout: BucketLayout, dtype: str) -> Bucket:
     """One bucket of (parameter, elements), cut evenly; a compact one at 64 elements, with a shorter last part."""
     if layout == "compact":
         members = sorted(members, key=lambda member: member[1] % ALIGNMENT > 0)

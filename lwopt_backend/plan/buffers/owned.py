@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from lwopt_backend.plan.buffers.dealing import MORE_ROOM, deal, ends_where_even, ends_where_full, least_room
+from lwopt_backend.plan.buffers.dealing import deal, deal_padded, ends_where_even, ends_where_full
 from lwopt_backend.plan.buffers.layout import (
     Bucket,
     BucketLayout,
@@ -204,8 +204,7 @@ def _matrix_buckets(
         ends = ends_where_even(numels, ranks, setting.bucket_numel)
         owners = []
         for start, end in zip([0, *ends], ends):
-            room = least_room(numels[start:end], ranks) * (100 + MORE_ROOM) // 100
-            owners += deal(numels[start:end], costs[start:end], loads, room)
+            owners += deal_padded(numels[start:end], costs[start:end], loads)
     else:
         ends = ends_where_full(numels, ranks, setting.bucket_numel)
         owners = deal(numels, costs, loads, sum(numels))
