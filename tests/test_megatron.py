@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lwopt_backend.checkpoint import convert, formats, gates
 from lwopt_backend.checkpoint.choices import Numbers
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
+from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.megatron import dist as dist_reader
 from lwopt_backend.checkpoint.megatron import fsdp as fsdp_reader
 from lwopt_backend.checkpoint.megatron import torch as torch_reader
@@ -584,6 +586,19 @@ def test_model_space_fragments(tmp_path: Path, layer_fragments: int) -> None:
     found = formats.read(step)
     assert_exact(found, known)
     assert found.version == "0.15 or earlier"
+
+
+@pytest.mark.parametrize("setup", [ONE, TWO, ADAM, MUON, EXPERTS])
+def test_opening_the_torch_format_reads_no_tensor(setup: TorchSetup, tmp_path: Path) -> None:
+    """But counts of steps. A master is compared with its weight when it is read, whole or in part."""
+    step, known = made(setup, tmp_path)
+    read: list[tuple[int, ...]] = []
+    read_strided = torch_files.read_strided
+    with mock.patch.object(torch_files, "read_strided", lambda *at: read.append(at[2]) or read_strided(*at)):
+        found = formats.read(step)
+        assert set(read) <= {()}
+        master = found.params[NORM].states["fp32"]
+        assert torch.equal(master.piece(2, 5).read(), known[NORM]["fp32"][2:5])
 
 
 def test_only_a_part_of_the_flat_buffer_is_read_for_a_parameter(tmp_path: Path) -> None:

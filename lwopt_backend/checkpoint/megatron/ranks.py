@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, Param, end_to_end, joined, same
+from lwopt_backend.checkpoint import contents
+from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, Param, end_to_end, joined
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.megatron import names as naming
@@ -137,8 +139,8 @@ def inner_optimizers(saved: Any, where: str) -> list[Inner]:
 def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapping[str, LazyTensor]) -> Kept:
     """The optimizers' state by parameter. ``names`` are each group's, over all optimizers, in its order.
 
-    Every master weight is read and compared with the weight, bit for bit, so a wrong name raises an error instead of
-    mixing up state. Raises CheckpointError for that, for other counts or shapes, and for unknown states.
+    A master weight is compared with the weight when it is read (see ``_rounding``). Raises CheckpointError for other
+    counts or shapes, and for unknown states.
     """
     found: dict[str, Param] = {}
     groups = [(inner, local, group) for inner in inners for local, group in enumerate(inner.groups)]
@@ -159,18 +161,35 @@ def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapp
             states = {key: value for key, value in state.items() if key != "step"}
             _check_states(states, name, weights[name], inner.where)
             if name in master_of:
-                master, weight = master_of[name], weights[name]
-                if master.shape != weight.shape or not same(master.read().to(weight.dtype), weight.read()):
-                    raise CheckpointError(
-                        f"{name}: expected a master weight of shape {weight.shape} that rounds to {weight.where}, "
-                        f"found {master.where} of shape {master.shape} that does not; the files are of different "
-                        "steps, or the assignment of parameters to ranks is not that of this Megatron: save the "
-                        "checkpoint in the torch_dist format"
-                    )
-                states = {MASTER: master, **states}
+                states = {MASTER: _rounding(master_of[name], weights[name], name), **states}
             step = scalar(state.get("step", group.get("step")))
             found[name] = Param(None, states, None if step is None else float(step), number)
     return found
+
+
+def _rounding(master: LazyTensor, weight: LazyTensor, name: str) -> LazyTensor:
+    """A master weight. What is read of it is compared with the weight, bit for bit: a wrong name is an error then, and
+    mixes up no state. Raises CheckpointError at once for another shape."""
+
+    def wrong() -> CheckpointError:
+        return CheckpointError(
+            f"{name}: expected a master weight of shape {weight.shape} that rounds to {weight.where}, found "
+            f"{master.where} of shape {master.shape} that does not; the files are of different steps, or the "
+            "assignment of parameters to ranks is not that of this Megatron: save it in the torch_dist format"
+        )
+
+    def compared(found: Tensor, start: int = 0) -> Tensor:
+        saved = weight.piece(start, start + found.numel()).blocks()
+        for block, rounded in zip(found.view(-1).split(contents.BLOCK), saved):
+            if not contents.same(block.to(weight.dtype), rounded):
+                raise wrong()
+        return found
+
+    if master.shape != weight.shape:
+        raise wrong()
+    ranged = master.read_range
+    part = None if ranged is None else lambda start, stop: compared(ranged(start, stop), start)
+    return replace(master, read=lambda: compared(master.read()), read_range=part)
 
 
 def _check_states(states: Mapping[str, Any], name: str, weight: LazyTensor, where: str) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.files import torch_files
@@ -280,10 +279,6 @@ def read(step: Path) -> Checkpoint:
     """
     ranks = of_ranks.read_ranks(step)
     kept, groups, inners, notes = _optimizers(ranks)
-    used = {"model"} if is_layer_wise(ranks) else {"model", "optimizer"}
-    for rank in ranks.ranks:  # also what is not used, to notice damage: random states, what the model's file repeats
-        unused = {key: value for key, value in rank.saved.items() if str(key).rstrip("0123456789") not in used}
-        tree_map_only(LazyTensor, lambda tensor: tensor.read(), unused)
     params, replicas, tied = merged(ranks, kept)
     if any(inner.others for inner in inners):
         notes.append("the loss scaler's state (grad_scaler) was left out")
