@@ -86,8 +86,12 @@ class EngineOptimizer(LinkedOptimizer):
         return self._clip_groups.named
 
     def compare_options(self) -> None:
-        """Raises RanksDisagree, on all ranks that share parameters, if options differ. Called on all of them."""
-        agree(self._everyone(), self.name, lambda: (None, option_lines(self.param_groups)))
+        """Raises RanksDisagree, on all ranks with these param groups, if options differ. Called on all of them."""
+        agree(self._with_these_groups(), self.name, lambda: (None, option_lines(self.param_groups)))
+
+    def _with_these_groups(self) -> Collectives:
+        """The ranks that have the same param groups: in a pipeline, those of this stage."""
+        raise NotImplementedError
 
     def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
         return self._engine().get_global_grad_norm(), self._clip_groups.named
@@ -150,6 +154,10 @@ class ZeROLayerWise(EngineOptimizer):
         assert self._binding is not None
         return max(self._binding.ranks, key=lambda ranks: ranks.world_size)
 
+    def _with_these_groups(self) -> Collectives:
+        assert self._binding is not None
+        return self._binding.ranks[-1 if self._binding.places else 0]
+
     def link_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         super().link_groups(groups)
         self._linked = self.param_groups  # DeepSpeed replaces our list by its own
@@ -186,11 +194,11 @@ class ZeROLayerWise(EngineOptimizer):
 
     def _compare_options(self, binding: Binding) -> None:
         """Every 64th step, which exchanges two numbers for this; no other step has a message of ours for them."""
-        flags, everyone = self._options.flags(self._linked), self._everyone()
+        flags, ranks = self._options.flags(self._linked), self._with_these_groups()
         if flags[0] == NONE:
             return
-        if self._options.differ(Presence(everyone, (), binding.engine.device, flags).anywhere()):
-            raise disagreement(everyone, self.name, option_lines(self._linked))
+        if self._options.differ(Presence(ranks, (), binding.engine.device, flags).anywhere()):
+            raise disagreement(ranks, self.name, option_lines(self._linked))
 
     @property
     def _keeps_owner_state(self) -> bool:

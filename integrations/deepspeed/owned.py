@@ -258,6 +258,8 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
     def _everyone(self) -> Collectives:
         return self.core.holdings[0].sharers.everyone
 
+    _with_these_groups = _everyone
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. Called on all ranks."""
         if self._owned is None:
