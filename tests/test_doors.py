@@ -55,6 +55,7 @@ def layer_wise_muon(**options: Any) -> object:
 
 RULES = (owned, on_fsdp2, layer_wise)
 DOORS = (*RULES, layer_wise_muon)
+CLIPS = (owned, on_fsdp2)
 MEANT = {  # what keys of other optimizers mean here
     **{
         "learning_rate": "matrix.lr",
@@ -218,11 +219,21 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
     (DOORS, {"lr": "auto"}, AUTO),
     (DOORS, {"include": 5}, "include: input should be a list; found 5"),
     (DOORS, {"exclude": {"1.*": True}}, "exclude: input should be a list; found {'1.*': True}"),
-    (DOORS, {"clip_groups": 5}, "clip_groups: expected sections by name, with 'params' and 'max_norm'; found 5"),
-    (DOORS, {"clip_groups": {"a": {"params": "1.*", "max_norm": 0.0}}}, "clip_groups['a']: ... greater than 0; found"),
-    (DOORS, {"clip_groups": {"a": {"max_norm": 1.0}}}, "clip_groups['a']: ... params: field required"),
-    (DOORS, {"clip_groups": {"a": {"params": "1.*", "max_nrm": 1.0}}}, "unknown key 'max_nrm'; did you mean 'max_norm"),
+    (CLIPS, {"clip_groups": 5}, "clip_groups: expected sections by name, with 'params' and 'max_norm'; found 5"),
+    (
+        CLIPS,
+        {"clip_groups": {"a": {"params": "1.*", "max_norm": 0.0}}},
+        "clip_groups['a']: ... greater than 0; found",
+    ),
+    (CLIPS, {"clip_groups": {"a": {"max_norm": 1.0}}}, "clip_groups['a']: ... params: field required"),
+    (
+        CLIPS,
+        {"clip_groups": {"a": {"params": "1.*", "max_nrm": 1.0}}},
+        "unknown key 'max_nrm'; did you mean 'max_norm",
+    ),
     ((owned,), {"clip_groups": {"a": {"params": "2.*", "max_norm": 1.0}}}, "clip_groups['a']: '2.*' matches no"),
+    ((owned,), {"clip_groups": {"a": CLIPPED, "b": CLIPPED}}, "is in clip_groups 'a' and 'b'; give it to one of them"),
+    ((layer_wise, layer_wise_muon), {"clip_groups": {"a": CLIPPED}}, "'clip_groups' is for fully_shard models and for"),
     (DOORS, {"atoms": "1.*"}, "atoms: expected a mapping of globs to divisions; found '1.*'"),
     (DOORS, {"overrides": "1.*"}, "overrides: expected a list of sections with 'params'; found '1.*'"),
     (DOORS, {"overrides": [5]}, f"overrides[0]: {SECTION}; found 5"),

@@ -41,7 +41,6 @@ WAYS = {
     "fp32": [(2, 1, False), (4, 2, False), (2, 0, False), (1, 0, False), (2, 2, True), (2, 0, True), (2, 1, False)],
     "bf16+fp32": [(2, 1, False), (4, 1, False), (1, 2, False), (2, 1, False)],
 }
-NOT_TRIED = "clip_groups with experts in bf16 and fp32 accumulation at stage 1 were not tried; use stage 2"
 AT_STAGE_3 = "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains"
 SPLIT = "split groups with deepspeed"
 
@@ -121,7 +120,6 @@ def whole_name(name: str) -> str:
         (1, "bf16", 2, 0.0, "parameters"),
         (1, "bf16+fp32", 1, 0.0, "parameters"),
         (2, "fp32", 1, 0.2, "groups"),
-        (2, "fp32", 1, 0.2, "a clip group"),
         (2, "fp32", 2, 0.0, "instance"),
         (2, "bf16", 1, 0.0, "parameters"),
     ],
@@ -130,8 +128,6 @@ def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume
     tmp_path: Path, stage: int, precision: str, accumulation: int, clip: float, given: str
 ) -> None:
     exact: dict[str, Any] = {"ns_dtype": "float32"} if clip else {}
-    if given == "a clip group":
-        exact |= {"clip": 0.0, "clip_groups": {"all": {"params": "*", "max_norm": clip}}}
     options = {"clip": clip, "policy": "balance", "exclude": ODD[0], **exact}
     settings = settings_for(stage, precision, accumulation, **options)
 
@@ -227,7 +223,6 @@ def test_state_that_owners_keep_is_resumed_at_stage_0(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "model", "how", "message"),
     [
-        (1, Mixture, None, NOT_TRIED),
         (3, Mixture, None, AT_STAGE_3),
         (2, Mixture, "unmarked", f"param group 0 has experts' parameters, but not 'moe': True; {SPLIT}"),
         (2, Mixture, "misnamed", "param group 1 has 'moe': True and name 'ep_size_3'; the model has 'ep_size_2'"),
@@ -240,9 +235,8 @@ def test_state_that_owners_keep_is_resumed_at_stage_0(tmp_path: Path) -> None:
 def test_other_experts_are_refused(stage: int, model: Callable[[], nn.Module], how: str | None, message: str) -> None:
     module = model()
     groups = {} if how is None else {"model_parameters": grouped(module, how)}
-    apart = {"precision": "bf16+fp32", "clip_groups": {"all": {"params": "*", "max_norm": 1.0}}} if stage == 1 else {}
     with pytest.raises(ValueError, match=re.escape(message)):
-        build(settings_for(stage, **apart), module, **groups)
+        build(settings_for(stage), module, **groups)
 
 
 @on_ranks(RANKS)

@@ -18,12 +18,7 @@ from deepspeed.runtime import config, lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.utils import (
-    clip_tensors_by_global_norm,
-    get_global_norm_of_tensors,
-    is_model_parallel_parameter,
-)
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from deepspeed.utils.logging import logger
@@ -35,7 +30,6 @@ from lwopt_backend.config.param_groups import Groups, small_rate
 from lwopt_backend.plan import Cut, Fragment
 from lwopt_backend.routing.routing import CUT, cut_of, named_parameters
 from lwopt_backend.runtime.collectives import NORM, Collectives, TorchCollectives
-from lwopt_backend.storage.gradients import ClipGroups
 
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts."  # the experts' place in their layer
 HOOKED = "_do_optimizer_sanity_check"  # ``versions`` lists what is replaced here; ``register()`` checks that it exists
@@ -313,28 +307,25 @@ def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
     engine.client_lr_scheduler = build
 
 
-def report_norm(engine: DeepSpeedEngine, optimizer: Any, groups: ClipGroups) -> None:
+def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:
     """At stage 0, clip by the norm of all gradients, and give ``optimizer`` that norm, which DeepSpeed drops.
 
     DeepSpeed's own norm counts the gradients of a pipeline's first stage only.
     """
 
     def clip_fp32_gradients() -> None:
-        optimizer.norm_before_clipping = clip_whole(engine, groups, engine.gradient_clipping())
+        optimizer.norm_before_clipping = clip_whole(engine, engine.gradient_clipping())
 
     engine.clip_fp32_gradients = clip_fp32_gradients
 
 
-def clip_whole(engine: DeepSpeedEngine, groups: ClipGroups, max_norm: float) -> Tensor:
-    """Clip at stage 0, the parameters in no clip group by ``max_norm`` unless it is 0; returns their norm before it."""
-    limits = {**groups.limits, None: max_norm}
-    named = list(named_parameters(engine.module))
-    norms = groups.measure(limits, lambda pick: grad_norm(engine, [param for name, param in named if pick(name)]))
-    for group, limit in limits.items():
-        if limit:
-            params = [param for name, param in named if groups.pick(group)(name)]
-            torch.nn.utils.clip_grads_with_norm_(params, limit, norms[group])
-    return norms[None]
+def clip_whole(engine: DeepSpeedEngine, max_norm: float) -> Tensor:
+    """Clip at stage 0 by ``max_norm``, unless it is 0; returns the norm before it."""
+    params = [param for _, param in named_parameters(engine.module)]
+    norm = grad_norm(engine, params)
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm
 
 
 def counts_cut_alone(engine: DeepSpeedEngine) -> bool:
@@ -350,8 +341,6 @@ def zero_or_nan(grads: Iterable[Tensor]) -> Tensor:
 
 def hear_of_copies(wrapper: Any) -> None:
     """Let ``wrapper``, of stages 1 and 2 on a rank that ``counts_cut_alone``, add ``zero_or_nan`` of the rest."""
-    if isinstance(wrapper, BF16_Optimizer):  # see ``GroupNorms``
-        return
     of_grads, of_offloaded = wrapper.get_grad_norm_direct, wrapper.complete_grad_norm_calculation_for_cpu_offload
     counted: Any = SimpleNamespace(tensor_model_parallel=True)
     number = -1  # of no parameter
@@ -372,6 +361,25 @@ def hear_of_copies(wrapper: Any) -> None:
 
     wrapper.get_grad_norm_direct = get_grad_norm_direct
     wrapper.complete_grad_norm_calculation_for_cpu_offload = complete_grad_norm_calculation_for_cpu_offload
+
+
+def count_on_every_rank(wrapper: BF16_Optimizer) -> None:
+    """Let ``wrapper`` take its norm on a rank that counts no gradient, too: DeepSpeed takes no norm of no tensors, for
+    which the other ranks would wait, and 0.19.7 none that is 0. Under tensor parallelism, add ``zero_or_nan`` of what
+    another rank counts."""
+    counted = wrapper.get_grads_for_norm
+    beside = bwc_tensor_model_parallel_rank(wrapper.mpu) > 0
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return counted(for_clipping=True)
+        grads, of_experts = counted()
+        pairs = zip(chain(*wrapper.bf16_groups), chain(*wrapper.fp32_groups_gradients))
+        copies = [grad for param, grad in pairs if beside and cut_of(param) is None]
+        least = torch.full((), 1e-15, device=wrapper.fp32_groups_flat_partition[0].device)
+        return [*(grads or [least]), *([zero_or_nan(copies)] if copies else [])], of_experts
+
+    wrapper.get_grads_for_norm = get_grads_for_norm
 
 
 @record_function(NORM)
@@ -413,99 +421,6 @@ def when_wrapped(engine: DeepSpeedEngine, do: Callable[[Any], None]) -> None:
         configure()
 
     engine._configure_lr_scheduler = configure_lr_scheduler
-
-
-# Clip groups at stages 1 to 3. DeepSpeed takes one norm of all gradients, by which it also finds an overflow.
-
-
-class GroupNorms:
-    """Makes ``wrapper``, DeepSpeed's optimizer of ``engine``, take the norms of ``groups`` and clip by them.
-
-    DeepSpeed's own functions take the norm of each group, from that group's parameters alone, so that each element
-    counts as often as in DeepSpeed's own norm. They return that of the rest, or infinity if any is not finite.
-    ``group_of`` returns a parameter's group. ``pieces`` has, for each tensor that DeepSpeed steps, the group, the
-    beginning and the length of every piece of a parameter in it.
-    """
-
-    def __init__(
-        self,
-        wrapper: Any,
-        groups: ClipGroups,
-        group_of: Callable[[Tensor], str | None],
-        pieces: Sequence[Sequence[tuple[str | None, int, int]]],
-    ) -> None:
-        self._wrapper, self._groups, self._group_of, self._pieces = wrapper, groups, group_of, pieces
-        self._norms: dict[str | None, Tensor] = {}  # times the loss scale
-        if isinstance(wrapper, BF16_Optimizer):
-            self._all_grads, wrapper.get_grads_for_norm = wrapper.get_grads_for_norm, self._rest
-            return
-        self._in_sub_groups = isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3)
-        measure = "_get_norm_groups" if self._in_sub_groups else "scaled_global_norm"
-        setattr(wrapper, measure, functools.partial(self._measure, getattr(wrapper, measure)))
-        for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
-            setattr(wrapper, name, functools.partial(self._of_group, getattr(wrapper, name)))
-        wrapper.unscale_and_clip_grads = self._clip
-
-    def _measure(self, of_all: Callable[[], Any]) -> Any:
-        """In place of ``scaled_global_norm``; at stage 3, whose norms by sub-group DeepSpeed combines, in a list."""
-        for group in (None, *self._groups.limits):
-            self._group = group
-            parts = torch.stack(of_all()) if self._in_sub_groups else of_all()[None]
-            self._norms[group] = torch.where((parts >= 0).all(), torch.linalg.vector_norm(parts), math.inf)
-        self._groups.norms.update((g, norm / self._wrapper.loss_scale) for g, norm in self._norms.items())
-        finite = torch.stack([*self._norms.values()]).isfinite().all()
-        total = torch.where(finite, self._norms[None], math.inf)
-        return [total] if self._in_sub_groups else total
-
-    def _of_group(self, norm: Callable[..., Tensor], *lists: Sequence[Any]) -> Tensor:
-        """A norm of gradients, of these parameters, which are the last list, that are in the group now."""
-        real = ([each for each in some if not getattr(each, "_zero_padding", False)] for some in lists)
-        rows = [row for row in zip(*real) if self._group_of(row[-1]) == self._group]
-        if self._in_sub_groups and not rows:  # nor on any other rank
-            return torch.zeros((), device=self._wrapper.fp32_partitioned_groups_flat[0].device)
-        return norm(*([row[i] for row in rows] for i in range(len(lists))))
-
-    def _clip(self, which: Any, total_norm: Any) -> None:
-        """In place of ``unscale_and_clip_grads``: of a sub-group, by its number, or of a list of one flat gradient."""
-        wrapper, scale = self._wrapper, self._wrapper.loss_scale
-        if self._in_sub_groups:
-            number, flat = which, wrapper.fp32_partitioned_groups_flat[which].grad
-        else:
-            (flat,) = which
-            number = next(i for i, p in enumerate(wrapper.single_partition_of_fp32_groups) if p.grad is flat)
-        factors = {}
-        for group, limit in {**self._groups.limits, None: wrapper.clip_grad}.items():  # as DeepSpeed computes it
-            clip = torch.clamp((self._norms[group] / scale + 1e-6) / limit, min=1.0) if limit else 1.0
-            factors[group] = 1.0 / (clip * scale)
-        for group, offset, numel in self._pieces[number]:
-            flat.narrow(0, offset, numel).mul_(factors[group])
-
-    def _rest(self, for_clipping: bool = False) -> Any:
-        """In place of BF16_Optimizer's ``get_grads_for_norm``: clips the groups, and returns the gradients of the rest,
-        those of experts beside them; all, if any is not finite."""
-        wrapper = self._wrapper
-        pairs = list(zip(chain(*wrapper.bf16_groups), chain(*wrapper.fp32_groups_gradients)))
-        groups = {id(grad): self._group_of(param) for param, grad in pairs}
-
-        def of(group: str | None, grads: Sequence[Tensor]) -> list[Tensor]:
-            found = [grad for grad in grads if groups[id(grad)] == group]
-            # DeepSpeed takes no norm of no tensors, for which the other ranks would wait, and 0.19.7 none that is 0.
-            return found or [torch.full((), 1e-15, device=wrapper.fp32_groups_flat_partition[0].device)]
-
-        if for_clipping:
-            return of(None, self._all_grads(for_clipping=True))
-        grads, of_experts = self._all_grads()
-        for group in self._groups.limits:
-            self._norms[group] = get_global_norm_of_tensors(of(group, grads), wrapper.norm_type, wrapper.mpu)
-        self._groups.norms.update(self._norms)
-        if not all(0 <= float(norm) < math.inf for norm in self._norms.values()):  # DeepSpeed writes -1 for infinity
-            return grads, of_experts
-        for group, limit in self._groups.limits.items():
-            of_group = of(group, self._all_grads(for_clipping=True))
-            clip_tensors_by_global_norm(of_group, limit, self._norms[group], wrapper.mpu)
-        beside = bwc_tensor_model_parallel_rank(wrapper.mpu) > 0
-        copies = [grad for param, grad in pairs if beside and cut_of(param) is None]
-        return [*of(None, grads), *([zero_or_nan(copies)] if copies else [])], of_experts
 
 
 # Types of optimizer entries as DeepSpeed reads them.

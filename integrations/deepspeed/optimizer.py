@@ -12,7 +12,6 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.logging import logger
-from torch import Tensor
 
 from lwopt_backend.checkpoint.deepspeed.files import SAVE
 from lwopt_backend.config.choices import Rules
@@ -33,7 +32,6 @@ from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, keeps_state
 from lwopt_backend.storage.flat import UnitStepper
-from lwopt_backend.storage.gradients import ClipGroups
 
 
 class EngineOptimizer(LinkedOptimizer):
@@ -44,7 +42,6 @@ class EngineOptimizer(LinkedOptimizer):
     """
 
     save_mark: SaveMark  # once it has an engine
-    _clip_groups: ClipGroups  # likewise
     gathered: dict[str, Any] | None = None  # its state dict while a save goes on that asks not all ranks for it
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
@@ -80,11 +77,6 @@ class EngineOptimizer(LinkedOptimizer):
         """The store of this rank's weights and state. Called on all ranks. Raises RuntimeError outside an engine."""
         raise NotImplementedError
 
-    @property
-    def clip_group_norms(self) -> dict[str, Tensor]:
-        """The norm of each group in ``clip_groups`` before it was last clipped, the same on all ranks."""
-        return self._clip_groups.named
-
     def compare_options(self) -> None:
         """Raises RanksDisagree, on all ranks with these param groups, if options differ. Called on all of them."""
         agree(self._with_these_groups(), self.name, lambda: (None, option_lines(self.param_groups)))
@@ -94,7 +86,7 @@ class EngineOptimizer(LinkedOptimizer):
         raise NotImplementedError
 
     def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
-        return self._engine().get_global_grad_norm(), self._clip_groups.named
+        return self._engine().get_global_grad_norm(), {}
 
     def _engine(self) -> DeepSpeedEngine:
         raise NotImplementedError
@@ -128,16 +120,15 @@ class ZeROLayerWise(EngineOptimizer):
 
     def bind(self, engine: DeepSpeedEngine) -> None:
         self._binding = binding = zero.bind(self.name, engine, self._given, self.rules, self.config)
-        self._plan_digest = self._binding.plan_digest
-        self.row_scaling = self._binding.grouping.row_scaling()
+        self._plan_digest = binding.plan_digest
+        self.row_scaling = binding.grouping.row_scaling()
         self._steppers = {}
         self.state.clear()  # an earlier engine's, whose partitions are gone
-        self._clip_groups = ClipGroups(self.config.clip_groups, self._binding.grouping.clip_groups)
-        if self._binding.replicated:
-            deepspeed_engine.report_norm(engine, self, self._clip_groups)
-        elif self._clip_groups.limits or deepspeed_engine.uses_bf16_optimizer(engine):
-            deepspeed_engine.when_wrapped(engine, lambda wrapper: zero.clip_apart(wrapper, self._clip_groups, binding))
-        if not self._binding.replicated and deepspeed_engine.counts_cut_alone(engine):
+        if binding.replicated:
+            deepspeed_engine.report_norm(engine, self)
+        elif deepspeed_engine.uses_bf16_optimizer(engine):
+            deepspeed_engine.when_wrapped(engine, deepspeed_engine.count_on_every_rank)
+        elif deepspeed_engine.counts_cut_alone(engine):
             deepspeed_engine.when_wrapped(engine, deepspeed_engine.hear_of_copies)
         self._take_groups(self._binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)
@@ -183,7 +174,7 @@ class ZeROLayerWise(EngineOptimizer):
             if binding.replicated:
                 clipped, self.norm_before_clipping = self.norm_before_clipping, None
                 if clipped is None:
-                    clipped = deepspeed_engine.clip_whole(binding.engine, self._clip_groups, 0.0)
+                    clipped = deepspeed_engine.clip_whole(binding.engine, 0.0)
                 self._global_grad_norm = clipped
             for group, tensor in shown:
                 self._steppers[id(tensor)].step(group, self.state[tensor])

@@ -30,7 +30,7 @@ from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import agree_in_all, digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
-from lwopt_backend.storage.gradients import ClipGroups, clip_factor
+from lwopt_backend.storage.gradients import clip_factor, everything
 from lwopt_backend.storage.owned import OwnedCore, Share
 from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
 from lwopt_backend.storage.owned_state import OwnedStore
@@ -122,7 +122,6 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self.destroy()
         binding = bind(self.name, engine, self._given, self.rules, self.config)
         self._take_groups(binding.groups())
-        self._clip_groups = ClipGroups(self.config.clip_groups, binding.grouping.clip_groups)
         deepspeed_engine.adopt_torch_scheduler(engine)
         self._stage, self._clip = engine.zero_optimization_stage(), engine.gradient_clipping() or 0.0
         self.loss_scaler = CreateLossScaler(  # dynamic or static in fp16, without effect in other precisions
@@ -238,17 +237,15 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         engine, gradients, loss_scale = self._owned.engine, self.core.gradients, self.loss_scale
         skips_overflow = not engine.bfloat16_enabled() or engine._config.bfloat16_config.check_grad_overflow
         self._global_grad_norm, self.overflow = None, False
-        limits = {None: self._clip, **self._clip_groups.limits}
-        norms: dict[str | None, Tensor] = {}
-        if any(limits.values()) or skips_overflow or engine.zero_compute_grad_norm():
-            norms = self._clip_groups.measure(limits, lambda pick: gradients.norm(2.0, pick) / loss_scale)
-            totals = torch.stack([*norms.values()]).tolist()  # all that the host waits for
-            self.overflow = skips_overflow and not all(map(math.isfinite, totals))
-            self._global_grad_norm = math.inf if self.overflow else totals[0]
-        for group, limit in limits.items():
-            if (limit or loss_scale != 1) and not self.overflow:
-                factor = clip_factor(limit, norms[group]) if limit else 1
-                gradients.scale(factor / loss_scale, self._clip_groups.pick(group))
+        factor: Tensor | float = 1.0
+        if self._clip or skips_overflow or engine.zero_compute_grad_norm():
+            norm = gradients.norm(2.0, everything) / loss_scale
+            total = norm.item()
+            self.overflow = skips_overflow and not math.isfinite(total)
+            self._global_grad_norm = math.inf if self.overflow else total
+            factor = clip_factor(self._clip, norm) if self._clip else factor
+        if (self._clip or loss_scale != 1) and not self.overflow:
+            gradients.scale(factor / loss_scale)
 
     def _engine(self) -> DeepSpeedEngine:
         if self._owned is None:

@@ -17,19 +17,10 @@ from lwopt_backend.integrations.deepspeed.versions import BEFORE
 from lwopt_backend.routing.routing import full_shape
 
 
-def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]], clip_groups: bool) -> list[str]:
+def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
     """Every reason why this engine cannot train with layer-wise matrices, one sentence each; empty if it can."""
     parallel = [*_parallelism(engine), *_tensor_parallelism(engine)]
-    reasons = [*_stage(engine), *_experts(engine, param_groups), *parallel, *_storage(engine)]
-    return [*reasons, *(_clipping(engine) if clip_groups else ())]
-
-
-def _clipping(engine: DeepSpeedEngine) -> list[str]:
-    if engine.zero_optimization_stage() in (1, 2) and not engine.zero_compute_grad_norm():
-        return ["zero_optimization.compute_grad_norm is false, and clip_groups need the norm; leave one of both out"]
-    if uses_bf16_optimizer(engine) and engine.has_moe_layers:
-        return ["clip_groups with experts in bf16 and fp32 accumulation at stage 1 were not tried; use stage 2"]
-    return []
+    return [*_stage(engine), *_experts(engine, param_groups), *parallel, *_storage(engine)]
 
 
 def _stage(engine: DeepSpeedEngine) -> list[str]:

@@ -16,22 +16,21 @@ OLDEST, BEFORE = "0.19.7", "0.20"  # older ones lack zero_parameter_alignment; m
 SUPPORTED = f">={OLDEST},<{BEFORE}"  # pyproject.toml has the same
 
 _LINKED = "_link_all_hp_params _lazy_init_hp_params_optimizer_state update_lp_params"
-_CLIPS = "get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload unscale_and_clip_grads"
 NAMES = {
     "deepspeed.runtime.engine:DeepSpeedEngine": "_do_optimizer_sanity_check _configure_lr_scheduler load_checkpoint "
     "clip_fp32_gradients _get_zero_param_shapes _get_zero_ckpt_name zero_parameter_alignment zero_sub_group_size",
     "deepspeed.runtime.config": "get_optimizer_name DEEPSPEED_OPTIMIZERS",
     "deepspeed.runtime.zero.utils": "ZERO_SUPPORTED_OPTIMIZERS",
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": f"{_LINKED} {_CLIPS} scaled_global_norm "
-    "get_param_id",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": f"{_LINKED} get_param_id "
+    "get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload",
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": f"{_LINKED} get_grads_for_norm",
-    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": f"{_CLIPS} _get_norm_groups "
-    "_reassign_or_swap_out_partitioned_parameters checkpoint_event_prologue checkpoint_event_epilogue get_param_id "
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": "_reassign_or_swap_out_partitioned_parameters "
+    "checkpoint_event_prologue checkpoint_event_epilogue get_param_id "
     "get_full_hp_param set_full_hp_param get_local_fp32_param set_local_hp_param",
     "deepspeed.utils.tensor_fragment": "fragment_address get_full_hp_param set_full_hp_param",
     "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
     "deepspeed.runtime.fp16.loss_scaler": "CreateLossScaler",
-    "deepspeed.runtime.utils": "clip_tensors_by_global_norm get_global_norm_of_tensors is_model_parallel_parameter",
+    "deepspeed.runtime.utils": "is_model_parallel_parameter",
     "deepspeed.moe.utils": "is_moe_param",
     "deepspeed.utils.bwc": "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size",
     "deepspeed.ops": "__compatible_ops__",

@@ -30,7 +30,6 @@ from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, brought_here
 from lwopt_backend.storage.flat import GroupPlan, GroupStepper, UnitStepper, members_digest, plan_group, unit_layouts
-from lwopt_backend.storage.gradients import ClipGroups
 from lwopt_backend.storage.replicated import ElementwiseReplicas, MatrixReplicas, gather_whole, take_part
 
 
@@ -430,7 +429,7 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
     places, unclear = deepspeed_engine.mark_cuts(engine, ranks[-1]) if cut else ([], [])
 
     def decide() -> tuple[Binding, list[list[str]]]:
-        if reasons := [*reasons_to_refuse(engine, given, bool(config.clip_groups)), *unclear]:
+        if reasons := [*reasons_to_refuse(engine, given), *unclear]:
             raise ValueError("\n  ".join([f"{name} cannot train with this configuration:", *reasons]))
         model = engine.module
         if stage is None:
@@ -450,19 +449,6 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
         return Binding(name, engine, grouping, list(ranks), units, stage, watched, places), lines
 
     return agree_in_all(ranks, name, decide)
-
-
-def clip_apart(wrapper: Any, groups: ClipGroups, binding: Binding) -> None:
-    """Clip ``groups`` apart from the rest in ``wrapper``, DeepSpeed's optimizer at stages 1 to 3."""
-    names, group_of = binding.grouping.names, binding.grouping.clip_groups
-    pieces = []
-    for unit in binding.units:
-        assert not isinstance(unit.plan.layout, Replicas)
-        place = unit.plan.place(unit.ranks.rank)
-        held = [unit.plan.layout.fragment(index, place) for index in range(len(unit.params))]
-        pairs = [(part, names[id(param)]) for part, param in zip(held, unit.params) if part is not None]
-        pieces.append([(group_of.get(name), part.offset, part.numel) for part, name in pairs])
-    deepspeed_engine.GroupNorms(wrapper, groups, lambda param: group_of.get(names[id(param)]), pieces)
 
 
 def _units(

@@ -151,10 +151,10 @@ def _refuse_foreign(
 
 
 def _check_host(model: type[HostConfig], key: str, where: str) -> None:
-    """Raises ValueError for an option that only another host has."""
-    other = next((host for host in reversed(HOSTS.values()) if key in host.model_fields), None)
-    if other is not None:
-        raise ValueError(f"{where}: {model.lacks(repr(key), other)}")
+    """Raises ValueError for an option that only other hosts have."""
+    others = [host for host in HOSTS.values() if key in host.model_fields]
+    if others:
+        raise ValueError(f"{where}: {model.lacks(repr(key), *others)}")
 
 
 def _section(given: Any, where: str, kind: str | None = None) -> dict[str, Any]:
@@ -299,6 +299,8 @@ def muon_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROCo
 
         given = {"matrix": {"name": "muon", **matrix}, "elementwise": {"name": "adamw", **section}}
         foreign.refuse(theirs, given, where, "LayerWiseMuon", flat, lambda found: muon_settings(found, where))
+    for key in options.keys() - LayerWiseMuonConfig.model_fields.keys():
+        _check_host(ZeROConfig, key, where)
     found: Any = parse(LayerWiseMuonConfig, options, where)
     choices = {"matrix": Choice("muon", _part(MuonOptions, found)), "elementwise": Choice("adamw", found.adamw)}
     return Rules(**choices, overrides=_overrides(found.overrides, choices, where)), _part(ZeROConfig, found)

@@ -36,9 +36,10 @@ class HostConfig(Options):
     advice: ClassVar[str] = "leave it out"
 
     @classmethod
-    def lacks(cls, name: str, other: type[HostConfig]) -> str:
-        """A sentence on an option or a method ``name`` of the host ``other``."""
-        return f"{name} is {other.whose}, but this optimizer is {cls.whose}; {other.advice}"
+    def lacks(cls, name: str, *others: type[HostConfig]) -> str:
+        """A sentence on an option or a method ``name`` of the hosts ``others``."""
+        whose = " and ".join(other.whose for other in others)
+        return f"{name} is {whose}, but this optimizer is {cls.whose}; {others[-1].advice}"
 
     include: Globs = option((), "globs on names of parameters that are matrices, whatever the model's structure says")
     exclude: Globs = option((), "globs on names of parameters that are none; wins over include")
@@ -48,16 +49,21 @@ class HostConfig(Options):
     allow_no_matrix: StrictBool = option(
         False, "a model without a single matrix parameter is an error unless this is set"
     )
+    exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
+        "auto", "dtype on the wire; 'auto' is the rule's, with which nothing is lost"
+    )
+    report: StrictBool = option(True, "print the routing and the plan once, on rank 0")
+
+
+class ClippingConfig(HostConfig):
+    """Options of hosts whose gradients we clip ourselves."""
+
     clip_groups: Annotated[dict[str, ClipGroup], BeforeValidator(_clip_groups)] = option(
         {},
         "by name, parameters whose gradients are clipped apart from the rest, by their own norm: 'params', globs on "
         "names, and 'max_norm'",
         MEGATRON,
     )
-    exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
-        "auto", "dtype on the wire; 'auto' is the rule's, with which nothing is lost"
-    )
-    report: StrictBool = option(True, "print the routing and the plan once, on rank 0")
 
 
 class OwnedStorageConfig(HostConfig):
@@ -112,7 +118,7 @@ class ZeROConfig(OwnedStorageConfig):
         return self
 
 
-class FSDP2Config(HostConfig):
+class FSDP2Config(ClippingConfig):
     """Options of ``LayerWiseOptimizer`` for a ``fully_shard`` model."""
 
     whose: ClassVar[str] = "for fully_shard models"
@@ -133,7 +139,7 @@ class FSDP2Config(HostConfig):
     )
 
 
-class OwnedConfig(OwnedStorageConfig):
+class OwnedConfig(OwnedStorageConfig, ClippingConfig):
     """Options of ``LayerWiseOptimizer`` for a plain model."""
 
     whose: ClassVar[str] = "for plain models"

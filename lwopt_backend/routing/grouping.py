@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from lwopt_backend.config.choices import Rules, arguments_of
-from lwopt_backend.config.hosts import HostConfig
+from lwopt_backend.config.hosts import ClippingConfig, HostConfig
 from lwopt_backend.config.linked_rates import NAME
 from lwopt_backend.config.param_groups import Groups, as_groups, check_overrides, split
 from lwopt_backend.config.registry import MATRIX_RULES
@@ -228,7 +228,7 @@ def _clip_groups(config: HostConfig, routes: Sequence[Route]) -> dict[str, str]:
     for a parameter in two groups."""
     trained = [route for route in routes if route.kind != "frozen"]
     found: dict[str, str] = {}
-    for name, group in config.clip_groups.items():
+    for name, group in config.clip_groups.items() if isinstance(config, ClippingConfig) else ():
         check_globs(f"clip_groups[{name!r}]", group.params, trained, routes, lambda route: "are not trained")
         for route in trained:
             if any(map(named_like(group.params), route.names)) and found.setdefault(route.name, name) != name:
