@@ -316,8 +316,7 @@ class UnderDeepSpeed(Engine):
         for rows in micro_batches:
             self.made.backward(self.made(*rows))
             self.made.step()
-        norms = [float(self.made.get_global_grad_norm())] if self.cell.clip else []
-        return norms + [float(norm) for norm in self.made.basic_optimizer.clip_group_norms.values()]
+        return [float(self.made.get_global_grad_norm())] if self.cell.clip else []
 
     def weights(self) -> dict[str, Tensor]:
         return full_weights(self.made)
