@@ -295,12 +295,6 @@ MUON_ENTRIES = [
 ]
 SHARED = ("lr", "weight_decay")
 ADAMW = {"lr": 5e-5, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.01}
-UNREGISTERED = "ValueError: optimizer.type is {!r}, but it is not registered; call lwopt_backend."
-UNKNOWN = {
-    **{name: UNREGISTERED.format(name) for name in ("LayerWiseMuon", "layerwise")},
-    "LayerWiseMoun": "which DeepSpeed does not know; did you mean 'LayerWiseMuon'?",
-    "Nonsense": "AssertionError: Nonsense is not a supported DeepSpeed Optimizer",
-}
 
 
 def told_instead(settings: Any, entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -345,7 +339,7 @@ def test_instead_of_an_entry_of_adamw_one_is_told_with_its_defaults_and_steps_of
 
 
 def engine_of(params: dict[str, Any], stage: int = 1) -> Any:
-    return engine_for(config(stage) | {"optimizer": {"type": "layerwisemuon", "params": params}})
+    return engine_for(config(stage) | {"optimizer": {"type": "LayerWiseMuon", "params": params}})
 
 
 def row_of(printed: str, rule: str) -> list[str]:
@@ -435,19 +429,17 @@ def test_plain_and_sharded_models_show_both_rates_and_decays() -> None:
             assert row_of(printed.getvalue(), "adamw")[1:] == ["0.001, the default", "0.2"]
 
 
-@pytest.mark.parametrize(("written", "message"), UNKNOWN.items())
+@pytest.mark.parametrize("written", ["LayerWiseMuon", "LayerWise", "layerwisemuon", "LayerWiseMoun"])
 @on_ranks(2)
-def test_an_unknown_type_is_an_error_that_says_what_to_do(written: str, message: str) -> None:
+def test_a_type_that_is_not_registered_is_an_error_of_deepspeeds(written: str) -> None:
     given, model = config(1), UnevenLM()
     given["optimizer"]["type"] = written
-    missing = ("LayerWise", "LayerWiseMuon") if "not registered" in message else ()
-    classes = {name: vars(torch.optim).pop(name) for name in missing}
+    classes = {name: vars(torch.optim).pop(name) for name in ("LayerWise", "LayerWiseMuon")}
     try:
-        with pytest.raises((ValueError, AssertionError)) as caught:
+        with pytest.raises(AssertionError, match=f"^{written} is not a supported DeepSpeed Optimizer$"):
             deepspeed.initialize(model=model, config=given, model_parameters=model.parameters())
     finally:
         vars(torch.optim).update(classes)
-    assert message in f"{type(caught.value).__name__}: {caught.value}"
 
 
 # The shipped configurations of DeepSpeed; test_examples.py trains with FSDP2's

@@ -1,10 +1,9 @@
-"""What we read of DeepSpeed's engine, the methods we replace, and how it reads the types of optimizer entries."""
+"""What we read of DeepSpeed's engine, and the methods we replace."""
 
 from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
-from deepspeed.runtime import config, lr_schedules
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -25,7 +24,6 @@ from deepspeed.utils.logging import logger
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from lwopt_backend.config.options import nearest
 from lwopt_backend.config.param_groups import Groups, small_rate
 from lwopt_backend.plan import Cut, Fragment
 from lwopt_backend.routing.routing import CUT, cut_of, named_parameters
@@ -43,7 +41,6 @@ def install(types: Mapping[str, Callable[..., Any]], classes: Iterable[type[torc
     wrap; None leaves the optimizer as it is, which is right for one that is itself a ZeRO optimizer. A second call
     changes nothing.
     """
-    name_types()
     ours = tuple(classes)
     for name, make in types.items():
         setattr(torch.optim, name, make)
@@ -423,46 +420,6 @@ def when_wrapped(engine: DeepSpeedEngine, do: Callable[[Any], None]) -> None:
     engine._configure_lr_scheduler = configure_lr_scheduler
 
 
-# Types of optimizer entries as DeepSpeed reads them.
-
-READS_TYPE = "get_optimizer_name"
-TYPES = ("LayerWise", "LayerWiseMuon")
-
-
-def name_types() -> None:
-    """Make DeepSpeed read the type of an optimizer entry through ``canonical``. A second call changes nothing."""
-    original = getattr(config, READS_TYPE, None)
-    if original is None or getattr(original, "_lwopt_names", False):  # ``register()`` reports what is missing
-        return
-
-    @functools.wraps(original)
-    def get_optimizer_name(param_dict: Mapping[str, Any]) -> Any:
-        return canonical(original(param_dict))
-
-    get_optimizer_name._lwopt_names = True  # type: ignore[attr-defined]
-    setattr(config, READS_TYPE, get_optimizer_name)
-
-
-def canonical(name: Any) -> Any:
-    """The registered spelling of a type. Raises ValueError if ours is not registered, and for a type close to ours."""
-    if not isinstance(name, str) or hasattr(torch.optim, name) or name.lower() in config.DEEPSPEED_OPTIMIZERS:
-        return name
-    plain = re.sub(r"[^a-z]", "", name.lower())
-    ours = next((each for each in TYPES if each.lower() == plain), None)
-    if ours is None:
-        close = nearest(name, TYPES, cutoff=0.8)
-        if close:
-            raise ValueError(f"optimizer.type is {name!r}, which DeepSpeed does not know; did you mean {close!r}?")
-        return name
-    if not hasattr(torch.optim, ours):
-        raise ValueError(
-            f"optimizer.type is {name!r}, but it is not registered; call "
-            "lwopt_backend.integrations.deepspeed_zero.register() before deepspeed.initialize, or start the script "
-            "by python -m lwopt_backend.run"
-        )
-    return ours
-
-
 def compile_nothing() -> None:
     """Keep DeepSpeed from compiling its shared-memory all-reduce; called before the first collective is set up.
 
@@ -474,6 +431,3 @@ def compile_nothing() -> None:
 
     if get_accelerator().device_name() == "cpu":
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-name_types()

@@ -19,7 +19,6 @@ _LINKED = "_link_all_hp_params _lazy_init_hp_params_optimizer_state update_lp_pa
 NAMES = {
     "deepspeed.runtime.engine:DeepSpeedEngine": "_do_optimizer_sanity_check _configure_lr_scheduler load_checkpoint "
     "clip_fp32_gradients _get_zero_param_shapes _get_zero_ckpt_name zero_parameter_alignment zero_sub_group_size",
-    "deepspeed.runtime.config": "get_optimizer_name DEEPSPEED_OPTIMIZERS",
     "deepspeed.runtime.zero.utils": "ZERO_SUPPORTED_OPTIMIZERS",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": f"{_LINKED} get_param_id "
     "get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload",
