@@ -167,7 +167,7 @@ def test_calibrate_and_plan_by_what_was_measured(shapes: Path, tmp_path: Path) -
 
 
 WRONG = {
-    "plan --world-size 8": "give one of --hf, --checkpoint and --shapes; found none",
+    "plan --world-size 8": "give one of --hf and --shapes; found none",
     "plan --shapes S --world-size 8 --hf x": "found --hf and --shapes",
     "plan --shapes missing.json --world-size 8": "missing.json",
     "plan --shapes S --world-size 8 --cost newton_shulz": "did you mean 'newton_schulz'?",

@@ -11,9 +11,9 @@ from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.cost import COSTS, Machine
 from lwopt_backend.plan.owners import longest_first
 from lwopt_backend.planner.document import alternatives, document
-from lwopt_backend.planner.models import ModelShapes, Training
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting, cluster_named, share_of
+from lwopt_backend.planner.shapes import ModelShapes, Training
 from lwopt_backend.planner.study import Deployment, Study, local_experts, stages
 from lwopt_backend.planner.study import plan_study as plan_model
 from lwopt_backend.routing.matrices import Divided

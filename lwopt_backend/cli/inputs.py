@@ -35,7 +35,6 @@ of_model, of_cluster, of_plan, of_output = (
 )
 
 HuggingFace = Annotated[Path | None, of_model("--hf", metavar="PATH", help="A Hugging Face config.json or its folder.")]
-Checkpoint = Annotated[Path | None, of_model(metavar="PATH", help="A checkpoint; only names and shapes are read.")]
 Shapes = Annotated[Path | None, of_model(metavar="FILE", help=MATRICES)]
 Include = Annotated[list[str] | None, of_model(metavar="GLOB", help="Names that are matrices all the same.")]
 Exclude = Annotated[list[str] | None, of_model(metavar="GLOB", help="Names that are not matrices.")]
@@ -70,18 +69,14 @@ HTML = Annotated[Path | None, of_output(metavar="FILE", help="Write a report.")]
 PNG = Annotated[Path | None, of_output(metavar="FILE", help="Write a picture.")]
 
 
-def read_model(hf: Path | None, checkpoint: Path | None, shapes: Path | None, training: Training) -> ModelShapes:
-    """The model that exactly one of ``hf``, ``checkpoint`` and ``shapes`` names. Raises ValueError otherwise."""
-    given = [name for name, path in (("--hf", hf), ("--checkpoint", checkpoint), ("--shapes", shapes)) if path]
-    if len(given) != 1:
-        raise ValueError(f"give one of --hf, --checkpoint and --shapes; found {' and '.join(given) or 'none'}")
-    from lwopt_backend.planner.models import read_checkpoint
+def read_model(hf: Path | None, shapes: Path | None, training: Training) -> ModelShapes:
+    """The model that ``hf`` or ``shapes`` names. Raises ValueError for none and for both."""
+    if (hf is None) == (shapes is None):
+        raise ValueError(f"give one of --hf and --shapes; found {'--hf and --shapes' if hf else 'none'}")
     from lwopt_backend.planner.shapes import read_hugging_face, read_shapes_json
 
     if hf:
         return read_hugging_face(hf, training=training)
-    if checkpoint:
-        return read_checkpoint(checkpoint, training=training)
     if training.config.include or training.config.exclude:
         raise ValueError("--include and --exclude choose among a model's parameters; a list of shapes is all matrices")
     assert shapes

@@ -27,7 +27,6 @@ QUICKLY_PLANNED = 10_000  # matrices; rows for other choices are as many plans
 def plan(
     world_size: inputs.WorldSize,
     hf: inputs.HuggingFace = None,
-    checkpoint: inputs.Checkpoint = None,
     shapes: inputs.Shapes = None,
     include: inputs.Include = None,
     exclude: inputs.Exclude = None,
@@ -98,7 +97,7 @@ def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
         )
 
     setting = setting_of(given["dtype"])
-    model = inputs.read_model(given["hf"], given["checkpoint"], given["shapes"], setting.training)
+    model = inputs.read_model(given["hf"], given["shapes"], setting.training)
     if given["dtype"] is None:
         setting = setting_of(model.dtype)
         name = str(setting.dtype).removeprefix("torch.")
@@ -157,7 +156,6 @@ def _print(console: Console | None, model: ModelShapes, study: Study, rows: list
 
 def calibrate(
     hf: inputs.HuggingFace = None,
-    checkpoint: inputs.Checkpoint = None,
     shapes: inputs.Shapes = None,
     include: inputs.Include = None,
     exclude: inputs.Exclude = None,
@@ -178,7 +176,7 @@ def calibrate(
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"--dtype: expected bfloat16 or float32, found {dtype!r}")
     training = Training.routed(include or (), exclude or ())
-    model = inputs.read_model(hf, checkpoint, shapes, training)
+    model = inputs.read_model(hf, shapes, training)
     wanted = {block.shape for divided in model.divided.values() for block in divided.blocks}
     if not wanted:
         raise ValueError(f"{model.source}: there is no matrix to time")

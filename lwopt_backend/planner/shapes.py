@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -23,13 +23,6 @@ from lwopt_backend.config.param_groups import check_overrides
 from lwopt_backend.routing.grouping import as_taken, group_parameters
 from lwopt_backend.routing.matrices import Divided, divide_by_name
 from lwopt_backend.routing.routing import AtomSettings, Route, named_as_stack, stacked
-
-# What readers return: the routes of a model, and before that the tensors of a checkpoint.
-
-NOT_IN_MODEL_ORDER = (
-    "the parameters are in alphabetical order, since the format does not keep the model's: which rank stores what is "
-    "approximate"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +41,6 @@ class ModelShapes:
     divided: Mapping[str, Divided]
     notes: tuple[str, ...] = ()
     dtype: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor of a checkpoint, without its elements. ``aliases`` are the other names under which it is stored."""
-
-    name: str
-    shape: tuple[int, ...]
-    floating: bool = True
-    frozen: bool = False
-    aliases: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What one reader found: the model's tensors (no optimizer state), and sentences for the user."""
-
-    source: str
-    tensors: tuple[Stored, ...]
-    notes: tuple[str, ...] = ()
-
-
-def in_natural_order(tensors: Iterable[Stored]) -> tuple[Stored, ...]:
-    """Sorted by name, with numbers by value (layer 2 before layer 10), for formats that lose the model's order."""
-    return tuple(
-        sorted(tensors, key=lambda t: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", t.name)])
-    )
 
 
 # Reading a JSON file, with errors that a user can act on.
@@ -171,7 +137,7 @@ def _config(path: Path, written: Mapping[str, Any], transformers: ModuleType) ->
         hint = f"did you mean {close!r}?" if close else "a newer transformers may have it."
         raise ValueError(
             f"{path}: model_type {kind!r} is not one of transformers {transformers.__version__}{own}; {hint} "
-            "Else read a checkpoint of the model, or list its shapes in a JSON file."
+            "Else list the model's shapes in a JSON file."
         )
     try:
         return known[kind].from_dict(dict(written))

@@ -179,23 +179,3 @@ def all_lora(model: nn.Module) -> Iterator[LoRA]:
         if is_peft(module):
             found = (lora_of(module, adapter) for adapter in getattr(module, "lora_A", ()))
             yield from (lora for lora in found if lora is not None)
-
-
-# By name alone, where there are no modules
-
-
-def without_peft(name: str) -> str:
-    """A name without the layers and adapters' names that PEFT adds to it."""
-    kept, copies = [], False
-    for part in name.removeprefix("base_model.model.").split("."):
-        if not copies and part not in IN_PLACE and part not in COPIES:
-            kept.append(part)
-        copies = part in COPIES
-    return ".".join(kept)
-
-
-def adapter_in(name: str) -> tuple[str, str] | None:
-    """The layer's name without PEFT, and the attribute that has it, of an adapter's parameter; else None."""
-    parts = name.split(".")
-    held = [number for number, part in enumerate(parts) if part in LORA or part in ADAPTERS]
-    return (without_peft(".".join(parts[: held[-1]])), parts[held[-1]]) if held else None

@@ -74,11 +74,10 @@ class DcpFolder:
 
     ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where it
     was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors, None for other writers; ``stored`` are all
-    places. With ``metadata_only`` other files need not be there: nothing can be read then. Without ``with_files`` they
-    are not looked at before they are read, because another rank does.
+    places. Without ``with_files`` the files are not looked at before they are read, because another rank does.
     """
 
-    def __init__(self, path: Path, metadata_only: bool = False, with_files: bool = True) -> None:
+    def __init__(self, path: Path, with_files: bool = True) -> None:
         self.path, metadata = path, path / METADATA
         try:
             check_inside(metadata, path)
@@ -105,9 +104,8 @@ class DcpFolder:
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{metadata} is not what DCP writes ({error}); copy it again") from error
         self.stored = tuple(stored.values())
-        if not metadata_only:
-            self._check_chunks()
-        if with_files and not metadata_only:
+        self._check_chunks()
+        if with_files:
             self._check_files()
         self._saved: dict[Stored, StoredTensor] = {}
         self._as_read = torch_files.as_read()  # now: threads that read do not know it

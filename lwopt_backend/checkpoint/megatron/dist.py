@@ -93,14 +93,6 @@ def read(step: Path) -> Checkpoint:
     )
 
 
-@reader("Megatron", naming.step_folder)
-def read_weights(step: Path) -> Mapping[str, Param]:
-    """The parameters without the optimizer's state, from the folder's metadata alone. Raises CheckpointError."""
-    folder = DcpFolder(step, metadata_only=True)
-    of_model, _, _ = _keys(folder)
-    return {name: Param(weight) for name, weight in parameters(folder, of_model).items() if not is_buffer(name)}
-
-
 def _common(folder: DcpFolder) -> Mapping[str, Any]:
     """The objects that are no tensors: from common.pt, or from 0.19 on from an object in the folder's files."""
     path = folder.path / "common.pt"

@@ -40,11 +40,6 @@ def recognises(path: Path) -> bool:
         return False
 
 
-def read_weights(path: Path) -> Mapping[str, Param]:
-    """The parameters; reads only small tensors. Raises CheckpointError."""
-    return read(path).params
-
-
 @reader("Megatron", step_folder)
 def read(step: Path) -> Checkpoint:
     """The checkpoint's content. Raises CheckpointError for damage, and for unknown keys."""

@@ -305,13 +305,6 @@ def read(step: Path) -> Checkpoint:
     )
 
 
-@reader("Megatron", naming.step_folder)
-def read_weights(step: Path) -> Mapping[str, Param]:
-    """The parameters without the optimizer's state; reads no tensor of that. Raises CheckpointError."""
-    ranks = of_ranks.read_ranks(step)
-    return merged(ranks, {rank.coordinates: {} for rank in ranks.ranks})[0]
-
-
 def _optimizers(ranks: Ranks) -> tuple[dict[Coordinates, Kept], tuple[dict[str, Any], ...], list[Inner], list[str]]:
     """The optimizers' state on each rank, the param groups, the optimizers, and notes."""
     found: dict[Coordinates, Kept] = {rank.coordinates: {} for rank in ranks.ranks}
