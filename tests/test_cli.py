@@ -121,20 +121,19 @@ def models(shapes: Path, tmp_path: Path) -> dict[str, Path]:
 
 
 EXPERTS = ("--world-size", 32, "--pp", 2, "--ep", 8, "--layout", "padded")
-ALONE_ON_8 = ("--world-size", 8, "--no-what-if")
+ALONE_ON_8 = ("--world-size", 8)
 PRINTED: list[tuple[str, tuple[object, ...], list[str]]] = [
     (
         *("shapes", ("--world-size", 4, "--layout", "padded")),
         ["24 of 24 trained parameters are matrices", "layers.*.up", "reduce-scatter of gradients", "Modelled step"]
-        + ["Plan of the dense matrices: 24, owned by all 4 ranks; padded layout"]
-        + ["chosen: padded, groups of 4", "compact, groups of 4"],
+        + ["Plan of the dense matrices: 24, owned by all 4 ranks; padded layout"],
     ),
     ("odd[red]", ("--world-size", 2), ["odd[red].json", "w[bold]", "w[/red]"]),
     ("large", ALONE_ON_8, ["Does not fit: the fullest rank holds"]),
     ("experts", EXPERTS, ["the one that takes longest of 2", "Plan of the experts matrices"]),
     ("shapes", ("--help",), ['[["name", [rows, columns]], ...]']),
     *(
-        ("stack", ("--world-size", 2, "--engine", engine, "--no-what-if"), ["dense matrices: 5,", "4 stacked experts"])
+        ("stack", ("--world-size", 2, "--engine", engine), ["dense matrices: 5,", "4 stacked experts"])
         for engine in ("owned", "zero1", "zero2", "zero3", "fsdp2")
     ),
 ]

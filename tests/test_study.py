@@ -10,7 +10,7 @@ from benchmarks.public_models import study
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.cost import COSTS, Machine
 from lwopt_backend.plan.owners import longest_first
-from lwopt_backend.planner.document import alternatives, document
+from lwopt_backend.planner.document import document
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting, cluster_named, share_of
 from lwopt_backend.planner.shapes import ModelShapes, Training
@@ -165,15 +165,6 @@ def test_sharded_engines_exchange_every_matrix(engine: str) -> None:
     exchange = part.collectives[0]
     assert exchange.nbytes == max(int((0.75 * owned + shard - owned / 4) * 2) for owned in part.owned_numels)
     assert study.worst.memory()[0].parameters == (4 if engine == "fsdp2" else 2) * (shard + 128)
-
-
-def test_the_chosen_plan_is_the_first_what_if_row_and_its_own_figures() -> None:
-    found = of_stage(layers(6, DENSE), 4)
-    rows = {row.what: row for row in alternatives(found, OWNED)}
-    first = rows["chosen: padded, groups of 4"]
-    assert found.part is not None and next(iter(rows.values())) is first
-    assert (first.padding, first.time) == (found.part.padding, found.part.time)
-    assert rows["compact, groups of 4"].padding == 0
 
 
 def test_a_cluster_file(tmp_path: Path) -> None:

@@ -60,9 +60,6 @@ GradientDtype = Annotated[GradDtype, of_plan(help="Of gradients, kept and sent."
 Option = Annotated[list[str] | None, of_plan(metavar="KEY=VALUE", help=OPTION)]
 Cost = Annotated[str | None, of_plan(metavar="NAME|FILE", help=COST)]
 
-WhatIf = Annotated[
-    bool | None, of_output(help="Rows for other choices. Default: yes, without --json, up to 10,000 matrices.")
-]
 AsJSON = Annotated[bool, of_output("--json", help="Print the plan as JSON, nothing else.")]
 Assignments = Annotated[bool, of_output("--assignments", help="With --json: every matrix, its owner and bucket.")]
 HTML = Annotated[Path | None, of_output(metavar="FILE", help="Write a report.")]

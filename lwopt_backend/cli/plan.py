@@ -17,11 +17,8 @@ from lwopt_backend.plan.layouts import SUB_GROUP_SIZE
 from lwopt_backend.planner import EXPERTS
 
 if TYPE_CHECKING:
-    from lwopt_backend.planner.document import Alternative
     from lwopt_backend.planner.shapes import ModelShapes
     from lwopt_backend.planner.study import Study
-
-QUICKLY_PLANNED = 10_000  # matrices; rows for other choices are as many plans
 
 
 def plan(
@@ -46,7 +43,6 @@ def plan(
     grad_dtype: inputs.GradientDtype = "parameter",
     option: inputs.Option = None,
     cost: inputs.Cost = None,
-    what_if: inputs.WhatIf = None,
     as_json: inputs.AsJSON = False,
     assignments: inputs.Assignments = False,
     html: inputs.HTML = None,
@@ -60,17 +56,14 @@ def plan(
     from lwopt_backend.planner.document import document
 
     model, study = studied(given)
-    if what_if is None:
-        what_if = not as_json and sum(len(part.atoms) for part in study.worst.parts) <= QUICKLY_PLANNED
-    rows = _what_if(study) if what_if else []
     if assignments and not as_json:
         raise ValueError("--assignments is for --json, which prints them; add --json")
-    content = document(study, source=model.source, rows=rows, notes=model.notes, assignments=assignments)
-    _draw(content, html, png, lambda console: _print(console, model, study, rows))
+    content = document(study, source=model.source, notes=model.notes, assignments=assignments)
+    _draw(content, html, png, lambda console: _print(console, model, study))
     if as_json:
         typer.echo(json.dumps(content))
     else:
-        _print(None, model, study, rows)
+        _print(None, model, study)
 
 
 def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
@@ -125,16 +118,7 @@ def _draw(content: dict[str, Any], html: Path | None, png: Path | None, show: Ca
         picture.write_png(content, png)
 
 
-def _what_if(study: Study) -> list[Alternative]:
-    """Rows for the first buffer of the stage that is shown."""
-    from lwopt_backend.planner.document import alternatives
-
-    planned = next(each for each in study.worst.planned if each.part is not None)
-    with Console(stderr=True).status("what if") as status:
-        return list(alternatives(planned, study.setting, lambda what: status.update(f"what if: {what}")))
-
-
-def _print(console: Console | None, model: ModelShapes, study: Study, rows: list[Alternative]) -> None:
+def _print(console: Console | None, model: ModelShapes, study: Study) -> None:
     from lwopt_backend.cli import tables
     from lwopt_backend.report import routing_headline, routing_table, show_digest, standard_output
 
@@ -149,8 +133,6 @@ def _print(console: Console | None, model: ModelShapes, study: Study, rows: list
         console.print(tables.stage_table(study))
     console.print(tables.rank_table(study.worst))
     console.print(tables.collective_table(study.worst))
-    if rows:
-        console.print(tables.what_if_table(study.worst.parts[0].name, rows))
     show_digest(console, study.digest)
 
 

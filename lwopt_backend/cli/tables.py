@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from lwopt_backend.plan.buffers.layout import imbalance
-from lwopt_backend.planner.document import Alternative
 from lwopt_backend.planner.part import Part
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Stage, Study
@@ -119,15 +117,4 @@ def stage_table(study: Study) -> Table:
             peak = nbytes(max(memory.peak for memory in stage.memory())) if index == 0 else ""
             cells = (str(len(part.atoms)), str(part.group_size), f"{part.padding:.2%}", f"{imbalance(part.loads):.3f}")
             table.add_row(str(stage.index) if index == 0 else "", part.name, *cells, step, peak)
-    return table
-
-
-def what_if_table(name: str, rows: Sequence[Alternative]) -> Table:
-    """One row per alternative, the chosen plan first."""
-    headings = ("buckets", "padding", "busiest / mean", "work ms", "wire ms", "step ms", "peak")
-    table = Table("plan", *numbers(*headings), title=f"What if: the {name} matrices")
-    for row in rows:
-        times = [f"{1e3 * seconds:.4g}" for seconds in (row.time.compute, row.time.wire, row.time.total)]
-        cells = (str(row.buckets), f"{row.padding:.2%}", f"{row.flops_imbalance:.3f}", *times, nbytes(row.memory))
-        table.add_row(row.what, *cells)
     return table

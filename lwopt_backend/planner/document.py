@@ -1,80 +1,17 @@
-"""A study as plain data, and alternatives to its plan."""
+"""A study as plain data: ``--json`` prints it, and the report and the picture are made from it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.cost import StepTime, max_min_squared, per_rank
-from lwopt_backend.planner.part import Part, Planned
+from lwopt_backend.planner.part import Part
 from lwopt_backend.planner.setting import Setting
-from lwopt_backend.planner.study import Stage, Study, plan_share
-
-# Alternatives to a plan, and their costs: other layouts, group and bucket sizes.
-
-OTHER_GROUPS = 2  # group sizes besides all ranks and the chosen one
-ONE_BUCKET_MB = 2.0**40
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """One row: what differs from the plan, and the resulting figures of the same matrices."""
-
-    what: str
-    buckets: int
-    padding: float
-    flops_imbalance: float
-    time: StepTime
-    memory: int
-
-
-Progress = Callable[[str], None]
-
-
-def alternatives(planned: Planned, setting: Setting, progress: Progress = lambda what: None) -> Iterator[Alternative]:
-    """Rows for the matrices of ``planned``: the chosen plan first, then owned storage with other options.
-
-    ``progress`` is called with what is planned next. Raises ValueError if there is no matrix.
-    """
-    part = planned.part
-    if part is None:
-        raise ValueError(f"{planned.name}: there is no matrix to plan")
-    yield _row(f"chosen: {part.layout}, groups of {part.group_size}", part)
-    for what, options in _choices(part, setting):
-        progress(what)
-        other = plan_share(planned.name, planned.shared, part.ranks, setting.owned(**options), planned.base)
-        assert other.part is not None
-        yield _row(what, other.part)
-
-
-def _choices(part: Part, setting: Setting) -> list[tuple[str, dict[str, Any]]]:
-    """Layouts, group sizes and bucket sizes to try, each with a description.
-
-    Groups of all ranks, the chosen size, and the largest that leave no rank idle; the chosen size with one bucket.
-    """
-    most = min(part.ranks - 1, len(part.atoms))
-    smaller = [size for size in range(most, 0, -1) if part.ranks % size == 0]
-    sizes = dict.fromkeys([part.ranks, part.group_size, *smaller[:OTHER_GROUPS]])
-    rows = [(layout, size) for size in sizes for layout in ("padded", "compact")]
-    chosen = (part.layout, part.group_size) if setting.engine == "owned" else None
-    found: list[tuple[str, dict[str, Any]]] = [
-        (f"{layout}, groups of {size}", {"layout": layout, "group_size": size})
-        for layout, size in rows
-        if (layout, size) != chosen
-    ]
-    one = {"layout": "padded", "group_size": part.group_size, "bucket_mb": ONE_BUCKET_MB}
-    return [*found, (f"padded, groups of {part.group_size}, one bucket", one)]
-
-
-def _row(what: str, part: Part) -> Alternative:
-    memory = max(memory.peak for memory in part.memory)
-    return Alternative(what, len(part.bucket_numels), part.padding, part.flops_imbalance, part.time, memory)
-
-
-# A study as plain data: ``--json`` prints it, and the report and the picture are made from it.
+from lwopt_backend.planner.study import Stage, Study
 
 SCHEMA = 1
 
@@ -83,7 +20,6 @@ def document(
     study: Study,
     *,
     source: str,
-    rows: Sequence[Alternative] = (),
     notes: Sequence[str] = (),
     assignments: bool = False,
 ) -> dict[str, Any]:
@@ -134,7 +70,6 @@ def document(
         ],
         "load_per_rank": stage.loads(),
         "memory_per_rank": _dicts(stage.memory()),
-        "what_if": [asdict(row) | {"seconds": row.time.total} for row in rows],
         "notes": list(notes),
     }
     if assignments:

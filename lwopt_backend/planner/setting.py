@@ -163,15 +163,6 @@ class Setting:
         masters = 4 if self.dtype.itemsize < 4 else 0
         return Elements(self.dtype.itemsize, self.grad_dtype.itemsize, masters, 4)
 
-    def owned(self, **options: Any) -> Setting:
-        """The same setting for owned storage with other ``options``; of another engine's, only those of every host are
-        kept."""
-        if isinstance(self.config, OwnedConfig):
-            return replace(self, config=OwnedConfig(**{**self.config.model_dump(), **options}))
-        common = {name: getattr(self.config, name) for name in HostConfig.model_fields}
-        grad = "float32" if self.grad_dtype == torch.float32 else "parameter"
-        return replace(self, engine="owned", config=OwnedConfig(**{**common, "grad_dtype": grad, **options}))
-
 
 # Param groups of a part of a model, as an optimizer would make them, from names and shapes.
 
