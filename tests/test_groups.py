@@ -10,11 +10,10 @@ from lwopt_backend.plan import Atom, Machine
 from lwopt_backend.plan.buffers.layout import OwnedParam, Setting
 from lwopt_backend.plan.buffers.owned import plan_owned
 from lwopt_backend.plan.buffers.step import BucketTime, Elements, buffer_step, schedule, timeline
-from lwopt_backend.plan.cost import CLUSTERS, COSTS, CostModel, StepTime
+from lwopt_backend.plan.cost import CLUSTERS, StepTime
 from lwopt_backend.planner.part import Placed
 from tests.planner_shapes import model
 
-FLOPS = COSTS["newton_schulz"]
 H100 = CLUSTERS["h100-8x-ib"]
 SIMPLE = Machine("simple", flops_per_second=10, bytes_per_second=2, latency_seconds=100)
 NODES_OF_TWO = replace(SIMPLE, node_size=2, node_bytes_per_second=8)
@@ -58,16 +57,14 @@ def placed(atoms: Sequence[Atom], ranks: int, layout: str) -> Placed:
     ],
 )
 def test_a_step_is_its_busiest_owners_work(machine: Machine, instances: int, wire: float, latency: float) -> None:
-    time = buffer_step(two_buckets("padded"), machine, FLOPS, instances=instances)
+    time = buffer_step(two_buckets("padded"), machine, instances=instances)
     assert (time.compute, time.wire, time.latency) == (7.0, pytest.approx(wire), latency)
 
 
-def test_a_compact_step_sends_the_matrices_alone_one_rank_nothing_and_nanoseconds_need_no_rate() -> None:
-    time = buffer_step(two_buckets("compact"), SIMPLE, FLOPS, elements=Elements(parameter=1, gradient=2))
+def test_a_compact_step_sends_the_matrices_alone_one_rank_nothing() -> None:
+    time = buffer_step(two_buckets("compact"), SIMPLE, elements=Elements(parameter=1, gradient=2))
     assert (time.compute, time.wire, time.latency) == (7.0, (192 + 64) / 2 * (2 + 1) / 2, 400.0)
-    measured = CostModel("measured", "ns", lambda shape: 0, "")
-    assert buffer_step(two_buckets("padded"), SIMPLE, measured).compute == 70e-9
-    alone = buffer_step(placed(ONE_LAYER, 1, "padded"), H100, FLOPS)
+    alone = buffer_step(placed(ONE_LAYER, 1, "padded"), H100)
     assert alone == StepTime(sum(atom.cost for atom in ONE_LAYER) / H100.flops_per_second, 0, 0), "nothing is sent"
 
 
@@ -118,9 +115,9 @@ def test_any_schedule_keeps_wire_and_owners_in_order(seed: int) -> None:
 @pytest.mark.parametrize(("ranks", "size"), [(16, 16), (32, 8), (8, 1)])
 def test_the_timeline_ends_between_its_longest_part_and_their_sum(layout: str, ranks: int, size: int) -> None:
     plan = placed(model("gpt2-124m"), size, layout)
-    times = timeline(plan, H100, FLOPS, instances=ranks // size)
+    times = timeline(plan, H100, instances=ranks // size)
     assert_one_thing_at_a_time(times)
-    parts = buffer_step(plan, H100, FLOPS, instances=ranks // size)
+    parts = buffer_step(plan, H100, instances=ranks // size)
     end = times[-1].back[1]
     assert max(parts.compute, parts.wire + parts.latency) <= end * (1 + 1e-9) and end <= parts.total * (1 + 1e-9)
     on_wire = sum(time.reduce[1] - time.reduce[0] + time.back[1] - time.back[0] for time in times)

@@ -376,7 +376,7 @@ def planned_for_a_step(engine: str, layers: int, **options: Any) -> int:
     """The bytes that this rank needs in a step, as ``lwopt plan`` prints them."""
     kind = "owned" if engine in OWNED else engine.replace(" ", "")
     options |= {"policy": "balance"} if kind in ("zero1", "zero2") else {}
-    setting = Setting.of(kind, MACHINES["cpu"], None, options)
+    setting = Setting.of(kind, MACHINES["cpu"], options)
     shapes = [(name, tuple(param.shape)) for name, param in Squares(layers).named_parameters()]
     routes = [Route(name, shape, "matrix", "2-D weight") for name, shape in shapes]
     model = ModelShapes("squares", *setting.training.of(routes))

@@ -158,8 +158,7 @@ Path("codes.json").write_text(json.dumps(codes))
 PLANNED = "--shapes shapes.json --world-size 8"
 SUCCEED = (
     *("--help", "rules", f"plan {PLANNED}", f"plan {PLANNED} --json"),
-    "calibrate --shapes shapes.json --max-seconds 0.05 --output cost.json",
-    f"plan {PLANNED} --engine fsdp2 --cost cost.json",
+    f"plan {PLANNED} --engine fsdp2",
     *(f"convert trained {target} --to {target}" for target in ("universal", "dcp", "safetensors")),
     *(f"inspect {made}" for made in ("trained", "universal", "dcp", "safetensors")),
     *("diff trained universal", "diff universal dcp --weights", "diff trained safetensors --weights"),

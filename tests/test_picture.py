@@ -11,7 +11,7 @@ import matplotlib
 import pytest
 
 from lwopt_backend.cli.tables import recording
-from lwopt_backend.plan.cost import CLUSTERS, COSTS
+from lwopt_backend.plan.cost import CLUSTERS
 from lwopt_backend.planner import picture
 from lwopt_backend.planner.document import document
 from lwopt_backend.planner.setting import Setting
@@ -28,7 +28,7 @@ def planned(engine: str, ranks: int) -> dict[str, Any]:
     shapes = {"qkv": (768, 256), "o": (256, 256), "up": (1024, 256), "down": (256, 1024)}
     routes = [Route(f"layers.{i}.{n}", shape, "matrix", "a test's") for i in range(5) for n, shape in shapes.items()]
     options = {"bucket_mb": 2.0, "layout": "padded"} if engine == "owned" else {}
-    setting = Setting.of(engine, CLUSTERS["h100-8x-ib"], COSTS["newton_schulz"], options, grad_dtype="float32")
+    setting = Setting.of(engine, CLUSTERS["h100-8x-ib"], options, grad_dtype="float32")
     study = plan_study(ModelShapes("a model", *Training().of(routes)), Deployment(ranks), setting)
     return document(study, source="a model")
 

@@ -32,7 +32,7 @@ def studied(tmp_path: Path) -> Callable[..., Study]:
     def plan(engine: str, ranks: int = 4, shapes: list[Any] = MODEL, spread: Any = (), **options: Any) -> Study:
         (tmp_path / "shapes.json").write_text(json.dumps(shapes))
         dtype = options.pop("dtype", None)
-        setting = Setting.of(engine, CLUSTERS["h100-8x-ib"], None, options, dtype=dtype)
+        setting = Setting.of(engine, CLUSTERS["h100-8x-ib"], options, dtype=dtype)
         model = read_shapes_json(tmp_path / "shapes.json", setting.training)
         return plan_study(model, Deployment(ranks, *spread), setting)
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.public_models import study
 from lwopt_backend.plan.atoms import matrices_of
-from lwopt_backend.plan.cost import COSTS, Machine
+from lwopt_backend.plan.cost import Machine, newton_schulz_flops
 from lwopt_backend.plan.owners import longest_first
 from lwopt_backend.planner.document import document
 from lwopt_backend.planner.part import Planned
@@ -19,12 +19,11 @@ from lwopt_backend.planner.study import plan_study as plan_model
 from lwopt_backend.routing.matrices import Divided
 from lwopt_backend.routing.routing import Route
 
-NS = COSTS["newton_schulz"]
 MACHINE = Machine("test", 1e12, 1e9, 1e-4, node_size=2, node_bytes_per_second=1e10, memory_bytes=8e9)
 
 
 def setting(engine: str = "owned", grad_dtype: str = "float32", **options: Any) -> Setting:
-    return Setting.of(engine, MACHINE, None, options, grad_dtype=grad_dtype)
+    return Setting.of(engine, MACHINE, options, grad_dtype=grad_dtype)
 
 
 OWNED = setting(layout="padded")
@@ -107,7 +106,7 @@ def test_heavy_dense_shards_lie_where_experts_leave_time() -> None:
     routes = [matrix("l.0.a", 256, 256), matrix("l.0.b", 512, 256)]
     routes += [matrix(f"l.0.experts.{e}.w{k}", 256, 256) for e in range(2) for k in range(3)]
     stage = plan_study(routes, Deployment(4, ep=2), setting(layout="padded", group_size=4)).worst
-    large, small = NS.of((512, 256)), NS.of((256, 256))
+    large, small = newton_schulz_flops((512, 256)), newton_schulz_flops((256, 256))
     assert sorted(stage.parts[1].loads) == [small, 2 * small]
     assert max(stage.loads()) == small + large  # not 2 * small + large
 
@@ -117,7 +116,7 @@ def test_tensor_parallel_ranks_store_a_part_and_take_turns_in_the_work() -> None
     shared = share_of(routes, {"w": Divided(matrices_of((96, 64)))}, OWNED, tp=4)
     assert [tuple(param.shape) for group in shared.grouping.groups for param in group["params"]] == [(24, 64), (8,)]
     (atom,) = plan_study(routes, Deployment(8, tp=4), OWNED).worst.parts[0].atoms
-    assert (atom.name, atom.shape, atom.cost) == ("w", (24, 64), math.ceil(NS.of((96, 64)) / 4))
+    assert (atom.name, atom.shape, atom.cost) == ("w", (24, 64), math.ceil(newton_schulz_flops((96, 64)) / 4))
 
 
 def test_workspace_bytes_and_seconds_of_a_padded_buffer() -> None:
@@ -133,7 +132,7 @@ def test_workspace_bytes_and_seconds_of_a_padded_buffer() -> None:
         ("reduce-scatter of gradients", 1, 4 * (large + small)),
         ("all-gather of parameters", 1, 2 * (large + small)),
     ]
-    busiest = NS.of((128, 128)) + NS.of((64, 128))
+    busiest = newton_schulz_flops((128, 128)) + newton_schulz_flops((64, 128))
     assert part.time.compute == pytest.approx(busiest / 1e12)
     assert part.time.wire == pytest.approx(6 * (large + small) / 1e10)  # both ranks are in one node
     assert part.time.latency == pytest.approx(2 * 1e-4)

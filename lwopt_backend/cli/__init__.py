@@ -11,7 +11,7 @@ import typer
 
 from lwopt_backend.checkpoint.choices import DEBUG
 from lwopt_backend.cli.checkpoints import convert, diff, inspect
-from lwopt_backend.cli.plan import calibrate, plan
+from lwopt_backend.cli.plan import plan
 from lwopt_backend.cli.rules import rules
 
 app = typer.Typer(
@@ -21,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, calibrate, convert, inspect, diff):
+for command in (plan, convert, inspect, diff):
     app.command(no_args_is_help=True)(command)
 app.command()(rules)
 

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from lwopt_backend.config.options import suggestion
-from lwopt_backend.plan.cost import COSTS, CostModel, read_cost_table
-
 if TYPE_CHECKING:
-    import torch
-
     from lwopt_backend.planner.shapes import ModelShapes, Training
 
 Engine = Literal["owned", "zero1", "zero2", "zero3", "fsdp2"]
@@ -22,12 +17,7 @@ Policy = Literal["auto", "stay", "balance"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 GradDtype = Literal["parameter", "float32"]
 
-MEASURED = "measured"
 MATRICES = r'JSON of matrices in model order: \[\["name", \[rows, columns]], ...].'
-COST = (
-    f"What work is counted by: {', '.join(COSTS)}, or {MEASURED}: the table that `lwopt calibrate` made, or its file. "
-    "Default: the flops of the matrix rule."
-)
 OPTION = "Any other option of the engine, or a section of rules: matrix=soap. `lwopt rules` lists them."
 CLUSTER = "A known cluster, or a YAML file of one."
 of_model, of_cluster, of_plan, of_output = (
@@ -58,7 +48,6 @@ PlannedPolicy = Annotated[Policy | None, of_plan(help="Of zero: who owns a matri
 SubGroupSize = Annotated[int, of_plan(min=1, help="DeepSpeed's, of zero3.")]
 GradientDtype = Annotated[GradDtype, of_plan(help="Of gradients, kept and sent.")]
 Option = Annotated[list[str] | None, of_plan(metavar="KEY=VALUE", help=OPTION)]
-Cost = Annotated[str | None, of_plan(metavar="NAME|FILE", help=COST)]
 
 AsJSON = Annotated[bool, of_output("--json", help="Print the plan as JSON, nothing else.")]
 Assignments = Annotated[bool, of_output("--assignments", help="With --json: every matrix, its owner and bucket.")]
@@ -78,28 +67,3 @@ def read_model(hf: Path | None, shapes: Path | None, training: Training) -> Mode
         raise ValueError("--include and --exclude choose among a model's parameters; a list of shapes is all matrices")
     assert shapes
     return read_shapes_json(shapes, training)
-
-
-def cost_named(name: str | None) -> CostModel | None:
-    """None, the cost model called ``name``, or the measured table in the file ``name``. Raises ValueError."""
-    if name is None:
-        return None
-    if name in COSTS:
-        return COSTS[name]
-    if name == MEASURED:
-        from lwopt_backend.planner.calibrate import default_path
-
-        table = read_cost_table(default_path(own_device()))
-    elif Path(name).suffix:
-        table = read_cost_table(Path(name))
-    else:
-        raise ValueError(f"unknown cost {name!r}; {suggestion(name, [*COSTS, MEASURED])} (or give a table's file)")
-    # The stepper stacks equal matrices on a GPU and takes them one by one on a CPU.
-    return table.model(stacked=not table.device.startswith("cpu"))
-
-
-def own_device() -> torch.device:
-    """The accelerator of this machine, or its CPU."""
-    import torch
-
-    return torch.accelerator.current_accelerator() or torch.device("cpu")

@@ -6,11 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from lwopt_backend.cli import inputs
 from lwopt_backend.plan.layouts import SUB_GROUP_SIZE
@@ -42,7 +41,6 @@ def plan(
     sub_group_size: inputs.SubGroupSize = SUB_GROUP_SIZE,
     grad_dtype: inputs.GradientDtype = "parameter",
     option: inputs.Option = None,
-    cost: inputs.Cost = None,
     as_json: inputs.AsJSON = False,
     assignments: inputs.Assignments = False,
     html: inputs.HTML = None,
@@ -75,14 +73,13 @@ def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
 
     names = ("include", "exclude", "layout", "bucket_mb", "policy", "bucket_numel", "group_size")
     named = {name: given[name] for name in names}
-    machine, cost = cluster_named(given["cluster"]), inputs.cost_named(given["cost"])
+    machine = cluster_named(given["cluster"])
     options = engine_options(given["engine"], named, given["option"] or ())
 
     def setting_of(dtype: str | None) -> Setting:
         return Setting.of(
             given["engine"],
             machine,
-            cost,
             options,
             dtype=getattr(torch, dtype) if dtype else None,
             grad_dtype=given["grad_dtype"],
@@ -134,48 +131,3 @@ def _print(console: Console | None, model: ModelShapes, study: Study) -> None:
     console.print(tables.rank_table(study.worst))
     console.print(tables.collective_table(study.worst))
     show_digest(console, study.digest)
-
-
-def calibrate(
-    hf: inputs.HuggingFace = None,
-    shapes: inputs.Shapes = None,
-    include: inputs.Include = None,
-    exclude: inputs.Exclude = None,
-    device: Annotated[str | None, typer.Option(help="Default: the accelerator, or the CPU.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    steps: Annotated[int, typer.Option(min=1, help="Newton-Schulz iterations.")] = 5,
-    max_seconds: Annotated[float, typer.Option(min=0.01, help="For one shape; a slower one is not timed.")] = 10.0,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Default: a file in the user's cache folder.")
-    ] = None,
-) -> None:
-    """Time every shape of a model on this device, once, and keep the table for `lwopt plan --cost measured`."""
-    import torch
-
-    from lwopt_backend.planner import calibrate as timing
-    from lwopt_backend.planner.shapes import Training
-
-    if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"--dtype: expected bfloat16 or float32, found {dtype!r}")
-    training = Training.routed(include or (), exclude or ())
-    model = inputs.read_model(hf, shapes, training)
-    wanted = {block.shape for divided in model.divided.values() for block in divided.blocks}
-    if not wanted:
-        raise ValueError(f"{model.source}: there is no matrix to time")
-    on = torch.device(device) if device else inputs.own_device()
-    console = Console(highlight=False, markup=False)
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("timing", total=None)
-
-        def progress(done: int, total: int, line: str) -> None:
-            console.print(line)
-            bar.update(task, total=total, completed=done)
-
-        table = timing.calibrate(
-            wanted, device=on, dtype=getattr(torch, dtype), steps=steps, max_seconds=max_seconds, progress=progress
-        )
-    for short, long in table.unmeasured(wanted):
-        console.print(f"{short} x {long}: too slow to time; a plan scales it by flops from the nearest that was timed")
-    path = output or timing.default_path(on)
-    timing.write_cost_table(table, path)
-    console.print(f"{len(table.seconds)} measurements on {table.device} in {path}")

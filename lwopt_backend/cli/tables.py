@@ -7,6 +7,7 @@ import io
 from rich.console import Console
 from rich.table import Table
 
+from lwopt_backend.config.registry import MATRIX_RULES
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.planner.part import Part
 from lwopt_backend.planner.setting import Setting
@@ -29,7 +30,7 @@ def headline(study: Study) -> list[str]:
     setting = study.setting
     sentences = [
         f"Deployment: {d.world_size} ranks{f' ({cut})' if cut else ''}, {d.dp} data-parallel; engine {setting.engine}; "
-        f"work by {setting.work.name} ({setting.work.meaning}); cluster {setting.machine.name}"
+        f"work in flops of {MATRIX_RULES[setting.rules.matrix.rule].work}; cluster {setting.machine.name}"
     ]
     if len(study.stages) > 1:
         sentences.append(f"Shown is stage {stage.index}, the one that takes longest of {len(study.stages)}.")

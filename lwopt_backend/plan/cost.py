@@ -1,16 +1,10 @@
-"""Costs: flops of a rule, seconds on a machine, and measured tables."""
+"""Costs: flops of a rule, seconds on a machine, bytes of a rank."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import partial
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 # The cost of a rule's work on one matrix. A multiply-add is two flops; s is the shorter side, l the longer.
 #
@@ -18,9 +12,6 @@ from typing import Any
 
 Shape = tuple[int, int]
 
-# An H100's dense bf16 rate over its memory bandwidth (989e12 / 3.35e12): flops that pass while one byte is moved.
-FLOPS_PER_BYTE = 295
-FLOPS_PER_ESTIMATE = 24  # Newton-Schulz flops per l s^2: 30 for a square matrix, 20 for a very long one
 GRAM_ASPECT = 1.5  # at this aspect, both forms cost the same, for any number of steps
 SOAP_FREQUENCY = 10  # steps between two updates of the eigenbases, SOAP's default
 SHAMPOO_FREQUENCY = 100  # steps between two inverse roots, Distributed Shampoo's advice for large models
@@ -37,17 +28,6 @@ def newton_schulz_flops(shape: Shape, steps: int = 5) -> int:
     """
     short, long = sorted(shape)
     return steps * (4 * short * short * long + 2 * short**3)
-
-
-def batched_flops(shape: Shape, steps: int = 5) -> int:
-    """Newton-Schulz of a matrix within a stack of equal ones: its flops, and its memory traffic in flops.
-
-    A stack pays no kernel launches per matrix; a small matrix still pays its traffic. An iteration in bf16 reads X
-    three times and writes it once, and reads or writes an s x s matrix six times.
-    """
-    short, long = sorted(shape)
-    traffic = 2 * steps * (4 * short * long + 6 * short * short)
-    return newton_schulz_flops(shape, steps) + FLOPS_PER_BYTE * traffic
 
 
 def gram_flops(
@@ -99,37 +79,6 @@ def shampoo_flops(shape: Shape, frequency: int = SHAMPOO_FREQUENCY, largest: int
     sides = [side for side in shape if side <= largest]
     adam = ADAM_FLOPS * rows * columns  # the grafted step
     return adam + sum(4 * rows * columns * side + 9 * side**3 // frequency for side in sides)
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """The cost that planning balances: ``of(shape)`` in ``unit``: "flops", "ns", or "l s^2" (24 flops each)."""
-
-    name: str
-    unit: str
-    of: Callable[[Shape], int]
-    meaning: str
-
-    def seconds(self, cost: int | float, flops_per_second: float) -> float:
-        """Seconds that ``cost`` takes on a device that reaches ``flops_per_second``."""
-        if self.unit == "ns":
-            return cost / 1e9
-        return cost * (FLOPS_PER_ESTIMATE if self.unit == "l s^2" else 1) / flops_per_second
-
-
-COSTS: Mapping[str, CostModel] = MappingProxyType(
-    {
-        model.name: model
-        for model in (
-            CostModel("newton_schulz", "flops", newton_schulz_flops, "5 (4 s^2 l + 2 s^3), exact"),
-            CostModel("batched", "flops", batched_flops, "newton_schulz and its memory traffic, launches shared"),
-            CostModel("gram", "flops", gram_flops, "Newton-Schulz on the Gram matrix from aspect 1.5 on"),
-            CostModel("max_min_squared", "l s^2", max_min_squared, "l s^2, Megatron-Core's estimate"),
-            CostModel("soap", "flops", soap_flops, "statistics, projections, eigenbases every 10 steps"),
-            CostModel("shampoo", "flops", shampoo_flops, "statistics, products, inverse roots every 100 steps"),
-        )
-    }
-)
 
 
 def per_rank(owners: Iterable[int], amounts: Iterable[int], ranks: int) -> list[int]:
@@ -230,140 +179,6 @@ def all_reduce_seconds(machine: Machine, nbytes: float, ranks: int, *, stride: i
     """(wire, latency) of an all-reduce: a reduce-scatter and an all-gather."""
     wire, latency = gather_seconds(machine, nbytes, ranks, stride=stride)
     return 2 * wire, 2 * latency
-
-
-# Measured costs: the seconds of Newton-Schulz on one device, as a cost model for planning.
-#
-# Ranks that plan with a table must read the same one: different tables make different plans, which raise an error.
-
-SCHEMA = 1
-RULE = "newton_schulz"  # whose flops scale unmeasured shapes
-TABLE_KEYS: Mapping[str, type] = {
-    "schema": int,
-    "device": str,
-    "dtype": str,
-    "rule": str,
-    "steps": int,
-    "torch_version": str,
-    "entries": list,
-}
-ENTRY_KEYS: Mapping[str, type] = {"rows": int, "columns": int, "batch": int, "seconds": float}
-
-
-@dataclass(frozen=True, slots=True)
-class CostTable:
-    """Measurements and their conditions. ``seconds`` has (rows, columns), the stack's size, median seconds per matrix.
-
-    Raises ValueError, naming the entry, for a table that cannot have been measured.
-    """
-
-    device: str
-    dtype: str  # of the iteration, e.g. "bfloat16"
-    rule: str
-    steps: int
-    torch_version: str
-    seconds: tuple[tuple[Shape, int, float], ...]
-
-    def __post_init__(self) -> None:
-        if self.rule != RULE:
-            raise ValueError(f"rule: expected {RULE!r}, found {self.rule!r}")
-        if self.steps < 1:
-            raise ValueError(f"steps: expected at least 1, found {self.steps}")
-        if not self.seconds:
-            raise ValueError("entries: expected at least one measurement, found none")
-        seen: set[tuple[Shape, int]] = set()
-        for index, (shape, batch, seconds) in enumerate(self.seconds):
-            if problem := _problem(shape, batch, seconds, seen):
-                raise ValueError(f"entries[{index}] ({shape[0]} x {shape[1]}, batch {batch}): {problem}")
-            seen.add((_sides(shape), batch))
-
-    def to_json(self) -> str:
-        entries = [dict(zip(ENTRY_KEYS, (*shape, batch, float(seconds)))) for shape, batch, seconds in self.seconds]
-        head = (SCHEMA, self.device, self.dtype, self.rule, self.steps, self.torch_version)
-        return json.dumps(dict(zip(TABLE_KEYS, (*head, entries))), indent=2, allow_nan=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> CostTable:
-        """The table that ``to_json`` wrote. Raises ValueError that names what is wrong."""
-        found = json.loads(text)
-        schema = found.get("schema", SCHEMA) if isinstance(found, dict) else SCHEMA
-        if schema != SCHEMA:  # before the keys, which may differ in another schema
-            raise ValueError(f"schema: expected {SCHEMA}, found {schema!r}; make a new table with `lwopt calibrate`")
-        _, device, dtype, rule, steps, torch_version, entries = _values(found, TABLE_KEYS, "table")
-        read = [_values(entry, ENTRY_KEYS, f"entries[{index}]") for index, entry in enumerate(entries)]
-        measured = tuple(((rows, columns), batch, seconds) for rows, columns, batch, seconds in read)
-        return cls(device, dtype, rule, steps, torch_version, measured)
-
-    def unmeasured(self, shapes: Iterable[Shape]) -> list[Shape]:
-        """Those of ``shapes``, in order and with sorted sides, whose cost is not measured but scaled from another's."""
-        known = {_sides(shape) for shape, _, _ in self.seconds}
-        return [shape for shape in dict.fromkeys(map(_sides, shapes)) if shape not in known]
-
-    def model(self, stacked: bool = True) -> CostModel:
-        """Nanoseconds per matrix, at least 1: as measured, else scaled by flops from the nearest measured shape.
-
-        With ``stacked`` a shape's largest stack counts, as on an accelerator; without, its smallest, mostly one
-        matrix alone, as on a CPU.
-        """
-        measured: dict[Shape, int] = {}
-        for shape, _, seconds in sorted(self.seconds, key=lambda entry: entry[1], reverse=not stacked):
-            measured[_sides(shape)] = max(1, round(seconds * 1e9))
-        how = "in stacks" if stacked else "one by one"
-        meaning = f"measured on {self.device} in {self.dtype}, {how}"
-        return CostModel("table", "ns", partial(_nanoseconds, measured), meaning)
-
-
-def read_cost_table(path: str | Path) -> CostTable:
-    """Read a table. Raises FileNotFoundError, or ValueError that names the file and what is wrong in it."""
-    path = Path(path)
-    try:
-        return CostTable.from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: there is no cost table; `lwopt calibrate` makes one") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no valid cost table: {error}") from error
-
-
-def _nanoseconds(measured: Mapping[Shape, int], shape: Shape) -> int:
-    sides = _sides((max(1, shape[0]), max(1, shape[1])))  # an empty matrix has the smallest cost
-    if sides in measured:
-        return measured[sides]
-
-    def distance(known: Shape) -> Fraction:
-        """exp(|log s - log s'| + |log l - log l'|), exact: rounded logarithms could break ties otherwise elsewhere."""
-        short, long = (Fraction(max(pair), min(pair)) for pair in zip(sides, known))
-        return short * long
-
-    nearest = min(measured, key=lambda known: (distance(known), known))
-    return max(1, measured[nearest] * newton_schulz_flops(sides) // newton_schulz_flops(nearest))
-
-
-def _sides(shape: Shape) -> Shape:
-    return min(shape), max(shape)
-
-
-def _problem(shape: Shape, batch: int, seconds: float, seen: Collection[tuple[Shape, int]]) -> str | None:
-    if min(*shape, batch) < 1:
-        return "rows, columns and batch must be at least 1"
-    if not (math.isfinite(seconds) and seconds > 0):
-        return f"seconds must be positive and finite, found {seconds}"
-    if (_sides(shape), batch) in seen:
-        return "measured twice; (rows, columns) and (columns, rows) are one shape"
-    return None
-
-
-def _values(found: Any, keys: Mapping[str, type], where: str) -> list[Any]:
-    """The values of ``keys``, in order. Raises ValueError for missing and unknown keys and for other types."""
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}: expected an object, found {found!r:.60}")
-    if unknown := sorted(set(found) - set(keys)):
-        raise ValueError(f"{where}: unknown key(s) {', '.join(unknown)}; known: {', '.join(keys)}")
-    if missing := [key for key in keys if key not in found]:
-        raise ValueError(f"{where}: missing key(s) {', '.join(missing)}")
-    for key, kind in keys.items():
-        if type(found[key]) is not kind:  # exactly: True is no integer here
-            raise ValueError(f"{where}: {key} must be of type {kind.__name__}, found {found[key]!r:.60}")
-    return [found[key] for key in keys]
 
 
 # The memory of a rank.

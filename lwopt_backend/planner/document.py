@@ -44,7 +44,6 @@ def document(
         "source": source,
         "engine": study.setting.engine,
         "options": _options(study.setting),
-        "cost": study.setting.work.name,
         "cluster": asdict(study.setting.machine),
         "routing": _routing(study),
         "deployment": asdict(study.deployment) | {"dp": study.deployment.dp, "expert_dp": study.deployment.expert_dp},

@@ -82,7 +82,7 @@ def _draw_work(axes: Axes, document: Mapping[str, Any], order: Sequence[int]) ->
     heights = [milliseconds * loads[rank] for rank in order]
     _bars(axes, heights, [0.0] * len(heights), "work", WORK)
     axes.axhline(sum(heights) / len(heights), color=INK, linestyle="--", linewidth=1, label="mean")
-    _finish(axes, f"Work per rank, ms ({document['cost']})", order)
+    _finish(axes, f"Work per rank, ms ({document['options']['matrix']})", order)
 
 
 def _draw_memory(axes: Axes, document: Mapping[str, Any], order: Sequence[int]) -> None:

@@ -16,10 +16,10 @@ from lwopt_backend.config.choices import Rules, settings_of
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
 from lwopt_backend.config.options import Options, parse, suggestion
 from lwopt_backend.config.param_groups import split
-from lwopt_backend.config.registry import MATRIX_RULES, cost_of
+from lwopt_backend.config.registry import cost_of
 from lwopt_backend.plan.atoms import Atom, matrices_of
 from lwopt_backend.plan.buffers.step import Elements
-from lwopt_backend.plan.cost import CLUSTERS, MACHINES, CostModel, Machine, Shape
+from lwopt_backend.plan.cost import CLUSTERS, MACHINES, Machine, Shape
 from lwopt_backend.plan.layouts import SUB_GROUP_SIZE
 from lwopt_backend.planner.shapes import Training
 from lwopt_backend.routing.grouping import Grouping
@@ -91,8 +91,8 @@ class Setting:
     """What a model is planned for.
 
     - ``config``, ``rules``: the engine's options, with the engine's defaults.
-    - ``machine``: the cluster whose seconds are modelled; ``cost`` says what work costs there, None as the rule does.
-      Neither changes the plan, which is made for ``plans_for``: an engine knows whether it is on CPUs, and no more.
+    - ``machine``: the cluster whose seconds are modelled. The plan is made for ``plans_for``: an engine knows whether
+      it is on CPUs, and no more.
     - ``dtype``, ``grad_dtype``: of parameters, and of gradients as they are kept and sent.
     - ``sub_group_size``: ZeRO-3's.
     """
@@ -101,7 +101,6 @@ class Setting:
     config: HostConfig
     rules: Rules
     machine: Machine
-    cost: CostModel | None
     dtype: torch.dtype
     grad_dtype: torch.dtype
     plans_for: Machine
@@ -112,7 +111,6 @@ class Setting:
         cls,
         engine: str = "owned",
         machine: Machine = CLUSTERS["h100-8x-ib"],
-        cost: CostModel | None = None,
         options: Mapping[str, Any] | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -132,30 +130,15 @@ class Setting:
         wide = (config.grad_dtype if isinstance(config, OwnedConfig) else grad_dtype) == "float32"
         plans_for = plans_for or (machine if machine == MACHINES["cpu"] else MACHINES["cuda"])
         grad = torch.float32 if wide else dtype
-        return cls(engine, config, rules, machine, cost, dtype, grad, plans_for, sub_group_size)
+        return cls(engine, config, rules, machine, dtype, grad, plans_for, sub_group_size)
 
     @property
     def training(self) -> Training:
         return Training(self.rules, self.config)
 
-    @property
-    def work(self) -> CostModel:
-        """The cost model: the given one, or the flops of the matrix rule."""
-        if self.cost is not None:
-            return self.cost
-        name = self.rules.matrix.rule
-        group = {"rule": name, **self.rules.matrix.options.model_dump()}
-        return CostModel(name, "flops", lambda shape: cost_of(shape, group), f"flops of {MATRIX_RULES[name].work}")
-
     def seconds(self, cost: int) -> float:
         """The seconds that a rank takes for work of this cost."""
-        return self.work.seconds(cost, self.machine.flops_per_second)
-
-    def costs(self, planned: int, whole: Shape, ranks: int) -> int:
-        """The cost of a matrix whose cost was ``planned``; if ``ranks`` take turns in it, each rank's share."""
-        if self.cost is None and ranks == 1:
-            return planned
-        return -(-self.work.of(whole) // ranks)
+        return cost / self.machine.flops_per_second
 
     @property
     def elements(self) -> Elements:
@@ -177,8 +160,10 @@ class Share:
 
     def shown(self, atom: Atom, setting: Setting) -> Atom:
         """The matrix, with the cost of its work for one rank."""
-        cost = setting.costs(atom.cost, self.wholes.get(atom.name, atom.shape), self.tp)
-        return atom if cost == atom.cost else replace(atom, cost=cost)
+        if self.tp == 1:
+            return atom
+        group = {"rule": setting.rules.matrix.rule, **setting.rules.matrix.options.model_dump()}
+        return replace(atom, cost=-(-cost_of(self.wholes.get(atom.name, atom.shape), group) // self.tp))
 
 
 def share_of(routes: Sequence[Route], divided: Mapping[str, Divided], setting: Setting, *, tp: int = 1) -> Share:

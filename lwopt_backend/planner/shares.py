@@ -149,7 +149,7 @@ def _timeline(placed: Placed, element_bytes: int, setting: Setting) -> list[Buck
     placed = replace(placed, buckets=tuple(max(0, bucket) for bucket in placed.buckets))
     bytes_each = [numel * element_bytes // placed.shards for numel in placed.bucket_numels]
     wire = [sum(gather_seconds(setting.machine, nbytes, placed.shards)) for nbytes in bytes_each]
-    work = bucket_work(placed, setting.machine, setting.work)
+    work = bucket_work(placed, setting.machine)
     return schedule([(nbytes, nbytes) for nbytes in bytes_each], wire, work, wire)
 
 
@@ -306,7 +306,7 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
     held = _owned_memory(plan, members, shared, config)
     works = [workspace(atoms, _batch(setting, owned.BATCH_NUMEL)) for atoms in placed.owned()]
     in_order = sorted(zip(placed.buckets, (atom.name for atom in placed.atoms), placed.owners), key=lambda row: row[0])
-    machine, work, elements = setting.machine, setting.work, setting.elements
+    machine, elements = setting.machine, setting.elements
     layouts = {bucket.layout for bucket in plan.buckets}
     return Part(
         name,
@@ -317,8 +317,8 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
         sum(bucket.numel for bucket in plan.buckets),
         tuple(replace(memory, workspace=transient) for memory, transient in zip(held, works)),
         tuple(_collectives(plan, setting, config)),
-        buffer_step(placed, machine, work, instances=plan.instances, elements=elements),
-        tuple(timeline(placed, machine, work, instances=plan.instances, elements=elements)),
+        buffer_step(placed, machine, instances=plan.instances, elements=elements),
+        tuple(timeline(placed, machine, instances=plan.instances, elements=elements)),
         tuple((name, owner, bucket) for bucket, name, owner in in_order),
         max(placed.loads()),
     )
@@ -418,7 +418,7 @@ def plan_fsdp2_share(
             host=_traffic(matrices, setting, ranks),
             spread=True,
             batch_numel=_batch(setting, mesh.BATCH_NUMEL),
-            before=() if base is None or setting.cost is not None else base,
+            before=() if base is None else base,
         )
     return Planned(
         name,

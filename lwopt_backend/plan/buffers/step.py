@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.cost import CostModel, Machine, StepTime, all_reduce_seconds, gather_seconds
+from lwopt_backend.plan.cost import Machine, StepTime, all_reduce_seconds, gather_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,7 @@ class BucketTime:
     back: tuple[float, float]
 
 
-def buffer_step(
-    plan: Buckets, machine: Machine, cost: CostModel, *, instances: int = 1, elements: Elements | None = None
-) -> StepTime:
+def buffer_step(plan: Buckets, machine: Machine, *, instances: int = 1, elements: Elements | None = None) -> StepTime:
     """Modelled seconds of a step, without overlap: work of the busiest owner, its wire, latency.
 
     A reduce-scatter and an all-gather of every bucket over the ``plan.shards`` neighbouring ranks of an instance; with
@@ -76,11 +74,11 @@ def buffer_step(
         for seconds in _bucket_wire(plan, numel, machine, instances, elements):
             wire += seconds[0]
             latency += seconds[1]
-    return StepTime(cost.seconds(max(plan.loads()), machine.flops_per_second), wire, latency)
+    return StepTime(max(plan.loads()) / machine.flops_per_second, wire, latency)
 
 
 def timeline(
-    plan: Buckets, machine: Machine, cost: CostModel, *, instances: int = 1, elements: Elements | None = None
+    plan: Buckets, machine: Machine, *, instances: int = 1, elements: Elements | None = None
 ) -> list[BucketTime]:
     """When each bucket is reduced, worked on and returned, overlapping as far as one wire and the owners allow."""
     elements = elements or Elements()
@@ -89,19 +87,19 @@ def timeline(
         reduce, across, gather = _bucket_wire(plan, numel, machine, instances, elements)
         arrive.append(sum(reduce) + sum(across))
         back.append(sum(gather))
-    work = bucket_work(plan, machine, cost)
+    work = bucket_work(plan, machine)
     sizes = [(numel * elements.gradient, numel * elements.parameter) for numel in plan.bucket_numels]
     return schedule(sizes, arrive, work, back)
 
 
-def bucket_work(plan: Buckets, machine: Machine, cost: CostModel) -> list[dict[int, float]]:
+def bucket_work(plan: Buckets, machine: Machine) -> list[dict[int, float]]:
     """Per bucket and owner, the seconds that the owner works on it."""
     table: list[dict[int, int]] = [{} for _ in plan.bucket_numels]
     for atom, bucket, owner in zip(plan.atoms, plan.buckets, plan.owners):
         if bucket >= 0:
             table[bucket][owner] = table[bucket].get(owner, 0) + atom.cost
     rate = machine.flops_per_second
-    return [{owner: cost.seconds(load, rate) for owner, load in loads.items()} for loads in table]
+    return [{owner: load / rate for owner, load in loads.items()} for loads in table]
 
 
 def schedule(
