@@ -18,11 +18,23 @@ from torch import Tensor
 
 from lwopt_backend.config.linked_rates import loaded, saved
 from lwopt_backend.config.options import suggestion
+from lwopt_backend.config.param_groups import COMPARED_EVERY
 from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
-from lwopt_backend.runtime.agreement import RanksDisagree, StepRefused, agree, check_in_all, first_difference
+from lwopt_backend.runtime.agreement import RanksDisagree, agree, check_in_all, digest, first_difference
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.storage.gradients import checked_order, clip_factor
-from lwopt_backend.storage.modules import NAME, OurPart, Part, check_held, held_by, load, parts_of, save, together
+from lwopt_backend.storage.modules import (
+    NAME,
+    OurPart,
+    Part,
+    check_held,
+    held_by,
+    load,
+    parts_of,
+    raise_on_all,
+    save,
+    together,
+)
 
 Norms = dict[str | None, dict[str, float]]  # by clip group, None for the rest, and module
 
@@ -49,8 +61,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
         self.modules = {name: part.optimizer for name, part in self._parts.items()}
         held = self._everyone.gather_objects({name: held_by(part) for name, part in self._parts.items()})
         check_held(self.names, held)
-        self._first = {name: next(rank for rank, has in enumerate(held) if name in has) for name in self.names}
         self.overflowed: tuple[str, ...] = ()
+        self._steps = 0
         self._limits = {g: limit for of_rank in held for has in of_rank.values() for g, limit in has.limits.items()}
         self._clipped, self._group_norms = False, dict[str, Tensor]()
         common = set.intersection(*(set(has.defaults) for of_rank in held for has in of_rank.values()))
@@ -159,8 +171,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
     @torch.no_grad()
     def zero_counts(self) -> dict[str, int]:
         """The number of exact zeros in each module's mean gradients; all modules' numbers on all ranks."""
-        what = "count_zeros"
-        return self._agreed(what, together(self._everyone, what, self._parts, lambda name, part: part.count_zeros()))
+        found = self._measure("the number of zeros", 1, lambda part: [part.count_zeros()])
+        return {name: round(count) for name, (count,) in found.items()}
 
     def count_zeros(self) -> int:
         """The number of exact zeros in all modules' mean gradients."""
@@ -171,22 +183,15 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """Step every module or none; returns whether all ranks have stepped.
 
         If any gradient on any rank is not finite, no module steps, all gradients are dropped, ``overflowed`` names the
-        modules with such gradients, and all ranks return False. An error in a module that is found before it steps
-        raises RuntimeError on all ranks; what can be checked before the step raises before any module steps. What fails
-        within a module's step is raised on that rank alone; the others wait for it until its program is ended.
+        modules with such gradients, and all ranks return False. Options of plain optimizers that differ, and what is
+        wrong with gradients, raise RuntimeError on all ranks before any module steps.
         """
-
-        hooked = bool(self._optimizer_step_post_hooks or AFTER)  # by hooks that may read parameters
-
-        def take_step(name: str, part: Part) -> None:
-            part.step()
-            if hooked and isinstance(part, OurPart):
-                part.optimizer.synchronize()
-
         if closure is not None:
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
+        hooked = bool(self._optimizer_step_post_hooks or AFTER)  # by hooks that may read parameters
         with one_call(self, begins=True, ends=True):
-            norms = self._norms(2.0, compare=True)
+            norms = self._norms(2.0, compare=self._steps % COMPARED_EVERY == 0)
+            self._steps += 1
             self.overflowed = tuple(n for n in self.names if not all(math.isfinite(of[n]) for of in norms.values()))
             if self._limits and not self._clipped:
                 self._clip(norms, 2.0)
@@ -195,7 +200,10 @@ class ModuleOptimizers(torch.optim.Optimizer):
                 self.zero_grad()
                 return False
             with inner_steps():
-                together(self._everyone, "step", self._parts, take_step, StepRefused)
+                for part in self._parts.values():
+                    part.step()
+                    if hooked and isinstance(part, OurPart):
+                        part.optimizer.synchronize()
             return True
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
@@ -206,39 +214,61 @@ class ModuleOptimizers(torch.optim.Optimizer):
             optimizer.zero_grad(set_to_none)
 
     def _norms(self, norm_type: float, *, compare: bool = False) -> Norms:
-        """The norms of gradients. If asked to ``compare``, also compares the options of plain optimizers."""
-        order = checked_order(norm_type)
+        """The norms of gradients, by clip group and module; if asked to ``compare``, options must be alike, too."""
+        order, groups = checked_order(norm_type), (None, *self._limits)
 
-        def measure(name: str, part: Part) -> tuple[dict[str | None, float], list[str]]:
-            norms = {group: part.norm(order, group) for group in (None, *part.groups.limits)}
-            return norms, part.options() if compare else []
+        def measure(part: Part) -> list[Tensor | float]:
+            ours = (None, *part.groups.limits)
+            return [part.norm(order, group) if group in ours else 0.0 for group in groups]
 
-        what = "the norm of gradients"
-        found = together(self._everyone, what, self._parts, measure)
-        for name in self.names:
-            ranks = [rank for rank, of_rank in enumerate(found) if name in of_rank]
-            options = [found[rank][name][1] for rank in ranks]
-            if any(lines != options[0] for lines in options):
-                raise RanksDisagree(f"{NAME}: module {name!r}: {first_difference(options, ranks)}")
+        found = self._measure("the norm of gradients", len(groups), measure, compare)
+        return {group: {name: found[name][number] for name in self.names} for number, group in enumerate(groups)}
 
-        def of_group(group: str | None) -> dict[str, float]:
-            return self._agreed(what, [{n: norms.get(group, 0.0) for n, (norms, _) in of.items()} for of in found])
+    def _measure(
+        self, what: str, width: int, measure: Callable[[Part], Sequence[Tensor | float]], compare: bool = False
+    ) -> dict[str, list[float]]:
+        """By module ``width`` values that all of its ranks ``measure``, on all ranks; NaN if any rank's is.
 
-        return {group: of_group(group) for group in (None, *self._limits)}
+        One all-reduce of the largest value, of the least, and of a flag for NaN, which gloo's MAX may drop. A hash of
+        the options to ``compare`` travels with them, and a flag for ranks that failed. Raises RuntimeError, on all
+        ranks, where ranks of a module differ or failed.
+        """
+        device = self._everyone.device
+        table = torch.full((len(self.names), 3 * width + 3), -math.inf, dtype=torch.float64, device=device)
+        failed: dict[str, Exception] = {}
+        for row, name in zip(table, self.names):
+            if (part := self._parts.get(name)) is None:
+                continue
+            number = int(digest(part.options())[:12], 16) if compare else 0  # a double holds 48 bits exactly
+            row[-3:] = torch.tensor([number, -number, 0.0], dtype=torch.float64)
+            try:
+                values = torch.stack([torch.as_tensor(v).to(device, torch.float64) for v in measure(part)])
+                known = values.nan_to_num(0.0, math.inf)
+                row[:-3] = torch.cat([known, -known, values.isnan()])
+            except Exception as error:  # other modules' ranks wait for this one, so it is raised below, on all ranks
+                failed[name] = error
+                row[-1] = 1.0
+        self._everyone.all_reduce_max(table).wait()
+        rows = dict(zip(self.names, table.tolist()))
+        if any(row[-1] for row in rows.values()):
+            raise_on_all(self._everyone, what, failed)
+        for name, row in rows.items():
+            if row[-3] != -row[-2]:
+                options = self._everyone.gather_objects(self._parts[name].options() if name in self._parts else None)
+                ranks = [rank for rank, lines in enumerate(options) if lines is not None]
+                difference = first_difference([options[rank] for rank in ranks], ranks)
+                raise RanksDisagree(f"{NAME}: module {name!r}: {difference}")
+        return {name: self._agreed(what, name, row[:-3], width) for name, row in rows.items()}
 
-    def _agreed(self, what: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """By module, what all of its ranks ``found``. Raises RuntimeError, on all ranks, where they differ."""
-        agreed = {}
-        for name in self.names:
-            values = {rank: of_rank[name] for rank, of_rank in enumerate(found) if name in of_rank}
-            first = self._first[name]
-            agreed[name] = next((v for v in values.values() if not math.isfinite(v)), values[first])
-            for rank, value in values.items():
-                if math.isfinite(agreed[name]) and not math.isclose(value, values[first], rel_tol=1e-5):
-                    raise RuntimeError(
-                        f"{NAME}: {what} of module {name!r} is {values[first]} on rank {first} and {value} on rank "
-                        f"{rank}; its ranks hold copies, so reduce their gradients before (DDP does)"
-                    )
+    def _agreed(self, what: str, name: str, row: Sequence[float], width: int) -> list[float]:
+        agreed = []
+        for most, least, is_nan in zip(row[:width], row[width : 2 * width], row[2 * width :]):
+            if math.isfinite(most) and not is_nan and not math.isclose(most, -least, rel_tol=1e-5):
+                raise RuntimeError(
+                    f"{NAME}: {what} of module {name!r} is {-least} on one of its ranks and {most} on another; its "
+                    "ranks hold copies, so reduce their gradients before (DDP does)"
+                )
+            agreed.append(math.nan if is_nan else most)
         return agreed
 
     # Checkpoints

@@ -195,6 +195,11 @@ class Collectives:
     rank = 0
     world_size = 1
 
+    @property
+    def device(self) -> torch.device:
+        """Where small tensors that have no place of their own travel: the CPU, if the group has a backend for it."""
+        return torch.device("cpu")
+
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> Pending:
@@ -356,6 +361,11 @@ class TorchCollectives(PartCollectives):
     @property
     def process_group(self) -> dist.ProcessGroup:
         return self.group or _world()
+
+    @property
+    def device(self) -> torch.device:
+        cpu, accelerator = torch.device("cpu"), torch.accelerator.current_accelerator()
+        return cpu if accelerator is None or cpu in self.process_group._device_types else accelerator
 
     def ranks(self) -> list[int]:
         """The global ranks of the group, in its order."""

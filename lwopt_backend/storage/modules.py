@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
-from lwopt_backend.config.param_groups import plain
+from lwopt_backend.config.param_groups import option_lines, plain
 from lwopt_backend.optimizer import LayerWiseOptimizer, MeshOptimizer, OwnedOptimizer
 from lwopt_backend.runtime.agreement import agree, setting
 from lwopt_backend.runtime.collectives import Collectives
@@ -51,7 +51,7 @@ class Part:
         """The trained parameters with their names."""
         raise NotImplementedError
 
-    def norm(self, norm_type: float, group: str | None) -> float:
+    def norm(self, norm_type: float, group: str | None) -> Tensor:
         """The norm of the mean gradients of a clip group, or of the rest (None), every element counted once."""
         raise NotImplementedError
 
@@ -69,8 +69,8 @@ class Part:
         self.optimizer.step()
 
     def options(self) -> list[str]:
-        """Lines of what all ranks of the module must have alike, where its step does not see to that itself."""
-        return []
+        """Lines of what all ranks of the module must have alike."""
+        raise NotImplementedError
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward passes need not exchange gradients."""
@@ -85,11 +85,14 @@ class OurPart(Part):
     def __init__(self, optimizer: LayerWiseOptimizer) -> None:
         self.optimizer, self.groups = optimizer, optimizer._clip_groups
 
-    def norm(self, norm_type: float, group: str | None) -> float:
-        return self.optimizer.gradients.norm(norm_type, self.groups.pick(group)).item()
+    def norm(self, norm_type: float, group: str | None) -> Tensor:
+        return self.optimizer.gradients.norm(norm_type, self.groups.pick(group))
 
     def scale(self, factor: float, pick: Pick = everything) -> None:
         self.optimizer.gradients.scale(factor, pick)
+
+    def options(self) -> list[str]:
+        return option_lines(self.optimizer.param_groups)
 
     def step(self) -> None:
         self.optimizer._clipped = True
@@ -162,9 +165,10 @@ class CopyPart(Part):
             found += zip(names, group["params"])
         return found
 
-    def norm(self, norm_type: float, group: str | None) -> float:
-        norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64).cpu() for g in self._grads()]
-        return torch.linalg.vector_norm(torch.stack(norms), norm_type).item() if norms else 0.0
+    def norm(self, norm_type: float, group: str | None) -> Tensor:
+        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in self._grads()]
+        stacked = [norm.to(norms[0].device) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(stacked), norm_type) if norms else torch.zeros(())
 
     def count_zeros(self) -> int:
         total = sum(param.numel() for _, param in self.params())
@@ -314,38 +318,26 @@ def _check_alike(name: str, first_rank: int, first: Held, rank: int, other: Held
 
 # An error in one module on one rank is an error on all ranks.
 
-T = TypeVar("T")
 
-
-def together(
-    everyone: Collectives,
-    what: str,
-    parts: Mapping[str, Part],
-    do: Callable[[str, Part], T],
-    caught: type[Exception] = Exception,
-) -> list[dict[str, T]]:
-    """Run ``do`` for each of this rank's modules, in order; returns results by rank and module. Called on all ranks.
+def together(everyone: Collectives, what: str, parts: Mapping[str, Part], do: Callable[[str, Part], None]) -> None:
+    """Run ``do`` for each of this rank's modules, in order. Called on all ranks.
 
     If it fails for one module, it still runs for the others, because their ranks would otherwise wait. Then all ranks
-    raise RuntimeError, which names the modules, the ranks and the errors. An error that is not to be ``caught`` is
-    raised at once, on this rank alone: the module's other ranks may be waiting for it within ``do``.
+    raise RuntimeError, which names the modules, the ranks and the errors.
     """
-    done: dict[str, Any] = {}
     failed: dict[str, Exception] = {}
     for name, part in parts.items():
         try:
-            done[name] = do(name, part)
-        except caught as error:  # reported to the other ranks first, then raised below
+            do(name, part)
+        except Exception as error:  # reported to the other ranks first, then raised below
             failed[name] = error
-    first = next(iter(failed.values()), None)
-    try:
-        reports = everyone.gather_objects((done, {name: repr(error) for name, error in failed.items()}))
-    except RuntimeError as lost:
-        if first is None:
-            raise
-        raise first from lost
+    raise_on_all(everyone, what, failed)
+
+
+def raise_on_all(everyone: Collectives, what: str, failed: Mapping[str, Exception]) -> None:
+    """If any rank has ``failed`` in modules, raise RuntimeError on all of them. Called on all ranks."""
     problems: dict[tuple[str, str], list[int]] = {}
-    for rank, (_, errors) in enumerate(reports):
+    for rank, errors in enumerate(everyone.gather_objects({name: repr(error) for name, error in failed.items()})):
         for name, text in errors.items():
             problems.setdefault((name, text), []).append(rank)
     if problems:
@@ -353,8 +345,7 @@ def together(
             f"module {name!r} failed on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} with {text}"
             for (name, text), ranks in problems.items()
         ]
-        raise RuntimeError(f"{what}: {'; '.join(said)}") from first
-    return [done for done, _ in reports]
+        raise RuntimeError(f"{what}: {'; '.join(said)}") from next(iter(failed.values()), None)
 
 
 # All modules' state in one folder of torch.distributed.checkpoint, which any split of ranks over the modules can load.
