@@ -19,7 +19,6 @@ polynomials. The program fails if the plain variant, one by one, differs in a bi
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -222,8 +221,10 @@ def main(
     for reason in why_not.values():
         console.print(f"not timed: {reason}", soft_wrap=True)
     if output:
+        import record  # beside this file, where Python finds it if this runs as a program
+
         figures = [{**asdict(row), "milliseconds": row.milliseconds} for row in rows]
-        output.write_text(json.dumps({"torch": torch.__version__, "device": name, "rows": figures}, indent=2) + "\n")
+        record.write(output, {"device": name, "rows": figures})
     unequal = [row.of for row in rows if row.variant == PLAIN and not row.batched and row.difference]
     if unequal:
         raise SystemExit(f"plain Newton-Schulz is not torch.optim.Muon's, bit by bit: {', '.join(unequal)}")

@@ -1,0 +1,58 @@
+"""Figures with what they depend on: the command, the machine, versions and the commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "deepspeed", "dion", "gram-newton-schulz", "quack-kernels")
+
+
+def write(path: Path, figures: Any) -> None:
+    """Write ``figures``, which JSON can hold, below what they depend on."""
+    command = " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
+    told = {"command": command, "machine": machine(), "versions": versions(), "commit": commit(), "figures": figures}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """The devices, and how busy the CPU is as the figures are written."""
+    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    cpu = names[0] if names else platform.machine()
+    return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus, "load": round(os.getloadavg()[0], 1)}
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit that is checked out, with "+" if code differs from it; None without git."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+        code = ["lwopt_backend", "integrations", "benchmarks/*.py"]
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], cwd=ROOT).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + "+" * bool(changed)
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
