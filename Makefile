@@ -50,13 +50,13 @@ test-oldest: environment
 	@$(RUN) scripts/oldest.py $(ARGS)
 
 test-peers: environment
-	@$(RUN) scripts/peers.py $(ARGS)
+	@$(RUN) scripts/beside.py peers $(ARGS)
 
 test-faults: environment
-	@$(RUN) scripts/faults.py $(ARGS)
+	@$(RUN) scripts/beside.py faults $(ARGS)
 
 docs: environment
-	@$(RUN) scripts/docs.py $(ARGS)
+	@$(RUN) scripts/beside.py docs $(ARGS)
 
 environment:
 	@$(PYTHON) scripts/environment.py > /dev/null

@@ -1,23 +1,48 @@
-"""Environments of one's own beside the one that `make` prepared, in folders under .make.
+"""Environments of one's own beside the one that `make` prepared, in folders under .make; and what runs in them.
+
+    python scripts/beside.py docs         the site of docs/, into site/; further arguments are mkdocs'
+    python scripts/beside.py faults       the fault campaign, tests/faults; further arguments are pytest's
+    python scripts/beside.py peers trl    our optimizer under clients, and beside peers, that are not ours; default: all
+
+FAULTS_SEED sets the seed of every attack, FAULTS_COUNT how many attacks each test makes in place of its own number.
 
 Such an environment sees every package of the prepared one, this project among them, after its own: what is installed
-into it comes first, and nothing of the prepared environment changes.
+into it comes first, and nothing of the prepared environment changes. It is made when it is first needed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = ROOT / ".make" / "beside"
+PEERS = {  # what an environment has beyond the prepared one
+    # Emerging-Optimizers asks for Python 3.12, but runs on 3.11.
+    "megatron": ["--ignore-requires-python", "megatron-core==0.16.1", "emerging-optimizers==0.3.0"],
+    "trl": ["trl>=1.16,<2", "peft>=0.18", "evaluate"],
+    "torchtitan": ["torchtitan==0.3.0", "triton", "grain"],  # its main needs grain
+    "lightning": ["lightning>=2.6,<3"],
+    "hugging_face": ["--upgrade", "accelerate>=1.15", "transformers>=5,<6"],  # the newest
+    "pytorch_optimizer": ["--upgrade", "pytorch-optimizer>=4.1,<5"],
+    "gram_newton_schulz": ["--no-deps", "gram-newton-schulz==0.1.6"],  # without its kernels: its own path for CPUs
+    "dion": ["triton"],  # and its sources, see the test
+    "deepspeed_muon": ["--no-build-isolation", "--upgrade", "deepspeed>=0.19.7,<0.20"],
+}
+IN_MAKE_TEST = {  # peers that the prepared environment has, too
+    "hugging_face": ["test_hugging_face.py"],
+    "pytorch_optimizer": ["test_migration_peers.py", "test_equality.py::test_every_rule_on_every_engine"],
+}
 
 
 def environment(name: str, requirements: Sequence[str], *options: str, keep_torch: bool = True) -> Path:
@@ -47,3 +72,59 @@ def environment(name: str, requirements: Sequence[str], *options: str, keep_torc
         raise SystemExit("pip failed, see above; running make again tries again")
     stamp.write_text(fingerprint)
     return python
+
+
+def of_extra(extra: str) -> list[str]:
+    """The requirements of one of this project's extras."""
+    return [text.partition(";")[0].strip() for text in requires("lwopt-backend") or () if f'extra == "{extra}"' in text]
+
+
+def run(python: Path, *words: object, **environ: str) -> int:
+    """The exit status of a module that runs with ``python``, and finds the commands of both environments."""
+    path = os.pathsep.join([str(python.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = [str(python), "-m", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path, **environ}).returncode
+
+
+def docs(arguments: Sequence[str]) -> int:
+    """A broken link is an error."""
+    python = environment("docs", of_extra("docs"))
+    return run(python, "mkdocs", *(arguments or ["build"]), "--strict", NO_MKDOCS_2_WARNING="1")  # versions are pinned
+
+
+def faults(arguments: Sequence[str]) -> int:
+    chosen = arguments or sorted((ROOT / "tests" / "faults").glob("test_*.py"))
+    options = ("-p", "no:cacheprovider", "-n", "2", "--durations=15")
+    return run(environment("faults", of_extra("faults")), "pytest", *options, *chosen)
+
+
+def peers(arguments: Sequence[str]) -> int:
+    """A peer none of whose tests ran fails, too, and every test that was skipped is named at the end."""
+    chosen = arguments or list(PEERS)
+    if unknown := set(chosen) - PEERS.keys():
+        raise SystemExit(f"no such peer: {', '.join(sorted(unknown))}; known: {', '.join(PEERS)}")
+    failed, skipped = list[str](), list[str]()
+    for name in chosen:
+        python = environment(name, PEERS[name])
+        print(f"{name}: {', '.join(PEERS[name])}", file=sys.stderr, flush=True)
+        tests = [ROOT / "tests" / test for test in IN_MAKE_TEST.get(name, [f"peers/test_{name}.py"])]
+        with tempfile.TemporaryDirectory() as folder:
+            results = Path(folder, "results.xml")
+            options = ("-p", "no:cacheprovider", "--durations=15", f"--junit-xml={results}")
+            ended = run(python, "pytest", *options, *tests)
+            cases = [*ElementTree.parse(results).iter("testcase")] if results.exists() else []
+        left = [case for case in cases if case.find("skipped") is not None]
+        skipped += [f"{name}: {case.get('name')}: {case.find('skipped').get('message')}" for case in left]
+        if ended != 0:
+            failed.append(name)
+        elif len(left) == len(cases):
+            failed.append(f"{name} (no test ran)")
+    if skipped:
+        print("\n  ".join(["skipped:", *skipped]), file=sys.stderr)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit({"docs": docs, "faults": faults, "peers": peers}[sys.argv[1]](sys.argv[2:]))

@@ -236,16 +236,15 @@ def test_peers_whose_tests_were_all_skipped_fail(
     body: str, ends: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    import peers
+    import beside
 
     (tmp_path / "test_it.py").write_text(f"import pytest\ndef test_it(): {body}\n")
-    monkeypatch.setattr(peers, "PEERS", {"it": []})
-    monkeypatch.setattr(peers, "environment", lambda *_: Path(sys.executable))
-    monkeypatch.setattr(peers, "tests_of", lambda _: [str(tmp_path / "test_it.py")])
-    monkeypatch.setattr(sys, "argv", ["peers.py"])
+    monkeypatch.setattr(beside, "PEERS", {"it": []})
+    monkeypatch.setattr(beside, "IN_MAKE_TEST", {"it": [str(tmp_path / "test_it.py")]})
+    monkeypatch.setattr(beside, "environment", lambda *_: Path(sys.executable))
     if ends is None:
-        peers.main()
+        assert beside.peers([]) == 0
         return
     with pytest.raises(SystemExit) as ended:
-        peers.main()
+        beside.peers([])
     assert ended.value.code == ends and "it: test_it: no sources" in capfd.readouterr().err
