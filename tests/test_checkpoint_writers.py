@@ -22,7 +22,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.dcp import saving as write_dcp
 from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.checkpoint.files import manifest, torch_files
-from lwopt_backend.checkpoint.megatron import dist as read_megatron
+from lwopt_backend.checkpoint.megatron import torch_dist as read_megatron
 from tests import megatron_dist
 from tests.allocations import allocations
 from tests.checkpoint_contents import same, watched

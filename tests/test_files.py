@@ -39,7 +39,7 @@ from lwopt_backend.checkpoint.files import folders, pickles, torch_files
 from lwopt_backend.checkpoint.files import torch_files as zip_records
 from lwopt_backend.checkpoint.files.folders import NEW, read_pointer, write_folder
 from lwopt_backend.checkpoint.files.torch_files import ALIGNMENT, save
-from lwopt_backend.checkpoint.megatron import dist as megatron_dist
+from lwopt_backend.checkpoint.megatron import torch_dist as megatron_dist
 from tests import hostile
 from tests.command_line import files, lwopt, refused, succeeds, too_large
 from tests.hostile import Payload, replaced

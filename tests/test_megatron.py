@@ -17,11 +17,11 @@ from lwopt_backend.checkpoint.choices import Numbers
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files import torch_files
-from lwopt_backend.checkpoint.megatron import dist as dist_reader
-from lwopt_backend.checkpoint.megatron import fsdp as fsdp_reader
-from lwopt_backend.checkpoint.megatron import torch as torch_reader
+from lwopt_backend.checkpoint.megatron import fsdp_dtensor as fsdp_reader
+from lwopt_backend.checkpoint.megatron import torch_dist as dist_reader
+from lwopt_backend.checkpoint.megatron import torch_format as torch_reader
 from lwopt_backend.checkpoint.megatron.buffers import bucket_numel
-from lwopt_backend.checkpoint.megatron.names import local_spec, module_order
+from lwopt_backend.checkpoint.megatron.conventions import local_spec, module_order
 from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, local_shape
 from tests.checkpoint_contents import params_of, same
 from tests.command_line import genuine, torch_dist

@@ -11,13 +11,13 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp import reader as dcp
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed import zero as deepspeed_zero
-from lwopt_backend.checkpoint.megatron import dist as megatron_dist
-from lwopt_backend.checkpoint.megatron import fsdp as megatron_fsdp
-from lwopt_backend.checkpoint.megatron import names as megatron_folders
-from lwopt_backend.checkpoint.megatron import torch as megatron_torch
+from lwopt_backend.checkpoint.megatron import conventions
+from lwopt_backend.checkpoint.megatron import fsdp_dtensor as megatron_fsdp
+from lwopt_backend.checkpoint.megatron import torch_dist as megatron_dist
+from lwopt_backend.checkpoint.megatron import torch_format as megatron_torch
 from lwopt_backend.config.options import suggestion
 
-POINTERS = (deepspeed_zero.POINTER, deepspeed_universal.POINTER, megatron_folders.POINTER)  # files that name a folder
+POINTERS = (deepspeed_zero.POINTER, deepspeed_universal.POINTER, conventions.POINTER)  # files that name a folder
 
 
 _MODULES = (megatron_torch, megatron_dist, megatron_fsdp, deepspeed_universal, deepspeed_zero, dcp, safetensors_folder)

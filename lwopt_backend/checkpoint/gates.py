@@ -15,7 +15,7 @@ from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, Checkp
 from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.files.manifest import combined
 from lwopt_backend.checkpoint.names import CORE, FAMILIES
-from lwopt_backend.checkpoint.names.megatron import EMBEDDING, HEAD
+from lwopt_backend.checkpoint.names.core import EMBEDDING, HEAD
 
 SHOWN = 20  # problems that are listed
 ADVICE = (  # on master weights that do not round to the weights, in Megatron's checkpoints

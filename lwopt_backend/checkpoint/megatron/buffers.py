@@ -10,7 +10,7 @@ from typing import Any
 
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
-from lwopt_backend.checkpoint.megatron import names as naming
+from lwopt_backend.checkpoint.megatron import conventions
 from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, is_gated, local_shape, merge
 
 # Where each parameter is in the flat buffers of Megatron's DistributedOptimizer.
@@ -66,7 +66,7 @@ def bucket_numel(arguments: Mapping[str, Any], *, parameters: int, pipeline_rank
 def own_buckets(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Parameters with a bucket of their own: the two copies of a tied embedding, if there are two."""
     several = int(arguments.get("pipeline_model_parallel_size") or 1) > 1
-    return (naming.EMBEDDING, naming.OUTPUT) if several and naming.is_tied(arguments) else ()
+    return conventions.EMBEDDINGS if several and conventions.is_tied(arguments) else ()
 
 
 def buckets(
@@ -162,7 +162,7 @@ def states_in_buckets(
     replicas: Replicas = []
     for chain, ranks in _buffers(folder, arguments).items():
         experts = of_experts.get(chain, False)
-        chosen = {name: w for name, w in weights.items() if naming.is_sharded_expert(name, arguments) == experts}
+        chosen = {name: w for name, w in weights.items() if conventions.is_sharded_expert(name, arguments) == experts}
         more, equal = _Optimizer(folder, chosen, ranks, experts, arguments).states()
         twice = sorted(found.keys() & more.keys())
         if twice:
@@ -178,15 +178,15 @@ def _buffers(folder: DcpFolder, arguments: Mapping[str, Any]) -> dict[Chain, dic
     for key in folder.tensors:
         if match := BUCKET.fullmatch(key):
             of_buffer = keys.setdefault((chain_of(match[1]), int(match[2]), int(match[3]), match[4]), {})
-            of_buffer.setdefault(naming.FLAT[match[6]], {})[int(match[5])] = key
-    wanted = naming.flat_states({state for states in keys.values() for state in states}, arguments).values()
+            of_buffer.setdefault(conventions.FLAT[match[6]], {})[int(match[5])] = key
+    wanted = conventions.flat_states({state for states in keys.values() for state in states}, arguments).values()
     found: dict[Chain, dict[int, dict[str, _Buffer]]] = {}
     for (chain, rank, number, dtype), states in keys.items():
         of_rank = found.setdefault(chain, {}).setdefault(rank, {})
         if dtype in of_rank:
             raise CheckpointError(
                 f"{folder.path}: a rank has several buffers of {dtype}, as virtual pipelines make; their optimizer "
-                f"state is not read from dp_reshardable; {naming.SAVED_WHOLE}"
+                f"state is not read from dp_reshardable; {conventions.SAVED_WHOLE}"
             )
         numbers = {state: sorted(states.get(state, {})) for state in (*wanted, *states)}
         if any(of_state != list(range(len(numbers[MASTER]))) for of_state in numbers.values()):
@@ -210,7 +210,7 @@ class _Optimizer:
         arguments: Mapping[str, Any],
     ) -> None:
         self._folder, self._ranks = folder, ranks
-        sizes = naming.world(arguments)
+        sizes = conventions.world(arguments)
         self._tensor, self._expert, self._stages = sizes["tp"], 1, sizes["pp"]
         if experts:
             self._tensor = int(arguments.get("expert_tensor_parallel_size") or sizes["tp"])
@@ -221,13 +221,13 @@ class _Optimizer:
                 f"{folder.path}: expected the optimizer's buffers of {len(expected)} model-parallel ranks, found those "
                 f"of {sorted(ranks)}; was every rank's file copied?"
             )
-        self._order = naming.module_order(weights, arguments)
+        self._order = conventions.module_order(weights, arguments)
         tied = own_buckets(arguments) if not experts else ()  # the first stage's, and its copy on the last
         self._tied = tied if tied and tied[0] in weights else ()
         self._weights = {**weights, tied[1]: weights[tied[0]]} if self._tied else weights
         gated = is_gated(arguments)
         self._cuts = {name: cut_of(name, gated=gated) if self._tensor > 1 else Cut("whole") for name in self._weights}
-        self._experts = 1 + max((naming.expert_of(name) or 0 for name in weights), default=0)
+        self._experts = 1 + max((conventions.expert_of(name) or 0 for name in weights), default=0)
 
     def states(self) -> tuple[States, Replicas]:
         """Whole states by parameter; and pairs that must be equal, because ranks have copies."""
@@ -257,7 +257,7 @@ class _Optimizer:
 
     def _layers_of_stages(self) -> list[tuple[int, int]]:
         """Each stage's first layer and the next stage's: as many layers as fill its buckets exactly, in any split."""
-        total = 1 + max((naming.layer_of(name) or 0 for name in self._order), default=0)
+        total = 1 + max((conventions.layer_of(name) or 0 for name in self._order), default=0)
         if total > 1 + len(self._order):
             raise CheckpointError(f"{self._folder.path}: expected layers numbered without a gap, found {total - 1}")
         found: list[tuple[int, int]] = []
@@ -276,7 +276,7 @@ class _Optimizer:
             else:
                 raise CheckpointError(
                     f"{self._folder.path}: the optimizer's buffers on model-parallel rank {rank} do not hold the "
-                    f"model's parameters ({wrong}); {naming.SAVED_WHOLE}"
+                    f"model's parameters ({wrong}); {conventions.SAVED_WHOLE}"
                 )
         return found
 
@@ -286,7 +286,7 @@ class _Optimizer:
         is_last = stage == self._stages - 1
         names = []  # in module order
         for name in self._order:
-            layer, expert = naming.layer_of(name), naming.expert_of(name) if self._expert > 1 else None
+            layer, expert = conventions.layer_of(name), conventions.expert_of(name) if self._expert > 1 else None
             at_end = stage == 0 if name.startswith("embedding.") else is_last
             is_elsewhere = expert is not None and expert * self._expert // self._experts != of_expert
             if (at_end if layer is None else first <= layer < stop) and not is_elsewhere:

@@ -15,8 +15,8 @@ from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, Param, end_to_end, joined
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
-from lwopt_backend.checkpoint.megatron import names as naming
-from lwopt_backend.checkpoint.megatron.names import STATES, Coordinates, world
+from lwopt_backend.checkpoint.megatron import conventions
+from lwopt_backend.checkpoint.megatron.conventions import STATES, Coordinates, world
 
 # How Megatron-core cuts each parameter over its tensor-parallel ranks, and how the parts become one tensor again.
 
@@ -202,7 +202,7 @@ def _check_states(states: Mapping[str, Any], name: str, weight: LazyTensor, wher
         if not isinstance(value, LazyTensor) or value.shape != weight.shape:
             shape = value.shape if isinstance(value, LazyTensor) else type(value).__name__
             raise CheckpointError(
-                f"{where}: expected {key} of {name} in shape {weight.shape}, found {shape}{naming.of_lines(key)}"
+                f"{where}: expected {key} of {name} in shape {weight.shape}, found {shape}{conventions.shape_hint(key)}"
             )
 
 
@@ -238,7 +238,7 @@ class Ranks:
 def read_ranks(step: Path) -> Ranks:
     """Read all ranks' files in a step's folder. Raises CheckpointError for ranks that are missing, extra, or of another
     iteration or model, and if the format has too little information."""
-    folders = naming.rank_folders(step)
+    folders = conventions.rank_folders(step)
     if not folders:
         raise CheckpointError(f"{step}: expected folders mp_rank_*, found none; name the folder that has them")
     loaded = {}
@@ -249,7 +249,7 @@ def read_ranks(step: Path) -> Ranks:
                 f"{folder / MODEL_FILE}: expected Megatron's checkpoint with args, found {type(found)}"
             )
     arguments = _arguments(next(iter(loaded.values())), step)
-    sizes, expected = world(arguments), naming.expected_folders(arguments)
+    sizes, expected = world(arguments), conventions.expected_folders(arguments)
     missing, extra = sorted(set(expected) - set(folders)), sorted(set(folders) - set(expected))
     if missing or extra:
         said = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -268,9 +268,9 @@ def read_ranks(step: Path) -> Ranks:
         chunks, buffers = [], {}
         for chunk, weights in enumerate(models[place]):
             first = firsts[place[1], chunk]
-            named = {naming.global_name(name, first, first_expert): weight for name, weight in weights.items()}
-            buffers.update({name: weight for name, weight in named.items() if naming.is_buffer(name)})
-            chunks.append({name: weight for name, weight in named.items() if not naming.is_buffer(name)})
+            named = {conventions.global_name(name, first, first_expert): weight for name, weight in weights.items()}
+            buffers.update({name: weight for name, weight in named.items() if conventions.is_buffer(name)})
+            chunks.append({name: weight for name, weight in named.items() if not conventions.is_buffer(name)})
         ranks.append(Rank(place, files[place], saved[place], tuple(chunks), buffers))
     return Ranks(arguments, sizes, tuple(ranks))
 
@@ -303,7 +303,7 @@ def _check_one_checkpoint(
     saved: Mapping[Coordinates, Mapping[str, Any]], files: Mapping[Coordinates, Path], step: Path
 ) -> None:
     advice = "the ranks' files are of different checkpoints: copy them again"
-    named, first = naming.iteration_of(step), saved[min(saved)]
+    named, first = conventions.iteration_of(step), saved[min(saved)]
     expected = named if named is not None else first.get("iteration")
     sizes = world(plain(first["args"]))
     for place, found in saved.items():
@@ -333,7 +333,7 @@ def _models(saved: Mapping[str, Any], file: Path) -> tuple[Weights, ...]:
                     f"{file}: expected {key}.{name} to be a tensor, found {type(value).__name__}; models of before "
                     "Megatron-core (--use-legacy-models), and weights in fp8, are not read"
                 )
-            found[naming.local_spec(name)] = value
+            found[conventions.local_spec(name)] = value
         chunks.append(found)
     return tuple(chunks)
 
@@ -349,7 +349,7 @@ def _first_layers(
     counts: dict[tuple[int, int], int] = {}
     for place, chunks in models.items():
         for chunk, weights in enumerate(chunks):
-            numbers = {layer for name in weights if (layer := naming.layer_of(name)) is not None}
+            numbers = {layer for name in weights if (layer := conventions.layer_of(name)) is not None}
             count = len(numbers)
             if numbers != set(range(count)):
                 raise CheckpointError(

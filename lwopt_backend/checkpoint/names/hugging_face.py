@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lwopt_backend.checkpoint.names import megatron as core
+from lwopt_backend.checkpoint.names import core
 from lwopt_backend.checkpoint.names.rules import NameMap, Rule, renamed, rule
 
 # Hugging Face's names for Llama, Mistral, Qwen2 (with biases of q, k and v) and Qwen3 (with norms of q and k).

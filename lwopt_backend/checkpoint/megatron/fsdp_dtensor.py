@@ -18,9 +18,9 @@ import torch
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files.pickles import plain
-from lwopt_backend.checkpoint.megatron import names as naming
-from lwopt_backend.checkpoint.megatron.dist import ordered, whole_name, with_gate_and_up
-from lwopt_backend.checkpoint.megatron.names import POINTER, STATES, is_buffer, iteration_of, step_folder
+from lwopt_backend.checkpoint.megatron import conventions
+from lwopt_backend.checkpoint.megatron.conventions import POINTER, STATES, is_buffer, iteration_of, step_folder
+from lwopt_backend.checkpoint.megatron.torch_dist import ordered, whole_name, with_gate_and_up
 
 _MODEL = re.compile(r"model\.(?:module\.)+(.+)")
 _STATE = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.([^.]+)")
@@ -73,7 +73,7 @@ def read(step: Path) -> Checkpoint:
     for state, tensors in by_state.items():
         for name, tensor in with_gate_and_up(tensors).items():
             states.setdefault(name, {})[state] = tensor
-    naming.check_states(states, whole)
+    conventions.check_states(states, whole)
     params = {}
     for name in ordered([name for name in whole if not is_buffer(name)], arguments):
         weight, number = whole[name], numbers.get(name)
@@ -94,8 +94,8 @@ def read(step: Path) -> Checkpoint:
         iteration=saved if isinstance(saved, int) else iteration_of(step),
         samples=arguments.get("consumed_train_samples"),
         scheduler=scheduler or None,
-        world=naming.world(arguments),
-        tied=naming.tied(whole, arguments),
+        world=conventions.world(arguments),
+        tied=conventions.tied(whole, arguments),
         buffers={name: tensor for name, tensor in whole.items() if is_buffer(name)},
         notes=notes,
     )

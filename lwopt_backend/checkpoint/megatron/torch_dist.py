@@ -19,9 +19,9 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyT
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
-from lwopt_backend.checkpoint.megatron import names as naming
+from lwopt_backend.checkpoint.megatron import conventions
 from lwopt_backend.checkpoint.megatron.buffers import BUCKET, Chain, Replicas, chain_of, states_in_buckets
-from lwopt_backend.checkpoint.megatron.names import BY_NAME, SAVED_WHOLE, is_buffer, local_spec, module_order
+from lwopt_backend.checkpoint.megatron.conventions import BY_NAME, SAVED_WHOLE, is_buffer, local_spec, module_order
 
 Options = Mapping[str, Any]
 LAYOUTS = (None, "fully_reshardable", "dp_reshardable")  # up to 0.15 also fully_sharded_model_space, in fragments
@@ -36,13 +36,13 @@ States = dict[str, dict[str, LazyTensor]]
 def recognises(path: Path) -> bool:
     """Whether it is a torch_dist checkpoint, or the folder of one of its steps."""
     try:
-        step = naming.step_folder(path)
+        step = conventions.step_folder(path)
         return (step / METADATA).is_file() and (step / "metadata.json").is_file()
     except (CheckpointError, OSError):
         return False
 
 
-@reader("Megatron", naming.step_folder)
+@reader("Megatron", conventions.step_folder)
 def read(step: Path) -> Checkpoint:
     """The checkpoint's content. Raises CheckpointError for damage, and for unknown keys and layouts."""
     folder = DcpFolder(step)
@@ -51,14 +51,14 @@ def read(step: Path) -> Checkpoint:
     chained = optimizers(folder, common)
     groups = [group for chain in sorted(chained) for group in chained[chain]]
     weights, buffers, states, replicas = _tensors(folder, chained, arguments)
-    numbers = naming.groups_of({name: weight.shape for name, weight in weights.items()}, groups, arguments)
+    numbers = conventions.groups_of({name: weight.shape for name, weight in weights.items()}, groups, arguments)
     params = {}
     for name in ordered(weights, arguments):
         kept, number = states.get(name, {}), numbers[name]
         is_adam = "exp_avg" in kept
         if number is not None and (not kept or ("betas" in groups[number]) != is_adam):
             number = None  # its group's by the usual rules, which do not hold for another optimizer's states
-        params[name] = Param(weights[name], kept, naming.step_of(groups, number) if is_adam else None, number)
+        params[name] = Param(weights[name], kept, conventions.step_of(groups, number) if is_adam else None, number)
         if number is not None and "eps" in groups[number] and is_adam and "exp_avg_sq" not in kept:
             raise CheckpointError(
                 f"{folder.path}: Adam trains {name} beside Lion, and with --optimizer lion --use-distributed-optimizer "
@@ -77,12 +77,12 @@ def read(step: Path) -> Checkpoint:
         params=params,
         groups=tuple(groups),
         arguments=arguments,
-        iteration=iteration if isinstance(iteration := common.get("iteration"), int) else naming.iteration_of(step),
+        iteration=common["iteration"] if isinstance(common.get("iteration"), int) else conventions.iteration_of(step),
         samples=arguments.get("consumed_train_samples"),
         scheduler=plain(common.get("opt_param_scheduler")),
-        world=naming.world(arguments),
+        world=conventions.world(arguments),
         replicas=tuple(replicas),
-        tied=naming.tied(weights, arguments),
+        tied=conventions.tied(weights, arguments),
         buffers=buffers,
         notes=tuple(notes),
     )
@@ -130,7 +130,7 @@ def _tensors(
         of_experts = {c: any(g.get("is_expert_parallel") for g in groups) for c, groups in chained.items()}
         more, replicas = states_in_buckets(folder, unnamed, of_experts, arguments)
         states.update(more)
-    naming.check_states(states, weights)
+    conventions.check_states(states, weights)
     return weights, buffers, states, replicas
 
 
@@ -178,7 +178,7 @@ def _notes(folder: DcpFolder) -> list[str]:
     return [f"left out: {kind} ({count} objects)" for kind, count in sorted(left_out.items())]
 
 
-# The files have every group's options, but not which parameters are in it: ``names.groups_of`` tells. Chained
+# The files have every group's options, but not which parameters are in it: ``conventions.groups_of`` tells. Chained
 # optimizers are numbered, and those that are chained in a chained one once more.
 
 _OF_BUFFERS = re.compile(r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_.+")

@@ -12,10 +12,11 @@ import torch
 
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.pickles import options, scalar
+from lwopt_backend.checkpoint.names.core import EMBEDDING, HEAD
 
 # Megatron-core's parameter names: a rank's own numbers made global, Transformer Engine's spelling the local spec's.
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDINGS = (EMBEDDING, HEAD)  # "is_embedding_or_output_parameter"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 _GROUPED = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
@@ -62,7 +63,7 @@ def is_tied(arguments: Mapping[str, Any]) -> bool:
 
 def tied(names: Collection[str], arguments: Mapping[str, Any]) -> dict[str, str]:
     """The output layer's name with the embedding's, which is among ``names``, if they are tied."""
-    return {OUTPUT: EMBEDDING} if is_tied(arguments) and EMBEDDING in names and OUTPUT not in names else {}
+    return {HEAD: EMBEDDING} if is_tied(arguments) and EMBEDDING in names and HEAD not in names else {}
 
 
 # The optimizer's states that are known, by the keys under which Megatron's files have them.
@@ -93,8 +94,8 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
     return EXPERT.sub(lambda match: f".mlp.experts.local_experts.{int(match[1]) + first_expert}.", name)
 
 
-def of_lines(state: str) -> str:
-    """What another shape than the weight's may mean."""
+def shape_hint(state: str) -> str:
+    """Explains a state whose shape is not the weight's."""
     return "; normuon's, one for each row or column, is not converted" if state == SECOND else ""
 
 
@@ -107,7 +108,7 @@ def check_states(states: States, weights: Mapping[str, LazyTensor]) -> None:
             if tensor.shape != weights[name].shape:
                 raise CheckpointError(
                     f"{tensor.where}: {state} of {name}: expected the weight's shape {weights[name].shape}, found "
-                    f"{tensor.shape}{of_lines(state)}"
+                    f"{tensor.shape}{shape_hint(state)}"
                 )
             if state == MASTER and tensor.dtype != torch.float32:
                 raise CheckpointError(f"{tensor.where}: master weight of {name}: expected fp32, found {tensor.dtype}")
@@ -237,9 +238,6 @@ def world(arguments: Mapping[str, Any]) -> dict[str, int]:
         sizes = ", ".join(f"{name} {found[short]}" for short, name in names.items())
         raise CheckpointError(f"no checkpoint is of so many ranks as args say ({sizes}); copy it again")
     return found
-
-
-EMBEDDINGS = (EMBEDDING, OUTPUT)  # "is_embedding_or_output_parameter"
 
 
 def of_matrices(groups: Sequence[Mapping[str, Any]]) -> list[bool]:

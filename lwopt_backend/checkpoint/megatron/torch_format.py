@@ -14,11 +14,12 @@ import torch
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
-from lwopt_backend.checkpoint.megatron import names as naming
+from lwopt_backend.checkpoint.megatron import conventions
 from lwopt_backend.checkpoint.megatron import ranks as of_ranks
 from lwopt_backend.checkpoint.megatron.buffers import bucket_numel, buckets, own_buckets, part
-from lwopt_backend.checkpoint.megatron.names import EMBEDDING, FLAT, OUTPUT, Coordinates
+from lwopt_backend.checkpoint.megatron.conventions import FLAT, Coordinates
 from lwopt_backend.checkpoint.megatron.ranks import Cut, Inner, Kept, Rank, Ranks
+from lwopt_backend.checkpoint.names.core import EMBEDDING, HEAD
 
 # Which rank of Megatron's LayerWiseDistributedOptimizer has which parameters, replayed.
 # The parameters of all param groups, one group after another and each in module order, are sorted by size (equal sizes
@@ -64,7 +65,7 @@ def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], Kept]]:
 
     Data-parallel rank r is in the folder of expert-parallel rank r % ep, at place r // ep among those with the same
     experts. Raises CheckpointError for missing or extra files, for context parallelism, and for names that cannot be
-    inferred (``megatron.optimizers.named``).
+    inferred (``ranks.named``).
     """
     data, experts = ranks.world["dp"], ranks.world["ep"]
     if ranks.world["cp"] > 1:
@@ -89,7 +90,7 @@ def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], Kept]]:
             groups = [group for inner in inners for group in inner.groups]
             sharded = {index for index, group in enumerate(groups) if group.get("is_expert_parallel", False)}
             shares = dealt(
-                naming.names_by_group(weights, groups, ranks.arguments, inners[0].where),
+                conventions.names_by_group(weights, groups, ranks.arguments, inners[0].where),
                 {name: weight.numel for name, weight in weights.items()},
                 ranks=data,
                 expert_groups=sharded,
@@ -122,7 +123,7 @@ def from_buffers(
     for key, buffer, shapes, chunk in _buffers(torch_files.load(path, path.parents[1]), rank, arguments, str(path)):
         where = f"{key} in {path}"
         flats = {state: flat for state, flat in buffer.items() if state != "numel_unpadded"}
-        if set(flats) != set(wanted := naming.flat_states(flats, arguments)):
+        if set(flats) != set(wanted := conventions.flat_states(flats, arguments)):
             raise CheckpointError(f"{where}: expected the states {sorted(wanted)}, found {sorted(map(str, flats))}")
         closed_at = bucket_numel(arguments, parameters=total, pipeline_rank=rank.coordinates[1], chunk=chunk)
         layout = buckets(shapes, closed_at=closed_at, alone=own_buckets(arguments))
@@ -138,7 +139,7 @@ def from_buffers(
         for bucket in layout:
             for place in bucket.places:
                 number, states = numbers[place.name], {FLAT[s]: part(flat, place, first) for s, flat in flats.items()}
-                found[place.name] = Param(None, states, naming.step_of(groups, number), number)
+                found[place.name] = Param(None, states, conventions.step_of(groups, number), number)
             first += bucket.numel
     return found
 
@@ -170,7 +171,7 @@ def _buffers(
         for chunk, weights in enumerate(rank.chunks):
             by_dtype: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
             for name, weight in weights.items():
-                if naming.is_sharded_expert(name, arguments) == sharded:
+                if conventions.is_sharded_expert(name, arguments) == sharded:
                     by_dtype.setdefault(weight.dtype, {})[name] = weight.shape
             wanted += [(chunk, dtype, shapes) for dtype, shapes in by_dtype.items()]
         indices = [key for key in entry if key != "buckets_coalesced"]
@@ -199,14 +200,14 @@ def merged(ranks: Ranks, kept: Mapping[Coordinates, Kept]) -> tuple[dict[str, Pa
     pairs: list[Pair] = []
 
     def place(name: str) -> tuple[int, int]:
-        return next(i for i, start in enumerate(_PLACES) if name.startswith(start)), naming.layer_of(name) or 0
+        return next(i for i, start in enumerate(_PLACES) if name.startswith(start)), conventions.layer_of(name) or 0
 
     params = {name: _param(name, held[name], kept, ranks, pairs) for name in sorted(held, key=place)}
-    if naming.is_tied(ranks.arguments) and {EMBEDDING, OUTPUT} <= params.keys():  # the last stage's is a copy
-        first, last = params[EMBEDDING].tensors, params.pop(OUTPUT).tensors
-        what = f"{EMBEDDING} and {OUTPUT}, which are tied"
+    if conventions.is_tied(ranks.arguments) and {EMBEDDING, HEAD} <= params.keys():  # the last stage's is a copy
+        first, last = params[EMBEDDING].tensors, params.pop(HEAD).tensors
+        what = f"{EMBEDDING} and {HEAD}, which are tied"
         pairs += [(f"{key} of {what}", first[key], last[key]) for key in first if key in last]
-    return params, tuple(pairs), naming.tied(params, ranks.arguments)
+    return params, tuple(pairs), conventions.tied(params, ranks.arguments)
 
 
 def _param(
@@ -264,12 +265,12 @@ _NOT_OURS = {"rng_state", "rerun_state_machine", "num_floating_point_operations_
 
 def recognises(path: Path) -> bool:
     try:
-        return bool(naming.rank_folders(naming.step_folder(path)))
+        return bool(conventions.rank_folders(conventions.step_folder(path)))
     except (OSError, CheckpointError):
         return False
 
 
-@reader("Megatron", naming.step_folder)
+@reader("Megatron", conventions.step_folder)
 def read(step: Path) -> Checkpoint:
     """The whole checkpoint in a folder, of one step or with the pointer to it.
 
@@ -333,9 +334,9 @@ def _optimizers(ranks: Ranks) -> tuple[dict[Coordinates, Kept], tuple[dict[str, 
             weights = rank.weights
             if flat:
                 shapes = {name: weight.shape for name, weight in weights.items()}
-                numbers = naming.groups_of(shapes, groups[-1], ranks.arguments)
+                numbers = conventions.groups_of(shapes, groups[-1], ranks.arguments)
                 found[rank.coordinates] = from_buffers(rank, ranks.arguments, numbers, groups[-1])
             else:
-                names = naming.names_by_group(weights, groups[-1], ranks.arguments, str(rank.file))
+                names = conventions.names_by_group(weights, groups[-1], ranks.arguments, str(rank.file))
                 found[rank.coordinates] = of_ranks.named(of_file, names, weights)
-    return found, naming.common_groups(groups, where), inners, []
+    return found, conventions.common_groups(groups, where), inners, []
