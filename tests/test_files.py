@@ -1,5 +1,6 @@
 """Files and folders: written whole or not at all, and read without harm, whoever made or damaged them."""
 
+import argparse
 import collections
 import contextlib
 import copy as copies
@@ -593,6 +594,15 @@ def payloads(mark: Path) -> dict[str, Any]:
         "open": {"param": Payload(open, str(mark), "w")},
         "getattr": Payload(getattr, Payload(__import__, "os"), "getcwd"),
     }
+
+
+def test_a_class_that_another_program_allows_stays_plain_data(tmp_path: Path) -> None:
+    """As megatron-core allows argparse.Namespace in its process; torch's list is a set, so that chance decides."""
+    path = saved(tmp_path / "a.pt", {"args": argparse.Namespace(layers=2)})
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        found = [torch_files.load(path) for _ in range(100)]
+        assert all(pickles.plain(one) == {"args": {"layers": 2}} for one in found)
+        assert argparse.Namespace in torch.serialization.get_safe_globals()
 
 
 def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:

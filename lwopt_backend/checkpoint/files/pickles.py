@@ -8,14 +8,15 @@ import pickle
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torch._weights_only_unpickler import Unpickler, get_globals_in_pkl
+from torch._weights_only_unpickler import Unpickler, _remove_safe_globals, get_globals_in_pkl
 
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.made import shape_of
@@ -149,6 +150,25 @@ def _made_by_us(name: str, where: str) -> Any:
 _lock = threading.Lock()  # torch has one list of names for all threads
 
 
+@contextmanager
+def _standing_for(made: list[tuple[Any, str]]) -> Iterator[None]:
+    """Within it, torch's reader takes these objects for these names. Megatron and DeepSpeed allow classes of their own
+    (``add_safe_globals``), of which torch would take theirs or ours by chance."""
+    names = {name for _, name in made}
+    allowed = torch.serialization.get_safe_globals()
+    others = [one for one in allowed if (one[1] if isinstance(one, tuple) else _name_of(one)) in names]
+    _remove_safe_globals(others)
+    try:
+        with torch.serialization.safe_globals(list(made)):
+            yield
+    finally:
+        torch.serialization.add_safe_globals(others)
+
+
+def _name_of(allowed: Any) -> str:
+    return f"{allowed.__module__}.{allowed.__qualname__}"
+
+
 def load(data: bytes, where: str, storage: Callable[[str, int], torch.UntypedStorage]) -> Any:
     """What torch.save pickled; ``storage`` makes a tensor's storage of its key and its number of bytes.
 
@@ -174,7 +194,7 @@ def load(data: bytes, where: str, storage: Callable[[str, int], torch.UntypedSto
         made: list[Any] = [(_made_by_us(name, where), name) for name in foreign]
         reader = Unpickler(io.BytesIO(data), encoding="utf-8")
         reader.persistent_load = persistent_load  # type: ignore[method-assign]  # as torch.load does
-        with _lock, torch.serialization.safe_globals(made):
+        with _lock, _standing_for(made):
             return reader.load()
     except (CheckpointError, MemoryError):
         raise
