@@ -9,9 +9,8 @@ import pytest
 from lwopt_backend.plan import Atom, Machine
 from lwopt_backend.plan.buffers.layout import OwnedParam, Setting
 from lwopt_backend.plan.buffers.owned import plan_owned
-from lwopt_backend.plan.buffers.step import BucketTime, Elements, buffer_step, schedule, timeline
-from lwopt_backend.plan.cost import CLUSTERS, StepTime
-from lwopt_backend.planner.part import Placed
+from lwopt_backend.plan.cost import StepTime
+from lwopt_backend.planner.seconds import CLUSTERS, BucketTime, Elements, Placed, buffer_step, schedule, timeline
 from tests.planner_shapes import model
 
 H100 = CLUSTERS["h100-8x-ib"]

@@ -22,7 +22,7 @@ from lwopt_backend.cli import app
 from lwopt_backend.config.choices import LayerWiseMuonConfig, muon_settings, settings_of
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, MuonOptions
-from lwopt_backend.plan.cost import CLUSTERS
+from lwopt_backend.planner.seconds import CLUSTERS
 from lwopt_backend.routing.fused import TABLE
 from lwopt_backend.routing.routing import AtomSettings
 from lwopt_backend.rules.newton_schulz import table_of

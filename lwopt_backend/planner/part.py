@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import imbalance
-from lwopt_backend.plan.buffers.step import BucketTime
 from lwopt_backend.plan.cost import RankMemory, StepTime, per_rank
 from lwopt_backend.plan.owners import longest_first
+from lwopt_backend.planner.seconds import BucketTime, Placed
 from lwopt_backend.planner.setting import Share
 
 
@@ -24,31 +24,6 @@ class Collective:
 
 
 Assignment = tuple[str, int, int | None]  # a matrix, its owner, and its bucket, None if it is not exchanged
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Matrices with their owners and buckets, from which a step's seconds are computed.
-
-    A matrix in bucket -1 is not exchanged.
-    """
-
-    atoms: tuple[Atom, ...]
-    shards: int
-    owners: tuple[int, ...]
-    buckets: tuple[int, ...]
-    bucket_numels: tuple[int, ...]  # that are exchanged, with padding
-
-    def loads(self) -> list[int]:
-        """Per rank, the cost of the matrices that it owns."""
-        return per_rank(self.owners, [atom.cost for atom in self.atoms], self.shards)
-
-    def owned(self) -> list[list[Atom]]:
-        """Per rank, the matrices that it owns."""
-        owned: list[list[Atom]] = [[] for _ in range(self.shards)]
-        for atom, owner in zip(self.atoms, self.owners):
-            owned[owner].append(atom)
-        return owned
 
 
 @dataclass(frozen=True, slots=True)

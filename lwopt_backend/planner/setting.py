@@ -18,9 +18,9 @@ from lwopt_backend.config.options import Options, parse, suggestion
 from lwopt_backend.config.param_groups import split
 from lwopt_backend.config.registry import cost_of
 from lwopt_backend.plan.atoms import Atom, matrices_of
-from lwopt_backend.plan.buffers.step import Elements
-from lwopt_backend.plan.cost import CLUSTERS, MACHINES, Machine, Shape
+from lwopt_backend.plan.cost import MACHINES, Machine, Shape
 from lwopt_backend.plan.layouts import SUB_GROUP_SIZE
+from lwopt_backend.planner.seconds import CLUSTERS, Elements
 from lwopt_backend.planner.shapes import Training
 from lwopt_backend.routing.grouping import Grouping
 from lwopt_backend.routing.matrices import Divided
@@ -142,9 +142,8 @@ class Setting:
 
     @property
     def elements(self) -> Elements:
-        """Bytes of an element."""
-        masters = 4 if self.dtype.itemsize < 4 else 0
-        return Elements(self.dtype.itemsize, self.grad_dtype.itemsize, masters, 4)
+        """Bytes of an element on the wire."""
+        return Elements(self.dtype.itemsize, self.grad_dtype.itemsize)
 
 
 # Param groups of a part of a model, as an optimizer would make them, from names and shapes.

@@ -15,10 +15,18 @@ from lwopt_backend.config.registry import MATRIX_RULES, atoms_of, build_matrix_r
 from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Sharding
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.owned import OwnedPlan
-from lwopt_backend.plan.buffers.step import BucketTime, bucket_work, buffer_step, schedule, timeline
-from lwopt_backend.plan.cost import RankMemory, Shape, StepTime, gather_seconds
+from lwopt_backend.plan.cost import RankMemory, Shape, StepTime
 from lwopt_backend.plan.owners import MatrixPlan, critical_path
-from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Placed, Planned, workspace
+from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Planned, workspace
+from lwopt_backend.planner.seconds import (
+    BucketTime,
+    Placed,
+    bucket_work,
+    buffer_step,
+    gather_seconds,
+    schedule,
+    timeline,
+)
 from lwopt_backend.planner.setting import Setting, Share
 from lwopt_backend.routing.grouping import Member
 from lwopt_backend.storage import flat, mesh, owned

@@ -1,47 +1,80 @@
-"""The cost of a step with a planned buffer: bytes per collective, seconds, and the order of collectives."""
+"""Modelled seconds of a step on a cluster: of collectives, of work, and the order of both."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.cost import Machine, StepTime, all_reduce_seconds, gather_seconds
+from lwopt_backend.plan.cost import Machine, StepTime, per_rank
+
+# Clusters for planning ahead. Flops: 40 % of the dense bf16 peak, what batched Newton-Schulz reaches on large matrices.
+# Wires: 80 % of a rank's network card (400 Gb/s NDR, 200 Gb/s HDR) and of its NVLink or Infinity Fabric, one direction.
+CLUSTERS = {
+    machine.name: machine
+    for machine in (
+        Machine("h100-8x-ib", 4.0e14, 40e9, 2e-5, 8, 360e9, 80e9),
+        Machine("h200-8x-ib", 4.0e14, 40e9, 2e-5, 8, 360e9, 141e9),
+        Machine("b200-8x-ib", 9.0e14, 40e9, 2e-5, 8, 720e9, 180e9),
+        Machine("gb200-72x-ib", 1.0e15, 40e9, 2e-5, 72, 720e9, 186e9),
+        Machine("a100-8x-ib", 1.25e14, 20e9, 2e-5, 8, 240e9, 80e9),
+        Machine("mi300x-8x-roce", 5.2e14, 40e9, 3e-5, 8, 358e9, 192e9),
+        Machine("h100-8x-ethernet", 4.0e14, 10e9, 5e-5, 8, 360e9, 80e9),
+    )
+}
+
+
+def gather_seconds(
+    machine: Machine, nbytes: float, ranks: int, *, stride: int = 1, of: int | None = None
+) -> tuple[float, float]:
+    """(wire, latency) of an all-gather or reduce-scatter of ``nbytes`` in all; ranks as in ``Machine.link``.
+
+    A rank sends the share (ranks - 1) / ranks of them, in ceil(log2(ranks)) rounds of latency.
+    """
+    if ranks == 1 or not nbytes:
+        return 0.0, 0.0
+    wire = nbytes * (ranks - 1) / ranks / machine.link(ranks, stride, of)
+    return wire, machine.latency_seconds * math.ceil(math.log2(ranks))
+
+
+def all_reduce_seconds(machine: Machine, nbytes: float, ranks: int, *, stride: int = 1) -> tuple[float, float]:
+    """(wire, latency) of an all-reduce: a reduce-scatter and an all-gather."""
+    wire, latency = gather_seconds(machine, nbytes, ranks, stride=stride)
+    return 2 * wire, 2 * latency
 
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Bytes of one element: of a parameter and of a gradient on the wire, of a master copy, of optimizer state."""
+    """Bytes of one element on the wire, of a parameter and of a gradient."""
 
     parameter: int = 2
     gradient: int = 4
-    master: int = 4
-    state: int = 4
 
 
-class Buckets(Protocol):
-    """Matrices over ``shards`` ranks, each with its owner and bucket, and what is exchanged of each bucket."""
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Matrices with their owners and buckets, from which a step's seconds are computed.
 
-    @property
-    def shards(self) -> int: ...
+    A matrix in bucket -1 is not exchanged.
+    """
 
-    @property
-    def atoms(self) -> Sequence[Atom]: ...
-
-    @property
-    def owners(self) -> Sequence[int]: ...
-
-    @property
-    def buckets(self) -> Sequence[int]:
-        """By matrix, its bucket; -1 if it is not exchanged."""
-
-    @property
-    def bucket_numels(self) -> Sequence[int]:
-        """Per bucket, the elements that are exchanged."""
+    atoms: tuple[Atom, ...]
+    shards: int
+    owners: tuple[int, ...]
+    buckets: tuple[int, ...]
+    bucket_numels: tuple[int, ...]  # that are exchanged, with padding
 
     def loads(self) -> list[int]:
         """Per rank, the cost of the matrices that it owns."""
+        return per_rank(self.owners, [atom.cost for atom in self.atoms], self.shards)
+
+    def owned(self) -> list[list[Atom]]:
+        """Per rank, the matrices that it owns."""
+        owned: list[list[Atom]] = [[] for _ in range(self.shards)]
+        for atom, owner in zip(self.atoms, self.owners):
+            owned[owner].append(atom)
+        return owned
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +94,7 @@ class BucketTime:
     back: tuple[float, float]
 
 
-def buffer_step(plan: Buckets, machine: Machine, *, instances: int = 1, elements: Elements | None = None) -> StepTime:
+def buffer_step(plan: Placed, machine: Machine, *, instances: int = 1, elements: Elements | None = None) -> StepTime:
     """Modelled seconds of a step, without overlap: work of the busiest owner, its wire, latency.
 
     A reduce-scatter and an all-gather of every bucket over the ``plan.shards`` neighbouring ranks of an instance; with
@@ -78,7 +111,7 @@ def buffer_step(plan: Buckets, machine: Machine, *, instances: int = 1, elements
 
 
 def timeline(
-    plan: Buckets, machine: Machine, *, instances: int = 1, elements: Elements | None = None
+    plan: Placed, machine: Machine, *, instances: int = 1, elements: Elements | None = None
 ) -> list[BucketTime]:
     """When each bucket is reduced, worked on and returned, overlapping as far as one wire and the owners allow."""
     elements = elements or Elements()
@@ -92,7 +125,7 @@ def timeline(
     return schedule(sizes, arrive, work, back)
 
 
-def bucket_work(plan: Buckets, machine: Machine) -> list[dict[int, float]]:
+def bucket_work(plan: Placed, machine: Machine) -> list[dict[int, float]]:
     """Per bucket and owner, the seconds that the owner works on it."""
     table: list[dict[int, int]] = [{} for _ in plan.bucket_numels]
     for atom, bucket, owner in zip(plan.atoms, plan.buckets, plan.owners):
@@ -133,7 +166,7 @@ Seconds = tuple[float, float]  # on the wire, and of latency
 
 
 def _bucket_wire(
-    plan: Buckets, numel: int, machine: Machine, instances: int, elements: Elements
+    plan: Placed, numel: int, machine: Machine, instances: int, elements: Elements
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Seconds of a bucket's gradients to the owners, of their sum across instances, and of its parameters back."""
     everyone = plan.shards * instances
