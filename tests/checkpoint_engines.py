@@ -232,10 +232,10 @@ def assert_missed(tag: Path, file: str, words: str) -> None:
     (tag.parent / file).rename(tag / file)
 
 
-def flip(file: Path) -> None:
-    """One bit of the largest record of a file that torch.save wrote."""
+def flip(file: Path, of: str = "") -> None:
+    """One bit of the largest record of a file that torch.save wrote, of those whose names have ``of`` in them."""
     with zipfile.ZipFile(file) as archive:
-        entry = max(archive.infolist(), key=lambda entry: entry.file_size)
+        entry = max((e for e in archive.infolist() if of in e.filename), key=lambda entry: entry.file_size)
         with archive.open(entry) as record:
             inside = record.read()
     data = bytearray(file.read_bytes())

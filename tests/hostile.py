@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from lwopt_backend.checkpoint.deepspeed.files import NAMES
+from lwopt_backend.checkpoint.deepspeed.universal import CRCS, FILES
 from lwopt_backend.checkpoint.files import manifest, torch_files
 from tests.command_line import Run, lwopt, succeeds, torch_dist, torch_format
 
@@ -37,7 +38,8 @@ GROUP = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
 
 
 def samples(folder: Path) -> dict[str, Path]:
-    """A small checkpoint of every format; without manifests, by which they would be refused before they are read."""
+    """A small checkpoint of every format; without manifests, by which they would be refused before they are read, and
+    the universal one without what it lists, so that all of its files are read."""
     found = {"megatron": torch_dist(folder / "megatron"), "torch": torch_format(folder / "torch")}
     found |= {"stage0": stage0(folder / "stage0")}
     for target in ("universal", "dcp", "safetensors"):
@@ -45,7 +47,16 @@ def samples(folder: Path) -> dict[str, Path]:
         succeeds("convert", found["megatron"], found[target], "--to", target)
     for path in folder.rglob(manifest.NAME):
         path.unlink()
+    for path in found["universal"].rglob("optimizer_state.pt"):
+        unlist(path)
     return found
+
+
+def unlist(path: Path) -> None:
+    """Make a universal checkpoint's file that of another program, which does not say what the other files have."""
+    common = torch.load(path, weights_only=True)
+    ours = {key: value for key, value in common["lwopt"].items() if key not in (FILES, CRCS)}
+    torch.save({**common, "lwopt": ours}, path)
 
 
 def stage0(folder: Path) -> Path:

@@ -400,7 +400,7 @@ def test_a_name_that_is_wrongly_said_to_be_tied_is_refused(pair: str, said: str)
 def test_a_trained_parameter_without_a_known_group_is_in_no_group_of_a_universal_folder(tmp_path: Path) -> None:
     """Stock DeepSpeed would train it with the options of the group in which it is listed."""
     source = checkpoint(a=param(ROWS, exp_avg=ROWS), b=dataclasses.replace(param(ROWS, exp_avg=ROWS), group=None))
-    made, _ = convert.prepared(source, "universal", None, None, names.Numbers())
+    made = convert.prepared(source, "universal", None, None, names.Numbers())
     convert.write(made, "universal", convert.place_of(made, "universal", tmp_path))
     assert sum("which param group has b is not known (1 parameter(s)" in note for note in made.notes) == 1
     saved = torch.load(tmp_path / "global_step3" / "mp_rank_00_model_states.pt", weights_only=False)

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -36,7 +37,7 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param
 from lwopt_backend.checkpoint.dcp import reader as dcp_reader
 from lwopt_backend.checkpoint.deepspeed import files as deepspeed_files
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
-from lwopt_backend.checkpoint.files import folders, pickles, torch_files
+from lwopt_backend.checkpoint.files import folders, manifest, pickles, torch_files
 from lwopt_backend.checkpoint.files import torch_files as zip_records
 from lwopt_backend.checkpoint.files.folders import NEW, read_pointer, write_folder
 from lwopt_backend.checkpoint.files.torch_files import ALIGNMENT, save
@@ -283,7 +284,7 @@ def test_tensors_are_as_torch_loads_them_whole_and_in_part(tmp_path: Path) -> No
     assert first is second and torch.equal(first["x"].read(), torch.ones(2))
 
 
-def test_a_flipped_bit_is_noticed_by_whoever_reads_that_tensor_unless_it_is_checked_later(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_noticed_by_whoever_reads_that_tensor(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt")
     path.write_bytes(flipped(path.read_bytes(), torch_files.load(path)["matrix"].place[1] + 5, 1))
     found = torch_files.load(path)
@@ -291,13 +292,6 @@ def test_a_flipped_bit_is_noticed_by_whoever_reads_that_tensor_unless_it_is_chec
     for read in (lambda: found["matrix"].read(), lambda: found["matrix"].read_range(590, 591)) * 2:
         with pytest.raises(CheckpointError, match="a.pt is damaged: a checksum is wrong"):
             read()
-    with pytest.raises(CheckpointError, match="a checksum is wrong"):
-        torch_files.check(path)
-    with torch_files.checked_later() as later:
-        found = torch_files.load(path)
-    found["matrix"].read()
-    found["matrix"].read_range(1, 2)
-    assert later == {path}
 
 
 def test_bytes_are_checked_once(tmp_path: Path) -> None:
@@ -690,19 +684,80 @@ def test_metadata_that_leads_out_of_the_folder_is_refused(copy: Copy, form: str)
         assert_refused(source, ".metadata", "outside the folder")
 
 
-def test_names_in_a_universal_checkpoint_that_lead_out_are_no_paths(copy: Copy) -> None:
-    """What is only listed, of parameters and of their files, is not read."""
-    source = copy("universal")
-    zero, known = source / "global_step7" / "zero", set(formats.read(source).params)
-    common = torch.load(zero / "optimizer_state.pt", weights_only=True)
-    ours, name = common["lwopt"], next(iter(common["lwopt"]["params"]))
-    shutil.copytree(zero / name, source.parent / "outside")
-    climbing = os.path.relpath(source.parent / "outside", zero)
-    ours["params"], ours["files"] = {climbing: 0, **ours["params"]}, {climbing: ["fp32"], **ours["files"]}
-    ours["files"][name] = [f"../{climbing}/fp32"]
-    torch.save(common, zero / "optimizer_state.pt")
-    assert climbing not in succeeds("convert", source, source.parent / "to", "--to", "dcp", "--json")
-    assert set(formats.read(source.parent / "to").params) == set(formats.read(source).params) == known
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A universal checkpoint that says what its files have, without a manifest."""
+    folder = tmp_path_factory.mktemp("listed")
+    succeeds("convert", hostile.stage0(folder / "native"), folder / "universal", "--to", "universal")
+    (folder / "universal" / "global_step3" / manifest.NAME).unlink()
+    return folder / "universal"
+
+
+def _climbing(ours: dict[str, Any]) -> None:
+    ours["files"]["../../../outside"] = ours["files"]["a.weight"]
+
+
+def _climbing_state(ours: dict[str, Any]) -> None:
+    states = ours["files"]["a.weight"]["states"]
+    states["../../../../outside/fp32"] = states["fp32"]
+
+
+def _with_place(number: int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(ours: dict[str, Any]) -> None:
+        states = ours["files"]["a.weight"]["states"]
+        states["fp32"] = (*states["fp32"][:number], value, *states["fp32"][number + 1 :])
+
+    return change
+
+
+PLACES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "a parameter that leads out": (_climbing, "leads elsewhere"),
+    "a state that leads out": (_climbing_state, "leads elsewhere"),
+    "a larger shape": (_with_place(0, (3000, 4)), "ends early"),
+    "a smaller shape": (_with_place(0, (3, 3)), "expected shape|has shape|a checksum is wrong"),
+    "a shape that cannot be": (_with_place(0, (-3, 4)), "a shape has sizes that cannot be"),
+    "another dtype": (_with_place(1, torch.float64), "has no place for|a checksum is wrong"),
+    "no dtype": (_with_place(1, "float32"), "cannot be read as DeepSpeed writes it"),
+    "a place before the file": (_with_place(2, -1), "has no place for"),
+    "a place after the file": (_with_place(2, 2**40), "ends early"),
+    "a place after all files": (_with_place(2, 2**70), "has no place for"),
+    "a block of no bytes": (_with_place(3, 0), "cannot be read as DeepSpeed writes it"),
+    "checksums that are not there": (_with_place(4, 10**6), "has no place for"),
+    "another tensor's checksums": (_with_place(4, 1), "a checksum is wrong"),
+}
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_what_a_universal_checkpoint_lists_must_be_there(listed: Path, tmp_path: Path, what: str) -> None:
+    change, said = PLACES[what]
+    source = Path(shutil.copytree(listed, tmp_path / "from"))
+    file = source / "global_step3" / "zero" / "optimizer_state.pt"
+    common = torch.load(file, weights_only=True)
+    change(common["lwopt"])
+    torch.save(common, file)
+    found = refused("convert", source, tmp_path / "to", "--to", "dcp")
+    assert re.search(said, " ".join(found.split())) and not (tmp_path / "to").exists(), found
+
+
+def test_listed_files_that_are_missing_damaged_or_links_out_are_refused(listed: Path, tmp_path: Path) -> None:
+    """And none of them is opened before it is read."""
+    for number, (harm, said) in enumerate(
+        (
+            (lambda file: file.unlink(), "is missing; copy the whole folder again"),
+            (lambda file: os.truncate(file, 500), "ends early; copy the whole folder again"),
+            (lambda file: file.write_bytes(flipped(file.read_bytes(), 520, 3)), "is damaged: a checksum is wrong"),
+            (lambda file: file.rename(tmp_path / "a.pt") and file.symlink_to(tmp_path / "a.pt"), "leads out of"),
+        )
+    ):
+        source = Path(shutil.copytree(listed, tmp_path / str(number)))
+        file = source / "global_step3" / "zero" / "a.weight" / "exp_avg.pt"
+        harm(file)
+        found = " ".join(((run := lwopt("inspect", source, "--json")).out + run.err).split())
+        assert said in found and str(file) in found, found
+    source = Path(shutil.copytree(listed, tmp_path / "whole"))
+    with mock.patch.object(torch_files, "_whole", wraps=torch_files._whole) as opened:
+        formats.read(source)
+    assert {call.args[0].parent.name for call in opened.call_args_list} == {"global_step3", "zero"}
 
 
 def test_owned_storage_that_deepspeed_converted_is_refused(copy: Copy) -> None:

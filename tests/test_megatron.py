@@ -509,7 +509,7 @@ def test_other_optimizers_states_are_read(what: str, layout: str | None, tmp_pat
     found = dist_reader.read(tmp_path / "iter_0000007")
     assert_exact(found, known)
     assert not [note for note in [*found.notes, *gates.check(found)] if "steps" in note]
-    notes = convert.prepared(found, "universal", None, None, Numbers())[0].notes
+    notes = convert.prepared(found, "universal", None, None, Numbers()).notes
     assert (convert.ADAPTIVE_MUON in notes) == (what == "adaptive_muon")
 
 

@@ -36,6 +36,7 @@ from tests.checkpoint_engines import (
 from tests.command_line import succeeds
 from tests.engines import OWNED, ZERO
 from tests.fused import ATOMS, FusedLM
+from tests.hostile import unlist
 from tests.owned import BUCKET_MB
 from tests.ranks import RankPool
 from tests.rules import ELEMENTWISE, SECTIONS
@@ -235,6 +236,23 @@ def refusals(settings: dict[str, Any], build: Build, loads: list[tuple[str, dict
     return said
 
 
+def loads_in_part(settings: dict[str, Any], damaged: list[str], whole: str) -> list[str]:
+    """What an engine says to each damaged folder; it goes on once it has loaded the whole one."""
+    said = []
+    with engine_for(universal(settings), uneven(5)) as engine:
+        for folder in damaged:
+            with pytest.raises((ValueError, RuntimeError)) as refused:
+                engine.load_checkpoint(folder)
+            said.append(str(refused.value))
+        for forbidden in (lambda: train(engine, 1), lambda: engine.save_checkpoint(damaged[0])):
+            with pytest.raises(RuntimeError, match="load_checkpoint failed when some state and weights were loaded"):
+                forbidden()
+        engine.optimizer.zero_grad()
+        engine.load_checkpoint(whole)
+        train(engine, 1)
+    return said
+
+
 GATE = Path("zero/gate.weight")
 
 
@@ -248,6 +266,8 @@ def cut_in_half(step: Path) -> None:
 
 
 def take_anothers(step: Path) -> None:
+    """Which is noticed before it is read only if no list says which it has to be."""
+    unlist(step / "zero" / "optimizer_state.pt")
     shutil.copy(step / "zero" / "layers.0.weight" / "momentum_buffer.pt", step / GATE / "momentum_buffer.pt")
 
 
@@ -349,17 +369,21 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
 
 @pytest.mark.parametrize("source", [MUON, pytest.param(SOAP, marks=FULL)], ids=["muon", "soap"])
 @pytest.mark.parametrize("ranks", [3], indirect=True)
-def test_a_flipped_bit_in_any_file_is_found_before_anything_is_changed(
+def test_a_flipped_bit_in_any_state_is_found_and_no_rank_goes_on_with_a_part(
     ranks: RankPool, saved: dict[Any, Saved], tmp_path: Path, source: tuple[str, str, Build]
 ) -> None:
-    """Though each rank checks a part of them only."""
+    """It is found when a tensor is read: then some are loaded, and the optimizer neither steps nor saves."""
     whole, copies = saved[source][0] / "universal", {}
-    for file in [path.relative_to(whole) for path in whole.rglob("*.pt") if "zero_pp" not in path.name]:
+    read = [path for path in whole.rglob("*.pt") if "model_states" not in path.name and path.name != "step.pt"]
+    for file in [path.relative_to(whole) for path in read]:
         copies[file.name, str(tmp_path / str(len(copies)))] = file
     for (_, copy), file in copies.items():
-        flip(Path(shutil.copytree(whole, copy)) / file)
-    for said in ranks.run(refusals, settings_for("owned 1", source[1]), uneven, [(copy, {}) for _, copy in copies]):
-        assert [name in error for (name, _), error in zip(copies, said, strict=True)] == [True] * len(copies)
+        is_listed = "zero" in file.parts and file.name != "optimizer_state.pt"  # of which tensors alone are read
+        flip(Path(shutil.copytree(whole, copy)) / file, "/data/" if is_listed else "")
+    folders = [copy for _, copy in copies]
+    for engine in ("owned 1", "zero 3"):
+        for said in ranks.run(loads_in_part, settings_for(engine, source[1]), folders, str(whole)):
+            assert [name in error for (name, _), error in zip(copies, said, strict=True)] == [True] * len(copies)
 
 
 # Files that a rank opens
@@ -386,19 +410,15 @@ def opened_files(folder: str, settings: dict[str, Any]) -> tuple[set[str], set[s
 
 @pytest.mark.parametrize("engine", ["zero 1", "owned 1"])
 @pytest.mark.parametrize("ranks", [3], indirect=True)
-def test_ranks_open_the_files_of_their_pieces_and_a_share_to_check(
-    ranks: RankPool, saved: dict[Any, Saved], engine: str
-) -> None:
-    """The first one has read what the others need to know of all files."""
+def test_ranks_open_the_files_of_their_pieces(ranks: RankPool, saved: dict[Any, Saved], engine: str) -> None:
+    """The first one has read in one file what is in these."""
     folder = saved[SOAP][0] / "universal"
     step = folder / "global_step2"
-    model = "mp_rank_00_model_states.pt"  # with buffers and frozen parameters
-    checked = sorted(path for path in step.rglob("*.pt") if "zero_pp" not in path.name)
-    names = [path.relative_to(step).as_posix() for path in checked]
+    by_all = {"mp_rank_00_model_states.pt", manifest.NAME}  # what is not trained; checksums of the files of owners
     found = ranks.run(opened_files, str(folder), settings_for(engine, "soap"))
     of_owners: list[str] = []
-    for rank, (opened, pieces) in enumerate(found[1:], 1):
-        loaded = opened - {*names[rank::3], model}
+    for rank, (opened, pieces) in enumerate(found):
+        loaded = opened - by_all - ({"zero/optimizer_state.pt"} if rank == 0 else set())
         assert {name.split("/")[1] for name in loaded if name.startswith("zero/")} <= pieces
         assert len(pieces) < len(list((step / "zero").glob("*/fp32.pt")))
         of_owners += [name for name in loaded if not name.startswith("zero/")]

@@ -79,6 +79,7 @@ def prepare_saving(engine: DeepSpeedEngine, optimizer: Any, ranks: Collectives) 
 
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        optimizer.check_loaded()
         optimizer.compare_options()
         writer = engine.checkpoint_engine
         commit = writer.commit

@@ -46,6 +46,7 @@ class EngineOptimizer(LinkedOptimizer):
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         self.name, self.rules, self.config = name, rules, config
+        self.half_loaded = set[str]()  # "weights" and "state", of which the last load ended in an error in between
         self._given = as_groups(params)
         trainable = [p for group in self._given for p in group["params"] if p.requires_grad]
         groups = split(self._given, {id(p): len(full_shape(p)) == 2 for p in trainable}, rules)
@@ -94,6 +95,14 @@ class EngineOptimizer(LinkedOptimizer):
     def take_loaded(self, options: Sequence[dict[str, Any]]) -> None:
         """Take over loaded ``options`` by param group, after weights and state were loaded."""
         self.link_groups({**group, **new} for group, new in zip(self.param_groups, options, strict=True))
+
+    def check_loaded(self) -> None:
+        """Raises RuntimeError, on all ranks, if the last load ended in an error in between."""
+        if self.half_loaded:
+            raise RuntimeError(
+                f"{self.name}: the last load_checkpoint failed when some {' and '.join(sorted(self.half_loaded))} were "
+                "loaded; load a checkpoint again, or start again"
+            )
 
     def _no_engine(self) -> RuntimeError:
         return RuntimeError(f"this {self.name} has no engine; give it to deepspeed.initialize(optimizer=...)")
@@ -161,6 +170,7 @@ class ZeROLayerWise(EngineOptimizer):
         or if options are found to differ, before anything is changed.
         """
         binding = self._prepare()
+        self.check_loaded()
         shown = [(g, tensor) for g in self.param_groups for tensor in g["params"] if id(tensor) in self._steppers]
         ids, units = [id(tensor) for _, tensor in shown], list(self._steppers)
         begins, ends = ids[:1] == units[:1], ids[-1:] == units[-1:]

@@ -213,6 +213,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         """
         if self._owned is None:
             raise self._no_engine()
+        self.check_loaded()
         with one_call(self, begins=True, ends=True):
             presences = self._backward.finish(self.param_groups)
             if self._loaded:

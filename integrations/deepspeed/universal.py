@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,6 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed.files import STEP, renumbered, tag_of
 from lwopt_backend.checkpoint.deepspeed.universal import OWNERS
-from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import OURS, of_another_optimizer
@@ -101,29 +101,30 @@ def _load(
 ) -> tuple[str, dict[str, Any]]:
     """Load what ``engine.load_checkpoint`` was ``asked`` for; returns the folder and the client state.
 
-    The first of ``everyone`` reads what all files hold, but no tensors, and sends that; a rank then opens the files
-    that it loads from, and its share of those to check. Raises, on every rank and before anything is changed, if it
-    cannot be loaded.
+    The first of ``everyone`` reads what there is, but no tensors, and sends that; a rank then opens the files that it
+    loads from. Raises, on every rank and before anything is changed, if it does not fit. Tensors are checked when they
+    are read: after an error then, which every rank raises, no rank takes a step before a load succeeds.
     """
     store: EngineStore = optimizer.state_store()
-    opened = from_first(everyone, WHAT, lambda: open_folder(asked))
+    folder, checkpoint = from_first(everyone, WHAT, lambda: open_folder(asked))
 
     def decide() -> tuple[Choice, list[list[str]]]:
-        choice = choose(engine, store, opened, asked, with_state)
-        for file in opened.files[everyone.rank :: everyone.world_size]:  # together the ranks check every byte
-            torch_files.check(file)
+        choice = choose(engine, store, (folder, checkpoint), asked, with_state)
         return choice, [[setting(key, str(asked[key])) for key in ("load_dir", "tag")]] * len(store.ranks)
 
     choice = agree_in_all(store.ranks, WHAT, decide)
-    check_in_all(store.ranks, WHAT, lambda: _put(store, choice, with_state))
+    parts = {"weights", "state"} if with_state else {"weights"}
+    optimizer.half_loaded |= parts
+    check_in_all([everyone], WHAT, lambda: _put(store, choice, with_state))
     store.publish()
+    check_in_all([everyone], WHAT, lambda: _put_rest(engine, choice))
     optimizer.take_loaded(choice.options)
     if with_state:
         scaler = getattr(engine.optimizer, "loss_scaler", None)  # of fp16, with its counters
         for key, value in (choice.checkpoint.arguments.get("loss_scaler") or {}).items():
             if key in getattr(scaler, "__dict__", ()):
                 setattr(scaler, key, value)
-    _put_rest(engine, choice)
+    optimizer.half_loaded -= parts
     notes = [*choice.notes, *([] if asked["load_module_only"] else _go_on(engine, choice, asked))]
     if engine.global_rank == 0:
         for note in notes:
@@ -146,17 +147,23 @@ def _put(store: EngineStore, choice: Choice, with_state: bool) -> None:
 @torch.no_grad()
 def _put_rest(engine: DeepSpeedEngine, choice: Choice) -> None:
     """Load buffers and frozen parameters, of those that tensor parallelism cuts this rank's shard; the first rank reads
-    those that stage 3 has cut. Called on all ranks."""
+    those that stage 3 has cut. Called on all ranks, and raises at the end, as ranks gather them together."""
     first = first_experts(engine)
     named = [*engine.module.named_buffers(), *engine.module.named_parameters()]
     there = {renumbered(name, first): tensor for name, tensor in named}
+    failures: list[Exception] = []
     for name, tensor in choice.rest.items():
-        if hasattr(there[name], "ds_shape"):
-            with GatheredParameters([there[name]], modifier_rank=0):
-                if engine.global_rank == 0:
-                    there[name].data.copy_(tensor.read())
-        else:
-            there[name].data.copy_(shard_of(engine, there[name], tensor.read()))
+        into, is_cut = there[name], hasattr(there[name], "ds_shape")
+        with GatheredParameters([into], modifier_rank=0) if is_cut else nullcontext():
+            try:
+                if not is_cut:
+                    into.data.copy_(shard_of(engine, into, tensor.read()))
+                elif engine.global_rank == 0:
+                    into.data.copy_(tensor.read())
+            except Exception as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def _go_on(engine: DeepSpeedEngine, choice: Choice, asked: Mapping[str, Any]) -> list[str]:
@@ -182,17 +189,8 @@ def _go_on(engine: DeepSpeedEngine, choice: Choice, asked: Mapping[str, Any]) ->
     return []
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A universal checkpoint in a tag's ``folder``. The bytes of ``files`` are still to be checked."""
-
-    folder: Path
-    checkpoint: Checkpoint
-    files: Sequence[Path]
-
-
-def open_folder(asked: Mapping[str, Any]) -> Opened:
-    """Read the checkpoint that an engine is ``asked`` for, without its tensors. Raises CheckpointError."""
+def open_folder(asked: Mapping[str, Any]) -> tuple[Path, Checkpoint]:
+    """The folder of the checkpoint that an engine is ``asked`` for, and what is in it. Raises CheckpointError."""
     root, tag = Path(asked["load_dir"]), asked["tag"]
     folder = tag_of(root, deepspeed_universal.POINTER) if tag is None else root / str(tag)
     if not deepspeed_universal.recognises(folder):
@@ -200,9 +198,7 @@ def open_folder(asked: Mapping[str, Any]) -> Opened:
             f"checkpoint.load_universal is on, but {folder} is no universal checkpoint: it has no file "
             "zero/optimizer_state.pt; switch it off, or convert the checkpoint first, with lwopt convert --to universal"
         )
-    with torch_files.checked_later() as files:
-        checkpoint = deepspeed_universal.read(folder)
-    return Opened(folder, checkpoint, sorted(files))
+    return folder, deepspeed_universal.read(folder)
 
 
 @dataclass(frozen=True)
@@ -219,7 +215,11 @@ class Choice:
 
 
 def choose(
-    engine: DeepSpeedEngine, store: StateStore, opened: Opened, asked: Mapping[str, Any], with_state: bool
+    engine: DeepSpeedEngine,
+    store: StateStore,
+    opened: tuple[Path, Checkpoint],
+    asked: Mapping[str, Any],
+    with_state: bool,
 ) -> Choice:
     """What an engine that trains the parameters in ``store`` takes from the checkpoint that it is ``asked`` for.
 
@@ -228,7 +228,7 @@ def choose(
     """
     if asked["custom_load_fn"] is not None:
         raise ValueError("checkpoint.load_universal is on, whose loader calls no custom_load_fn; leave it out")
-    folder, checkpoint = opened.folder, opened.checkpoint
+    folder, checkpoint = opened
     trained, groups = {param.name: param for param in store.params}, store.groups
     others = _others(engine, trained)
     params = _matched(folder, checkpoint, trained, {*others, *store.elsewhere})

@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import traceback
-import zlib
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,23 +49,6 @@ def infinite(values: Tensor) -> int:
 def memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, where they are."""
     return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def crc32(tensor: Tensor) -> int:
-    """The CRC32 of a contiguous tensor's bytes. It is kept with the tensor until an operation changes that, so that
-    what is checked when it is read, compared and written costs one."""
-    known: tuple[int, int] | None = vars(tensor).get("crc32")
-    if known is None or known[0] != tensor._version:
-        known = tensor._version, zlib.crc32(memory(tensor))
-        vars(tensor)["crc32"] = known
-    return known[1]
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """A flat view, which keeps the checksum."""
-    found = tensor.view(-1)
-    vars(found).update(vars(tensor))
-    return found
 
 
 BLOCK = 2**19  # elements that are read at once to fill or compare a tensor: 2 MB of fp32; more costs page faults

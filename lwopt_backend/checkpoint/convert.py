@@ -176,18 +176,15 @@ def prepared(
     vocabulary: str | None,
     source_vocabulary: str | None,
     numbers: names.Numbers,
-) -> tuple[Checkpoint, gates.Gate]:
-    """The checkpoint under the names of ``vocabulary``, by default its own. Everything but its values is checked; the
-    gate checks these as they are read.
+) -> Checkpoint:
+    """The checkpoint under the names of ``vocabulary``, by default its own. Everything but its values is checked.
 
     For DCP, param groups get the options of our optimizers, which load them by these. Raises CheckpointError; nothing
     is written before.
     """
     vocabulary = vocabulary or source_vocabulary or (checkpoint.names if checkpoint.names in names.FAMILIES else None)
     _check_used(checkpoint, vocabulary, source_vocabulary, numbers.model_fields_set)
-    gate = gates.Gate(checkpoint, numbers.vocab_size)
-    gate.refuse()
-    checkpoint = gate.checkpoint
+    gates.check_form(checkpoint, numbers.vocab_size)
     if vocabulary is not None:
         checkpoint = names.translate(checkpoint, vocabulary, numbers, source=source_vocabulary)
     checkpoint = _with_lions_steps(checkpoint)
@@ -195,7 +192,7 @@ def prepared(
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, ADAPTIVE_MUON))
     if target == "universal":
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *_without_group(checkpoint)))
-    return (as_ours(checkpoint) if target == "dcp" else checkpoint), gate
+    return as_ours(checkpoint) if target == "dcp" else checkpoint
 
 
 def _without_group(checkpoint: Checkpoint) -> list[str]:
@@ -241,13 +238,11 @@ def write(
     place: Place,
     *,
     workers: int = 1,
-    finish: Callable[[], object] = lambda: None,
     **options: object,
 ) -> None:
     """Write a checkpoint, ``workers`` tensors at a time. ``options``: safetensors' ``dtype``.
 
-    ``finish`` is called when all is written and nothing has its name: if it raises, nothing is written. Pointers come
-    last. A destination that is not there yet appears with its pointers, at once.
+    Pointers come last. A destination that is not there yet appears with its pointers, at once.
     """
     if target not in WRITERS:
         raise CheckpointError(f"unknown target {target!r}; known: {', '.join(WRITERS)}")
@@ -255,7 +250,6 @@ def write(
 
     def fill(folder: Path) -> None:
         writer.write(checkpoint, folder, workers=workers, **options)
-        finish()
 
     def fill_destination(folder: Path) -> None:
         inner = folder / place.folder.name

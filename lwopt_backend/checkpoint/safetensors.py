@@ -1,36 +1,31 @@
-"""Hugging Face's safetensors: weights read and written, shard by shard."""
+"""Hugging Face's safetensors: weights read and written, shard by shard, by its own library."""
 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
-from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, reader
-from lwopt_backend.checkpoint.files import manifest, torch_files
+from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.made import in_order, shape_of
 from lwopt_backend.checkpoint.files.manifest import Files, crc_of
-from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
+from lwopt_backend.checkpoint.files.torch_files import Record, Stored
 
 # Writes weights, without optimizer state, as safetensors, as ``from_pretrained`` reads them.
 #
 #     model.safetensors                                 or, if that would exceed the largest size of a file:
 #     model-00001-of-00002.safetensors, ...             and
 #     model.safetensors.index.json                      {"metadata": {"total_size": bytes}, "weight_map": {name: file}}
-#
-# A file: length of the header (8 bytes), header (JSON; dtype, shape and place of each tensor), tensors. The library
-# would need all tensors of a file in memory; this keeps one at a time. Format:
-# https://github.com/huggingface/safetensors#format
 
 FILE_BYTES = 5 * 10**9  # of tensors in one file, transformers' default
 DTYPES = {
@@ -40,7 +35,6 @@ DTYPES = {
     **{torch.uint8: "U8", torch.bool: "BOOL"},
 }
 INDEX = "model.safetensors.index.json"
-CRCS = "lwopt_crc32"  # in our headers: checksums of the tensors that have bytes, 8 digits each, in their order
 
 
 def write(
@@ -50,7 +44,7 @@ def write(
     file_bytes: int = FILE_BYTES,
     workers: int = 1,
 ) -> None:
-    """Write to ``folder``, which is empty. ``workers`` tensors are in memory at a time.
+    """Write to ``folder``, which is empty. All tensors of a file are in memory; ``workers`` are read at a time.
 
     Weights are the model's; in ``dtype``, if given, they are made from master weights if there are any. Buffers stay as
     they are. Tied names are left out, as in transformers. Raises CheckpointError for a dtype that the format lacks.
@@ -90,29 +84,13 @@ def exported(param: Param, dtype: torch.dtype | None) -> LazyTensor:
 
 
 def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], workers: int) -> None:
-    order = sorted(tensors.items(), key=lambda entry: -entry[1].dtype.itemsize)  # so that every tensor is aligned
-    unknown = "0" * 8 * sum(tensor.nbytes > 0 for _, tensor in order)
-    header: dict[str, object] = {"__metadata__": {"format": "pt", CRCS: unknown}}
-    end = 0
-    for tensor_name, tensor in order:
-        said = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
-        header[tensor_name] = {**said, "data_offsets": [end, end + tensor.nbytes]}
-        end += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    payloads, path = [], files.folder / name
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for read in in_order((tensor.read for _, tensor in order), workers):
-            read = read.contiguous()
-            if read.numel():
-                payloads.append((file.tell(), read.nbytes, contents.crc32(read)))
-            file.write(contents.memory(read))
-            del read
-        file.seek(8)
-        crcs = "".join(f"{crc:08x}" for *_, crc in payloads)
-        file.write(text.replace(unknown.encode(), crcs.encode(), 1))
-    files.add(name, crc_of(path, payloads))
+    path = files.folder / name
+    found = in_order((tensor.read for tensor in tensors.values()), workers)
+    try:
+        save_file(dict(zip(tensors, found)), path, {"format": "pt"})
+    except SafetensorError as error:  # it says so of a full disk, too
+        raise OSError(str(error)) from error
+    files.add(name, crc_of(path))
 
 
 # Reads, as Hugging Face's libraries and the writer above write them:
@@ -120,8 +98,8 @@ def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], work
 #     model.safetensors, or files that model.safetensors.index.json names    weights and buffers
 #     config.json, where there is one                                       how the model was built
 #
-# The library reads the header. Only ours has checksums: what a damaged one of others shows is that its header does not
-# fit its size. Elements are read from the file, as the library would map all of it, for which large files lack memory.
+# The format has no checksums. Where a manifest has a file's, it is compared before the file's first tensor is used; a
+# damaged file of others shows only if its header does not fit its size.
 
 ONE_FILE, CONFIG = "model.safetensors", "config.json"
 _DTYPES = {word: dtype for dtype, word in DTYPES.items()}
@@ -163,57 +141,43 @@ def read(path: Path) -> Checkpoint:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor of a file: its dtype by the format's word, the byte where it begins, and its CRC32, if that is known."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
-    crc32: int | None
-
-
-def entries(path: Path) -> list[Entry]:
-    """The tensors of one file in order, from its header alone. Raises CheckpointError if it is damaged."""
+def shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtypes, by the format's words, and shapes of one file's tensors by name, in the file's order, from its header
+    alone. Raises CheckpointError if it is damaged."""
     try:
         with safe_open(path, framework="numpy") as file:
             slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
-            tensors = [(name, each.get_dtype(), shape_of(each.get_shape())) for name, each in slices]
-            crcs = bytes.fromhex((file.metadata() or {}).get(CRCS, ""))
-        nbytes = path.stat().st_size
+            return {name: (each.get_dtype(), shape_of(each.get_shape())) for name, each in slices}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy all files of {path.parent}") from error
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"{path} is damaged: {error}; copy or download it again (a Git LFS pointer has some 130 bytes)"
         ) from error
-    found: list[Entry] = []
-    end = nbytes  # tensors follow each other up to the end of the file, as the library has made sure
-    for name, dtype, shape in reversed(tensors):
-        bits = 8 if dtype == "BOOL" else int(re.findall(r"\d+", dtype)[0])  # F32, BF16, F8_E4M3
-        size = math.prod(shape) * bits // 8
-        end -= size
-        known = size and crcs
-        found.append(Entry(name, dtype, shape, end, size, int.from_bytes(crcs[-4:], "big") if known else None))
-        crcs = crcs[:-4] if known else crcs
-    manifest.check(path, lambda: crc_of(path, [(e.start, e.nbytes, e.crc32) for e in found if e.crc32 is not None]))
-    return found[::-1]
 
 
 def load(path: Path) -> dict[str, LazyTensor]:
     """The lazy tensors of one file. Raises CheckpointError if it is damaged or has unknown dtypes."""
-    found = {}
-    for entry in entries(path):
-        where = f"{entry.name} in {path}"
-        if entry.dtype not in _DTYPES:
-            raise CheckpointError(f"{where} has the dtype {entry.dtype}; known are {', '.join(_DTYPES)}")
-        place, unknown = Stored(path, entry.start, entry.nbytes), entry.crc32 is None
-        record = torch_files.Record(place, entry.crc32 or 0, where, unknown, torch_files.as_read())
-        strides = torch.empty(entry.shape, device="meta").stride()
-        found[entry.name] = StoredTensor(record, 0, entry.shape, strides, _DTYPES[entry.dtype], where).lazy()
+    found, listed = {}, manifest.read(path.parent)
+    entry = None if listed is None else listed.files.get(path.name)
+    whole = None
+    if entry is not None:
+        whole = Record(Stored(path, 0, entry.nbytes), (entry.crc32,), max(entry.nbytes, 1), str(path))
+    for name, (dtype, shape) in shapes(path).items():
+        where = f"{name} in {path}"
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"{where} has the dtype {dtype}; known are {', '.join(_DTYPES)}")
+        found[name] = LazyTensor(shape, _DTYPES[dtype], partial(_read, path, name, whole), where)
     return found
+
+
+def _read(path: Path, name: str, whole: Record | None) -> Tensor:
+    """A tensor of a file, of which ``whole`` checks all bytes once, if their checksum is known."""
+    if whole is not None:
+        whole.check()
+    with safe_open(path, framework="pt") as file:
+        found: Tensor = file.get_tensor(name)
+        return found.clone()  # the library's may be the mapped file
 
 
 def _json(path: Path) -> dict[str, Any]:

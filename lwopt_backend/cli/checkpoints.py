@@ -181,36 +181,25 @@ def convert(
     """Convert a checkpoint: weights, optimizer state, counters, schedule. Nothing is written unless all is in order."""
     with importing():
         from lwopt_backend.checkpoint import convert as conversion
-        from lwopt_backend.checkpoint import names, ties
-        from lwopt_backend.checkpoint.files import folders, torch_files
+        from lwopt_backend.checkpoint import gates, names, ties
+        from lwopt_backend.checkpoint.files import folders
 
     options = _options(to, dtype)
     numbers = numbers_of(heads=heads, query_groups=query_groups, kv_channels=kv_channels, vocab_size=vocab_size)
     for given in (vocabulary, source_names):
         if given is not None:
             names.find(given)
-    with torch_files.checked_as_read() as records:
-        reader, found = opened(source, format)
-        found = ties.declared(found, tied or ())
+    reader, found = opened(source, format)
+    found = ties.declared(found, tied or ())
     place = conversion.place_of(found, to, destination)
     folders.refuse_existing(place.folder)  # before hours are spent on reading
-    notes: list[str] = []
-    with progress("converting", conversion.nbytes(found), as_json) as advance:
+    with progress("converting", conversion.nbytes(found) * (1 if dry_run else 2), as_json) as advance:
         seen = conversion.watched(found, advance)
-        made, gate = conversion.prepared(seen, to, vocabulary, source_names, numbers)
+        made = conversion.prepared(seen, to, vocabulary, source_names, numbers)
         result = _as_written(made, to, options)
-
-        def finish() -> None:
-            for record in records:  # what is damaged is said before what does not fit
-                record.finish()
-            notes.extend(gate.finish(workers))  # it reads what the target has no place for
-            for record in records:
-                record.finish()
-
-        if dry_run:
-            finish()
-        else:
-            conversion.write(made, to, place, workers=workers, finish=finish, **options)
+        notes = gates.check_values(seen, workers)  # before hours are spent on writing
+        if not dry_run:
+            conversion.write(made, to, place, workers=workers, **options)
     summary = {
         "source": {"path": str(source), "reader": reader, **described(found)},
         "result": {"path": str(place.folder), "written": not dry_run, **described(result)},

@@ -107,11 +107,6 @@ class DcpFolder:
         if with_files:
             self._check_files()
         self._saved: dict[Stored, StoredTensor] = {}
-        self._as_read = torch_files.as_read()  # now: threads that read do not know it
-        if self._as_read is not None:  # what stays in memory comes first, so that blocks of tensors leave no holes
-            for key, entry in self.tensors.items():
-                for chunk in entry.chunks:
-                    self._stored(chunk, entry, f"{key} in {path}")
 
     def _check_files(self) -> None:
         """Raises CheckpointError for files that are missing, too short, or of another save."""
@@ -166,7 +161,7 @@ class DcpFolder:
 
         def read_range(start: int, stop: int) -> Tensor:
             boxes = [([a + b for a, b in zip(offsets, begin)], part) for begin, part in boxes_of(sizes, start, stop)]
-            inside = [contents.flat(self.read_box(key, begin, part)) for begin, part in boxes]
+            inside = [self.read_box(key, begin, part).view(-1) for begin, part in boxes]
             return torch.cat(inside) if len(inside) > 1 else inside[0]
 
         return LazyTensor(shape, self.tensors[key].dtype, read, f"{key} in {self.path}", read_range)
@@ -217,7 +212,7 @@ class DcpFolder:
         assert chunk.stored is not None  # checked before
         saved = self._saved.get(chunk.stored)
         if saved is None:
-            loaded = torch_files.load_part(chunk.stored, f"{where}/{chunk.stored.path.name}", self._as_read)
+            loaded = torch_files.load_part(chunk.stored, f"{where}/{chunk.stored.path.name}")
             saved = self._saved.setdefault(chunk.stored, loaded)
         if not isinstance(saved, StoredTensor) or (saved.shape, saved.dtype) != (chunk.sizes, entry.dtype):
             found = f"{saved.dtype} of {saved.shape}" if isinstance(saved, StoredTensor) else type(saved).__name__

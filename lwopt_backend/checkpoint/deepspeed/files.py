@@ -262,10 +262,15 @@ def experts_in(tag: Path, saved: Mapping[str, Any], names: Iterable[str]) -> Exp
     return Experts(tensors, count, local, ranks, in_rows)
 
 
-def read_model_states(files: list[Path], layers: Mapping[str, LazyTensor] | None = None) -> ModelStates:
+def read_model_states(
+    files: list[Path],
+    layers: Mapping[str, LazyTensor] | None = None,
+    of_first: Mapping[str, Any] | None = None,
+) -> ModelStates:
     """The first rank's model states, and the other ranks' fragments of frozen parameters. ``layers`` are a pipeline
-    stage's tensors, of other files. Raises CheckpointError."""
-    of_ranks = [load_mapping(file) for file in files]
+    stage's tensors, of other files; ``of_first`` is what the first file holds, if it was read before. Raises
+    CheckpointError."""
+    of_ranks = [load_mapping(files[0]) if of_first is None else of_first, *map(load_mapping, files[1:])]
     saved = of_ranks[0]
     for file, of_rank in zip(files, of_ranks):
         if layers is None and not isinstance(of_rank.get("module"), Mapping):

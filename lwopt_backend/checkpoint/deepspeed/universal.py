@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, reader
+from lwopt_backend.checkpoint.contents import (
+    MASTER,
+    Checkpoint,
+    CheckpointError,
+    LazyTensor,
+    OwnerStates,
+    Param,
+    reader,
+)
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import STEP, ModelStates, load_mapping
 from lwopt_backend.checkpoint.deepspeed.zero import MARK
 from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
-from lwopt_backend.checkpoint.files.made import all_done
+from lwopt_backend.checkpoint.files.made import all_done, shape_of
 from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.pickles import plain
-from lwopt_backend.checkpoint.files.torch_files import save, save_as_it_lies
+from lwopt_backend.checkpoint.files.torch_files import (
+    Record,
+    Stored,
+    StoredTensor,
+    directory_crc,
+    save,
+    save_as_it_lies,
+)
 
 #     latest_universal                             the tag
 #     <tag>/mp_rank_00_model_states.pt             stage 3: zero_pp_rank_0_mp_rank_00_...
-#     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; ours adds ``OURS``
+#     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; ours adds ``OURS``, which says
+#                                                  what all files below have, and where, so that a loader opens one file
 #     <tag>/zero/<parameter>/fp32.pt, <key>.pt     {"param": the whole tensor, ...}; from stage 3 the flat tensor itself
 #     <tag>/zero/<parameter>/step.pt               the number itself
 #     <tag>/owner_state/<parameter>.pt             ours: what owners keep of its matrices, by their place
@@ -37,6 +54,7 @@ from lwopt_backend.checkpoint.files.torch_files import save, save_as_it_lies
 POINTER = "latest_universal"
 OWNERS = "owner_state"  # the folder beside "zero"
 OURS = "lwopt"  # the key in optimizer_state.pt for what the format has no place for
+FILES, CRCS = "files", "crc32"  # in it, by parameter: each state's shape, dtype, place, and where its checksums are
 
 
 def recognises(path: Path) -> bool:
@@ -49,7 +67,7 @@ def recognises(path: Path) -> bool:
 @reader("DeepSpeed", lambda path: ds.tag_of(path, POINTER))
 def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest_universal`` names. Raises CheckpointError."""
-    manifest.check_files(tag)
+    has_manifest = manifest.check_files(tag) is not None
     common = load_mapping(tag / ds.UNIVERSAL_MARK, tag)
     if MARK in common:
         raise CheckpointError(
@@ -67,16 +85,17 @@ def read(tag: Path) -> Checkpoint:
     step = None
     if not ours and stage3 is not None and stage3.get("state"):
         step = ds.as_number(next(iter(stage3["state"].values())).get(STEP))
+    if FILES in ours:
+        found = dict(_listed_params(tag, ours, has_manifest))
+    else:
+        folders = {name for name in ds.names_in(tag / "zero") if (tag / "zero" / name).is_dir()}
+        there = dict.fromkeys((*(name for name in states.module if name in folders), *sorted(folders)))
+        found = {name: _param(tag, name, shapes.get(name)) for name in there}
     params = {}
-    folders = {name for name in ds.names_in(tag / "zero") if (tag / "zero" / name).is_dir()}
-    listed = [name for name in (*ours.get("params", ()), *states.module) if name in folders]
-    for name in dict.fromkeys((*listed, *sorted(folders))):
-        for key in ours.get("files", {}).get(name, ()):  # the files that our writer has listed
-            file = tag / OWNERS / f"{name}.pt" if key == OWNERS else tag / "zero" / name / f"{key}.pt"
-            if not file.is_file():
-                raise CheckpointError(f"{file} is missing; copy the whole folder again")
-        found = _param(tag, name, shapes.get(name), states if parts == 1 else None)
-        params[name] = replace(found, step=step if found.step is None else found.step, group=group_of.get(name))
+    for name, param in found.items():
+        weight = states.weight(name, param.shape) if parts == 1 else None
+        known = step if param.step is None else param.step
+        params[name] = replace(param, weight=weight, step=known, group=group_of.get(name))
     missing = [name for name in shapes if name not in params]
     if missing:
         raise CheckpointError(f"{tag} has no folder zero/{missing[0]}; copy the whole folder again")
@@ -108,8 +127,9 @@ def _model_states(tag: Path) -> tuple[ModelStates, int]:
     first = [path for _, path in sorted(found[min(found)].items())]
     if not first[0].name.startswith("zero_pp"):
         first = first[:1]
-    if load_mapping(first[0]).get("module", "") is not None:
-        return ds.read_model_states(first), len(found)
+    saved = load_mapping(first[0])
+    if saved.get("module", "") is not None:
+        return ds.read_model_states(first, of_first=saved), len(found)
     stages = [ds.read_model_states(sorted(found[stage].values()), {}) for stage in sorted(found)]
     groups = zip_longest(*(stage.shapes or () for stage in stages), fillvalue={})
     shapes = [{name: shape for of_stage in group for name, shape in of_stage.items()} for group in groups]
@@ -132,7 +152,52 @@ def _listed(
     return group_of, shapes
 
 
-def _param(tag: Path, name: str, shape: tuple[int, ...] | None, states: ModelStates | None) -> Param:
+def _listed_params(tag: Path, ours: Mapping[str, Any], has_manifest: bool) -> Iterator[tuple[str, Param]]:
+    """Parameters with their state, of which ``ours`` says where it is: no file of a parameter is opened before it is
+    read. Files are looked for unless a manifest lists them. Raises CheckpointError."""
+    file, crcs = tag / ds.UNIVERSAL_MARK, ours[CRCS].read().numpy().view("uint32")
+    for name, listed in ours[FILES].items():
+        check_name(name, f"a parameter in {file}")
+        states = {}
+        for key, (shape, dtype, offset, block, first) in listed["states"].items():
+            check_name(key, f"a state in {file}")
+            path = tag / "zero" / name / f"{key}.pt"
+            place = Stored(path, offset, math.prod(shape_of(shape)) * dtype.itemsize, tag)
+            stop = first + -(-place.length // block)
+            if not 0 <= offset < 2**60 or not 0 <= first <= stop <= len(crcs):
+                raise CheckpointError(f"{file} is damaged: it has no place for {path}; copy it again")
+            if not has_manifest and not path.is_file():
+                raise CheckpointError(f"{path} is missing; copy the whole folder again")
+            if not has_manifest and path.stat().st_size < offset + place.length:
+                raise CheckpointError(f"{path} ends early; copy the whole folder again")
+            record = Record(place, crcs[first:stop].tolist(), block, str(path))
+            stride = torch.empty(shape, device="meta").stride()
+            states[key] = StoredTensor(record, 0, tuple(shape), stride, dtype, f"{key} in {path}").lazy()
+        owners = _Owners(tag / OWNERS / f"{name}.pt", tag)
+        if listed["owner_states"] and not has_manifest and not owners.path.is_file():
+            raise CheckpointError(f"{owners.path} is missing; copy the whole folder again")
+        owner = {place: partial(owners.read, place) for place in listed["owner_states"]}
+        yield name, Param(None, states, listed["step"], owner_states=OwnerStates(owner))
+
+
+@dataclass(frozen=True)
+class _Owners:
+    """A file of owner state, which is opened when some is read."""
+
+    path: Path
+    tag: Path
+
+    @cached_property
+    def _saved(self) -> Mapping[Any, Any]:
+        return load_mapping(self.path, self.tag)
+
+    def read(self, place: int) -> Any:
+        if place not in self._saved:
+            raise CheckpointError(f"{self.path} has no owner state of matrix {place}; copy the whole folder again")
+        return ds.read_as_it_lay(self._saved[place])
+
+
+def _param(tag: Path, name: str, shape: tuple[int, ...] | None) -> Param:
     folder = tag / "zero" / name
     found: dict[str, LazyTensor] = {}
     step = None
@@ -154,10 +219,8 @@ def _param(tag: Path, name: str, shape: tuple[int, ...] | None, states: ModelSta
                 f"{folder / key}.pt: expected shape {whole}, as fp32.pt has it, found {tensor.shape}; the files are of "
                 "different checkpoints"
             )
-    owners = tag / OWNERS / f"{name}.pt"
-    owner = ds.owner_states(load_mapping(owners, tag)) if owners.is_file() else {}
     ordered = {key: found[key] for key in sorted(found, key=lambda key: key != MASTER)}
-    return Param(states.weight(name, whole) if states else None, ordered, step, owner_states=owner)
+    return Param(None, ordered, step)
 
 
 def state_in(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTensor:
@@ -205,46 +268,70 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     by_rank = {**states, "module": OrderedDict(rest)}
     (folder / "zero").mkdir()
     files = Files(folder)
-
-    def save_file(name: str, content: Any) -> None:
-        files.add(name, save(content, folder / name))
-
+    records: dict[str, dict[str, Record]] = {name: {} for name in trained}
     all_done(
         [
-            partial(save_file, "mp_rank_00_model_states.pt", whole),  # the largest file
-            partial(save_file, "zero_pp_rank_0_mp_rank_00_model_states.pt", by_rank),
-            partial(save_file, "zero/optimizer_state.pt", _common(checkpoint, trained, groups)),
-            *(partial(_write_param, name, param, files, save_file) for name, param in trained.items()),
+            partial(_save, files, "mp_rank_00_model_states.pt", whole),  # the largest file
+            partial(_save, files, "zero_pp_rank_0_mp_rank_00_model_states.pt", by_rank),
+            *(partial(_write_param, name, param, files, records[name]) for name, param in trained.items()),
         ],
         workers,
     )
+    _save(files, str(ds.UNIVERSAL_MARK), _common(checkpoint, trained, groups, records))
     manifest.write(folder, files.entries, checkpoint.iteration)
 
 
-def _write_param(name: str, param: Param, files: Files, save_file: Callable[[str, Any], None]) -> None:
-    """Write a parameter's files. State in 16 bits stays in 16 bits; the master weight is written in fp32."""
+def _save(files: Files, name: str, content: Any) -> tuple[Record, ...]:
+    written = save(content, files.folder / name)
+    files.add(name, written.crc32)
+    return written.records
+
+
+def _states_to_write(param: Param) -> dict[str, LazyTensor]:
+    """State in 16 bits stays in 16 bits; the master weight is written in fp32."""
+    return {MASTER: param.best.to(torch.float32), **{k: t for k, t in param.states.items() if k != MASTER}}
+
+
+def _write_param(name: str, param: Param, files: Files, records: dict[str, Record]) -> None:
+    """Write a parameter's files, and add where its states are in them to ``records``."""
     place = f"zero/{name}"
     (files.folder / place).mkdir(parents=True)
-    tensors = {MASTER: param.best.to(torch.float32), **{k: t for k, t in param.states.items() if k != MASTER}}
-    for key, tensor in tensors.items():
+    for key, tensor in _states_to_write(param).items():
         check_name(key, f"the state {key!r} of parameter {name!r}")
-        save_file(f"{place}/{key}.pt", {"param": tensor, "cat_dim": 0})
+        (records[key],) = _save(files, f"{place}/{key}.pt", {"param": tensor, "cat_dim": 0})
     if param.step is not None:
-        save_file(f"{place}/{STEP}.pt", torch.tensor(float(param.step)))
+        _save(files, f"{place}/{STEP}.pt", torch.tensor(float(param.step)))
     if param.owner_states:
-        (files.folder / OWNERS).mkdir(exist_ok=True)
-        with files.open(f"{OWNERS}/{name}.pt") as file:
+        path = files.folder / OWNERS / f"{name}.pt"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("wb") as file:
             save_as_it_lies({place: dict(state) for place, state in param.owner_states.items()}, file)
+        files.add(f"{OWNERS}/{name}.pt", directory_crc(path))
 
 
-def _common(checkpoint: Checkpoint, trained: Mapping[str, Param], groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _files_listed(trained: Mapping[str, Param], records: Mapping[str, Mapping[str, Record]]) -> dict[str, Any]:
+    """What ``_listed_params`` reads."""
+    crcs = array("I")
+    files: dict[str, Any] = {}
+    for name, param in trained.items():
+        states = {}
+        for key, tensor in _states_to_write(param).items():
+            record = records[name][key]
+            states[key] = (tuple(tensor.shape), tensor.dtype, record.stored.offset, record.block, len(crcs))
+            crcs.extend(record.crcs)
+        files[name] = {"states": states, "step": param.step, "owner_states": list(param.owner_states)}
+    return {FILES: files, CRCS: torch.frombuffer(crcs or array("I", [0]), dtype=torch.int32)}
+
+
+def _common(
+    checkpoint: Checkpoint,
+    trained: Mapping[str, Param],
+    groups: list[dict[str, Any]],
+    records: Mapping[str, Mapping[str, Record]],
+) -> dict[str, Any]:
     steps = [param.step for param in trained.values() if param.step is not None]
     step = {STEP: torch.tensor(max(steps))} if steps else {}
     arguments = {key: value for key, value in checkpoint.arguments.items() if key != "ds_config"}
-    files = {  # what ``_write_param`` writes, by key, so that a reader knows what is missing
-        name: [*dict.fromkeys((MASTER, *p.states)), *[STEP] * (p.step is not None), *[OWNERS] * bool(p.owner_states)]
-        for name, p in trained.items()
-    }
     common = {
         "param_groups": groups,
         "ds_version": LOADER_VERSION,
@@ -254,7 +341,7 @@ def _common(checkpoint: Checkpoint, trained: Mapping[str, Param], groups: list[d
             "source": f"{checkpoint.format} {checkpoint.version}",
             "world": dict(checkpoint.world),
             "params": {name: param.group for name, param in checkpoint.params.items()},
-            "files": files,
+            **_files_listed(trained, records),
             "arguments": arguments,
         },
     }

@@ -6,7 +6,8 @@
      "files": {"zero/wte.weight/fp32.pt": {"bytes": 4736, "crc32": "8d1f...", "rank": 0}, ...},
      "crc32": "..."}                                                                of all the above
 
-Files that it does not list are ignored, because other tools may add some.
+The CRC32 of a file that torch.save writes is its directory's, which has the CRC32s of all that is in it, so that it is
+known without reading the tensors. Files that it does not list are ignored, because other tools may add some.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import functools
 import hashlib
 import io
 import json
-import os
 import secrets
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -31,7 +31,6 @@ from lwopt_backend.checkpoint.files.folders import write_whole
 NAME = "lwopt_manifest.json"
 DEPTH = 4  # folders in which a file's manifest may be: <tag>/zero/<parameter>/<key>.pt has it in the third
 CHUNK = 2**22  # bytes that are read at once
-Payload = tuple[int, int, int]  # where bytes are in a file, how many, and their CRC32
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,11 @@ class Manifest:
         """A sentence for each file that is missing or has another size."""
         for name, entry in self.files.items():
             path = self.folder / name
-            size = path.stat().st_size if path.is_file() else None
+            try:
+                found = path.stat()
+            except OSError:
+                found = None
+            size = found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
             if size is None:
                 yield f"{path} is missing; {self.advice}"
             elif size != entry.nbytes:
@@ -190,42 +193,9 @@ def check(path: Path, crc32: Callable[[], int]) -> None:
             return
 
 
-def crc_of(path: Path, payloads: Iterable[Payload] = ()) -> int:
-    """A file's CRC32. ``payloads``, which must not overlap, have known CRC32s and are not read."""
-    crc, at = 0, 0
+def crc_of(path: Path) -> int:
+    crc = 0
     with path.open("rb") as file:
-        for offset, nbytes, of_payload in [*sorted(payloads), (os.fstat(file.fileno()).st_size, 0, 0)]:
-            file.seek(at)
-            while at < offset and (data := file.read(min(CHUNK, offset - at))):
-                crc, at = zlib.crc32(data, crc), at + len(data)
-            crc, at = combined(crc, of_payload, nbytes), offset + nbytes
+        while data := file.read(CHUNK):
+            crc = zlib.crc32(data, crc)
     return crc
-
-
-POLYNOMIAL = 0xEDB88320  # CRC32's, x^0 in the highest bit
-
-
-def combined(first: int, second: int, nbytes: int) -> int:
-    """The CRC32 of two concatenated ranges, the second of ``nbytes``, from theirs; zlib calls it crc32_combine."""
-    return _times(_moved(nbytes), first) ^ second
-
-
-@functools.lru_cache(maxsize=2**12)
-def _moved(nbytes: int) -> int:
-    """x to the 8 times ``nbytes``."""
-    found, power = 1 << 31, 1 << 23
-    while nbytes:
-        if nbytes & 1:
-            found = _times(found, power)
-        power = _times(power, power)
-        nbytes >>= 1
-    return found
-
-
-def _times(one: int, other: int) -> int:
-    product = 0
-    for bit in range(31, -1, -1):
-        if one >> bit & 1:
-            product ^= other
-        other = other >> 1 ^ (POLYNOMIAL if other & 1 else 0)
-    return product

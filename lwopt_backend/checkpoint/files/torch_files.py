@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import pickle
@@ -13,13 +12,11 @@ import threading
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -29,80 +26,69 @@ from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, held
 from lwopt_backend.checkpoint.files import manifest, pickles
 from lwopt_backend.checkpoint.files.folders import check_inside
 from lwopt_backend.checkpoint.files.made import in_order
-from lwopt_backend.checkpoint.files.manifest import Payload, crc_of
 
 # The zip archives that torch.save writes, in a file or in a part of one: stored records, each with its checksum.
 # A local header, whose last two fields say how long name and padding after it are, then the record's bytes. Format:
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
-T = TypeVar("T")
 CHUNK = 2**22  # bytes that are read at once; they fit into the processor's cache
 _HEADER = struct.Struct("<4s22xHH")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A place in a file: ``length`` bytes from ``offset`` on."""
+    """A place in a file: ``length`` bytes from ``offset`` on. If ``folder`` is given, the file has to lie in that, and
+    whoever reads it first makes sure."""
 
     path: Path
     offset: int
     length: int
+    folder: Path | None = None
 
 
 class Record:
-    """A tensor's bytes in a file. They are checked once: when they are first read whole, or before a part is read. One
-    that is in ``as_read`` is checked by the parts that are read, when the last of them is, or by ``finish``."""
+    """Bytes in a file with their CRC32s, one for every ``block`` bytes. Those of a block are read and checked once,
+    before its first use."""
 
-    def __init__(self, stored: Stored, crc: int, where: str, checked: bool, as_read: list[Record] | None) -> None:
-        self.stored, self.crc, self._where = stored, crc, where
-        self._checked, self._lock = checked, threading.Lock()
-        self.parts: dict[int, tuple[int, int]] | None = None if as_read is None else {}
-        if as_read is not None:
-            as_read.append(self)
+    def __init__(self, stored: Stored, crcs: Sequence[int], block: int, where: str) -> None:
+        self.stored, self.crcs, self.block, self._where = stored, crcs, block, where
+        self._checked, self._lock = set[int](), threading.Lock()
 
-    def check(self) -> None:
-        """Read and check all bytes, if not done before. Raises CheckpointError if they differ from what was written."""
+    def check(self, start: int = 0, stop: int | None = None) -> None:
+        """Check the bytes [start, stop), by default all. Raises CheckpointError if they differ from those written."""
+        stop = self.stored.length if stop is None else stop
         with self._lock:
-            if not self._checked:
-                self._compare(_crc_of(self.stored))
+            for number in {*range(start // self.block, -(-stop // self.block))} - self._checked:
+                first = number * self.block
+                length = min(self.block, self.stored.length - first)
+                self._compare(number, _crc_of(Stored(self.stored.path, self.stored.offset + first, length)))
 
-    def check_read(self, tensor: Tensor) -> None:
-        """Check ``tensor``, which was read from all of the record."""
-        if not self._checked:
-            self._compare(contents.crc32(tensor))
-
-    def add(self, start: int, tensor: Tensor) -> None:
-        """Note the checksum of a part that was read from byte ``start`` on."""
-        if self.parts is not None and not self._checked and start not in self.parts:
-            self.parts[start] = tensor.nbytes, contents.crc32(tensor)
-
-    def finish(self) -> None:
-        """Check what was read in parts. Raises CheckpointError unless all is as it was written."""
-        at, crc = 0, 0
-        for start, (nbytes, of_part) in sorted((self.parts or {}).items()):
-            if start == at:
-                at, crc = at + nbytes, manifest.combined(crc, of_part, nbytes)
-        if self.parts and not self._checked:
-            self._compare(crc) if at == self.stored.length else self.check()
+    def check_read(self, data: memoryview) -> None:
+        """Check ``data``, all bytes, which were just read."""
+        for number in range(len(self.crcs)):
+            if number not in self._checked:
+                self._compare(number, zlib.crc32(data[number * self.block : (number + 1) * self.block]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Record, (self.stored, self.crc, self._where, self._checked, None)
+        return Record, (self.stored, self.crcs, self.block, self._where)
 
-    def _compare(self, found: int) -> None:
-        if found != self.crc:
+    def _compare(self, number: int, found: int) -> None:
+        if found != self.crcs[number]:
             raise _damaged(self._where, "a checksum is wrong")
-        self._checked = True
+        self._checked.add(number)
 
 
 class Archive:
-    """The records of an archive, by name without their folder. Raises CheckpointError for damage. Records of tensors,
-    named ``data/...``, are not read; with ``checked``, they need not be checked."""
+    """The records of an archive, by name without their folder; ``crc32`` is its directory's, which has those of the
+    records. Raises CheckpointError for damage. Records of tensors, named ``data/...``, are not read."""
 
-    def __init__(self, stored: Stored, where: str, checked: bool = False, as_read: list[Record] | None = None) -> None:
+    def __init__(self, stored: Stored, where: str) -> None:
         self.stored, self.where = stored, where
+        whole = max(stored.length, 1)  # each record has one checksum
         with io.BufferedReader(_Part(stored)) as file:
             try:
-                entries = zipfile.ZipFile(file).infolist()
+                archive = zipfile.ZipFile(file)
+                entries = archive.infolist()
                 main = next((entry.filename for entry in entries if entry.filename.endswith("/data.pkl")), None)
                 if main is None:
                     raise ValueError("it has no data.pkl")
@@ -110,9 +96,11 @@ class Archive:
                 if sum(entry.file_size for entry in entries) > stored.length:
                     raise ValueError("its records overlap")
                 self.records = {
-                    name.removeprefix(root): Record(place, crc, where, checked, as_read)
-                    for name, place, crc in [(e.filename, _place(file, e, stored), e.CRC) for e in entries]
+                    entry.filename.removeprefix(root): Record(_place(file, entry, stored), (entry.CRC,), whole, where)
+                    for entry in entries
                 }
+                file.seek(archive.start_dir)
+                self.crc32 = zlib.crc32(file.read())
             except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, struct.error) as error:
                 raise _damaged(where, error) from error
         for name, record in self.records.items():
@@ -123,15 +111,6 @@ class Archive:
         stored = self.records[name].stored
         with io.BufferedReader(_Part(stored)) as file:
             return file.read()
-
-    def crc32(self, path: Path) -> int:
-        """The CRC32 of ``path``, all of which the archive fills, as its records say they were written."""
-        payloads = ((r.stored.offset, r.stored.length, r.crc) for r in self.records.values())
-        return manifest.crc_of(path, payloads)
-
-    def check(self) -> None:
-        for record in self.records.values():
-            record.check()
 
 
 class _Part(io.RawIOBase):
@@ -203,9 +182,6 @@ def _damaged(where: str, reason: object) -> CheckpointError:
 # torch reads the pickled structure, with stubs for classes of other programs. Tensors become places in the file's
 # records, whose lengths must fit the tensors; each is read, and checked, when it is needed.
 
-_unchecked: ContextVar[set[Path] | None] = ContextVar("unchecked", default=None)
-_as_read: ContextVar[list[Record] | None] = ContextVar("as_read", default=None)
-
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -221,17 +197,15 @@ class StoredTensor:
     def box(self, begin: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
         """Elements from number ``begin`` of it on. Raises CheckpointError for bytes that are not as they were saved."""
         start, stored = self.start + begin * self.dtype.itemsize, self.record.stored
-        whole = start == 0 and torch.Size(shape).numel() * self.dtype.itemsize == stored.length
-        in_parts = not whole and self.record.parts is not None and _is_contiguous(shape, stride)
-        if not whole and not in_parts:
-            self.record.check()
+        if stored.folder is not None:
+            check_inside(stored.path, stored.folder)
+        count = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride))
+        is_whole = count * self.dtype.itemsize == stored.length and _is_contiguous(shape, stride)
+        if count and not is_whole:
+            self.record.check(start, start + count * self.dtype.itemsize)
         found = read_strided(stored.path, stored.offset + start, shape, stride, self.dtype, self.where)
-        if in_parts:
-            self.record.add(start, found)
-        if whole and stride == found.stride():
-            self.record.check_read(found)
-        elif whole:
-            self.record.check()
+        if is_whole:
+            self.record.check_read(contents.memory(found))
         return found
 
     def lazy(self) -> LazyTensor:
@@ -256,47 +230,14 @@ def load(path: Path, folder: Path | None = None) -> Any:
     for something that is not allowed.
     """
     check_inside(path, folder or path.parent)
-    later = _unchecked.get()
-    if later is not None:
-        later.add(path)
-    archive = Archive(_whole(path), str(path), later is not None, as_read())
-    manifest.check(path, lambda: archive.crc32(path))
+    archive = Archive(_whole(path), str(path))
+    manifest.check(path, lambda: archive.crc32)
     return _load(archive, StoredTensor.lazy)
 
 
-@contextlib.contextmanager
-def _within(variable: ContextVar[T | None], value: T) -> Iterator[T]:
-    token = variable.set(value)
-    try:
-        yield value
-    finally:
-        variable.reset(token)
-
-
-def checked_later() -> AbstractContextManager[set[Path]]:
-    """Within it, loading does not check tensors' bytes. Yields the files, so that ranks can share out their checks."""
-    return _within(_unchecked, set())
-
-
-def checked_as_read() -> AbstractContextManager[list[Record]]:
-    """Within it, tensors of what is opened are checked by the parts that are read, so that nothing is read twice. The
-    caller must ``finish`` all of these records before it uses what it read."""
-    return _within(_as_read, [])
-
-
-def as_read() -> list[Record] | None:
-    """The records of the enclosing ``checked_as_read``, or None."""
-    return _as_read.get()
-
-
-def check(path: Path) -> None:
-    """Check every record of a file that torch.save wrote. Raises CheckpointError if one has changed."""
-    Archive(_whole(path), str(path)).check()
-
-
-def load_part(stored: Stored, where: str, as_read: list[Record] | None = None) -> Any:
+def load_part(stored: Stored, where: str) -> Any:
     """What torch.save wrote into a part of a file, with a ``StoredTensor`` for every tensor."""
-    return _load(Archive(stored, where, as_read=as_read), lambda tensor: tensor)
+    return _load(Archive(stored, where), lambda tensor: tensor)
 
 
 def load_here(stored: Stored, where: str) -> Any:
@@ -372,6 +313,7 @@ FORMAT_VERSION = b"3\n"  # of PyTorch's archives: kProducedFileFormatVersion
 PADDING = 0x4246  # "FB", the header's field that PyTorch pads with
 _PADDING = struct.Struct("<HH")
 _ZIP64 = struct.Struct("<HHQQ")
+SMALLEST_BLOCK, MOST_BLOCKS = 2**16, 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -411,9 +353,17 @@ class _Pickler(pickle.Pickler):
         return "storage", getattr(torch, kind), value.key, "cpu", tensor.numel
 
 
-def save(content: Any, path: Path, workers: int = 1) -> int:
+@dataclass(frozen=True)
+class Written:
+    """A file that was written: its directory's CRC32, and each tensor's record, in their order."""
+
+    crc32: int
+    records: tuple[Record, ...]
+
+
+def save(content: Any, path: Path, workers: int = 1) -> Written:
     """Write ``content``, in which tensors may be lazy: ``workers`` blocks of them, or whole ones where ranges cannot be
-    read, are in memory. They become contiguous. Returns the file's CRC32.
+    read, are in memory. They become contiguous.
 
     The file is one that ``torch.load`` reads: an archive of stored records, each at a multiple of ``ALIGNMENT`` bytes,
     as PyTorch's own (torch/serialization.py, ``_save``; caffe2/serialize/inline_container.cc).
@@ -422,18 +372,23 @@ def save(content: Any, path: Path, workers: int = 1) -> int:
     pickler = _Pickler(pickled)
     pickler.dump(content)
     small = {"data.pkl": pickled.getvalue(), "byteorder": sys.byteorder.encode(), "version": FORMAT_VERSION}
-    payloads = []
+    records = []
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
         for name, data in small.items():
-            _write(archive, f"archive/{name}", len(data), [(data, zlib.crc32(data))])
+            _write(archive, path, name, len(data), [data])
         for storage in pickler.storages:
-            read = in_order(storage.tensor.block_reads(), workers)
-            blocks = ((contents.memory(block), contents.crc32(block)) for block in read)
-            start, nbytes, _ = payload = _write(archive, f"archive/data/{storage.key}", storage.tensor.nbytes, blocks)
-            payloads.append(payload)
+            tensor = storage.tensor
+            blocks = map(contents.memory, in_order(tensor.block_reads(), workers))
+            records.append(_write(archive, path, f"data/{storage.key}", tensor.nbytes, blocks))
             if hasattr(os, "posix_fadvise"):  # Linux starts to write what is declared unneeded (mm/fadvise.c)
-                os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
-    return crc_of(path, payloads)
+                place = records[-1].stored
+                os.posix_fadvise(file.fileno(), place.offset, place.length, os.POSIX_FADV_DONTNEED)
+    return Written(directory_crc(path), tuple(records))
+
+
+def directory_crc(path: Path) -> int:
+    """The CRC32 of the directory of an archive that has just been written, for its manifest."""
+    return Archive(_whole(path), str(path)).crc32
 
 
 def save_as_it_lies(content: Any, file: BinaryIO) -> None:
@@ -448,27 +403,42 @@ def save_as_it_lies(content: Any, file: BinaryIO) -> None:
 
 
 def _write(
-    archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[tuple[bytes | memoryview, int]]
-) -> Payload:
-    """Write a record of blocks with known CRC32s, of which zipfile would compute its own."""
-    record, file = zipfile.ZipInfo(name), archive.fp
-    assert file is not None
-    large = nbytes >= zipfile.ZIP64_LIMIT
-    fixed: int = zipfile.sizeFileHeader  # type: ignore[attr-defined]  # typeshed leaves it out
-    header = fixed + len(name) + (_ZIP64.size if large else 0) + _PADDING.size
+    archive: zipfile.ZipFile, path: Path, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]
+) -> Record:
+    """Write a record of blocks, which begins at a multiple of ``ALIGNMENT``."""
+    entry = zipfile.ZipInfo(f"archive/{name}")
+    entry.file_size = nbytes
+    is_large = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides
+    header = _HEADER.size + len(entry.filename) + (_ZIP64.size if is_large else 0) + _PADDING.size
     padding = -(archive.start_dir + header) % ALIGNMENT
-    record.extra = _PADDING.pack(PADDING, padding) + bytes(padding)
-    record.header_offset, record.CRC = archive.start_dir, 0
-    record.file_size = record.compress_size = nbytes
-    start = file.seek(record.header_offset + header + padding)
-    for data, crc in blocks:
-        file.write(data)
-        record.CRC = manifest.combined(record.CRC, crc, len(data))
-    archive.start_dir = file.tell()
+    entry.extra = _PADDING.pack(PADDING, padding) + bytes(padding)
+    start, sums = archive.start_dir + header + padding, Sums(nbytes)
+    with archive.open(entry, "w", force_zip64=is_large) as file:
+        for data in blocks:
+            file.write(data)
+            sums.add(data)
     assert archive.start_dir == start + nbytes, f"{name}: expected {nbytes} bytes, found {archive.start_dir - start}"
-    file.seek(record.header_offset)
-    file.write(record.FileHeader(large))
-    file.seek(archive.start_dir)
-    archive.filelist.append(record)
-    file.flush()
-    return start, nbytes, record.CRC
+    return Record(Stored(path, start, nbytes), sums.crcs, sums.block, name)
+
+
+class Sums:
+    """The CRC32s of ``nbytes`` bytes, one for every ``block``; data is added in any lengths.
+
+    Blocks are small beside a tensor, because at stage 3 a rank reads a part of every tensor, and checks all blocks that
+    it reads from; and there are at most ``MOST_BLOCKS`` of them, because the CRC32s of all tensors are read at once.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.block = max(SMALLEST_BLOCK, -(-nbytes // MOST_BLOCKS))
+        self.crcs: list[int] = []
+        self._end = 0
+
+    def add(self, data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        while left:
+            if self._end % self.block == 0:
+                self.crcs.append(0)
+            taken = left[: self.block - self._end % self.block]
+            self.crcs[-1] = zlib.crc32(taken, self.crcs[-1])
+            self._end += len(taken)
+            left = left[len(taken) :]
