@@ -325,6 +325,7 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     groups = first["param_groups"] if whole else first["base_optimizer_state"]["param_groups"]
     group_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
     gathered = {name: Gathered(name, tuple(shape), group_of[name]) for name, shape, _, _ in members}
+    owners: dict[str, dict[int, Any]] = {}
     for file, saved in of_ranks:
         for number, (name, *_) in enumerate(members):
             if whole:
@@ -342,7 +343,9 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
             flat = {key: v.view((v.numel,)) if isinstance(v, LazyTensor) and v.shape else v for key, v in kept.items()}
             gathered[name].add(flat, 0, weights.numel, start, file)
         for name, of_places in (saved.get(CHECKPOINT_KEY) or {}).items():
-            gathered[name].owner = ds.owner_states(of_places)
+            owners.setdefault(name, {}).update(of_places)  # ranks may own matrices of one parameter
+    for name, of_places in owners.items():
+        gathered[name].owner = ds.owner_states(dict(sorted(of_places.items())))
     if whole:  # at stage 0 DeepSpeed does not list what is frozen
         known = {*gathered, *states.buffers, *states.tied}
         states = replace(states, frozen={name: t for name, t in states.module.items() if name not in known})
