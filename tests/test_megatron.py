@@ -499,18 +499,32 @@ def with_states_of(what: str, known: Truth) -> Truth:
     return found
 
 
-@pytest.mark.parametrize("layout", [None, "fully_reshardable", "dp_reshardable"])
-@pytest.mark.parametrize("what", OTHER_STATES)
-def test_other_optimizers_states_are_read(what: str, layout: str | None, tmp_path: Path) -> None:
-    muon = "uon" in what
-    setup = Setup(layout, muon, chained=muon and layout == "dp_reshardable", arguments=OTHER_STATES[what])
-    known = with_states_of(what, truth(muon))
-    write(tmp_path / "iter_0000007", setup, known)
-    found = dist_reader.read(tmp_path / "iter_0000007")
+LAYOUTS = (None, "fully_reshardable", "dp_reshardable")
+KINDS_OF = {what: ("layer_wise",) if "uon" in what else ("plain", "distributed") for what in OTHER_STATES}
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"), [(what, kind) for what in OTHER_STATES for kind in (*LAYOUTS, *KINDS_OF[what])]
+)
+def test_other_optimizers_states_are_read(what: str, kind: str | None, tmp_path: Path) -> None:
+    """In the layouts of torch_dist, and in the torch format of each kind of optimizer."""
+    muon, more = "uon" in what, OTHER_STATES[what]
+    if kind in LAYOUTS:
+        known = with_states_of(what, truth(muon))
+        write(tmp_path / "iter_0000007", Setup(kind, muon, chained=muon and kind == LAYOUTS[2], arguments=more), known)
+    else:
+        files = Writer(TorchSetup(optimizer=kind, dp=2 if muon else 1, arguments=more))
+        known = files.truth = with_states_of(what, files.truth)
+        files.write(tmp_path)
+    found = formats.read(tmp_path / "iter_0000007")
     assert_exact(found, known)
     assert not [note for note in [*found.notes, *gates.check(found)] if "steps" in note]
     notes = convert.prepared(found, "universal", None, None, Numbers()).notes
     assert (convert.ADAPTIVE_MUON in notes) == (what == "adaptive_muon")
+    if (what, kind) == ("adaptive_muon", "layer_wise"):
+        updated(OWN_0, 0, "optimizer", "state", 0, moment2_buffer=torch.ones(8, 1))(tmp_path / "iter_0000007")
+        with pytest.raises(CheckpointError, match="normuon's, one for each row or column, is not converted"):
+            formats.read(tmp_path)
 
 
 def test_lion_of_matrices_has_adam_beside_it(tmp_path: Path) -> None:
@@ -528,22 +542,6 @@ def test_lion_of_matrices_has_adam_beside_it(tmp_path: Path) -> None:
     write(tmp_path / "iter_0000009", Setup(arguments=more), alone)
     with pytest.raises(CheckpointError, match="does not save Adam's exp_avg_sq; save without --use-distributed-opt"):
         dist_reader.read(tmp_path / "iter_0000009")
-
-
-KINDS_OF = {what: ("layer_wise",) if "uon" in what else ("plain", "distributed") for what in OTHER_STATES}
-
-
-@pytest.mark.parametrize(("what", "kind"), [(what, kind) for what, kinds in KINDS_OF.items() for kind in kinds])
-def test_other_optimizers_states_are_read_in_torchs_format(what: str, kind: str, tmp_path: Path) -> None:
-    files = Writer(TorchSetup(optimizer=kind, dp=2 if kind == "layer_wise" else 1, arguments=OTHER_STATES[what]))
-    files.truth = with_states_of(what, files.truth)
-    files.write(tmp_path)
-    assert_exact(formats.read(tmp_path), files.truth)
-    if what == "adaptive_muon":
-        second = (OWN_0, 0, "optimizer", "state", 0)
-        updated(*second, moment2_buffer=torch.ones(8, 1))(tmp_path / "iter_0000007")
-        with pytest.raises(CheckpointError, match="normuon's, one for each row or column, is not converted"):
-            formats.read(tmp_path)
 
 
 def test_names_of_other_attention_and_of_layers_that_differ(tmp_path: Path) -> None:
