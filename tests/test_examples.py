@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.launcher import ROOT, launch, metrics, run_on_ranks, succeeds, torchrun
 from tests.ranks import RankPool
@@ -16,8 +15,6 @@ from tests.ranks import RankPool
 sys.path.append(str(ROOT / "examples"))
 
 import train_gpt  # noqa: E402
-from corpus import Corpus  # noqa: E402
-from gpt import GPT, GPTConfig  # noqa: E402
 from run_folder import RunFolder, read_metrics  # noqa: E402
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -237,61 +234,6 @@ def test_compare_draws_the_best_of_both_sweeps(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     first = [metrics(tmp_path / name)[1]["loss"] for name in losses]
     assert first[0] == first[1], "the same first batch and the same initial weights"
-
-
-# Data, model and metrics
-
-
-def test_the_text_is_the_standard_library_or_a_folder_of_disjoint_files(tmp_path: Path) -> None:
-    corpus = Corpus.load(None, 256)
-    assert len(corpus.train) > 2**20 and len(corpus.validation) > 2**17
-    assert corpus.train.dtype == torch.uint8
-    for number in range(25):
-        (tmp_path / f"{number:02}.txt").write_bytes(bytes([number or ord("A")]) * 100)
-    (tmp_path / "binary.bin").write_bytes(b"\0" * 500)
-    (tmp_path / ".hidden").write_bytes(b"x" * 500)
-    corpus = Corpus.load(str(tmp_path), 16)
-    train, validation = set(corpus.train.tolist()), set(corpus.validation.tolist())
-    assert train.isdisjoint(validation) and validation == {ord("A"), 10, 20}
-    assert len(corpus.train) + len(corpus.validation) == 2500
-
-
-def test_missing_empty_or_small_texts_are_errors(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "empty").write_bytes(b"")
-    (tmp_path / "small").write_bytes(b"x" * 50)
-    for name, message in {
-        "missing": "no such file or folder",
-        "empty": "0 bytes for training",
-        "small": "5 bytes for validation",
-        "folder": r"0 bytes for training, at least 18 are needed \(0 text file",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            Corpus.load(str(tmp_path / name), 16)
-
-
-def test_batches_depend_on_seed_step_and_row_only(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(bytes(range(1, 256)) * 20)
-    corpus = Corpus.load(str(tmp_path / "text"), 16)
-    both, _ = corpus.train_batch(3, range(4), 16, seed=1)
-    second, targets = corpus.train_batch(3, range(2, 4), 16, seed=1)
-    assert torch.equal(both[2:], second)
-    assert torch.equal(targets, second % 255 + 1), "the next byte, in a text that counts up"
-    assert not torch.equal(both, corpus.train_batch(4, range(4), 16, seed=1)[0])
-    assert not torch.equal(both, corpus.train_batch(3, range(4), 16, seed=2)[0])
-
-
-def test_the_model_is_causal() -> None:
-    torch.manual_seed(0)
-    model, tokens = GPT(GPTConfig(layers=2, width=32, context=16)), torch.randint(256, (1, 16))
-    changed = tokens.clone()
-    changed[0, 10] = (changed[0, 10] + 1) % 256
-    outputs: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, args, output: outputs.append(output))
-    for some in (tokens, changed):
-        model(some, tokens)
-    assert torch.equal(outputs[0][:, :10], outputs[1][:, :10]), "a later byte must not change earlier predictions"
-    assert not torch.equal(outputs[0][:, 10:], outputs[1][:, 10:])
 
 
 def test_metrics_of_a_killed_run_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Newton-Schulz with packages that need a GPU: refused without one, and called as their signatures say. Stand-ins have
-the packages' own signatures and compute with torch. The package gram-newton-schulz itself runs in
+"""Newton-Schulz with packages that need a GPU: refused without one, and called as expected. Stand-ins compute with
+torch. The package gram-newton-schulz itself, whose arguments may change, runs in
 tests/peers/test_gram_newton_schulz.py."""
 
 import sys
@@ -25,24 +25,14 @@ WAYS = {True: gram_newton_schulz, False: newton_schulz}
 
 
 class Quack:
-    """gemm_symmetric of quack-kernels 0.6.5; ``halves`` counts the multiplications that it saves."""
+    """gemm_symmetric of quack-kernels; ``saved`` counts the multiplications that it saves."""
 
     calls = 0
     saved = 0
 
     def gemm_symmetric(
-        self,
-        A: Tensor,  # (L, M, K)
-        B: Tensor,  # (L, K, M)
-        C: Tensor | None = None,
-        out: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-        dynamic_scheduler: bool = False,
-        alpha: float | Tensor = 1.0,
-        beta: float | Tensor = 1.0,
-        split_k: int | None = 1,
-        split_k_mode: int = 0,
-    ) -> Tensor:
+        self, A: Tensor, B: Tensor, C: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> Tensor:  # A is (L, M, K), B (L, K, M)
         batch, rows, inner = A.shape
         assert B.shape == (batch, inner, rows) and (C is None or C.shape == (batch, rows, rows))
         for given in (A, B) if C is None else (A, B, C):
@@ -102,20 +92,20 @@ def test_sides_left_to_torch(shape: tuple[int, ...], least: int, quack: Quack, m
 
 
 class GramNewtonSchulz:
-    """The constructor of gram-newton-schulz 0.1.6; it iterates in the given dtype, and not in fp16."""
+    """Iterates in the given dtype, where gram-newton-schulz takes fp16."""
 
     made = 0
 
     def __init__(
         self,
-        ns_epsilon: float = 1e-7,
-        ns_use_kernels: bool = True,
-        ns_coefficients: list[list[float]] | None = None,
-        use_gram_newton_schulz: bool = True,
-        gram_newton_schulz_reset_iterations: list[int] | None = None,
-        compile_kwargs: dict[str, Any] | None = {"fullgraph": True, "mode": "reduce-overhead"},  # noqa: B006
+        *,
+        ns_use_kernels: bool,
+        ns_coefficients: list[list[float]],
+        use_gram_newton_schulz: bool,
+        gram_newton_schulz_reset_iterations: list[int],
+        compile_kwargs: None,
     ) -> None:
-        assert not ns_use_kernels and compile_kwargs is None and ns_coefficients is not None
+        assert not ns_use_kernels and compile_kwargs is None
         assert all(type(number) is float for row in ns_coefficients for number in row)
         self.rows, self.resets = ns_coefficients, gram_newton_schulz_reset_iterations
         self.gram = use_gram_newton_schulz
