@@ -19,6 +19,7 @@ from lwopt_backend.optimizer import LayerWiseOptimizer, MeshOptimizer, OwnedOpti
 from lwopt_backend.runtime.agreement import agree, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.storage.gradients import ClipGroups, Pick, everything
+from lwopt_backend.storage.owned_state import Pieces, names_of
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from lwopt_backend.checkpoint.dcp.reader import DcpFolder
@@ -50,6 +51,14 @@ class Part:
     def params(self) -> Sequence[tuple[str, Tensor]]:
         """The trained parameters with their names."""
         raise NotImplementedError
+
+    def names(self) -> tuple[dict[int, str], list[list[Any]]]:
+        """Parameters' names in a checkpoint, by their number in the optimizer's ``state_dict``; all ranks' names, with
+        shapes. Called on all ranks of the module."""
+        known = {id(param): name for name, param in self.params()}
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        shapes = [[name, list(param.shape)] for name, param in self.params()]
+        return {number: known[id(param)] for number, param in enumerate(params)}, shapes
 
     def norm(self, norm_type: float, group: str | None) -> Tensor:
         """The norm of the mean gradients of a clip group, or of the rest (None), every element counted once."""
@@ -112,6 +121,14 @@ class OwnedPart(OurPart):
 
     def params(self) -> Sequence[tuple[str, Tensor]]:
         return [(member.name, member.param) for member in self.optimizer.core.members]
+
+    def names(self) -> tuple[dict[int, str], list[list[Any]]]:
+        core, groups = self.optimizer.core, self.optimizer.param_groups
+        names = names_of(core, groups)
+        keys = {id(member.param): names.keys[number] for number, member in enumerate(core.members)}
+        params = [param for group in groups for param in group["params"]]
+        shapes = [[key, list(param.shape)] for key, param in names.params.items()]
+        return {number: keys[id(param)] for number, param in enumerate(params)}, shapes
 
     def count_zeros(self) -> int:
         return self.optimizer.count_zeros()
@@ -352,11 +369,9 @@ def raise_on_all(everyone: Collectives, what: str, failed: Mapping[str, Exceptio
 #
 # ::
 #
-#     <module>.optimizer.state.<parameter>.<key>           as the module's optimizer alone is saved, without weights
+#     <module>.optimizer.state.<parameter>.<key>           each rank writes its shards of the optimizers' ``state_dict``
 #     <module>.optimizer.param_groups.<number>.<option>
-#     <module>.params                                      of FSDP2's and plain optimizers: names and shapes
-#
-# FSDP2's and plain optimizers are saved by their ``state_dict``: each rank writes its shards.
+#     <module>.params                                      names and shapes
 
 PARAMS = "params"
 LOADING = "load_state_dict_from"
@@ -368,15 +383,11 @@ def save(everyone: Collectives, parts: Mapping[str, Part], folder: Path) -> None
     An error on any rank is raised on all of them. The folder's earlier save can then still be loaded.
     """
     from lwopt_backend.checkpoint.dcp import saving
-    from lwopt_backend.storage.owned_files import shards_of
 
     shards = saving.Shards()
 
     def collect(name: str, part: Part) -> None:
-        if isinstance(part, OwnedPart):
-            found = shards_of(part.optimizer.core, part.optimizer.param_groups, (name,))
-        else:
-            found = _shards_of(part, name)
+        found = _shards_of(part, name)
         shards.tensors.update(found.tensors)
         shards.objects.update(found.objects)
 
@@ -390,7 +401,7 @@ def load(everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part],
     An incomplete save, or other modules, raise on all ranks before anything is changed; then state that does not fit a
     module raises before that module is changed.
     """
-    from lwopt_backend.storage.owned_files import load_module, open_folder
+    from lwopt_backend.storage.owned_files import open_folder
 
     def check() -> tuple[DcpFolder, list[str]]:
         found = open_folder(folder, with_files=everyone.rank == 0)
@@ -399,31 +410,23 @@ def load(everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part],
             if name not in saved or name not in names:
                 where, other = (folder, saved) if name in names else ("this optimizer", names)
                 raise ValueError(f"{NAME}: {where} has no module {name!r}; {suggestion(name, other)}")
-        for name, part in parts.items():
-            if isinstance(part, OwnedPart) == (f"{name}.{PARAMS}" in found.objects):
-                written = "owned storage" if not isinstance(part, OwnedPart) else "FSDP2's or a plain optimizer"
-                raise ValueError(f"{NAME}: module {name!r} was saved by {written}, which this optimizer cannot read")
         return found, saved
 
     found = agree(everyone, LOADING, check)
 
-    def take(name: str, part: Part) -> None:
-        if isinstance(part, OwnedPart):
-            part.optimizer.take_groups(load_module(part.optimizer.core, part.optimizer.param_groups, found, name))
-        else:
-            _take(part, found, name)
-
-    together(everyone, LOADING, parts, take)
+    together(everyone, LOADING, parts, lambda name, part: _take(part, found, name))
 
 
 def _shards_of(part: Part, module: str) -> Shards:
     """This rank's shards of an optimizer's ``state_dict``. Called on all ranks of the module."""
     from lwopt_backend.checkpoint.dcp.saving import Shards
+    from lwopt_backend.storage.owned_files import check_readable
 
-    state_dict, names = part.optimizer.state_dict(), _names(part)
-    place, shards = (module, "optimizer"), Shards(objects={(module, PARAMS): _params(part)})
+    state_dict, (names, params) = part.optimizer.state_dict(), part.names()
+    place, shards = (module, "optimizer"), Shards(objects={(module, PARAMS): params})
     for number, group in enumerate(state_dict["param_groups"]):
         numbered = [names[index] for index in group["params"]]
+        check_readable(f"param group {number}", {key: value for key, value in group.items() if key != "params"})
         shards.objects |= {(*place, "param_groups", number, key): value for key, value in group.items()}
         shards.objects[(*place, "param_groups", number, "params")] = numbered
     for index, state in state_dict["state"].items():
@@ -441,11 +444,11 @@ def _take(part: Part, folder: DcpFolder, module: str) -> None:
 
     Raises ValueError, before anything is changed, if the folder cannot be read or has other parameters.
     """
-    ours, saved = _params(part), folder.object(f"{module}.{PARAMS}")
+    (names, ours), saved = part.names(), folder.object(f"{module}.{PARAMS}")
     if ours != saved:
         mine, theirs = next(((a, b) for a, b in zip(ours, saved) if a != b), (f"{len(ours)}", f"{len(saved)}"))
         raise ValueError(f"{folder.path}: expected parameter {mine}, found {theirs}; load what the same parameters had")
-    names, now = _names(part), part.optimizer.state_dict()["state"]
+    now = part.optimizer.state_dict()["state"]
     numbers = {name: index for index, name in names.items()}
     groups: dict[int, dict[str, Any]] = {}
     state: dict[int, dict[str, Any]] = {}
@@ -453,7 +456,8 @@ def _take(part: Part, folder: DcpFolder, module: str) -> None:
         if path[:3] == (module, "optimizer", "param_groups"):
             groups.setdefault(path[3], {})[path[4]] = folder.object(key)
         elif path[:3] == (module, "optimizer", "state"):
-            index = numbers[path[3]]
+            if (index := numbers.get(path[3])) is None:
+                continue  # an expert that other ranks have
             like = now.get(index, {}).get(path[4])
             value = folder.object(key) if key in folder.objects else _read_like(folder, key, like)
             state.setdefault(index, {})[path[4]] = value
@@ -463,10 +467,12 @@ def _take(part: Part, folder: DcpFolder, module: str) -> None:
 
 
 def _shard_of(tensor: Tensor, where: str) -> Boxes:
-    """This rank's box of a DTensor, or all of a plain tensor."""
+    """This rank's boxes of a tensor of owned storage, its box of a DTensor, or all of a plain tensor."""
     from lwopt_backend.checkpoint.dcp.saving import Boxes, later, whole
     from lwopt_backend.storage.mesh_state import box_of
 
+    if isinstance(tensor, Pieces):
+        return Boxes(tuple(tensor.shape), {at: later(box, box.shape, where) for at, box in tensor.boxes.items()})
     if not hasattr(tensor, "to_local"):
         return whole(tensor, where)
     begin, sizes = box_of(tensor)  # type: ignore[arg-type]
@@ -475,22 +481,15 @@ def _shard_of(tensor: Tensor, where: str) -> Boxes:
 
 
 def _read_like(folder: DcpFolder, key: str, like: Any) -> Tensor:
-    """This rank's shard of a saved tensor if ``like`` is a DTensor; else the whole tensor."""
+    """What this rank has of a saved tensor, as of ``like``; all of it if that is None or a plain tensor."""
     from lwopt_backend.storage.mesh_state import as_shard, box_of
 
     shape = folder.tensors[key].shape
-    if not hasattr(like, "to_local"):
+    if not isinstance(like, Pieces) and not hasattr(like, "to_local"):
         return folder.tensor(key).read()
     if shape != tuple(like.shape):
         raise ValueError(f"{key} in {folder.path}: expected shape {tuple(like.shape)}, found {shape}")
+    if isinstance(like, Pieces):
+        boxes = {at: folder.read_box(key, at, box.shape) for at, box in like.boxes.items()}
+        return Pieces(shape, folder.tensors[key].dtype, boxes)
     return as_shard(folder.read_box(key, *box_of(like)), like)
-
-
-def _names(part: Part) -> dict[int, str]:
-    """Parameters' names by their number in the optimizer's ``state_dict``."""
-    known = {id(param): name for name, param in part.params()}
-    return dict(enumerate(known[id(param)] for group in part.optimizer.param_groups for param in group["params"]))
-
-
-def _params(part: Part) -> list[list[Any]]:
-    return [[name, list(param.shape)] for name, param in part.params()]

@@ -86,8 +86,8 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
     saving.save(folder, shards, everyone, SAVING)
 
 
-def shards_of(core: OwnedCore, groups: Groups, prefix: tuple[str, ...] = ()) -> Shards:
-    """The optimizer's state that this rank saves, under ``prefix``. Called on all ranks, which raise together."""
+def shards_of(core: OwnedCore, groups: Groups) -> Shards:
+    """The optimizer's state that this rank saves. Called on all ranks, which raise together."""
     everyone = core.holdings[0].sharers.everyone
     names, options = names_of(core, groups), common_options(core, groups)
     shards = Shards()
@@ -96,7 +96,7 @@ def shards_of(core: OwnedCore, groups: Groups, prefix: tuple[str, ...] = ()) -> 
         core.check_loaded()
         for piece in state_pieces(core):
             key, param = names.keys[piece.member], core.members[piece.member].param
-            place = (*prefix, OPTIMIZER, "state", key)
+            place = (OPTIMIZER, "state", key)
             for state, tensor in piece.tensors.items():
                 shape = param.shape if tensor.ndim else ()
                 shards.tensors[(*place, state)] = _boxes(tensor, piece, shape, f"{state} of {key}")
@@ -107,7 +107,7 @@ def shards_of(core: OwnedCore, groups: Groups, prefix: tuple[str, ...] = ()) -> 
         for number, (group, values) in enumerate(options.items()):
             params = [name for name, key in names.groups.items() if key == group]
             for option, value in {**values, "params": params}.items():
-                shards.objects[(*prefix, OPTIMIZER, "param_groups", number, option)] = value
+                shards.objects[(OPTIMIZER, "param_groups", number, option)] = value
 
     check_in_all([everyone], SAVING, fill)
     return shards
@@ -276,24 +276,14 @@ def _take(core: OwnedCore, take: Callable[[], None]) -> None:
     check_in_all([core.holdings[0].sharers.everyone], LOADING, take)
 
 
-def load_module(core: OwnedCore, groups: Groups, folder: DcpFolder, module: str) -> list[dict[str, Any]]:
-    """``load``, without weights, for what ``shards_of`` returned under ``module``."""
-    everyone = core.holdings[0].sharers.everyone
-    names = names_of(core, groups)
-    checked = agree(everyone, LOADING, lambda: (Checked(core, groups, names, folder, f"{module}."), []))
-    _take(core, checked.take)
-    core.half_loaded = False
-    return checked.groups
-
-
 class Checked:
     """This rank's part of a folder, checked when made; nothing is changed before ``take``."""
 
-    def __init__(self, core: OwnedCore, groups: Groups, names: Names, folder: DcpFolder, prefix: str = "") -> None:
+    def __init__(self, core: OwnedCore, groups: Groups, names: Names, folder: DcpFolder) -> None:
         """Raises ValueError for anything that does not fit."""
         self._store = OwnedStore(core, groups, names)
         self._core, pieces = core, self._store.pieces()
-        self.saved = read_as_expected(lambda: Saved(folder, prefix, lambda value: value), folder.path, "DCP")
+        self.saved = read_as_expected(lambda: Saved(folder, lambda value: value), folder.path, "DCP")
         _check_params(names, self.saved)
         self._state: dict[str, dict[str, LazyTensor]] = {}
         self._owner: dict[str, Mapping[int, Mapping[str, Any]]] = {}

@@ -404,16 +404,16 @@ def read(path: Path) -> Checkpoint:
 
 
 class Saved:
-    """What a folder has of one model and its optimizer, under ``prefix`` if it has several.
+    """What a folder has of one model and its optimizer.
 
     ``weights`` are by parameter; ``states`` by parameter and key, owner state included; ``groups`` are the param
     groups' options; ``group_of`` is a parameter's group number; ``matrices`` are a parameter's, if saved. ``change``
     converts other objects, by default to ``plain`` data. Raises CheckpointError for state of unknown parameters.
     """
 
-    def __init__(self, folder: DcpFolder, prefix: str = "", change: Callable[[Any], Any] = plain) -> None:
+    def __init__(self, folder: DcpFolder, change: Callable[[Any], Any] = plain) -> None:
         self.folder, self.change = folder, change
-        self.keys = keys = _Keys(folder, prefix)
+        self.keys = keys = _Keys(folder)
         self.weights = {name: folder.tensor(key) for name, key in keys.weights.items()}
         self.groups, self.group_of = _groups(folder, keys.options, self.weights, change)
         names = {**self.weights, **self.group_of}
@@ -509,7 +509,6 @@ class _Keys:
     """A folder's keys by kind: weights by name; states and options by the rest of the key after the optimizer's."""
 
     folder: DcpFolder
-    prefix: str
     weights: dict[str, str] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
@@ -517,7 +516,7 @@ class _Keys:
 
     def __post_init__(self) -> None:
         folder = self.folder
-        every = [key for key in (*folder.tensors, *folder.objects) if key.startswith(self.prefix)]
+        every = [*folder.tensors, *folder.objects]
         starts = (re.search(rf"(^|\.){re.escape(GROUPS)}", key) for key in every)
         optimizers = {start.string[: start.end() - len(GROUPS)] for start in starts if start}
         if len(optimizers) > MOST_OPTIMIZERS:
