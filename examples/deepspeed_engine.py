@@ -36,9 +36,6 @@ class DeepSpeedEngine:
         self.micro_batch = self._engine.train_micro_batch_size_per_gpu()
         self.accumulation = self._engine.gradient_accumulation_steps()
 
-    def learning_rates(self) -> list[float]:
-        return self._engine.get_lr()
-
     def train_step(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         total = torch.zeros((), device=self.device)
         for batch in batches:

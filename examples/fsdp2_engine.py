@@ -77,9 +77,6 @@ class FSDP2Engine:
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
-    def learning_rates(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups]
-
     def train_step(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         total = torch.zeros((), device=self.device)
         for part, batch in enumerate(batches, start=1):

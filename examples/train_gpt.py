@@ -66,8 +66,6 @@ class Engine(Protocol):
     micro_batch: int
     accumulation: int
 
-    def learning_rates(self) -> list[float]: ...
-
     def train_step(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor: ...
 
     def grad_norm(self) -> float: ...
@@ -177,7 +175,7 @@ class Training:
         bar = tqdm(range(step, last), **show)
         for step in bar:
             started = time.perf_counter()
-            rates = self.engine.learning_rates()
+            rates = [group["lr"] * group.get("lr_scale", 1.0) for group in self.engine.optimizer.param_groups]
             loss = self._mean(self.engine.train_step(self._batches(step)))
             speed = tokens / (time.perf_counter() - started)
             taken = self.engine.optimizer.metrics() if self.args.metrics else {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
-from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state
+from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state, rule_of
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.state import StateStore, checked, keeps_state, put
@@ -167,7 +167,7 @@ def _select(store: StateStore, named: Named, strict: bool) -> dict[str, dict[str
 
 
 def _checked(param: TrainedParam, group: Group, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    rule = group["rule"]
+    rule = rule_of(group)
     whose = f"{WHAT}: parameter {param.name!r}, which {rule!r} trains"
     if rule in MATRIX_RULES and keeps_state(MATRIX_RULES[rule].build(**arguments(group))):
         raise ValueError(f"{whose}: this rule keeps state at the matrix's owner, which no other optimizer's state has")

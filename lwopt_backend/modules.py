@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.config.linked_rates import loaded, saved
+from lwopt_backend.config.base import loaded, saved
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import COMPARED_EVERY
 from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call

@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.config import linked_rates
+from lwopt_backend.config.base import NAME, BaseOptimizer, loaded, saved
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig
-from lwopt_backend.config.linked_rates import NAME, LinkedOptimizer
-from lwopt_backend.config.param_groups import ComparedOptions, ElementwiseGroups, Groups, small_rate
-from lwopt_backend.config.registry import build_matrix_rules
+from lwopt_backend.config.param_groups import ComparedOptions, ElementwiseGroups, Groups, small_rate, with_options
+from lwopt_backend.config.registry import build_matrix_rules, with_torchs_keys
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.grouping import Given, Grouping, WatchedModel
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
@@ -68,7 +67,7 @@ def warn_of_small_rate(groups: Groups) -> None:
         warnings.warn(f"{NAME}: {slow}", stacklevel=4)
 
 
-class LayerWiseOptimizer(LinkedOptimizer):
+class LayerWiseOptimizer(BaseOptimizer):
     """A matrix rule for the model's matrices and an element-wise rule for the rest, on data-parallel ranks.
 
     For a model that ``fully_shard`` has sharded, this makes a ``MeshOptimizer``, for a plain one an ``OwnedOptimizer``.
@@ -128,10 +127,10 @@ class LayerWiseOptimizer(LinkedOptimizer):
 
     def _take_groups(self, rules: Rules) -> None:
         """Start with the routed param groups, without the marks that engines compare."""
-        groups, marks = self._grouping.groups, ("from_group", "overrides")
-        shown = [{k: v for k, v in group.items() if k not in marks} for group in linked_rates.shown(groups)]
-        super().__init__(shown, {})
-        self._begin(rules, groups, linked_rates.marks_of(groups))
+        marks = ("from_group", "overrides")
+        groups = [{k: v for k, v in group.items() if k not in marks} for group in self._grouping.groups]
+        super().__init__(with_torchs_keys(groups), {})
+        self._begin(rules, self._grouping.trains_matrices)
         self._clip_groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups)
         self._clipped = False  # since the last step
 
@@ -384,25 +383,20 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
         """Replace the param groups by those that were loaded with state."""
-        self.link_groups(groups)
+        self.set_groups(groups)
         self._loaded = True
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's pieces of the state, which torch.distributed.checkpoint saves for any number of ranks.
-
-        If AdamW trains everything, torch's whole tensors; then it is called on all ranks.
-        """
+        """This rank's pieces of the state, which torch.distributed.checkpoint saves for any number of ranks."""
         self._backward.options.compare_next()
-        return linked_rates.saved(self, lambda: state_of(self.core, self.param_groups))
+        return saved(self, lambda: state_of(self.core, self.param_groups))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict`` of this rank, or one of whole tensors. Called on all ranks.
 
         What does not fit raises, on all of them, before anything is changed.
         """
-        linked_rates.loaded(
-            self, state_dict, lambda found: self.take_groups(take_state(self.core, self.param_groups, found))
-        )
+        loaded(self, state_dict, lambda found: self.take_groups(take_state(self.core, self.param_groups, found)))
 
     def memory_report(self) -> list[RankMemory]:
         return owned_model.memory_of_all(self.core, self.param_groups)
@@ -551,7 +545,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         State keeps the dtype that it was created with, whatever the parameters'; rules are never loaded. This rank's
         part of a whole tensor is copied.
         """
-        linked_rates.loaded(self, state_dict, self._take_state)
+        loaded(self, state_dict, self._take_state)
 
     def _take_state(self, state_dict: dict[str, Any]) -> None:
         if self.state:
@@ -569,6 +563,4 @@ class MeshOptimizer(LayerWiseOptimizer):
                 "load_state_dict: the model is not sharded yet, so there is no state to load into; call it after "
                 "fully_shard, or after prepare() of what shards the model for you"
             )
-        saved = deepcopy(state_dict["param_groups"])
-        kept = [{"params": group["params"], "rule": rule} for group, rule in zip(self.param_groups, self._rules)]
-        self.link_groups([{**old, **new, **own} for old, new, own in zip(self.param_groups, saved, kept)])
+        self.set_groups(map(with_options, self.param_groups, deepcopy(state_dict["param_groups"])))

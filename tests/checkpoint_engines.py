@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.differences import differences
+from lwopt_backend.config.registry import effective_lr
 from tests.checkpoint_contents import same
 from tests.command_line import succeeds
 from tests.models import MATRICES, UnevenLM
@@ -84,7 +85,12 @@ def held(engine: Any) -> dict[str, Any]:
     """Whole fp32 weights and states by parameter, buffers, counters."""
     buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     found = {"weights": full_weights_of(engine), "states": states_of(engine), "buffers": buffers}
-    return {**found, "steps": engine.global_steps, "rates": list(engine.get_lr())}
+    return {**found, "steps": engine.global_steps, "rates": rates_of(engine)}
+
+
+def rates_of(engine: Any) -> list[float]:
+    """The effective rates by param group."""
+    return [effective_lr(group) for group in engine.optimizer.param_groups]
 
 
 def full_weights_of(engine: Any) -> dict[str, Tensor]:
@@ -161,7 +167,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
         "steps": (engine.global_steps, engine.skipped_steps),
         "samples": engine.global_samples,
         "scale": getattr(engine.optimizer, "cur_scale", 1.0),
-        "rates": list(engine.get_lr()),
+        "rates": rates_of(engine),
         "schedule": None if schedule is None else copy.deepcopy(schedule.state_dict()),
     }
 

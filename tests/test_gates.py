@@ -13,7 +13,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.convert import as_ours
 from lwopt_backend.checkpoint.gates import check
 from lwopt_backend.checkpoint.names import CORE, Numbers, translate
-from lwopt_backend.config.registry import option_names
+from lwopt_backend.config.registry import effective_lr, option_names
 from tests.checkpoint_contents import changed
 from tests.command_line import SAMPLES
 
@@ -258,8 +258,8 @@ TRANSLATED = [  # the group, its states, the checkpoint's arguments, and options
     ({**ADAM, "bias_correction": True}, MOMENTS, {}, {"rule": "adamw", **ADAM, "initial_lr": 0.1}),
     ({**ADAM, "initial_lr": 0.5}, MOMENTS, {}, {"initial_lr": 0.5}),
     # What we saved gets all keys that a group of any engine has: torch's DCP fails where one is missing.
-    ({"rule": "muon", **OURS}, (), {}, {**OURS, "own_rates": False}),
-    ({"rule": "adamw", **OURS}, (), {}, {**OURS, "own_rates": False}),
+    ({"rule": "muon", **OURS}, (), {}, OURS),
+    ({"rule": "adamw", **OURS}, (), {}, OURS),
 ]
 
 
@@ -279,15 +279,27 @@ def test_what_we_saved_stays_without_what_it_says_of_places_and_unknown_rules_ke
     saved = {"rule": "soap", "lr": 1.0, "members": "digest", "from_group": 1, "overrides": []}
     (found,) = grouped([saved], [()]).groups
     assert (found["rule"], found["lr"]) == ("soap", 1.0) and not {"members", "from_group", "overrides"} & set(found)
-    assert grouped([{"rule": "somebodys", "lr": 1.0}], [()]).groups == (
-        {"own_rates": False, "rule": "somebodys", "lr": 1.0},
-    )
+    assert grouped([{"rule": "somebodys", "lr": 1.0}], [()]).groups == ({"rule": "somebodys", "lr": 1.0},)
 
 
 def test_groups_of_matrices_are_first_and_parameters_follow_them() -> None:
     found = grouped([ADAM, {**ADAM, "lr": 0.3}, {"rule": "muon", "lr": 0.7}], [MOMENTS, MOMENTS, OF_MUON])
-    assert [group["lr"] for group in found.groups] == [0.7, 0.1, 0.3]
+    assert [effective_lr(group) for group in found.groups] == pytest.approx([0.7, 0.1, 0.3])
     assert {name: param.group for name, param in found.params.items()} == {"p0": 1, "p1": 2, "p2": 0}
+
+
+def test_groups_of_others_get_one_rate_and_the_factors_between_their_base_rates() -> None:
+    """A schedule goes on from the matrices' base rate; where there is a floor, the rates in use have another ratio."""
+    of_muon, others = {**TORCHS, "lr": 0.01, "initial_lr": 0.02}, {**ADAM, "lr": 5e-4, "initial_lr": 4e-4}
+    matrices, rest = grouped([others, of_muon], [MOMENTS, OF_MUON]).groups
+    assert (matrices["lr"], matrices["initial_lr"], matrices["lr_scale"]) == (0.01, 0.02, 1.0)
+    assert (rest["initial_lr"], rest["lr_scale"]) == pytest.approx((0.02, 0.02))
+    assert effective_lr(rest) == pytest.approx(5e-4)
+    matrices, rest = grouped([{**ADAM, "lr": 4e-4}, {**TORCHS, "lr": 0.02}], [MOMENTS, OF_MUON], scheduler={}).groups
+    assert [group["lr"] for group in (matrices, rest)] == pytest.approx([0.02, 0.02])
+    assert (matrices["lr_scale"], effective_lr(rest)) == pytest.approx((1.0, 4e-4))
+    of_zero = grouped([{**ADAM, "lr": 4e-4}, {**TORCHS, "lr": 0.0}], [MOMENTS, OF_MUON], scheduler={}).groups
+    assert [(group["lr"], group["lr_scale"]) for group in of_zero] == [(0.0, 1.0), (4e-4, 1.0)], "no multiples of zero"
 
 
 @pytest.mark.parametrize(("group", "states"), [(ADAM, MOMENTS), ({"rule": "muon", "lr": 0.1}, OF_MUON)])

@@ -20,6 +20,7 @@ from tests.models import MATRICES
 from tests.on_ranks import on_ranks
 from tests.ranks import gathered
 from tests.rules import SECTIONS
+from tests.zero import ADAMW
 
 
 class Inherited(torch.optim.AdamW):
@@ -134,4 +135,5 @@ def test_metrics_are_those_of_the_whole_model_and_cost_nothing_until_they_are_as
         assert found["update_rms"][rule] == pytest.approx(rms, rel=1e-4), rule
     assert 0 < found["orthogonality"]["muon"] < 0.6 and found["exchange_bytes"] > 0
     assert all(found["seconds"][part] > 0 for part in ("exchange", "rule", "elementwise"))
+    assert set(found["lr"]) == {SECTIONS["muon"]["lr"], ADAMW["lr"]}
     assert gathered(found)[0] == found

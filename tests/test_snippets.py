@@ -115,7 +115,7 @@ dataset = [*batch]
 """
 TRAINER = """
 made = trainer.create_optimizer()
-assert [group["lr"] for group in made.param_groups] == [0.02, 3e-4]
+assert [group["lr"] * group["lr_scale"] for group in made.param_groups] == [0.02, 3e-4]
 """
 HEADS = (
     PLAIN

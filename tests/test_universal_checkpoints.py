@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lwopt_backend.checkpoint.files import manifest
+from lwopt_backend.config.registry import effective_lr
 from tests.cells import with_full
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import (
@@ -189,7 +190,7 @@ def train_grouped(
         else:
             train(engine, 3, same_rows=True)
             engine.save_checkpoint(folder)
-        found = [(group["rule"], group["lr"]) for group in engine.optimizer.param_groups]
+        found = [(group["rule"], effective_lr(group)) for group in engine.optimizer.param_groups]
         return found, train(engine, range(3, 6), same_rows=True)
 
 
@@ -203,7 +204,7 @@ def test_param_groups_are_known_by_their_parameters(ranks: RankPool, tmp_path: P
         assert rates == [("muon", 0.01), ("adamw", 0.01), ("muon", 0.03), ("adamw", 0.03), ("adamw", 0.01)]
         assert found == losses
     for error in ranks.errors(train_grouped, folder, here, [ONE + OTHER], [1.0], True):
-        assert "param group 0 here has parameters of the checkpoint's groups [0, 2], whose 'lr' are [0.03," in error
+        assert "param group 0 here has parameters of the checkpoint's groups [0, 2], whose 'lr_scale' are [" in error
 
 
 # Refusals

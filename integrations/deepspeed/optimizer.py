@@ -14,15 +14,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.logging import logger
 
 from lwopt_backend.checkpoint.deepspeed.files import SAVE
+from lwopt_backend.config.base import BaseOptimizer
 from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.config.linked_rates import LinkedOptimizer
-from lwopt_backend.config.param_groups import NONE, ComparedOptions, as_groups, option_lines, split
-from lwopt_backend.config.registry import build_matrix_rules
+from lwopt_backend.config.param_groups import NONE, ComparedOptions, as_groups, option_lines, split, with_options
+from lwopt_backend.config.registry import LR_SCALE, build_matrix_rules
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import zero
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark
-from lwopt_backend.integrations.deepspeed.pipeline import check_rates
 from lwopt_backend.integrations.deepspeed.universal import EngineStore, prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import Binding, ZeROStore
 from lwopt_backend.routing.routing import full_shape
@@ -34,7 +33,7 @@ from lwopt_backend.runtime.state import CHECKPOINT_KEY, keeps_state
 from lwopt_backend.storage.flat import UnitStepper
 
 
-class EngineOptimizer(LinkedOptimizer):
+class EngineOptimizer(BaseOptimizer):
     """An optimizer for an engine, which takes it with ``bind``; until then, groups are split by dimensions alone.
 
     ``name`` is its type in ds_config.json. ``param_groups`` has, for each group given, a part for its matrices and one
@@ -49,19 +48,19 @@ class EngineOptimizer(LinkedOptimizer):
         self.half_loaded = set[str]()  # "weights" and "state", of which the last load ended in an error in between
         self._given = as_groups(params)
         trainable = [p for group in self._given for p in group["params"] if p.requires_grad]
-        groups = split(self._given, {id(p): len(full_shape(p)) == 2 for p in trainable}, rules)
-        super().__init__(groups, {})
-        self._rate = None if config.allow_no_matrix else rules.matrix.lr  # a stage of a pipeline may have no matrices
-        self._begin(rules, groups, rate=self._rate)
+        is_matrix = {id(p): len(full_shape(p)) == 2 for p in trainable}
+        trains_matrices = not config.allow_no_matrix or any(is_matrix.values())
+        super().__init__(split(self._given, is_matrix, rules, trains_matrices=trains_matrices), {})
+        self._begin(rules, trains_matrices)
 
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Route, plan and compare ranks for ``engine``, which is about to take this optimizer. Called on all ranks."""
         raise NotImplementedError
 
-    def _take_groups(self, groups: list[dict[str, Any]]) -> None:
+    def _take_groups(self, groups: list[dict[str, Any]], trains_matrices: bool) -> None:
         """Replace the provisional groups by the routed ones, keeping what a scheduler has already written into them."""
-        routed = groups
-        before, after = ([(g["from_group"], g["rule"]) for g in some] for some in (self.param_groups, groups))
+        both = (self.param_groups, groups)
+        before, after = ([(g["from_group"], g["rule"], g.get(LR_SCALE)) for g in some] for some in both)
         if before == after:
             pairs = zip(self.param_groups, groups)
             groups = [{**old, "params": new["params"], "members": new["members"]} for old, new in pairs]
@@ -72,7 +71,7 @@ class EngineOptimizer(LinkedOptimizer):
                 "optimizer that prepare() returned"
             )
         self.param_groups = groups
-        self._begin(self.rules, routed, rate=self._rate)
+        self._begin(self.rules, trains_matrices)
 
     def state_store(self) -> EngineStore:
         """The store of this rank's weights and state. Called on all ranks. Raises RuntimeError outside an engine."""
@@ -94,7 +93,7 @@ class EngineOptimizer(LinkedOptimizer):
 
     def take_loaded(self, options: Sequence[dict[str, Any]]) -> None:
         """Take over loaded ``options`` by param group, after weights and state were loaded."""
-        self.link_groups({**group, **new} for group, new in zip(self.param_groups, options, strict=True))
+        self.set_groups(map(with_options, self.param_groups, options))
 
     def check_loaded(self) -> None:
         """Raises RuntimeError, on all ranks, if the last load ended in an error in between."""
@@ -112,7 +111,7 @@ class EngineOptimizer(LinkedOptimizer):
         zero.check_groups(state_dict["param_groups"], self.param_groups)
         zero.check_partitions(state_dict["param_groups"], state_dict["state"], self.param_groups)
         super().load_state_dict(state_dict)
-        self.link_groups(self.param_groups)
+        self.set_groups(self.param_groups)
 
 
 class ZeROLayerWise(EngineOptimizer):
@@ -139,7 +138,7 @@ class ZeROLayerWise(EngineOptimizer):
             deepspeed_engine.when_wrapped(engine, deepspeed_engine.count_on_every_rank)
         elif deepspeed_engine.counts_cut_alone(engine):
             deepspeed_engine.when_wrapped(engine, deepspeed_engine.hear_of_copies)
-        self._take_groups(self._binding.groups())
+        self._take_groups(self._binding.groups(), self._binding.grouping.trains_matrices)
         deepspeed_engine.adopt_torch_scheduler(engine)
         prepare_loading(engine, self, self._binding.ranks)
         zero.guard_state_keys(engine, self, self._binding.grouping)
@@ -158,9 +157,9 @@ class ZeROLayerWise(EngineOptimizer):
         assert self._binding is not None
         return self._binding.ranks[-1 if self._binding.places else 0]
 
-    def link_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        super().link_groups(groups)
-        self._linked = self.param_groups  # DeepSpeed replaces our list by its own
+    def set_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        super().set_groups(groups)
+        self._all_groups = self.param_groups  # DeepSpeed replaces our list by its own
 
     def step(self) -> None:  # type: ignore[override]
         """One step of what DeepSpeed has in ``param_groups``: everything (stage 0, BF16_Optimizer), a param group
@@ -179,8 +178,6 @@ class ZeROLayerWise(EngineOptimizer):
         with one_call(self, begins=begins, ends=ends):
             if begins:
                 self._compare_options(binding)
-            if binding.stage is not None and len(set(binding.stage.groups)) > 1:  # some stage lacks another's groups
-                check_rates(binding.stage, self._linked)
             if binding.replicated:
                 clipped, self.norm_before_clipping = self.norm_before_clipping, None
                 if clipped is None:
@@ -195,11 +192,11 @@ class ZeROLayerWise(EngineOptimizer):
 
     def _compare_options(self, binding: Binding) -> None:
         """Every 64th step, which exchanges two numbers for this; no other step has a message of ours for them."""
-        flags, ranks = self._options.flags(self._linked), self._with_these_groups()
+        flags, ranks = self._options.flags(self._all_groups), self._with_these_groups()
         if flags[0] == NONE:
             return
         if self._options.differ(Presence(ranks, (), binding.engine.device, flags).anywhere()):
-            raise disagreement(ranks, self.name, option_lines(self._linked))
+            raise disagreement(ranks, self.name, option_lines(self._all_groups))
 
     @property
     def _keeps_owner_state(self) -> bool:
@@ -208,7 +205,7 @@ class ZeROLayerWise(EngineOptimizer):
     def state_store(self) -> ZeROStore:
         """As in ``EngineOptimizer``; creates the state if there was no step."""
         binding = self._prepare()
-        tensors = binding.stored(self._linked)
+        tensors = binding.stored(self._all_groups)
         stepped = [(self._steppers[id(tensor)], self.state[tensor]) for tensor in tensors]
         return ZeROStore(binding, self.param_groups, stepped)
 
@@ -223,9 +220,9 @@ class ZeROLayerWise(EngineOptimizer):
             raise self._no_engine()
         if self._steppers:
             return binding
-        for unit, tensor in zip(binding.units, binding.stored(self._linked), strict=True):
+        for unit, tensor in zip(binding.units, binding.stored(self._all_groups), strict=True):
             stepper = binding.stepper(unit, tensor, self.config)
-            stepper.fill_state(self._linked[unit.group], self.state[tensor])
+            stepper.fill_state(self._all_groups[unit.group], self.state[tensor])
             self._steppers[id(tensor)] = stepper
         if self._keeps_owner_state:
             zero.take_owner_states(binding, list(self._steppers.values()), self._owner_state)

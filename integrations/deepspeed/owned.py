@@ -121,7 +121,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         """Check settings, route, plan and make the buffers for ``engine``, which takes this optimizer. On all ranks."""
         self.destroy()
         binding = bind(self.name, engine, self._given, self.rules, self.config)
-        self._take_groups(binding.groups())
+        self._take_groups(binding.groups(), binding.grouping.trains_matrices)
         deepspeed_engine.adopt_torch_scheduler(engine)
         self._stage, self._clip = engine.zero_optimization_stage(), engine.gradient_clipping() or 0.0
         self.loss_scaler = CreateLossScaler(  # dynamic or static in fp16, without effect in other precisions
@@ -335,7 +335,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         if load_optimizer_states:
             store.take_owner_states(saved.get(CHECKPOINT_KEY, {}))
             pairs = zip(groups, self.param_groups, strict=True)
-            self.link_groups([{**g, "params": ours["params"], "members": ours["members"]} for g, ours in pairs])
+            self.set_groups([{**g, "params": ours["params"], "members": ours["members"]} for g, ours in pairs])
             self.loss_scaler, self.overflow = saved["loss_scaler"], saved["overflow"]
         if not load_from_fp32_weights:
             self.refresh_fp32_params()

@@ -105,24 +105,3 @@ def check(engine: DeepSpeedEngine, stage: Stage) -> None:
         "group by group, and they would wait for each other; choose a partition_method that gives every stage both, or "
         "train in fp32 at stage 0, or in bf16 with data_types.grad_accum_dtype fp32"
     )
-
-
-def check_rates(stage: Stage, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError, on every stage, if a learning rate is not the same on all of them. Called on all ranks.
-
-    A schedule that writes one rate to every group sets the optimizer's ``lr``, and AdamW's follows in proportion; one
-    that scales each group's own rate is used as it is (``linked_rates``). On a stage with only one group, the two look
-    the same.
-    """
-    mine = {(g["from_group"], g["rule"], tuple(g["overrides"])): float(g["lr"]) for g in groups}
-    of_stages = stage.ranks.gather_objects(mine)
-    for number, rates in enumerate(of_stages):
-        for key, rate in rates.items():
-            for other, theirs in enumerate(of_stages[:number]):
-                if key in theirs and not math.isclose(rate, theirs[key], rel_tol=1e-6):
-                    raise ValueError(
-                        f"the schedule made {key[1]}'s learning rate {theirs[key]:g} on pipeline stage {other}, but "
-                        f"{rate:g} on stage {number}: one of them has no matrices or nothing else, so a single rate "
-                        "for all groups is not divided there; use a schedule that scales each group's own rate, e.g. "
-                        "torch's LambdaLR"
-                    )

@@ -30,7 +30,7 @@ from lwopt_backend.checkpoint.deepspeed.universal import OWNERS
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import OURS, of_another_optimizer
-from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state, option_names
+from lwopt_backend.config.registry import LR_SCALE, MATRIX_RULES, arguments, new_state, option_names
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, prepare_saving
 from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
 from lwopt_backend.plan import TrainedParam
@@ -412,7 +412,8 @@ def _options(
 ) -> dict[str, Any]:
     """The options that param group ``number`` takes over. ``members`` are its parameters in the checkpoint.
 
-    From our optimizers' groups, which name their rule, all keys but ``PLACED``; from others the rule's options.
+    From our optimizers' groups, which name their rule, all keys but ``PLACED``; from others the rule's options, with
+    our ``lr_scale`` and the ``lr`` that makes the saved rate of it.
     """
     numbers = sorted({p.group for p in members.values() if p.group is not None and p.group < len(checkpoint.groups)})
     theirs = [checkpoint.groups[n] for n in numbers]
@@ -426,7 +427,7 @@ def _options(
     ours = all("rule" in of_group for of_group in theirs)
     wanted = {*option_names(group), "initial_lr"}
     keys = dict.fromkeys(key for of_group in theirs for key in of_group)
-    taken = {}
+    taken: dict[str, Any] = {}
     for key in (key for key in keys if (key not in PLACED if ours else key in wanted)):
         values = [of_group.get(key) for of_group in theirs]
         if all(value == values[0] for value in values):
@@ -437,7 +438,10 @@ def _options(
         if ours:
             raise CheckpointError(f"{text}; give the optimizer the param groups it was saved with, or {ALONE}")
         notes.append(f"{text}; it keeps {group.get(key)}, as configured")
-    return taken
+    if ours or LR_SCALE not in group:
+        return taken
+    scale = group[LR_SCALE] or 1.0
+    return {**taken, LR_SCALE: scale, **{key: taken[key] / scale for key in ("lr", "initial_lr") if key in taken}}
 
 
 BY_GROUP = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas")  # lists in the states of torch's schedulers

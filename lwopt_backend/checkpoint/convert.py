@@ -15,8 +15,7 @@ from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.choices import WRITERS
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
-from lwopt_backend.config.linked_rates import OWN_RATES, torchs
-from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
+from lwopt_backend.config.registry import LR_SCALE, MATRIX_RULES, options_of, rule_named, torchs_keys
 
 # Param groups of other optimizers with our options, by whose names torch's DCP loads them.
 #
@@ -57,7 +56,11 @@ def as_ours(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def translated(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]:
-    """The groups in order, with ``rule`` if they have a counterpart; and sentences on those that have none."""
+    """The groups in order, with ``rule`` if they have a counterpart; and sentences on those that have none.
+
+    Beside matrices, groups have one ``lr``, so those that lack ``lr_scale`` get it: by their base rates, or by the
+    rates in use where there are none.
+    """
     members: dict[int, set[str]] = {}
     for param in checkpoint.params.values():
         if param.group is not None:
@@ -70,7 +73,19 @@ def translated(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]
             found.append(dict(group))
             if number in members:
                 notes.append(f"param group {number} has no options of ours: {error}")
-    return found, notes
+    return _with_one_rate(found), notes
+
+
+def _with_one_rate(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups, in all that have no ``lr_scale`` with the base rate of the first group of matrices, if any."""
+    ours = [group for group in groups if group.keys() >= {"rule", "lr"} and LR_SCALE not in group]
+    base = "initial_lr" if all("initial_lr" in group for group in ours) else "lr"
+    first = next((group[base] for group in ours if group["rule"] in MATRIX_RULES), None)
+    for group in ours if first is not None else ():
+        scale = group[base] / first if first else 0.0
+        group[LR_SCALE] = scale = scale or 1.0
+        group.update({key: group[key] / scale for key in ("lr", "initial_lr") if key in group})
+    return groups
 
 
 def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoint) -> dict[str, Any]:
@@ -87,11 +102,11 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
         defaults = {k: f.get_default(call_default_factory=True) for k, f in fields.items() if not f.is_required()}
         first = {} if peak is None else {"initial_lr": peak}
         own = {key: value for key, value in group.items() if key not in _PLACES}
-        return {OWN_RATES: False, **(torchs() if group["rule"] == ADAMW else {}), **defaults, **first, **own}
+        return {**(torchs_keys() if group["rule"] == ADAMW else {}), **defaults, **first, **own}
     of_deepspeed = (ds_config.get("optimizer") or {}).get("params") or {}
     if "betas" in group and states >= MOMENTS:
         rule, given = ADAMW, _adamw(group, of_deepspeed)
-        kept = {**torchs(), **{key: value for key, value in group.items() if value is not None}}
+        kept = {**torchs_keys(), **{key: value for key, value in group.items() if value is not None}}
     elif "betas" in group and "eps" not in group and states == OF_LION:
         rule, kept = LION, dict(group)
         given = {key: group[key] for key in ("lr", "betas", "weight_decay") if key in group}
@@ -104,7 +119,7 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
     if start is None:
         start = group.get("lr") if checkpoint.scheduler is None else peak
     options = options_of(rule, given, f"a group of {rule}").model_dump()
-    return {OWN_RATES: False, **kept, "rule": rule, **options, **({} if start is None else {"initial_lr": start})}
+    return {**kept, "rule": rule, **options, **({} if start is None else {"initial_lr": start})}
 
 
 def _adamw(group: Mapping[str, Any], of_deepspeed: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,14 @@ from lwopt_backend.config.hosts import HOSTS
 from lwopt_backend.config.options import glob_suggestion, nearest, option_suggestion
 from lwopt_backend.config.registry import (
     ELEMENTWISE_RULES,
+    LR_SCALE,
     MATRIX_RULES,
     arguments,
+    effective_lr,
     is_cautious,
     optimizer_arguments,
     rule_named,
+    rule_of,
 )
 from lwopt_backend.routing.routing import named_like
 from lwopt_backend.runtime.agreement import digest, setting
@@ -48,7 +51,7 @@ class ElementwiseGroups:
         options = arguments(group)
         given = optimizer_arguments(options)
         if number not in self._steppers:
-            entry = ELEMENTWISE_RULES[group["rule"]]
+            entry = ELEMENTWISE_RULES[rule_of(group)]
             self._steppers[number] = ElementwiseStepper(entry.optimizer(options), entry.counters(options))
         stepper = self._steppers[number]
         weights = weights or (lambda: [part.value for part in parts])
@@ -92,7 +95,7 @@ class ComparedOptions:
 def option_lines(groups: Groups) -> list[str]:
     """The options of all param groups, one line each."""
     return [
-        setting(f"{key} of param group {number} ({group['rule']})", plain(value))
+        setting(f"{key} of param group {number} ({rule_of(group)})", plain(value))
         for number, group in enumerate(groups)
         for key, value in arguments(group).items()
     ]
@@ -115,6 +118,7 @@ def plain(value: Any) -> Any:
 # Param groups: every group of the user's is split by rule, and by the overrides that its parameters have.
 
 OURS = frozenset({"rule", "from_group", "overrides", "members"})  # written by us into the parts
+DECIDED = OURS | {"params"}  # what no checkpoint changes
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -170,6 +174,12 @@ def _kind(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, (int, float)) else f"a {type(value).__name__}"
 
 
+def with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group with the options of a ``saved`` one, whose ``lr`` without ``lr_scale`` is its effective rate."""
+    options = {key: value for key, value in saved.items() if key not in DECIDED}
+    return {**group, **({LR_SCALE: 1.0} if LR_SCALE in group else {}), **options}
+
+
 def of_another_optimizer(saved: Any) -> bool:
     """Whether these are a checkpoint's param groups, and none has the rule that ours write."""
     groups = isinstance(saved, Sequence) and bool(saved) and all(isinstance(group, Mapping) for group in saved)
@@ -177,7 +187,12 @@ def of_another_optimizer(saved: Any) -> bool:
 
 
 def split(
-    groups: Groups, is_matrix: Mapping[int, bool], rules: Rules, names: Mapping[int, str] | None = None
+    groups: Groups,
+    is_matrix: Mapping[int, bool],
+    rules: Rules,
+    names: Mapping[int, str] | None = None,
+    *,
+    trains_matrices: bool = True,
 ) -> list[dict[str, Any]]:
     """Each group's matrices, then its element-wise parameters, both in the group's order; empty parts are left out.
 
@@ -186,10 +201,16 @@ def split(
     ``weight_decay`` hold for all its parts, its other options are the matrix rule's, those in the section
     ``"elementwise"`` or of that rule's name the other's; overrides come last. Keys that are no option stay in all
     parts. How many come out depends on the model and the user's groups only, never on the ranks.
+
+    Where the matrix rule trains anything, on any pipeline stage (``trains_matrices``), all parts have one rate as
+    ``lr``, which schedules write, and their own is ``lr`` times ``lr_scale``. The one rate is the matrix rule's, or the
+    ``lr`` that all of the user's groups have. Without matrices, parts have their own ``lr``, as in torch's optimizers.
     """
     parts = []
+    of_groups: set[float | None] = set()
     for number, group in enumerate(groups):
         matrix, elementwise, extra = _options(group, rules, f"param group {number}")
+        of_groups.add(matrix.lr if "lr" in group else None)
         for kind, choice in (("matrix", matrix), ("elementwise", elementwise)):
             wanted = [p for p in group["params"] if is_matrix.get(id(p)) == (kind == "matrix")]
             by_overrides: dict[tuple[int, ...], list[Any]] = {}
@@ -203,7 +224,21 @@ def split(
                     changed = changed.changed(changes, f"overrides[{override}]: {kind}")
                 marks = {"rule": changed.rule, "from_group": number, "overrides": list(which)}
                 parts.append({"params": params, **extra, **changed.options.model_dump(), **marks})
-    return parts
+    if not trains_matrices:
+        return parts
+    rate = of_groups.pop() if len(of_groups) == 1 else None
+    return _with_one_rate(parts, rules.matrix.lr if rate is None else rate)
+
+
+def _with_one_rate(parts: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
+    """The parts with ``rate`` as ``lr``, and with what makes it theirs as ``lr_scale``. Of a rate of 0 there are no
+    multiples: parts then have their own.
+
+    No part leaves it out: torch.distributed.checkpoint loads the keys that there are, and would silently train with
+    another rate.
+    """
+    own = {"lr": rate} if rate else {}
+    return [{**part, LR_SCALE: part["lr"] / rate if rate else 1.0, **own} for part in parts]
 
 
 def overrides_of(name: str, kind: str, rules: Rules) -> tuple[int, ...]:
@@ -246,7 +281,7 @@ def _check_foreign(key: str, rules: Rules, where: str) -> None:
         raise ValueError(f"{where}: {key!r} is an option of {name!r}; write it into the group's section {name!r}")
     if any(key in config.model_fields for config in HOSTS.values()):
         raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
-    if key in OURS:
+    if key in OURS or key == LR_SCALE:
         raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")
     if nearest(key, known, cutoff=0.8) or {key.lower()} & {*MEANT, *GRANTED, *ADVICE}:
         sections = [f"{rules.elementwise.rule}.{option}" for option in type(rules.elementwise.options).model_fields]
@@ -255,15 +290,15 @@ def _check_foreign(key: str, rules: Rules, where: str) -> None:
 
 
 def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
-    """The rule of each param group, the number of its parameters, its learning rate and its weight decay.
+    """The rule of each param group, the number of its parameters, its effective learning rate and its weight decay.
 
     Groups alike in these are one. A value that the rule has by default is marked, for nobody may have meant it.
     """
     counts: dict[tuple[str, str, str], int] = {}
     for group in groups:
-        fields = rule_named(group["rule"]).model(group, "").model_fields
+        fields, options = rule_named(rule_of(group)).model(group, "").model_fields, arguments(group)
         found = [
-            f"{plain(group[key])}{', the default' if group[key] == fields[key].default else ''}"
+            f"{plain(options[key]):g}{', the default' if options[key] == fields[key].default else ''}"
             if key in fields
             else "none"
             for key in SHARED
@@ -281,14 +316,15 @@ def small_rate(groups: Groups) -> str | None:
     small = [
         (group, rule)
         for group in groups
-        if group["rule"] in MATRIX_RULES and 0 < group["lr"] * group.get("extra_scale_factor", 1.0) < LEAST_RATE
-        if (rule := MATRIX_RULES[group["rule"]].build(**arguments(group))).needs_large_rate
+        if rule_of(group) in MATRIX_RULES
+        if 0 < effective_lr(group) * group.get("extra_scale_factor", 1.0) < LEAST_RATE
+        if (rule := MATRIX_RULES[rule_of(group)].build(**arguments(group))).needs_large_rate
     ]
     if not small:
         return None
     group, count = small[0][0], sum(len(group["params"]) for group, _ in small)
     return (
-        f"{rule_name(group)} trains {count} parameter(s) at a learning rate of {group['lr']:g} with the factor "
+        f"{rule_name(group)} trains {count} parameter(s) at a learning rate of {effective_lr(group):g} with the factor "
         f"{group.get('adjust_lr_fn') or 'original'!r}, at which matrices hardly move. Give it a rate for Muon, such as "
         "0.02; or keep the rate and set 'adjust_lr_fn' to 'match_rms_adamw', which makes updates as large as AdamW's"
     )

@@ -7,6 +7,7 @@ options of a rule are the fields of its dataclass; those of AdamW, which is torc
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
@@ -208,18 +209,68 @@ def by_path(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: {error}") from error
 
 
+LR_SCALE = "lr_scale"  # a param group's factor for the optimizer's one ``lr``; 1 if left out
+
+
+def rule_of(group: Mapping[str, Any]) -> str:
+    """The name of a param group's rule. Groups without one are AdamW's, as ``with_torchs_keys`` makes them."""
+    return str(group.get("rule", "adamw"))
+
+
+def effective_lr(group: Mapping[str, Any]) -> Any:
+    """The learning rate that a param group is trained with: ``lr``, which schedulers write, times ``lr_scale``."""
+    return group["lr"] * group.get(LR_SCALE, 1.0)
+
+
 def option_names(group: Mapping[str, Any]) -> list[str]:
     """The keys of a param group that are options of its rule."""
-    return list(rule_named(group["rule"]).model(group, "").model_fields)
+    return list(rule_named(rule_of(group)).model(group, "").model_fields)
 
 
 def arguments(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The current options of a param group's rule, with defaults for those that an older checkpoint lacks."""
-    fields = rule_named(group["rule"]).model(group, "").model_fields
-    return {
+    """The current options of a param group's rule, with defaults for those that it lacks; ``lr`` is the effective
+    rate."""
+    fields = rule_named(rule_of(group)).model(group, "").model_fields
+    found = {
         key: group[key] if key in group or field.is_required() else field.get_default(call_default_factory=True)
         for key, field in fields.items()
     }
+    return {**found, "lr": effective_lr(group)} if LR_SCALE in group else found
+
+
+class _WithoutGroups(torch.optim.AdamW):
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Torch's own imports its compiler, which takes longer than to read and write a gigabyte."""
+
+
+@functools.cache
+def torchs_keys() -> Mapping[str, Any]:
+    """The options in torch.optim.AdamW's param groups, with their defaults."""
+    return _WithoutGroups([torch.zeros(1)]).defaults
+
+
+def with_torchs_keys(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of AdamW alone with torch.optim.AdamW's keys, as other groups are.
+
+    torch.distributed.checkpoint reads a flattened state dict by the keys that the groups have, so that state dicts go
+    from one optimizer to the other. Options that torch lacks are there where they are not the default.
+    """
+    if any(rule_of(group) != "adamw" for group in groups):
+        return [dict(group) for group in groups]
+    ours = {"rule": "adamw"}
+    ours |= {k: field.default for k, field in AdamWOptions.model_fields.items() if k not in torchs_keys()}
+    without = ({k: v for k, v in group.items() if k not in ours or v != ours[k]} for group in groups)
+    return [{**torchs_keys(), **group} for group in without]
+
+
+def check_torchs_keys(group: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError for an option of torch.optim.AdamW that ours would not follow."""
+    for key, value in torchs_keys().items():
+        if key not in AdamWOptions.model_fields and group.get(key, value) != value:
+            raise ValueError(
+                f"{where}: {key!r} is {group[key]!r}, but AdamW here has {value!r} only; set it to that, if the "
+                "training so far allows it"
+            )
 
 
 def optimizer_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,19 +286,19 @@ def is_cautious(options: Mapping[str, Any]) -> bool:
 
 def build_matrix_rule(group: Mapping[str, Any], config: HostConfig) -> MatrixRule:
     """The matrix rule of a param group with its current hyperparameters."""
-    rule = MATRIX_RULES[group["rule"]].build(**arguments(group))
+    rule = MATRIX_RULES[rule_of(group)].build(**arguments(group))
     object.__setattr__(rule, "rule_name", rule_name(group))  # a frozen dataclass, too
     if config.exchange_dtype != "auto":
         rule.exchange_dtype = getattr(torch, config.exchange_dtype)
     if isinstance(rule, WeightRule) and rule.exchange_dtype != torch.float32:
-        takes = f"{group['rule']!r} takes weights and gradients in float32"
+        takes = f"{rule_of(group)!r} takes weights and gradients in float32"
         raise ValueError(f"exchange_dtype is {config.exchange_dtype!r}, but {takes}")
     return rule
 
 
 def build_matrix_rules(groups: Sequence[Mapping[str, Any]], config: HostConfig) -> dict[int, MatrixRule]:
     """By param group number, its matrix rule with its current hyperparameters."""
-    matrices = {number: group for number, group in enumerate(groups) if group["rule"] in MATRIX_RULES}
+    matrices = {number: group for number, group in enumerate(groups) if rule_of(group) in MATRIX_RULES}
     return {number: build_matrix_rule(group, config) for number, group in matrices.items()}
 
 
@@ -259,7 +310,8 @@ def check_devices(groups: Sequence[Mapping[str, Any]], config: HostConfig, devic
 
 def rules_with_owner_state(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the param groups' matrix rules that keep owner state."""
-    found = {g["rule"]: MATRIX_RULES[g["rule"]].build(**arguments(g)) for g in groups if g["rule"] in MATRIX_RULES}
+    matrices = [group for group in groups if rule_of(group) in MATRIX_RULES]
+    found = {rule_of(group): MATRIX_RULES[rule_of(group)].build(**arguments(group)) for group in matrices}
     return sorted(name for name, rule in found.items() if isinstance(rule, (OwnerStateRule, WeightRule)))
 
 
@@ -292,14 +344,14 @@ def atoms_of(param: TrainedParam, group: Mapping[str, Any], costs: dict[Shape, i
 
 def cost_of(shape: Shape, group: Mapping[str, Any]) -> int:
     """The flops of a param group's matrix rule on a matrix of ``shape``."""
-    return MATRIX_RULES[group["rule"]].cost(shape, arguments(group))
+    return MATRIX_RULES[rule_of(group)].cost(shape, arguments(group))
 
 
 def new_state(flat: Tensor, group: Mapping[str, Any]) -> State:
     """Fresh element-wise state for ``flat``, by a param group's rule of either kind."""
-    if group["rule"] in ELEMENTWISE_RULES:
-        return ELEMENTWISE_RULES[group["rule"]].new_state(flat, arguments(group))
-    keys = MATRIX_RULES[group["rule"]].build(**arguments(group)).state_keys
+    if rule_of(group) in ELEMENTWISE_RULES:
+        return ELEMENTWISE_RULES[rule_of(group)].new_state(flat, arguments(group))
+    keys = MATRIX_RULES[rule_of(group)].build(**arguments(group)).state_keys
     return {key: torch.zeros_like(flat) for key in keys}
 
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from lwopt_backend.config.base import NAME
 from lwopt_backend.config.choices import Rules, arguments_of
 from lwopt_backend.config.hosts import ClippingConfig, HostConfig
-from lwopt_backend.config.linked_rates import NAME
 from lwopt_backend.config.param_groups import Groups, as_groups, check_overrides, split
 from lwopt_backend.config.registry import MATRIX_RULES
 from lwopt_backend.plan.atoms import Block, TrainedParam
@@ -127,12 +127,16 @@ class Member(TrainedParam):
 
 @dataclass(frozen=True)
 class Grouping:
-    """``groups`` are param groups of one rule each; ``names`` has parameters' names by id."""
+    """``groups`` are param groups of one rule each; ``names`` has parameters' names by id.
+
+    ``trains_matrices`` is whether the matrix rule trains anything, also in other parts of the model.
+    """
 
     routes: list[Route]
     groups: list[dict[str, Any]]
     names: Mapping[int, str]
     divided: Mapping[str, Divided]  # by name, of what the matrix rule updates, or tensor parallelism cuts by rows
+    trains_matrices: bool
     clip_groups: Mapping[str, str] = field(default_factory=dict)  # of a parameter, by name, if it is in one
 
     def row_scaling(self) -> RowScaling:
@@ -220,7 +224,9 @@ def group_parameters(
     divided = divide(model, routes, AtomSettings.parse(config.atoms), elsewhere=elsewhere)
     said = {name: f": {matrices.reason}" for name, matrices in divided.items() if not matrices.is_plain}
     routes = [replace(r, reason=f"{r.reason}{said.get(r.name, '')}{f'; {r.cut}' if r.cut else ''}") for r in routes]
-    return Grouping(routes, split(given, _are_matrices(routes, names), rules, names), names, divided, clip_groups)
+    trains = "matrix" in kinds
+    groups = split(given, _are_matrices(routes, names), rules, names, trains_matrices=trains)
+    return Grouping(routes, groups, names, divided, trains, clip_groups)
 
 
 def _clip_groups(config: HostConfig, routes: Sequence[Route]) -> dict[str, str]:

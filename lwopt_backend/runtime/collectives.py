@@ -38,7 +38,7 @@ def of_elementwise(group: Mapping[str, Any]) -> str:
 
 def rule_name(group: Mapping[str, Any]) -> str:
     """The name of a param group's rule; for a rule that runs any optimizer, the class of that optimizer."""
-    return str(group.get("class", group["rule"]))
+    return str(group.get("class") or group.get("rule", "adamw"))
 
 
 # What ``optimizer.metrics()`` returns, measured in the same parts. Without a recorder nothing of it is done.

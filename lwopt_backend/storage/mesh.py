@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lwopt_backend.config import registry
+from lwopt_backend.config.base import NAME
 from lwopt_backend.config.hosts import FSDP2Config
-from lwopt_backend.config.linked_rates import NAME
 from lwopt_backend.plan import MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import unravel

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lwopt_backend.config import linked_rates
 from lwopt_backend.config.param_groups import of_another_optimizer
+from lwopt_backend.config.registry import check_torchs_keys
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.layouts import View
@@ -83,9 +83,9 @@ def check_loadable(
         raise ValueError(
             f"the checkpoint's param groups follow the rules {saved_rules}, this optimizer's {list(rules)}"
         )
-    if linked_rates.is_alone(groups):
-        for number, group in enumerate(saved):
-            linked_rates.check(group, f"load_state_dict: param group {number}")
+    for number, (group, rule) in enumerate(zip(saved, rules)):
+        if rule == "adamw":
+            check_torchs_keys(group, f"load_state_dict: param group {number}")
     if not state_dict["state"]:
         return  # saved by an optimizer that had no state yet
     missing = []

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend import report
-from lwopt_backend.config.linked_rates import NAME
+from lwopt_backend.config.base import NAME
 from lwopt_backend.config.param_groups import ComparedOptions, ElementwiseGroups, Groups, option_lines
-from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES
+from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import MatrixRule
@@ -234,7 +234,7 @@ def _step_elementwise(
     If the state has a wider dtype than the parameter, the step is computed in the state's dtype and rounded at its end.
     """
     for number, group in enumerate(groups):
-        if group["rule"] not in ELEMENTWISE_RULES:
+        if rule_of(group) not in ELEMENTWISE_RULES:
             continue
         parts = [
             part for stepper, here in zip(steppers, presences) for part in stepper.elementwise(number, states, here)

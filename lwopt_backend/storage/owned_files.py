@@ -28,6 +28,8 @@ from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, one_box, states_of, whole
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.ties import RECORD
+from lwopt_backend.config.param_groups import DECIDED, with_options
+from lwopt_backend.config.registry import rule_of
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime import nested
@@ -36,14 +38,12 @@ from lwopt_backend.runtime.state import StatePiece, fill, put
 from lwopt_backend.runtime.whole import owned_dtype
 from lwopt_backend.storage.owned import OwnedCore, broadcast_untrained, untrained
 from lwopt_backend.storage.owned_state import (
-    MARKS,
     Groups,
     Names,
     OwnedStore,
     boxed,
     matrices_of,
     names_of,
-    options_of,
     state_pieces,
 )
 
@@ -147,7 +147,8 @@ def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]
     Raises, on all of them, if options differ between ranks or cannot be read back by ``torch.load``.
     """
     everyone = core.holdings[0].sharers.everyone
-    mine = {key: {**options_of(group), "rule": group["rule"]} for key, group in zip(core.group_keys, groups)}
+    options = ({key: value for key, value in group.items() if key not in DECIDED} for group in groups)
+    mine = {k: {**of, "rule": rule_of(g)} for k, of, g in zip(core.group_keys, options, groups)}
 
     def check() -> None:
         for key, options in mine.items():
@@ -379,10 +380,7 @@ def _options_for(core: OwnedCore, groups: Groups, names: Names, saved: Saved) ->
         if len(found) > 1 or parts != {core.group_keys[number]}:
             said = [f"{group}.{saved.groups[group].get('rule')}" for group in sorted(found)]
             raise ValueError(
-                f"param group {number} ({groups[number]['rule']}) has the parameters of the checkpoint's groups "
+                f"param group {number} ({rule_of(groups[number])}) has the parameters of the checkpoint's groups "
                 f"{said}, which are here in {sorted(parts)}; make the same param groups"
             )
-    return [
-        {**group, **{k: v for k, v in saved.groups[theirs[number].pop()].items() if k not in MARKS}}
-        for number, group in enumerate(groups)
-    ]
+    return [with_options(group, saved.groups[theirs[number].pop()]) for number, group in enumerate(groups)]

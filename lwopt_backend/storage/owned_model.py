@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lwopt_backend import report
+from lwopt_backend.config.base import NAME
 from lwopt_backend.config.hosts import OwnedConfig
-from lwopt_backend.config.linked_rates import NAME
 from lwopt_backend.config.param_groups import ComparedOptions, option_lines
 from lwopt_backend.config.registry import state_nbytes
 from lwopt_backend.plan.buffers.layout import Bucket, Piece

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER
-from lwopt_backend.config import linked_rates
-from lwopt_backend.config.param_groups import of_another_optimizer
-from lwopt_backend.config.registry import new_state
+from lwopt_backend.config.param_groups import of_another_optimizer, with_options
+from lwopt_backend.config.registry import check_torchs_keys, new_state, rule_of
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.plan.layouts import View, boxes_of
@@ -28,8 +27,6 @@ from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import MATRICES, STRUCTURE, OwnerStates, StatePiece, fill
 from lwopt_backend.storage.owned import OwnedCore
 
-DECIDED = frozenset({"params", "rule", "from_group"})  # keys of a param group that no checkpoint changes
-MARKS = DECIDED | {"members", "overrides"}  # and keys that engines write into param groups
 Groups = Sequence[dict[str, Any]]
 
 
@@ -48,11 +45,6 @@ def state_pieces(core: OwnedCore) -> list[StatePiece]:
 def matrices_of(core: OwnedCore, member: int) -> list[str]:
     """The matrices in a parameter, for comparison; owner state is stored by matrix."""
     return [str(block) for block in core.members[member].blocks]
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group's hyperparameters, and any other keys that users have put there."""
-    return {key: value for key, value in group.items() if key not in DECIDED}
 
 
 class OwnedStore:
@@ -132,8 +124,6 @@ def names_of(core: OwnedCore, groups: Groups) -> Names:
 
 
 # ``state_dict`` and ``load_state_dict`` as in torch's optimizers, with this rank's pieces in place of whole tensors.
-#
-# If AdamW trains everything, this is torch.optim.AdamW's state dict, with whole tensors on all ranks.
 
 WHAT = "load_state_dict"
 OTHER_RANKS = (
@@ -263,14 +253,10 @@ def _kept(core: OwnedCore, bucket: BucketBuffers, groups: Groups) -> dict[int, d
 def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     """The state by the parameters' numbers in the param groups, in the form of torch's optimizers.
 
-    It has this rank's pieces, not copied. If AdamW trains everything, it has whole copies, and is called on all ranks.
+    It has this rank's pieces, not copied.
     """
     found: dict[int, dict[str, Tensor]] = {number: {} for number in range(len(core.members))}
-    if linked_rates.is_alone(groups):
-        for number, key, whole in gathered(core, groups):
-            found[number][key] = whole
-    else:
-        _add_pieces(found, core, groups)
+    _add_pieces(found, core, groups)
     indices = {id(param): index for index, param in enumerate(p for group in groups for p in group["params"])}
     return {
         "state": {indices[id(core.members[number].param)]: found[number] for number in sorted(found)},
@@ -330,8 +316,8 @@ def _counts(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
 def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Load what ``state_of`` returned on this rank, or whole tensors; returns the param groups to use from now on.
 
-    Parameters are matched by their place in the param groups. If AdamW trains everything, a parameter without state
-    starts fresh. Called on all ranks. State that does not fit raises on all of them, before anything is changed.
+    Parameters are matched by their place in the param groups. Called on all ranks. State that does not fit raises on
+    all of them, before anything is changed.
     """
     taken = agree(core.holdings[0].sharers.everyone, WHAT, lambda: (_checked(core, groups, state_dict), []))
     for piece in state_pieces(core):
@@ -341,13 +327,11 @@ def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -
             if isinstance(value, Pieces):
                 for place, box in boxed(tensor, piece, shape).items():
                     box.copy_(value.boxes[place])
-            elif value is not None:
+            elif value is not None:  # without a master, that follows the weights
                 fill(tensor, value, piece.view)
-            elif key != MASTER:  # the master follows the weights
-                tensor.zero_()
         kept = {key: _here(value) for key, value in found.items() if key not in piece.tensors}
         core.stepper.take_owner_tensors(piece.member, groups, kept)
-    return [{**group, **options_of(saved)} for group, saved in zip(groups, state_dict["param_groups"])]
+    return [with_options(group, saved) for group, saved in zip(groups, state_dict["param_groups"])]
 
 
 def _here(value: Tensor) -> Tensor:
@@ -360,23 +344,24 @@ def _checked(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> 
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         raise ValueError(f"{WHAT}: expected a state dict with 'state' and 'param_groups'; found {list(state_dict)}")
-    saved, alone = state_dict["param_groups"], linked_rates.is_alone(groups)
-    if not alone and of_another_optimizer(saved):
+    saved = state_dict["param_groups"]
+    if of_another_optimizer(saved) and any(rule_of(group) != "adamw" for group in groups):
         raise ValueError(
             "this state_dict was written by another optimizer: its param groups have no 'rule'; load the model's "
             "weights alone and begin with new state, or take that of another Muon along with lwopt_backend.migration"
         )
-    ours, theirs = ([len(group["params"]) for group in some] for some in (groups, saved))
-    if ours != theirs:
-        raise ValueError(f"{WHAT}: its param groups hold {theirs} parameters, this optimizer's hold {ours}")
+    here, there = ([len(group["params"]) for group in some] for some in (groups, saved))
+    if here != there:
+        raise ValueError(f"{WHAT}: its param groups hold {there} parameters, this optimizer's hold {here}")
     for number, (group, of_group) in enumerate(zip(groups, saved)):
-        if alone:
-            linked_rates.check(of_group, f"{WHAT}: param group {number}")
-        elif of_group.get("rule", group["rule"]) != group["rule"]:
+        theirs, ours = rule_of(of_group), rule_of(group)
+        if theirs != ours:
             raise ValueError(
-                f"{WHAT}: param group {number} was trained by {of_group['rule']!r}, here it is by {group['rule']!r}; "
+                f"{WHAT}: param group {number} was trained by {theirs!r}, here it is by {ours!r}; "
                 "load it with the rules it was saved with"
             )
+        if ours == "adamw":
+            check_torchs_keys(of_group, f"{WHAT}: param group {number}")
     pairs = [pair for group, of_group in zip(groups, saved) for pair in zip(group["params"], of_group["params"])]
     indices = {id(param): index for param, index in pairs}
     mine = {piece.member: piece for piece in state_pieces(core)}
@@ -385,7 +370,7 @@ def _checked(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> 
     for number, like in kept:
         found = state_dict["state"].get(indices[id(core.members[number].param)], {})
         owner = _owner_tensors(core, number, groups) if number in mine else {}
-        checked[number] = _checked_member(core.members[number], mine.get(number), like, owner, found, may_lack=alone)
+        checked[number] = _checked_member(core.members[number], mine.get(number), like, owner, found)
     return checked
 
 
@@ -395,8 +380,6 @@ def _checked_member(
     kept: Mapping[str, Tensor],
     owner: Mapping[str, Tensor],
     found: Mapping[str, Any],
-    *,
-    may_lack: bool,
 ) -> dict[str, Tensor]:
     """``found`` as tensors: a member's ``kept`` and ``owner`` state, of which this rank has ``piece``.
 
@@ -406,7 +389,7 @@ def _checked_member(
     values = {key: value for key, value in found.items() if value is not None and not isinstance(value, Mapping)}
     elsewhere = {*values} - {*kept} if member.blocks and not piece else {MASTER}
     keys = {*kept, *owner} - {MASTER}
-    if (values or not may_lack) and {*values} - elsewhere - {MASTER} != keys:
+    if {*values} - elsewhere - {MASTER} != keys:
         flat = "; torch's flattened form leaves out what owners keep, save the nested one" if owner else ""
         raise ValueError(f"{whose}: expected {sorted(keys)}, found {sorted({*values} - {MASTER})}{flat}")
     taken = {key: torch.as_tensor(values[key]) for key in (*kept, *owner) if key in values}

@@ -1,0 +1,127 @@
+"""What all our optimizers share: their name in errors, hooks around state dicts, metrics, and fixed param groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from lwopt_backend.config.choices import Rules
+from lwopt_backend.config.registry import LR_SCALE, effective_lr
+from lwopt_backend.runtime.collectives import RECORDERS, Collectives, Recorder
+
+NAME = "LayerWiseOptimizer"
+
+
+def saved(optimizer: torch.optim.Optimizer, state_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A state dict, with torch's hooks around ``state_of``, which makes it."""
+    for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        before(optimizer)
+    state_dict = state_of()
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        state_dict = after(optimizer, state_dict) or state_dict
+    return state_dict
+
+
+def loaded(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], take: Callable[[dict[str, Any]], None]
+) -> None:
+    """Load a state dict with torch's hooks around ``take``, which takes it."""
+    state_dict = dict(state_dict)  # torch's hooks may change the one they are given
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = before(optimizer, state_dict) or state_dict
+    take(state_dict)
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
+
+
+MOMENTA = ("momentum", "betas")  # defaults by which torch's OneCycleLR and CyclicLR choose what they cycle
+
+
+class BaseOptimizer(torch.optim.Optimizer):
+    """An optimizer with as many param groups as it was made with."""
+
+    name = NAME  # for errors
+    _made = False  # whether the base class's constructor has added all param groups
+    _plan_digest: str | None = None  # once there is a plan
+    _recorder: Recorder | None = None  # while steps are measured
+
+    @property
+    def plan_digest(self) -> str:
+        """The name of this rank's plan: the ``digest`` of ``lwopt plan`` for the same model, ranks and options.
+
+        Raises RuntimeError before there is a plan.
+        """
+        if self._plan_digest is None:
+            raise RuntimeError(
+                f"this {self.name} has no plan yet, so plan_digest has no value; "
+                "under DeepSpeed it plans in deepspeed.initialize, with sharded_later in the first step: ask after that"
+            )
+        return self._plan_digest
+
+    def record_metrics(self, on: bool = True) -> None:
+        """From now on measure steps for ``metrics``, or stop. Off at first, and then nothing is measured."""
+        self._recorder = Recorder() if on else None
+        if self._recorder is not None:
+            RECORDERS.add(self._recorder)
+
+    def metrics(self) -> dict[str, Any]:
+        """What the steps since the last call took, the same on all ranks, which all call it after a step.
+
+        - ``grad_norm``: before the last clipping, if this optimizer or DeepSpeed clipped or measured it; without the
+          parameters in ``clip_group_norms``
+        - ``update_rms``: by rule, the root mean square of what a step changes in a weight
+        - ``orthogonality``: by matrix rule, of a sampled update that one rank computed, how far its shorter side is
+          from orthogonal, 0 if it is: ||U U^T - 1|| / sqrt(rows)
+        - ``exchange_bytes``: what the busiest rank has sent
+        - ``seconds``: of the busiest rank, by part: exchange, rule, elementwise and norm
+        - ``lr``: by param group, the effective learning rate, ``lr`` times ``lr_scale``
+
+        Other optimizers of the process that step meanwhile count, too. Raises RuntimeError without ``record_metrics``.
+        """
+        if self._recorder is None:
+            raise RuntimeError(f"{self.name}: call record_metrics() before the steps that metrics() is to measure")
+        norm, groups = self._norms_before_clipping()
+        norms = {} if norm is None else {"grad_norm": float(norm)}
+        named = {"clip_group_norms": {name: float(each) for name, each in groups.items()}} if groups else {}
+        rates = {"lr": [float(effective_lr(group)) for group in self.param_groups]}
+        return {**norms, **named, **self._recorder.take(self._everyone()), **rates}
+
+    def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
+        """That of the gradients in no clip group, None if nothing measured it, and those of the clip groups."""
+        raise NotImplementedError
+
+    def _everyone(self) -> Collectives:
+        """All ranks that step together."""
+        raise NotImplementedError
+
+    def _begin(self, rules: Rules, trains_matrices: bool) -> None:
+        """Set the ``defaults`` that schedulers read, and take no param group from now on.
+
+        ``trains_matrices`` is whether the matrix rule trains anything, on any pipeline stage. Then no momentum is among
+        the defaults: both halves have one, under two names, and schedulers would cycle that of one half.
+        """
+        main = rules.matrix if trains_matrices else rules.elementwise
+        options = main.options.model_dump(exclude=set(MOMENTA) if trains_matrices else None)
+        self.defaults = {
+            **options,
+            "lr": self.param_groups[0]["lr"] if trains_matrices and self.param_groups else main.lr,
+        }
+        self._made = True
+        self.set_groups(self.param_groups)
+
+    def set_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Replace the param groups, e.g. by those of a checkpoint. Either all of them have ``lr_scale``, or none."""
+        found = [dict(group) for group in groups]
+        has = any(LR_SCALE in group for group in found)
+        self.param_groups = [{LR_SCALE: 1.0, **group} for group in found] if has else found
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
+        if self._made:
+            raise RuntimeError(f"{self.name} takes no param group after it was made; give the constructor all groups")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"{self.name} belongs to its process groups and cannot be copied or pickled; use state_dict()")
