@@ -18,23 +18,54 @@ class CheckpointError(ValueError):
 AUTO = "auto"
 DEBUG = "LWOPT_DEBUG"  # set to 1 in the environment, tracebacks of errors are printed
 
-# In the order in which a folder is tested: Megatron's also look like any of torch's, and weights may be in one folder
-# with any optimizer's state. ``formats`` has the readers.
-FORMATS = {
-    "megatron-torch": "Megatron's --ckpt-format torch",
-    "megatron-dist": "Megatron's torch_dist",
-    "megatron-fsdp": "Megatron's fsdp_dtensor",
-    "universal": "DeepSpeed's universal format",
-    "deepspeed": "DeepSpeed's own files, stages 0 to 3",
-    "dcp": "torch.distributed.checkpoint, of FSDP2 and of plain PyTorch",
-    "safetensors": "weights as safetensors",
-}
+_HERE = "lwopt_backend.checkpoint"
 
-WRITERS = {  # imported when needed: torch.distributed.checkpoint takes half a second
-    "universal": "lwopt_backend.checkpoint.deepspeed.universal",
-    "dcp": "lwopt_backend.checkpoint.dcp.saving",
-    "safetensors": "lwopt_backend.checkpoint.safetensors",
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format: what --help says; the module that reads it, and the one that writes it, if it is written; what readers
+    call what that wrote; the file that names a step's folder beside it, if it has one, and how such a folder is named.
+
+    Modules are imported when needed: torch.distributed.checkpoint takes half a second."""
+
+    help: str
+    reader: str
+    writer: str | None = None
+    written: str = ""
+    pointer: str | None = None
+    step_folder: str = ""
+
+
+# In the order in which a folder is tested: Megatron's also look like any of torch's, and weights may be in one folder
+# with any optimizer's state.
+_MEGATRONS = "latest_checkpointed_iteration.txt"
+FORMATS = {
+    "megatron-torch": Format("Megatron's --ckpt-format torch", f"{_HERE}.megatron.torch_format", pointer=_MEGATRONS),
+    "megatron-dist": Format("Megatron's torch_dist", f"{_HERE}.megatron.torch_dist", pointer=_MEGATRONS),
+    "megatron-fsdp": Format("Megatron's fsdp_dtensor", f"{_HERE}.megatron.fsdp_dtensor", pointer=_MEGATRONS),
+    "universal": Format(
+        "DeepSpeed's universal format",
+        reader=f"{_HERE}.deepspeed.universal",
+        writer=f"{_HERE}.deepspeed.universal",
+        written="deepspeed universal",
+        pointer="latest_universal",
+        step_folder="global_step{step}",
+    ),
+    "deepspeed": Format("DeepSpeed's own files, stages 0 to 3", f"{_HERE}.deepspeed.zero", pointer="latest"),
+    "dcp": Format(
+        "torch.distributed.checkpoint, of FSDP2 and of plain PyTorch",
+        reader=f"{_HERE}.dcp.reader",
+        writer=f"{_HERE}.dcp.saving",
+        written="torch dcp",
+    ),
+    "safetensors": Format(
+        "weights as safetensors",
+        reader=f"{_HERE}.safetensors",
+        writer=f"{_HERE}.safetensors",
+        written="safetensors",
+    ),
 }
+TARGETS = tuple(name for name, format in FORMATS.items() if format.writer)
 
 # Families of parameter names; ``names`` has their maps.
 FAMILIES = ("megatron-core", "hf-llama", "hf-mixtral", "hf-qwen-moe", "hf-moe-stacked", "hf-gpt2")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lwopt_backend.checkpoint import gates, names
-from lwopt_backend.checkpoint.choices import WRITERS
+from lwopt_backend.checkpoint.choices import FORMATS, TARGETS
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
 from lwopt_backend.config.registry import LR_SCALE, MATRIX_RULES, options_of, rule_named, torchs_keys
@@ -178,11 +178,12 @@ class Place:
 
 
 def place_of(checkpoint: Checkpoint, target: str, destination: Path) -> Place:
-    """A universal checkpoint is a step's folder in ``destination``; any other is ``destination`` itself."""
-    step = checkpoint.iteration or 0
-    if target == "universal":
-        return Place(destination / f"global_step{step}", {"latest_universal": f"global_step{step}"})
-    return Place(destination, {})
+    """A step's folder in ``destination``, if the format has a pointer to it; else ``destination`` itself."""
+    format = FORMATS[target]
+    if format.pointer is None:
+        return Place(destination, {})
+    name = format.step_folder.format(step=checkpoint.iteration or 0)
+    return Place(destination / name, {format.pointer: name})
 
 
 def prepared(
@@ -259,9 +260,10 @@ def write(
 
     Pointers come last. A destination that is not there yet appears with its pointers, at once.
     """
-    if target not in WRITERS:
-        raise CheckpointError(f"unknown target {target!r}; known: {', '.join(WRITERS)}")
-    writer = importlib.import_module(WRITERS[target])
+    name = FORMATS[target].writer if target in TARGETS else None
+    if name is None:
+        raise CheckpointError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
+    writer = importlib.import_module(name)
 
     def fill(folder: Path) -> None:
         writer.write(checkpoint, folder, workers=workers, **options)

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column, Table
 
 from lwopt_backend.checkpoint import choices
-from lwopt_backend.checkpoint.choices import AUTO, WRITERS, CheckpointError, Numbers
+from lwopt_backend.checkpoint.choices import AUTO, TARGETS, CheckpointError, Numbers
 from lwopt_backend.config.options import suggestion
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
         from lwopt_backend.checkpoint import formats
 
     found = formats.find(path, format)
-    return found, formats.READERS[found].read(path)
+    return found, formats.read(path, found)
 
 
 @contextmanager
@@ -146,7 +146,6 @@ def print_sentences(console: Console, heading: str, found: Sequence[str]) -> Non
 DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 WORKERS = 2  # one thread computes checksums while another waits for the disk; each has a tensor in memory
-WRITTEN = dict(zip(WRITERS, ("deepspeed universal", "torch dcp", "safetensors")))
 Text = str | None
 HELP = {
     "names": f"Of the new one's parameters: {FAMILIES}, or a .json file. Default: as they are.",
@@ -164,7 +163,7 @@ HELP = {
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint's folder.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the new one goes.")],
-    to: Annotated[str, typer.Option(help=f"One of {', '.join(WRITERS)}.")],
+    to: Annotated[str, typer.Option(help=f"One of {', '.join(TARGETS)}.")],
     format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
     vocabulary: Annotated[Text, typer.Option("--names", help=HELP["names"])] = None,
     source_names: Annotated[Text, typer.Option("--source-names", help=HELP["source names"])] = None,
@@ -210,8 +209,8 @@ def convert(
 
 def _options(to: str, dtype: str | None) -> dict[str, Any]:
     """The writer's options. Raises CheckpointError for unknown values and for options of another target."""
-    if to not in WRITERS:
-        raise CheckpointError(f"unknown target {to!r} for --to; {suggestion(to, WRITERS)}")
+    if to not in TARGETS:
+        raise CheckpointError(f"unknown target {to!r} for --to; {suggestion(to, TARGETS)}")
     if dtype is not None and to != "safetensors":
         raise CheckpointError(f"--dtype is of --to safetensors, not of --to {to}, which keeps dtypes; leave it out")
     name = dtype and SHORT.get(dtype, dtype)
@@ -237,7 +236,7 @@ def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkp
         for name, param in params.items():
             kept = {key: tensor for key, tensor in param.states.items() if key != MASTER}
             params[name] = dataclasses.replace(param, weight=param.best, states=kept)
-    return dataclasses.replace(made, params=params, format=WRITTEN[to], version="")
+    return dataclasses.replace(made, params=params, format=choices.FORMATS[to].written, version="")
 
 
 def _show_conversion(summary: Mapping[str, Any]) -> None:
