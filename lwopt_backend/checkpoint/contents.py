@@ -174,6 +174,15 @@ def _range_of(parts: Sequence[LazyTensor], ends: Sequence[int], start: int, stop
     return torch.cat([cut.read() for cut in cuts]) if len(cuts) > 1 else cuts[0].read()
 
 
+def shape_of(sizes: Any) -> tuple[int, ...]:
+    """Sizes in a file as a shape. Raises ValueError if they are not, or have too many elements."""
+    if type(sizes) not in (tuple, list, torch.Size) or len(sizes) > 32:  # numpy's own limit, up to version 1
+        raise ValueError("a shape is no tuple, or too long")
+    if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(max(n, 1) for n in sizes) >= 2**48:
+        raise ValueError("a shape has sizes that cannot be")
+    return tuple(sizes)
+
+
 T = TypeVar("T")
 WEIGHT = "weight"
 MASTER = "fp32"  # the key of master weights, as in DeepSpeed's universal format

@@ -9,7 +9,7 @@ import torch
 
 from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
-from lwopt_backend.checkpoint.files.made import in_order
+from lwopt_backend.checkpoint.files.threads import in_order
 from lwopt_backend.checkpoint.names import CORE, FAMILIES
 from lwopt_backend.checkpoint.names.core import EMBEDDING, HEAD
 

@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, reader
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, reader, shape_of
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import check_name
-from lwopt_backend.checkpoint.files.made import in_order, shape_of
 from lwopt_backend.checkpoint.files.manifest import Files, crc_of
+from lwopt_backend.checkpoint.files.threads import in_order
 from lwopt_backend.checkpoint.files.torch_files import Record, Stored
 
 # Writes weights, without optimizer state, as safetensors, as ``from_pretrained`` reads them.

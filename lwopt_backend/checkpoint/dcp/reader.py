@@ -17,10 +17,17 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint import contents, ties
-from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, OwnerStates, Param
+from lwopt_backend.checkpoint.contents import (
+    MATRICES,
+    Checkpoint,
+    CheckpointError,
+    LazyTensor,
+    OwnerStates,
+    Param,
+    shape_of,
+)
 from lwopt_backend.checkpoint.files import manifest, pickles, torch_files
 from lwopt_backend.checkpoint.files.folders import check_inside
-from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.manifest import Manifest
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor

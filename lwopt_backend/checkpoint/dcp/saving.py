@@ -28,10 +28,10 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.dcp.reader import FILE, MARK, METADATA, is_marked, mark
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import flush
-from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.files.manifest import Entry as FileEntry
 from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.pickles import in_memory
+from lwopt_backend.checkpoint.files.threads import in_order
 from lwopt_backend.checkpoint.files.torch_files import save_as_it_lies
 from lwopt_backend.checkpoint.ties import RECORD
 from lwopt_backend.plan.atoms import matrices_of

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lwopt_backend.checkpoint import contents
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, shape_of
 from lwopt_backend.checkpoint.contents import MATRICES as MATRICES
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import read_pointer
-from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.pickles import Stub, options, plain
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 

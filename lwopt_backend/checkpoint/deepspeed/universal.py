@@ -22,15 +22,16 @@ from lwopt_backend.checkpoint.contents import (
     OwnerStates,
     Param,
     reader,
+    shape_of,
 )
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import STEP, ModelStates, load_mapping
 from lwopt_backend.checkpoint.deepspeed.zero import MARK
 from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
-from lwopt_backend.checkpoint.files.made import all_done, shape_of
 from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.pickles import plain
+from lwopt_backend.checkpoint.files.threads import all_done
 from lwopt_backend.checkpoint.files.torch_files import (
     Record,
     Stored,

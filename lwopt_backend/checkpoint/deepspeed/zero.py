@@ -21,10 +21,10 @@ from lwopt_backend.checkpoint.contents import (
     end_to_end,
     joined,
     reader,
+    shape_of,
 )
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import Gathered, ModelStates
-from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # Names are the module's own. DeepSpeed itself is not needed, and no class of it is imported.

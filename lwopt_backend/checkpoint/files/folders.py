@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from lwopt_backend.checkpoint.contents import CheckpointError
-from lwopt_backend.checkpoint.files.made import all_done
+from lwopt_backend.checkpoint.files.threads import all_done
 
 NEW = ".lwopt-new"
 

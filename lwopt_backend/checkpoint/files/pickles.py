@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch._weights_only_unpickler import Unpickler, _remove_safe_globals, get_globals_in_pkl
 
-from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor
-from lwopt_backend.checkpoint.files.made import shape_of
+from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, shape_of
 
 PLAIN_DTYPE = re.compile(r"[biufcSU][0-9]{1,9}")  # no objects, no fields: bytes of the file never become pointers
 

@@ -25,7 +25,7 @@ from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, held
 from lwopt_backend.checkpoint.files import manifest, pickles
 from lwopt_backend.checkpoint.files.folders import check_inside
-from lwopt_backend.checkpoint.files.made import in_order
+from lwopt_backend.checkpoint.files.threads import in_order
 
 # The zip archives that torch.save writes, in a file or in a part of one: stored records, each with its checksum.
 # A local header, whose last two fields say how long name and padding after it are, then the record's bytes. Format:

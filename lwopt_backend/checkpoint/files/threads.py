@@ -1,14 +1,11 @@
-"""Calls that run in several threads; shapes in files."""
+"""Calls that run in several threads."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any, TypeVar
-
-import torch
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -48,12 +45,3 @@ def all_done(calls: Iterable[Callable[[], object]], workers: int) -> None:
         finally:
             for future in futures:
                 future.cancel()
-
-
-def shape_of(sizes: Any) -> tuple[int, ...]:
-    """Sizes in a file as a shape. Raises ValueError if they are not, or have too many elements."""
-    if type(sizes) not in (tuple, list, torch.Size) or len(sizes) > 32:  # numpy's own limit, up to version 1
-        raise ValueError("a shape is no tuple, or too long")
-    if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(max(n, 1) for n in sizes) >= 2**48:
-        raise ValueError("a shape has sizes that cannot be")
-    return tuple(sizes)
