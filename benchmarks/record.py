@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ PACKAGES = ("torch", "deepspeed", "dion", "gram-newton-schulz", "quack-kernels")
 
 def write(path: Path, figures: Any) -> None:
     """Write ``figures``, which JSON can hold, below what they depend on."""
-    command = " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
+    command = shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
     told = {"command": command, "machine": machine(), "versions": versions(), "commit": commit(), "figures": figures}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(told, indent=1) + "\n")

@@ -144,13 +144,13 @@ def test_rules(tmp_path: Path) -> None:
 # operations outside Newton-Schulz, batches in it, reads by the host, collectives.
 LAUNCHES = {
     "plain": (22, 4, 1, 2),
-    "modules": (37, 4, 10, 7),
-    "fsdp2": (40, 6, 2, 7),
-    "zero0": (46, 6, 1, 3),
-    "zero1": (30, 5, 1, 2),
-    "zero2": (30, 5, 1, 2),
-    "zero3": (41, 6, 1, 6),
-    "owned": (37, 4, 2, 3),
+    "modules": (38, 4, 2, 4),
+    "fsdp2": (38, 6, 1, 7),
+    "zero0": (43, 6, 0, 3),
+    "zero1": (28, 5, 0, 2),
+    "zero2": (28, 5, 0, 2),
+    "zero3": (38, 6, 0, 6),
+    "owned": (32, 4, 2, 3),
 }
 
 
