@@ -44,6 +44,12 @@ CAUTIOUS: dict[str, dict[str, Any]] = {
 }
 
 
+def layer_wise(rule: str, **options: Any) -> dict[str, Any]:
+    """The entry of a ds_config with that rule and AdamW."""
+    rules = {"matrix": SECTIONS[rule], "elementwise": ELEMENTWISE["adamw"]}
+    return {"type": "LayerWise", "params": {**rules, "report": False, **options}}
+
+
 class Cautious(torch.optim.Optimizer):
     """AdamW or Lion with cautious weight decay, as "Cautious Weight Decay" has them: no decay of what grows."""
 

@@ -141,7 +141,7 @@ def test_the_gradient_is_clipped_and_not_the_orthogonalized_update(storage: str,
     """Newton-Schulz takes no notice of its input's scale; a clipped update would be a thousand times smaller. The loss
     is so steep that gradients are far above DeepSpeed's default clip of 1."""
     clip, steep, masters = 0.01, 64.0, Masters(DTYPES[precision.partition("+")[0]])
-    settings = settings_for(storage, stage, precision, ns_dtype="float32", clip=clip)
+    settings = settings_for(storage, stage, precision, clip=clip)
     with zero.newton_schulz_in_float32(), engine_for(settings) as engine:
         scale = engine.optimizer.loss_scale if precision == "fp16" else 1.0
         engine.backward(steep * engine(*batch_shares(0, 1)[0]))

@@ -13,7 +13,7 @@ from tests import zero
 from tests.cells import cells
 from tests.on_ranks import on_ranks
 from tests.pages import table
-from tests.zero import PRECISIONS, ROWS, Reference, build, config, engine_for, full_weights, largest_difference, train
+from tests.zero import PRECISIONS, ROWS, Reference, build, config, engine_for, full_weights, largest_difference
 
 STAGES = (0, 1, 2, 3)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def test_the_cell_says_what_happens(precision: str, stage: int, accumulation: in
         by_us = "LayerWiseMuon cannot train with this configuration:"
         assert (caught.type is ValueError and str(caught.value).startswith(by_us)) == (says == "refused")
         return
-    both = zero.Beside(Reference(), lambda engine, step: train(engine, range(step, step + 1)), settings=settings)
+    both = zero.Beside(Reference(), settings)
     with engine_for(settings) as engine:
         both.start(engine)
         both.train(engine, range(3))

@@ -26,8 +26,9 @@ from tests.engines import falling
 from tests.models import VOCABULARY, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.rules import ELEMENTWISE, SECTIONS
-from tests.zero import PRECISIONS, ROWS, Beside, Reference, build, config, engine_for, train
+from tests.rules import layer_wise
+from tests.zero import ROWS, Beside, Reference, build, engine_for, train, train_step
+from tests.zero import settings_for as zero_settings
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 RANKS, EXPERTS, EXPERT_PARALLEL = 4, 4, 2
@@ -90,14 +91,7 @@ class Mixture(WholeMixture):
 
 
 def settings_for(stage: int, precision: str = "fp32", accumulation: int = 1, **options: Any) -> dict[str, Any]:
-    rows = ROWS // RANKS // accumulation
-    if stage == 0:
-        options.pop("policy", None)
-    return config(stage, rows=rows, accumulation=accumulation, bucket_numel=2000, **options) | PRECISIONS[precision]
-
-
-def train_step(engine: Any, step: int) -> None:
-    train(engine, range(step, step + 1))
+    return zero_settings("zero", stage, precision, rows=ROWS // RANKS, accumulation=accumulation, **options)
 
 
 def whole_name(name: str) -> str:
@@ -127,9 +121,7 @@ def whole_name(name: str) -> str:
 def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume(
     tmp_path: Path, stage: int, precision: str, accumulation: int, clip: float, given: str
 ) -> None:
-    exact: dict[str, Any] = {"ns_dtype": "float32"} if clip else {}
-    options = {"clip": clip, "policy": "balance", "exclude": ODD[0], **exact}
-    settings = settings_for(stage, precision, accumulation, **options)
+    settings = settings_for(stage, precision, accumulation, clip=clip, exclude=ODD[0])
 
     def new_engine() -> Any:
         model, own, kwargs = Mixture(), copy.deepcopy(settings), {}
@@ -142,8 +134,7 @@ def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume
         return engine_for(own, model, **kwargs)
 
     reference = Reference(WholeMixture(), matrices=[name for name in MATRICES if name not in ODD[1]])
-    beside = Beside(reference, train_step, whole_name=whole_name, settings=settings)
-    beside.clip = clip
+    beside = Beside(reference, settings, whole_name=whole_name)
     binding = beside.train_and_resume(new_engine, tmp_path).basic_optimizer._binding
     sizes = [(unit.ranks.world_size, len(unit.params)) for unit in binding.units]
     assert sizes == [(4, 2), (4, 3), (2, 3), (2, 5)], "matrices and the rest of all ranks, then of the experts'"
@@ -176,8 +167,7 @@ def engine_of(rule: str, precision: str, parallel: int, stage: int, rows: bool, 
     """With ``rows``, neighbouring ranks have the same experts. Each leg has other frozen parameters and buffers."""
     settings = settings_for(stage, precision) | {"checkpoint": {"load_universal": universal}}
     settings |= {"use_data_before_expert_parallelism": True} if rows else {}
-    given = {"matrix": SECTIONS[rule], "elementwise": ELEMENTWISE["adamw"], "report": False, "bucket_numel": 2000}
-    settings["optimizer"] = {"type": "LayerWise", "params": given}
+    settings["optimizer"] = layer_wise(rule, bucket_numel=2000)
     model = Mixture(parallel)
     for layer in model.moe.deepspeed_moe.experts.deepspeed_experts:
         layer[2].bias.requires_grad_(False).data.add_(10 * parallel + stage)

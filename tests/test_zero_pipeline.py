@@ -31,21 +31,23 @@ from tests.engines import falling
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool, gathered
-from tests.rules import ELEMENTWISE, SECTIONS
+from tests.rules import layer_wise
 from tests.zero import (
     ADAMW,
     BF16,
     IN_FP32,
     MUON,
+    ROWS,
     Beside,
     Reference,
-    batch_shares,
     build,
     config,
     engine_for,
     full_weights,
     train,
+    train_step,
 )
+from tests.zero import settings_for as zero_settings
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 RANKS, STAGES, DATA_PARALLEL, MICRO_BATCHES = 4, 2, 2, 2
@@ -137,23 +139,13 @@ class Whole(PipelineModule):
 
 def settings_for(precision: str, **options: Any) -> dict[str, Any]:
     stage, more = PRECISIONS[precision]
-    options = {"bucket_numel": 2000, "policy": "balance" if stage else "auto", **options}
-    return config(stage, accumulation=MICRO_BATCHES, rows=2, **options) | more
-
-
-def train_step(engine: Any, step: int) -> None:
-    if not engine.pipeline_parallelism:
-        train(engine, range(step, step + 1))
-        return
-    ranks = engine.dp_world_size
-    shares = batch_shares(step, MICRO_BATCHES * ranks)
-    engine.train_batch(iter(shares[engine.grid.get_data_parallel_id() :: ranks]))
+    return zero_settings("zero", stage, rows=ROWS // DATA_PARALLEL, accumulation=MICRO_BATCHES, **options) | more
 
 
 def beside(model: str, settings: dict[str, Any]) -> Beside:
     whole = Whole(MODELS[model])
     matrices = [name for name, _ in whole.named_parameters() if name.endswith(MATRICES)]
-    return Beside(Reference(whole, matrices=matrices), train_step, settings=settings)
+    return Beside(Reference(whole, matrices=matrices), settings)
 
 
 @on_ranks(RANKS)
@@ -166,11 +158,8 @@ def beside(model: str, settings: dict[str, Any]) -> Beside:
 def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients_and_resumes(
     tmp_path: Path, model: str, precision: str, clip: float
 ) -> None:
-    options: dict[str, Any] = {"ns_dtype": "float32"} if clip else {}
-    settings = settings_for(precision, clip=clip, **options)
-    both = beside(model, settings)
-    both.clip = clip
-    engine = both.train_and_resume(lambda: engine_for(settings, pipeline(MODELS[model])), tmp_path)
+    settings = settings_for(precision, clip=clip)
+    engine = beside(model, settings).train_and_resume(lambda: engine_for(settings, pipeline(MODELS[model])), tmp_path)
     plans = [plan for plan in engine.basic_optimizer._binding.plans if plan.matrices is not None]
     block = 1 if dist.get_rank() < DATA_PARALLEL else 2
     assert [param.name for plan in plans for param in plan.params] == [f"{block}.{name}" for name in MATRICES]
@@ -192,8 +181,7 @@ def engine_of(model: str, rule: str, precision: str, stages: int, zero: int) -> 
     parameters and buffers are others."""
     settings = settings_for(precision) | {"checkpoint": {"load_universal": True}}
     settings["zero_optimization"] = {"stage": zero}
-    given = {"matrix": SECTIONS[rule], "elementwise": ELEMENTWISE["adamw"], "report": False, "bucket_numel": 2000}
-    settings["optimizer"] = {"type": "LayerWise", "params": given}
+    settings["optimizer"] = layer_wise(rule, bucket_numel=2000)
     module = pipeline(MODELS[model], stages) if stages else Plain()
     for block in module.modules():
         if isinstance(block, Block):
@@ -248,8 +236,7 @@ def test_adamw_of_deepspeeds_own_pipelines_goes_on(tmp_path: Path, model: str) -
     """As DeepSpeed converts it, which cannot where weights are tied, and as we do; here, and in DeepSpeed itself."""
     settings = settings_for("fp32, stage 1") | {"optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}}
     with without_compiling(), engine_for(settings, pipeline(MODELS[model])) as engine:
-        for step in range(2):
-            train_step(engine, step)
+        train(engine, 2)
         engine.save_checkpoint(tmp_path)
         truth = moments(engine)
     folders = [tmp_path / "ours", *[tmp_path / "theirs"] * (model == "untied")]
@@ -260,8 +247,7 @@ def test_adamw_of_deepspeeds_own_pipelines_goes_on(tmp_path: Path, model: str) -
             (folders[1] / "latest_universal").write_text("global_step2")
     dist.barrier()
     settings["checkpoint"] = {"load_universal": True}
-    given = {"matrix": "muon", "elementwise": ELEMENTWISE["adamw"], "exclude": ["*"], "allow_no_matrix": True}
-    ours = settings | {"optimizer": {"type": "LayerWise", "params": {**given, "report": False}}}
+    ours = settings | {"optimizer": layer_wise("muon", exclude=["*"], allow_no_matrix=True)}
     for loading, folder in itertools.product([settings, ours], folders):
         with engine_for(loading, pipeline(MODELS[model], 1)) as engine:
             engine.load_checkpoint(folder)

@@ -69,12 +69,11 @@ def test_bits_given_the_same_gradients(tmp_path: Path, stage: int, precision: st
     """With its default at stage 3 DeepSpeed averages the gradients over the ranks of a sequence, with AdamW, too; all
     other stages, and that setting off, sum them."""
     accumulation, clip = how
-    options = {"clip": clip, **({"ns_dtype": "float32"} if clip else {})}
-    settings = settings_of("zero", stage, precision, accumulation=accumulation, **options)
+    settings = settings_of("zero", stage, precision, accumulation=accumulation, clip=clip)
     averaged = stage == 3 and precision == "bf16"
     settings["zero_optimization"]["reduce_scatter"] = stage < 3 or averaged
-    given = {"factor": 1 / SHARING if averaged else 1.0, "settings": settings}
-    both = Beside(Reference(), train_step, whole_batch=lambda step: batch(step, ROWS, TIME), **given)
+    given = {"train_step": train_step, "factor": 1 / SHARING if averaged else 1.0}
+    both = Beside(Reference(), settings, whole_batch=lambda step: batch(step, ROWS, TIME), **given)
     engine = both.train_and_resume(lambda: sharing_engine(settings), tmp_path)
     plan = engine.basic_optimizer._binding.plans[0]
     assert plan.layout.world_size == dist.get_world_size() and plan.matrices.buckets

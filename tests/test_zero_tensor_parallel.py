@@ -26,19 +26,8 @@ from tests.command_line import succeeds
 from tests.fused import Separate
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
-from tests.ranks import gathered
-from tests.rules import ELEMENTWISE, SECTIONS, matrix_optimizer
-from tests.zero import (
-    MUON,
-    PRECISIONS,
-    ROWS,
-    Beside,
-    Reference,
-    batch_shares,
-    engine_for,
-    full_weights,
-    settings_for,
-)
+from tests.rules import SECTIONS, layer_wise, matrix_optimizer
+from tests.zero import MUON, PRECISIONS, ROWS, Beside, Reference, engine_for, settings_for, train_step
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 SHARDS, WIDTH = 2, 24
@@ -128,30 +117,6 @@ class ShardedLM(nn.Module):
         return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
 
 
-class BesideWhole(Beside):
-    def start(self, engine: Any) -> None:
-        """A tied weight's other name is not there."""
-        self.single.model.load_state_dict(self._whole(full_weights(engine)), strict=False)
-
-    def _whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of shards, the whole; of anything else, what all ranks have alike."""
-        of_ranks = gathered({name: tensor.float().clone() for name, tensor in mine.items()})
-        whole = {}
-        for name, param in self.single.model.named_parameters():
-            tensors = [of_rank[name] for of_rank in of_ranks]
-            cut = [dim for dim, size in enumerate(param.shape) if size != tensors[0].shape[dim]]
-            count = param.numel() // tensors[0].numel()
-            shards = [tensors[n::count] for n in range(count)]
-            for alike in shards:
-                assert all(torch.equal(tensor, alike[0]) for tensor in alike), f"{name} differs between ranks"
-            whole[name] = tensors[0]
-            for dim in cut:
-                fused = getattr(self.single.model.get_submodule(name.rpartition(".")[0]), "parts", 1)
-                parts = zip(*(alike[0].chunk(fused, dim) for alike in shards))
-                whole[name] = torch.cat([shard for of_part in parts for shard in of_part], dim)
-        return whole
-
-
 @contextlib.contextmanager
 def sharded_engine(settings: dict[str, Any], shards: int = SHARDS, frozen: float | None = None) -> Iterator[Any]:
     """Parameters of which there are all kinds of cuts are multiplied by ``frozen``, and not trained."""
@@ -199,30 +164,21 @@ OF_PHI3 = [
 PARTS = {"qkv_proj.weight": [24, 12, 12], "gate_up_proj.weight": [62, 62]}
 
 
-def train_step(engine: Any, step: int) -> None:
-    """Ranks that share layers have the same rows."""
-    accumulation, sharers = engine.gradient_accumulation_steps(), engine.seq_data_parallel_group
-    shares = batch_shares(step, accumulation * dist.get_world_size(sharers))
-    for rows in shares[dist.get_rank(sharers) :: dist.get_world_size(sharers)]:
-        engine.backward(engine(*rows))
-        engine.step()
-
-
-def beside_torch(settings: dict[str, Any]) -> BesideWhole:
+def beside_torch(settings: dict[str, Any]) -> Beside:
     """One process, with gate and up as parameters of their own."""
     single = Reference(ShardedLM(), matrices=MATRICES)
     halves: list[Callable[[Tensor], Tensor]] = [lambda tensor: tensor[:28], lambda tensor: tensor[28:]]
     matrices = {name: single.model.get_parameter(name) for name in MATRICES}
     single.muon = Separate(matrices, {"gated.weight": halves}, **MUON)
-    return BesideWhole(single, train_step, settings=settings)
+    return Beside(single, settings)
 
 
 def settings_of(
     stage: int, precision: str = "fp32", how: tuple[int, float] = (1, 0.0), shards: int = SHARDS, **options: Any
 ) -> dict[str, Any]:
     accumulation, clip = how
-    options |= {"clip": clip, "accumulation": accumulation, **({"ns_dtype": "float32"} if clip else {})}
-    return settings_for("zero", stage, precision, rows=ROWS // (dist.get_world_size() // shards), **options)
+    rows = ROWS // (dist.get_world_size() // shards)
+    return settings_for("zero", stage, precision, rows=rows, accumulation=accumulation, clip=clip, **options)
 
 
 def there_is(stage: int, precision: str = "fp32", how: tuple[int, float] = (1, 0.0), ranks: int = 2) -> bool:
@@ -268,7 +224,7 @@ class Trained(NamedTuple):
         with engine_for(settings | tensor_parallel, self.model(self.config)) as engine:
             yield engine
 
-    def beside_torch(self, settings: dict[str, Any]) -> BesideWhole:
+    def beside_torch(self, settings: dict[str, Any]) -> Beside:
         single = self.model(self.config)
         matrices = {name: param for name, param in single.named_parameters() if "_proj" in name}
         reference, blocks = Reference(single, matrices=list(matrices)), {}
@@ -278,7 +234,7 @@ class Trained(NamedTuple):
             if "gate_up" in name:
                 single.get_submodule(name.rpartition(".")[0]).parts = 2
         reference.muon = Separate(matrices, blocks, **MUON)
-        return BesideWhole(reference, train_step, settings=settings)
+        return Beside(reference, settings)
 
 
 LLAMA = Trained(Llama, LlamaConfig)
@@ -335,19 +291,19 @@ class Sharded(NamedTuple):
     def settings(self, stage: int, shards: int = SHARDS) -> dict[str, Any]:
         if self.rule == "muon":
             return settings_of(stage, shards=shards, atoms=FUSED)
-        options = {"matrix": SECTIONS[self.rule], "elementwise": ELEMENTWISE["adamw"], "exclude": ["gated.weight"]}
-        options |= {"report": False, "atoms": FUSED if shards > 1 else {}}  # how an excluded weight is cut, too
-        return settings_of(stage, shards=shards) | {"optimizer": {"type": "LayerWise", "params": options}}
+        atoms = FUSED if shards > 1 else {}  # how an excluded weight is cut, too
+        entry = layer_wise(self.rule, exclude=["gated.weight"], atoms=atoms)
+        return settings_of(stage, shards=shards) | {"optimizer": entry}
 
     def engine(self, settings: dict[str, Any], shards: int = SHARDS) -> Any:
         return sharded_engine(settings, shards)
 
-    def beside_torch(self, settings: dict[str, Any]) -> BesideWhole:
+    def beside_torch(self, settings: dict[str, Any]) -> Beside:
         if self.rule == "muon":
             return beside_torch(settings)
         single = Reference(ShardedLM(), matrices=(matrices := [name for name in MATRICES if "gated" not in name]))
         single.muon = matrix_optimizer([single.model.get_parameter(name) for name in matrices], SECTIONS[self.rule])
-        return BesideWhole(single, train_step, settings=settings)
+        return Beside(single, settings)
 
 
 @on_ranks(2)
@@ -365,7 +321,7 @@ WAY = [(2, 1), (4, 2), (1, 0), (2, 2), (1, 1), (4, 0), (2, 0), (4, 1), (1, 2)]  
 @cells(of=[*map(Sharded, ("muon", "soap", "shampoo")), LLAMA, TIED, PHI3])
 def test_universal_checkpoints_go_to_other_numbers_of_shards(tmp_path: Path, of: Sharded | Trained) -> None:
     """Every engine goes a step on from what the one before has saved."""
-    both: BesideWhole | None = None
+    both: Beside | None = None
     for step, (shards, stage) in enumerate(leg for leg in WAY if leg[0] < 4 or isinstance(of, Sharded)):
         settings = of.settings(stage, shards)
         with of.engine(settings | UNIVERSAL, shards) as engine:
@@ -398,7 +354,7 @@ def test_frozen_parameters_and_buffers_go_along(tmp_path: Path, stage: int, way:
     dist.barrier()
     with sharded_engine(target | UNIVERSAL, way[1], frozen=2.0) as engine:
         engine.load_checkpoint(tmp_path / "universal")
-        found = beside_torch(source)._whole({name: param.detach() for name, param in engine.module.named_parameters()})
+        found = beside_torch(source).whole({name: param.detach() for name, param in engine.module.named_parameters()})
         assert all(torch.equal(found[name], ShardedLM().get_parameter(name)) for name in FROZEN)
         assert torch.equal(engine.module.passes, torch.ones(2))
 

@@ -48,6 +48,8 @@ def settings_for(
         params = {**OWNED, **params}
     else:
         params = {"policy": "balance" if stage in (1, 2) else "auto", "bucket_numel": 2000, **params}
+    if params.get("clip"):  # norms are summed in another order, which a bf16 iteration would turn into more
+        params["ns_dtype"] = "float32"
     settings = config(stage, rows=rows // accumulation, accumulation=accumulation, **params)
     if storage == "owned":
         settings["zero_optimization"] = {"stage": stage}
@@ -91,18 +93,26 @@ def build(settings: dict[str, Any], model: nn.Module | None = None, **kwargs: An
 
 
 def train(engine: Any, steps: int | range, *, same_rows: bool = False, rows: int = ROWS) -> list[float]:
-    """Train on the global batches of ``steps``, every rank on its share or all on all rows; this rank's losses."""
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    accumulation = engine.gradient_accumulation_steps()
+    """Train on the global batches of ``steps``, every rank on its share or all on all rows; this rank's losses. Ranks
+    that share a model's layers have the same rows."""
+    group = engine.seq_data_parallel_group
+    rank, count = (0, 1) if same_rows else (torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
     losses = []
     for step in range(steps) if isinstance(steps, int) else steps:
-        shares = batch_shares(step, accumulation * (1 if same_rows else world_size), rows)
-        for part in range(accumulation):
-            loss = engine(*shares[part if same_rows else part * world_size + rank])
+        micro_batches = batch_shares(step, engine.gradient_accumulation_steps() * count, rows)[rank::count]
+        if engine.pipeline_parallelism:
+            losses.append(engine.train_batch(iter(micro_batches)).item())
+            continue
+        for micro_batch in micro_batches:
+            loss = engine(*micro_batch)
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
     return losses
+
+
+def train_step(engine: Any, step: int) -> None:
+    train(engine, range(step, step + 1))
 
 
 def batch_shares(step: int, count: int, rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:
@@ -247,12 +257,12 @@ class Beside:
     def __init__(
         self,
         single: Reference,
-        train_step: Callable[[Any, int], None],
+        settings: dict[str, Any],
         *,
+        train_step: Callable[[Any, int], None] = train_step,
         whole_batch: Callable[[int], Any] = lambda step: batch_shares(step, 1)[0],
         whole_name: Callable[[str], str] = str,
         factor: float = 1.0,
-        settings: dict[str, Any],
     ) -> None:
         """``factor`` is of the gradients that DeepSpeed reduces, where it is known not to be 1."""
         self.single, self.train_step = single, train_step
@@ -263,7 +273,9 @@ class Beside:
         self.rounds_to = torch.bfloat16 if self.autocasts else self.dtype
 
     def start(self, engine: Any) -> None:
-        self.single.model.load_state_dict(self._whole(full_weights(engine)))
+        """A tied weight's other name may not be there."""
+        missing, _ = self.single.model.load_state_dict(self.whole(full_weights(engine)), strict=False)
+        assert not set(missing) & dict(self.single.model.named_parameters()).keys()
 
     def train(self, engine: Any, steps: range) -> None:
         take_step, given = engine._take_model_step, {}
@@ -272,7 +284,7 @@ class Beside:
             get = (lambda param: param.grad) if engine.zero_optimization_stage() == 0 else safe_get_full_grad
             scale = getattr(engine.optimizer, "cur_scale", 1.0)
             params = engine.module.named_parameters()
-            given.update(self._whole({name: get(param).float() / scale for name, param in params}))
+            given.update(self.whole({name: get(param).float() / scale for name, param in params}))
             take_step(*args)
 
         engine._take_model_step = note_and_step
@@ -306,7 +318,7 @@ class Beside:
 
     def check(self, engine: Any) -> None:
         """A clip is by a norm that is summed in another order."""
-        difference = largest_difference(self._whole(full_weights(engine)), self.single.model)
+        difference = largest_difference(self.whole(full_weights(engine)), self.single.model)
         assert difference <= (2e-6 if self.clip else 0.0), difference
 
     def train_and_resume(self, new_engine: Callable[[], Any], folder: Path) -> Any:
@@ -324,10 +336,20 @@ class Beside:
             self.check(engine)
         return engine
 
-    def _whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All ranks' tensors by name; ranks that have the same name have to have the same tensor."""
+    def whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All ranks' tensors by name: of shards, the whole, and of anything else what all have that have the name."""
         of_ranks = gathered({self.whole_name(name): tensor.float().clone() for name, tensor in mine.items()})
-        whole: dict[str, Tensor] = {}
-        for name, tensor in (entry for of_rank in of_ranks for entry in of_rank.items()):
-            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between ranks that have it"
+        whole = {}
+        for name, param in self.single.model.named_parameters():
+            tensors = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+            cut = [dim for dim, size in enumerate(param.shape) if size != tensors[0].shape[dim]]
+            count = param.numel() // tensors[0].numel()
+            shards = [tensors[n::count] for n in range(count)]
+            for alike in shards:
+                assert all(torch.equal(tensor, alike[0]) for tensor in alike), f"{name} differs between ranks"
+            whole[name] = tensors[0]
+            for dim in cut:
+                fused = getattr(self.single.model.get_submodule(name.rpartition(".")[0]), "parts", 1)
+                parts = zip(*(alike[0].chunk(fused, dim) for alike in shards))
+                whole[name] = torch.cat([shard for of_part in parts for shard in of_part], dim)
         return whole
