@@ -1,6 +1,7 @@
 """Megatron's formats (``torch``, ``torch_dist``, ``fsdp_dtensor``) are read exactly, or refused with a reason."""
 
 import functools
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from lwopt_backend.checkpoint.megatron.conventions import local_spec, module_ord
 from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, local_shape
 from tests.checkpoint_contents import params_of, same
 from tests.command_line import genuine, torch_dist
-from tests.megatron_dist import Setup, Truth, fsdp_state, save, truth, write
+from tests.megatron_dist import LAYERS, Setup, Truth, fsdp_state, save, truth, write
 from tests.megatron_torch import EMBEDDING, NORM, OUTPUT, SCHEDULE, Writer, is_sharded_expert
 from tests.megatron_torch import Setup as TorchSetup
 
@@ -308,11 +309,6 @@ NOT_KNOWN = "is optimizer state that is not known"
 REFUSED_DIST: list[tuple[Setup, Damage, str]] = [
     (Setup(), lost(COMMON), "common.pt is missing"),
     (Setup(), updated(COMMON, content_metadata=OTHER_LAYOUT), "gather_scatter' is not read.*1 without --overlap"),
-    (
-        Setup("fully_sharded_model_space", muon=False),
-        all_of(),
-        "model_space' is not read, only fully_reshardable",
-    ),
     (FLAT_DIST, arguments(COMMON, tensor_model_parallel_size=2), "buffers of 2 model-parallel ranks, found those of"),
     (Setup(), added(**{SHAMPOO: torch.ones(3)}), f"{SHAMPOO} in .* is a state that is not known"),
     (Setup(), resaved(lambda s: s.pop(OUTPUT)), "of output_layer.weight, which the model does not have"),
@@ -557,6 +553,37 @@ def test_names_of_other_attention_and_of_layers_that_differ(tmp_path: Path) -> N
         known[f"decoder.layers.{name}"] = {"weight": states["fp32"].bfloat16(), **states}
     write(step, Setup("fully_reshardable", muon=False, style="single", fused_norms=False), known)
     assert_exact(dist_reader.read(step), known, in_order=False)
+
+
+@pytest.mark.parametrize("layer_fragments", [1, LAYERS])
+def test_model_space_fragments(tmp_path: Path, layer_fragments: int) -> None:
+    """Up to 0.15: states cut into fragments of which each is flat, their real shapes beside DCP's metadata."""
+    step, known = made(Setup("fully_sharded_model_space", muon=False), tmp_path)
+    shapes = {}
+
+    def cut(state: dict[str, Any]) -> None:
+        for key in [key for key in state if key.startswith("optimizer.state.")]:
+            tensor = state[key]
+            shapes[key] = {"nd_reformulated_orig_global_shape": tuple(tensor.shape)}
+            fragments = [1] * tensor.ndim
+            if ".layers." in key:
+                fragments[0] = layer_fragments
+            if "linear_fc1.weight" in key:
+                fragments[1] = 4  # gate and up on two ranks
+            if "linear_fc2.weight" in key:
+                fragments[2] = 2
+            pieces = [tensor]
+            for axis, count in enumerate(fragments):
+                pieces = [part for piece in pieces for part in piece.chunk(count, axis)]
+            state[key] = torch.stack([piece.reshape(-1) for piece in pieces]).view(*fragments, -1)
+
+    resaved(cut)(step)
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    metadata.mcore_data = shapes
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    found = formats.read(step)
+    assert_exact(found, known)
+    assert found.version == "0.15 or earlier"
 
 
 @pytest.mark.parametrize("setup", [ONE, TWO, ADAM, MUON, EXPERTS])

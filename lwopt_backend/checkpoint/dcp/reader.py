@@ -80,8 +80,8 @@ class DcpFolder:
     another save than the manifest's, for content that DCP does not write, and for places outside the folder.
 
     ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where it
-    was flattened; ``stored`` are all places. Without ``with_files`` the files are not looked at before they are read,
-    because another rank does.
+    was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors, None for other writers; ``stored`` are all
+    places. Without ``with_files`` the files are not looked at before they are read, because another rank does.
     """
 
     def __init__(self, path: Path, with_files: bool = True) -> None:
@@ -105,6 +105,7 @@ class DcpFolder:
                 if type(key) is not str or type(parts) is not tuple or not all(type(p) in (str, int) for p in parts):
                     raise ValueError("the path of a key is not made of names and numbers")
                 self.paths.update({key: parts} if parts else {})
+            self.extra = dict(saved.mcore_data or {}) if hasattr(saved, "mcore_data") else None
         except CheckpointError:
             raise
         except (AttributeError, TypeError, ValueError) as error:

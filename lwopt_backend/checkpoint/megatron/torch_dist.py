@@ -12,10 +12,22 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, end_to_end, reader
+import torch
+from torch import Tensor
+
+from lwopt_backend.checkpoint.contents import (
+    Checkpoint,
+    CheckpointError,
+    LazyTensor,
+    Param,
+    end_to_end,
+    reader,
+    shape_of,
+)
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
@@ -24,7 +36,7 @@ from lwopt_backend.checkpoint.megatron.buffers import BUCKET, Chain, Replicas, c
 from lwopt_backend.checkpoint.megatron.conventions import BY_NAME, SAVED_WHOLE, is_buffer, local_spec, module_order
 
 Options = Mapping[str, Any]
-LAYOUTS = (None, "fully_reshardable", "dp_reshardable")  # up to 0.15 also fully_sharded_model_space, in fragments
+LAYOUTS = (None, "fully_reshardable", "dp_reshardable", "fully_sharded_model_space")
 _CHAINED = re.compile(r"^(chained_\d+\.)+")
 _STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)")
 _HELD_WITH_BUCKETS = re.compile(r"optimizer\.distributed\..*\.(optimizer|per_bucket_numel(_unpadded)?)(/.+)?")
@@ -160,9 +172,11 @@ def _version(folder: DcpFolder, arguments: Mapping[str, Any]) -> str:
     """Megatron-core's version, as far as it can be inferred; none is saved."""
     if any(_COMMON.fullmatch(key) for key in folder.objects):
         return "0.19 or later"
+    if folder.extra is not None:
+        return "0.15 or earlier"
     if arguments.get("optimizer") == "dist_muon":
         return "0.16 or 0.17"
-    return "0.18" if arguments.get("optimizer") == "muon" else "0.18 or earlier"
+    return "0.18" if arguments.get("optimizer") == "muon" else "0.16 to 0.18"
 
 
 def _notes(folder: DcpFolder) -> list[str]:
@@ -238,6 +252,53 @@ _STACKED_LAYERS = re.compile(r"^(.*?\blayers)\.(?!\d+\.)")
 _EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(\d+\.)?")
 _HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
 MOST_PARTS = 2**18  # layers times experts of one tensor; more is damage
+_ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor of a folder in the model's shape. Up to 0.15, the optimizer's may be stored in another order: cut along
+    each axis into ``fragments``, each flat; the saved shape is (*fragments, elements in each)."""
+
+    folder: DcpFolder
+    key: str
+    shape: tuple[int, ...]
+    fragments: tuple[int, ...] | None = None
+
+    def at(self, place: Sequence[int]) -> LazyTensor:
+        """The tensor at ``place`` along the first axes, which is all that is read; () is the whole tensor."""
+        place = tuple(place)
+        shape = self.shape[len(place) :]
+        if self.fragments is None:
+            offsets = place + (0,) * len(shape)
+            return self.folder.box(self.key, offsets, (1,) * len(place) + shape, shape)
+        inner = [size // count for size, count in zip(self.shape, self.fragments)]
+        outer = tuple(index // size for index, size in zip(place, inner))
+        counts = (1,) * len(place) + self.fragments[len(place) :]
+        saved = self.folder.tensors[self.key].shape
+        boxes = (*counts, saved[-1])
+        flat = self.folder.box(self.key, outer + (0,) * (len(saved) - len(place)), boxes, boxes)
+
+        def put_together(tensor: Tensor) -> Tensor:
+            axes = len(inner)
+            tensor = tensor.view(*counts, *inner).permute(*(i for n in range(axes) for i in (n, axes + n)))
+            tensor = tensor.reshape([count * size for count, size in zip(counts, inner)])
+            return tensor[tuple(index % size for index, size in zip(place, inner))]
+
+        return flat.mapped(put_together, shape)
+
+
+def stack(folder: DcpFolder, key: str) -> Stack:
+    """The tensor ``key``. Raises CheckpointError if it is in pieces that do not make up its shape."""
+    saved = folder.tensors[key].shape
+    original = (folder.extra or {}).get(key, {}).get(_ORIGINAL_SHAPE)
+    if original is None:
+        return Stack(folder, key, saved)
+    shape, fragments = shape_of(tuple(original)), saved[:-1]
+    pieces = [size // count for size, count in zip(shape, fragments) if count and size % count == 0]
+    if len(fragments) != len(shape) or len(pieces) != len(shape) or torch.Size(pieces).numel() != saved[-1]:
+        raise CheckpointError(f"{key} in {folder.path}: expected pieces of shape {shape}, found {saved}; copy it again")
+    return Stack(folder, key, shape, fragments)
 
 
 def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTensor]:
@@ -245,12 +306,11 @@ def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTens
     CheckpointError for a name that is not of a GPT model, and for one that occurs twice."""
     found: dict[str, LazyTensor] = {}
     for fused, key in keys.items():
-        whole = folder.tensors[key].shape
-        for name, place in _unstacked(fused, whole, f"{key} in {folder.path}"):
+        of_key = stack(folder, key)
+        for name, place in _unstacked(fused, of_key.shape, f"{key} in {folder.path}"):
             if name in found:
                 raise CheckpointError(f"{key} in {folder.path}: {name} is there twice, also as {found[name].where}")
-            shape = whole[len(place) :]  # nothing else of the stack is read
-            found[name] = folder.box(key, (*place, *(0 for _ in shape)), (*(1 for _ in place), *shape), shape)
+            found[name] = of_key.at(place)
     return with_gate_and_up(found)
 
 
