@@ -71,7 +71,7 @@ def option_row(option: Any, hint: Any) -> tuple[str, str, str]:
 
 
 def rule_options() -> str:
-    facts = rule_facts(None, None)
+    facts = rule_facts(None)
     columns = ("name", "for", "state", "cost", "source")
     rows = [[f"`{rule['name']}`", *(rule[column] for column in columns[1:])] for rule in facts["rules"]]
     parts = [RULES, table(("rule", *columns[1:]), rows)]
@@ -87,9 +87,7 @@ def rule_options() -> str:
         parts.append(table(OPTION, map(option_cells, options)))
     names = "`, `".join(sorted(CLASSES))
     parts.append(f"## Rules that are classes\n\nThe options of `{names}` are the arguments of their class.")
-    parts[-1] += (
-        " `lwopt rules soap`\nprints SOAP's, and `lwopt rules torch_optimizer --class PATH` those of any class."
-    )
+    parts[-1] += " `lwopt rules soap`\nprints SOAP's."
     parts += ["## A division in atoms", table(OPTION, map(option_cells, facts["atoms"]))]
     return "\n\n".join(parts) + "\n"
 

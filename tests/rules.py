@@ -7,11 +7,32 @@ import pytorch_optimizer
 import torch
 from torch import Tensor
 
-from lwopt_backend.config.optimizer_classes import class_named
+from lwopt_backend import register_elementwise
 from lwopt_backend.config.registry import ELEMENTWISE_RULES
+from lwopt_backend.runtime.elementwise import Counters
 from tests.rule_steps import Trained, rule_of
 from tests.zero import ADAMW
 
+
+def state_of(*keys: str, **counters: torch.dtype) -> Any:
+    """The ``new_state`` of an optimizer that keeps tensors like its parameter, and counters."""
+    return lambda flat, options: {
+        **{key: torch.zeros((), dtype=dtype) for key, dtype in counters.items()},
+        **{key: torch.zeros_like(flat) for key in keys},
+    }
+
+
+REGISTERED = "registered by a test"
+register_elementwise(
+    "rmsprop", torch.optim.RMSprop, new_state=state_of("square_avg", step=torch.float32), source=REGISTERED
+)
+register_elementwise(
+    "adabelief",
+    pytorch_optimizer.AdaBelief,
+    new_state=state_of("exp_avg", "exp_avg_var", step=torch.int64),
+    counters=lambda options: Counters(group={"step": ("step", int)}),
+    source=REGISTERED,
+)
 MUON = {"lr": 0.02, "weight_decay": 0.1}
 SECTIONS: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon", **MUON},
@@ -32,8 +53,8 @@ ELEMENTWISE: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", **ADAMW},
     "lion": {"name": "lion", "lr": 1e-3, "weight_decay": 0.1},
     "sgd": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-    "a class": {"name": "torch_optimizer", "class": "torch.optim.RMSprop", "lr": 1e-3},
-    "counts in its group": {"name": "torch_optimizer", "class": "pytorch_optimizer.AdaBelief", "lr": 1e-2},
+    "a class": {"name": "rmsprop", "lr": 1e-3},
+    "counts in its group": {"name": "adabelief", "lr": 1e-2},
     "adamw, amsgrad": {"name": "adamw", **ADAMW, "amsgrad": True},
     "adamw, foreach": {"name": "adamw", **ADAMW, "foreach": True},
     "adamw, fused": {"name": "adamw", **ADAMW, "fused": True},
@@ -112,6 +133,4 @@ def elementwise_optimizer(params: list[Tensor], section: dict[str, Any]) -> torc
     options = {key: value for key, value in section.items() if key not in ("name", "class", "weight_decay_form")}
     if "weight_decay_form" in section:
         return Cautious(params, section["name"], **options)
-    if "class" in section:
-        return class_named(section["class"])(params, **options)
     return ELEMENTWISE_RULES[section["name"]].optimizer(options)(params, **options)

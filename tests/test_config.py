@@ -63,11 +63,7 @@ def arguments(matrix: Any = "muon", lr: Any = None, elementwise: Any = "adamw", 
 
 
 class Demanding(torch.optim.SGD):
-    """It has an argument without a default.
-
-    Args:
-        momentum: share of the past
-    """
+    """It has an argument without a default."""
 
     def __init__(self, params: Any, momentum: float, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr, momentum=momentum)
@@ -247,7 +243,7 @@ class Bounded(Sign):
 def test_an_option_of_a_rule_has_what_its_field_says_of_it() -> None:
     with mock.patch.dict(registry.MATRIX_RULES):
         register_rule("bounded", Bounded)
-        (rule,) = rule_facts("bounded", None)["rules"]
+        (rule,) = rule_facts("bounded")["rules"]
         assert rule["options"][-2:] == [
             {"name": "power", "default": "0.5", "meaning": "of the number of columns", "source": "this test"},
             {"name": "parts", "default": "[1]", "meaning": "of a matrix", "source": "this test"},

@@ -122,7 +122,7 @@ CLIPPED = {"params": "1.*", "max_norm": 1.0}
 PATH = "class: expected an optimizer's class or its path"
 NO_COUNTERPART = "which has no counterpart; "
 FOREIGN: list[Wrong] = [
-    ({"betas": [0.9, 0.9], "adam_w_mode": False}, f"adam_w_mode is False, {NO_COUNTERPART}with the type"),
+    ({"betas": [0.9, 0.9], "adam_w_mode": False}, f"adam_w_mode is False, {NO_COUNTERPART}register torch.optim.Adam"),
     ({"muon_lr": 0.1, "per_head_muon": True}, f"per_head_muon is True, {NO_COUNTERPART}say how many heads"),
     ({"betas": [0.9, 0.9], "fp32_optimizer_states": False}, "fp32_optimizer_states is False, which has no"),
     ({"muon_lr": 0.1, "ns_method": "grim"}, "ns_method: input should be 'standard', 'gram', 'auto'"),

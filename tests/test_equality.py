@@ -14,8 +14,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from lwopt_backend import register_elementwise
 from lwopt_backend.config.registry import effective_lr
+from lwopt_backend.runtime.elementwise import Counters
 from tests import owned
 from tests.cells import cells
 from tests.engines import ENGINES, OWNED, RULES, ZERO, Alone, Cell, ExactLM, check, running
@@ -23,7 +26,7 @@ from tests.models import MATRICES
 from tests.on_ranks import on_ranks
 from tests.owned import shares
 from tests.ranks import RankPool
-from tests.rules import CAUTIOUS, SECTIONS
+from tests.rules import CAUTIOUS, REGISTERED, SECTIONS, state_of
 from tests.zero import ADAMW, MUON
 
 # torch's fused loop over vectors rounds otherwise than what it does with the last few elements, and which those are
@@ -31,7 +34,14 @@ from tests.zero import ADAMW, MUON
 ALLOWED = {"adamw, fused": 1e-7}
 # DeepSpeed's CPUAdam rounds otherwise in its loop over vectors than for what is left at the end: a last bit of fp32 in
 # each of the steps, of at most 0.003.
-CPU_ADAM = {"name": "torch_optimizer", "class": "deepspeed.ops.adam.DeepSpeedCPUAdam", "lr": 3e-3, "weight_decay": 0.1}
+CPU_ADAM = {"name": "cpu adam", "lr": 3e-3, "weight_decay": 0.1}
+register_elementwise(
+    "cpu adam",
+    DeepSpeedCPUAdam,
+    new_state=state_of("exp_avg", "exp_avg_sq", step=torch.int64),
+    counters=lambda options: Counters({"step": int}),
+    source=REGISTERED,
+)
 BUILD = "import torch; from deepspeed.ops.adam import DeepSpeedCPUAdam as A; A([torch.nn.Parameter(torch.zeros(1))])"
 LAYOUTS = ("padded", "compact", "auto")
 OF_ALL: list[dict[str, Any]] = [{"overlap_comm": True}, {"contiguous_gradients": False}, {"reduce_scatter": False}]

@@ -11,15 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.config.optimizer_classes import elementwise_state
 from lwopt_backend.config.param_groups import ElementwiseGroups
 from lwopt_backend.config.registry import new_state, options_of
 from lwopt_backend.runtime import elementwise as cautious_decay
-from lwopt_backend.runtime.elementwise import ElementwiseStepper
+from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper
 from lwopt_backend.runtime.whole import Slices
 from tests.on_ranks import on_ranks
 from tests.rule_steps import gradients, random
-from tests.rules import ELEMENTWISE, SECTIONS
+from tests.rules import ELEMENTWISE, SECTIONS, state_of
 
 
 class Own(torch.optim.SGD):
@@ -80,49 +79,18 @@ class OwnSchedule(Own):
         self.param_groups[0]["lr"] *= 0.9
 
 
-class FromTheStart(Own):
-    def step(self, closure: Any = None) -> None:
-        self.scaled_step(self.param_groups[0]["lr"] / self.defaults["lr"])
-
-
-class Late(Own):
-    """Begins to keep something in an attribute at its third step."""
-
-    factor = 1.0
-
-    def step(self, closure: Any = None) -> None:
-        count = self.state_of_first()["count"] = self.state_of_first().get("count", 0) + 1
-        if count >= 3:
-            self.factor += 1.0
-        self.scaled_step(self.factor)
-
-
 class NeedsClosure(Own):
     def step(self, closure: Any) -> None:
         closure()
 
 
-LOST = "trains differently when it is made anew between steps, as after a checkpoint, or under a schedule"
-CLOSURE = "missing 1 required positional argument: 'closure'"
-OF_BOTH = [(History, LOST), (OwnSchedule, LOST), (FromTheStart, LOST), (NeedsClosure, CLOSURE)]
-REFUSED: dict[str, list[tuple[Any, str]]] = {
-    "matrix": [
-        *OF_BOTH,
-        (Forgetful, "Forgetful keeps something in its attribute 'velocity'; expected all of it in state"),
-        (Opaque, "the optimizer's state has a object at 'state.helper', which checkpoints do not hold"),
-        (TensorInGroup, LOST),
-        (Late, LOST),
-    ],
-    "elementwise": [
-        *OF_BOTH,
-        (Opaque, "its state keeps object 'helper'"),
-        (TensorInGroup, "its param group keeps Tensor 'count'"),
-        ("pytorch_optimizer.Lamb", "pytorch_optimizer.Lamb is not element-wise"),
-        ("pytorch_optimizer.AdamP", "pytorch_optimizer.AdamP is not element-wise"),
-        ("pytorch_optimizer.SM3", "pytorch_optimizer.SM3 is not element-wise"),
-        ("torch.optim.NAdam", "torch.optim.NAdam: its state does not begin with zeros"),
-    ],
-}
+REFUSED = [
+    (Forgetful, "it keeps something in its attribute 'velocity'; expected all of it in state"),
+    (Opaque, "the optimizer's state has a object at 'state.helper', which checkpoints do not hold"),
+    (History, "it keeps something in its attribute 'history'; expected all of it in state"),
+    (OwnSchedule, "it changes its argument 'lr' itself, which a schedule or checkpoint would undo"),
+    (NeedsClosure, "missing 1 required positional argument: 'closure'"),
+]
 CALLS = [  # the parts that are stepped together, call by call, and how many steps each part then has made
     ([[0, 1, 2]] * 4, [4, 4, 4]),
     ([[2], [0, 1]] * 4, [4, 4, 4]),
@@ -130,13 +98,50 @@ CALLS = [  # the parts that are stepped together, call by call, and how many ste
 ]
 
 
-@pytest.mark.parametrize(("kind", "cls", "message"), [(kind, *row) for kind, rows in REFUSED.items() for row in rows])
-def test_a_class_that_would_lose_something_is_refused_when_it_is_named(kind: str, cls: Any, message: str) -> None:
+@pytest.mark.parametrize(("cls", "message"), REFUSED)
+def test_a_class_that_would_lose_something_is_refused_by_its_first_step(cls: Any, message: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 2, bias=False))
     section = {"name": "torch_optimizer", "class": cls, "lr": 0.1}
+    optimizer = LayerWiseOptimizer(model, section, include="*", report=False)
+    model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(ValueError) as caught:
-        LayerWiseOptimizer(nn.Linear(3, 2), **{kind: section}, report=False)
+        optimizer.step()
+    assert str(caught.value).startswith(f"{__name__}.{cls.__name__} cannot train matrix '0.weight': ")
     assert message in str(caught.value)
-    assert isinstance(cls, str) or f"{__name__}.{cls.__name__}" in str(caught.value)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("cls", "message"), REFUSED)
+def test_on_fsdp2_it_is_refused_when_the_optimizer_is_made_on_all_ranks(cls: Any, message: str) -> None:
+    """Where a state dict needs all keys from the start, a step on random numbers is the first. One rank takes it."""
+    model = fully_shard(nn.Sequential(nn.Linear(3, 2, bias=False)), mesh=init_device_mesh("cpu", (2,)))
+    section = {"name": "torch_optimizer", "class": cls, "lr": 0.1}
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        LayerWiseOptimizer(model, section, include="*", report=False)
+    assert f"{__name__}.{cls.__name__} cannot train matrix '0.weight': " in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_tensor_that_a_class_changes_in_its_group_is_kept() -> None:
+    model, twin = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+    twin.load_state_dict(model.state_dict())
+    section = {"name": "torch_optimizer", "class": TensorInGroup, "lr": 0.1}
+    ours, theirs = LayerWiseOptimizer(model, section, include="*", report=False), TensorInGroup(twin.parameters())
+    for _ in range(3):
+        for one, optimizer in ((model, ours), (twin, theirs)):
+            one(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(model.weight, twin.weight)
+
+
+def test_element_wise_classes_are_registered_by_who_knows_that_they_are() -> None:
+    for rule in ("torch_optimizer", {"name": "torch_optimizer", "class": "torch.optim.RMSprop"}):
+        with pytest.raises(ValueError, match="a rule of the other kind; .*; register_elementwise adds a class"):
+            LayerWiseOptimizer(nn.Linear(3, 2), elementwise=rule, report=False)
+    with pytest.raises(ValueError, match="dampening is 0.5, but torch's momentum begins with a gradient that is not"):
+        LayerWiseOptimizer(nn.Linear(3, 2), elementwise={"name": "sgd", "momentum": 0.9, "dampening": 0.5})
+    assert options_of("rmsprop", {"alpha": 0.5}, "here").model_dump()["centered"] is False
 
 
 class Keywords(torch.optim.AdamW):
@@ -183,10 +188,9 @@ class CountsForOne(Own):
 
 @pytest.mark.parametrize(("calls", "counts"), CALLS)
 def test_every_part_goes_by_its_own_count_however_it_is_stepped(calls: list[list[int]], counts: list[int]) -> None:
-    found = elementwise_state(f"{__name__}.{CountsForOne.__name__}", {"lr": 0.1})
-    value = torch.zeros(3)
-    states = [found.new(value[i : i + 1]) for i in range(3)]
-    stepper = ElementwiseStepper(CountsForOne, found.counters)
+    value, new = torch.zeros(3), state_of(step=torch.int64, calls=torch.int64)
+    states = [new(value[i : i + 1], {}) for i in range(3)]
+    stepper = ElementwiseStepper(CountsForOne, Counters({"step": int}, {"calls": ("calls", int)}))
     for together in calls:
         stepper.step({"lr": 1.0}, [Slices(value[i : i + 1], torch.ones(1), states[i]) for i in together])
     assert [(int(state["step"]), int(state["calls"])) for state in states] == [(n, n) for n in counts]
@@ -207,9 +211,8 @@ class PutsAnother(torch.optim.Optimizer):
 
 
 def test_tensors_that_are_put_in_place_of_others_reach_where_state_is_stored() -> None:
-    found = elementwise_state(f"{__name__}.{PutsAnother.__name__}", {"lr": 0.1})
     stored = torch.zeros(4)
-    stepper = ElementwiseStepper(PutsAnother, found.counters)
+    stepper = ElementwiseStepper(PutsAnother, Counters())
     for _ in range(3):
         stepper.step({"lr": 0.1}, [Slices(torch.zeros(2), torch.ones(2), {"total": stored[1:3]})])
     assert stored.tolist() == [0.0, 3.0, 3.0, 0.0]
@@ -218,16 +221,6 @@ def test_tensors_that_are_put_in_place_of_others_reach_where_state_is_stored() -
 # Steps of chunks, and cautious weight decay
 SHAPE = (13, 7)
 GRADS = gradients(SHAPE, 20)
-
-
-class Doubling(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    def step(self) -> None:  # type: ignore[override]
-        with torch.no_grad():
-            for param in self.param_groups[0]["params"]:
-                param.add_(param.abs() * param.grad.sign(), alpha=-self.param_groups[0]["lr"])
 
 
 def group_of(rule: str, **given: Any) -> dict[str, Any]:
@@ -262,11 +255,8 @@ def test_an_update_too_small_to_change_a_weight_still_has_a_sign() -> None:
     assert value.tolist() == [pytest.approx(0.99e6), 1e6]
 
 
-DOUBLING = f"{Doubling.__module__}.{Doubling.__qualname__}"
-CLASS = "torch_optimizer_elementwise"
 WRONG = [
-    (CLASS, {"class": DOUBLING}, "depends on the weight even without decay; leave weight_decay_form out"),
-    (CLASS, {"class": "pytorch_optimizer.MSVAG"}, "unknown key 'weight_decay_form'"),
+    ("rmsprop", {}, "unknown key 'weight_decay_form'"),
     ("adamw", {"weight_decay_form": "cautius"}, "input should be 'decoupled' or 'cautious'; found 'cautius'"),
     ("lion", {"weight_decay_form": "cautius"}, "input should be 'own' or 'cautious'; found 'cautius'"),
 ]

@@ -144,8 +144,9 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("migration", 3): (f"{NAMED}average = torch.ones(2, 2)\n", "torch.testing.assert_close(total, 20 * average)"),
     ("modules", 1): (f"{OPTIMIZER}optimizers = ModuleOptimizers({{'all': optimizer}})\n", ""),
     ("optimizers", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
-    ("optimizers", 2): (PLAIN + PREDICTION, "assert optimizer.clip_group_norms.keys() == {'mtp'}"),
-    ("optimizers", 3): (HEADS, ""),
+    ("optimizers", 2): (f"{PLAIN}from lwopt_backend import register_elementwise\n", "step(model, optimizer)"),
+    ("optimizers", 3): (PLAIN + PREDICTION, "assert optimizer.clip_group_norms.keys() == {'mtp'}"),
+    ("optimizers", 4): (HEADS, ""),
     ("owned", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
     ("owned", 1): (
         f"{OPTIMIZER}step, scheduler = 1, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)\n",

@@ -15,9 +15,6 @@ from rich.table import Table
 
 def rules(
     name: Annotated[str | None, typer.Argument(help="Show this rule only, and no hosts.")] = None,
-    class_path: Annotated[
-        str | None, typer.Option("--class", metavar="PATH", help="The optimizer whose arguments torch_optimizer has.")
-    ] = None,
     imports: Annotated[
         list[str] | None, typer.Option("--import", metavar="MODULE", help="A module that registers rules; repeatable.")
     ] = None,
@@ -34,7 +31,7 @@ def rules(
         except (ImportError, TypeError, ValueError) as error:  # TypeError: of ".a"
             raise ImportError(f"--import {module!r}: cannot be imported: {error}") from error
     with redirect_stdout(sys.stderr):  # a class may come from a package that prints when it is imported
-        found = rule_facts(name, class_path)
+        found = rule_facts(name)
     if as_json:
         print(json.dumps(found, indent=2, default=str))
         return

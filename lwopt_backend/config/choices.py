@@ -14,7 +14,6 @@ from lwopt_backend.config.hosts import HOSTS, HostConfig, ZeROConfig
 from lwopt_backend.config.optimizer_classes import class_named
 from lwopt_backend.config.options import Options, option_suggestion, parse, suggestion
 from lwopt_backend.config.registry import (
-    ELEMENTWISE,
     ELEMENTWISE_RULES,
     MATRIX_RULES,
     AdamWOptions,
@@ -177,10 +176,11 @@ def _choice(kind: str, section: Mapping[str, Any], where: str) -> Choice:
 def _rule_of(kind: str, name: object, where: str) -> str:
     if not isinstance(name, str):
         raise ValueError(f"{where}: name: expected one of {', '.join(KINDS[kind])}; found {name!r}")
-    name = ELEMENTWISE.get(name, name) if kind == "elementwise" else name
     if name not in KINDS[kind]:
         others = {other for rules in KINDS.values() for other in rules} - set(KINDS[kind])
         of_other = f"{name!r} is a rule of the other kind; known here: {', '.join(map(repr, KINDS[kind]))}"
+        if kind == "elementwise":
+            of_other += "; register_elementwise adds a class whose update is element-wise (docs/optimizers.md)"
         hint = of_other if name in others else suggestion(name, KINDS[kind])
         raise ValueError(f"{where}: unknown rule {name!r}; {hint}")
     return name
@@ -270,7 +270,7 @@ def _fields(
     given = {**{key: value for key, value in beside.items() if key not in model.model_fields}, **section}
     given = by_path(given, where)
     name = given.pop("name")
-    rule = MATRIX_RULES.get(name) or rule_named(ELEMENTWISE.get(name, name))
+    rule = MATRIX_RULES.get(name) or rule_named(name)
     return rule.model(given, where).model_fields
 
 

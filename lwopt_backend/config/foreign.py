@@ -30,7 +30,10 @@ MEANT = {
 GRANTED: dict[str, tuple[Any, str]] = {
     "torch_adam": (None, ""),
     "save_muon_momentum_buffer_in_memory": (None, ""),
-    "adam_w_mode": (True, "with the type LayerWise, 'elementwise' may be a torch_optimizer of class torch.optim.Adam"),
+    "adam_w_mode": (
+        True,
+        "register torch.optim.Adam (register_elementwise), and name it in the type LayerWise",
+    ),
     "bias_correction": (True, "AdamW's averages are always corrected here"),
     "fp32_optimizer_states": (True, "state has the dtype of the masters here"),
     "per_head_muon": (False, "say how many heads a weight has: 'atoms': {'*.q_proj.weight': {'heads': 12}}"),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lwopt_backend.config import optimizer_classes as classes
 from lwopt_backend.config.hosts import HostConfig
-from lwopt_backend.config.optimizer_classes import DECAY_FORM, ElementwiseState, Trial, class_named
+from lwopt_backend.config.optimizer_classes import DECAY_FORM, class_named
 from lwopt_backend.config.options import BelowOne, NonNegative, Options, option, parse, suggestion
 from lwopt_backend.plan import Atom, TrainedParam
 from lwopt_backend.plan.cost import (
@@ -35,7 +35,7 @@ from lwopt_backend.rules.protocol import TorchOptimizer
 from lwopt_backend.runtime.collectives import rule_name
 from lwopt_backend.runtime.elementwise import Counters
 
-ADAMW = "torch.optim.AdamW"
+ADAMW, SGD, LION = "torch.optim.AdamW", "torch.optim.SGD", "pytorch_optimizer.Lion"
 
 
 class AdamWOptions(Options):
@@ -98,8 +98,6 @@ class ElementwiseEntry:
     source: str = ""
 
 
-# A name says which table a rule is in, so one that both kinds have is spelled out for elements.
-ELEMENTWISE = {"torch_optimizer": "torch_optimizer_elementwise"}
 MATRIX_RULES: dict[str, MatrixEntry] = {}
 ELEMENTWISE_RULES: dict[str, ElementwiseEntry] = {}
 
@@ -132,12 +130,25 @@ def register_elementwise(
     name: str,
     optimizer: type[torch.optim.Optimizer] | Callable[[Mapping[str, Any]], type[torch.optim.Optimizer]],
     *,
-    options: type[Options] | ModelOf,
+    options: type[Options] | ModelOf | None = None,
     new_state: Callable[[Tensor, Mapping[str, Any]], State],
     counters: CountersOf = lambda options: Counters(),
     source: str = "",
 ) -> None:
-    """Register a torch optimizer under ``name`` as a rule for element-wise parameters. Raises ValueError as above."""
+    """Register a torch optimizer under ``name`` as a rule for element-wise parameters. Called on all ranks.
+
+    Every rank steps the elements that it stores. So the update of an element must depend on no other element and not on
+    the shape, which is not checked: it would train otherwise on other numbers of ranks.
+
+    - ``optimizer``: the class, or a function that returns it from the options.
+    - ``options``: their pydantic model; by default the arguments of a class, as its signature has them.
+    - ``new_state``: the state of a flat tensor before the first step, given the options: tensors like it, and scalars.
+    - ``counters``: what the class keeps as Python numbers, in the state of a parameter or in its param group.
+
+    Raises ValueError for a name that is taken.
+    """
+    if options is None and isinstance(optimizer, type):
+        options = _model(classes.path_of(optimizer))
     model = _model_of(name, optimizer, options)
     given = (lambda _: optimizer) if isinstance(optimizer, type) else optimizer
     ELEMENTWISE_RULES[name] = ElementwiseEntry(name, model, given, new_state, counters, source)
@@ -389,8 +400,8 @@ register_rule(
 )
 
 
-# Optimizers of torch and of pytorch-optimizer as rules: ``torch_optimizer`` takes any class, ``{"name":
-# "torch_optimizer", "class": "my_package.MyOptimizer", ...}``; the others are short for the one of a ``path``.
+# Optimizers of torch and of pytorch-optimizer as rules: ``torch_optimizer`` takes any class for matrices, ``{"name":
+# "torch_optimizer", "class": "my_package.MyOptimizer", ...}``; the others are those of a ``path``.
 
 
 def _path(path: str | None, options: Mapping[str, Any]) -> str:
@@ -402,13 +413,13 @@ def _path(path: str | None, options: Mapping[str, Any]) -> str:
     return classes.path_of(options["class"])
 
 
-def _model(path: str | None, trial: Trial, *, with_form: bool = False) -> ModelOf:
+def _model(path: str | None, *, with_form: bool = False) -> ModelOf:
     def model(given: Mapping[str, Any], where: str) -> type[Options]:
         try:
             found = _path(path, given)
             options = classes.options_of_class(found, with_class=path is None, with_form=with_form)
             if where:
-                classes.check_arguments(found, options, given, trial)
+                classes.check_arguments(found, options, given)
         except ValueError as error:
             raise ValueError(f"{where}: {error}" if where else str(error)) from error
         return options
@@ -425,12 +436,6 @@ def _flops(shape: Shape, options: Mapping[str, Any]) -> int:
     return shape[0] * shape[1]
 
 
-def _try_elementwise(path: str, options: Mapping[str, Any]) -> None:
-    classes.elementwise_state(path, optimizer_arguments(options))
-    if is_cautious(options):
-        classes.try_cautious(path, optimizer_arguments(options))
-
-
 def _adam_moments(flat: Tensor, options: Mapping[str, Any]) -> State:
     moments = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if options["amsgrad"] else [])
     step = torch.zeros((), device=flat.device if options.get("fused") else "cpu")  # as torch keeps its counter
@@ -441,27 +446,36 @@ def _matrix(name: str, path: str | None, source: str, work: str) -> None:
     def rule(**options: Any) -> TorchOptimizer:
         return TorchOptimizer(class_named(_path(path, options)), **optimizer_arguments(options))
 
-    register_rule(name, rule, options=_model(path, classes.try_matrix), cost=_flops, work=work, source=source)
+    register_rule(name, rule, options=_model(path), cost=_flops, work=work, source=source)
 
 
-def _elementwise(name: str, path: str | None, source: str) -> None:
-    def state(options: Mapping[str, Any]) -> ElementwiseState:
-        return classes.elementwise_state(_path(path, options), optimizer_arguments(options))
+def _of_lion(flat: Tensor, options: Mapping[str, Any]) -> State:
+    return {"step": torch.zeros((), dtype=torch.int64), "exp_avg": torch.zeros_like(flat)}
 
-    register_elementwise(
-        name,
-        lambda options: class_named(_path(path, options)),
-        options=_model(path, _try_elementwise, with_form=True),
-        new_state=lambda flat, options: state(options).new(flat),
-        counters=lambda options: state(options).counters,
-        source=source,
-    )
+
+def _options_of_sgd(given: Mapping[str, Any], where: str) -> type[Options]:
+    if where and given.get("momentum") and given.get("dampening"):
+        raise ValueError(
+            f"{where}: dampening is {given['dampening']!r}, but torch's momentum begins with a gradient that is not "
+            "dampened, and here with zeros; leave it out"
+        )
+    return _model(SGD, with_form=True)(given, where)
+
+
+def _of_sgd(flat: Tensor, options: Mapping[str, Any]) -> State:
+    return {"momentum_buffer": torch.zeros_like(flat)} if options["momentum"] else {}
 
 
 _matrix("torch_optimizer", None, "the class", "update")
 _matrix("soap", "pytorch_optimizer.SOAP", "pytorch_optimizer.SOAP, arXiv 2409.11321", "SOAP")
 _matrix("shampoo", "pytorch_optimizer.Shampoo", "pytorch_optimizer.Shampoo, arXiv 1802.09568", "Shampoo")
 register_elementwise("adamw", torch.optim.AdamW, options=AdamWOptions, new_state=_adam_moments, source=ADAMW)
-_elementwise("lion", "pytorch_optimizer.Lion", "pytorch_optimizer.Lion, arXiv 2302.06675")
-_elementwise("sgd", "torch.optim.SGD", "torch.optim.SGD")
-_elementwise(ELEMENTWISE["torch_optimizer"], None, "the class")
+register_elementwise(
+    "lion",
+    lambda options: class_named(LION),
+    options=_model(LION, with_form=True),
+    new_state=_of_lion,
+    counters=lambda options: Counters(group={"step": ("step", int)}),
+    source=f"{LION}, arXiv 2302.06675",
+)
+register_elementwise("sgd", torch.optim.SGD, options=_options_of_sgd, new_state=_of_sgd, source=SGD)

@@ -188,8 +188,8 @@ class TorchOptimizer(WeightRule):
     """Runs an optimizer class on one matrix: made for every matrix and step, with ``arguments`` and the saved state.
 
     Its only parameter is the whole weight, with the whole gradient as ``grad``. What it keeps in ``state`` of the
-    parameter, and counts in its param group, is the matrix's owner state. What it keeps elsewhere would be lost: an
-    error.
+    parameter, and counts in its param group, is the matrix's owner state. What it keeps elsewhere, or changes of its
+    arguments, would be lost: an error if the first step shows it.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], **arguments: Any) -> None:
@@ -209,24 +209,36 @@ class TorchOptimizer(WeightRule):
         group.update(state.get("group", {}))
         if "state" in state:
             inner.state[param] = state["state"]
-        before, attributes = dict(group), dict(vars(inner))
+        before, attributes = _seen(group, "params"), {} if state else _seen(vars(inner), "state", "param_groups")
         with inner_steps():
             inner.step()
-        self._check(inner, param, attributes, first=not state)
-        own = {"params", *self._arguments}
-        counted = {key: v for key, v in group.items() if key not in own and v is not before.get(key)}
+        counted = {key: group[key] for key, seen in _seen(group, "params").items() if before.get(key) != seen}
+        if not state:
+            self._check(inner, param, attributes, counted)
         state["group"] = {**state.get("group", {}), **counted}
         state["state"] = dict(inner.state.get(param, {}))
         if param.data_ptr() != value.data_ptr():  # it replaced the parameter's data
             value.copy_(param.detach())
 
-    def _check(self, inner: torch.optim.Optimizer, param: Tensor, attributes: dict[str, Any], *, first: bool) -> None:
-        """Raises TypeError for an optimizer with state that would be lost."""
+    def _check(
+        self, inner: torch.optim.Optimizer, param: Tensor, attributes: Mapping[str, str], counted: Mapping[str, Any]
+    ) -> None:
+        """Raises TypeError for an optimizer with state that would be lost, or that changes its own arguments."""
+        if rewritten := [key for key in counted if key in self._arguments]:
+            raise TypeError(
+                f"it changes its argument {rewritten[0]!r} itself, which a schedule or checkpoint would undo"
+            )
         others = [key for key in inner.state if key is not param]
-        changed = [key for key, value in vars(inner).items() if attributes.get(key, self) is not value]
-        if first and (others or changed):
+        now = _seen(vars(inner), "state", "param_groups")
+        changed = [key for key, seen in now.items() if attributes.get(key) != seen]
+        if others or changed:
             where = f"in its attribute {changed[0]!r}" if changed else f"under the key {others[0]!r} of its state"
             raise TypeError(
-                f"{self.optimizer_class.__name__} keeps something {where}; expected all of it in state[parameter] and "
-                "in the param group, which checkpoints hold"
+                f"it keeps something {where}; expected all of it in state[parameter] and in the param group, which "
+                "checkpoints hold"
             )
+
+
+def _seen(values: Mapping[str, Any], *without: str) -> dict[str, str]:
+    """What values are now, to see later which have changed, in place, too."""
+    return {key: repr(value) for key, value in values.items() if key not in without}

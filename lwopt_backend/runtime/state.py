@@ -14,6 +14,7 @@ from lwopt_backend.plan.layouts import View
 from lwopt_backend.plan.owners import Ownership, cut_buckets
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.agreement import check_in_all
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.exchange import Arrival, Segments, Way, ways_back, ways_to_owners
 
@@ -195,7 +196,7 @@ class OwnerShards:
         self.entries: list[Entry] = []
         if not any(map(keeps_state, rules)):
             return
-        held.make(self._owned, rules)
+        check_in_all([collectives], "the rule's first step", lambda: held.make(self._owned, rules))
         mine = [
             Entry(atom, key, tuple(tensor.shape), tensor.dtype)
             for atom in self._owned
@@ -293,6 +294,17 @@ def _bytes(tensor: Tensor) -> Tensor:
 CHECKPOINT_KEY = "owner_state"  # its key in DeepSpeed's checkpoints
 
 
+def step_first(rule: WeightRule, atom: Atom, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+    """A matrix's first step, which shows whether checkpoints can hold what the rule keeps. Raises ValueError, also for
+    what the rule raises, with the names of the rule and of the matrix."""
+    try:
+        rule.step(value, grad, state)
+        nested.check(state)
+    except Exception as error:
+        name = rule.rule_name or type(rule).__name__
+        raise ValueError(f"{name} cannot train matrix {atom.name!r}: {error or type(error).__name__}") from error
+
+
 class OwnerState:
     """The owner state of those ``atoms`` that this rank owns, by atom, on ``device``."""
 
@@ -336,7 +348,7 @@ class OwnerState:
                 numbers, shape = torch.Generator().manual_seed(0), self._atoms[atom].rule_shape
                 value, grad = (torch.randn(shape, generator=numbers).to(self._device) for _ in range(2))
                 with torch.random.fork_rng(devices=[]):  # for rules that draw numbers
-                    rule.step(value, grad, self._held[atom])
+                    step_first(rule, self._atoms[atom], value, grad, self._held[atom])
 
     def put(self, atom: int, state: Mapping[str, Any]) -> None:
         """Replace an atom's state by a copy of ``state``."""

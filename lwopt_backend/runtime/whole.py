@@ -15,9 +15,8 @@ from lwopt_backend.plan import Atom, TensorShards
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import Partition, Span, View, box_views
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
-from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import changing, of_rule, phase, sampled
-from lwopt_backend.runtime.state import OwnerState
+from lwopt_backend.runtime.state import OwnerState, step_first
 
 
 def owned_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -167,11 +166,8 @@ class WholeMatrices:
         value, grad = (_side_by_side(t.to(self._rule_device, torch.float32), tiles) for t in (value, grad))
         if transposed:
             value, grad = value.T.contiguous(), grad.T.contiguous()
-        first = not state
         with phase(of_rule(_name(rule))):
-            rule.step(value, grad, state)
-        if first:
-            nested.check(state)
+            step_first(rule, self._atoms[atom], value, grad, state) if not state else rule.step(value, grad, state)
         return _in_tiles(value.T if transposed else value, tiles)
 
     def batches(self, atoms: Sequence[int], rules: Sequence[MatrixRule], *, alike: bool = True) -> Iterator[list[int]]:

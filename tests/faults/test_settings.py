@@ -91,7 +91,7 @@ def options_of(model: Any) -> Known:
 
 
 def options_of_rule(name: str) -> Known:
-    given = {"class": "torch.optim.Adam"} if name.startswith("torch_optimizer") else {}
+    given = {"class": "torch.optim.Adam"} if name == "torch_optimizer" else {}
     return options_of({**MATRIX_RULES, **ELEMENTWISE_RULES}[name].model(given, ""))
 
 
@@ -113,7 +113,7 @@ def section(draw: Any, rules: Any) -> Any:
     name = draw(some.sampled_from(sorted(rules)))
     if draw(some.booleans()):
         return name
-    of_class = {"class": "torch.optim.RMSprop"} if name.startswith("torch_optimizer") else {}
+    of_class = {"class": "torch.optim.RMSprop"} if name == "torch_optimizer" else {}
     return {"name": name, **of_class, **draw(picked(options_of_rule(name)))}
 
 
