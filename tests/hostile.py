@@ -245,7 +245,6 @@ def wrong_in(run: Run) -> str:
 def commands(path: Path) -> dict[str, tuple[object, ...]]:
     return {
         "inspect": ("inspect", path),
-        "plan": ("plan", "--checkpoint", path, "--world-size", 2, "--json"),
         "convert": ("convert", path, path.parent / "to", "--to", "dcp", "--dry-run"),
         "diff": ("diff", path, path),
     }

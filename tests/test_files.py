@@ -395,7 +395,7 @@ def test_a_payload_is_refused_for_what_it_is(tmp_path: Path, name: str, words: s
 
 def test_hostile_and_damaged_files_are_refused_in_plain_words(tmp_path: Path) -> None:
     """In one process of their own; each payload in one place of one format, and a few random damages."""
-    words = [sys.executable, "-m", "tests.hostile", str(tmp_path), "60", "0", "25"]
+    words = [sys.executable, "-m", "tests.hostile", str(tmp_path), "60", "0", "40"]
     run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=500)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     *wrong, last = map(json.loads, run.stdout.splitlines())
