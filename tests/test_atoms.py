@@ -445,7 +445,7 @@ def test_a_class_with_a_forward_of_its_own_is_not_guessed_at() -> None:
         assert (PHI3 in fused_of(model)) == is_known, (name, of_its_own)
 
 
-def test_sizes_that_do_not_fit_the_weight_and_the_linear_that_takes_the_result_leave_it_whole() -> None:
+def test_sizes_that_do_not_fit_the_weight_or_what_takes_its_result_leave_it_whole() -> None:
     for key, value in (("head_dim", 4), ("num_key_value_heads", 3), ("num_key_value_heads", None)):
         model, attention = phi3()
         assert PHI3 not in fused_of(changed(model, attention, **{key: value}))
@@ -648,7 +648,7 @@ def test_globs_may_match_in_another_part_of_the_model() -> None:
         divide(stages[1], routes[1], settings)
 
 
-def test_settings_come_before_what_is_known_and_are_about_outputs_however_a_matrix_is_stored() -> None:
+def test_settings_come_before_what_is_known_and_are_about_outputs() -> None:
     (whole,) = divided_of(phi3()[0], {"*qkv_proj*": "whole"})[PHI3].blocks
     assert whole.is_everything
     parts = divided_of(phi3()[0], {"*qkv_proj*": {"split_sizes": [48, 16]}})[PHI3].blocks

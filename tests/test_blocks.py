@@ -64,7 +64,7 @@ def test_stripes_are_runs_with_gaps_between_them() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_blocks_cover_a_parameter_and_keep_its_order_and_where_it_is_whole_each_is_one_view(seed: int) -> None:
+def test_blocks_cover_a_parameter_in_its_order_and_are_views_where_it_is_whole(seed: int) -> None:
     shape, blocks = some_param(random.Random(seed))
     check_cover("p", blocks)
     param = numbered(shape)

@@ -397,7 +397,7 @@ def test_a_name_that_is_wrongly_said_to_be_tied_is_refused(pair: str, said: str)
     assert ties.declared(checkpoint(**weights), ["b=a", "b=a"]).tied == {"b": "a"}
 
 
-def test_a_trained_parameter_without_a_known_group_is_in_no_group_of_a_universal_folder(tmp_path: Path) -> None:
+def test_a_parameter_without_a_known_group_is_in_no_group_of_a_universal_folder(tmp_path: Path) -> None:
     """Stock DeepSpeed would train it with the options of the group in which it is listed."""
     source = checkpoint(a=param(ROWS, exp_avg=ROWS), b=dataclasses.replace(param(ROWS, exp_avg=ROWS), group=None))
     made = convert.prepared(source, "universal", None, None, names.Numbers())

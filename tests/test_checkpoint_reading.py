@@ -63,7 +63,7 @@ def there_is(optimizer: str, stage: int, precision: str, kinds: str) -> bool:
     precision=["fp32", "bf16", "bf16+fp32"],
     kinds=["plain", "all kinds"],
 )
-def test_native_checkpoints_are_read_as_the_engine_held_them_and_so_is_the_universal_one(
+def test_native_and_universal_checkpoints_are_read_as_the_engine_held_them(
     ranks: RankPool, tmp_path: Path, optimizer: str, stage: int, precision: str, kinds: str
 ) -> None:
     """With frozen and tied parameters, buffers, the schedule and what the user's program saved along. Those of our

@@ -303,7 +303,7 @@ def test_a_run_goes_on_with_every_rule_on_every_way(go_on: GoOn, rule: str, way:
     go_on(Tour(rule, route(WAYS[way])))
 
 
-def test_every_engine_saves_and_loads_and_zero_does_at_every_stage_on_every_number_of_ranks() -> None:
+def test_every_engine_saves_and_loads_at_every_stage_on_every_number_of_ranks() -> None:
     legs = [(here.ranks, here.cell.engine) for tour in ACROSS.values() for here in tour.legs[1:]]
     assert {(ranks, engine) for engine in ZERO for ranks in (1, 2, 3, 4)} <= set(legs)
     assert {engine for _, engine in legs} == set(ENGINES)

@@ -321,9 +321,7 @@ def test_instead_of_an_entry_of_deepspeeds_muon_one_is_told_that_means_the_same(
 
 @TYPES
 @pytest.mark.parametrize("torch_adam", [False, True])
-def test_instead_of_an_entry_of_adamw_one_is_told_with_its_defaults_and_steps_of_its_size(
-    settings: Any, torch_adam: bool
-) -> None:
+def test_an_entry_of_adamw_is_answered_with_one_of_its_defaults_and_step_sizes(settings: Any, torch_adam: bool) -> None:
     theirs = inspect.signature(torch.optim.AdamW if torch_adam else FusedAdam).parameters
     muon, adamw = told_instead(settings, {"betas": [0.9, 0.99], "torch_adam": torch_adam})
     assert adamw["betas"] == (0.9, 0.99) and adamw["eps"] == theirs["eps"].default
@@ -347,7 +345,7 @@ def row_of(printed: str, rule: str) -> list[str]:
 
 
 @on_ranks(2)
-def test_an_engine_refuses_a_foreign_entry_on_every_rank_and_trains_with_the_one_that_is_told() -> None:
+def test_an_engine_refuses_a_foreign_entry_on_every_rank_and_trains_with_ours() -> None:
     for given in (MUON_ENTRIES[0], ADAMW):
         with pytest.raises(ValueError, match="LayerWiseMuon: .* are keys of another optimizer") as caught:
             engine_of({**given, "report": False}).__enter__()

@@ -77,9 +77,7 @@ def answer(door: Door, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(("foreign", "ours"), MEANT.items())
-def test_a_key_of_another_optimizer_is_answered_with_a_whole_configuration_that_is_taken(
-    foreign: str, ours: str
-) -> None:
+def test_a_key_of_another_optimizer_is_answered_with_a_configuration_that_is_taken(foreign: str, ours: str) -> None:
     value: Any = (0.5, 0.25) if "betas" in foreign else 0.5
     half, _, option = ours.partition(".")
     for door in DOORS:

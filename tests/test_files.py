@@ -218,7 +218,7 @@ def test_a_command_that_is_killed_leaves_nothing_of_a_name_or_all(tmp_path: Path
     assert set(found) == set(possible) and len(found) > 10
 
 
-def test_a_program_that_is_killed_as_it_saves_owned_state_leaves_the_save_before_or_its_own(tmp_path: Path) -> None:
+def test_a_program_killed_as_it_saves_owned_state_leaves_the_save_before_or_its_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer = LayerWiseOptimizer(model, report=False)
@@ -816,7 +816,7 @@ def test_links_and_pipes_beside_what_is_read_are_left_alone(copy: Copy, form: st
     succeeds("convert", source, source.parent / "to", "--to", "universal")
 
 
-def test_links_within_the_folder_and_to_it_are_followed_and_one_at_the_target_is_left_alone(copy: Copy) -> None:
+def test_links_within_and_to_the_folder_are_followed_and_one_at_the_target_stays(copy: Copy) -> None:
     source = copy("universal")
     (source / "global_step7").rename(source / "kept")
     (source / "global_step7").symlink_to("kept")

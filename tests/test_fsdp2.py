@@ -81,7 +81,7 @@ def test_every_sharding_and_mode_has_the_bits_of_one_process(sharding: str, mode
 
 
 @on_ranks(2)
-def test_an_optimizer_made_after_a_forward_pass_holds_sharded_parameters_and_calls_a_closure_once() -> None:
+def test_an_optimizer_made_after_a_forward_pass_holds_sharded_parameters() -> None:
     """After a forward pass the root holds unsharded parameters; the optimizer must not take those."""
     run, called = BesideTwin(), []
     with torch.no_grad():

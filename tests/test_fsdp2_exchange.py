@@ -153,7 +153,7 @@ def test_touched_gradients_are_exchanged_again_and_then_left_alone_for_a_while(t
 
 
 @on_ranks(2)
-def test_hyperparameters_that_change_before_the_step_count_and_so_does_the_last_micro_batch() -> None:
+def test_hyperparameters_that_change_before_the_step_and_the_last_micro_batch_count() -> None:
     in_backward, in_step = calls_of("momentum changed", 2)
     assert (in_backward[0], in_step[0]) == (ALL, 2 * ALL)
     for sync in (True, False):  # with a reduction per micro-batch buckets leave each time; without, once

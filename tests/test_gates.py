@@ -275,7 +275,7 @@ def test_groups_of_others_have_our_options(
     assert set(one) >= {*option_names(one), *torchs}
 
 
-def test_what_we_saved_stays_without_what_it_says_of_places_and_unknown_rules_keep_their_options() -> None:
+def test_what_we_saved_stays_without_places_and_unknown_rules_keep_their_options() -> None:
     saved = {"rule": "soap", "lr": 1.0, "members": "digest", "from_group": 1, "overrides": []}
     (found,) = grouped([saved], [()]).groups
     assert (found["rule"], found["lr"]) == ("soap", 1.0) and not {"members", "from_group", "overrides"} & set(found)

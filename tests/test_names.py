@@ -265,7 +265,7 @@ def test_parts_that_do_not_fit_each_other_are_refused() -> None:
             joined(rows, **numbers)
 
 
-def test_a_given_number_goes_before_the_arguments_where_one_query_group_may_be_a_default_that_is_not_used() -> None:
+def test_a_given_number_goes_before_arguments_whose_one_query_group_may_be_a_default() -> None:
     weights, arguments = core(num_hidden_layers=1)
     expected = weights_of(translate(checkpoint_of(weights, CORE, arguments), "hf-llama"))
     wrong = checkpoint_of(weights, CORE, arguments | {"num_attention_heads": 31})
@@ -330,7 +330,7 @@ def test_weights_and_arguments_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("hf-")])
-def test_qwen3_next_is_refused_as_one_of_its_norms_is_centered_at_one_and_the_others_at_zero(family: str) -> None:
+def test_qwen3_next_is_refused_as_its_norms_are_not_all_centered_alike(family: str) -> None:
     """Megatron-core has one setting for all norms."""
     sizes = {f"linear_{name}": 4 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
     kinds = ["linear_attention", "full_attention"]
@@ -408,7 +408,7 @@ def test_parts_that_differ_are_not_joined(changes: dict[str, Any]) -> None:
         translate(changed(there, name, **changes), CORE)
 
 
-def test_names_that_are_made_twice_maps_of_other_names_and_stacks_of_another_size_are_refused() -> None:
+def test_names_made_twice_maps_of_other_names_and_stacks_of_other_sizes_are_refused() -> None:
     weights, arguments = core()
     weights[f"{LAYER}.self_attention.linear_qkv.layer_norm_weight"] = torch.ones(2)
     with pytest.raises(CheckpointError, match=f"'{LAYER}.input_layernorm.weight'; one of them is too many"):
@@ -438,7 +438,7 @@ def test_names_of_transformer_engine_are_understood() -> None:
     assert_equal(weights_of(translate(checkpoint_of(called, CORE, arguments), CORE)), weights)
 
 
-def test_ties_and_buffers_are_renamed_where_there_is_a_name_and_what_is_dropped_is_said() -> None:
+def test_ties_and_buffers_are_renamed_and_what_is_dropped_is_said() -> None:
     weights, arguments = core(tie_word_embeddings=True)
     buffers = {"router.expert_bias": held(torch.ones(1), "bias")}
     source = dataclasses.replace(checkpoint_of(weights, CORE, arguments), tied={HEAD: EMBEDDING}, buffers=buffers)

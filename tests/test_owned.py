@@ -341,7 +341,7 @@ def test_evaluation_right_after_a_step_uses_the_new_parameters() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["plain", "lazy return"])
-def test_what_the_next_forward_pass_needs_first_returns_first_if_it_is_waited_for_there(mode: str) -> None:
+def test_what_the_next_forward_pass_needs_first_returns_first(mode: str) -> None:
     model, optimizer = scenarios.made(Branches, mode, bucket_mb=1e-6)
     manager, sent = optimizer.core.manager, []
     send, manager.send_values = manager.send_values, lambda number: sent.append(number) or send(number)
@@ -367,7 +367,7 @@ def test_a_copy_of_the_model_is_trained_by_itself() -> None:
 
 
 @on_ranks(2)
-def test_weights_that_are_used_by_hand_are_there_after_synchronize_and_until_then_an_error_names_them() -> None:
+def test_weights_used_by_hand_are_there_after_synchronize_and_named_until_then() -> None:
     model, optimizer, expected = lazily()
     output = nn.functional.linear(rows(1, 0), model.first.weight)
     with pytest.raises(RuntimeError, match=r"'first.weight' was used before its new value had come.*synchronize\(\)"):

@@ -78,7 +78,7 @@ def test_every_element_and_matrix_has_one_owner(seed: int, layout: str, ranks_gr
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_padded_parameters_and_parts_start_on_64_and_buckets_end_on_what_ranks_and_128_divide(ranks: int) -> None:
+def test_padded_parts_start_on_64_and_buckets_end_on_what_ranks_and_128_divide(ranks: int) -> None:
     for bucket in planned(gpt(odd=1), ranks, ranks, layout="padded").buckets:
         assert bucket.even and bucket.numel % ranks == 0 and bucket.numel % 128 == 0
         assert all(start % 64 == 0 for start, _ in bucket.parts)

@@ -101,9 +101,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("there", ["alone", "over ours"])
 @on_ranks(2)
-def test_a_save_over_another_programs_checkpoint_is_refused_before_anything_is_written(
-    tmp_path: Path, there: str
-) -> None:
+def test_a_save_over_another_programs_checkpoint_is_refused_before_it_writes(tmp_path: Path, there: str) -> None:
     """Of FSDP2's or plain PyTorch's model, by torch's own dcp.save, which leaves our manifest where it is."""
     _, optimizer = trained(layout="padded")
     if there == "over ours":

@@ -323,7 +323,7 @@ def test_the_entries_of_the_page_are_understood_and_every_rule_is_in_its_table()
 
 
 # -- docs/migration.md
-def test_every_peer_has_a_table_with_keys_of_ours_and_settings_that_are_arguments_in_python_too() -> None:
+def test_every_peer_has_a_table_with_our_keys_and_settings_that_python_takes_too() -> None:
     assert [block.name for block in blocks("migration", "json") if block.name] == PEERS
     for peer in PEERS:
         optimizer, rules = LayerWiseOptimizer(UnevenLM(), **entry(peer)["params"], report=False), rules_for(peer)

@@ -124,7 +124,7 @@ def test_balance_moves_no_more_than_it_must_to_be_as_even_as_longest_first() -> 
     assert halves.owners == (0,), "both ranks store a half: the lower one"
 
 
-def test_the_modelled_step_is_the_busiest_rank_on_its_machine_and_auto_takes_the_shorter() -> None:
+def test_the_modelled_step_is_the_busiest_ranks_and_auto_takes_the_shorter() -> None:
     # 2 x 3 by 5 steps: X X^T is 2*2*3*2 = 24 flops, A A is 2*2*2*2 = 16, B X is 24; 64 a step
     assert newton_schulz_flops((2, 3), 5) == newton_schulz_flops((3, 2), 5) == 5 * 64
     atoms = [Atom("a", (2, 4), 10), Atom("b", (3, 4), 30)]
@@ -155,7 +155,7 @@ def test_work_is_balanced_over_all_buckets(ranks: int, bound: float) -> None:
     assert all(len(bucket) >= min(2 * ranks, len(atoms)) for bucket in plan.buckets)
 
 
-def test_owners_have_room_for_their_work_are_where_the_matrix_is_and_take_the_nearest_copy() -> None:
+def test_owners_have_room_are_where_the_matrix_is_and_take_the_nearest_copy() -> None:
     same = [(16, 16)] * 6
     busy = plan_spread(atoms_of(same), rows_over(same, 2), loads=[4 * newton_schulz_flops((16, 16)), 0])
     assert busy.owned_counts() == [1, 5], "rank 0 has work elsewhere, as much as of four of the six"
@@ -257,7 +257,7 @@ def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(where: 
 
 
 @pytest.mark.parametrize(("name", "trips"), [("stage 0", 1), ("stage 3 on 3", 2), ("stage 3 on 4", 2)])
-def test_what_is_everywhere_only_comes_back_and_what_is_in_parts_goes_to_its_owner_too(name: str, trips: int) -> None:
+def test_what_is_everywhere_only_comes_back_and_parts_go_to_their_owner_too(name: str, trips: int) -> None:
     layout = LAYOUTS[name]
     plan = plan_spread(atoms_of(SMALL), layout)
     travelling = [n for n, members in enumerate(plan.buckets) if any(plan.atoms[i].numel > 4 for i in members)]
@@ -298,7 +298,7 @@ def test_the_plan_is_the_same_in_every_process_whatever_the_hash_seed() -> None:
     assert plan.lines() != replace(plan, element_bytes=4).lines(), "the size of an element is part of it"
 
 
-def test_planning_takes_one_pass_and_works_out_kinds_of_matrices_not_ranks_times_fragments() -> None:
+def test_planning_takes_one_pass_over_kinds_of_matrices_not_over_ranks() -> None:
     """Counted, not timed: 8,000 matrices on 1,024 ranks, and 4,000 of two kinds on a mesh of 256."""
     draw = random.Random(0)
     atoms = atoms_of([draw.choice([(64, 64), (64, 256), (256, 64)]) for _ in range(8000)])

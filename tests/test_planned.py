@@ -115,7 +115,7 @@ def test_the_planner_says_what_a_run_does(phi3: str, case: str) -> None:
     assert held == {kind: found["memory_per_rank"][dist.get_rank()][kind] for kind in held}
 
 
-def test_a_plans_name_is_that_of_its_owners_and_stages_whatever_rates_and_clusters_are(phi3: str) -> None:
+def test_a_plans_name_is_that_of_its_owners_and_stages_whatever_the_rates(phi3: str) -> None:
     options = [{}, {"matrix": {"name": "muon", "lr": 0.5}}, {"bucket_numel": 1000}, {"atoms": {"*qkv*": "whole"}}]
     words = ("--world-size", 2, "--engine", "zero2", "--cluster", "cpu", "--dtype", "float32")
     digests = [planned(phi3, *words, **given)["digest"] for given in options]

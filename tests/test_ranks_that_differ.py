@@ -32,7 +32,7 @@ from tests.ranks import RankFailed, RankPool
 
 # One decision
 @on_ranks(2)
-def test_equal_lines_agree_and_of_different_ones_every_rank_names_the_first_difference() -> None:
+def test_equal_lines_agree_and_every_rank_names_the_first_difference_of_others() -> None:
     collectives = TorchCollectives()
 
     def agree_with(other: list[str]) -> str:
@@ -166,7 +166,7 @@ def change(engine: Engine, what: str) -> str:
 
 @on_ranks(2)
 @cells(engine=ENGINES)
-def test_an_option_that_one_rank_has_otherwise_is_an_error_on_all_when_it_is_compared(engine: str) -> None:
+def test_an_option_that_one_rank_has_otherwise_is_an_error_on_all(engine: str) -> None:
     """In the first step, and in every 64th after it, here every second; in between nobody looks."""
     number = ENGINES.index(engine)
     with mock.patch.object(param_groups, "COMPARED_EVERY", 2), running(Cell(engine), ExactLM()) as run:
@@ -181,7 +181,7 @@ def test_an_option_that_one_rank_has_otherwise_is_an_error_on_all_when_it_is_com
 
 @on_ranks(2)
 @cells(engine=["plain", "fsdp2"])
-def test_where_nothing_was_changed_yet_the_option_can_be_set_right_and_the_step_taken(engine: str) -> None:
+def test_where_nothing_was_changed_the_option_can_be_set_right_and_the_step_taken(engine: str) -> None:
     with (
         mock.patch.object(param_groups, "COMPARED_EVERY", 1),
         running(Cell(engine), ExactLM()) as run,

@@ -200,7 +200,7 @@ def test_globs_overrule_structure_and_exclude_wins_by_every_name_of_a_parameter(
     assert kinds["experts.up"] == "matrix" and kinds["experts.rows"] == kinds["experts.columns"] == "elementwise"
 
 
-def test_marks_of_megatron_and_deepspeed_keep_a_parameter_from_the_matrix_rule_unless_it_is_included() -> None:
+def test_marks_of_megatron_and_deepspeed_keep_a_parameter_from_the_matrix_rule() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()

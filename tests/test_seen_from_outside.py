@@ -106,7 +106,7 @@ def operations(engine: Any, step: int) -> list[str]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @on_ranks(2)
-def test_metrics_are_those_of_the_whole_model_and_cost_nothing_until_they_are_asked_for(engine: str) -> None:
+def test_metrics_are_of_the_whole_model_and_cost_nothing_until_they_are_asked_for(engine: str) -> None:
     nothing = {"changing": lambda rule, weights: nullcontext(), "sampled": lambda rule, updates: updates}
     apart = {"clip_groups": APART} if engine in ("plain", "fsdp2") else {}
     nothing |= {"sending": lambda nbytes: None, "phase": lambda label: nullcontext()}

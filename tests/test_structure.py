@@ -74,6 +74,11 @@ def test_integrations_refuse_to_be_imported_from_the_checkout_by_their_bare_name
     assert tried.returncode != 0 and "import this package as 'lwopt_backend.integrations'" in tried.stderr
 
 
+def test_a_name_of_a_test_is_a_sentence_of_at_most_80_characters() -> None:
+    for path in files(ROOT / "tests"):
+        assert not re.findall(r"def test_\w{76,}", path.read_text()), path
+
+
 def test_scripts_name_tests_that_exist() -> None:
     for path in files(ROOT / "scripts"):
         for file, test in NAMED.findall(path.read_text()):

@@ -85,7 +85,7 @@ def test_a_rank_holds_its_share_of_every_layers_experts() -> None:
         local_experts(stack, {}, 3, "*.experts.*")
 
 
-def test_dense_and_expert_buffers_have_their_own_ranks_and_every_matrix_is_planned_once() -> None:
+def test_dense_and_expert_buffers_have_own_ranks_and_every_matrix_is_planned_once() -> None:
     study = plan_study(layers(4, MOE), Deployment(16, pp=2, ep=4), OWNED)
     first, second = study.stages
     assert [(p.name, p.ranks, len(p.atoms)) for p in first.parts] == [("dense", 8, 4), ("experts", 2, 8)]
@@ -143,7 +143,7 @@ def test_workspace_bytes_and_seconds_of_a_padded_buffer() -> None:
     assert part.time.wire == pytest.approx(across / 1e9)
 
 
-def test_zero_holds_parameters_whole_gradients_in_halves_and_those_of_stage_1_whole_too() -> None:
+def test_zero_holds_parameters_whole_gradients_in_halves_and_whole_at_stage_1() -> None:
     stage = plan_study(layers(4, DENSE), Deployment(2), setting("zero2")).worst
     (part,), memory = stage.parts, stage.memory()[0]
     half, elementwise = part.numel // 2, 4 * 128

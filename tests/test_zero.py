@@ -257,7 +257,7 @@ class Forked(UnevenLM):
         ("zero", 2, False, "AdamW", True),
     ],
 )
-def test_what_only_some_ranks_use_counts_as_a_zero_gradient_of_the_others_or_is_mixed_up(
+def test_what_only_some_ranks_use_counts_as_a_zero_gradient_of_the_others(
     storage: str, stage: int, touching: bool, optimizer: str, mixed_up: bool
 ) -> None:
     """ZeRO adds up buckets in the order in which each rank filled its own, with any optimizer, and says nothing. Should

@@ -193,7 +193,7 @@ def there_is(stage: int, precision: str = "fp32", how: tuple[int, float] = (1, 0
     how=[(1, 0.0), (2, 0.5)],
     ranks=[2, 4],
 )
-def test_shards_by_an_mpu_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume(
+def test_shards_by_an_mpu_have_the_bits_of_torch_muon_and_resume(
     tmp_path: Path, stage: int, precision: str, how: tuple[int, float]
 ) -> None:
     settings = settings_of(stage, precision, how, atoms=FUSED)
@@ -360,7 +360,7 @@ def test_frozen_parameters_and_buffers_go_along(tmp_path: Path, stage: int, way:
 
 
 @on_ranks(2)
-def test_deepspeeds_own_checkpoint_of_another_size_or_without_a_ranks_files_is_refused(tmp_path: Path) -> None:
+def test_a_native_checkpoint_of_another_size_or_without_a_ranks_files_is_refused(tmp_path: Path) -> None:
     with sharded_engine(settings_of(1)) as engine:
         train_step(engine, 0)
         engine.save_checkpoint(tmp_path)
