@@ -15,8 +15,8 @@ Test = Callable[..., None]
 
 def on_ranks(*sizes: int) -> Callable[[Test], Test]:
     """Call a test on all ranks, in worlds of these sizes, or of those that the axis ``ranks`` of its ``cells`` has.
-    What fails on one rank fails the test. Arguments (of ``parametrize``, ``cells`` and fixtures) have to be
-    picklable."""
+    What fails on one rank fails the test, with what pytest says of the assertion. Arguments (of ``parametrize``,
+    ``cells`` and fixtures) have to be picklable."""
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
@@ -32,10 +32,4 @@ def on_ranks(*sizes: int) -> Callable[[Test], Test]:
 
 
 def _call(module: str, name: str, arguments: dict[str, Any]) -> None:
-    test = getattr(importlib.import_module(module), name).__wrapped__
-    try:
-        test(**arguments)
-    except AssertionError as error:
-        innermost = inspect.getinnerframes(error.__traceback__)[-1].frame
-        error.add_note("\n".join(f"{key} = {repr(value)[:300]}" for key, value in innermost.f_locals.items()))
-        raise
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)

@@ -5,6 +5,10 @@ import os
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
 
+from tests import assertions  # noqa: E402
+
+assertions.rewrite()
+
 import deepspeed  # noqa: E402
 import pytorch_optimizer  # noqa: E402, F401
 import torch  # noqa: E402

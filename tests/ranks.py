@@ -135,6 +135,7 @@ class RankPool:
         self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS, **kwargs: Any
     ) -> list[Any]:
         """Every rank's ``function(*args, **kwargs)``, in rank order."""
+        __tracebackhide__ = True
         answers = self.processes.call(self.world_size, (function, args, kwargs), timeout)
         errors = [None if ok else value[0] for ok, value in answers]
         if not any(errors):

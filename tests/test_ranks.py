@@ -29,6 +29,15 @@ def test_the_linear_that_zero_init_puts_in_place_does_not_stay(ranks: RankPool) 
     assert ranks.run(linear_now) == before
 
 
+def wrong_assertion() -> None:
+    assert {"same": 1, "rank": dist.get_rank()} == {"same": 1, "rank": 7}, "wrong"
+
+
+def test_an_assertion_on_ranks_says_what_differs(ranks: RankPool) -> None:
+    for rank, error in enumerate(ranks.errors(wrong_assertion)):
+        assert error.startswith("AssertionError: wrong\nassert ") and f"{{'rank': {rank}}} != {{'rank': 7}}" in error
+
+
 def parts_of_a_default_group_that_is_split() -> None:
     """As with NCCL, if init_process_group was given a device_id."""
     with pytest.MonkeyPatch.context() as patch:
