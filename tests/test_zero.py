@@ -364,30 +364,6 @@ def test_an_optimizer_serves_a_second_engine_when_the_first_is_gone(tmp_path: Pa
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_parameter_that_deepspeed_does_not_train_is_warned_of_once(stage: int) -> None:
-    """One that was frozen when the engine was built, and one that is replaced later; on the first rank."""
-    model = UnevenLM()
-    model.layers[0].bias.requires_grad_(False)
-    given = [p for p in model.parameters() if p.requires_grad]
-    expected = ["LayerWiseMuon: parameter 'layers.0.bias' is trained now, but not when the optimizer was"]
-    made = engine_for(config(stage), model, model_parameters=given)
-    with made as engine, mock.patch.object(logger, "warning") as said:
-        train(engine, 1)
-        model.layers[0].bias.requires_grad_(True)
-        train(engine, 2)
-        if stage < 3:  # where modules hold DeepSpeed's own parameters
-            model.layers[0].bias.requires_grad_(False)
-            model.gate.weight = nn.Parameter(model.gate.weight.detach().clone())
-            train(engine, 2)
-            expected.append("LayerWiseMuon: parameter 'gate.weight' is no longer in the model (replaced), and no step ")
-    texts = [call.args[0] for call in said.call_args_list if "LayerWise" in call.args[0]]
-    assert len(texts) == (0 if dist.get_rank() else len(expected))
-    assert all(text.startswith(start) for text, start in zip(texts, expected))
-    assert all("so no step uses the gradient; call deepspeed.initialize after the last " in text for text in texts[:1])
-
-
-@on_ranks(2)
 def test_deepspeeds_default_clipping_is_announced_once() -> None:
     silent = config(2, clip=0.0)
     default = {key: value for key, value in silent.items() if key != "gradient_clipping"}

@@ -42,7 +42,6 @@ WAYS = {
     "fp32": [(2, 1, False), (4, 2, False), (2, 0, False), (1, 0, False), (2, 2, True), (2, 0, True), (2, 1, False)],
     "bf16+fp32": [(2, 1, False), (4, 1, False), (1, 2, False), (2, 1, False)],
 }
-AT_STAGE_3 = "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains"
 SPLIT = "split groups with deepspeed"
 
 
@@ -211,29 +210,26 @@ def test_state_that_owners_keep_is_resumed_at_stage_0(tmp_path: Path) -> None:
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize(
-    ("stage", "model", "how", "message"),
+    ("model", "how", "message"),
     [
-        (3, Mixture, None, AT_STAGE_3),
-        (2, Mixture, "unmarked", f"param group 0 has experts' parameters, but not 'moe': True; {SPLIT}"),
-        (2, Mixture, "misnamed", "param group 1 has 'moe': True and name 'ep_size_3'; the model has 'ep_size_2'"),
-        (2, Mixture, "mixed", f"param group 1 has 'moe': True, but not only experts' parameters; {SPLIT}"),
-        (2, TwoSizes, "two sizes", "param group 1 is named 'ep_size_2', but has experts of 'ep_size_4'; split"),
-        (2, UnevenLM, "no experts", "'moe': True and name 'e'; the model has none, because it has no deepspeed.moe"),
+        (Mixture, "unmarked", f"param group 0 has experts' parameters, but not 'moe': True; {SPLIT}"),
+        (Mixture, "misnamed", "param group 1 has 'moe': True and name 'ep_size_3'; the model has 'ep_size_2'"),
+        (Mixture, "mixed", f"param group 1 has 'moe': True, but not only experts' parameters; {SPLIT}"),
+        (TwoSizes, "two sizes", "param group 1 is named 'ep_size_2', but has experts of 'ep_size_4'; split"),
+        (UnevenLM, "no experts", "'moe': True and name 'e'; the model has none, because it has no deepspeed.moe"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
-def test_other_experts_are_refused(stage: int, model: Callable[[], nn.Module], how: str | None, message: str) -> None:
+def test_other_experts_are_refused(model: Callable[[], nn.Module], how: str, message: str) -> None:
     module = model()
-    groups = {} if how is None else {"model_parameters": grouped(module, how)}
     with pytest.raises(ValueError, match=re.escape(message)):
-        build(settings_for(stage), module, **groups)
+        build(settings_for(2), module, model_parameters=grouped(module, how))
 
 
 @on_ranks(RANKS)
-def test_deepspeed_itself_trains_no_experts_at_stage_3() -> None:
-    settings = settings_for(3) | {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+def test_experts_at_stage_3_are_refused_by_deepspeed() -> None:
     with pytest.raises(AssertionError, match="Native DeepSpeed MoE is not supported with ZeRO Stage 3"):
-        build(settings, Mixture())
+        build(settings_for(3), Mixture())
 
 
 @on_ranks(RANKS)

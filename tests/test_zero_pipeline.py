@@ -308,8 +308,6 @@ NO_MATRICES = "pipeline stage 0 has 1 param group(s) and another stage 2: it has
     ("settings", "kind", "message"),
     [
         (config(0) | BF16, "untied", "stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one"),
-        (config(2), "untied", "the model is a PipelineModule and zero_optimization.stage is 2; use stage 0 or 1"),
-        (config(3), "untied", "the model is a PipelineModule and zero_optimization.stage is 3; use stage 0 or 1"),
         (FP32, "embedding and head", "none of the 2 trained parameters is a matrix, so 'muon' would train nothing"),
         # Where DeepSpeed would wait forever.
         (FP32, "embedding first", NO_MATRICES),
@@ -333,6 +331,13 @@ def test_pipelines_that_cannot_be_trained_are_refused(settings: dict[str, Any], 
     with pytest.raises(expected, match=re.escape(message)) as caught:
         build(settings, model_to_refuse(kind))
     assert caught.type is expected
+
+
+@on_ranks(RANKS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_pipelines_at_stages_2_and_3_are_refused_by_deepspeed(stage: int) -> None:
+    with pytest.raises(AssertionError, match="ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"):
+        build(config(stage), pipeline(UNTIED))
 
 
 @on_ranks(2)

@@ -284,24 +284,14 @@ def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
     scheduler_class = getattr(torch.optim.lr_scheduler, name, None)
     if scheduler_class is None:
         return
-    by_callable = f"give it as deepspeed.initialize(lr_scheduler=lambda optimizer: {name}(optimizer, ...))"
     if name == "ReduceLROnPlateau":
         raise ValueError(
             f"scheduler.type is {name!r}, which follows a metric; without one DeepSpeed gives it the batch size, so it "
-            f"would see no progress; {by_callable} and call engine.step(lr_kwargs={{'metrics': loss}})"
+            f"would see no progress; give it as deepspeed.initialize(lr_scheduler=lambda optimizer: {name}(optimizer, "
+            "...)) and call engine.step(lr_kwargs={'metrics': loss})"
         )
     params = engine.scheduler_params() or {}
-
-    def build(optimizer: torch.optim.Optimizer) -> Any:
-        try:
-            return scheduler_class(optimizer, **params)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"scheduler.type is {name!r}, but it cannot be built from scheduler.params {params}: {error}; correct "
-                f"them, or {by_callable} if it needs what a configuration cannot hold"
-            ) from error
-
-    engine.client_lr_scheduler = build
+    engine.client_lr_scheduler = lambda optimizer: scheduler_class(optimizer, **params)
 
 
 def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils.logging import logger
 
 from lwopt_backend.checkpoint.deepspeed.files import SAVE
 from lwopt_backend.config.base import BaseOptimizer
@@ -173,8 +172,6 @@ class ZeROLayerWise(EngineOptimizer):
         shown = [(g, tensor) for g in self.param_groups for tensor in g["params"] if id(tensor) in self._steppers]
         ids, units = [id(tensor) for _, tensor in shown], list(self._steppers)
         begins, ends = ids[:1] == units[:1], ids[-1:] == units[-1:]
-        if begins and binding.ranks[0].rank == 0 and (news := binding.watched.news()) is not None:
-            logger.warning(f"{self.name}: {news}")
         with one_call(self, begins=begins, ends=ends):
             if begins:
                 self._compare_options(binding)

@@ -57,12 +57,6 @@ def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> lis
             "expert_parallel.enabled is true (AutoEP), whose expert layers were not tried with layer-wise matrices; "
             "build the model with deepspeed.moe.layer.MoE"
         )
-    stage = engine.zero_optimization_stage()
-    if engine.has_moe_layers and stage == 3:
-        reasons.append(
-            "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains no layer of "
-            "its own; use stage 0, 1 or 2"
-        )
     known = sorted({param.group_name for param in engine.module.parameters() if is_moe_param(param)})
     split = "split groups with deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer"
     for number, group in enumerate(param_groups):
@@ -84,9 +78,7 @@ def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> lis
 def _parallelism(engine: DeepSpeedEngine) -> list[str]:
     reasons = []
     if engine.pipeline_parallelism:
-        stage, shards = engine.zero_optimization_stage(), engine.mpu.get_slice_parallel_world_size()
-        if stage > 1:
-            reasons.append(f"the model is a PipelineModule and zero_optimization.stage is {stage}; use stage 0 or 1")
+        shards = engine.mpu.get_slice_parallel_world_size()
         if engine.has_moe_layers:
             reasons.append("the model is a PipelineModule with deepspeed.moe layers; use one of the two")
         if shards > 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config.registry import new_state
-from lwopt_backend.integrations.deepspeed.zero import kept_states
+from lwopt_backend.integrations.deepspeed.zero import StateKeys
 from lwopt_backend.routing.grouping import Grouping
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.buckets import BucketBuffers
@@ -36,7 +36,7 @@ class OwnedTensors:
         self._core = core
         self._numbers = {id(member.param): number for number, member in enumerate(core.members)}
         self._ranges = {piece.member: slice(piece.start, piece.stop) for piece in state_pieces(core)}
-        self._kept = kept_states(grouping)
+        self._keys = StateKeys(grouping)
 
     def attach(self) -> None:
         """Set the methods on the parameters."""
@@ -70,8 +70,8 @@ class OwnedTensors:
     def _value(self, param: Tensor, key: str | None) -> Tensor | None:
         """This rank's piece of the weights, or of a state; None if it owns nothing of the parameter."""
         number = self._numbers[id(param)]
-        self._kept[id(param)].check(key)
         if key is not None:
+            self._keys.check(param, key)
             return self._core.stepper.state.get(number, {}).get(key)
         return self._mine(number, BucketBuffers.owned_values)
 

@@ -24,8 +24,7 @@ NAMES = {
     "get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload",
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": f"{_LINKED} get_grads_for_norm",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": "_reassign_or_swap_out_partitioned_parameters "
-    "checkpoint_event_prologue checkpoint_event_epilogue get_param_id "
-    "get_full_hp_param set_full_hp_param get_local_fp32_param set_local_hp_param",
+    "checkpoint_event_prologue checkpoint_event_epilogue get_param_id",
     "deepspeed.utils.tensor_fragment": "fragment_address get_full_hp_param set_full_hp_param",
     "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
     "deepspeed.runtime.fp16.loss_scaler": "CreateLossScaler",

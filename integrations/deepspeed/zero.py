@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ from lwopt_backend.integrations.deepspeed import pipeline
 from lwopt_backend.integrations.deepspeed.pipeline import Stage
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
 from lwopt_backend.plan import Replicas, TensorShards, TrainedParam, machine_of
-from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_parameters
+from lwopt_backend.routing.grouping import Grouping, group_parameters
 from lwopt_backend.routing.routing import Route, cut_of, named_parameters
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
@@ -229,106 +227,64 @@ def load_whole(binding: Binding, saved: States) -> dict[Tensor, dict[str, Any]]:
 #
 # At stages 1 and 2, only ranks that store a piece of the parameter look the key up; they raise, while the others wait
 # for them in an all-reduce. DeepSpeed also loses the states' places when a checkpoint is loaded. All ranks know a
-# parameter's keys from its rule, so they check here, before DeepSpeed is called.
+# parameter's keys from its rule, so they check here, before DeepSpeed is called. At stage 3 every rank looks them up.
 
-OF_PARAMETERS = ("get_full_hp_param", "set_full_hp_param")  # stages 1 and 2 set these methods on every parameter
-OF_OPTIMIZER = (*OF_PARAMETERS, "get_local_fp32_param", "set_local_hp_param")  # stage 3's optimizer has them all
-RELINKS = ("_link_all_hp_params", "_lazy_init_hp_params_optimizer_state")  # methods of the optimizers of stages 1 and 2
-
-Check = Callable[[Tensor, "str | None"], None]
+OF_PARAMETERS = ("get_full_hp_param", "set_full_hp_param")  # DeepSpeed sets them whenever it links parameters
 
 
-@dataclass(frozen=True)
-class Kept:
-    """The optimizer state of one parameter: the keys of the tensors of its size."""
+class StateKeys:
+    """The keys of every parameter's state that are tensors of the parameter's size, by its rule."""
 
-    param: Tensor
-    name: str
-    rule: str
-    keys: tuple[str, ...]
+    def __init__(self, grouping: Grouping) -> None:
+        self._names, self._keys = grouping.names, dict[int, list[str]]()
+        for group in grouping.groups:
+            state = new_state(torch.empty(1, device="meta"), group)
+            keys = [key for key, tensor in state.items() if tensor.ndim > 0]
+            self._keys.update((id(param), keys) for param in group["params"])
 
-    def check(self, key: str | None) -> None:
-        """Raises ValueError if the parameter has no state ``key``; None means the weights."""
-        if key is not None and key not in self.keys:
-            raise ValueError(
-                f"parameter {self.name!r} has no optimizer state {key!r}; its rule, {self.rule!r}, keeps "
-                f"{', '.join(map(repr, self.keys))}"
-            )
-
-
-def kept_states(grouping: Grouping) -> dict[int, Kept]:
-    """The state that the optimizer keeps, by the parameter's id."""
-    kept = {}
-    for group in grouping.groups:
-        state = new_state(torch.empty(1, device="meta"), group)
-        keys = tuple(key for key, tensor in state.items() if tensor.ndim > 0)
-        for param in group["params"]:
-            kept[id(param)] = Kept(param, grouping.names[id(param)], group["rule"], keys)
-    return kept
+    def check(self, param: Tensor, key: str) -> None:
+        """Raises ValueError if the parameter has no state ``key``."""
+        if key not in self._keys[id(param)]:
+            kept = ", ".join(map(repr, self._keys[id(param)]))
+            raise ValueError(f"parameter {self._names[id(param)]!r} has no optimizer state {key!r}; it has {kept}")
 
 
 def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, grouping: Grouping) -> None:
-    """Make every access to an optimizer state of ``engine`` check the key first; ``optimizer`` is ours, not yet
-    wrapped.
+    """Check every state key that the parameters of ``engine`` are asked for at stages 1 and 2.
 
-    Called once for an engine, on all ranks, while DeepSpeed builds it. Then a key that a parameter's rule does not keep
-    raises ValueError on every rank that asks; a state before the first step raises RuntimeError. At stage 0, DeepSpeed
-    still returns None for every key.
+    Called on all ranks, while DeepSpeed builds the engine; ``optimizer`` is ours, which DeepSpeed wraps next. Then a
+    key that a parameter's rule does not keep raises ValueError, and a state before the first step RuntimeError.
     """
-    kept = kept_states(grouping)
+    known = StateKeys(grouping)
 
-    def check(param: Tensor, key: str | None) -> None:
-        found = kept.get(id(param))
-        if key is None or found is None:  # the weights, or a frozen parameter
-            return
-        found.check(key)
-        if not any(optimizer.state.values()):
-            raise RuntimeError(f"parameter {found.name!r} has no {key!r} yet; the first step makes it")
+    def guarded(wrapper: Any, param: Tensor, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            for key in (arg for arg in args if isinstance(arg, str)):  # none if the weights are meant
+                known.check(param, key)
+                if not any(optimizer.state.values()):
+                    name = grouping.names[id(param)]
+                    raise RuntimeError(f"parameter {name!r} has no {key!r} yet; the first step makes it")
+                wrapper._lazy_init_hp_params_optimizer_state()
+            return method(*args)
+
+        return call
 
     def guard(wrapper: Any) -> None:
-        if all(hasattr(wrapper, name) for name in RELINKS):
-            _guard_parameters(wrapper, [state.param for state in kept.values()], check)
-        elif all(hasattr(wrapper, name) for name in OF_OPTIMIZER):
-            for name in OF_OPTIMIZER:
-                setattr(wrapper, name, _checked(getattr(wrapper, name), check))
+        if not hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):  # of stage 3, or without a wrapper
+            return
+        link = wrapper._link_all_hp_params
+
+        def link_all() -> None:
+            link()
+            wrapper._hp_optimizer_states_linked = False  # or, after a load, DeepSpeed never links the states again
+            for param in (param for group in grouping.groups for param in group["params"]):
+                for name in OF_PARAMETERS:
+                    setattr(param, name, guarded(wrapper, param, getattr(param, name)))
+
+        wrapper._link_all_hp_params = link_all
+        link_all()
 
     deepspeed_engine.when_wrapped(engine, guard)
-
-
-def _guard_parameters(wrapper: Any, params: list[Tensor], check: Check) -> None:
-    """For stages 1 and 2, and BF16_Optimizer, which set new methods on the parameters whenever they link them."""
-    link = wrapper._link_all_hp_params
-
-    def check_and_link_state(param: Tensor, key: str | None) -> None:
-        check(param, key)
-        if key is not None:
-            wrapper._lazy_init_hp_params_optimizer_state()
-
-    def put_guards() -> None:
-        for param in params:
-            for name in OF_PARAMETERS:
-                setattr(param, name, _checked(getattr(param, name), check_and_link_state, param))
-
-    def link_all() -> None:
-        link()
-        wrapper._hp_optimizer_states_linked = False  # or, after a load, DeepSpeed never links the states again
-        put_guards()
-
-    put_guards()
-    wrapper._link_all_hp_params = link_all
-
-
-def _checked(method: Callable[..., Any], check: Check, param: Tensor | None = None) -> Callable[..., Any]:
-    """``method``, called after ``check`` of its key and its parameter, which is ``param`` or an argument."""
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        check(given["param"] if param is None else param, given.get("optim_state_key"))
-        return method(*args, **kwargs)
-
-    return checked
 
 
 # Decisions made when an engine takes the optimizer: routing, groups, what is stepped at a time, and its plans.
@@ -344,7 +300,6 @@ class Binding:
     ranks: list[Collectives]  # the groups of ranks that share parameters with this one
     units: list[Unit]
     stage: Stage | None  # of a pipeline
-    watched: WatchedModel
     places: Sequence[tuple[int, int]]  # of tensor parallelism, as in ``TensorShards``
 
     @property
@@ -444,9 +399,7 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
         lines = [settings_lines(rules, config) for _ in ranks]
         for sharers, of_sharers in zip(ranks, lines):
             of_sharers += [line for unit in units if unit.ranks is sharers for line in unit.plan.lines()]
-        trained = [(grouping.names[id(param)], param) for group in grouping.groups for param in group["params"]]
-        watched = WatchedModel(model, trained, advice="call deepspeed.initialize after the last such change")
-        return Binding(name, engine, grouping, list(ranks), units, stage, watched, places), lines
+        return Binding(name, engine, grouping, list(ranks), units, stage, places), lines
 
     return agree_in_all(ranks, name, decide)
 

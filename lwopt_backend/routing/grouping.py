@@ -44,7 +44,6 @@ class WatchedModel:
 
     With ``alone``, that optimizer trains everything; otherwise other parameters that required a gradient may continue
     to. ``restore`` is called before the model is examined, because some hosts replace tensors in modules for a while.
-    ``advice`` ends the sentence.
     """
 
     def __init__(
@@ -54,11 +53,9 @@ class WatchedModel:
         *,
         alone: bool = False,
         restore: Callable[[nn.Module], object] = lambda model: None,
-        advice: str = ADVICE,
     ) -> None:
         self._model = model
         self._restore = restore
-        self._advice = advice
         restore(model)
         here = {id(param) for param in model.parameters()}
         ours = {id(param) for _, param in trained}
@@ -68,12 +65,6 @@ class WatchedModel:
         # Every module's content when it was last found unchanged, and the parameters that were frozen then.
         self._seen: list[tuple[nn.Module, list[Tensor | None], list[nn.Module | None]]] | None = None
         self._frozen: list[Tensor] = []
-        self._told: str | None = None
-
-    def news(self) -> str | None:
-        """``changes``, unless it is the same as the last time."""
-        told, self._told = self._told, self.changes()
-        return None if told == self._told else self._told
 
     def changes(self) -> str | None:
         """A sentence on parameters that were replaced, unfrozen or added, which the optimizer does not train; or None.
@@ -96,7 +87,7 @@ class WatchedModel:
             since = "when the optimizer was made (new, or requires_grad set since)"
             said.append(f"{_are(new)} trained now, but not {since}, so no step uses the gradient")
         if said:
-            return f"{'; '.join(said)}; {self._advice}"
+            return f"{'; '.join(said)}; {ADVICE}"
         self._seen = [(m, [*m._parameters.values()], [*m._modules.values()]) for m in self._model.modules()]
         self._frozen = [param for param in self._model.parameters() if not param.requires_grad]
         return None
