@@ -25,7 +25,8 @@ from lwopt_backend.cli import app
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.optimizer_classes import class_named
-from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, option_names
+from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
+from lwopt_backend.config.registry import arguments as arguments_in
 from lwopt_backend.planner.seconds import CLUSTERS
 from tests import fsdp2, hostile, zero
 from tests.command_line import torch_dist
@@ -225,12 +226,12 @@ class Alone:
         self.comparable = True
         for group in optimizer.param_groups:
             params: list[Any] = [self.model.get_parameter(names[id(param)]) for param in group["params"]]
-            options = {key: group[key] for key in option_names(group)}
-            section = {"name": group["rule"], **options}
-            if group["rule"] in CLASSES:
-                cls = class_named(options.pop("class")) if "class" in options else CLASSES[group["rule"]]
+            options = arguments_in(group)
+            section = {"name": rule_of(group), **options}
+            if rule_of(group) in CLASSES:
+                cls = class_named(options.pop("class")) if "class" in options else CLASSES[rule_of(group)]
                 self.optimizers.append(cls(params, **options))
-            elif group["rule"] in MATRIX_RULES:
+            elif rule_of(group) in MATRIX_RULES:
                 self.optimizers.append(PlainRule(params, section))
             elif section.pop("weight_decay_form", "own") == "cautious":
                 self.comparable = False  # tested elsewhere
