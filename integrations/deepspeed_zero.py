@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lwopt_backend.config.choices import Rules, muon_settings, settings_of
 from lwopt_backend.config.hosts import ZeROConfig
+from lwopt_backend.groups.choices import Rules, muon_settings, settings_of
 from lwopt_backend.integrations.deepspeed import engine, versions
 from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer, ZeROLayerWise
 from lwopt_backend.integrations.deepspeed.owned import OwnedLayerWise

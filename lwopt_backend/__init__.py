@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lwopt_backend.config.options import Options
-    from lwopt_backend.config.registry import register_elementwise, register_rule
-    from lwopt_backend.modules import ModuleOptimizers
+    from lwopt_backend.engines.modules.step import ModuleOptimizers
+    from lwopt_backend.groups.registry import register_elementwise, register_rule
     from lwopt_backend.optimizer import LayerWiseOptimizer
     from lwopt_backend.qk_clip import Heads, QKClip
     from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
@@ -16,13 +16,13 @@ _PLACES = {
     "Heads": "qk_clip",
     "LayerWiseOptimizer": "optimizer",
     "MatrixRule": "rules",
-    "ModuleOptimizers": "modules",
+    "ModuleOptimizers": "engines.modules.step",
     "Options": "config.options",
     "OwnerStateRule": "rules",
     "QKClip": "qk_clip",
     "WeightRule": "rules",
-    "register_elementwise": "config.registry",
-    "register_rule": "config.registry",
+    "register_elementwise": "groups.registry",
+    "register_rule": "groups.registry",
 }
 __all__ = [
     "Heads",

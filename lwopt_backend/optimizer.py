@@ -23,33 +23,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.config.base import NAME, BaseOptimizer, loaded, saved
-from lwopt_backend.config.choices import Rules, settings_lines
-from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig
-from lwopt_backend.config.param_groups import ComparedOptions, ElementwiseGroups, Groups, small_rate, with_options
-from lwopt_backend.config.registry import build_matrix_rules, with_torchs_keys
+from lwopt_backend.config.hosts import NAME, FSDP2Config, HostConfig, OwnedConfig
+from lwopt_backend.engines.base import BaseOptimizer, loaded, saved
+from lwopt_backend.engines.fsdp2 import plan as mesh
+from lwopt_backend.engines.fsdp2 import state as mesh_state
+from lwopt_backend.engines.fsdp2 import step as mesh_stepping
+from lwopt_backend.engines.fsdp2.gradients import MeshGradients, hold_different_parameters
+from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
+from lwopt_backend.engines.gradients import ClipGroups, Pick, check_finite, checked_order
+from lwopt_backend.engines.owned import model as owned_model
+from lwopt_backend.engines.owned.gradients import OwnedGradients
+from lwopt_backend.engines.owned.model import Backward, check_model, check_options, tell_when_loaded, wait_in_forward
+from lwopt_backend.engines.owned.state import OwnedStore, held_state, state_of, take_state
+from lwopt_backend.engines.owned.step import OwnedCore, Share, broadcast_untrained
+from lwopt_backend.groups.choices import Rules, settings_lines
+from lwopt_backend.groups.grouping import Given, Grouping, WatchedModel
+from lwopt_backend.groups.param_groups import ComparedOptions, ElementwiseGroups, Groups, small_rate, with_options
+from lwopt_backend.groups.registry import build_matrix_rules, with_torchs_keys
 from lwopt_backend.plan.cost import RankMemory
-from lwopt_backend.routing.grouping import Given, Grouping, WatchedModel
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.protocol import AFTER, one_call
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import StateStore, keeps_state
-from lwopt_backend.storage import mesh, mesh_state, mesh_stepping, owned_model
-from lwopt_backend.storage.gradients import (
-    ClipGroups,
-    MeshGradients,
-    OwnedGradients,
-    Pick,
-    check_finite,
-    checked_order,
-    hold_different_parameters,
-)
-from lwopt_backend.storage.mesh_stepping import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
-from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_untrained
-from lwopt_backend.storage.owned_model import Backward, check_model, check_options, tell_when_loaded, wait_in_forward
-from lwopt_backend.storage.owned_state import OwnedStore, held_state, state_of, take_state
 
 
 class Sharing(NamedTuple):
@@ -370,12 +367,12 @@ class OwnedOptimizer(LayerWiseOptimizer):
         return OwnedStore(self.core, self.param_groups)
 
     def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
-        from lwopt_backend.storage import owned_files  # torch.distributed.checkpoint takes a second to import
+        from lwopt_backend.engines.owned import files as owned_files
 
         owned_files.save(self.core, self.param_groups, self._model, Path(path), more)
 
     def load_state_dict_from(self, path: str | PathLike[str]) -> dict[str, Any]:
-        from lwopt_backend.storage import owned_files
+        from lwopt_backend.engines.owned import files as owned_files
 
         groups, more = owned_files.load(self.core, self.param_groups, self._model, Path(path))
         self.take_groups(groups)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.differences import differences
-from lwopt_backend.config.registry import effective_lr
+from lwopt_backend.groups.registry import effective_lr
 from tests.checkpoint_contents import same
 from tests.command_line import succeeds
 from tests.models import MATRICES, UnevenLM

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lwopt_backend.config.choices import Rules, muon_settings, settings_of
 from lwopt_backend.config.hosts import ZeROConfig
+from lwopt_backend.groups.choices import Rules, muon_settings, settings_of
 from tests.pages import blocks
 from tests.rule_steps import Trained, random, rule_of
 

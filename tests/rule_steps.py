@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.options import parse
-from lwopt_backend.config.registry import MATRIX_RULES, build_matrix_rule
+from lwopt_backend.groups.registry import MATRIX_RULES, build_matrix_rule
 from lwopt_backend.rules import MatrixRule, OwnerStateRule
 
 SHAPES = [(48, 63), (63, 48), (32, 32), (1, 7), (7, 1), (200, 3)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend import register_elementwise
-from lwopt_backend.config.registry import ELEMENTWISE_RULES
+from lwopt_backend.groups.registry import ELEMENTWISE_RULES
 from lwopt_backend.runtime.elementwise import Counters
 from tests.rule_steps import Trained, rule_of
 from tests.zero import ADAMW

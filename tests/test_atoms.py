@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.overrides import TorchFunctionMode
 
-from lwopt_backend.config.choices import settings_of
+from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.hosts import HostConfig
+from lwopt_backend.groups.choices import settings_of
+from lwopt_backend.groups.grouping import group_parameters
 from lwopt_backend.plan.atoms import Block, Stripes
 from lwopt_backend.routing.fused import TABLE
-from lwopt_backend.routing.grouping import group_parameters
 from lwopt_backend.routing.matrices import Divided, divide
-from lwopt_backend.routing.routing import AtomSettings, route
+from lwopt_backend.routing.routing import route
 from tests.fused import FusedGroupedExperts
 
 Make = Callable[[], nn.Module]

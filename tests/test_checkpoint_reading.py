@@ -23,7 +23,7 @@ from lwopt_backend.checkpoint.deepspeed import zero as read_zero
 from lwopt_backend.checkpoint.deepspeed.files import NAMES, SAVE
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import write_folder
-from lwopt_backend.config.registry import effective_lr
+from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests import checkpoint_engines as engines
 from tests.cells import cells

@@ -23,7 +23,7 @@ from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.differences import differences
-from lwopt_backend.config.registry import effective_lr
+from lwopt_backend.groups.registry import effective_lr
 from tests.cells import with_full
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import FROZEN, PARTS, Buffered

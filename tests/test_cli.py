@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from lwopt_backend.checkpoint import choices, names
 from lwopt_backend.cli import app
+from lwopt_backend.config.atoms import Division
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
-from lwopt_backend.config.registry import MATRIX_RULES
+from lwopt_backend.groups.registry import MATRIX_RULES
 from lwopt_backend.plan.cost import max_min_squared
-from lwopt_backend.routing.routing import Division
 from tests.command_line import refused, torch_dist
 
 LAYER = [["q", [256, 256]], ["o", [256, 256]], ["up", [1024, 256]], ["down", [256, 1024]]]

@@ -24,13 +24,13 @@ from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer, MatrixRule, register_rule
 from lwopt_backend.cli.rule_facts import rule_facts
-from lwopt_backend.config import registry
-from lwopt_backend.config.choices import arguments_of, muon_settings, settings_of
 from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
-from lwopt_backend.config.param_groups import as_groups, split
-from lwopt_backend.config.registry import effective_lr
+from lwopt_backend.groups import registry
+from lwopt_backend.groups.choices import arguments_of, muon_settings, settings_of
+from lwopt_backend.groups.grouping import group_parameters
+from lwopt_backend.groups.param_groups import as_groups, split
+from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
-from lwopt_backend.routing.grouping import group_parameters
 from lwopt_backend.rules import option
 from tests.cells import cells
 from tests.fsdp2 import mesh_of

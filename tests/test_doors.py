@@ -10,9 +10,9 @@ from torch import nn
 
 import lwopt_backend
 from lwopt_backend import ModuleOptimizers
-from lwopt_backend.config.choices import muon_settings
-from lwopt_backend.config.param_groups import split
-from lwopt_backend.config.registry import arguments
+from lwopt_backend.groups.choices import muon_settings
+from lwopt_backend.groups.param_groups import split
+from lwopt_backend.groups.registry import arguments
 from lwopt_backend.integrations import fsdp2
 from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
 from tests.test_config import Demanding

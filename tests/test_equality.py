@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from lwopt_backend import register_elementwise
-from lwopt_backend.config.registry import effective_lr
+from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.runtime.elementwise import Counters
 from tests import owned
 from tests.cells import cells

@@ -13,7 +13,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.convert import as_ours
 from lwopt_backend.checkpoint.gates import check
 from lwopt_backend.checkpoint.names import CORE, Numbers, translate
-from lwopt_backend.config.registry import effective_lr, option_names
+from lwopt_backend.groups.registry import effective_lr, option_names
 from tests.checkpoint_contents import changed
 from tests.command_line import SAMPLES
 

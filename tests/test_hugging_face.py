@@ -25,9 +25,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.pytorch_utils import Conv1D
 
-from lwopt_backend.config.choices import LayerWiseMuonConfig
 from lwopt_backend.config.options import parse
-from lwopt_backend.config.registry import effective_lr
+from lwopt_backend.groups.choices import LayerWiseMuonConfig
+from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.cells import cells

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend import migration
 from lwopt_backend.checkpoint.deepspeed.files import renumbered
+from lwopt_backend.engines.owned.state import state_pieces
 from lwopt_backend.integrations.deepspeed import migration as of_deepspeed
 from lwopt_backend.integrations.deepspeed.engine import first_experts
 from lwopt_backend.migration import change_momentum_form, from_checkpoint, load_named_state
-from lwopt_backend.storage.owned_state import state_pieces
 from tests import test_owned_experts as experts
 from tests import test_zero_moe as moe
 from tests import test_zero_pipeline as pipelines

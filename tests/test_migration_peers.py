@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from lwopt_backend import migration
-from lwopt_backend.config.registry import optimizer_arguments
+from lwopt_backend.groups.registry import optimizer_arguments
 from lwopt_backend.migration import convert_named_momentum, from_checkpoint
 from lwopt_backend.rules.newton_schulz import TABLES
 from tests.migration import distance, eager, ours_for, rules_for

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import _muon
 from torch.utils.flop_counter import FlopCounterMode
 
-from lwopt_backend.config.registry import MATRIX_RULES, MuonOptions
+from lwopt_backend.groups.registry import MATRIX_RULES, MuonOptions
 from lwopt_backend.plan.cost import gram_flops, newton_schulz_flops
 from lwopt_backend.rules import MatrixRule, gram_newton_schulz, newton_schulz, qk_clip_factors, row_factors
 from lwopt_backend.rules.muon import SCALES, Muon, takes_gram

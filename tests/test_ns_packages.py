@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lwopt_backend.config.registry import MATRIX_RULES, MuonOptions
+from lwopt_backend.groups.registry import MATRIX_RULES, MuonOptions
 from lwopt_backend.rules import gram_newton_schulz, newton_schulz
 from lwopt_backend.rules.newton_schulz import TABLES, by_step
 from tests.cells import cells

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.config.param_groups import ElementwiseGroups
-from lwopt_backend.config.registry import new_state, options_of
+from lwopt_backend.groups.param_groups import ElementwiseGroups
+from lwopt_backend.groups.registry import new_state, options_of
 from lwopt_backend.runtime import elementwise as cautious_decay
 from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper
 from lwopt_backend.runtime.whole import Slices

@@ -24,8 +24,8 @@ from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files import manifest
-from lwopt_backend.config.registry import effective_lr
-from lwopt_backend.storage.owned_state import state_pieces
+from lwopt_backend.engines.owned.state import state_pieces
+from lwopt_backend.groups.registry import effective_lr
 from tests.cells import with_full
 from tests.checkpoint_contents import same
 from tests.models import UnevenLM

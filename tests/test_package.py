@@ -22,9 +22,9 @@ import torch
 from packaging.requirements import Requirement
 from torch import nn
 
-from lwopt_backend.config.optimizer_classes import PACKAGES
 from lwopt_backend.config.options import install_command
-from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES
+from lwopt_backend.groups.optimizer_classes import PACKAGES
+from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES
 from tests import typed_user
 from tests.launcher import ROOT, TIMEOUT_SECONDS
 from tests.pages import PAGES, blocks, unpack_page

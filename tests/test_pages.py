@@ -19,12 +19,12 @@ from transformers import Trainer
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers, run
 from lwopt_backend.cli import app
-from lwopt_backend.config.choices import LayerWiseMuonConfig, muon_settings, settings_of
+from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
-from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, MuonOptions, arguments
+from lwopt_backend.groups.choices import LayerWiseMuonConfig, muon_settings, settings_of
+from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, MuonOptions, arguments
 from lwopt_backend.planner.seconds import CLUSTERS
 from lwopt_backend.routing.fused import TABLE
-from lwopt_backend.routing.routing import AtomSettings
 from lwopt_backend.rules.newton_schulz import table_of
 from tests.fsdp2 import MODES, SHARDINGS
 from tests.launcher import ROOT, run_on_ranks, run_script, succeeds, surroundings_kept

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lwopt_backend import ModuleOptimizers
-from lwopt_backend.config import param_groups
-from lwopt_backend.config.param_groups import ComparedOptions
+from lwopt_backend.groups import param_groups
+from lwopt_backend.groups.param_groups import ComparedOptions
 from lwopt_backend.rules import muon
 from lwopt_backend.runtime.agreement import RanksDisagree, agree, digest, first_difference, setting
 from lwopt_backend.runtime.collectives import TorchCollectives

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
-from lwopt_backend.config import registry
-from lwopt_backend.config.registry import LR_SCALE, effective_lr
+from lwopt_backend.groups import registry
+from lwopt_backend.groups.registry import LR_SCALE, effective_lr
 from tests.models import UnevenLM
 
 MUON, ADAMW = 0.02, 3e-4

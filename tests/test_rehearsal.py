@@ -14,12 +14,12 @@ from torch import Tensor
 
 from benchmarks.rehearsal.__main__ import run
 from benchmarks.rehearsal.step import Rehearsal, rehearse, rehearse_share
+from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.planner.seconds import CLUSTERS
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shapes import read_shapes_json
 from lwopt_backend.planner.study import Deployment, Study, plan_study
 from lwopt_backend.rules.muon import Muon
-from lwopt_backend.runtime.buckets import BucketBuffers
 
 LAYER = {"q.weight": [64, 64], "o.weight": [64, 64], "up.weight": [200, 64], "down.weight": [64, 200], "norm": [64]}
 MODEL = [[f"layers.{i}.{name}", shape] for i in range(3) for name, shape in LAYER.items()]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
+from lwopt_backend.engines.report import routing_headline
 from lwopt_backend.integrations import fsdp2
 from lwopt_backend.plan.atoms import Block, Stripes
-from lwopt_backend.report import routing_headline
 from lwopt_backend.routing import models as peft_layers
 from lwopt_backend.routing.matrices import divide
 from lwopt_backend.routing.routing import Route, route

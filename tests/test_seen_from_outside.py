@@ -12,9 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwopt_backend import ModuleOptimizers
-from lwopt_backend.config import param_groups
-from lwopt_backend.runtime import buckets, exchange, whole
-from lwopt_backend.storage import gradients, replicated
+from lwopt_backend.engines import gradients
+from lwopt_backend.engines.owned import buckets
+from lwopt_backend.engines.zero import replicated
+from lwopt_backend.groups import param_groups
+from lwopt_backend.runtime import exchange, whole
 from tests.engines import ENGINES, Cell, ExactLM, running
 from tests.models import MATRICES
 from tests.on_ranks import on_ranks

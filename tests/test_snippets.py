@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lwopt_backend.config.choices import muon_settings, settings_of
 from lwopt_backend.config.hosts import ZeROConfig
+from lwopt_backend.groups.choices import muon_settings, settings_of
 from lwopt_backend.planner.setting import cluster_named
 from tests.launcher import ROOT, surroundings_kept
 from tests.pages import PAGES, blocks

@@ -45,6 +45,35 @@ def test_plan_rules_and_runtime_import_little_but_themselves(folder: str) -> Non
             assert within(module, f"lwopt_backend.{folder}", *MAY_IMPORT[folder], *STANDARD), (path, module)
 
 
+LAYERS = [  # each imports only what stands before it
+    *("plan", "rules", "runtime", "config", "routing", "qk_clip", "groups", "checkpoint", "engines.gradients"),
+    *("engines.zero", "engines.base", "engines.report", "engines.owned", "engines.fsdp2", "migration", "optimizer"),
+    *("engines.modules", "run", "planner", "cli", ""),
+]
+
+
+def layer_of(module: str) -> int:
+    """The number in LAYERS of a module, of which a longer name is found first."""
+    inner = module.removeprefix("lwopt_backend").removeprefix(".")
+    return (
+        next(number for number, layer in reversed([*enumerate(LAYERS)]) if layer and within(inner, layer))
+        if inner
+        else len(LAYERS)
+    )
+
+
+def test_folders_import_only_those_below_them() -> None:
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files(PACKAGE)
+    }
+    for module, path in modules.items():
+        if module in ("lwopt_backend", "lwopt_backend.engines"):
+            continue
+        for imported in imports(path) & modules.keys() - {"lwopt_backend", "lwopt_backend.engines"}:
+            assert layer_of(imported) <= layer_of(module), f"{module} imports {imported}"
+
+
 def test_training_code_does_not_import_what_only_shows_plans() -> None:
     showing = {path for name in SHOWING for path in files(PACKAGE / name)}
     for path in {*files(PACKAGE, INTEGRATIONS)} - showing:
@@ -53,7 +82,7 @@ def test_training_code_does_not_import_what_only_shows_plans() -> None:
 
 def test_torch_distributed_has_one_door() -> None:
     """Its collectives; FSDP2 and its DTensors are a host, read where hosts are; checkpoints' files need no ranks."""
-    hosts = {PACKAGE / "storage": FSDP2, PACKAGE / "checkpoint" / "dcp": ("torch.distributed.checkpoint",)}
+    hosts = {PACKAGE / "engines" / "fsdp2": FSDP2, PACKAGE / "checkpoint" / "dcp": ("torch.distributed.checkpoint",)}
     for path in set(files(PACKAGE, INTEGRATIONS)) - {PACKAGE / "runtime" / "collectives.py"}:
         used = {module for module in imports(path) if within(module, "torch.distributed")}
         assert all(within(module, *hosts.get(path.parent, ())) for module in used), (path, used)

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend.engines.owned.state import Pieces
 from lwopt_backend.integrations import fsdp2
-from lwopt_backend.storage.owned_state import Pieces
 from tests.checkpoint_contents import same
 from tests.fsdp2 import shard, weights_of, whole
 from tests.models import UnevenLM, batch

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lwopt_backend.checkpoint.files import manifest
-from lwopt_backend.config.registry import effective_lr
+from lwopt_backend.groups.registry import effective_lr
 from tests.cells import with_full
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import (

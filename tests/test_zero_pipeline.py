@@ -22,7 +22,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from lwopt_backend.config.registry import effective_lr
+from lwopt_backend.groups.registry import effective_lr
 from tests.cells import cells
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import assert_missed, convert_as_deepspeed_does, go_through, without_compiling

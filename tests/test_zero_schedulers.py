@@ -11,7 +11,7 @@ from deepspeed.runtime import lr_schedules
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
-from lwopt_backend.config.registry import effective_lr
+from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from tests import zero
 from tests.cells import cells, with_full

@@ -27,8 +27,8 @@ from rich.table import Table
 from lwopt_backend.cli import main
 from lwopt_backend.cli.plan import plan, studied
 from lwopt_backend.cli.tables import NONE
+from lwopt_backend.engines.report import nbytes, numbers, show_digest, standard_output
 from lwopt_backend.planner.study import Study
-from lwopt_backend.report import nbytes, numbers, show_digest, standard_output
 
 from .step import Figure, Rehearsal, rehearse
 

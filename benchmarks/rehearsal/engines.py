@@ -10,18 +10,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.hosts import HostConfig, ZeROConfig
+from lwopt_backend.engines.fsdp2.plan import in_rows, local, over_all_ranks
+from lwopt_backend.engines.zero.plan import GroupStepper
+from lwopt_backend.groups.choices import Rules
+from lwopt_backend.groups.grouping import Grouping
 from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer, Sharing
 from lwopt_backend.plan import Replicas
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shares import zero_plans
-from lwopt_backend.routing.grouping import Grouping
 from lwopt_backend.runtime.agreement import plan_digest
 from lwopt_backend.runtime.collectives import TorchCollectives
-from lwopt_backend.storage.flat import GroupStepper
-from lwopt_backend.storage.mesh import in_rows, local, over_all_ranks
 
 from .absent_gpu import DEVICE
 

@@ -19,11 +19,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from lwopt_backend.checkpoint.deepspeed.files import NAMES, check_marks, mark_of
 from lwopt_backend.checkpoint.files.manifest import new_save_id
-from lwopt_backend.config.param_groups import of_another_optimizer
+from lwopt_backend.engines.owned.step import OwnedCore
+from lwopt_backend.groups.param_groups import of_another_optimizer
 from lwopt_backend.integrations.deepspeed.tensors import mark
 from lwopt_backend.runtime.agreement import setting
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.storage.owned import OwnedCore
 
 MARK = "lwopt.owned"  # the key of a checkpoint of owned storage
 CONVERT, CONVERT_OWNED = (

@@ -13,11 +13,12 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from lwopt_backend.checkpoint.deepspeed.files import SAVE
-from lwopt_backend.config.base import BaseOptimizer
-from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.config.param_groups import NONE, ComparedOptions, as_groups, option_lines, split, with_options
-from lwopt_backend.config.registry import LR_SCALE, build_matrix_rules
+from lwopt_backend.engines.base import BaseOptimizer
+from lwopt_backend.engines.zero.plan import UnitStepper
+from lwopt_backend.groups.choices import Rules
+from lwopt_backend.groups.param_groups import NONE, ComparedOptions, as_groups, option_lines, split, with_options
+from lwopt_backend.groups.registry import LR_SCALE, build_matrix_rules
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import zero
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark
@@ -29,7 +30,6 @@ from lwopt_backend.runtime.agreement import agree, disagreement
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, keeps_state
-from lwopt_backend.storage.flat import UnitStepper
 
 
 class EngineOptimizer(BaseOptimizer):

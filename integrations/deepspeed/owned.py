@@ -14,10 +14,15 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import Tensor
 
-from lwopt_backend import report
 from lwopt_backend.checkpoint.deepspeed.files import SAVE
-from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
+from lwopt_backend.engines import report
+from lwopt_backend.engines.gradients import clip_factor, everything
+from lwopt_backend.engines.owned.model import Backward, check_model, show, tell_when_loaded
+from lwopt_backend.engines.owned.state import OwnedStore
+from lwopt_backend.engines.owned.step import OwnedCore, Share
+from lwopt_backend.groups.choices import Rules, settings_lines
+from lwopt_backend.groups.grouping import Grouping, group_parameters
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import tensors
 from lwopt_backend.integrations.deepspeed.checkpoints import MARK
@@ -25,15 +30,10 @@ from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse_owned
 from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import check_groups
-from lwopt_backend.routing.grouping import Grouping, group_parameters
 from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import agree_in_all, digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
-from lwopt_backend.storage.gradients import clip_factor, everything
-from lwopt_backend.storage.owned import OwnedCore, Share
-from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
-from lwopt_backend.storage.owned_state import OwnedStore
 
 # Keys of zero_optimization that owned storage honours; all others are refused or have no effect on it.
 HONOURED = ("stage", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights")

@@ -16,11 +16,11 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.config.param_groups import overrides_of
+from lwopt_backend.groups.choices import Rules
+from lwopt_backend.groups.grouping import route_given
+from lwopt_backend.groups.param_groups import overrides_of
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
-from lwopt_backend.routing.grouping import route_given
 from lwopt_backend.routing.output_heads import EMBEDDINGS, output_heads, rows_for_heads, widths
 from lwopt_backend.routing.routing import Route, named_parameters
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives

@@ -11,14 +11,14 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER
-from lwopt_backend.config.registry import new_state
+from lwopt_backend.engines.owned.buckets import BucketBuffers
+from lwopt_backend.engines.owned.state import gathered, state_pieces
+from lwopt_backend.engines.owned.step import OwnedCore
+from lwopt_backend.groups.grouping import Grouping
+from lwopt_backend.groups.registry import new_state
 from lwopt_backend.integrations.deepspeed.zero import StateKeys
-from lwopt_backend.routing.grouping import Grouping
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.buckets import BucketBuffers
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
-from lwopt_backend.storage.owned import OwnedCore
-from lwopt_backend.storage.owned_state import gathered, state_pieces
 
 METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 MARK = "_hp_mapping"  # DeepSpeed calls these methods on a parameter that has this attribute

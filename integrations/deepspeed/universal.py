@@ -29,8 +29,9 @@ from lwopt_backend.checkpoint.deepspeed.files import STEP, renumbered, tag_of
 from lwopt_backend.checkpoint.deepspeed.universal import OWNERS
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.config.options import suggestion
-from lwopt_backend.config.param_groups import OURS, of_another_optimizer
-from lwopt_backend.config.registry import LR_SCALE, MATRIX_RULES, arguments, new_state, option_names
+from lwopt_backend.engines.owned.step import OwnedCore
+from lwopt_backend.groups.param_groups import OURS, of_another_optimizer
+from lwopt_backend.groups.registry import LR_SCALE, MATRIX_RULES, arguments, new_state, option_names
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, prepare_saving
 from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
 from lwopt_backend.plan import TrainedParam
@@ -38,7 +39,6 @@ from lwopt_backend.routing.routing import full_shape
 from lwopt_backend.runtime.agreement import agree_in_all, check_in_all, from_first, setting
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import OwnerStates, StateStore, Whole, keeps_state, put
-from lwopt_backend.storage.owned import OwnedCore
 
 WHAT = "load_checkpoint"
 PLACED = {"params", "name", "moe", *OURS}  # a group's keys that say what it is, not how it is trained

@@ -11,24 +11,31 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from lwopt_backend import report
 from lwopt_backend.checkpoint.deepspeed.files import CUTS, MATRICES, NAMES, renumbered
-from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.config.param_groups import of_another_optimizer
-from lwopt_backend.config.registry import MATRIX_RULES, check_devices, new_state
+from lwopt_backend.engines import report
+from lwopt_backend.engines.zero.plan import (
+    GroupPlan,
+    GroupStepper,
+    UnitStepper,
+    members_digest,
+    plan_group,
+    unit_layouts,
+)
+from lwopt_backend.engines.zero.replicated import ElementwiseReplicas, MatrixReplicas, gather_whole, take_part
+from lwopt_backend.groups.choices import Rules, settings_lines
+from lwopt_backend.groups.grouping import Grouping, group_parameters
+from lwopt_backend.groups.param_groups import of_another_optimizer
+from lwopt_backend.groups.registry import MATRIX_RULES, check_devices, new_state
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline
 from lwopt_backend.integrations.deepspeed.pipeline import Stage
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
 from lwopt_backend.plan import Replicas, TensorShards, TrainedParam, machine_of
-from lwopt_backend.routing.grouping import Grouping, group_parameters
 from lwopt_backend.routing.routing import Route, cut_of, named_parameters
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, brought_here
-from lwopt_backend.storage.flat import GroupPlan, GroupStepper, UnitStepper, members_digest, plan_group, unit_layouts
-from lwopt_backend.storage.replicated import ElementwiseReplicas, MatrixReplicas, gather_whole, take_part
 
 
 @dataclass(frozen=True)

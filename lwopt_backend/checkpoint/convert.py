@@ -15,7 +15,7 @@ from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.choices import FORMATS, TARGETS
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
-from lwopt_backend.config.registry import LR_SCALE, MATRIX_RULES, options_of, rule_named, torchs_keys
+from lwopt_backend.groups.registry import LR_SCALE, MATRIX_RULES, options_of, rule_named, torchs_keys
 
 # Param groups of other optimizers with our options, by whose names torch's DCP loads them.
 #

@@ -240,7 +240,7 @@ def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkp
 
 
 def _show_conversion(summary: Mapping[str, Any]) -> None:
-    from lwopt_backend.report import nbytes, standard_output
+    from lwopt_backend.engines.report import nbytes, standard_output
 
     console = standard_output()
     before, after = summary["source"], summary["result"]
@@ -310,7 +310,7 @@ def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list
 
 def _show_contents(found: Mapping[str, Any], checked: bool) -> None:
     from lwopt_backend.checkpoint.gates import SHOWN
-    from lwopt_backend.report import nbytes, standard_output
+    from lwopt_backend.engines.report import nbytes, standard_output
 
     console = standard_output()
     world = ", ".join(f"{name} {size}" for name, size in found["world"].items())
@@ -433,7 +433,7 @@ def _under(
 
 def _notes(a: Checkpoint, b: Checkpoint) -> list[str]:
     """What differs beside tensors, where both say it."""
-    from lwopt_backend.config.registry import effective_lr
+    from lwopt_backend.groups.registry import effective_lr
 
     pairs = [("Step", a.iteration, b.iteration), ("Samples", a.samples, b.samples)]
     if len(a.groups) == len(b.groups):
@@ -449,7 +449,7 @@ def _notes(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 
 def _show_differences(found: Mapping[str, Any], different: Sequence[Compared]) -> None:
-    from lwopt_backend.report import standard_output
+    from lwopt_backend.engines.report import standard_output
 
     console = standard_output()
     console.print(columns([("A", found["a"]), ("B", found["b"])]))

@@ -117,7 +117,7 @@ def _draw(content: dict[str, Any], html: Path | None, png: Path | None, show: Ca
 
 def _print(console: Console | None, model: ModelShapes, study: Study) -> None:
     from lwopt_backend.cli import tables
-    from lwopt_backend.report import routing_headline, routing_table, show_digest, standard_output
+    from lwopt_backend.engines.report import routing_headline, routing_table, show_digest, standard_output
 
     console = console or standard_output()
     console.print(f"Model: {model.source}")

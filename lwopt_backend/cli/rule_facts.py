@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from pydantic.fields import FieldInfo
 
-from lwopt_backend.config.choices import DEFAULTS, SECTIONS
+from lwopt_backend.config.atoms import Division
 from lwopt_backend.config.hosts import HOSTS
-from lwopt_backend.config.registry import (
+from lwopt_backend.groups.choices import DEFAULTS, SECTIONS
+from lwopt_backend.groups.registry import (
     ELEMENTWISE_RULES,
     MATRIX_RULES,
     ElementwiseEntry,
@@ -19,7 +20,6 @@ from lwopt_backend.config.registry import (
     options_of,
     rule_named,
 )
-from lwopt_backend.routing.routing import Division
 from lwopt_backend.rules import OwnerStateRule, WeightRule
 
 OURS = "this package"

@@ -22,7 +22,7 @@ def rules(
 ) -> None:
     """List the rules and hosts that a configuration may name, and their options with default, meaning and source."""
     from lwopt_backend.cli.rule_facts import rule_facts
-    from lwopt_backend.report import standard_output
+    from lwopt_backend.engines.report import standard_output
 
     sys.path.insert(0, "")
     for module in imports or ():

@@ -7,12 +7,12 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from lwopt_backend.config.registry import MATRIX_RULES
+from lwopt_backend.engines.report import WIDTH_WITHOUT_TERMINAL, nbytes, numbers, shown_ranks
+from lwopt_backend.groups.registry import MATRIX_RULES
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.planner.part import Part
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Stage, Study
-from lwopt_backend.report import WIDTH_WITHOUT_TERMINAL, nbytes, numbers, shown_ranks
 
 NONE = "–"
 UNEVEN = 1.25  # busiest rank over mean from which on the reason is given

@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, StrictBool, model_validator
 
+from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.options import Count, Globs, Options, Positive, option, parse
-from lwopt_backend.routing.routing import AtomSettings
 
+NAME = "LayerWiseOptimizer"  # of every engine's optimizer, in errors and tables
 MEGATRON = "Megatron-Core"
 
 

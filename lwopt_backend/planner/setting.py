@@ -12,17 +12,17 @@ import yaml
 from pydantic import Field
 from torch import nn
 
-from lwopt_backend.config.choices import Rules, settings_of
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
 from lwopt_backend.config.options import Options, parse, suggestion
-from lwopt_backend.config.param_groups import split
-from lwopt_backend.config.registry import cost_of
+from lwopt_backend.groups.choices import Rules, settings_of
+from lwopt_backend.groups.grouping import Grouping
+from lwopt_backend.groups.param_groups import split
+from lwopt_backend.groups.registry import cost_of
 from lwopt_backend.plan.atoms import Atom, matrices_of
 from lwopt_backend.plan.cost import MACHINES, Machine, Shape
 from lwopt_backend.plan.layouts import SUB_GROUP_SIZE
 from lwopt_backend.planner.seconds import CLUSTERS, Elements
 from lwopt_backend.planner.shapes import Training
-from lwopt_backend.routing.grouping import Grouping
 from lwopt_backend.routing.matrices import Divided
 from lwopt_backend.routing.routing import Route
 

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lwopt_backend.config.choices import Rules, settings_of
+from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.options import install_command, nearest
-from lwopt_backend.config.param_groups import check_overrides
-from lwopt_backend.routing.grouping import as_taken, group_parameters
+from lwopt_backend.groups.choices import Rules, settings_of
+from lwopt_backend.groups.grouping import as_taken, group_parameters
+from lwopt_backend.groups.param_groups import check_overrides
 from lwopt_backend.routing.matrices import Divided, divide_by_name
-from lwopt_backend.routing.routing import AtomSettings, Route, named_as_stack, stacked
+from lwopt_backend.routing.routing import Route, named_as_stack, stacked
 
 
 @dataclass(frozen=True, slots=True)

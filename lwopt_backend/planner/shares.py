@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
-from lwopt_backend.config.registry import MATRIX_RULES, atoms_of, build_matrix_rules
+from lwopt_backend.engines.fsdp2 import plan as mesh
+from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
+from lwopt_backend.engines.owned import step as owned
+from lwopt_backend.engines.owned.model import rank_memories, transients
+from lwopt_backend.engines.owned.step import members_of, plan_lines, plan_members
+from lwopt_backend.engines.zero import plan as flat
+from lwopt_backend.engines.zero.plan import GroupPlan, plan_group, unit_layouts
+from lwopt_backend.groups.grouping import Member
+from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of, build_matrix_rules
 from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Sharding
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.owned import OwnedPlan
@@ -28,12 +36,6 @@ from lwopt_backend.planner.seconds import (
     timeline,
 )
 from lwopt_backend.planner.setting import Setting, Share
-from lwopt_backend.routing.grouping import Member
-from lwopt_backend.storage import flat, mesh, owned
-from lwopt_backend.storage.flat import GroupPlan, plan_group, unit_layouts
-from lwopt_backend.storage.mesh import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
-from lwopt_backend.storage.owned import members_of, plan_lines, plan_members
-from lwopt_backend.storage.owned_model import rank_memories, transients
 
 # A host's storage in a study: DeepSpeed's ZeRO and FSDP2 store parameters; we exchange what must be whole.
 # Its plan for what some ranks share: owners, buckets, bytes, memory of every rank, seconds.

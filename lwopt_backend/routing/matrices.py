@@ -13,9 +13,10 @@ from itertools import product
 
 from torch import Tensor, nn
 
+from lwopt_backend.config.atoms import AtomSettings, Division
 from lwopt_backend.plan.atoms import Block, Grid, check_cover, divided, grouped, matrices_of, repeated, undivided
 from lwopt_backend.routing.fused import Fusion, fused_weights
-from lwopt_backend.routing.routing import AtomSettings, Division, Route, blocks_of, check_globs, named_parameters
+from lwopt_backend.routing.routing import Route, blocks_of, check_globs, named_parameters
 
 SHOWN = 4  # names of parts that are printed
 

@@ -8,112 +8,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from pydantic import model_validator
 from torch import Tensor, nn
 
-from lwopt_backend.config.options import Count, Options, glob_suggestion, option, parse, suggestion
-from lwopt_backend.plan.atoms import Block, Cut, Grid, Parts, Stripes, divided, equal, grouped, repeated, undivided
+from lwopt_backend.config.atoms import AtomSettings, Division, Word
+from lwopt_backend.config.options import glob_suggestion
+from lwopt_backend.plan.atoms import Block, Cut, Grid, Parts, Stripes, divided, repeated, undivided
 from lwopt_backend.routing.fused import joined, side_by_side
 from lwopt_backend.routing.models import LORA, Adapter, lora_of
 from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, output_heads, plain_name, uses_of
-
-# The setting ``atoms``: which matrices are in a parameter, by globs on names::
-#
-#     {"*.attn.c_attn.weight": {"qkv": [768, 768, 768]},          q, k and v one after the other
-#      "*.linear_qkv.weight": {"qkv": [512, 128, 128], "groups": 8},   again and again for each query group
-#      "*.o_proj.weight": {"heads": 12}, "*.gate_up_proj": {"gate_up": "interleaved"},
-#      "*.w_in.weight": {"split_sizes": [1024, 64]},
-#      "*.conv.weight": "flatten", "*.experts.w1": "stack", "*.fused.weight": "whole"}
-#
-# Sizes are numbers of outputs, however the matrix is stored, and apply to every matrix of a stack.
-
-Word = Literal["whole", "stack", "flatten"]
-WORDS: tuple[Word, ...] = ("whole", "stack", "flatten")
-
-
-class Division(Options):
-    """How the outputs of a matrix are divided; exactly one of the first four is given."""
-
-    split_sizes: tuple[Count, ...] | None = option(None, "parts of these many outputs, one after the other", "dion's")
-    heads: Count | None = option(None, "equal parts, as many as there are heads", "dion's num_heads")
-    qkv: tuple[Count, Count, Count] | None = option(
-        None, "outputs of q, k and v; with groups, of one", "Megatron's split_qkv"
-    )
-    gate_up: Literal["halves", "interleaved"] | None = option(None, "gate and up, or gate, up, gate, up, ...", "ours")
-    groups: Count = option(1, "how often qkv or split_sizes come", "Megatron's query groups")
-
-    @model_validator(mode="after")
-    def _one_of_them(self) -> Division:
-        forms = [key for key in ("split_sizes", "heads", "qkv", "gate_up") if getattr(self, key) is not None]
-        if len(forms) != 1 or self.split_sizes == ():
-            found = " and ".join(map(repr, forms)) or "none"
-            raise ValueError(f"expected one of 'split_sizes', 'heads', 'qkv', 'gate_up', with sizes; found {found}")
-        if self.groups > 1 and forms[0] in ("heads", "gate_up"):
-            raise ValueError(f"'groups' goes with 'qkv' or 'split_sizes'; found it with {forms[0]!r}")
-        return self
-
-    def parts(self, outputs: int, whose: str) -> Parts:
-        """The parts of ``outputs`` outputs. Raises ValueError, beginning with ``whose``, if they do not add up."""
-        if self.heads is not None or self.gate_up is not None:
-            count = self.heads or 2
-            if outputs % count:
-                raise ValueError(f"{whose} has {outputs} outputs, which do not divide into {count} equal parts")
-            if self.heads is not None:
-                return equal(count, outputs // count, "head")
-            halves = self.gate_up == "halves"
-            return grouped(("gate", "up"), *(([outputs // 2] * 2, 1) if halves else ((1, 1), outputs // 2)))
-        sizes = self.qkv or self.split_sizes or ()
-        if sum(sizes) * self.groups != outputs:
-            times = f", {self.groups} times," if self.groups > 1 else ""
-            together = f"{'+'.join(map(str, sizes))}{times} are {sum(sizes) * self.groups}"
-            raise ValueError(f"{whose} has {outputs} outputs, but {together}")
-        names = ("q", "k", "v") if self.qkv else [f"part{number}" for number in range(len(sizes))]
-        return grouped(names, sizes, self.groups)
-
-
-@dataclass(frozen=True, slots=True)
-class AtomSettings:
-    """Settings by glob, in order; the first glob that matches one of a parameter's names applies."""
-
-    by_glob: tuple[tuple[str, Word | Division], ...] = ()
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> AtomSettings:
-        """Raises ValueError for a value that is not a division, with the glob, what was expected and what was found."""
-        if not isinstance(settings, Mapping):
-            raise ValueError(f"atoms: expected a mapping of globs to divisions; found {settings!r}")
-        found: list[tuple[str, Word | Division]] = []
-        for glob, value in settings.items():
-            where, words = f"atoms {glob!r}", ", ".join(map(repr, WORDS))
-            if isinstance(value, Mapping):
-                found.append((str(glob), parse(Division, value, where)))
-            elif value in WORDS:
-                found.append((str(glob), value))
-            elif isinstance(value, str):
-                raise ValueError(f"{where}: unknown word {value!r}; {suggestion(value, WORDS)}")
-            else:
-                form = f"one of {words} or a mapping such as {{'heads': 12}}"
-                raise ValueError(f"{where}: expected {form}; found {value!r}")
-        return cls(tuple(found))
-
-    @classmethod
-    def checked(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """``settings`` as they are. Raises ValueError as ``parse``."""
-        cls.parse(settings)
-        return settings
-
-    def of(self, names: Sequence[str]) -> tuple[str, Word | Division] | None:
-        """The glob and the setting for the parameter with these names, or None."""
-        matches = (each for each in self.by_glob if any(fnmatchcase(name, each[0]) for name in names))
-        return next(matches, None)
-
-    def makes_matrix(self, names: Sequence[str], shape: Sequence[int]) -> str | None:
-        """The reason why a parameter of more than two dimensions is updated as matrices, or None."""
-        found = self.of(names)
-        if found is None or len(shape) < 3 or 0 in shape or found[1] == "whole":
-            return None
-        glob, _ = found
-        return f"{len(shape)}-D, set by atoms {glob!r}"
 
 
 def blocks_of(

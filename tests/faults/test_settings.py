@@ -24,9 +24,9 @@ from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.cli import app
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
-from lwopt_backend.config.optimizer_classes import class_named
-from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
-from lwopt_backend.config.registry import arguments as arguments_in
+from lwopt_backend.groups.optimizer_classes import class_named
+from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
+from lwopt_backend.groups.registry import arguments as arguments_in
 from lwopt_backend.planner.seconds import CLUSTERS
 from tests import fsdp2, hostile, zero
 from tests.command_line import torch_dist

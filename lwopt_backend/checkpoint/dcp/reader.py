@@ -31,7 +31,7 @@ from lwopt_backend.checkpoint.files.folders import check_inside
 from lwopt_backend.checkpoint.files.manifest import Manifest
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
-from lwopt_backend.config import registry
+from lwopt_backend.groups import registry
 from lwopt_backend.plan.layouts import boxes_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.state import STEPPED, STRUCTURE

@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lwopt_backend.config.hosts import HostConfig
-from lwopt_backend.config.param_groups import ElementwiseGroups
-from lwopt_backend.config.registry import MATRIX_RULES, atoms_of, build_matrix_rules, check_devices, new_state
+from lwopt_backend.engines.owned.bucket_manager import BucketManager
+from lwopt_backend.engines.owned.buckets import BucketBuffers, Sharers
+from lwopt_backend.engines.owned.gradients import OwnedGradients
+from lwopt_backend.groups.grouping import Grouping, Member
+from lwopt_backend.groups.param_groups import ElementwiseGroups
+from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of, build_matrix_rules, check_devices, new_state
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import end_to_end
 from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam, Setting
@@ -20,17 +24,13 @@ from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
 from lwopt_backend.plan.cost import Shape
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
-from lwopt_backend.routing.grouping import Grouping, Member
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
-from lwopt_backend.runtime.bucket_manager import BucketManager
-from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
 from lwopt_backend.runtime.collectives import Alone, PartCollectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import keeps_state, owner_key
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views, slices_of
-from lwopt_backend.storage.gradients import OwnedGradients
 
 # Which ranks share which parameters: all ranks of a process group, in instances that each own everything.
 

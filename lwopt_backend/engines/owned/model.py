@@ -14,23 +14,22 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lwopt_backend import report
-from lwopt_backend.config.base import NAME
-from lwopt_backend.config.hosts import OwnedConfig
-from lwopt_backend.config.param_groups import ComparedOptions, option_lines
-from lwopt_backend.config.registry import state_nbytes
+from lwopt_backend.config.hosts import NAME, OwnedConfig
+from lwopt_backend.engines import report
+from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT, BackwardPasses, BucketManager, Hook, is_followed
+from lwopt_backend.engines.owned.step import Groups, Holdings, OwnedCore
+from lwopt_backend.groups.grouping import ADVICE, Grouping, Member, WatchedModel
+from lwopt_backend.groups.param_groups import ComparedOptions, option_lines
+from lwopt_backend.groups.registry import state_nbytes
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.cost import RankMemory
-from lwopt_backend.routing.grouping import ADVICE, Grouping, Member, WatchedModel
 from lwopt_backend.routing.models import check_is_module
 from lwopt_backend.routing.routing import Route, named_parameters
 from lwopt_backend.runtime.agreement import RanksDisagree, StepRefused, disagreement
-from lwopt_backend.runtime.bucket_manager import IN_FLIGHT, BackwardPasses, BucketManager, Hook, is_followed
 from lwopt_backend.runtime.collectives import all_reduce_nbytes
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.whole import owned_dtype
-from lwopt_backend.storage.owned import Groups, Holdings, OwnedCore
 
 FSDP2 = "for fully_shard models use lwopt_backend.LayerWiseOptimizer"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER
-from lwopt_backend.config.param_groups import of_another_optimizer, with_options
-from lwopt_backend.config.registry import check_torchs_keys, new_state, rule_of
+from lwopt_backend.engines.owned.buckets import BucketBuffers
+from lwopt_backend.engines.owned.step import OwnedCore
+from lwopt_backend.groups.grouping import Member
+from lwopt_backend.groups.param_groups import of_another_optimizer, with_options
+from lwopt_backend.groups.registry import check_torchs_keys, new_state, rule_of
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.plan.layouts import View, boxes_of
-from lwopt_backend.routing.grouping import Member
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree
-from lwopt_backend.runtime.buckets import BucketBuffers
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import MATRICES, STRUCTURE, OwnerStates, StatePiece, fill
-from lwopt_backend.storage.owned import OwnedCore
 
 Groups = Sequence[dict[str, Any]]
 

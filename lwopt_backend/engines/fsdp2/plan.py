@@ -16,15 +16,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lwopt_backend.config import registry
-from lwopt_backend.config.base import NAME
-from lwopt_backend.config.hosts import FSDP2Config
+from lwopt_backend.config.hosts import NAME, FSDP2Config
+from lwopt_backend.groups import registry
+from lwopt_backend.groups.grouping import Grouping, Member
 from lwopt_backend.plan import MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import unravel
 from lwopt_backend.plan.mesh import Coordinate
 from lwopt_backend.qk_clip import RowScaling
-from lwopt_backend.routing.grouping import Grouping, Member
 from lwopt_backend.routing.models import as_module
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.newton_schulz import IMMEDIATE

@@ -1,26 +1,18 @@
-"""Norm, number of zeros and scaling of gradients, each element counted once: of FSDP2's shards, of owned means."""
+"""Norm, number of zeros and scaling of FSDP2's gradients, which are shards; each element is counted once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend.config.hosts import ClipGroup
-from lwopt_backend.runtime.bucket_manager import BucketManager
-from lwopt_backend.runtime.buckets import Sharers
+from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, gradient, local
+from lwopt_backend.engines.gradients import Pick, checked_order, everything
 from lwopt_backend.runtime.collectives import NORM, phase
 from lwopt_backend.runtime.presence import largest_of_all
-from lwopt_backend.storage.mesh import Mesh, MeshStepper, gradient, local
-
-Pick = Callable[[str], bool]  # selects parameters by name
-
-
-def everything(name: str) -> bool:
-    return True
 
 
 @torch.no_grad()
@@ -180,121 +172,3 @@ def _mesh(stepper: MeshStepper) -> Mesh:
 def _partial(steppers: Sequence[MeshStepper]) -> list[bool]:
     most = set(_mesh(_largest(steppers)).ranks)
     return [s.mesh is not None and set(s.mesh.ranks) < most for s in steppers]
-
-
-class OwnedGradients:
-    """The mean gradients of ``manager``, after ``finish``. ``widest`` are the sharers with all ranks.
-
-    Sums use a vector with one entry per parameter that all of ``widest`` have, and one for all others (experts), so
-    that a rank's additions do not depend on where a layout puts parameters.
-    """
-
-    def __init__(self, manager: BucketManager, widest: Sharers) -> None:
-        self._manager = manager
-        self._widest = widest
-        self._device = manager.params[0].device
-        common = [slot.param for b in manager.buckets if b.sharers is widest for slot in b.bucket.slots]
-        self._entry = {param: number for number, param in enumerate(sorted(common))}
-
-    @torch.no_grad()
-    def norm(self, norm_type: float, pick: Pick, foreach: bool | None = None) -> Tensor:
-        """The norm of the mean gradients of the parameters that ``pick`` selects, in fp32. Called on all ranks."""
-
-        def powers(grads: list[Tensor]) -> Sequence[Tensor]:
-            return torch._foreach_pow(torch._foreach_norm(grads, norm_type, dtype=torch.float64), norm_type)
-
-        with phase(NORM):
-            if norm_type != float("inf"):
-                return (self._summed(pick, powers).sum() ** (1 / norm_type)).float()
-            largest = [grad.abs().max() for _, grad in self._owned(pick)]
-            total = torch.stack(largest).max().float() if largest else torch.zeros((), device=self._device)
-            return largest_of_all(self._widest.everyone, total)
-
-    @torch.no_grad()
-    def count_zeros(self, pick: Pick) -> int:
-        """The number of their elements that are exactly zero. Called on all ranks."""
-        zeros = self._summed(pick, lambda grads: [(g.numel() - torch.count_nonzero(g)).double() for g in grads])
-        return int(zeros.sum())
-
-    @torch.no_grad()
-    def scale(self, factor: Tensor | float, pick: Pick = everything) -> None:
-        """Multiply the mean gradients of the parameters that ``pick`` selects by ``factor``, in place."""
-        names = self._manager.names
-        for bucket in list(self._manager.settled()):
-            for grad in bucket.stored_grads(None if pick is everything else lambda param: pick(names[param])):
-                grad.mul_(factor)
-
-    def clip(self, max_norm: float, norm: Tensor, pick: Pick, foreach: bool | None = None) -> None:
-        """``torch.nn.utils.clip_grads_with_norm_`` of the parameters that ``pick`` selects."""
-        self.scale(clip_factor(max_norm, norm), pick)
-
-    def _summed(self, pick: Pick, measure: Callable[[list[Tensor]], Sequence[Tensor]]) -> Tensor:
-        """Per parameter, the sum of ``measure`` over its pieces on all ranks; the last entry is for all experts."""
-        owned = self._owned(pick)
-        found: dict[int, Tensor] = {}
-        for (param, _), value in zip(owned, measure([grad for _, grad in owned]) if owned else ()):
-            entry = self._entry.get(param, len(self._entry))
-            found[entry] = found[entry] + value if entry in found else value
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        sums = torch.stack([found.get(entry, zero) for entry in range(len(self._entry) + 1)])
-        self._widest.everyone.all_reduce(sums)
-        return sums
-
-    def _owned(self, pick: Pick) -> list[tuple[int, Tensor]]:
-        """The gradients of this rank's pieces; none on instances other than the first."""
-        found = []
-        for bucket in list(self._manager.settled()):
-            sharers = bucket.sharers
-            if sharers.replicas is not None and sharers.replicas.rank > 0:
-                continue
-            pieces = zip(bucket.pieces, bucket.owned_grads())
-            found += [(piece.param, grad) for piece, grad in pieces if pick(self._manager.names[piece.param])]
-        return found
-
-
-class ClipGroups:
-    """The groups of parameters that are clipped apart, by ``group_of`` a parameter's name, and the rest, None.
-
-    ``norms`` has each group's before the last clipping.
-    """
-
-    def __init__(self, groups: Mapping[str, ClipGroup], group_of: Mapping[str, str]) -> None:
-        self.limits: dict[str | None, float] = {name: group.max_norm for name, group in groups.items()}
-        self._group_of = group_of
-        self.norms: dict[str | None, Tensor] = {}
-
-    def pick(self, group: str | None) -> Pick:
-        """Selects the parameters of a group."""
-        return (lambda name: self._group_of.get(name) == group) if self.limits else everything
-
-    def measure(self, groups: Iterable[str | None], norm: Callable[[Pick], Tensor]) -> dict[str | None, Tensor]:
-        """The ``norm`` of each of the groups, kept in ``norms``."""
-        self.norms.update((group, norm(self.pick(group))) for group in groups)
-        return {group: self.norms[group] for group in groups}
-
-    @property
-    def named(self) -> dict[str, Tensor]:
-        """The norms of the groups that have a name, in fp32."""
-        return {group: norm.float() for group, norm in self.norms.items() if group is not None}
-
-
-def checked_order(norm_type: float | str) -> float:
-    """The order of a norm as a float; takes "inf", as torch does. Raises ValueError unless it is above 0."""
-    order = float(norm_type)
-    if not order > 0:
-        raise ValueError(f"norm_type: expected a number above 0, or inf; found {norm_type}")
-    return order
-
-
-def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
-    """The factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm, at most 1."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def check_finite(norm: Tensor, norm_type: float, wanted: bool) -> None:
-    """Raises RuntimeError if ``wanted`` and the norm is infinite or NaN."""
-    if wanted and not torch.isfinite(norm):
-        raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {norm.item()}; set error_if_nonfinite=False to "
-            "clip by it anyway"
-        )

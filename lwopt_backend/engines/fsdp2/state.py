@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lwopt_backend.config.param_groups import of_another_optimizer
-from lwopt_backend.config.registry import check_torchs_keys
+from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshStepper, describe, local, placed
+from lwopt_backend.groups.param_groups import of_another_optimizer
+from lwopt_backend.groups.registry import check_torchs_keys
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.layouts import View
@@ -19,7 +20,6 @@ from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards, StatePiece, owner_key, part_of
-from lwopt_backend.storage.mesh import MeshMember, MeshStepper, describe, local, placed
 
 
 class MeshStore:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.config.registry import build_matrix_rule
+from lwopt_backend.engines.zero.plan import GroupPlan, UnitStepper, kept_bases, kept_numel
+from lwopt_backend.groups.registry import build_matrix_rule
 from lwopt_backend.plan import FlatPartition, TensorShards, TrainedParam
 from lwopt_backend.plan.atoms import Block, matrices_of
 from lwopt_backend.plan.layouts import Span, View, range_views
@@ -17,7 +18,6 @@ from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives, phase, sending
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
 from lwopt_backend.runtime.whole import Slices, Storage, local_views
-from lwopt_backend.storage.flat import GroupPlan, UnitStepper, kept_bases, kept_numel
 
 # State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it.
 #

@@ -11,17 +11,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from lwopt_backend.config.base import NAME
-from lwopt_backend.config.choices import Rules, arguments_of
-from lwopt_backend.config.hosts import ClippingConfig, HostConfig
-from lwopt_backend.config.param_groups import Groups, as_groups, check_overrides, split
-from lwopt_backend.config.registry import MATRIX_RULES
+from lwopt_backend.config.atoms import AtomSettings
+from lwopt_backend.config.hosts import NAME, ClippingConfig, HostConfig
+from lwopt_backend.groups.choices import Rules, arguments_of
+from lwopt_backend.groups.param_groups import Groups, as_groups, check_overrides, split
+from lwopt_backend.groups.registry import MATRIX_RULES
 from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.matrices import Divided, divide
 from lwopt_backend.routing.output_heads import output_heads
 from lwopt_backend.routing.routing import (
-    AtomSettings,
     Kind,
     Route,
     by_glob,

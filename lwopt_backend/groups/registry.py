@@ -16,10 +16,10 @@ import torch
 from pydantic import Field, PlainValidator, StrictBool, create_model, model_validator
 from torch import Tensor
 
-from lwopt_backend.config import optimizer_classes as classes
 from lwopt_backend.config.hosts import HostConfig
-from lwopt_backend.config.optimizer_classes import DECAY_FORM, class_named
 from lwopt_backend.config.options import BelowOne, NonNegative, Options, option, parse, suggestion
+from lwopt_backend.groups import optimizer_classes as classes
+from lwopt_backend.groups.optimizer_classes import DECAY_FORM, class_named
 from lwopt_backend.plan import Atom, TrainedParam
 from lwopt_backend.plan.cost import (
     SECOND_MOMENT_FLOPS,

@@ -16,14 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.config.base import loaded, saved
 from lwopt_backend.config.options import suggestion
-from lwopt_backend.config.param_groups import COMPARED_EVERY
-from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
-from lwopt_backend.runtime.agreement import RanksDisagree, agree, check_in_all, digest, first_difference
-from lwopt_backend.runtime.collectives import ranks_of
-from lwopt_backend.storage.gradients import checked_order, clip_factor
-from lwopt_backend.storage.modules import (
+from lwopt_backend.engines.base import loaded, saved
+from lwopt_backend.engines.gradients import checked_order, clip_factor
+from lwopt_backend.engines.modules.parts import (
     NAME,
     OurPart,
     Part,
@@ -35,6 +31,10 @@ from lwopt_backend.storage.modules import (
     save,
     together,
 )
+from lwopt_backend.groups.param_groups import COMPARED_EVERY
+from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
+from lwopt_backend.runtime.agreement import RanksDisagree, agree, check_in_all, digest, first_difference
+from lwopt_backend.runtime.collectives import ranks_of
 
 Norms = dict[str | None, dict[str, float]]  # by clip group, None for the rest, and module
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.console import Console
 from rich.table import Column, Table
 
-from lwopt_backend.config.param_groups import Groups, rates
-from lwopt_backend.config.registry import MATRIX_RULES, rules_with_owner_state
+from lwopt_backend.engines.zero.plan import GroupPlan
+from lwopt_backend.groups.param_groups import Groups, rates
+from lwopt_backend.groups.registry import MATRIX_RULES, rules_with_owner_state
 from lwopt_backend.plan import StepTime
 from lwopt_backend.routing.routing import Route
-from lwopt_backend.storage.flat import GroupPlan
 
 WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width; 80 columns would cut names
 MOST_RANKS = 16

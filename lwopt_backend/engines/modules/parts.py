@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
-from lwopt_backend.config.param_groups import option_lines, plain
+from lwopt_backend.engines.gradients import ClipGroups, Pick, everything
+from lwopt_backend.engines.owned.state import Pieces, names_of
+from lwopt_backend.groups.param_groups import option_lines, plain
 from lwopt_backend.optimizer import LayerWiseOptimizer, MeshOptimizer, OwnedOptimizer
 from lwopt_backend.runtime.agreement import agree, setting
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.storage.gradients import ClipGroups, Pick, everything
-from lwopt_backend.storage.owned_state import Pieces, names_of
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from lwopt_backend.checkpoint.dcp.reader import DcpFolder
@@ -401,7 +401,7 @@ def load(everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part],
     An incomplete save, or other modules, raise on all ranks before anything is changed; then state that does not fit a
     module raises before that module is changed.
     """
-    from lwopt_backend.storage.owned_files import open_folder
+    from lwopt_backend.engines.owned.files import open_folder
 
     def check() -> tuple[DcpFolder, list[str]]:
         found = open_folder(folder, with_files=everyone.rank == 0)
@@ -420,7 +420,7 @@ def load(everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part],
 def _shards_of(part: Part, module: str) -> Shards:
     """This rank's shards of an optimizer's ``state_dict``. Called on all ranks of the module."""
     from lwopt_backend.checkpoint.dcp.saving import Shards
-    from lwopt_backend.storage.owned_files import check_readable
+    from lwopt_backend.engines.owned.files import check_readable
 
     state_dict, (names, params) = part.optimizer.state_dict(), part.names()
     place, shards = (module, "optimizer"), Shards(objects={(module, PARAMS): params})
@@ -469,7 +469,7 @@ def _take(part: Part, folder: DcpFolder, module: str) -> None:
 def _shard_of(tensor: Tensor, where: str) -> Boxes:
     """This rank's boxes of a tensor of owned storage, its box of a DTensor, or all of a plain tensor."""
     from lwopt_backend.checkpoint.dcp.saving import Boxes, later, whole
-    from lwopt_backend.storage.mesh_state import box_of
+    from lwopt_backend.engines.fsdp2.state import box_of
 
     if isinstance(tensor, Pieces):
         return Boxes(tuple(tensor.shape), {at: later(box, box.shape, where) for at, box in tensor.boxes.items()})
@@ -482,7 +482,7 @@ def _shard_of(tensor: Tensor, where: str) -> Boxes:
 
 def _read_like(folder: DcpFolder, key: str, like: Any) -> Tensor:
     """What this rank has of a saved tensor, as of ``like``; all of it if that is None or a plain tensor."""
-    from lwopt_backend.storage.mesh_state import as_shard, box_of
+    from lwopt_backend.engines.fsdp2.state import as_shard, box_of
 
     shape = folder.tensors[key].shape
     if not isinstance(like, Pieces) and not hasattr(like, "to_local"):

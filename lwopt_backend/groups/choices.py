@@ -11,9 +11,9 @@ from pydantic import create_model
 
 from lwopt_backend.config import foreign
 from lwopt_backend.config.hosts import HOSTS, HostConfig, ZeROConfig
-from lwopt_backend.config.optimizer_classes import class_named
 from lwopt_backend.config.options import Options, option_suggestion, parse, suggestion
-from lwopt_backend.config.registry import (
+from lwopt_backend.groups.optimizer_classes import class_named
+from lwopt_backend.groups.registry import (
     ELEMENTWISE_RULES,
     MATRIX_RULES,
     AdamWOptions,

@@ -28,16 +28,7 @@ from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, one_box, states_of, whole
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.ties import RECORD
-from lwopt_backend.config.param_groups import DECIDED, with_options
-from lwopt_backend.config.registry import rule_of
-from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
-from lwopt_backend.plan.layouts import View
-from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.agreement import agree, check_in_all
-from lwopt_backend.runtime.state import StatePiece, fill, put
-from lwopt_backend.runtime.whole import owned_dtype
-from lwopt_backend.storage.owned import OwnedCore, broadcast_untrained, untrained
-from lwopt_backend.storage.owned_state import (
+from lwopt_backend.engines.owned.state import (
     Groups,
     Names,
     OwnedStore,
@@ -46,6 +37,15 @@ from lwopt_backend.storage.owned_state import (
     names_of,
     state_pieces,
 )
+from lwopt_backend.engines.owned.step import OwnedCore, broadcast_untrained, untrained
+from lwopt_backend.groups.param_groups import DECIDED, with_options
+from lwopt_backend.groups.registry import rule_of
+from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
+from lwopt_backend.plan.layouts import View
+from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.agreement import agree, check_in_all
+from lwopt_backend.runtime.state import StatePiece, fill, put
+from lwopt_backend.runtime.whole import owned_dtype
 
 SAVING, LOADING = "save_state_dict", "load_state_dict_from"
 MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.config.choices import Rules
-from lwopt_backend.config.registry import LR_SCALE, effective_lr
+from lwopt_backend.config.hosts import NAME
+from lwopt_backend.groups.choices import Rules
+from lwopt_backend.groups.registry import LR_SCALE, effective_lr
 from lwopt_backend.runtime.collectives import RECORDERS, Collectives, Recorder
-
-NAME = "LayerWiseOptimizer"
 
 
 def saved(optimizer: torch.optim.Optimizer, state_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:

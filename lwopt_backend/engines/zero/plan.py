@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lwopt_backend.config import registry
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.config.param_groups import ElementwiseGroups
+from lwopt_backend.groups import registry
+from lwopt_backend.groups.param_groups import ElementwiseGroups
 from lwopt_backend.plan import (
     Atom,
     FlatPartition,

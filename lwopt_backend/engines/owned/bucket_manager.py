@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from lwopt_backend.engines.owned.buckets import BucketBuffers, Ledger, Sharers
 from lwopt_backend.plan.buffers.layout import Bucket
-from lwopt_backend.runtime.buckets import BucketBuffers, Ledger, Sharers
 from lwopt_backend.runtime.presence import Presence
 
 

@@ -23,10 +23,12 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend import report
-from lwopt_backend.config.base import NAME
-from lwopt_backend.config.param_groups import ComparedOptions, ElementwiseGroups, Groups, option_lines
-from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
+from lwopt_backend.config.hosts import NAME
+from lwopt_backend.engines import report
+from lwopt_backend.engines.fsdp2.gradients import place_gradients
+from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, Shards, States, mesh_state_nbytes
+from lwopt_backend.groups.param_groups import ComparedOptions, ElementwiseGroups, Groups, option_lines
+from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import MatrixRule
@@ -34,8 +36,6 @@ from lwopt_backend.runtime.agreement import StepRefused, disagreement
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.stepper import EarlyExchange
 from lwopt_backend.runtime.whole import Slices
-from lwopt_backend.storage.gradients import place_gradients
-from lwopt_backend.storage.mesh import Mesh, MeshStepper, Shards, States, mesh_state_nbytes
 
 
 class StateOnceSharded:

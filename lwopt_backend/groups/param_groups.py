@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, dtype, nn
 
-from lwopt_backend.config.choices import Choice, Rules
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT, SHARED
 from lwopt_backend.config.hosts import HOSTS
 from lwopt_backend.config.options import glob_suggestion, nearest, option_suggestion
-from lwopt_backend.config.registry import (
+from lwopt_backend.groups.choices import Choice, Rules
+from lwopt_backend.groups.registry import (
     ELEMENTWISE_RULES,
     LR_SCALE,
     MATRIX_RULES,

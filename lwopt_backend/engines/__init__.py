@@ -1,0 +1,1 @@
+"""How each engine stores parameters, and steps and saves what a rank has of them."""

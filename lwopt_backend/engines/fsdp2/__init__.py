@@ -1,0 +1,1 @@
+"""FSDP2: parameters are DTensors, and a rank has a box of each."""

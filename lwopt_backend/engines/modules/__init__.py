@@ -1,0 +1,1 @@
+"""ModuleOptimizers: one optimizer for modules on different ranks."""

@@ -1,0 +1,1 @@
+"""Owned storage: buckets of whole parameters, of which each rank owns a part."""

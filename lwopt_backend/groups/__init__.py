@@ -1,0 +1,1 @@
+"""Rules by name, their options, and the param groups in which they train parameters."""

@@ -1,1 +1,0 @@
-"""How each engine stores parameters: what a rank steps, and what it saves."""
