@@ -225,7 +225,7 @@ def test_options_are_compared_when_they_are_saved(engine: str, tmp_path: Path) -
 
 
 @on_ranks(2)
-def test_plain_optimizers_of_a_module_are_compared_with_the_norm() -> None:
+def test_plain_optimizers_of_a_module_are_compared_with_every_64th_norm() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     optimizer = ModuleOptimizers({"all": torch.optim.AdamW(model.parameters(), lr=0.25)})
@@ -236,7 +236,8 @@ def test_plain_optimizers_of_a_module_are_compared_with_the_norm() -> None:
 
     assert train()
     optimizer.param_groups[0]["lr"] += 0.25 * dist.get_rank()
-    told = "'all': ranks differ in lr of param group 0: 0.25 on rank 0, 0.5 on rank 1"
+    assert all(train() for _ in range(63))
+    told = "'all': ranks differ in lr of param group 0.*: 0.25 on rank 0, 0.5 on rank 1"
     with pytest.raises(RanksDisagree, match=told):
         train()
 

@@ -11,7 +11,6 @@ from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.cost import Machine, newton_schulz_flops
 from lwopt_backend.plan.owners import longest_first
 from lwopt_backend.planner.document import document
-from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting, cluster_named, share_of
 from lwopt_backend.planner.shapes import ModelShapes, Training
 from lwopt_backend.planner.study import Deployment, Study, local_experts, stages
@@ -34,11 +33,6 @@ MOE = {"attn": (256, 256), "router": (8, 256), **UP_DOWN}
 
 def plan_study(routes: list[Route], deployment: Deployment, planned_for: Setting) -> Study:
     return plan_model(ModelShapes("test", *Training().of(routes)), deployment, planned_for)
-
-
-def of_stage(routes: list[Route], ranks: int, planned_for: Setting = OWNED) -> Planned:
-    (found,) = plan_study(routes, Deployment(ranks), planned_for).worst.planned
-    return found
 
 
 def matrix(name: str, *shape: int) -> Route:

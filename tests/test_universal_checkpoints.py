@@ -283,7 +283,6 @@ def keep(step: Path) -> None:
 MOMENTUM, OWNER = f"{GATE}/momentum_buffer.pt", "owner_state/gate.weight.pt"
 OF_ADAM = ["expected the states ['momentum_buffer'], found ['exp_avg', 'exp_avg_sq']; another opt"]
 WITH_ATOMS = "'qkv.weight'", "with the 'atoms' it was saved with"
-WIDER = functools.partial(uneven, hidden=(64, 41))
 COSINE = {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}}}
 
 
