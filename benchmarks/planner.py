@@ -29,7 +29,7 @@ from rich.table import Table
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.dealing import deal, ends_where_even
-from lwopt_backend.plan.buffers.layout import LAYOUTS, OwnedParam, Setting, aligned, aligned_shard, imbalance
+from lwopt_backend.plan.buffers.layout import LAYOUTS, OwnedParam, aligned, aligned_shard, imbalance
 from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
 from lwopt_backend.plan.cost import Shape, max_min_squared, newton_schulz_flops, per_rank
 
@@ -89,7 +89,7 @@ def planned(
     cost = MEASURES[measure]
     params = [OwnedParam(a.name, a.numel, "bfloat16", Atom(a.name, a.shape, cost(a.shape))) for a in matrices]
     start = time.process_time()
-    plan = plan_owned(params, ranks, Setting(layout, bucket or sum(atom.numel for atom in matrices)), None)
+    plan = plan_owned(params, ranks, layout, bucket or sum(atom.numel for atom in matrices))
     return plan, time.process_time() - start
 
 

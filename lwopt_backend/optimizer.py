@@ -44,7 +44,7 @@ from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.protocol import AFTER, one_call
-from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
+from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import StateStore, keeps_state
 
@@ -273,7 +273,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
         everyone = ranks_of(sharing.process_group)
 
-        def decide() -> tuple[tuple[Rules, OwnedConfig, Grouping, list[Share]], list[list[str]]]:
+        def decide() -> tuple[tuple[Rules, OwnedConfig, Grouping, list[Share]], list[str]]:
             check_model(model)
             rules, config, grouping = given.decide(OwnedConfig, model)
             experts = as_globs(sharing.expert_params, "expert_params")
@@ -283,9 +283,9 @@ class OwnedOptimizer(LayerWiseOptimizer):
             if experts:
                 theirs = ranks_of(sharing.expert_process_group, "expert_process_group")
                 shares.append(Share(theirs, everyone.world_size, sharing.expert_group_size, named_like(experts)))
-            return (rules, config, grouping, shares), [settings_lines(rules, config)]
+            return (rules, config, grouping, shares), settings_lines(rules, config)
 
-        rules, self.config, self._grouping, shares = agree_in_all([everyone], NAME, decide)
+        rules, self.config, self._grouping, shares = agree(everyone, NAME, decide)
         broadcast_untrained(model, shares)
         self.core = OwnedCore(
             self._grouping,

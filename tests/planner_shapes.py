@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import public_models
 from lwopt_backend.plan import Atom, FlatPartition, MatrixPlan, MeshLayout, Sharding, plan_matrices, plan_spread
-from lwopt_backend.plan.buffers.layout import LAYOUTS, OwnedParam, Setting
+from lwopt_backend.plan.buffers.layout import LAYOUTS, OwnedParam
 from lwopt_backend.plan.buffers.owned import plan_owned
 from lwopt_backend.plan.cost import MACHINES, newton_schulz_flops
 
@@ -54,7 +54,7 @@ def everything() -> str:
     kinds += [(128, 1024), (256, 512), (64, 2048), (2048, 1024), (4096, 512)]  # equal sizes, other costs
     atoms, many = atoms_of([draw.choice(kinds) for _ in range(500)]), UNEVEN_SHAPES * 20
     params = [OwnedParam(atom.name, atom.numel, "float32", atom) for atom in atoms]
-    owned = [plan_owned(params, 24, Setting(layout, numel), None) for layout in LAYOUTS for numel in (1, 20_000_000)]
+    owned = [plan_owned(params, 24, layout, numel) for layout in LAYOUTS for numel in (1, 20_000_000)]
     found = [line for plan in owned for line in plan.lines()]
     spread = plan_spread(atoms_of(many), rows_over(many, 16))
     lines = [*plan_of(many, 16, "balance").lines(), *spread.lines(), *found]

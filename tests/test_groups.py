@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lwopt_backend.plan import Atom, Machine
-from lwopt_backend.plan.buffers.layout import OwnedParam, Setting
+from lwopt_backend.plan.buffers.layout import OwnedParam
 from lwopt_backend.plan.buffers.owned import plan_owned
 from lwopt_backend.plan.cost import StepTime
 from lwopt_backend.planner.seconds import CLUSTERS, BucketTime, Elements, Placed, buffer_step, schedule, timeline
@@ -31,7 +31,7 @@ def two_buckets(layout: str) -> Placed:
 
 def placed(atoms: Sequence[Atom], ranks: int, layout: str) -> Placed:
     params = [OwnedParam(atom.name, atom.numel, "bfloat16", atom) for atom in atoms]
-    plan = plan_owned(params, ranks, Setting(layout, 40_000_000), None)
+    plan = plan_owned(params, ranks, layout, 40_000_000)
     where = {
         piece.param: (rank, number)
         for number, bucket in enumerate(plan.buckets)

@@ -2,22 +2,25 @@
 
 import itertools
 import random
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from lwopt_backend.plan import Atom
-from lwopt_backend.plan.buffers.layout import LAYOUTS, Bucket, OwnedParam, Setting, Slot
+from lwopt_backend.plan.buffers.layout import LAYOUTS, Bucket, OwnedParam, Slot
 from lwopt_backend.plan.buffers.owned import Cuttable, OwnedPlan, arrange_cut, plan_owned
 from lwopt_backend.plan.cost import newton_schulz_flops
 from tests.cells import cells
 
-SETTING = Setting("auto", 100_000)
 
-
-def planned(params: list[OwnedParam], ranks: int, group_size: int | None = None, **setting: Any) -> OwnedPlan:
-    return plan_owned(params, ranks, replace(SETTING, **setting), group_size)
+def planned(
+    params: list[OwnedParam],
+    ranks: int,
+    group_size: int | None = None,
+    layout: str = "auto",
+    bucket_numel: int = 100_000,
+    base: list[int] | None = None,
+) -> OwnedPlan:
+    return plan_owned(params, ranks, layout, bucket_numel, group_size, base)
 
 
 def matrix(name: str, rows: int, columns: int, dtype: str = "bfloat16") -> OwnedParam:
@@ -136,7 +139,7 @@ def test_matrices_go_where_there_is_least_to_do(layout: str) -> None:
     blind = planned(gpt(layers=8), 4, 4, layout=layout)
     total = sum(blind.loads)
     base = [total // 4, total // 4, 0, 0]
-    aware = plan_owned(gpt(layers=8), 4, replace(SETTING, layout=layout), 4, base)
+    aware = planned(gpt(layers=8), 4, 4, layout, base=base)
     of_blind, of_aware = (max(map(sum, zip(base, plan.loads))) for plan in (blind, aware))
     assert sum(aware.loads) == total and aware.padding <= blind.padding
     assert of_aware < of_blind

@@ -169,9 +169,9 @@ class ZeROLayerWise(EngineOptimizer):
         """
         binding = self._prepare()
         self.check_loaded()
-        shown = [(g, tensor) for g in self.param_groups for tensor in g["params"] if id(tensor) in self._steppers]
-        ids, units = [id(tensor) for _, tensor in shown], list(self._steppers)
-        begins, ends = ids[:1] == units[:1], ids[-1:] == units[-1:]
+        shown = {id(t): (group, t) for group in self.param_groups for t in group["params"] if id(t) in self._steppers}
+        units = list(self._steppers)  # in the order of a step's calls
+        begins, ends = units[0] in shown, units[-1] in shown
         with one_call(self, begins=begins, ends=ends):
             if begins:
                 self._compare_options(binding)
@@ -180,10 +180,10 @@ class ZeROLayerWise(EngineOptimizer):
                 if clipped is None:
                     clipped = deepspeed_engine.clip_whole(binding.engine, 0.0)
                 self._global_grad_norm = clipped
-            for group, tensor in shown:
-                self._steppers[id(tensor)].step(group, self.state[tensor])
+            for unit, (group, tensor) in shown.items():
+                self._steppers[unit].step(group, self.state[tensor])
                 if self.row_scaling:
-                    self._steppers[id(tensor)].scale_rows(self.row_scaling)
+                    self._steppers[unit].scale_rows(self.row_scaling)
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 

@@ -234,9 +234,7 @@ class Collectives:
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
 
-
-class PartCollectives(Collectives):
-    """Further collectives, for buffers that are cut into one part per rank."""
+    # For buffers that are cut into one part per rank
 
     def check_device(self, device: torch.device) -> None:
         """Raises ValueError if the backend for ``device`` is gloo and the device is not the CPU: gloo reduces no parts
@@ -264,10 +262,6 @@ class PartCollectives(Collectives):
 
     def broadcast(self, tensor: Tensor) -> None:
         """Copy the first rank's ``tensor`` to all ranks, in place."""
-
-
-class Alone(PartCollectives):
-    """The collectives of a group of one rank."""
 
 
 # torch 2.13 renamed both functions, and warns about their old names.
@@ -341,7 +335,7 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-class TorchCollectives(PartCollectives):
+class TorchCollectives(Collectives):
     """Collectives over a torch.distributed process group (``None`` is the default group)."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -492,7 +486,7 @@ def _started(work: Any) -> Pending:
     return work
 
 
-def ranks_of(group: dist.ProcessGroup | None = None, name: str = "process_group") -> PartCollectives:
+def ranks_of(group: dist.ProcessGroup | None = None, name: str = "process_group") -> Collectives:
     """Collectives over ``group``, by default of all ranks; without torch.distributed, of this process alone.
 
     Raises TypeError if ``group`` is not a process group, ValueError on a rank outside it. ``name`` is the option's.
@@ -507,7 +501,7 @@ def ranks_of(group: dist.ProcessGroup | None = None, name: str = "process_group"
         raise ValueError(
             f"rank {dist.get_rank()} is not in the process group given; make the optimizer on the group's ranks only"
         )
-    return TorchCollectives(group) if group is not None or dist.is_initialized() else Alone()
+    return TorchCollectives(group) if group is not None or dist.is_initialized() else Collectives()
 
 
 def join(rank: int, world_size: int, meeting_point: str) -> TorchCollectives:

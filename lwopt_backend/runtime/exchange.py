@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment, Transfer
-from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Alone, Collectives, Pending, phase, sending
+from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Collectives, Pending, phase, sending
 
 Segments = Sequence[tuple[Segment, Tensor]]  # with the flat part of a buffer that is theirs
 
@@ -76,7 +76,7 @@ class Way:
 
 def ways_to_owners(plan: MatrixPlan, collectives: Collectives, device: torch.device) -> list[Way]:
     """One ``Way`` per bucket, which sends this rank's fragments to their owners."""
-    alone = Alone()
+    alone = Collectives()
     return [
         Way(plan.transfer(n, collectives.rank), EXCHANGE_OUT, alone if plan.stays(n) else collectives, device)
         for n in range(len(plan.buckets))

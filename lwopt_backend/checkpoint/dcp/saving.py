@@ -37,7 +37,7 @@ from lwopt_backend.checkpoint.ties import RECORD
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree
-from lwopt_backend.runtime.collectives import Alone, Collectives
+from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import MATRICES, STEPPED, STRUCTURE, owner_key
 
 ANY_FILE = f"__*{FILE}"
@@ -209,7 +209,7 @@ def save(
     folder is an error, before anything is written. The manifest takes rank 0's ``step``.
     """
     target = folder if ranks is not None else None  # who converts writes into a temporary one, and names the target
-    ranks = ranks or Alone()
+    ranks = ranks or Collectives()
 
     def in_all(decide: Callable[[], T]) -> T:
         return agree(ranks, what, lambda: (_naming(target, decide), []))

@@ -28,7 +28,7 @@ from lwopt_backend.routing.models import as_module
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import agree_in_all
-from lwopt_backend.runtime.collectives import Alone, Collectives, TorchCollectives
+from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import Slices, Storage, local_views, slices_of
@@ -305,8 +305,8 @@ def exchange_groups(params: Iterable[Tensor]) -> list[tuple[Mesh, Collectives]]:
         )
     exchange: list[tuple[Mesh, Collectives]] = []
     for mesh in sorted(meshes, key=lambda mesh: mesh.order):
-        alone = len(mesh.ranks) == 1
-        exchange.append((mesh, Alone() if alone else TorchCollectives.over(mesh.ranks, mesh.handle.get_all_groups())))
+        along = mesh.handle.get_all_groups()
+        exchange.append((mesh, TorchCollectives.over(mesh.ranks, along) if len(mesh.ranks) > 1 else Collectives()))
     return exchange
 
 
@@ -347,7 +347,7 @@ def bind(
             lines[number] += stepper.planned.lines()
     agree_in_all(collectives, NAME, lambda: (None, lines))
     plain = [member for member in members if mesh_of(member.param) is None]
-    alone = [MeshStepper(None, Alone(), own, groups, rules, config) for own in by_wire(plain, rules)]
+    alone = [MeshStepper(None, Collectives(), own, groups, rules, config) for own in by_wire(plain, rules)]
     return [*steppers, *alone]
 
 

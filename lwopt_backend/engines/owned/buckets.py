@@ -15,7 +15,7 @@ from lwopt_backend.runtime.collectives import (
     DONE,
     EXCHANGE_BACK,
     EXCHANGE_OUT,
-    PartCollectives,
+    Collectives,
     Pending,
     all_reduce_nbytes,
     phase,
@@ -31,9 +31,9 @@ class Sharers:
     ``everyone`` is the ranks of all instances. A mean gradient is the sum divided by ``divisor``.
     """
 
-    everyone: PartCollectives
-    instance: PartCollectives
-    replicas: PartCollectives | None
+    everyone: Collectives
+    instance: Collectives
+    replicas: Collectives | None
     divisor: float
 
 
@@ -113,7 +113,7 @@ def split(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
 
 
 def reduce_parts(
-    buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, *, keep: bool = False
+    buffer: Tensor, bucket: Bucket, ranks: Collectives, ledger: Ledger, *, keep: bool = False
 ) -> PartsPending:
     """Start summing all ranks' ``buffer`` at the parts' owners. Frees it when done, unless ``keep``."""
     parts = split(buffer, bucket)
@@ -127,7 +127,7 @@ def reduce_parts(
 
 
 def return_parts(
-    buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, what: str = "parameters"
+    buffer: Tensor, bucket: Bucket, ranks: Collectives, ledger: Ledger, what: str = "parameters"
 ) -> PartsPending:
     """Start sending every owner's part of ``buffer`` to all ranks."""
     ledger.send(what, bucket.sent_numels(ranks.rank)[1] * buffer.itemsize)

@@ -19,7 +19,7 @@ from lwopt_backend.groups.param_groups import ElementwiseGroups
 from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of, build_matrix_rules, check_devices, new_state
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import end_to_end
-from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam, Setting
+from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam
 from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
 from lwopt_backend.plan.cost import Shape
 from lwopt_backend.plan.layouts import View, range_views
@@ -27,7 +27,7 @@ from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
-from lwopt_backend.runtime.collectives import Alone, PartCollectives, TorchCollectives
+from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import keeps_state, owner_key
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views, slices_of
@@ -35,12 +35,12 @@ from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_vie
 # Which ranks share which parameters: all ranks of a process group, in instances that each own everything.
 
 
-def share(everyone: PartCollectives, plan: OwnedPlan, divisor: float) -> Sharers:
+def share(everyone: Collectives, plan: OwnedPlan, divisor: float) -> Sharers:
     """Divide ``everyone`` into instances of neighbouring ranks. Called on all of these ranks."""
     if plan.instances == 1:
         return Sharers(everyone, everyone, None, divisor)
     if plan.group_size == 1:
-        return Sharers(everyone, Alone(), everyone, divisor)
+        return Sharers(everyone, Collectives(), everyone, divisor)
     assert isinstance(everyone, TorchCollectives)
     size, ranks = plan.group_size, range(everyone.world_size)
     instance = everyone.part([ranks[first : first + size] for first in ranks[::size]])
@@ -79,8 +79,7 @@ def plan_members(
     costs: list[dict[Shape, int]] = [{} for _ in groups]
     params = [_owned_param(member, groups[member.group], costs[member.group]) for member in members]
     gradient = (grad_dtype or members[0].param.dtype).itemsize
-    setting = Setting(layout, max(1, int(bucket_mb * 2**20 / gradient)))
-    return plan_owned(params, ranks, setting, group_size, base)
+    return plan_owned(params, ranks, layout, max(1, int(bucket_mb * 2**20 / gradient)), group_size, base)
 
 
 def _owned_param(member: Member, group: Mapping[str, Any], costs: dict[Shape, int]) -> OwnedParam:
@@ -253,7 +252,7 @@ class Share:
     ``group_size`` is that of ``OwnedConfig``. A mean gradient is the sum over these ranks divided by ``divisor``.
     """
 
-    ranks: PartCollectives
+    ranks: Collectives
     divisor: float
     group_size: int | None
     takes: Callable[[str], bool] | None = None
@@ -470,7 +469,7 @@ def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
-def _batches(named: Sequence[tuple[str, Tensor]], ranks: PartCollectives) -> list[list[Tensor]]:
+def _batches(named: Sequence[tuple[str, Tensor]], ranks: Collectives) -> list[list[Tensor]]:
     """The tensors that are broadcast together: on one device, at most BROADCAST_NBYTES or one tensor."""
     batches: list[list[Tensor]] = []
     room: dict[torch.device, tuple[list[Tensor], int]] = {}

@@ -26,14 +26,6 @@ class OwnedParam:
     parts: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """How to plan. ``bucket_numel`` is the least size of a bucket."""
-
-    layout: str
-    bucket_numel: int
-
-
 LAYOUTS = ("auto", "padded", "compact")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from lwopt_backend.plan.buffers.dealing import deal, deal_padded, ends_where_even, ends_where_full
@@ -12,7 +12,6 @@ from lwopt_backend.plan.buffers.layout import (
     Bucket,
     BucketLayout,
     OwnedParam,
-    Setting,
     Slot,
     aligned,
     arrange_elementwise,
@@ -142,36 +141,37 @@ class OwnedPlan:
 def plan_owned(
     params: Sequence[OwnedParam],
     ranks: int,
-    setting: Setting,
-    group_size: int | None,
+    layout: str,
+    bucket_numel: int,
+    group_size: int | None = None,
     base: Sequence[int] | None = None,
 ) -> OwnedPlan:
     """Plan ``params``, in model order, over groups of ``group_size`` ranks; None is all ``ranks``.
 
-    Buckets are in the order in which backward completes them. The matrices in one parameter may have several owners,
-    unless the layout is padded. ``base`` is each rank's work from other plans. Raises ValueError for an unknown layout
-    or a group size that does not divide the ranks.
+    Buckets are in the order in which backward completes them, and close at ``bucket_numel`` elements. The matrices in
+    one parameter may have several owners, unless the layout is padded. ``base`` is each rank's work from other plans.
+    Raises ValueError for an unknown layout or a group size that does not divide the ranks.
     """
-    check_choices(setting.layout, group_size, ranks)
+    check_choices(layout, group_size, ranks)
     size = group_size or ranks
     before = [max((base or [0] * ranks)[place::size]) for place in range(size)]  # the busiest instance's
     buckets: list[Bucket] = []
     loads = [0] * size
     choices: list[str] = []
-    cut = setting.layout != "padded" and any(param.parts for param in params)
+    cut = layout != "padded" and any(param.parts for param in params)
     if cut:
-        buckets, loads, choices = cut_buckets(params, setting.bucket_numel, before)
+        buckets, loads, choices = cut_buckets(params, bucket_numel, before)
     by_dtype: dict[str, list[int]] = {}
     for index in reversed(range(len(params))):
         if params[index].atom is not None and not (cut and params[index].parts):
             by_dtype.setdefault(params[index].dtype, []).append(index)
     for dtype, members in by_dtype.items():
-        found, added = _matrix_buckets(params, members, setting, [*map(sum, zip(before, loads))])
+        found, added = _matrix_buckets(params, members, layout, bucket_numel, [*map(sum, zip(before, loads))])
         buckets += found
         loads = [load + more for load, more in zip(loads, added)]
         choices.append(_told(found, dtype, added))
-    for dtype, members in _elementwise(params, setting.bucket_numel):
-        buckets.append(_elementwise_bucket(params, members, size, setting, dtype))
+    for dtype, members in _elementwise(params, bucket_numel):
+        buckets.append(_elementwise_bucket(params, members, size, layout, dtype))
     buckets.sort(key=lambda bucket: -min(slot.param for slot in bucket.slots))
     if size < ranks:
         choices.append(f"{ranks // size} instances of {size} ranks; gradients are summed across them once per bucket.")
@@ -186,44 +186,44 @@ def plan_owned(
 
 
 def _matrix_buckets(
-    params: Sequence[OwnedParam], members: Sequence[int], setting: Setting, before: Sequence[int]
+    params: Sequence[OwnedParam], members: Sequence[int], layout: str, bucket_numel: int, before: Sequence[int]
 ) -> tuple[list[Bucket], list[int]]:
     """The buckets of the matrices ``members`` of one dtype, in backward order, and the work that they add to each rank.
 
     ``auto`` is padded if that adds at most ``MOST_PADDING``, else compact, as on one rank, which sends nothing.
     """
-    if setting.layout == "auto":
-        padded, added = _matrix_buckets(params, members, replace(setting, layout="padded"), before)
+    if layout == "auto":
+        padded, added = _matrix_buckets(params, members, "padded", bucket_numel, before)
         if len(before) > 1 and _padding(padded) <= MOST_PADDING:
             return padded, added
-        return _matrix_buckets(params, members, replace(setting, layout="compact"), before)
+        return _matrix_buckets(params, members, "compact", bucket_numel, before)
     ranks, loads = len(before), list(before)
     numels = [aligned(params[index].numel) for index in members]
     costs = [atom.cost for index in members if (atom := params[index].atom) is not None]
-    if setting.layout == "padded":
-        ends = ends_where_even(numels, ranks, setting.bucket_numel)
+    if layout == "padded":
+        ends = ends_where_even(numels, ranks, bucket_numel)
         owners = []
         for start, end in zip([0, *ends], ends):
             owners += deal_padded(numels[start:end], costs[start:end], loads)
     else:
-        ends = ends_where_full(numels, ranks, setting.bucket_numel)
+        ends = ends_where_full(numels, ranks, bucket_numel)
         owners = deal(numels, costs, loads, sum(numels))
-    layout: BucketLayout = "padded" if setting.layout == "padded" else "compact"
+    kind: BucketLayout = "padded" if layout == "padded" else "compact"
     sizes = [(index, params[index].numel) for index in members]
     dtype = params[members[0]].dtype
     spans = [slice(start, end) for start, end in zip([0, *ends], ends)]
-    buckets = [arrange_matrices(sizes[s], owners[s], ranks, layout, dtype) for s in spans]
+    buckets = [arrange_matrices(sizes[s], owners[s], ranks, kind, dtype) for s in spans]
     return buckets, [load - had for load, had in zip(loads, before)]
 
 
 def _elementwise_bucket(
-    params: Sequence[OwnedParam], members: Sequence[int], ranks: int, setting: Setting, dtype: str
+    params: Sequence[OwnedParam], members: Sequence[int], ranks: int, layout: str, dtype: str
 ) -> Bucket:
     """A bucket of element-wise parameters; ``auto`` as of matrices."""
     sizes = [(index, params[index].numel) for index in members]
-    if setting.layout != "compact":
+    if layout != "compact":
         padded = arrange_elementwise(sizes, ranks, "padded", dtype)
-        if setting.layout == "padded" or (ranks > 1 and _padding([padded]) <= MOST_PADDING):
+        if layout == "padded" or (ranks > 1 and _padding([padded]) <= MOST_PADDING):
             return padded
     return arrange_elementwise(sizes, ranks, "compact", dtype)
 
