@@ -36,7 +36,7 @@ from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, pr
 from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.routing.routing import full_shape
-from lwopt_backend.runtime.agreement import agree_in_all, check_in_all, from_first, setting
+from lwopt_backend.runtime.agreement import agree_in_all, check_on_all, from_first, setting
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import OwnerStates, StateStore, Whole, keeps_state, put
 
@@ -115,9 +115,9 @@ def _load(
     choice = agree_in_all(store.ranks, WHAT, decide)
     parts = {"weights", "state"} if with_state else {"weights"}
     optimizer.half_loaded |= parts
-    check_in_all([everyone], WHAT, lambda: _put(store, choice, with_state))
+    check_on_all(everyone, WHAT, lambda: _put(store, choice, with_state))
     store.publish()
-    check_in_all([everyone], WHAT, lambda: _put_rest(engine, choice))
+    check_on_all(everyone, WHAT, lambda: _put_rest(engine, choice))
     optimizer.take_loaded(choice.options)
     if with_state:
         scaler = getattr(engine.optimizer, "loss_scaler", None)  # of fp16, with its counters

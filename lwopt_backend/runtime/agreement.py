@@ -63,14 +63,14 @@ def agree_in_all(
     return value
 
 
-def check_in_all(groups: Sequence[Collectives], what: str, check: Callable[[], None]) -> None:
-    """``agree_in_all`` without a decision: if ``check`` raises on any rank, all ranks raise."""
+def check_on_all(collectives: Collectives, what: str, check: Callable[[], None]) -> None:
+    """``agree`` without a decision: if ``check`` raises on any rank, all ranks raise."""
 
-    def decide() -> tuple[None, list[list[str]]]:
+    def decide() -> tuple[None, list[str]]:
         check()
-        return None, [[] for _ in groups]
+        return None, []
 
-    agree_in_all(groups, what, decide)
+    agree(collectives, what, decide)
 
 
 def from_first(collectives: Collectives, what: str, make: Callable[[], T]) -> T:

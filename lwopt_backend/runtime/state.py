@@ -14,7 +14,7 @@ from lwopt_backend.plan.layouts import View
 from lwopt_backend.plan.owners import Ownership, cut_buckets
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.agreement import check_in_all
+from lwopt_backend.runtime.agreement import check_on_all
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.exchange import Arrival, Segments, Way, ways_back, ways_to_owners
 
@@ -196,7 +196,7 @@ class OwnerShards:
         self.entries: list[Entry] = []
         if not any(map(keeps_state, rules)):
             return
-        check_in_all([collectives], "the rule's first step", lambda: held.make(self._owned, rules))
+        check_on_all(collectives, "the rule's first step", lambda: held.make(self._owned, rules))
         mine = [
             Entry(atom, key, tuple(tensor.shape), tensor.dtype)
             for atom in self._owned

@@ -33,7 +33,7 @@ from lwopt_backend.engines.modules.parts import (
 )
 from lwopt_backend.groups.param_groups import COMPARED_EVERY
 from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
-from lwopt_backend.runtime.agreement import RanksDisagree, agree, check_in_all, digest, first_difference
+from lwopt_backend.runtime.agreement import RanksDisagree, agree, check_on_all, digest, first_difference
 from lwopt_backend.runtime.collectives import ranks_of
 
 Norms = dict[str | None, dict[str, float]]  # by clip group, None for the rest, and module
@@ -305,7 +305,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         def take(name: str, part: Part) -> None:
             part.optimizer.load_state_dict({k: v for k, v in state_dict[name].items() if k != HAS_STATE})
 
-        check_in_all([self._everyone], NAME, check)
+        check_on_all(self._everyone, NAME, check)
         together(self._everyone, "load_state_dict", self._parts, take)
 
     def save_state_dict(self, path: str | PathLike[str]) -> None:

@@ -43,7 +43,7 @@ from lwopt_backend.groups.registry import rule_of
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.agreement import agree, check_in_all
+from lwopt_backend.runtime.agreement import agree, check_on_all
 from lwopt_backend.runtime.state import StatePiece, fill, put
 from lwopt_backend.runtime.whole import owned_dtype
 
@@ -82,7 +82,7 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
             else:
                 shards.objects[MODEL, name] = value
 
-    check_in_all([everyone], SAVING, add)
+    check_on_all(everyone, SAVING, add)
     saving.save(folder, shards, everyone, SAVING)
 
 
@@ -109,7 +109,7 @@ def shards_of(core: OwnedCore, groups: Groups) -> Shards:
             for option, value in {**values, "params": params}.items():
                 shards.objects[(OPTIMIZER, "param_groups", number, option)] = value
 
-    check_in_all([everyone], SAVING, fill)
+    check_on_all(everyone, SAVING, fill)
     return shards
 
 
@@ -154,7 +154,7 @@ def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]
         for key, options in mine.items():
             check_readable(f"param group {key}", options)
 
-    check_in_all([everyone], SAVING, check)
+    check_on_all(everyone, SAVING, check)
     common: dict[str, dict[str, Any]] = {}
     for rank, of_rank in enumerate(everyone.gather_objects(mine)):
         for key, options in of_rank.items():
@@ -274,7 +274,7 @@ def _intact(saved: Saved, key: str, start: int, stop: int) -> LazyTensor:
 def _take(core: OwnedCore, take: Callable[[], None]) -> None:
     """Call ``take`` on all ranks; if it fails on one, all ranks raise, and take no step before a load succeeds."""
     core.half_loaded = True
-    check_in_all([core.holdings[0].sharers.everyone], LOADING, take)
+    check_on_all(core.holdings[0].sharers.everyone, LOADING, take)
 
 
 class Checked:
