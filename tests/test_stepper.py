@@ -11,7 +11,7 @@ from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import FlatStorage, Slices
+from lwopt_backend.runtime.whole import Slices, flat_storage
 from tests.cells import cells
 from tests.counted import Counted
 from tests.on_ranks import on_ranks
@@ -37,7 +37,7 @@ def stepped(plan: MatrixPlan, rule: MatrixRule, steps: int = 1, batch_numel: int
     state = {key: torch.zeros_like(value) for key in rule.state_keys}
     for grad in grads:
         slices = Slices(value, grad, state)
-        stepper.step([rule] * len(plan.atoms), FlatStorage(plan.layout, collectives.rank, slices))
+        stepper.step([rule] * len(plan.atoms), flat_storage(plan.layout, collectives.rank, slices))
     return slices
 
 

@@ -55,7 +55,7 @@ class EarlyExchange:
         self._waiting[bucket].discard(atom)
         if not self._waiting[bucket]:
             rules, storage = now()
-            self._departed[bucket] = self._stepper.send_directions(bucket, _Run(rules, Copied(storage)))
+            self._departed[bucket] = self._stepper.send_directions(bucket, _Run(rules, Copied(storage.parts)))
 
     def forget(self) -> None:
         """Drop all exchanges in flight."""
@@ -101,16 +101,12 @@ class EarlyExchange:
 
 
 class Copied(Storage):
-    """Parts of ``storage`` with copies of their state, which may be advanced before the step."""
-
-    def __init__(self, storage: Storage) -> None:
-        super().__init__()
-        self._storage = storage
+    """Parts of another storage with copies of their state, which may be advanced before the step. Keeps none."""
 
     def parts(self, index: int) -> Sequence[Slices]:
         return [
             Slices(part.value, part.grad, {key: tensor.clone() for key, tensor in part.state.items()})
-            for part in self._storage.parts(index)
+            for part in self._views_of(index)
         ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -32,16 +32,17 @@ class Slices:
     grad: Tensor
     state: dict[str, Tensor]
 
-
-def slices_of(views: Sequence[Sequence[Tensor]], keys: Iterable[str]) -> list[Slices]:
-    """Zip views of the weight, of the gradient and of the state tensor of each of ``keys`` into slices."""
-    return [Slices(value, grad, dict(zip(keys, state))) for value, grad, *state in zip(*views)]
+    def cut(self, views: Callable[[Tensor], Sequence[Tensor]]) -> list[Slices]:
+        """The elements that ``views`` returns of each tensor, one by one."""
+        of_all = map(views, (self.value, self.grad, *self.state.values()))
+        return [Slices(value, grad, dict(zip(self.state, state))) for value, grad, *state in zip(*of_all)]
 
 
 class Storage:
-    """This rank's parts of a set of matrices during one step; views are made once."""
+    """This rank's parts of a set of matrices during one step; views are made once, by ``views_of``."""
 
-    def __init__(self) -> None:
+    def __init__(self, views_of: Callable[[int], Sequence[Slices]]) -> None:
+        self._views_of = views_of
         self._found: dict[int, Sequence[Slices]] = {}
 
     def parts(self, index: int) -> Sequence[Slices]:
@@ -53,22 +54,10 @@ class Storage:
             self._found[index] = self._views_of(index)
         return self._found[index]
 
-    def _views_of(self, index: int) -> Sequence[Slices]:
-        raise NotImplementedError
 
-
-class FlatStorage(Storage):
+def flat_storage(layout: Partition | TensorShards, rank: int, slices: Slices) -> Storage:
     """Views of a rank's flat partition, as ZeRO stores it. Copies nothing."""
-
-    def __init__(self, layout: Partition | TensorShards, rank: int, slices: Slices) -> None:
-        super().__init__()
-        self._layout = layout
-        self._rank = rank
-        self._slices = slices
-
-    def _views_of(self, index: int) -> Sequence[Slices]:
-        views, flat = self._layout.views(index, self._rank), self._slices
-        return slices_of([flat_views(t, views) for t in (flat.value, flat.grad, *flat.state.values())], flat.state)
+    return Storage(lambda index: slices.cut(partial(flat_views, views=layout.views(index, rank))))
 
 
 # Views of a local tensor, as a plan describes them. They share its memory.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -31,7 +32,7 @@ from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import Slices, Storage, local_views, slices_of
+from lwopt_backend.runtime.whole import Slices, Storage, local_views
 
 # Reading an FSDP2 model: its parameters, their meshes, and which box of a parameter each rank stores.
 
@@ -439,9 +440,23 @@ class MeshStepper:
         """One rule per matrix of the plan, from the rules of the param groups."""
         return [rules[self.members[index].group] for index in self.matrices]
 
-    def storage(self, states: States) -> Shards:
+    def storage(self, states: States) -> Storage:
+        """This rank's pieces of the matrices during one step."""
         coordinate = self.mesh.coordinates[self.collectives.rank] if self.mesh else (0,)
-        return Shards([self.members[index] for index in self.matrices], self.blocks, coordinate, states)
+
+        @cache
+        def shard(number: int) -> Slices:
+            return piece(self.members[number], states[self.members[number].param])
+
+        def views_of(atom: int) -> Sequence[Slices]:
+            whole, block = shard(self.matrices[atom]), self.blocks[atom]
+            sharding = self.members[self.matrices[atom]].sharding
+            if block.is_everything and len(sharding.shape) == 2:
+                return [whole]
+            box = sharding.box(coordinate)
+            return whole.cut(lambda tensor: local_views(tensor, block, sharding.shape, box))
+
+        return Storage(views_of)
 
     def scale_rows(self, row_scaling: RowScaling) -> None:
         """Multiply this rank's shards by the row factors set for this step."""
@@ -453,31 +468,6 @@ class MeshStepper:
         """This rank's shards of the element-wise members of a param group that have a gradient on any rank."""
         chosen = [i for i, m in enumerate(self.members) if m.group == group and m.rule in registry.ELEMENTWISE_RULES]
         return [piece(self.members[i], states[self.members[i].param]) for i in chosen if presence(i)]
-
-
-class Shards(Storage):
-    """This rank's pieces of the matrices during one step; views are made once."""
-
-    def __init__(
-        self, members: Sequence[MeshMember], blocks: Sequence[Block], coordinate: Coordinate, states: States
-    ) -> None:
-        super().__init__()
-        self._members = members
-        self._blocks = blocks
-        self._coordinate = coordinate
-        self._states = states
-        self._whole: dict[str, Slices] = {}  # this rank's shard of a member, by its name
-
-    def _views_of(self, index: int) -> Sequence[Slices]:
-        member, block = self._members[index], self._blocks[index]
-        if member.name not in self._whole:
-            self._whole[member.name] = piece(member, self._states[member.param])
-        whole, sharding = self._whole[member.name], member.sharding
-        if block.is_everything and len(sharding.shape) == 2:
-            return [whole]
-        box = sharding.box(self._coordinate)
-        tensors = whole.value, whole.grad, *whole.state.values()
-        return slices_of([local_views(tensor, block, sharding.shape, box) for tensor in tensors], whole.state)
 
 
 def piece(member: MeshMember, state: Mapping[str, Any]) -> Slices:

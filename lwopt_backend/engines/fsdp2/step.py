@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from lwopt_backend.config.hosts import NAME
 from lwopt_backend.engines import report
 from lwopt_backend.engines.fsdp2.gradients import place_gradients
-from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, Shards, States, mesh_state_nbytes
+from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes
 from lwopt_backend.groups.param_groups import ComparedOptions, ElementwiseGroups, Groups, option_lines
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
@@ -35,7 +35,7 @@ from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import StepRefused, disagreement
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.stepper import EarlyExchange
-from lwopt_backend.runtime.whole import Slices
+from lwopt_backend.runtime.whole import Slices, Storage
 
 
 class StateOnceSharded:
@@ -105,13 +105,15 @@ class Attachment:
                     self._handles.append(stepper.members[index].param.register_post_accumulate_grad_hook(hook))
 
     def _ready(self, number: int, stepper: MeshStepper, atom: int, param: Tensor) -> None:
-        def now() -> tuple[Sequence[MatrixRule], Shards]:
+        def now() -> tuple[Sequence[MatrixRule], Storage]:
             return stepper.rules_of(self._rules()), stepper.storage(self._states())
 
         place_gradients([param])
         self._early[number].ready(atom, now)
 
-    def touched(self, number: int, stepper: MeshStepper, rules: Sequence[MatrixRule], storage: Shards) -> Tensor | None:
+    def touched(
+        self, number: int, stepper: MeshStepper, rules: Sequence[MatrixRule], storage: Storage
+    ) -> Tensor | None:
         """Per bucket, 1 if it must be exchanged again, as in ``EarlyExchange``; None if none is sent early."""
         if number not in self._early:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import keeps_state, owner_key
-from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views, slices_of
+from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views
 
 # Which ranks share which parameters: all ranks of a process group, in instances that each own everything.
 
@@ -216,7 +217,12 @@ class OwnedStepper:
             if active(piece.param)
         }
         matrices = [atom for number in stepped for atom in self._atoms_of[number].values()]
-        self._whole.step(matrices, rules, _Pieces(stepped, self._places))
+
+        def views_of(atom: int) -> Sequence[Slices]:
+            number, views = self._places[atom]
+            return stepped[number].cut(partial(flat_views, views=views))
+
+        self._whole.step(matrices, rules, Storage(views_of))
         by_group: dict[int, list[Slices]] = {}
         for number, slices in stepped.items():
             if self._members[number].rule not in MATRIX_RULES:
@@ -224,20 +230,6 @@ class OwnedStepper:
         for number, parts in by_group.items():
             self._elementwise.step(number, groups[number], parts)
         bucket.publish_masters()
-
-
-class _Pieces(Storage):
-    """The matrices in a bucket's pieces. ``places`` has, by matrix, its member's number and its views in the piece."""
-
-    def __init__(self, pieces: Mapping[int, Slices], places: Sequence[tuple[int, Sequence[View]]]) -> None:
-        super().__init__()
-        self._pieces = pieces
-        self._places = places
-
-    def _views_of(self, index: int) -> Sequence[Slices]:
-        number, views = self._places[index]
-        whole = self._pieces[number]
-        return slices_of([flat_views(t, views) for t in (whole.value, whole.grad, *whole.state.values())], whole.state)
 
 
 # Owned storage as a whole: members, plans, buffers, steps. Hosts build their optimizers on it.

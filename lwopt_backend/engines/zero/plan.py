@@ -37,7 +37,7 @@ from lwopt_backend.runtime.agreement import plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import FlatStorage, Slices
+from lwopt_backend.runtime.whole import Slices, flat_storage
 
 # How ZeRO stores the parameters of a param group, and which of them it steps at a time.
 #
@@ -308,5 +308,5 @@ class GroupStepper(UnitStepper[Tensor]):
         rule, layout = registry.build_matrix_rule(group, self._config), planned.layout
         assert isinstance(layout, (Partition, TensorShards))
         elements = Slices(self._stored, grad, {key: state[key] for key in rule.state_keys})
-        storage = FlatStorage(layout, self._collectives.rank, elements)
+        storage = flat_storage(layout, self._collectives.rank, elements)
         self.matrices.step([rule] * len(planned.atoms), storage)

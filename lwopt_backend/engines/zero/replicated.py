@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,11 +152,22 @@ class MatrixReplicas(ReplicatedStepper):
         """From the parameters' gradients, which are equal on all ranks."""
         assert self.matrices is not None
         rule = build_matrix_rule(group, self._config)
-        replicas = _Replicas(self._places, self._bases, {key: state[key] for key in rule.state_keys})
-        self.matrices.step([rule] * len(self._places), replicas)
+        storage = Storage(partial(self._slices, {key: state[key] for key in rule.state_keys}))
+        self.matrices.step([rule] * len(self._places), storage)
 
-
-Place = tuple[Tensor, Block, Sequence[int], Sequence[Span]]  # the last three as ``local_views`` takes them
+    def _slices(self, state: Mapping[str, Tensor], atom: int) -> list[Slices]:
+        """A whole matrix, or the shard of one, with its state if this rank keeps that."""
+        param, block, shape, box = self._places[atom]
+        values, grads = (local_views(t, block, shape, box) for t in (param.data, _grad(param)))
+        base = self._bases.get(atom)
+        if base is None:
+            return [Slices(value, grad, {}) for value, grad in zip(values, grads)]
+        found = []
+        for value, grad in zip(values, grads):
+            kept = {key: flat.narrow(0, base, value.numel()).view(value.shape) for key, flat in state.items()}
+            found.append(Slices(value, grad, kept))
+            base += value.numel()
+        return found
 
 
 def _places(param: TrainedParam, shard: int) -> Iterator[tuple[Block, Sequence[int], Sequence[Span]]]:
@@ -168,29 +180,6 @@ def _places(param: TrainedParam, shard: int) -> Iterator[tuple[Block, Sequence[i
     if param.cut is not None:
         box[0] = (shard * param.local_shape[0], param.local_shape[0])
     yield from ((block, param.shape, box) for block in param.blocks)
-
-
-class _Replicas(Storage):
-    """Whole matrices or shards of them, with the state of those that this rank keeps."""
-
-    def __init__(self, places: Sequence[Place], bases: Mapping[int, int], state: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._places = places
-        self._bases = bases
-        self._state = state
-
-    def _views_of(self, index: int) -> Sequence[Slices]:
-        param, block, shape, box = self._places[index]
-        values, grads = (local_views(t, block, shape, box) for t in (param.data, _grad(param)))
-        base = self._bases.get(index)
-        if base is None:
-            return [Slices(value, grad, {}) for value, grad in zip(values, grads)]
-        found = []
-        for value, grad in zip(values, grads):
-            state = {key: flat.narrow(0, base, value.numel()).view(value.shape) for key, flat in self._state.items()}
-            found.append(Slices(value, grad, state))
-            base += value.numel()
-        return found
 
 
 GATHERED_NUMEL = 2**24  # elements of all ranks that are gathered at once
