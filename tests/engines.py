@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2 as fsdp2_engine
 from tests import fsdp2
-from tests.models import MATRICES, UnevenLM
+from tests.models import MATRICES, UnevenLM, largest_difference
 from tests.owned import BUCKET_MB, shares
 from tests.ranks import gathered
 from tests.rules import CAUTIOUS, ELEMENTWISE, SECTIONS, PlainRule, elementwise_optimizer, matrix_optimizer
@@ -125,8 +125,7 @@ def check(limit: float, *cells: Cell) -> None:
             assert weights.keys() == truth.keys()
             limits = [limit for limit in (cell.clip, *(limit for *_, limit in apart)) if limit] * cell.steps
             assert all(map(gt, true_norms, limits)), ("the clip must bite to be tested", true_norms)
-            difference = max(float((weights[name] - truth[name]).abs().max()) for name in truth)
-            assert difference <= limit, (cell, difference)
+            assert largest_difference(weights, truth) <= limit, cell
             assert norms == pytest.approx(true_norms, rel=1e-5), cell
 
 

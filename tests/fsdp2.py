@@ -16,9 +16,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
-from tests.models import MATRICES, UnevenLM, batch
+from tests.models import MATRICES, UnevenLM, batch, largest_difference
 from tests.ranks import kept_in_a_world
-from tests.zero import ADAMW, MUON, ROWS
+from tests.rules import ADAMW, MUON
+from tests.zero import ROWS
 
 EVEN = (64, 40)  # hidden sizes that divide by 2 and 4
 MATRIX_NAMES = set(MATRICES)
@@ -260,8 +261,7 @@ class Twin:
             optimizer.step()
 
     def difference(self, model: nn.Module) -> float:
-        found = weights_of(model)
-        return max(float((found[name] - param.detach()).abs().max()) for name, param in self.params.items())
+        return largest_difference(weights_of(model), self.params)
 
 
 def layer_wise(model: nn.Module, **options: Any) -> LayerWiseOptimizer:

@@ -1,4 +1,4 @@
-"""A model with several matrices in a parameter, and what trains them on one process as parameters of their own."""
+"""A model with several matrices in a parameter, and by hand which they are."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import VOCABULARY
-from tests.zero import ADAMW, MUON, Reference
+from tests.rules import Blocks
 
 WIDTH = 24
 
@@ -93,7 +93,7 @@ def _rows(*rows: range) -> Callable[[Tensor], Tensor]:
 
 
 # By hand: which elements of a parameter are a matrix of (outputs, inputs), to read.
-BLOCKS: dict[str, list[Callable[[Tensor], Tensor]]] = {
+BLOCKS: Blocks = {
     "qkv.weight": [_rows(range(0, 24)), _rows(range(24, 32)), _rows(range(32, 40))],
     "grouped.weight": [
         _rows(range(0, 8), range(16, 24)),
@@ -107,38 +107,3 @@ BLOCKS: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "moe.w2_EDF": [lambda tensor, e=e: tensor[e] for e in range(2)],
     "conv.weight": [lambda tensor: tensor.reshape(12, 72)],
 }
-
-
-class Separate:
-    """torch.optim.Muon on every matrix as a parameter of its own."""
-
-    def __init__(self, named: dict[str, Tensor], blocks: Any = BLOCKS, **options: Any) -> None:
-        self.pieces = [
-            (param, read, nn.Parameter(read(param.detach()).clone().contiguous()))
-            for name, param in named.items()
-            for read in blocks.get(name, [lambda tensor: tensor])
-        ]
-        self.params = list(named.values())
-        self.muon = torch.optim.Muon([piece for *_, piece in self.pieces], **options)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for param, read, piece in self.pieces:
-            piece.copy_(read(param))
-            piece.grad = read(param.grad).clone().contiguous()
-        self.muon.step()
-        for param, read, piece in self.pieces:
-            places = read(torch.arange(param.numel()).view(param.shape)).reshape(-1)
-            param.view(-1)[places] = piece.reshape(-1)
-
-    def zero_grad(self) -> None:
-        for param in self.params:
-            param.grad = None
-
-
-class FusedReference(Reference):
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self.model = model or FusedLM()
-        named = dict(self.model.named_parameters())
-        self.muon = Separate({name: named.pop(name) for name in MATRICES}, **MUON)
-        self.adamw = torch.optim.AdamW(list(named.values()), **ADAMW)

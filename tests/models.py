@@ -1,4 +1,6 @@
-"""Small models with shapes that divide by nothing, and what they train on."""
+"""Small models with shapes that divide by nothing, what they train on, and how far two are apart."""
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -44,3 +46,10 @@ def batch(step: int, rows: int, time: int = 9) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(VOCABULARY, (rows, time + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def largest_difference(ours: nn.Module | Mapping[str, Tensor], theirs: nn.Module | Mapping[str, Tensor]) -> float:
+    """Of any element of a parameter of ``theirs``; NaN if one of either is."""
+    mine, others = (dict(of.named_parameters()) if isinstance(of, nn.Module) else of for of in (ours, theirs))
+    pairs = [(mine[name].detach(), other.detach()) for name, other in others.items() if other.numel()]
+    return float(torch.stack([(one - other).abs().max().double() for one, other in pairs]).max())

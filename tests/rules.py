@@ -1,17 +1,16 @@
 """What tests of rules on engines share: the rules, and training with them on one process, on whole parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytorch_optimizer
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lwopt_backend import register_elementwise
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES
 from lwopt_backend.runtime.elementwise import Counters
 from tests.rule_steps import Trained, rule_of
-from tests.zero import ADAMW
 
 
 def state_of(*keys: str, **counters: torch.dtype) -> Any:
@@ -34,6 +33,8 @@ register_elementwise(
     source=REGISTERED,
 )
 MUON = {"lr": 0.02, "weight_decay": 0.1}
+ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+Blocks = dict[str, list[Callable[[Tensor], Tensor]]]  # which elements of a parameter are a matrix, to read
 SECTIONS: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon", **MUON},
     "sum, coupled": {"name": "muon", **MUON, "momentum_form": "sum", "weight_decay_form": "coupled"},
@@ -127,6 +128,33 @@ def matrix_optimizer(params: list[Tensor], section: dict[str, Any]) -> Any:
         return PlainRule(params, section)
     options = {key: value for key, value in section.items() if key not in ("name", "class")}
     return CLASSES[section["name"]](params, **options)
+
+
+class Separate:
+    """torch.optim.Muon on every matrix as a parameter of its own."""
+
+    def __init__(self, named: dict[str, Tensor], blocks: Blocks, **options: Any) -> None:
+        self.pieces = [
+            (param, read, nn.Parameter(read(param.detach()).clone().contiguous()))
+            for name, param in named.items()
+            for read in blocks.get(name, [lambda tensor: tensor])
+        ]
+        self.params = list(named.values())
+        self.muon = torch.optim.Muon([piece for *_, piece in self.pieces], **options)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, read, piece in self.pieces:
+            piece.copy_(read(param))
+            piece.grad = read(param.grad).clone().contiguous()
+        self.muon.step()
+        for param, read, piece in self.pieces:
+            places = read(torch.arange(param.numel()).view(param.shape)).reshape(-1)
+            param.view(-1)[places] = piece.reshape(-1)
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
 
 
 def elementwise_optimizer(params: list[Tensor], section: dict[str, Any]) -> torch.optim.Optimizer:

@@ -14,10 +14,12 @@ from lwopt_backend import Heads, LayerWiseOptimizer, QKClip
 from lwopt_backend.qk_clip import RowScaling
 from tests.cells import cells
 from tests.engines import ENGINES, ZERO, Cell, running
-from tests.fused import ATOMS, Experts, FusedLM, FusedReference
+from tests.fused import ATOMS, BLOCKS, MATRICES, Experts, FusedLM
+from tests.models import largest_difference
 from tests.on_ranks import on_ranks
-from tests.owned import difference, exact_sums, optimizer_for, shares, train
-from tests.zero import ADAMW, MUON, config, engine_for, largest_difference
+from tests.owned import exact_sums, optimizer_for, shares, train
+from tests.rules import ADAMW, MUON
+from tests.zero import Reference, config, engine_for
 
 STEPS = 3
 COUNT = 3 + 3 + 1 + 2 + 1 + 1 + 3 + 1 + 4 + 2 + 5  # of matrices in the model
@@ -86,7 +88,7 @@ def test_every_engine(engine: str, how: tuple[str, dict[str, Any]]) -> None:
     """All ranks train on all rows. FSDP2 loses the hooks that make the sums of three ranks exact."""
     options, build = {"atoms": ATOMS, **how[1]}, FusedLM if engine == "fsdp2" else lambda: exact_sums(FusedLM())
     cell = Cell(engine, alike=True, sharding=options.pop("sharding", "rows"), options=options)
-    single = FusedReference(build())
+    single = Reference(build(), matrices=MATRICES, blocks=BLOCKS)
     with running(cell, build()) as run:
         optimizer = run.made.basic_optimizer if engine in ZERO else run.optimizer
         clip = QKClip(optimizer, LAYERS, BOUND)
@@ -148,7 +150,7 @@ def test_a_stack_is_owned_by_several_ranks(layout: str, rule: str, tmp_path: Pat
     train(whole, plain, 3)
     for net, its in ((model, optimizer), (again, resumed), (whole, plain)):
         train(net, its, range(3, 5))
-    assert difference(again, model) == difference(whole, model) == 0.0
+    assert largest_difference(again, model) == largest_difference(whole, model) == 0.0
     pieces = [p for b in optimizer.core.manager.buckets for p in b.pieces]
     mine = sum(p.numel // 24**2 for p in pieces if optimizer.core.members[p.param].name == "experts.up")
     assert layout == "auto" or mine <= -(-6 // world_size), "experts are shared out"

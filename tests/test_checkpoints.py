@@ -2,7 +2,17 @@
 A tour is one run through several engines. Each leg loads what the one before saved, as it is or converted, trains two
 steps and saves; what it saves has the weights, states, rates and counters of a run without a break. Readers and writers
 meet in one form, so every engine need not meet every other one: each occurs as the one that saves and as the one that
-loads, with rules of every kind."""
+loads, with rules of every kind.
+
+The legs of a tour are a route:
+
+    route   = leg, {", ", leg}
+    leg     = engine, " on ", ranks, {" ", word}    on how many ranks, and what else there is to it
+    engine  = "plain" | "fsdp2" | "zero ", stage | "owned ", stage    stage: DeepSpeed's, of ZeRO or owned storage
+    word    = a key of WORDS, which says what it sets of the leg, the cell or our optimizer
+
+"owned 0 on 4 singles, plain on 4 twice": owned storage under DeepSpeed at stage 0 on 4 ranks, each its own instance;
+then plain PyTorch on 4 ranks, which loads that converted to universal and then to its own format."""
 
 import copy
 import functools
@@ -96,8 +106,8 @@ WORDS: dict[str, dict[str, Any]] = {
 
 
 def route(text: str, *further: str, native: bool = False) -> list[Leg]:
-    """Legs such as "zero 2 on 4 used": the engine, the number of ranks, and words for options. What a leg loads is
-    converted to the format of its engine, or ``native``: as the one before has saved it."""
+    """The legs of a route, all with the ``further`` words. What a leg loads is converted to the format of its engine,
+    or ``native``: as the one before has saved it."""
     legs = []
     for words in text.split(", "):
         engine, _, rest = words.partition(" on ")

@@ -12,8 +12,9 @@ from torch import Tensor
 from tests import zero
 from tests.cells import cells
 from tests.checkpoint_engines import changed, full_weights_of, snapshot
+from tests.models import largest_difference
 from tests.on_ranks import on_ranks
-from tests.zero import Masters, batch_shares, engine_for, largest_difference, settings_for, there_is, train
+from tests.zero import Masters, batch_shares, engine_for, settings_for, there_is, train
 
 LOOKS_AT_THE_NORM = [] if deepspeed.__version__ == "0.19.7" else ["fp32"]  # ZeRO, for gradients that are not finite
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

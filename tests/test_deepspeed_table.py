@@ -11,9 +11,10 @@ import pytest
 
 from tests import zero
 from tests.cells import cells
+from tests.models import largest_difference
 from tests.on_ranks import on_ranks
 from tests.pages import table
-from tests.zero import PRECISIONS, ROWS, Reference, build, config, engine_for, full_weights, largest_difference
+from tests.zero import PRECISIONS, ROWS, Reference, build, config, engine_for, full_weights
 
 STAGES = (0, 1, 2, 3)
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -500,7 +500,7 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wr
     (lambda: LayerWiseOptimizer(UnevenLM()).attach(UnevenLM()), "attach is for fully_shard models, but this optimizer"),
     (lambda: MeshOptimizer([UnevenLM()]), "no parameter of the model is a DTensor; call fully_shard(model) before"),
     (lambda: OwnedOptimizer(shard("rows", "fp32").model), "'embedding.weight' is a DTensor; for fully_shard models"),
-    (lambda: of_rows(bucket_mb=1.0), "'bucket_mb' is for plain models, but this optimizer is for fully_shard models"),
+    (lambda: of_rows(bucket_mb=1.0), "'bucket_mb' is for DeepSpeed and for plain models, but"),
     (lambda: of_rows(process_group=dist.group.WORLD), "'process_group' is for plain models, but this optimizer is for"),
     (lambda: of_rows().no_sync(), "no_sync is for plain models, but this optimizer is for fully_shard models"),
     (on_the_meta_device, "is on the meta device; call model.to_empty(device=...)"),

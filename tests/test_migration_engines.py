@@ -31,7 +31,7 @@ from tests.checkpoint_engines import full_weights_of
 from tests.engines import ENGINES, OWNED, Alone, Cell, Engine, ExactLM, UnderDeepSpeed, running
 from tests.fsdp2 import MATRIX_NAMES, layer_wise, named, shard, whole
 from tests.migration import eager, entry
-from tests.models import MATRICES, UnevenLM
+from tests.models import MATRICES, UnevenLM, largest_difference
 from tests.on_ranks import on_ranks
 from tests.owned import shares
 from tests.ranks import gathered
@@ -75,7 +75,7 @@ def load(engine: Engine, state: Named, **how: Any) -> list[str]:
 def go_on(engine: Engine, alone: Alone, steps: range, limit: float = 0.0) -> None:
     engine.train(steps)
     train_alone(alone, steps)
-    assert zero.largest_difference(engine.weights(), alone.model) <= limit
+    assert largest_difference(engine.weights(), alone.model) <= limit
 
 
 def groups_of(engine: Engine) -> list[dict[str, Any]]:
@@ -340,7 +340,7 @@ def test_deepspeeds_own_muon_goes_on_with_ours(stage: int, storage: str) -> None
     with zero.engine_for(settings, model) as engine:
         of_deepspeed.load_named_state(engine, state)
         zero.train(engine, AFTER, same_rows=True)
-        assert zero.largest_difference(zero.full_weights(engine), expected) < 1e-4
+        assert largest_difference(zero.full_weights(engine), expected) < 1e-4
 
 
 # The form of momentum. Newton-Schulz is in fp32, where both forms differ by its rounding only
@@ -374,4 +374,4 @@ def test_a_checkpoint_brings_its_form_with_it_and_then_it_can_be_changed(tmp_pat
         assert forms_of(loaded.optimizer) == ["sum", None]
         saved.train(AFTER)
         loaded.train(AFTER)
-        assert zero.largest_difference(saved.weights(), loaded.model) < 2e-5
+        assert largest_difference(saved.weights(), loaded.model) < 2e-5

@@ -20,11 +20,11 @@ from lwopt_backend.plan.atoms import Block, Stripes
 from lwopt_backend.routing import models as peft_layers
 from lwopt_backend.routing.matrices import divide
 from lwopt_backend.routing.routing import Route, route
-from tests.fused import BLOCKS, FusedLM, Separate
+from tests.fused import BLOCKS, FusedLM
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.test_blocks import indices
-from tests.zero import ADAMW, MUON, Reference, config, engine_for, train
+from tests.zero import Reference, config, engine_for, train
 
 
 def routes_of(model: nn.Module, **options: Any) -> dict[str, Route]:
@@ -444,16 +444,11 @@ def adapted() -> nn.Module:
     return lora(model, modules_to_save=["mix"], init_lora_weights="gaussian", **targets)
 
 
-class AdaptedReference(Reference):
-    def __init__(self) -> None:
-        self.model = adapted()
-        named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        of_matrices = tuple(f"base_model.model.{layer}" for layer in ("down", "experts", "mix.modules_to_save"))
-        with pytest.MonkeyPatch.context() as patch:
-            for name, pieces in PIECES.items():
-                patch.setitem(BLOCKS, name, pieces)
-            self.muon = Separate({name: named.pop(name) for name in [*named] if name.startswith(of_matrices)}, **MUON)
-        self.adamw = torch.optim.AdamW(list(named.values()), **ADAMW)
+def adapted_reference() -> Reference:
+    model = adapted()
+    layers = tuple(f"base_model.model.{layer}" for layer in ("down", "experts", "mix.modules_to_save"))
+    matrices = [name for name, param in model.named_parameters() if param.requires_grad and name.startswith(layers)]
+    return Reference(model, matrices=matrices, blocks={**BLOCKS, **PIECES})
 
 
 def told(routes: list[Route]) -> list[tuple[str, str]]:
@@ -463,7 +458,7 @@ def told(routes: list[Route]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_deepspeed_routes_alike_and_equals_a_single_process(stage: int) -> None:
-    model, reference = adapted(), AdaptedReference()
+    model, reference = adapted(), adapted_reference()
     expected = told(route(model))
     wanted = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with engine_for(config(stage, rows=8), model, model_parameters=list(wanted.values())) as engine:

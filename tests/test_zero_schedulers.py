@@ -15,7 +15,7 @@ from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from tests import zero
 from tests.cells import cells, with_full
-from tests.models import UnevenLM
+from tests.models import UnevenLM, largest_difference
 from tests.on_ranks import on_ranks
 
 RATIO = zero.ADAMW["lr"] / zero.MUON["lr"]
@@ -137,7 +137,7 @@ def test_a_schedule_trains_like_one_on_each_of_two_optimizers(storage: str, stag
         assert rates_of(engine) == pytest.approx([one.param_groups[0]["lr"] for one in singles])
         assert how != OF_GROUP or rates_of(engine) == pytest.approx([0.0025, 0.0025])
         # A single rate is multiplied by the factor after the schedule, not before: rounding.
-        assert zero.largest_difference(zero.full_weights(engine), single.model) <= (1e-7 if how == ONE_RATE else 0.0)
+        assert largest_difference(zero.full_weights(engine), single.model) <= (1e-7 if how == ONE_RATE else 0.0)
 
 
 @on_ranks(2)

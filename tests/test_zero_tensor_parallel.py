@@ -23,11 +23,10 @@ from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.deepspeed import zero
 from tests.cells import cells
 from tests.command_line import succeeds
-from tests.fused import Separate
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
 from tests.rules import SECTIONS, layer_wise, matrix_optimizer
-from tests.zero import MUON, PRECISIONS, ROWS, Beside, Reference, engine_for, settings_for, train_step
+from tests.zero import PRECISIONS, ROWS, Beside, Reference, engine_for, settings_for, train_step
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 SHARDS, WIDTH = 2, 24
@@ -166,11 +165,8 @@ PARTS = {"qkv_proj.weight": [24, 12, 12], "gate_up_proj.weight": [62, 62]}
 
 def beside_torch(settings: dict[str, Any]) -> Beside:
     """One process, with gate and up as parameters of their own."""
-    single = Reference(ShardedLM(), matrices=MATRICES)
     halves: list[Callable[[Tensor], Tensor]] = [lambda tensor: tensor[:28], lambda tensor: tensor[28:]]
-    matrices = {name: single.model.get_parameter(name) for name in MATRICES}
-    single.muon = Separate(matrices, {"gated.weight": halves}, **MUON)
-    return Beside(single, settings)
+    return Beside(Reference(ShardedLM(), matrices=MATRICES, blocks={"gated.weight": halves}), settings)
 
 
 def settings_of(
@@ -226,15 +222,13 @@ class Trained(NamedTuple):
 
     def beside_torch(self, settings: dict[str, Any]) -> Beside:
         single = self.model(self.config)
-        matrices = {name: param for name, param in single.named_parameters() if "_proj" in name}
-        reference, blocks = Reference(single, matrices=list(matrices)), {}
+        matrices, blocks = [name for name, _ in single.named_parameters() if "_proj" in name], {}
         for name in matrices:
             if sizes := PARTS.get(".".join(name.split(".")[-2:])):
                 blocks[name] = [lambda tensor, n=n, sizes=sizes: tensor.split(sizes)[n] for n in range(len(sizes))]
             if "gate_up" in name:
                 single.get_submodule(name.rpartition(".")[0]).parts = 2
-        reference.muon = Separate(matrices, blocks, **MUON)
-        return Beside(reference, settings)
+        return Beside(Reference(single, matrices=matrices, blocks=blocks), settings)
 
 
 LLAMA = Trained(Llama, LlamaConfig)

@@ -13,11 +13,10 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from lwopt_backend.integrations import deepspeed_zero
-from tests.models import MATRICES, UnevenLM, batch
+from tests.models import MATRICES, UnevenLM, batch, largest_difference
 from tests.ranks import gathered
+from tests.rules import ADAMW, MUON, Blocks, Separate
 
-MUON = {"lr": 0.02, "weight_decay": 0.1}
-ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 ROWS = 8  # of the global batch, at every world size
 OWN_ROWS = 24  # the same where ranks have their own; divides into 1 to 4 ranks and 1 or 2 micro-batches
 OWNED = {"storage": "owned", "bucket_mb": 0.004}  # several buckets of the small model
@@ -127,7 +126,7 @@ def own_rows(step: int, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class Reference:
-    """torch.optim.Muon and torch.optim.AdamW on one process."""
+    """torch.optim.Muon and torch.optim.AdamW on one process. Where a parameter has ``blocks``, each is a matrix."""
 
     def __init__(
         self,
@@ -136,10 +135,15 @@ class Reference:
         muon: dict[str, Any] = MUON,
         adamw: dict[str, Any] = ADAMW,
         matrices: Sequence[str] = MATRICES,
+        blocks: Blocks | None = None,
     ) -> None:
         self.model = model or UnevenLM()
-        named = dict(self.model.named_parameters())
-        self.muon = torch.optim.Muon([named.pop(name) for name in matrices], **muon)
+        named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        chosen = {name: named.pop(name) for name in matrices}
+        if blocks is None:
+            self.muon: Any = torch.optim.Muon(list(chosen.values()), **muon)
+        else:
+            self.muon = Separate(chosen, blocks, **muon)
         self.adamw = torch.optim.AdamW(list(named.values()), **adamw)
 
     def train(self, steps: int | range) -> list[float]:
@@ -240,10 +244,6 @@ def full_weights(engine: Any) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
     get: Callable[[Tensor], Tensor] = deepspeed.utils.safe_get_full_fp32_param
     return {name: get(param).clone() for name, param in engine.module.named_parameters()}
-
-
-def largest_difference(ours: dict[str, Tensor], reference: nn.Module) -> float:
-    return max(float((ours[name] - param.detach()).abs().max()) for name, param in reference.named_parameters())
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
