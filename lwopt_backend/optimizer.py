@@ -444,7 +444,6 @@ class MeshOptimizer(LayerWiseOptimizer):
         rules, self.config, self._grouping = agree_in_all([c for _, c in exchange], NAME, decide)
         self.row_scaling = self._grouping.row_scaling()
         self._names = [[self._grouping.names[id(p)] for p in group["params"]] for group in self._grouping.groups]
-        self._rules = [group["rule"] for group in self._grouping.groups]
         self._take_groups(rules)
         if not sharded_later:
             self._bind(exchange)
@@ -548,8 +547,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         if self.state:
             shards = self._owner_shards()
             expected = mesh_state.with_owner_keys(self.state, shards)
-            mesh_state.check_matrices(state_dict, shards, self._bound)
-            mesh_state.check_loadable(state_dict, self.param_groups, self._names, self._rules, expected)
+            mesh_state.check_loadable(state_dict, self.param_groups, self._names, expected, shards)
             if not state_dict["state"]:  # saved before there was any: start fresh
                 self.state = {}
                 self._make_state()

@@ -61,14 +61,13 @@ def spoiled(case: str, model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 WRONG = {
-    "AdamW's": "was written by another optimizer: its 1 param group(s) have no 'rule', and its state is ['exp_avg', "
-    "'exp_avg_sq', 'step']; expected 2 groups and ['exp_avg', 'exp_avg_sq', 'momentum_buffer', 'step']. Load the model",
-    "key": "placements (Shard(dim=0),) on a mesh of ranks 0-1, dimensions ('dp',): expected ['momentum_buffer'], "
-    "found ['momentum']",
-    "a key less": "expected ['exp_avg', 'exp_avg_sq', 'step'], found ['exp_avg', 'exp_avg_sq']",
-    "shape": "'momentum_buffer': expected a DTensor of shape (63, 24), found a DTensor of shape (41, 63)",
-    "rules": "follow the rules ['adamw', 'muon'], this optimizer's ['muon', 'adamw']",
-    "groups": "hold [3, 7] parameters, this optimizer's hold [4, 7]",
+    "AdamW's": "was written by another optimizer: its param groups have no 'rule'; load the model's weights alone",
+    "key": "parameter 'layers.0.weight': expected state ['momentum_buffer'], the checkpoint has ['momentum']; let the",
+    "a key less": "expected state ['exp_avg', 'exp_avg_sq', 'step'], the checkpoint has ['exp_avg', 'exp_avg_sq']",
+    "shape": "'layers.0.weight': expected 'momentum_buffer' as a DTensor of shape (63, 24) placed as (Shard(dim=0),), "
+    "the checkpoint has a DTensor of shape (41, 63)",
+    "rules": "param group 0: expected rule muon, the checkpoint has adamw",
+    "groups": "param group 0: expected number of parameters 4, the checkpoint has 3",
 }
 
 

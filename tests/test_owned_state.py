@@ -228,7 +228,7 @@ OTHERS: dict[str, tuple[Callable[[], LayerWiseOptimizer], str]] = {
     "dtype": (lambda: optimizer_for(UnevenLM()), "expected dtype float32, the checkpoint has bfloat16"),
     "rule": (lambda: optimizer_for(model_of(), exclude="layers.2.*"), "expected rule adamw, the checkpoint has muon"),
     "fewer": (lambda: optimizer_for(frozen("gate.bias")), "'gate.bias' is in the checkpoint, and not trained here"),
-    "more": (lambda: optimizer_for(with_more()), "parameter 'more.weight' is in this model, and not in the checkpoint"),
+    "more": (lambda: optimizer_for(with_more()), "parameter 'more.weight' is trained here, and not in the checkpoint"),
     "state": (lambda: optimizer_for(model_of(), elementwise=AMSGRAD), "max_exp_avg_sq"),
     "a buffer": (lambda: optimizer_for(buffered()), "the weight 'passes' is in this model, and not in the checkpoint"),
 }
@@ -293,7 +293,9 @@ def test_param_groups_are_known_by_their_members(tmp_path: Path) -> None:
     of_both = {f"part {part} {rule}": rate for part, rate in ((0, 0.1), (2, 0.3)) for rule in ("muon", "adamw")}
     assert rates == {**of_both, "part 1 adamw": 0.2}
     other = optimizer_for(UnevenLM())
-    message = "param group 0 (muon) has the parameters of the checkpoint's groups ['0.muon'"
+    message = (
+        "parameter 'layers.0.bias': expected the param group of embedding.weight, the checkpoint has layers.0.bias"
+    )
     in_vain(other, lambda: other.load_state_dict_from(tmp_path), message)
 
 
@@ -381,7 +383,7 @@ def test_experts_of_one_name_are_told_apart_by_their_ranks(rank_pools: dict[int,
     names = formats.read(tmp_path).params
     assert {"expert.weight of expert set 0", "expert.weight of expert set 1", "dense.weight"} <= set(names)
     (error,) = rank_pools[1].errors(local_experts_alone, str(tmp_path))
-    assert "parameter 'expert.weight' is in this model, and not in the checkpoint" in error
+    assert "parameter 'expert.weight' is trained here, and not in the checkpoint" in error
 
 
 # torch's own state_dict
@@ -446,10 +448,10 @@ POINTER = "load with optimizer.load_state_dict_from(folder)"
 STRANGERS = {
     "another rank's": POINTER,
     "of another layout": POINTER,
-    "torch's": "this state_dict was written by another optimizer: its param groups have no 'rule'; load the",
+    "torch's": "the checkpoint was written by another optimizer: its param groups have no 'rule'; load the",
     "one rank has none": "expected a state dict with 'state' and 'param_groups'; found []",
-    "without a key": "expected ['exp_avg', 'exp_avg_sq', 'step'], found ['exp_avg', 'exp_avg_sq']",
-    "of other groups": "param groups hold",
+    "without a key": "state ['exp_avg', 'exp_avg_sq', 'step'], the checkpoint has ['exp_avg', 'exp_avg_sq']",
+    "of other groups": "param group 0: expected number of parameters",
 }
 
 

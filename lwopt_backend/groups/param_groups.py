@@ -16,6 +16,7 @@ from lwopt_backend.groups.registry import (
     LR_SCALE,
     MATRIX_RULES,
     arguments,
+    check_torchs_keys,
     effective_lr,
     is_cautious,
     optimizer_arguments,
@@ -26,6 +27,7 @@ from lwopt_backend.routing.routing import named_like
 from lwopt_backend.runtime.agreement import digest, setting
 from lwopt_backend.runtime.collectives import changing, of_elementwise, phase, rule_name
 from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
+from lwopt_backend.runtime.state import check_fits
 from lwopt_backend.runtime.whole import Slices
 
 Groups = Sequence[Mapping[str, Any]]
@@ -184,6 +186,24 @@ def of_another_optimizer(saved: Any) -> bool:
     """Whether these are a checkpoint's param groups, and none has the rule that ours write."""
     groups = isinstance(saved, Sequence) and bool(saved) and all(isinstance(group, Mapping) for group in saved)
     return groups and not any("rule" in group for group in saved)
+
+
+def check_saved_groups(where: str, groups: Groups, saved: Groups) -> None:
+    """Raises ValueError for saved param groups of another optimizer, other rules or other numbers of parameters."""
+    if of_another_optimizer(saved) and any(rule_of(group) != "adamw" for group in groups):
+        raise ValueError(
+            f"{where}: the checkpoint was written by another optimizer: its param groups have no 'rule'; load the "
+            "model's weights alone and begin with new state, or take that of another Muon along with "
+            "lwopt_backend.migration"
+        )
+    here, there = (
+        {n: {"rule": rule_of(group), "number of parameters": len(group["params"])} for n, group in enumerate(some)}
+        for some in (groups, saved)
+    )
+    check_fits(where, here, there, what="param group", advice="make the param groups it was saved with")
+    for number, (group, of_group) in enumerate(zip(groups, saved)):
+        if rule_of(group) == "adamw":
+            check_torchs_keys(of_group, f"{where}: param group {number}")
 
 
 def split(

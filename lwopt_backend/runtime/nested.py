@@ -98,6 +98,11 @@ def description(stored: Tensor) -> Any:
     return json.loads(bytes(stored.tolist()))
 
 
+def rebuilt(stored: Tensor) -> Any:
+    """What ``described`` stored, of a state without tensors."""
+    return rebuild(description(stored.cpu()), {})
+
+
 def plain(state: Any) -> Any:
     """The state in containers that ``torch.load(weights_only=True)`` reads. Raises TypeError as ``leaves`` does."""
     check(state)

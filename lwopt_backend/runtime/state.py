@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 import torch
@@ -148,6 +149,59 @@ def checked(
         if tuple(value.shape) != expected:
             raise ValueError(f"{whose}, {key!r}: expected shape {expected}, found {tuple(value.shape)}")
     return values
+
+
+# Does saved state fit? One comparison and one wording for all engines and formats.
+
+Facts = Mapping[Any, Mapping[str, Any]]  # by parameter; a fact that is missing or None is not known, and not compared
+PARAM_GROUP = "the param group of"  # a fact: the first parameter in it
+SAME_MODEL = "load it into the model it was saved with"
+SAME_RULE = "let the rule train it that trained it there, with include, exclude or overrides"
+TO_DO = {
+    "shape": SAME_MODEL,
+    "dtype": SAME_MODEL,
+    "rule": SAME_RULE,
+    "state": SAME_RULE,
+    "matrices": "load it with the 'atoms' it was saved with",
+    PARAM_GROUP: "make the param groups it was saved with",
+}
+
+
+def reasons(
+    here: Facts, saved: Facts, *, advice: str = SAME_MODEL, to_do: Mapping[str, str] = TO_DO, what: str = "parameter"
+) -> Iterator[str]:
+    """Yield a sentence for everything in which ``saved`` does not fit; nothing if it fits.
+
+    Both sides have facts by parameter, or by ``what`` else has them: ``"shape"``, ``"state"`` (its keys), ``"'exp_avg'
+    as"`` (the form of a tensor). ``to_do`` says what to do about a fact, and ``advice`` about all others.
+    """
+    for name in [*(name for name in here if name not in saved), *(name for name in saved if name not in here)]:
+        mine, known = name in here, saved if name in here else here
+        where = "is trained here, and not in the checkpoint" if mine else "is in the checkpoint, and not trained here"
+        close = get_close_matches(str(name), map(str, known), 1)
+        there = f", which has {close[0]!r}" if close and mine else f"; here is {close[0]!r}" if close else ""
+        yield f"{what} {name!r} {where}{there}; {advice}"
+    for name in (name for name in here if name in saved):
+        for fact, expected in here[name].items():
+            found = saved[name].get(fact)
+            if expected is not None and found is not None and expected != found:
+                advised = to_do.get(fact, advice)
+                yield f"{what} {name!r}: expected {fact} {expected}, the checkpoint has {found}; {advised}"
+
+
+def check_fits(where: str, here: Facts, saved: Facts, **more: Any) -> None:
+    """Raises ValueError with the first of the ``reasons``."""
+    for reason in reasons(here, saved, **more):
+        raise ValueError(f"{where}: {reason}")
+
+
+def form_of(value: Any, boxes: Any = None) -> str:
+    """A tensor's kind, shape and placements, or any other value. ``boxes`` are those that this rank has of it."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    placements = getattr(value, "placements", None)
+    kind = f"the boxes {boxes}" if boxes is not None else "a DTensor" if placements else "a plain tensor"
+    return f"{kind} of shape {tuple(value.shape)}" + (f" placed as {placements}" if placements else "")
 
 
 # Owner state in a checkpoint of sharded tensors: cut by rows over the mesh, as parameters are, and back.

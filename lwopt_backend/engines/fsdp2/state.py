@@ -10,16 +10,25 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshStepper, describe, local, placed
-from lwopt_backend.groups.param_groups import of_another_optimizer
-from lwopt_backend.groups.registry import check_torchs_keys
+from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshStepper, local, placed
+from lwopt_backend.groups.param_groups import check_saved_groups, of_another_optimizer
+from lwopt_backend.groups.registry import rule_of
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards, StatePiece, owner_key, part_of
+from lwopt_backend.runtime.state import (
+    MATRICES,
+    Key,
+    OwnerShards,
+    StatePiece,
+    check_fits,
+    form_of,
+    owner_key,
+    part_of,
+)
 
 
 class MeshStore:
@@ -53,75 +62,55 @@ class MeshStore:
         return found
 
 
-# Checks of a state dict before it is loaded.
+# The check of a state dict before it is loaded.
+
+WHAT = "load_state_dict"
+ANEW = "load it with torch.distributed.checkpoint, which shards it anew, into the model it was saved with"
 
 
 def check_loadable(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[str]],
-    rules: Sequence[str],
     made: Mapping[Tensor, Mapping[str, Any]],
+    shards: Of,
 ) -> None:
-    """Raises ValueError for groups with other rules or sizes, and for state with other keys or shapes; warns of missing
-    state."""
-    saved = state_dict["param_groups"]
-    written = {key for state in state_dict["state"].values() for key in state}
-    known = {key for state in made.values() for key in state}
-    fits = len(saved) == len(groups) and written in (set(), known)
-    if of_another_optimizer(saved) and not fits:
-        raise ValueError(
-            f"the checkpoint was written by another optimizer: its {len(saved)} param group(s) have no 'rule', and its "
-            f"state is {sorted(written)}; expected {len(groups)} groups and {sorted(known)}. Load the model's weights "
-            "alone and begin with new state, or take that of another Muon along with lwopt_backend.migration"
-        )
-    ours, theirs = ([len(group["params"]) for group in some] for some in (groups, saved))
-    if ours != theirs:
-        raise ValueError(f"the checkpoint's param groups hold {theirs} parameters, this optimizer's hold {ours}")
-    saved_rules = [group.get("rule", rule) for group, rule in zip(saved, rules)]
-    if saved_rules != list(rules):
-        raise ValueError(
-            f"the checkpoint's param groups follow the rules {saved_rules}, this optimizer's {list(rules)}"
-        )
-    for number, (group, rule) in enumerate(zip(saved, rules)):
-        if rule == "adamw":
-            check_torchs_keys(group, f"load_state_dict: param group {number}")
-    if not state_dict["state"]:
+    """Raises ValueError for groups with other rules or sizes, and for state with other keys, shapes or matrices; warns
+    of missing state. ``made`` is what ``with_owner_keys`` returned."""
+    saved, states = state_dict["param_groups"], state_dict["state"]
+    if not of_another_optimizer(saved):  # a group without a rule is trained by ours
+        saved = [{"rule": rule_of(group), **theirs} for group, theirs in zip(groups, saved)] + saved[len(groups) :]
+    check_saved_groups(WHAT, groups, saved)
+    if not states:
         return  # saved by an optimizer that had no state yet
-    missing = []
-    for theirs_group, group, group_names in zip(saved, groups, names):
-        for index, param, name in zip(theirs_group["params"], group["params"], group_names):
-            found = state_dict["state"].get(index)
-            if found:
-                _check_state(found, made[param], name, param)
-            else:
-                missing.append(name)
+    params = [(name, p) for group, of_group in zip(groups, names) for p, name in zip(group["params"], of_group)]
+    indices = [index for group in saved for index in group["params"]]
+    found = {name: (p, states[index]) for (name, p), index in zip(params, indices) if states.get(index)}
+    elements = dict(_elements(shards))
+    here, there = dict[str, Any](), dict[str, Any]()
+    for name, (param, of_param) in found.items():
+        here[name], there[name] = _facts(of_param, made[param], elements.get(param))
+    check_fits(WHAT, here, there, advice=ANEW)
+    missing = [name for name, _ in params if name not in found]
     if missing:
         warnings.warn(f"the checkpoint has no state of {missing}; theirs is left as it is", stacklevel=3)
 
 
-def _check_state(found: Mapping[str, Any], expected: Mapping[str, Any], name: str, param: Tensor) -> None:
-    where = f"the checkpoint's state of {describe(name, param)}"
-    keys = sorted(found)
-    if keys != sorted(expected):
-        raise ValueError(f"{where}: expected {sorted(expected)}, found {keys}")
-    for key, tensor in expected.items():
-        value = found[key]
-        if not isinstance(value, Tensor):
-            if tensor.ndim == 0:
-                continue  # a counter that was saved as a number
-            raise ValueError(f"{where}, {key!r}: expected a tensor, found {value!r}")
-        if value.shape != tensor.shape or (isinstance(value, DTensor) and not isinstance(tensor, DTensor)):
-            raise ValueError(f"{where}, {key!r}: expected {_kind(tensor)}, found {_kind(value)}")
-        if isinstance(value, DTensor) and value.placements != tensor.placements:
-            raise ValueError(
-                f"{where}, {key!r}: expected placements {tensor.placements}, found {value.placements}; load it with "
-                "torch.distributed.checkpoint, which shards it anew"
-            )
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"a {'DTensor' if isinstance(tensor, DTensor) else 'plain tensor'} of shape {tuple(tensor.shape)}"
+def _facts(
+    found: Mapping[str, Any], made: Mapping[str, Tensor], matrices: list[str] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Facts of a parameter's state, here and in a state dict: shards are placed as here, or tensors are whole."""
+    here: dict[str, Any] = {"matrices": matrices, "state": sorted(made)}
+    there: dict[str, Any] = {"state": sorted(found)}
+    if matrices is not None and MATRICES in found:
+        there["matrices"] = nested.rebuilt(found[MATRICES])
+    for key in made.keys() & found.keys():
+        value, like = found[key], made[key]
+        if isinstance(value, Tensor) or like.ndim:  # a counter may be a number
+            whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            here[f"{key!r} as"] = form_of(torch.empty(like.shape, device="meta") if whole else like)
+            there[f"{key!r} as"] = form_of(value)
+    return here, there
 
 
 def view_of(tensor: Tensor) -> View:
@@ -220,20 +209,6 @@ def take_state(
 def _here(value: Tensor, made: Tensor) -> Tensor:
     """This rank's part of ``value``, which is a shard or whole, for a tensor that is sharded as ``made`` is."""
     return local(value) if isinstance(value, DTensor) else part_of(value, view_of(made))
-
-
-def check_matrices(state_dict: Mapping[str, Any], shards: Of, groups: Groups) -> None:
-    """Raises ValueError if owner state was saved for other matrices than the parameters have here."""
-    index_of = _indices(state_dict, groups)
-    for param, elements in _elements(shards):
-        index = index_of.get(id(param))
-        saved = state_dict["state"].get(index, {}).get(MATRICES)
-        found = elements if saved is None else nested.rebuild(nested.description(saved.cpu()), {})
-        if found != elements:
-            raise ValueError(
-                f"the checkpoint's state of parameter {index!r} is of the matrices {found}, expected those that there "
-                f"are here, {elements}; load it with the 'atoms' it was saved with"
-            )
 
 
 def _entries(shards: Of) -> Iterator[tuple[Tensor, str, Tensor]]:

@@ -44,7 +44,7 @@ from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree, check_on_all
-from lwopt_backend.runtime.state import StatePiece, fill, put
+from lwopt_backend.runtime.state import PARAM_GROUP, StatePiece, check_fits, fill, put
 from lwopt_backend.runtime.whole import owned_dtype
 
 SAVING, LOADING = "save_state_dict", "load_state_dict_from"
@@ -224,7 +224,10 @@ def load(
         known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
         for key in [*names.keys.values(), *others, *saved.weights]:
             if key not in known or key not in names.params and key not in elsewhere:
-                raise ValueError(f"the weight {key!r} is in {_side(key in known)}; load a checkpoint of the same model")
+                side = (
+                    "the checkpoint, and not in this model" if key in known else "this model, and not in the checkpoint"
+                )
+                raise ValueError(f"the weight {key!r} is in {side}; load a checkpoint of the same model")
         for key, value in others.items():
             if isinstance(value, Tensor) and value.shape != saved.weights[key].shape:
                 found = saved.weights[key].shape
@@ -285,37 +288,42 @@ class Checked:
         self._store = OwnedStore(core, groups, names)
         self._core, pieces = core, self._store.pieces()
         self.saved = read_as_expected(lambda: Saved(folder, lambda value: value), folder.path, "DCP")
-        _check_params(names, self.saved)
         self._state: dict[str, dict[str, LazyTensor]] = {}
         self._owner: dict[str, Mapping[int, Mapping[str, Any]]] = {}
+        where = f"{LOADING}: {folder.path}"
+        check_fits(where, *_params_of(names, self.saved))
+        here, there = dict[str, Any](), dict[str, Any]()
         for piece in pieces:
-            self._add(piece, names.keys[piece.member])
-        self.groups = _options_for(core, groups, names, self.saved)
+            key = names.keys[piece.member]
+            here[key], there[key] = self._add(piece, key)
+        check_fits(where, here, there)
+        for piece in pieces:
+            self._check_piece(piece, names.keys[piece.member])
+        options = {core.members[n].group: self.saved.groups[self.saved.group_of[key]] for n, key in names.keys.items()}
+        self.groups = [with_options(group, options[number]) for number, group in enumerate(groups)]
 
-    def _add(self, piece: StatePiece, key: str) -> None:
+    def _add(self, piece: StatePiece, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Facts of a parameter's state, here and in the folder."""
         param, found = self._found(key, self._core.members[piece.member].param)
-        where = f"{self.saved.folder.path}: {key!r}"
-        if sorted(found) != sorted(piece.tensors):
-            raise ValueError(f"{where}: expected state {sorted(piece.tensors)}, found {sorted(found)}")
-        for name, into in piece.tensors.items():
-            saved, shape = found[name], param.shape if into.ndim else ()
-            if (saved.dtype, saved.shape) != (into.dtype, shape):
-                raise ValueError(
-                    f"{where}, {name!r}: expected {into.dtype} of shape {shape}, found {saved.dtype} of {saved.shape}"
-                )
-            if into.ndim:
-                self._check_bytes(key, name, piece.start, piece.stop)
-        if param.owner_states:
-            ours = matrices_of(self._core, piece.member)
-            theirs = self.saved.matrices.get(key, list(map(str, matrices_by_shape(param.shape))))
-            if ours != theirs:
-                raise ValueError(
-                    f"{where}: its state is of the matrices {theirs}, here the parameter has {ours}; load it with the "
-                    "'atoms' it was saved with"
-                )
-            for name in self.saved.states[key].keys() - found.keys():
-                self._check_bytes(key, name, 0, self.saved.states[key][name].numel)
         self._state[key], self._owner[key] = found, param.owner_states
+        here: dict[str, Any] = {"state": sorted(piece.tensors)}
+        there: dict[str, Any] = {"state": sorted(found)}
+        for name in piece.tensors.keys() & found.keys():
+            into, saved = piece.tensors[name], found[name]
+            here[f"{name!r} as"] = f"{into.dtype} of shape {tuple(param.shape if into.ndim else ())}"
+            there[f"{name!r} as"] = f"{saved.dtype} of shape {saved.shape}"
+        if param.owner_states:
+            here["matrices"] = matrices_of(self._core, piece.member)
+            there["matrices"] = self.saved.matrices.get(key, list(map(str, matrices_by_shape(param.shape))))
+        return here, there
+
+    def _check_piece(self, piece: StatePiece, key: str) -> None:
+        """Raises CheckpointError for wrong checksums of what this rank reads of a parameter's state."""
+        for name in (name for name, into in piece.tensors.items() if into.ndim):
+            self._check_bytes(key, name, piece.start, piece.stop)
+        if self._owner[key]:
+            for name in self.saved.states[key].keys() - self._state[key].keys():
+                self._check_bytes(key, name, 0, self.saved.states[key][name].numel)
 
     def _found(self, key: str, ours: Tensor) -> tuple[Param, dict[str, LazyTensor]]:
         """A saved parameter, and its state tensors by our keys."""
@@ -340,47 +348,21 @@ class Checked:
         self._store.take_owner_states(self._owner)
 
 
-def _side(in_checkpoint: bool, missing: str = "not in this model") -> str:
-    return f"the checkpoint, and {missing}" if in_checkpoint else "this model, and not in the checkpoint"
-
-
-def _check_params(names: Names, saved: Saved) -> None:
-    """Raises ValueError for parameters that only one side has, and for another shape, dtype or rule."""
-    trained = {**saved.group_of, **saved.states}
-    for key in [*names.params, *trained]:
-        ours = names.params.get(key)
-        if ours is None or key not in trained:
-            where = _side(ours is None, "not trained here")
-            raise ValueError(f"parameter {key!r} is in {where}; load a checkpoint of the same trained parameters")
-        group = saved.groups[saved.group_of[key]] if key in saved.group_of else {}
-        rule = group.get("rule", "adamw" if "betas" in group else None)  # torch's groups have none
-        weight = saved.weights.get(key)
-        dtypes = {ours.dtype, "float32" if ours.dtype in ("bfloat16", "float16") else ours.dtype}
-        found = {"shape": ours.shape, "dtype": ours.dtype, "rule": rule}
-        if weight is not None:
-            dtype = str(weight.dtype).removeprefix("torch.")
-            found |= {"shape": weight.shape, "dtype": ours.dtype if dtype in dtypes else dtype}
-        for what, value in found.items():
-            if getattr(ours, what) != value:
-                raise ValueError(
-                    f"parameter {key!r}: expected {what} {getattr(ours, what)}, the checkpoint has {value}"
-                )
-
-
-def _options_for(core: OwnedCore, groups: Groups, names: Names, saved: Saved) -> list[dict[str, Any]]:
-    """The param groups with the options of the saved ones. Groups are matched by their members."""
-    theirs: dict[int, set[int]] = {number: set() for number in range(len(groups))}
-    for number, member in enumerate(core.members):
-        theirs[member.group].add(saved.group_of[names.keys[number]])
-    ours: dict[int, set[str]] = {}
-    for key, group in names.groups.items():
-        ours.setdefault(saved.group_of[key], set()).add(group)
-    for number, found in theirs.items():
-        parts = {part for saved_group in found for part in ours[saved_group]}
-        if len(found) > 1 or parts != {core.group_keys[number]}:
-            said = [f"{group}.{saved.groups[group].get('rule')}" for group in sorted(found)]
-            raise ValueError(
-                f"param group {number} ({rule_of(groups[number])}) has the parameters of the checkpoint's groups "
-                f"{said}, which are here in {sorted(parts)}; make the same param groups"
-            )
-    return [with_options(group, saved.groups[theirs[number].pop()]) for number, group in enumerate(groups)]
+def _params_of(names: Names, saved: Saved) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Facts of all ranks' parameters, here and in the folder. Groups are known by the first parameter in them."""
+    here: dict[str, dict[str, Any]] = {}
+    there: dict[str, dict[str, Any]] = {key: {} for key in {**saved.group_of, **saved.states}}
+    firsts: dict[Any, str] = {}
+    for key, ours in names.params.items():
+        number, weight = saved.group_of.get(key), saved.weights.get(key)
+        group = {} if number is None else saved.groups[number]
+        of_group = {PARAM_GROUP: firsts.setdefault(names.groups[key], key)}
+        here[key] = {"shape": ours.shape, "dtype": ours.dtype, "rule": ours.rule, **of_group}
+        if key in there:
+            rule = group.get("rule", "adamw" if "betas" in group else "none")  # torch's groups have none
+            there[key] = {"rule": rule, PARAM_GROUP: firsts.setdefault(number, key)}
+            if weight is not None:
+                dtype = str(weight.dtype).removeprefix("torch.")
+                is_master = dtype == "float32" and ours.dtype in ("bfloat16", "float16")
+                there[key] |= {"shape": weight.shape, "dtype": ours.dtype if is_master else dtype}
+    return here, there

@@ -16,16 +16,25 @@ from torch import Tensor
 from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.engines.owned.step import OwnedCore
-from lwopt_backend.groups.grouping import Member
-from lwopt_backend.groups.param_groups import of_another_optimizer, with_options
-from lwopt_backend.groups.registry import check_torchs_keys, new_state, rule_of
+from lwopt_backend.groups.param_groups import check_saved_groups, with_options
+from lwopt_backend.groups.registry import new_state
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.plan.layouts import View, boxes_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.state import MATRICES, STRUCTURE, OwnerStates, StatePiece, fill
+from lwopt_backend.runtime.state import (
+    MATRICES,
+    SAME_RULE,
+    STRUCTURE,
+    TO_DO,
+    OwnerStates,
+    StatePiece,
+    check_fits,
+    fill,
+    form_of,
+)
 
 Groups = Sequence[dict[str, Any]]
 
@@ -131,6 +140,8 @@ OTHER_RANKS = (
     "any of these, save with torch.distributed.checkpoint or optimizer.save_state_dict(folder), and load with "
     "optimizer.load_state_dict_from(folder)"
 )
+
+FLAT = f"{SAME_RULE}; torch's flattened form leaves out what owners keep, save the nested one"
 
 
 class Pieces(Tensor):
@@ -345,67 +356,37 @@ def _checked(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> 
     if missing:
         raise ValueError(f"{WHAT}: expected a state dict with 'state' and 'param_groups'; found {list(state_dict)}")
     saved = state_dict["param_groups"]
-    if of_another_optimizer(saved) and any(rule_of(group) != "adamw" for group in groups):
-        raise ValueError(
-            "this state_dict was written by another optimizer: its param groups have no 'rule'; load the model's "
-            "weights alone and begin with new state, or take that of another Muon along with lwopt_backend.migration"
-        )
-    here, there = ([len(group["params"]) for group in some] for some in (groups, saved))
-    if here != there:
-        raise ValueError(f"{WHAT}: its param groups hold {there} parameters, this optimizer's hold {here}")
-    for number, (group, of_group) in enumerate(zip(groups, saved)):
-        theirs, ours = rule_of(of_group), rule_of(group)
-        if theirs != ours:
-            raise ValueError(
-                f"{WHAT}: param group {number} was trained by {theirs!r}, here it is by {ours!r}; "
-                "load it with the rules it was saved with"
-            )
-        if ours == "adamw":
-            check_torchs_keys(of_group, f"{WHAT}: param group {number}")
+    check_saved_groups(WHAT, groups, saved)
     pairs = [pair for group, of_group in zip(groups, saved) for pair in zip(group["params"], of_group["params"])]
     indices = {id(param): index for param, index in pairs}
     mine = {piece.member: piece for piece in state_pieces(core)}
-    kept = [of_member for bucket in core.manager.buckets for of_member in _kept(core, bucket, groups).items()]
-    checked = {}
-    for number, like in kept:
-        found = state_dict["state"].get(indices[id(core.members[number].param)], {})
-        owner = _owner_tensors(core, number, groups) if number in mine else {}
-        checked[number] = _checked_member(core.members[number], mine.get(number), like, owner, found)
+    checked: dict[int, dict[str, Tensor]] = {}
+    for number, kept in (entry for bucket in core.manager.buckets for entry in _kept(core, bucket, groups).items()):
+        member, piece = core.members[number], mine.get(number)
+        owner = _owner_tensors(core, number, groups) if piece else {}
+        found = state_dict["state"].get(indices[id(member.param)], {})
+        values = {key: value for key, value in found.items() if value is not None and not isinstance(value, Mapping)}
+        compared = {*values} & {*kept} if member.blocks and not piece else {*values}  # the rest is at the owner
+        here: dict[str, Any] = {"state": sorted({*kept, *owner} - {MASTER})}
+        there: dict[str, Any] = {"state": sorted(compared - {MASTER})}
+        checked[number] = {key: torch.as_tensor(values[key]) for key in (*kept, *owner) if key in values}
+        for key, value in checked[number].items():
+            like, is_owners = {**kept, **owner}[key], key in owner
+            if key == MATRICES:
+                here[key], there[key] = (nested.rebuilt(_here(some)) for some in (like, value))
+            elif key != STRUCTURE:
+                shape = tuple(like.shape) if is_owners or not like.ndim else tuple(member.param.shape)
+                expected = found_parts = None
+                if isinstance(value, Pieces) and not is_owners:
+                    expected = _sizes(boxed(piece.tensors[key], piece, shape) if piece else {})
+                    found_parts = _sizes(value.boxes)
+                here[f"{key!r} as"] = form_of(torch.empty(shape, device="meta"), expected)
+                there[f"{key!r} as"] = form_of(value, found_parts)
+        to_do = {**TO_DO, "state": FLAT if owner else SAME_RULE}
+        check_fits(WHAT, {member.name: here}, {member.name: there}, advice=OTHER_RANKS, to_do=to_do)
+        checked[number].pop(MATRICES, None)
     return checked
 
 
-def _checked_member(
-    member: Member,
-    piece: StatePiece | None,
-    kept: Mapping[str, Tensor],
-    owner: Mapping[str, Tensor],
-    found: Mapping[str, Any],
-) -> dict[str, Tensor]:
-    """``found`` as tensors: a member's ``kept`` and ``owner`` state, of which this rank has ``piece``.
-
-    Raises ValueError for keys, shapes, matrices or pieces that do not fit.
-    """
-    whose = f"{WHAT}: state of parameter {member.name!r}"
-    values = {key: value for key, value in found.items() if value is not None and not isinstance(value, Mapping)}
-    elsewhere = {*values} - {*kept} if member.blocks and not piece else {MASTER}
-    keys = {*kept, *owner} - {MASTER}
-    if {*values} - elsewhere - {MASTER} != keys:
-        flat = "; torch's flattened form leaves out what owners keep, save the nested one" if owner else ""
-        raise ValueError(f"{whose}: expected {sorted(keys)}, found {sorted({*values} - {MASTER})}{flat}")
-    taken = {key: torch.as_tensor(values[key]) for key in (*kept, *owner) if key in values}
-    for key, value in taken.items():
-        where, like = f"{whose}, {key!r}", owner[key] if key in owner else kept[key]
-        expected = tuple(member.param.shape) if key in kept and like.ndim else tuple(like.shape)
-        if tuple(value.shape) != expected and key not in (MATRICES, STRUCTURE):
-            raise ValueError(f"{where}: expected shape {expected}, found {tuple(value.shape)}")
-        if hasattr(value, "full_tensor"):
-            raise ValueError(f"{where}: expected a whole tensor, found a DTensor; save a full state dict")
-        if isinstance(value, Pieces) and key in kept:
-            boxes = boxed(piece.tensors[key], piece, expected) if piece else {}
-            here, there = ({place: tuple(box.shape) for place, box in some.items()} for some in (boxes, value.boxes))
-            if here != there:
-                raise ValueError(f"{where} was saved by another rank, or with another layout. {OTHER_RANKS}")
-    matrices, theirs = taken.pop(MATRICES, None), owner.get(MATRICES)
-    if matrices is not None and theirs is not None and not torch.equal(_here(matrices).cpu(), theirs):
-        raise ValueError(f"{whose} is of other matrices than here; load it with the 'atoms' it was saved with")
-    return taken
+def _sizes(boxes: Mapping[tuple[int, ...], Tensor]) -> dict[tuple[int, ...], tuple[int, ...]]:
+    return {place: tuple(box.shape) for place, box in boxes.items()}
