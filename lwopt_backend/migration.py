@@ -12,9 +12,8 @@ from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, new_state, rule_of
-from lwopt_backend.plan import TrainedParam
 from lwopt_backend.runtime.agreement import agree_in_all
-from lwopt_backend.runtime.state import StateStore, checked, keeps_state, put
+from lwopt_backend.runtime.state import StateStore, check_fits, keeps_state, put
 
 # Muon's momentum has two forms: a moving average of gradients, or their sum. Starting from zero, B <- mu B + (1 - mu) G
 # equals 1 - mu times M <- mu M + G, as long as mu does not change. If mu was changed during a run, no factor is exact;
@@ -140,39 +139,32 @@ def _select(store: StateStore, named: Named, strict: bool) -> dict[str, dict[str
     Raises ValueError, if ``strict``, for a parameter that only one side has; and always for other keys or shapes than
     its rule's, for a rule with owner state, and for different counters in one unit.
     """
-    known = {param.name: param for param in store.params}
+    names = {param.name for param in store.params} & named.keys()
+    taken = {name: {key: torch.as_tensor(value) for key, value in named[name].items()} for name in names}
+    there = {name: _facts(state) for name, state in taken.items()}
     if strict:
-        for name in named:
-            if name not in known and name not in store.elsewhere:
-                raise ValueError(
-                    f"{WHAT}: no parameter {name!r} is trained here; {suggestion(name, known)} With strict=False what "
-                    "is not trained is left out"
-                )
-        for name in known:
-            if name not in named:
-                raise ValueError(
-                    f"{WHAT}: there is no state of parameter {name!r}; with strict=False it keeps what it has"
-                )
-    taken = {n: _checked(param, store.groups[param.group], named[n]) for n, param in known.items() if n in named}
+        there |= {name: {} for name in named if name not in names and name not in store.elsewhere}
+    here: dict[str, dict[str, Any]] = {}
     for unit in store.units:  # whose parameters are stepped as one tensor
-        like = new_state(torch.empty(1, device="meta"), store.groups[unit[0].group])
-        for key in (key for key, tensor in like.items() if not tensor.ndim):
-            counts = {param.name: float(taken[param.name][key]) for param in unit if param.name in taken}
-            if len(set(counts.values())) > 1 or (counts and len(counts) < len(unit)):
-                raise ValueError(
-                    f"{WHAT}: DeepSpeed steps the parameters of param group {unit[0].group} as one tensor with one "
-                    f"{key!r}; expected the same of all {len(unit)} of them, found {counts}"
-                )
+        group, given = store.groups[unit[0].group], [param for param in unit if param.name in names]
+        rule, like = rule_of(group), new_state(torch.empty(1, device="meta"), group)
+        if given and rule in MATRIX_RULES and keeps_state(MATRIX_RULES[rule].build(**arguments(group))):
+            whose = f"{WHAT}: parameter {given[0].name!r}, which {rule!r} trains"
+            raise ValueError(f"{whose}: this rule keeps state at the matrix's owner, which no other optimizer's has")
+        has_counters = any(not tensor.ndim for tensor in like.values())
+        for param in unit if strict or given and has_counters else given:
+            counters = there[given[0].name]["counters"] if given and has_counters else None
+            shapes = {key: param.shape if tensor.ndim else () for key, tensor in like.items()}
+            of_param = _facts({key: torch.empty(shape, device="meta") for key, shape in shapes.items()})
+            here[param.name] = {**of_param, "counters": counters}
+    check_fits(WHAT, here, there, advice="with strict=False what only one side has is left as it is")
     return taken
 
 
-def _checked(param: TrainedParam, group: Group, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    rule = rule_of(group)
-    whose = f"{WHAT}: parameter {param.name!r}, which {rule!r} trains"
-    if rule in MATRIX_RULES and keeps_state(MATRIX_RULES[rule].build(**arguments(group))):
-        raise ValueError(f"{whose}: this rule keeps state at the matrix's owner, which no other optimizer's state has")
-    advice = "; if another rule trained it, let the same rule train it here, with include or exclude"
-    return checked(whose, state, new_state(torch.empty(1, device="meta"), group), param.shape, advice)
+def _facts(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    shapes = {f"{key!r} as": f"a tensor of shape {tuple(value.shape)}" for key, value in state.items()}
+    counters = {key: value.item() for key, value in state.items() if not value.ndim and not value.is_meta}
+    return {"state": sorted(state), **shapes, "counters": counters}
 
 
 # What other optimizers' ``state_dict`` has, by parameter name and under our keys.

@@ -119,19 +119,22 @@ def assert_parts_alone_are_kept(optimizer: Any) -> None:
 
 # What does not fit
 OTHER, TURNED = torch.zeros(37, 24), torch.zeros(24, 63)
-RULE = "; if another rule trained it, let the same rule train it here, with include or exclude"
-EXPECTED = "parameter 'lm_head.weight', which 'adamw' trains: expected ['exp_avg', 'exp_avg_sq', 'step'], found "
+RULE = "; let the rule train it that trained it there, with include, exclude or overrides"
+EXPECTED = "'lm_head.weight': expected state ['exp_avg', 'exp_avg_sq', 'step'], the checkpoint has "
 WRONG: dict[str, tuple[dict[str, Any], str]] = {  # what takes a state's place, or None, and what is said
-    "unknown": ({"layers.0.wait": {}}, "no parameter 'layers.0.wait' is trained here; did you mean 'layers.0.weight'?"),
-    "missing": ({"layers.5.weight": None}, "no state of parameter 'layers.5.weight'; with strict=False it keeps what"),
+    "unknown": (
+        {"layers.0.wait": {}},
+        "'layers.0.wait' is in the checkpoint, and not trained here; here",
+    ),
+    "missing": ({"layers.5.weight": None}, "parameter 'layers.5.weight' is trained here, and not in the checkpoint"),
     "keys": ({"lm_head.weight": {"momentum_buffer": OTHER}}, f"{EXPECTED}['momentum_buffer']{RULE}"),
     "shape": (
         {"layers.0.weight": {"momentum_buffer": TURNED}},
-        "parameter 'layers.0.weight', which 'muon' trains, 'momentum_buffer': expected shape (63, 24), found (24, 63)",
+        "'layers.0.weight': expected 'momentum_buffer' as a tensor of shape (63, 24), the checkpoint has a tensor of ",
     ),
     "counters": (  # under DeepSpeed
         {"lm_head.weight": {"exp_avg": OTHER, "exp_avg_sq": OTHER, "step": torch.tensor(9.0)}},
-        "as one tensor with one 'step'; expected the same of all",
+        "expected counters {'step': ",
     ),
 }
 

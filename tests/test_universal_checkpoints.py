@@ -276,13 +276,22 @@ def forget_which(step: Path) -> None:
     (step.parent / "latest_universal").unlink()
 
 
+def call_muon_normuon(step: Path) -> None:
+    """Whose owners keep more than Muon's."""
+    file = step / "zero/optimizer_state.pt"
+    saved = torch.load(file, weights_only=False)
+    for group in saved["param_groups"]:
+        group["rule"] = group["rule"].replace("muon", "normuon")
+    torch.save(saved, file)
+
+
 def keep(step: Path) -> None:
     """As it was saved."""
 
 
 MOMENTUM, OWNER = f"{GATE}/momentum_buffer.pt", "owner_state/gate.weight.pt"
-OF_ADAM = ["expected the states ['momentum_buffer'], found ['exp_avg', 'exp_avg_sq']; another opt"]
-WITH_ATOMS = "'qkv.weight'", "with the 'atoms' it was saved with"
+OF_ADAM = ["expected state ['momentum_buffer'], the checkpoint has ['exp_avg', 'exp_avg_sq']; let the rule train it"]
+WITH_ATOMS = "with the 'atoms' it was saved with"
 COSINE = {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}}}
 
 
@@ -314,31 +323,35 @@ MISFITS: dict[str, tuple[Here, list[Case]]] = {
     "soap": (
         Here("soap"),
         [
-            (MUON, keep, {}, ["layers.0.weight", "'soap' trains: expected the states []", "found ['momentum_"]),
+            (MUON, keep, {}, ["parameter 'layers.0.weight': expected rule soap, the checkpoint has muon"]),
             (SOAP, without(OWNER), {}, [OWNER, "is missing"]),
         ],
     ),
     "normuon": (
         Here("normuon"),
         [
-            (MUON, keep, {}, ["owner_state/", "expected what the owner keeps of 1 matrices, found 0"]),
-            (SOAP, keep, {}, ["expected the states ['momentum_buffer']", "load_optimizer_states"]),
+            (MUON, keep, {}, ["parameter 'layers.0.weight': expected rule normuon, the checkpoint has muon"]),
+            (MUON, call_muon_normuon, {}, ["'layers.0.weight': expected owner state of the matrices [0], the ch"]),
+            (SOAP, keep, {}, ["expected rule normuon, the checkpoint has soap", "load_optimizer_states"]),
         ],
     ),
-    "shampoo": (Here("shampoo"), [(SOAP, keep, {}, ["was trained by 'soap', here by 'shampoo'"])]),
+    "shampoo": (Here("shampoo"), [(SOAP, keep, {}, ["expected rule shampoo, the checkpoint has soap"])]),
     "shape": (
         Here(build=functools.partial(uneven, hidden=(64, 41))),
-        [(MUON, keep, {}, ["expected shape (64, 24), found (63, 24)"])],
+        [(MUON, keep, {}, ["expected shape (64, 24), the checkpoint has (63, 24)"])],
     ),
     "routing": (
         Here(options={"exclude": ["gate.weight"]}),
-        [(MUON, keep, {}, ["'gate.weight', which 'adamw' trains: expected"])],
+        [(MUON, keep, {}, ["'gate.weight': expected rule adamw, the checkpoint has muon"])],
     ),
     "schedule": (
         Here(changes=COSINE),
         [(MUON, keep, {}, ["expected the state of a scheduler like the one here", "['last_batch_it"])],
     ),
-    "parts": (Here("soap", build=FusedLM), [(FUSED, keep, {}, ["owner_state/qkv.weight.pt: parameter", *WITH_ATOMS])]),
+    "parts": (
+        Here("soap", build=FusedLM),
+        [(FUSED, keep, {}, ["'qkv.weight': expected matrices", WITH_ATOMS])],
+    ),
 }
 ONCE = [(f"zero {number % 4}", what) for number, what in enumerate(MISFITS)]
 

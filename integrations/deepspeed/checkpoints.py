@@ -24,6 +24,7 @@ from lwopt_backend.groups.param_groups import of_another_optimizer
 from lwopt_backend.integrations.deepspeed.tensors import mark
 from lwopt_backend.runtime.agreement import setting
 from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.state import TO_DO, check_fits
 
 MARK = "lwopt.owned"  # the key of a checkpoint of owned storage
 CONVERT, CONVERT_OWNED = (
@@ -31,6 +32,8 @@ CONVERT, CONVERT_OWNED = (
     '"checkpoint": {"load_universal": true}'
     for what in ("Another number of ranks", "Another number of ranks or another layout")
 )
+AS_SAVED = "load it with the optimizer, the model, the param groups, 'include' and 'exclude' it was saved with"
+AS_LAID_OUT = "load it with the layout, bucket_mb and group_size it was saved with"
 
 
 @dataclass(frozen=True)
@@ -144,10 +147,10 @@ def check(
     if with_state and core is not None:
         _check_owned(folder, saved.owned, core, stage)
     elif with_state and saved.groups is not None:
-        _check_groups(saved.groups, [list(group) for group in engine._get_zero_param_shapes()])
+        _check_groups(folder, saved.groups, [list(group) for group in engine._get_zero_param_shapes()])
     elif with_state and saved.names is not None:
-        groups = engine.basic_optimizer.param_groups
-        _check_groups(saved.names, [[engine.param_names[param] for param in group["params"]] for group in groups])
+        params = [group["params"] for group in engine.basic_optimizer.param_groups]
+        _check_groups(folder, saved.names, [[engine.param_names[param] for param in group] for group in params])
     return [
         f"{folder.name}, saved on {saved.world_size} ranks",
         setting(f"the save that their files in {folder} are of", saved.save_id),
@@ -231,20 +234,17 @@ def _wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:
     )
 
 
-def _check_groups(saved: list[list[str]], ours: list[list[str]]) -> None:
+def _check_groups(folder: Path, saved: list[list[str]], ours: list[list[str]]) -> None:
     """DeepSpeed copies by position: it notices only different lengths, with an error about alignment."""
-    advice = "load it with the optimizer, the model, the param groups, 'include' and 'exclude' it was saved with"
-    for number, (theirs, here) in enumerate(zip(saved, ours)):
-        if theirs != here:
-            pairs = zip([*theirs, None], [*here, None])
-            differing = next(pair for pair in pairs if pair[0] != pair[1])
-            found, expected = ("no further parameter" if name is None else repr(name) for name in differing)
-            raise ValueError(
-                f"group {number} holds other parameters than in the checkpoint: {expected} here, {found} there; "
-                f"{advice}"
-            )
-    if len(saved) != len(ours):
-        raise ValueError(f"the checkpoint has {len(saved)} groups of parameters, this optimizer {len(ours)}; {advice}")
+    sides = (
+        {
+            name: {"place": f"{place} of group {number} of {len(groups)}"}
+            for number, group in enumerate(groups)
+            for place, name in enumerate(group)
+        }
+        for groups in (ours, saved)
+    )
+    check_fits(f"the checkpoint {str(folder)!r}", *sides, advice=AS_SAVED)
 
 
 def _check_owned(folder: Path, owned: Mapping[str, Any] | None, core: OwnedCore, stage: int) -> None:
@@ -255,26 +255,17 @@ def _check_owned(folder: Path, owned: Mapping[str, Any] | None, core: OwnedCore,
             'universal and set "checkpoint": {"load_universal": true}, or load its weights alone, with '
             "load_optimizer_states=False"
         )
-    ours = mark(core)
-    for their, our in zip([*owned["members"], None], [*ours["members"], None]):
-        if their != our:
-            raise ValueError(
-                f"the checkpoint {str(folder)!r} holds other parameters: {_spell(our)} here, {_spell(their)} there; "
-                "load it with the model, the param groups, the 'include', 'exclude' and 'atoms' it was saved with"
-            )
-    for name in ours["pieces"].keys() | owned["pieces"].keys() if stage > 0 else ():
-        pair = ours["pieces"].get(name), owned["pieces"].get(name)
-        if pair[0] != pair[1]:
-            here, there = (f"elements {x[0]} to {x[1]}" if x else "nothing" for x in pair)
-            raise ValueError(
-                f"the checkpoint {str(folder)!r} is laid out differently: of parameter {name!r} this rank owns {here}, "
-                f"there it owned {there}; load with the layout, bucket_mb and group_size it was saved with. "
-                f"{CONVERT_OWNED}"
-            )
+    to_do = {**TO_DO, "place": AS_SAVED, "elements": f"{AS_LAID_OUT}. {CONVERT_OWNED}"}
+    for in_parts in (False, True) if stage > 0 else (False,):
+        sides = (_facts(of_rank, in_parts) for of_rank in (mark(core), owned))
+        check_fits(f"the checkpoint {str(folder)!r}", *sides, advice=AS_SAVED, to_do=to_do)
 
 
-def _spell(member: tuple[str, tuple[int, ...], str, list[str]] | None) -> str:
-    if member is None:
-        return "no further parameter"
-    name, shape, rule, matrices = member
-    return f"{name!r} {shape} by {rule}" + (f" as the matrices {matrices}" if len(matrices) > 1 else "")
+def _facts(mark: Mapping[str, Any], in_parts: bool) -> dict[str, dict[str, Any]]:
+    """Facts of the parameters in a mark of owned storage. ``in_parts``: a rank saves what it owns of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for place, (name, shape, rule, matrices) in enumerate(mark["members"]):
+        found[name] = {"shape": tuple(shape), "rule": rule, "matrices": matrices, "place": place}
+        if in_parts:
+            found[name]["elements"] = tuple(mark["pieces"].get(name, ("none",)))
+    return found

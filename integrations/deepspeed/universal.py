@@ -26,11 +26,9 @@ from lwopt_backend.checkpoint import convert as translation
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed.files import STEP, renumbered, tag_of
-from lwopt_backend.checkpoint.deepspeed.universal import OWNERS
 from lwopt_backend.checkpoint.files.pickles import in_memory
-from lwopt_backend.config.options import suggestion
 from lwopt_backend.engines.owned.step import OwnedCore
-from lwopt_backend.groups.param_groups import OURS, of_another_optimizer
+from lwopt_backend.groups.param_groups import OURS
 from lwopt_backend.groups.registry import LR_SCALE, MATRIX_RULES, arguments, new_state, option_names
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, prepare_saving
 from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
@@ -38,11 +36,13 @@ from lwopt_backend.plan import TrainedParam
 from lwopt_backend.routing.routing import full_shape
 from lwopt_backend.runtime.agreement import agree_in_all, check_on_all, from_first, setting
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
-from lwopt_backend.runtime.state import OwnerStates, StateStore, Whole, keeps_state, put
+from lwopt_backend.runtime.state import TO_DO, OwnerStates, StateStore, Whole, keeps_state, put, reasons
 
 WHAT = "load_checkpoint"
 PLACED = {"params", "name", "moe", *OURS}  # a group's keys that say what it is, not how it is trained
 ALONE = "load the weights alone, with load_optimizer_states=False"
+KEPT = "owner state of the matrices"
+BY_CONVERT = "convert the checkpoint with lwopt convert, which takes owner state along, load it with its 'atoms'"
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
 
@@ -231,16 +231,11 @@ def choose(
     folder, checkpoint = opened
     trained, groups = {param.name: param for param in store.params}, store.groups
     others = _others(engine, trained)
-    params = _matched(folder, checkpoint, trained, {*others, *store.elsewhere})
-    for name, param in trained.items():
-        _check_shape(folder / "zero" / name / f"{MASTER}.pt", name, param.shape, params[name].shape)
+    params, notes = _fitting(folder, checkpoint, store, {*others, *store.elsewhere}, with_state)
     rest = _rest(folder, checkpoint, others, asked["load_module_strict"])
     options: list[dict[str, Any]] = [{} for _ in groups]
-    notes: list[str] = []
     if with_state:
         members: list[dict[str, Param]] = [{} for _ in groups]
-        for unit in store.units:
-            notes += _check_states(folder, checkpoint, unit, groups, params)
         for param in store.params:
             members[param.group][param.name] = params[param.name]
         options, more = _options_of(folder, checkpoint, groups, members)
@@ -263,27 +258,65 @@ def _others(engine: DeepSpeedEngine, trained: Mapping[str, TrainedParam]) -> dic
     return {name: shape for name, shape in named.items() if name not in trained}
 
 
-def _matched(
-    folder: Path, checkpoint: Checkpoint, trained: Mapping[str, TrainedParam], others: Collection[str]
-) -> dict[str, Param]:
-    there = checkpoint.params
-    names = {name: name if name in there else checkpoint.tied.get(name, name) for name in trained}
-    missing = [name for name, theirs in names.items() if theirs not in there or not there[theirs].states]
-    if missing:
-        kind = "has it frozen" if missing[0] in there else f"has none of that name; {suggestion(missing[0], there)}"
-        raise CheckpointError(
-            f"{folder}: expected the state of all {len(trained)} trained parameters, but {len(missing)} are missing, "
-            f"first {missing[0]!r}: the checkpoint {kind}. Its names are {checkpoint.names!r}; convert it with lwopt "
-            "convert --names where the model's are others"
-        )
-    taken = {*names.values(), *others, *(checkpoint.tied.get(name) for name in others)}
-    left = [name for name in there if name not in taken]
-    if left:
-        raise CheckpointError(
-            f"{folder} has {len(left)} parameters that the model does not train, first {left[0]!r}; "
-            f"{suggestion(left[0], trained)} Load it into the model it was saved with"
-        )
-    return {name: there[theirs] for name, theirs in names.items()}
+def _fitting(
+    folder: Path, checkpoint: Checkpoint, store: StateStore, others: Collection[str], with_state: bool
+) -> tuple[dict[str, Param], list[str]]:
+    """The trained parameters in the checkpoint, by our names, and sentences about what differs and may.
+
+    Raises CheckpointError for other parameters or shapes than here and, ``with_state``, for other state.
+    """
+    names = {param.name: checkpoint.name_of(param.name) for param in store.params}
+    params = {name: checkpoint.params[theirs] for name, theirs in names.items() if theirs in checkpoint.params}
+    left = {*checkpoint.params} - {*names.values(), *others, *map(checkpoint.name_of, others)}
+    there: dict[str, dict[str, Any]] = {name: {} for name in left}
+    there |= {name: {"shape": p.shape, "status": "trained" if p.states else "frozen"} for name, p in params.items()}
+    here: dict[str, dict[str, Any]] = {
+        param.name: {"shape": param.shape, "status": "trained"} for param in store.params
+    }
+    notes: list[str] = []
+    keep_any = any(param.owner_states for param in checkpoint.params.values())
+    for unit in store.units if with_state else ():
+        first = params.get(unit[0].name)
+        for param in (param for param in unit if param.name in params):
+            mine, theirs, more = _facts_of_state(checkpoint, store.groups[param.group], param, params, keep_any)
+            here[param.name] |= {**mine, "counters": {STEP: first.step} if first and STEP in mine["state"] else None}
+            there[param.name] |= {**theirs, "counters": {STEP: params[param.name].step}}
+            notes += [f"{folder}: {note}" for note in more]
+    advice = f"its names are {checkpoint.names!r}; convert it with lwopt convert --names where the model's are others"
+    to_do = {fact: text if fact in ("shape", "status") else f"{text}, or {ALONE}" for fact, text in TO_DO.items()}
+    for reason in reasons(here, there, advice=advice, to_do={**to_do, KEPT: f"{BY_CONVERT}, or {ALONE}"}):
+        raise CheckpointError(f"{folder}: {reason}")
+    return params, notes
+
+
+def _facts_of_state(
+    checkpoint: Checkpoint, group: Group, trained: TrainedParam, params: Mapping[str, Param], keep_any: bool
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Facts of a parameter's state, here and in the checkpoint, and sentences about what differs and may.
+
+    A matrix that never had a gradient has no owner state; if other matrices have some, that begins anew.
+    """
+    param, ours, rule = params[trained.name], trained.matrices, trained.rule
+    like = new_state(torch.empty(1, device="meta"), group)
+    steps = {STEP} & {*like} if param.step is not None else set()
+    number = len(checkpoint.groups) if param.group is None else param.group
+    by = checkpoint.groups[number].get("rule") if number in range(len(checkpoint.groups)) else None
+    here: dict[str, Any] = {"rule": rule, "state": sorted(key for key, t in like.items() if t.ndim or key == STEP)}
+    there: dict[str, Any] = {"rule": by, "state": sorted({*param.states} - {MASTER} | steps)}
+    theirs = (checkpoint.arguments.get("matrices") or {}).get(checkpoint.name_of(trained.name))  # if it says
+    theirs, kept = None if theirs is None else list(theirs), sorted(param.owner_states)
+    keeps = rule in MATRIX_RULES and keeps_state(MATRIX_RULES[rule].build(**arguments(group)))
+    whose, notes = f"parameter {trained.name!r}, which {rule!r} trains", []
+    if keeps and kept:
+        here["matrices"], there["matrices"] = ours, theirs
+    elif theirs not in (None, ours):
+        notes.append(f"{whose} as the matrices {ours}, was trained as {theirs}; their updates differ")
+    if not keeps or checkpoint.iteration != 0:
+        here[KEPT], there[KEPT] = list(range(len(ours))) if keeps else [], kept
+    if keeps and by == rule and keep_any and {*kept} < {*range(len(ours))}:
+        there[KEPT] = None
+        notes.append(f"{whose}: nothing was kept of {len(ours) - len(kept)} of {len(ours)} matrices; they begin anew")
+    return here, there, notes
 
 
 def _rest(
@@ -292,7 +325,7 @@ def _rest(
     """Tensors for frozen parameters and buffers, by name; DeepSpeed's converter saves both as parameters."""
     found = {}
     for name, shape in others.items():
-        there = checkpoint.params.get(checkpoint.tied.get(name, name))
+        there = checkpoint.params.get(checkpoint.name_of(name))
         tensor = checkpoint.buffers.get(name) if there is None or name in checkpoint.buffers else there.best
         if tensor is not None:
             _check_shape(folder, name, shape, tensor.shape)
@@ -311,72 +344,6 @@ def _check_shape(file: Path, name: str, expected: Sequence[int], found: Sequence
             f"{file}, parameter {name!r}: expected shape {tuple(expected)}, found {tuple(found)}; load it into the "
             "model it was saved with"
         )
-
-
-def _check_states(
-    folder: Path, checkpoint: Checkpoint, unit: Sequence[TrainedParam], groups: Groups, params: Mapping[str, Param]
-) -> list[str]:
-    """Raises CheckpointError unless the checkpoint has all state that the rule keeps of a unit's parameters. Returns
-    sentences about other differences."""
-    group, rule = groups[unit[0].group], unit[0].rule
-    like = new_state(torch.empty(1, device="meta"), group)
-    expected = sorted(key for key, tensor in like.items() if tensor.ndim)
-    keeps_owner_state = rule in MATRIX_RULES and keeps_state(MATRIX_RULES[rule].build(**arguments(group)))
-    notes = []
-    for trained in unit:
-        name, param = trained.name, params[trained.name]
-        whose = f"parameter {name!r}, which {rule!r} trains"
-        found = sorted(key for key in param.states if key != MASTER)
-        if found != expected:
-            others = "; another optimizer wrote the checkpoint" if of_another_optimizer(checkpoint.groups) else ""
-            raise CheckpointError(
-                f"{folder / 'zero' / name}: {whose}: expected the states {expected}, found {found}{others}; let the "
-                f"rule train it that trained it there, with include, exclude or overrides, or {ALONE}"
-            )
-        if STEP in like and param.step is None:
-            raise CheckpointError(f"{folder / 'zero' / name / STEP}.pt is missing: {whose}; {ALONE}")
-        ours = trained.matrices
-        theirs = (checkpoint.arguments.get("matrices") or {}).get(checkpoint.tied.get(name, name))  # if it says
-        theirs = None if theirs is None else list(theirs)
-        owners = f"{folder / OWNERS / name}.pt: {whose}"
-        if keeps_owner_state and checkpoint.iteration != 0:
-            notes += _check_owner_states(checkpoint, param, rule, owners, ours, theirs)
-        elif param.owner_states and not keeps_owner_state:
-            raise CheckpointError(f"{owners}, a rule that keeps no such state; {ALONE}")
-        if theirs not in (None, ours):
-            notes.append(f"{folder}: {whose} as the matrices {ours}, was trained as {theirs}; their updates differ")
-    steps = {trained.name: params[trained.name].step for trained in unit}
-    if STEP in like and len(set(steps.values())) > 1:
-        raise CheckpointError(
-            f"{folder}: DeepSpeed steps the parameters of a param group as one tensor; expected one count of steps for "
-            f"those of {rule!r}, found {steps}; put them into groups of their own"
-        )
-    return notes
-
-
-def _check_owner_states(
-    checkpoint: Checkpoint, param: Param, rule: str, where: str, ours: list[str], theirs: list[str] | None
-) -> list[str]:
-    """Raises CheckpointError unless there is owner state of every matrix, and of the same matrices.
-
-    A matrix that never had a gradient has none; if other matrices have some, a note says so instead of an error.
-    """
-    found = param.owner_states
-    if found and (theirs not in (None, ours) or max(found) >= len(ours)):
-        raise CheckpointError(
-            f"{where} as the matrices {ours}: found what owners keep of {theirs or sorted(found)}; load it with the "
-            f"'atoms' it was saved with, or {ALONE}"
-        )
-    if len(found) == len(ours):
-        return []
-    number = len(checkpoint.groups) if param.group is None else param.group
-    by = checkpoint.groups[number].get("rule") if number in range(len(checkpoint.groups)) else None
-    if by != rule or not any(other.owner_states for other in checkpoint.params.values()):
-        raise CheckpointError(
-            f"{where}: expected what the owner keeps of {len(ours)} matrices, found {len(found)}; convert the "
-            f"checkpoint with lwopt convert, which takes it along, or {ALONE}"
-        )
-    return [f"{where}: nothing was kept of {len(ours) - len(found)} of {len(ours)} matrices; they begin anew"]
 
 
 def _options_of(
@@ -417,13 +384,6 @@ def _options(
     """
     numbers = sorted({p.group for p in members.values() if p.group is not None and p.group < len(checkpoint.groups)})
     theirs = [checkpoint.groups[n] for n in numbers]
-    for name, param in members.items():
-        rule = checkpoint.groups[param.group].get("rule") if param.group in numbers else None
-        if rule not in (None, group["rule"]):
-            raise CheckpointError(
-                f"{folder}: parameter {name!r} was trained by {rule!r}, here by {group['rule']!r}; let the same rule "
-                f"train it, with include, exclude or overrides, or {ALONE}"
-            )
     ours = all("rule" in of_group for of_group in theirs)
     wanted = {*option_names(group), "initial_lr"}
     keys = dict.fromkeys(key for of_group in theirs for key in of_group)

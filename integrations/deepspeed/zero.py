@@ -25,7 +25,7 @@ from lwopt_backend.engines.zero.plan import (
 from lwopt_backend.engines.zero.replicated import ElementwiseReplicas, MatrixReplicas, gather_whole, take_part
 from lwopt_backend.groups.choices import Rules, settings_lines
 from lwopt_backend.groups.grouping import Grouping, group_parameters
-from lwopt_backend.groups.param_groups import of_another_optimizer
+from lwopt_backend.groups.param_groups import check_saved_groups
 from lwopt_backend.groups.registry import MATRIX_RULES, check_devices, new_state
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline
@@ -35,7 +35,7 @@ from lwopt_backend.plan import Replicas, TensorShards, TrainedParam, machine_of
 from lwopt_backend.routing.routing import Route, cut_of, named_parameters
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
-from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, brought_here
+from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, brought_here, check_fits
 
 
 @dataclass(frozen=True)
@@ -123,40 +123,31 @@ class ZeROStore:
 # The optimizer's state in DeepSpeed's checkpoints: checks before loading, and state of stage 0, which is saved whole.
 
 Groups = Sequence[Mapping[str, Any]]
+WHAT, DIGEST = "load_checkpoint", "digest of parameters"
 States = Mapping[int, Mapping[str, Any]]  # by the position of the tensor in all param groups
 
 
 def check_groups(saved: Groups, groups: Groups) -> None:
     """Raises ValueError if ``saved`` param groups have other rules or other members than ``groups``."""
-    if of_another_optimizer(saved):
-        raise ValueError("the state was written by another optimizer: its groups have no 'rule'; start without it")
-    theirs, ours = ([group.get("rule", "unknown") for group in some] for some in (saved, groups))
-    if theirs != ours:
-        raise ValueError(f"the checkpoint's param groups follow the rules {theirs}, this optimizer's follow {ours}")
-    for number, (their, our) in enumerate(zip(saved, groups)):
-        if their.get("members") != our.get("members"):
-            raise ValueError(
-                f"param group {number} ({our['rule']}) holds other parameters than in the checkpoint; load it with "
-                "the model, the 'include', 'exclude' and 'atoms' it was saved with"
-            )
+    advice = "load it with the model, the 'include', 'exclude' and 'atoms' it was saved with"
+    check_saved_groups(WHAT, groups, saved, lambda group: {DIGEST: group.get("members", "none")}, advice)
 
 
 def check_partitions(saved: Groups, state: States, groups: Groups) -> None:
     """Raises ValueError if the saved flat tensors have other numbers or sizes than those in ``groups``."""
-    for number, (their, our) in enumerate(zip(saved, groups)):
-        if len(their["params"]) != len(our["params"]):
-            raise ValueError(
-                f"param group {number}: saved in {len(their['params'])} flat tensors, found {len(our['params'])}; load "
-                "with the zero_optimization.sub_group_size it was saved with"
-            )
+    advice = "load with the zero_optimization.sub_group_size it was saved with"
+    sides = ({n: {"number of flat tensors": len(g["params"])} for n, g in enumerate(some)} for some in (groups, saved))
+    check_fits(WHAT, *sides, what="param group", advice=advice)
     numbered = [(number, tensor) for number, group in enumerate(groups) for tensor in group["params"]]
     for position, (number, flat) in enumerate(numbered):
-        for key, value in state.get(position, {}).items():
-            if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != flat.numel():
-                raise ValueError(
-                    f"param group {number}: the checkpoint's {key} has {value.numel()} elements for this rank, "
-                    f"which stores {flat.numel()}"
-                )
+        found = _elements(state.get(position, {}))
+        here = {number: dict.fromkeys(found, flat.numel())}
+        check_fits(WHAT, here, {number: found}, what="param group", advice="load it on the ranks it was saved on")
+
+
+def _elements(state: Mapping[str, Any]) -> dict[str, int]:
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.ndim > 0}
+    return {f"number of elements of {key!r}": value.numel() for key, value in tensors.items()}
 
 
 def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -221,10 +212,8 @@ def load_whole(binding: Binding, saved: States) -> dict[Tensor, dict[str, Any]]:
     for unit in binding.units:
         of_unit = [saved.get(unit.first + index, {}) for index in range(len(unit.params))]
         for param, state in zip(unit.plan.params, of_unit):
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != math.prod(param.local_shape):
-                    found = f"the checkpoint's {key} {tuple(value.shape)}"
-                    raise ValueError(f"parameter {param.name!r} has shape {param.local_shape}, {found}")
+            found = _elements(state)
+            check_fits(WHAT, {param.name: dict.fromkeys(found, math.prod(param.local_shape))}, {param.name: found})
         if of_unit[0]:
             states[unit.params[0]] = take_part(unit.plan, of_unit, unit.ranks.rank, binding.engine.device)
     return states

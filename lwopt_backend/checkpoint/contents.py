@@ -267,6 +267,10 @@ class Checkpoint:
     client: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    def name_of(self, name: str) -> str:
+        """The name in ``params`` of a parameter with this name, which may be a further one."""
+        return name if name in self.params else self.tied.get(name, name)
+
     def __post_init__(self) -> None:
         """Raises CheckpointError if files have other types in place of names, numbers and dictionaries."""
         names = (*self.params, *self.tied, *self.tied.values(), *self.buffers)

@@ -188,19 +188,22 @@ def of_another_optimizer(saved: Any) -> bool:
     return groups and not any("rule" in group for group in saved)
 
 
-def check_saved_groups(where: str, groups: Groups, saved: Groups) -> None:
-    """Raises ValueError for saved param groups of another optimizer, other rules or other numbers of parameters."""
+def check_saved_groups(
+    where: str,
+    groups: Groups,
+    saved: Groups,
+    facts: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda group: {"number of parameters": len(group["params"])},
+    advice: str = "make the param groups it was saved with",
+) -> None:
+    """Raises ValueError for saved param groups of another optimizer, with other rules, or with other ``facts``."""
     if of_another_optimizer(saved) and any(rule_of(group) != "adamw" for group in groups):
         raise ValueError(
             f"{where}: the checkpoint was written by another optimizer: its param groups have no 'rule'; load the "
             "model's weights alone and begin with new state, or take that of another Muon along with "
             "lwopt_backend.migration"
         )
-    here, there = (
-        {n: {"rule": rule_of(group), "number of parameters": len(group["params"])} for n, group in enumerate(some)}
-        for some in (groups, saved)
-    )
-    check_fits(where, here, there, what="param group", advice="make the param groups it was saved with")
+    sides = ({n: {"rule": rule_of(g), **facts(g)} for n, g in enumerate(some)} for some in (groups, saved))
+    check_fits(where, *sides, what="param group", advice=advice)
     for number, (group, of_group) in enumerate(zip(groups, saved)):
         if rule_of(group) == "adamw":
             check_torchs_keys(of_group, f"{where}: param group {number}")

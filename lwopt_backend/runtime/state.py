@@ -133,24 +133,6 @@ def part_of(whole: Whole, view: View) -> Tensor:
     return flat.as_strided(view.sizes, view.strides)
 
 
-def checked(
-    whose: str, found: Mapping[str, Any], like: Mapping[str, Tensor], shape: tuple[int, ...], advice: str = ""
-) -> dict[str, Tensor]:
-    """A parameter's state ``found`` as whole tensors. ``like`` has the expected keys; its scalars are counters.
-
-    Raises ValueError, which begins with ``whose``, if the keys differ (followed by ``advice``), if a tensor does not
-    have ``shape``, or if a counter is not a scalar.
-    """
-    if sorted(found) != sorted(like):
-        raise ValueError(f"{whose}: expected {sorted(like)}, found {sorted(found)}{advice}")
-    values = {key: torch.as_tensor(found[key]) for key in like}
-    for key, value in values.items():
-        expected = shape if like[key].ndim else ()
-        if tuple(value.shape) != expected:
-            raise ValueError(f"{whose}, {key!r}: expected shape {expected}, found {tuple(value.shape)}")
-    return values
-
-
 # Does saved state fit? One comparison and one wording for all engines and formats.
 
 Facts = Mapping[Any, Mapping[str, Any]]  # by parameter; a fact that is missing or None is not known, and not compared
@@ -163,6 +145,7 @@ TO_DO = {
     "rule": SAME_RULE,
     "state": SAME_RULE,
     "matrices": "load it with the 'atoms' it was saved with",
+    "counters": "DeepSpeed steps the parameters of a param group as one tensor; put them into groups of their own",
     PARAM_GROUP: "make the param groups it was saved with",
 }
 
