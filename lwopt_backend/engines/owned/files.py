@@ -224,10 +224,7 @@ def load(
         known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
         for key in [*names.keys.values(), *others, *saved.weights]:
             if key not in known or key not in names.params and key not in elsewhere:
-                side = (
-                    "the checkpoint, and not in this model" if key in known else "this model, and not in the checkpoint"
-                )
-                raise ValueError(f"the weight {key!r} is in {side}; load a checkpoint of the same model")
+                raise ValueError(f"the weight {key!r} is in {_side(key in known)}; load a checkpoint of the same model")
         for key, value in others.items():
             if isinstance(value, Tensor) and value.shape != saved.weights[key].shape:
                 found = saved.weights[key].shape
@@ -346,6 +343,10 @@ class Checked:
         """Read the state into this rank's pieces."""
         put(self._store, state=self._state)
         self._store.take_owner_states(self._owner)
+
+
+def _side(in_checkpoint: bool) -> str:
+    return "the checkpoint, and not in this model" if in_checkpoint else "this model, and not in the checkpoint"
 
 
 def _params_of(names: Names, saved: Saved) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
