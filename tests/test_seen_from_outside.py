@@ -12,8 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwopt_backend import ModuleOptimizers
-from lwopt_backend.engines import gradients
+from lwopt_backend.engines.fsdp2 import gradients as of_shards
 from lwopt_backend.engines.owned import buckets
+from lwopt_backend.engines.owned import gradients as of_owners
 from lwopt_backend.engines.zero import replicated
 from lwopt_backend.groups import param_groups
 from lwopt_backend.runtime import exchange, whole
@@ -117,7 +118,7 @@ def test_metrics_are_of_the_whole_model_and_cost_nothing_until_they_are_asked_fo
         trained.train(range(3))  # in which ZeRO-3 learns what comes next
         unasked = operations(trained, 3)
         with ExitStack() as stack:
-            for module in (whole, buckets, exchange, param_groups, replicated, gradients):
+            for module in (whole, buckets, exchange, param_groups, replicated, of_shards, of_owners):
                 there = {name: nothing[name] for name in nothing.keys() & vars(module).keys()}
                 stack.enter_context(mock.patch.multiple(module, **there))
             without = [name for name in operations(trained, 4) if "record_function" not in name]

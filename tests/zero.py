@@ -139,7 +139,7 @@ class Reference:
     ) -> None:
         self.model = model or UnevenLM()
         named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        chosen = {name: named.pop(name) for name in matrices}
+        chosen = {name: named.pop(name) for name in matrices if self.model.get_parameter(name).requires_grad}
         if blocks is None:
             self.muon: Any = torch.optim.Muon(list(chosen.values()), **muon)
         else:
