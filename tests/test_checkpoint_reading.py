@@ -158,7 +158,7 @@ def test_owners_state_of_other_parts_is_refused() -> None:
     rules = {"matrix": SECTIONS["soap"], "elementwise": ELEMENTWISE["adamw"], "report": False, "bucket_matrices": 2}
     other = {**PARTS, "layers.0.weight": {"qkv": [27, 18, 18], "groups": 1}}
     saved, optimizer = (LayerWiseOptimizer(shard("rows", "fp32").model, **rules, atoms=one) for one in (PARTS, other))
-    said = r"rows 0:9 x 3 every 21.*expected those that there are here, \['slice 0 rows 0:27"
+    said = r"expected matrices \['slice 0 rows 0:27.*the checkpoint has \['slice 0 rows 0:9 x 3 every 21"
     with pytest.raises(ValueError, match=said):
         optimizer.load_state_dict(saved.state_dict())
 
