@@ -20,12 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
-from lwopt_backend import ModuleOptimizers
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.optimizer import OwnedOptimizer
 from tests.cells import cells
 from tests.engines import ExactLM
 from tests.fsdp2 import fsdp, layer_wise, set_weights, whole
+from tests.fused import Experts
 from tests.models import MATRICES
 from tests.on_ranks import on_ranks
 from tests.owned import optimizer_for, shares
@@ -542,6 +544,35 @@ def test_training_goes_on_when_the_split_changed(tmp_path: Path, kinds: str, spl
             dcp.save({"optimizer": run.optimizers}, checkpoint_id=tmp_path)
         else:
             run.optimizers.save_state_dict(tmp_path)
+
+
+def stacks(split: str) -> tuple[dict[str, nn.Module], ModuleOptimizers]:
+    """Six experts in one weight each, which several ranks own, by a rule that keeps factors at owners."""
+    modules: dict[str, nn.Module] = {}
+    optimizers: dict[str, Any] = dict.fromkeys(NAMES)
+    for name, ranks in ranks_of(split).items():
+        group = group_of(ranks, name)
+        if dist.get_rank() in ranks:
+            modules[name], rule = Experts(6, 8), {"name": "soap", "lr": 3e-3, "precondition_frequency": 2}
+            optimizers[name] = LayerWiseOptimizer(modules[name], rule, process_group=group, report=False)
+    return modules, ModuleOptimizers(optimizers)
+
+
+@on_ranks(4)
+def test_factors_at_the_owners_of_one_weight_go_to_other_ranks(tmp_path: Path) -> None:
+    modules, optimizers = stacks("01|23")
+    for step in range(2):
+        for module in modules.values():
+            module(torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        assert optimizers.step()
+    optimizers.save_state_dict(tmp_path / "first")
+    for number, split in enumerate(("012|123", "3|0123", "01|23")):
+        _, optimizers = stacks(split)
+        optimizers.load_state_dict_from(tmp_path / ("first" if number == 0 else str(number - 1)))
+        optimizers.save_state_dict(tmp_path / str(number))
+    first, last = (DcpFolder(tmp_path / name) for name in ("first", "2"))
+    assert first.tensors.keys() == last.tensors.keys() and any("GG" in key for key in first.tensors)
+    assert all(torch.equal(first.tensor(key).read(), last.tensor(key).read()) for key in first.tensors)
 
 
 @on_ranks(4)

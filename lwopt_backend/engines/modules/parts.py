@@ -458,12 +458,21 @@ def _take(part: Part, folder: DcpFolder, module: str) -> None:
         elif path[:3] == (module, "optimizer", "state"):
             if (index := numbers.get(path[3])) is None:
                 continue  # an expert that other ranks have
-            like = now.get(index, {}).get(path[4])
+            of_param = now.get(index, {})
+            if isinstance(part, OwnedPart) and _is_elsewhere(path[4], of_param):
+                continue
+            like = of_param.get(path[4])
             value = folder.object(key) if key in folder.objects else _read_like(folder, key, like)
             state.setdefault(index, {})[path[4]] = value
     in_order = [groups[number] for number in sorted(groups)]
     named = [{**group, "params": [numbers[name] for name in group["params"]]} for group in in_order]
     part.optimizer.load_state_dict({"state": state, "param_groups": named})
+
+
+def _is_elsewhere(key: str, here: Mapping[str, Any]) -> bool:
+    """Whether a key is of what other ranks' owners keep: of a parameter, or of a matrix in it, of which this rank has
+    nothing. Any other key that is not ``here`` is one too many, which the optimizer refuses."""
+    return key not in here and (key.startswith("[") or not any(value.boxes for value in here.values()))
 
 
 def _shard_of(tensor: Tensor, where: str) -> Boxes:
