@@ -644,6 +644,16 @@ def test_another_kinds_state_and_damaged_state_are_refused_on_all_ranks(tmp_path
 
 
 @on_ranks(4)
+@cells(kinds=[OWNED, "DDP and FSDP2"])
+def test_options_that_differ_are_not_saved(kinds: str, tmp_path: Path) -> None:
+    _, optimizers = make("01|23", kinds)
+    if dist.get_rank() == 3:
+        optimizers.modules["language"].param_groups[0]["lr"] = 0.5
+    fails_with("module 'language': ranks differ in lr of param group 0", lambda: optimizers.save_state_dict(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@on_ranks(4)
 def test_a_save_that_fails_leaves_the_one_before_and_the_next_removes_it(tmp_path: Path) -> None:
     run = Beside("01|23")
     run.train(range(2))

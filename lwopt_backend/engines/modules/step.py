@@ -309,7 +309,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
         together(self._everyone, "load_state_dict", self._parts, take)
 
     def save_state_dict(self, path: str | PathLike[str]) -> None:
-        """Write all modules' state to a folder of torch.distributed.checkpoint, which all ranks must see."""
+        """Write all modules' state to a folder of torch.distributed.checkpoint, which all ranks must see.
+
+        Raises RanksDisagree, on all ranks, where options differ between ranks.
+        """
+        self._measure("options", 1, lambda part: [0.0], compare=True)
         save(self._everyone, self._parts, Path(path))
 
     def load_state_dict_from(self, path: str | PathLike[str]) -> None:
