@@ -72,13 +72,18 @@ def test_least_room_is_at_most_13_elevenths_of_the_least_and_suffices(seed: int)
     assert least_room([64] * 100, 8) == 64 * 13 and least_room([64] * 3, 8) == 64
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_the_costliest_go_to_the_least_loaded_that_have_room(seed: int) -> None:
+def drawn(seed: int) -> tuple[list[int], list[int], list[int]]:
+    """Sizes and costs of matrices, and each rank's work before."""
     draw = random.Random(seed)
     count, ranks = draw.randint(1, 30), draw.randint(1, 6)
     numels = [64 * draw.randint(1, 9) for _ in range(count)]
-    costs = [draw.randint(0, 50) for _ in range(count)]
-    before = [draw.randint(0, 60) for _ in range(ranks)]
+    return numels, [draw.randint(0, 50) for _ in range(count)], [draw.randint(0, 60) for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_costliest_go_to_the_least_loaded_that_have_room(seed: int) -> None:
+    numels, costs, before = drawn(seed)
+    ranks = len(before)
     loads = list(before)
     owners = deal(numels, costs, loads, sum(numels))
     assert loads == [had + more for had, more in zip(before, parts_of(costs, owners, ranks))]
@@ -97,11 +102,8 @@ def test_a_matrix_without_room_goes_to_the_emptiest_rank() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_bins_are_filled_first_and_the_costliest_goes_to_the_least_loaded_rank(seed: int) -> None:
-    draw = random.Random(seed)
-    count, ranks = draw.randint(1, 30), draw.randint(1, 6)
-    numels = [64 * draw.randint(1, 9) for _ in range(count)]
-    costs = [draw.randint(0, 50) for _ in range(count)]
-    before = [draw.randint(0, 60) for _ in range(ranks)]
+    numels, costs, before = drawn(seed)
+    ranks = len(before)
     loads, room = list(before), least_room(numels, ranks)
     owners = deal_bins(numels, costs, loads, room)
     added = parts_of(costs, owners, ranks)
