@@ -239,13 +239,12 @@ def load(
     def take() -> None:
         checked.take()
         kept, saved = rest.pop(MODEL, {}), checked.saved
-        found = {key: _intact(saved, key, 0, saved.weights[key].numel).read() for key in others if reads(key)}
+        found = {key: saved.weights[key].read() for key in others if reads(key)}
         model.load_state_dict({**kept, **found}, strict=False)
         with torch.no_grad():
             for piece in state_pieces(core):
                 key, values = names.keys[piece.member], core.members[piece.member].param.detach().reshape(-1)
-                weight = _intact(saved, key, piece.start, piece.stop)
-                fill(values[piece.start : piece.stop], weight, View.of_range(piece.start, piece.stop))
+                fill(values[piece.start : piece.stop], saved.weights[key], View.of_range(piece.start, piece.stop))
 
     def reads(key: str) -> bool:
         """Whether this rank reads what is no trained weight: of what all ranks get afterwards, the first that shares
@@ -262,13 +261,6 @@ def load(
     broadcast_untrained(model, core.shares, sent.__contains__)
     core.half_loaded = False
     return checked.groups, rest
-
-
-def _intact(saved: Saved, key: str, start: int, stop: int) -> LazyTensor:
-    """A weight, once the checksums of these elements are right. Copied next, they come from the system's cache. Raises
-    CheckpointError."""
-    saved.folder.check_range(saved.keys.weights[key], start, stop)
-    return saved.weights[key]
 
 
 def _take(core: OwnedCore, take: Callable[[], None]) -> None:
