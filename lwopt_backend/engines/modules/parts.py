@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
 #
 # ::
 #
-#     lwopt_backend.LayerWiseOptimizer   owners have the mean gradients         state: pieces in a folder
-#     the same on FSDP2                  gradients are sharded over meshes      state: whole tensors
+#     lwopt_backend.LayerWiseOptimizer   owners have the mean gradients         state: pieces
+#     the same on FSDP2                  gradients are sharded over meshes      state: DTensors
 #     any other torch.optim.Optimizer    every rank of the module has a copy    state: whole tensors
 
 
@@ -52,13 +52,17 @@ class Part:
         """The trained parameters with their names."""
         raise NotImplementedError
 
+    def keys(self) -> tuple[dict[int, str], list[list[Any]]]:
+        """The names in a checkpoint of this rank's parameters, by id; all ranks' names, with shapes. Called on all
+        ranks of the module."""
+        named = self.params()
+        return {id(param): name for name, param in named}, [[name, list(param.shape)] for name, param in named]
+
     def names(self) -> tuple[dict[int, str], list[list[Any]]]:
-        """Parameters' names in a checkpoint, by their number in the optimizer's ``state_dict``; all ranks' names, with
-        shapes. Called on all ranks of the module."""
-        known = {id(param): name for name, param in self.params()}
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        shapes = [[name, list(param.shape)] for name, param in self.params()]
-        return {number: known[id(param)] for number, param in enumerate(params)}, shapes
+        """``keys``, but by the parameters' numbers in the optimizer's ``state_dict``."""
+        keys, shapes = self.keys()
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return {number: keys[id(param)] for number, param in enumerate(params)}, shapes
 
     def norm(self, norm_type: float, group: str | None) -> Tensor:
         """The norm of the mean gradients of a clip group, or of the rest (None), every element counted once."""
@@ -122,13 +126,11 @@ class OwnedPart(OurPart):
     def params(self) -> Sequence[tuple[str, Tensor]]:
         return [(member.name, member.param) for member in self.optimizer.core.members]
 
-    def names(self) -> tuple[dict[int, str], list[list[Any]]]:
-        core, groups = self.optimizer.core, self.optimizer.param_groups
-        names = names_of(core, groups)
-        keys = {id(member.param): names.keys[number] for number, member in enumerate(core.members)}
-        params = [param for group in groups for param in group["params"]]
+    def keys(self) -> tuple[dict[int, str], list[list[Any]]]:
+        core = self.optimizer.core
+        names = names_of(core, self.optimizer.param_groups)
         shapes = [[key, list(param.shape)] for key, param in names.params.items()]
-        return {number: keys[id(param)] for number, param in enumerate(params)}, shapes
+        return {id(member.param): names.keys[number] for number, member in enumerate(core.members)}, shapes
 
     def count_zeros(self) -> int:
         return self.optimizer.count_zeros()
