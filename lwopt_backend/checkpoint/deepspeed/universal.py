@@ -171,7 +171,7 @@ def _listed_params(tag: Path, ours: Mapping[str, Any], has_manifest: bool) -> It
                 raise CheckpointError(f"{path} is missing; copy the whole folder again")
             if not has_manifest and path.stat().st_size < offset + place.length:
                 raise CheckpointError(f"{path} ends early; copy the whole folder again")
-            record = Record(place, crcs[first:stop].tolist(), block, str(path))
+            record = Record(place, array("I", crcs[first:stop].tobytes()), block, str(path))
             stride = torch.empty(shape, device="meta").stride()
             states[key] = StoredTensor(record, 0, tuple(shape), stride, dtype, f"{key} in {path}").lazy()
         owners = _Owners(tag / OWNERS / f"{name}.pt", tag)
