@@ -153,7 +153,7 @@ def test_a_stack_is_owned_by_several_ranks(layout: str, rule: str, tmp_path: Pat
     assert largest_difference(again, model) == largest_difference(whole, model) == 0.0
     pieces = [p for b in optimizer.core.manager.buckets for p in b.pieces]
     mine = sum(p.numel // 24**2 for p in pieces if optimizer.core.members[p.param].name == "experts.up")
-    assert layout == "auto" or mine <= -(-6 // world_size), "experts are shared out"
+    assert mine <= -(-6 // world_size), "experts are shared out"
 
 
 # QK-clip
