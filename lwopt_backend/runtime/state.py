@@ -392,27 +392,18 @@ class OwnerState:
         self._tried.discard(atom)
         self._held[atom] = nested.to_device(dict(state), self._device)
 
-    def tensors(self, atom: int) -> dict[str, Tensor]:
-        """A matrix's state as tensors of at least one dimension, by path. Called after ``make``."""
-        state = self._held[atom]
-        found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
-        if not nested.is_plain(state):
-            found[STRUCTURE] = nested.described(state)
-            found[STEPPED] = torch.tensor([atom in self.held()])
-        return found
+    def tensors(self, atom: int, *, ordered: bool = False) -> dict[str, Tensor]:
+        """A matrix's state ``as_tensors``. Called after ``make``."""
+        return as_tensors(self._held[atom], stepped=atom in self.held(), ordered=ordered)
 
     def put_tensors(self, atom: int, found: Mapping[str, Tensor]) -> None:
-        """Restore what ``tensors`` returned, here or on another rank."""
+        """Restore what ``tensors`` returned, here or on another rank; fresh state if that is nothing."""
         found = dict(found)
         stepped, described = found.pop(STEPPED, None), found.pop(STRUCTURE, None)
-        if stepped is not None and not stepped.item():
+        if stepped is not None and not stepped.item() or not found and described is None:
             self.forget(atom)
-        elif described is None:
-            self.put(atom, found)
         else:
-            before = dict(nested.leaves(self._held.get(atom, {})))
-            shaped = {key: t.reshape(before[key].shape) if key in before else t for key, t in found.items()}
-            self.put(atom, nested.rebuild(nested.description(described.cpu()), shaped))
+            self.put(atom, found if described is None else nested.rebuild(nested.description(described.cpu()), found))
 
     def forget(self, atom: int) -> None:
         """Drop an atom's state."""
@@ -432,6 +423,17 @@ class OwnerState:
         """Bytes of all tensors in ``held``."""
         tensors = (t for state in self.held().values() for _, t in nested.leaves(state) if isinstance(t, Tensor))
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def as_tensors(state: dict[str, Any], *, stepped: bool = True, ordered: bool = True) -> dict[str, Tensor]:
+    """Owner state as tensors of at least one dimension, by path; with its structure if it is more than that and, if
+    ``ordered``, if a tensor's dimensions lie in another order in memory. ``stepped``: not as before the first step."""
+    found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
+    in_order = not ordered or all(tensor.is_contiguous() for tensor in found.values())
+    if not (nested.is_plain(state) and in_order):
+        found[STRUCTURE] = nested.described(state)
+        found[STEPPED] = torch.tensor([stepped])
+    return found
 
 
 def brought_here(

@@ -38,7 +38,7 @@ from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.state import MATRICES, STEPPED, STRUCTURE, owner_key
+from lwopt_backend.runtime.state import MATRICES, as_tensors, owner_key
 
 ANY_FILE = f"__*{FILE}"
 Place = tuple[int, ...]
@@ -365,24 +365,16 @@ def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterat
                 f"{name}: the owner of its matrix number {place} keeps state of a part of a fused parameter, and the "
                 "checkpoint does not tell which rows it is: resume on the engine that wrote it"
             )
-        for path, like in _of_owner(param, place).items():
+        for path, like in as_tensors(dict(param.owner_states[place])).items():
             key = owner_key(path, place, len(known))
             yield key, _later(param, place, path, like, f"{key} of {name}")
 
 
-def _of_owner(param: Param, place: int) -> dict[str, Tensor]:
-    """Owner state as ``OwnerShards`` saves it: tensors of at least one dimension, and their structure and layout."""
-    state = dict(param.owner_states[place])
-    found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
-    if not nested.is_plain(state) or not all(tensor.is_contiguous() for tensor in found.values()):
-        found[STRUCTURE] = nested.described(state)
-        found[STEPPED] = torch.tensor([True])
-    return found
-
-
 def _later(param: Param, place: int, key: str, like: Tensor, where: str) -> LazyTensor:
     """One tensor of owner state, which is read again when it is written."""
-    return LazyTensor(tuple(like.shape), like.dtype, lambda: _of_owner(param, place)[key].contiguous(), where)
+    return LazyTensor(
+        tuple(like.shape), like.dtype, lambda: as_tensors(dict(param.owner_states[place]))[key].contiguous(), where
+    )
 
 
 def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:

@@ -15,40 +15,43 @@ as boxes of the whole tensors, into a file of its own.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.checkpoint.contents import MASTER, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.contents import MASTER, read_as_expected
 from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved
-from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, one_box, states_of, whole
+from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, whole
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.ties import RECORD
 from lwopt_backend.engines.owned.state import (
+    Found,
     Groups,
     Names,
-    OwnedStore,
     boxed,
-    matrices_of,
+    by_member,
+    checked_state,
     names_of,
+    put_state,
     state_pieces,
 )
 from lwopt_backend.engines.owned.step import OwnedCore, broadcast_untrained, untrained
+from lwopt_backend.groups.grouping import Member
 from lwopt_backend.groups.param_groups import DECIDED, with_options
 from lwopt_backend.groups.registry import rule_of
-from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.plan.layouts import View
-from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree, check_on_all
-from lwopt_backend.runtime.state import PARAM_GROUP, StatePiece, check_fits, fill, put
+from lwopt_backend.runtime.state import MATRICES, PARAM_GROUP, check_fits, fill
 from lwopt_backend.runtime.whole import owned_dtype
 
 SAVING, LOADING = "save_state_dict", "load_state_dict_from"
-MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
+MODEL, OPTIMIZER = "model", "optimizer"
 
 
 def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: Mapping[str, Any]) -> None:
@@ -58,11 +61,13 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
     """
     everyone = core.holdings[0].sharers.everyone
     core.manager.receive_values()
-    shards, names = shards_of(core, groups), names_of(core, groups)
+    names, options = names_of(core, groups), common_options(core, groups)
     pieces = {piece.member: piece for piece in state_pieces(core)}
     numbers = {member.name: number for number, member in enumerate(core.members)}
+    shards = Shards()
 
     def add() -> None:
+        core.check_loaded()
         for key in {MODEL, OPTIMIZER} & set(more):
             raise ValueError(f"{SAVING}: {key!r} is what weights and state are saved as; give it another name")
         check_readable(SAVING, more)
@@ -73,44 +78,29 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
             number = numbers.get(name)
             if number is not None:
                 param, piece = core.members[number].param, pieces.get(number)
-                boxes = Boxes(tuple(param.shape), {})  # of a rank that owns none of it
-                if piece is not None:
-                    boxes = _boxes(param.detach().reshape(-1)[piece.start : piece.stop], piece, param.shape, name)
-                shards.tensors[MODEL, names.keys[number]] = boxes
+                flat = param.detach().reshape(-1)[piece.start : piece.stop] if piece else param
+                boxes = boxed(flat, piece, param.shape) if piece else {}
+                shards.tensors[MODEL, names.keys[number]] = _boxes(param.shape, boxes, name)
             elif isinstance(value, Tensor):
                 shards.tensors[MODEL, name] = whole(value, name)
             else:
                 shards.objects[MODEL, name] = value
+        for number, of_member in by_member(core, groups).items():
+            for key, value in of_member.items():
+                name = names.keys[number]
+                shards.tensors[OPTIMIZER, "state", name, key] = _boxes(value.shape, value.boxes, f"{key} of {name}")
+        for number, (group, values) in enumerate(options.items()):
+            params = [name for name, key in names.groups.items() if key == group]
+            for option, value in {**values, "params": params}.items():
+                shards.objects[OPTIMIZER, "param_groups", number, option] = value
 
     check_on_all(everyone, SAVING, add)
     saving.save(folder, shards, everyone, SAVING)
 
 
-def shards_of(core: OwnedCore, groups: Groups) -> Shards:
-    """The optimizer's state that this rank saves. Called on all ranks, which raise together."""
-    everyone = core.holdings[0].sharers.everyone
-    names, options = names_of(core, groups), common_options(core, groups)
-    shards = Shards()
-
-    def fill() -> None:
-        core.check_loaded()
-        for piece in state_pieces(core):
-            key, param = names.keys[piece.member], core.members[piece.member].param
-            place = (OPTIMIZER, "state", key)
-            for state, tensor in piece.tensors.items():
-                shape = param.shape if tensor.ndim else ()
-                shards.tensors[(*place, state)] = _boxes(tensor, piece, shape, f"{state} of {key}")
-            owner = {number: nested.plain(of_matrix) for number, of_matrix in piece.owner.items()}
-            kept = Param(_stub(param, key), owner_states=owner)
-            for state, lazy in states_of(key, kept, matrices_of(core, piece.member)):
-                shards.tensors[(*place, state)] = one_box(lazy)
-        for number, (group, values) in enumerate(options.items()):
-            params = [name for name, key in names.groups.items() if key == group]
-            for option, value in {**values, "params": params}.items():
-                shards.objects[(OPTIMIZER, "param_groups", number, option)] = value
-
-    check_on_all(everyone, SAVING, fill)
-    return shards
+def _boxes(shape: Sequence[int], boxes: Mapping[tuple[int, ...], Tensor], where: str) -> Boxes:
+    """What this rank writes of a tensor, now or when others have been written."""
+    return Boxes(tuple(shape), {place: later(box, box.shape, where) for place, box in boxes.items()})
 
 
 def others_of(core: OwnedCore, model: nn.Module) -> dict[str, Any]:
@@ -128,17 +118,6 @@ def _tied(core: OwnedCore, model: nn.Module, names: Names) -> dict[str, str]:
         if number is not None and name != core.members[number].name:
             found[name] = names.keys[number]
     return found
-
-
-def _stub(param: Tensor, name: str) -> LazyTensor:
-    """A lazy tensor that stands for a parameter's shape."""
-    return LazyTensor(tuple(param.shape), param.dtype, lambda: param.detach().cpu(), name)
-
-
-def _boxes(flat: Tensor, piece: StatePiece, shape: Sequence[int], where: str) -> Boxes:
-    """A piece of a flattened tensor as boxes of the whole tensor; a scalar as it is."""
-    parts = {place: later(box, box.shape, where) for place, box in boxed(flat, piece, shape).items()}
-    return Boxes(tuple(shape), parts)
 
 
 def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]:
@@ -217,30 +196,16 @@ def load(
     elsewhere = {name for of_rank in everyone.gather_objects(list(others)) for name in of_rank}
 
     opened = agree(everyone, LOADING, lambda: (open_folder(folder, with_files=everyone.rank == 0), []))
-
-    def check() -> tuple[tuple[Checked, dict[str, Any]], list[str]]:
-        checked = Checked(core, groups, names, opened)
-        saved = checked.saved
-        known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
-        for key in [*names.keys.values(), *others, *saved.weights]:
-            if key not in known or key not in names.params and key not in elsewhere:
-                raise ValueError(f"the weight {key!r} is in {_side(key in known)}; load a checkpoint of the same model")
-        for key, value in others.items():
-            if isinstance(value, Tensor) and value.shape != saved.weights[key].shape:
-                found = saved.weights[key].shape
-                raise ValueError(f"the weight {key!r}: expected shape {tuple(value.shape)}, the checkpoint has {found}")
-        rest = in_memory(read_as_expected(saved.others, folder, "DCP"))
-        return (checked, rest), []
-
-    checked, rest = agree(everyone, LOADING, check)
+    found = agree(everyone, LOADING, lambda: (_fitting(core, groups, names, others, elsewhere, opened), []))
+    saved, rest = found.saved, found.rest
     rest.pop(RECORD, None)
     core.manager.receive_values()
 
     def take() -> None:
-        checked.take()
-        kept, saved = rest.pop(MODEL, {}), checked.saved
-        found = {key: saved.weights[key].read() for key in others if reads(key)}
-        model.load_state_dict({**kept, **found}, strict=False)
+        put_state(core, groups, found.state)
+        kept = rest.pop(MODEL, {})
+        weights = {key: saved.weights[key].read() for key in others if reads(key)}
+        model.load_state_dict({**kept, **weights}, strict=False)
         with torch.no_grad():
             for piece in state_pieces(core):
                 key, values = names.keys[piece.member], core.members[piece.member].param.detach().reshape(-1)
@@ -250,7 +215,7 @@ def load(
         """Whether this rank reads what is no trained weight: of what all ranks get afterwards, the first that shares
         it does. That is what is sent, and further names of trained weights, which their owners send."""
         mine = key not in from_first or core.share_of(key).ranks.rank == 0
-        return mine and key in checked.saved.weights
+        return mine and key in saved.weights
 
     sent = {name for name, _ in untrained(model)} & set(others)
     from_first = {*sent, *_tied(core, model, names)}
@@ -260,7 +225,7 @@ def load(
     core.manager.receive_values()
     broadcast_untrained(model, core.shares, sent.__contains__)
     core.half_loaded = False
-    return checked.groups, rest
+    return found.groups, rest
 
 
 def _take(core: OwnedCore, take: Callable[[], None]) -> None:
@@ -269,72 +234,58 @@ def _take(core: OwnedCore, take: Callable[[], None]) -> None:
     check_on_all(core.holdings[0].sharers.everyone, LOADING, take)
 
 
-class Checked:
-    """This rank's part of a folder, checked when made; nothing is changed before ``take``."""
+@dataclass(frozen=True)
+class Fitting:
+    """A folder that fits: this rank's ``state`` in it by member, the param ``groups`` from now on, and all else."""
 
-    def __init__(self, core: OwnedCore, groups: Groups, names: Names, folder: DcpFolder) -> None:
-        """Raises ValueError for anything that does not fit."""
-        self._store = OwnedStore(core, groups, names)
-        self._core, pieces = core, self._store.pieces()
-        self.saved = read_as_expected(lambda: Saved(folder, lambda value: value), folder.path, "DCP")
-        self._state: dict[str, dict[str, LazyTensor]] = {}
-        self._owner: dict[str, Mapping[int, Mapping[str, Any]]] = {}
-        where = f"{LOADING}: {folder.path}"
-        check_fits(where, *_params_of(names, self.saved))
-        here, there = dict[str, Any](), dict[str, Any]()
-        for piece in pieces:
-            key = names.keys[piece.member]
-            here[key], there[key] = self._add(piece, key)
-        check_fits(where, here, there)
-        for piece in pieces:
-            self._check_piece(piece, names.keys[piece.member])
-        options = {core.members[n].group: self.saved.groups[self.saved.group_of[key]] for n, key in names.keys.items()}
-        self.groups = [with_options(group, options[number]) for number, group in enumerate(groups)]
+    saved: Saved
+    state: dict[int, dict[str, Found]]
+    groups: list[dict[str, Any]]
+    rest: dict[str, Any]
 
-    def _add(self, piece: StatePiece, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Facts of a parameter's state, here and in the folder."""
-        param, found = self._found(key, self._core.members[piece.member].param)
-        self._state[key], self._owner[key] = found, param.owner_states
-        here: dict[str, Any] = {"state": sorted(piece.tensors)}
-        there: dict[str, Any] = {"state": sorted(found)}
-        for name in piece.tensors.keys() & found.keys():
-            into, saved = piece.tensors[name], found[name]
-            here[f"{name!r} as"] = f"{into.dtype} of shape {tuple(param.shape if into.ndim else ())}"
-            there[f"{name!r} as"] = f"{saved.dtype} of shape {saved.shape}"
-        if param.owner_states:
-            here["matrices"] = matrices_of(self._core, piece.member)
-            there["matrices"] = self.saved.matrices.get(key, list(map(str, matrices_by_shape(param.shape))))
-        return here, there
 
-    def _check_piece(self, piece: StatePiece, key: str) -> None:
-        """Raises CheckpointError for wrong checksums of what this rank reads of a parameter's state."""
-        for name in (name for name, into in piece.tensors.items() if into.ndim):
-            self._check_bytes(key, name, piece.start, piece.stop)
-        if self._owner[key]:
-            for name in self.saved.states[key].keys() - self._state[key].keys():
-                self._check_bytes(key, name, 0, self.saved.states[key][name].numel)
+def _fitting(
+    core: OwnedCore,
+    groups: Groups,
+    names: Names,
+    others: Mapping[str, Any],
+    elsewhere: Collection[str],
+    folder: DcpFolder,
+) -> Fitting:
+    """What this rank loads; ``others`` and ``elsewhere`` are what is no trained weight here and on any rank. Raises
+    ValueError for what does not fit, and for wrong checksums of state."""
+    saved = read_as_expected(lambda: Saved(folder, lambda value: value), folder.path, "DCP")
+    where = f"{LOADING}: {folder.path}"
+    check_fits(where, *_params_of(names, saved))
+    known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
+    for key in [*names.keys.values(), *others, *saved.weights]:
+        if key not in known or key not in names.params and key not in elsewhere:
+            raise ValueError(f"the weight {key!r} is in {_side(key in known)}; load a checkpoint of the same model")
+    for key, value in others.items():
+        if isinstance(value, Tensor) and value.shape != saved.weights[key].shape:
+            found = saved.weights[key].shape
+            raise ValueError(f"the weight {key!r}: expected shape {tuple(value.shape)}, the checkpoint has {found}")
+    in_folder = [_state_in(saved, names.keys[number], member) for number, member in enumerate(core.members)]
+    state = checked_state(core, groups, where, in_folder, anew=True)
+    for piece in state_pieces(core):
+        key = names.keys[piece.member]
+        for of_state, tensor in state[piece.member].items():
+            start, stop = (piece.start, piece.stop) if of_state in piece.tensors else (0, math.prod(tensor.shape))
+            folder.check_range(saved.key_of.get((key, of_state), saved.keys.weights[key]), start, stop)
+    options = {core.members[n].group: saved.groups[saved.group_of[key]] for n, key in names.keys.items()}
+    in_use = [with_options(group, options[number]) for number, group in enumerate(groups)]
+    return Fitting(saved, state, in_use, in_memory(read_as_expected(saved.others, folder.path, "DCP")))
 
-    def _found(self, key: str, ours: Tensor) -> tuple[Param, dict[str, LazyTensor]]:
-        """A saved parameter, and its state tensors by our keys."""
-        saved = self.saved
-        weight = saved.weights.get(key, _stub(ours, key))
-        param = read_as_expected(lambda: saved.param(key, weight), saved.folder.path, "DCP")
-        found = {name: tensor for name, tensor in param.states.items() if name != MASTER}
-        if param.step is not None:
-            found[STEP] = saved.states[key][STEP]
-        if owned_dtype(ours.dtype) != ours.dtype:
-            found[MASTER] = param.best.to(owned_dtype(ours.dtype))
-        return param, found
 
-    def _check_bytes(self, key: str, name: str, start: int, stop: int) -> None:
-        saved = self.saved
-        place = saved.key_of.get((key, name)) or saved.keys.weights[key]
-        saved.folder.check_range(place, start, stop)
-
-    def take(self) -> None:
-        """Read the state into this rank's pieces."""
-        put(self._store, state=self._state)
-        self._store.take_owner_states(self._owner)
+def _state_in(saved: Saved, key: str, member: Member) -> dict[str, Any]:
+    """A member's state in a folder, with its matrices, and with masters of 16-bit weights, which may be the weights."""
+    found: dict[str, Any] = dict(saved.states.get(key, {}))
+    if key in saved.matrices:
+        found[MATRICES] = saved.matrices[key]
+    dtype = owned_dtype(member.param.dtype)
+    if dtype != member.param.dtype:
+        found[MASTER] = found.get(MASTER, saved.weights[key]).to(dtype)
+    return found
 
 
 def _side(in_checkpoint: bool) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import MASTER
+from lwopt_backend.checkpoint.contents import MASTER, LazyTensor
 from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups.param_groups import check_saved_groups, with_options
@@ -37,6 +37,7 @@ from lwopt_backend.runtime.state import (
 )
 
 Groups = Sequence[dict[str, Any]]
+Found = Tensor | LazyTensor
 
 
 def state_pieces(core: OwnedCore) -> list[StatePiece]:
@@ -49,11 +50,6 @@ def state_pieces(core: OwnedCore) -> list[StatePiece]:
             view, owner = View.of_range(piece.start, piece.stop), core.stepper.owner_states(piece.param)
             found.append(StatePiece(piece.param, view, value, tensors, owner))
     return found
-
-
-def matrices_of(core: OwnedCore, member: int) -> list[str]:
-    """The matrices in a parameter, for comparison; owner state is stored by matrix."""
-    return [str(block) for block in core.members[member].blocks]
 
 
 class OwnedStore:
@@ -266,8 +262,7 @@ def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
 
     It has this rank's pieces, not copied.
     """
-    found: dict[int, dict[str, Tensor]] = {number: {} for number in range(len(core.members))}
-    _add_pieces(found, core, groups)
+    found = by_member(core, groups)
     indices = {id(param): index for index, param in enumerate(p for group in groups for p in group["params"])}
     return {
         "state": {indices[id(core.members[number].param)]: found[number] for number in sorted(found)},
@@ -275,27 +270,24 @@ def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     }
 
 
-def _add_pieces(found: dict[int, dict[str, Tensor]], core: OwnedCore, groups: Groups) -> None:
+def by_member(core: OwnedCore, groups: Groups) -> dict[int, dict[str, Pieces]]:
     """By member, this rank's pieces of its state, with fp32 masters and owner state."""
-    mine = {piece.member: piece for piece in state_pieces(core)}
+    mine, found = {piece.member: piece for piece in state_pieces(core)}, dict[int, dict[str, Pieces]]()
     for held in core.holdings:
         alone = held.sharers.everyone.world_size < core.holdings[0].sharers.everyone.world_size
         for number in held.numbers:
-            member, piece = core.members[number], mine.get(number)
+            member, piece, of_member = core.members[number], mine.get(number), dict[str, Pieces]()
             refused = EXPERTS.format(member.name) if alone else ""
             for key, like in _kept(core, core.manager.buckets[core.manager.bucket_of[number]], groups)[number].items():
                 shape = tuple(member.param.shape) if like.ndim else ()
                 boxes = boxed(piece.tensors[key], piece, shape) if piece else {}
-                found[number][key] = Pieces(shape, like.dtype, boxes, refused)
-            for key, tensor in _owner_tensors(core, number, groups).items() if piece else ():
-                found[number][key] = Pieces(tensor.shape, tensor.dtype, {(0,) * tensor.ndim: tensor}, refused)
-
-
-def _owner_tensors(core: OwnedCore, number: int, groups: Groups) -> dict[str, Tensor]:
-    """A member's owner state on this rank, and its matrices if the parameter's shape does not tell them."""
-    found, blocks = core.stepper.owner_tensors(number, groups), core.members[number].blocks
-    if found and blocks != matrices_by_shape(tuple(core.members[number].param.shape)):
-        found[MATRICES] = nested.described(matrices_of(core, number))
+                of_member[key] = Pieces(shape, like.dtype, boxes, refused)
+            owner = core.stepper.owner_tensors(number, groups) if piece else {}
+            if owner and member.blocks != matrices_by_shape(member.shape):
+                owner[MATRICES] = nested.described(member.matrices)
+            for key, tensor in owner.items():
+                of_member[key] = Pieces(tensor.shape, tensor.dtype, {(0,) * tensor.ndim: tensor}, refused)
+            found[number] = of_member
     return found
 
 
@@ -330,62 +322,98 @@ def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -
     Parameters are matched by their place in the param groups. Called on all ranks. State that does not fit raises on
     all of them, before anything is changed.
     """
-    taken = agree(core.holdings[0].sharers.everyone, WHAT, lambda: (_checked(core, groups, state_dict), []))
+
+    def check() -> tuple[dict[int, dict[str, Found]], list[str]]:
+        missing = [key for key in ("state", "param_groups") if key not in state_dict]
+        if missing:
+            raise ValueError(f"{WHAT}: expected a state dict with 'state' and 'param_groups'; found {list(state_dict)}")
+        saved = state_dict["param_groups"]
+        check_saved_groups(WHAT, groups, saved)
+        pairs = [pair for group, of_group in zip(groups, saved) for pair in zip(group["params"], of_group["params"])]
+        indices = {id(param): index for param, index in pairs}
+        found = [state_dict["state"].get(indices[id(member.param)], {}) for member in core.members]
+        return checked_state(core, groups, WHAT, found), []
+
+    put_state(core, groups, agree(core.holdings[0].sharers.everyone, WHAT, check))
+    return [with_options(group, saved) for group, saved in zip(groups, state_dict["param_groups"])]
+
+
+def put_state(core: OwnedCore, groups: Groups, taken: Mapping[int, Mapping[str, Found]]) -> None:
+    """Copy what ``checked_state`` returned into this rank's pieces, and give owners their state."""
     for piece in state_pieces(core):
-        found, shape = taken[piece.member], core.members[piece.member].param.shape
+        found, shape = dict(taken[piece.member]), core.members[piece.member].param.shape
         for key, tensor in piece.tensors.items():
-            value = found.get(key)
+            value = found.pop(key, None)
             if isinstance(value, Pieces):
                 for place, box in boxed(tensor, piece, shape).items():
                     box.copy_(value.boxes[place])
             elif value is not None:  # without a master, that follows the weights
                 fill(tensor, value, piece.view)
-        kept = {key: _here(value) for key, value in found.items() if key not in piece.tensors}
-        core.stepper.take_owner_tensors(piece.member, groups, kept)
-    return [with_options(group, saved) for group, saved in zip(groups, state_dict["param_groups"])]
+        core.stepper.take_owner_tensors(piece.member, groups, {key: _here(value) for key, value in found.items()})
 
 
-def _here(value: Tensor) -> Tensor:
+def _here(value: Found) -> Tensor:
     """The whole tensor, at its owner."""
-    return next(iter(value.boxes.values())) if isinstance(value, Pieces) else value
+    if isinstance(value, Pieces):
+        return next(iter(value.boxes.values()))
+    return value if isinstance(value, Tensor) else value.read()
 
 
-def _checked(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
-    """By member, its state in ``state_dict``. Raises ValueError for what does not fit."""
-    missing = [key for key in ("state", "param_groups") if key not in state_dict]
-    if missing:
-        raise ValueError(f"{WHAT}: expected a state dict with 'state' and 'param_groups'; found {list(state_dict)}")
-    saved = state_dict["param_groups"]
-    check_saved_groups(WHAT, groups, saved)
-    pairs = [pair for group, of_group in zip(groups, saved) for pair in zip(group["params"], of_group["params"])]
-    indices = {id(param): index for param, index in pairs}
-    mine = {piece.member: piece for piece in state_pieces(core)}
-    checked: dict[int, dict[str, Tensor]] = {}
+def checked_state(
+    core: OwnedCore, groups: Groups, where: str, found: Sequence[Mapping[str, Any]], *, anew: bool = False
+) -> dict[int, dict[str, Found]]:
+    """By member, what this rank takes of the state ``found``. Raises ValueError for what does not fit.
+
+    Tensors are pieces as of ``state_of``, or whole, in memory or in a file. A matrix without owner state starts
+    ``anew``, or is an error.
+    """
+    mine, taken = {piece.member: piece for piece in state_pieces(core)}, dict[int, dict[str, Found]]()
     for number, kept in (entry for bucket in core.manager.buckets for entry in _kept(core, bucket, groups).items()):
         member, piece = core.members[number], mine.get(number)
-        owner = _owner_tensors(core, number, groups) if piece else {}
-        found = state_dict["state"].get(indices[id(member.param)], {})
-        values = {key: value for key, value in found.items() if value is not None and not isinstance(value, Mapping)}
-        compared = {*values} & {*kept} if member.blocks and not piece else {*values}  # the rest is at the owner
-        here: dict[str, Any] = {"state": sorted({*kept, *owner} - {MASTER})}
-        there: dict[str, Any] = {"state": sorted(compared - {MASTER})}
-        checked[number] = {key: torch.as_tensor(values[key]) for key in (*kept, *owner) if key in values}
-        for key, value in checked[number].items():
-            like, is_owners = {**kept, **owner}[key], key in owner
-            if key == MATRICES:
-                here[key], there[key] = (nested.rebuilt(_here(some)) for some in (like, value))
-            elif key != STRUCTURE:
-                shape = tuple(like.shape) if is_owners or not like.ndim else tuple(member.param.shape)
-                expected = found_parts = None
-                if isinstance(value, Pieces) and not is_owners:
-                    expected = _sizes(boxed(piece.tensors[key], piece, shape) if piece else {})
-                    found_parts = _sizes(value.boxes)
-                here[f"{key!r} as"] = form_of(torch.empty(shape, device="meta"), expected)
-                there[f"{key!r} as"] = form_of(value, found_parts)
+        owner = core.stepper.owner_tensors(number, groups) if piece else {}
+        values = {k: v for k, v in found[number].items() if v is not None and not isinstance(v, Mapping)}
+        if MASTER not in kept:
+            values.pop(MASTER, None)
+        matrices = values.pop(MATRICES, None)
+        own, given = ({_matrix_of(key) for key in some} for some in (owner, values.keys() - kept.keys()))
+        for key in values.keys() - kept.keys() if member.blocks else ():
+            if piece is None or key.startswith("[") and _matrix_of(key) not in own:
+                del values[key]  # its owner takes it
+        # State with a description may have other keys than after the rule's first step.
+        free = {matrix for matrix in own if f"{matrix}{STRUCTURE}" in values} | (own - given if anew else set())
+        here, there = (
+            dict[str, Any](state=sorted(key for key in some if key in kept or _matrix_of(key) not in free))
+            for some in ({**kept, **owner}.keys() - {MASTER}, values.keys() - {MASTER})
+        )
+        if owner and given:
+            by_shape = list(map(str, matrices_by_shape(member.shape)))
+            theirs = nested.rebuilt(_here(matrices)) if isinstance(matrices, Tensor) else matrices or by_shape
+            here, there = {"matrices": member.matrices, **here}, {"matrices": theirs, **there}
+        tensors = {key: v if isinstance(v, LazyTensor) else torch.as_tensor(v) for key, v in values.items()}
+        for key, like in {**kept, **owner}.items():
+            if key in tensors and key != STRUCTURE and (key in kept or _matrix_of(key) not in free):
+                shape = like.shape if key in owner or not like.ndim else member.shape
+                boxes = boxed(piece.tensors[key], piece, shape) if piece and key in kept else {}
+                whole = torch.empty(shape, dtype=like.dtype, device="meta")
+                here[f"{key!r} as"], there[f"{key!r} as"] = _forms(whole, tensors[key], None if key in owner else boxes)
         to_do = {**TO_DO, "state": FLAT if owner else SAME_RULE}
-        check_fits(WHAT, {member.name: here}, {member.name: there}, advice=OTHER_RANKS, to_do=to_do)
-        checked[number].pop(MATRICES, None)
-    return checked
+        check_fits(where, {member.name: here}, {member.name: there}, advice=OTHER_RANKS, to_do=to_do)
+        taken[number] = tensors
+    return taken
+
+
+def _matrix_of(key: str) -> str:
+    """The start of a key of owner state that tells the matrix, if the parameter has several."""
+    return key[: key.index(".") + 1] if key.startswith("[") else ""
+
+
+def _forms(like: Tensor, value: Found, boxes: Mapping[tuple[int, ...], Tensor] | None) -> tuple[str, str]:
+    """The forms of a whole tensor, of which ``boxes`` are here, and of the ``value`` for it."""
+    if isinstance(value, LazyTensor):
+        return f"{like.dtype} of shape {tuple(like.shape)}", f"{value.dtype} of shape {value.shape}"
+    if boxes is None or not isinstance(value, Pieces):
+        return form_of(like), form_of(value)
+    return form_of(like, _sizes(boxes)), form_of(value, _sizes(value.boxes))
 
 
 def _sizes(boxes: Mapping[tuple[int, ...], Tensor]) -> dict[tuple[int, ...], tuple[int, ...]]:

@@ -181,16 +181,16 @@ class OwnedStepper:
         """``owner_states`` as tensors by key; before the first step, tensors such as that step creates."""
         member, found = self._members[number], {}
         for place, atom in self._made(number, groups).items():
-            for path, tensor in self._whole.owner_state.tensors(atom).items():
+            for path, tensor in self._whole.owner_state.tensors(atom, ordered=True).items():
                 found[owner_key(path, place, len(member.blocks))] = tensor
         return found
 
     def take_owner_tensors(self, number: int, groups: Groups, found: Mapping[str, Tensor]) -> None:
         """Restore what ``owner_tensors`` returned on the rank that owned this piece."""
-        count = len(self._members[number].blocks)
         for place, atom in self._made(number, groups).items():
-            paths = self._whole.owner_state.tensors(atom)
-            self._whole.owner_state.put_tensors(atom, {path: found[owner_key(path, place, count)] for path in paths})
+            start = owner_key("", place, len(self._members[number].blocks))
+            of_matrix = {key.removeprefix(start): found[key] for key in found if key.startswith(start)}
+            self._whole.owner_state.put_tensors(atom, of_matrix)
 
     def _made(self, number: int, groups: Groups) -> dict[int, int]:
         """Make the owner state of the matrices that this rank owns in a member; returns their atoms by place."""
