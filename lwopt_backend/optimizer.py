@@ -518,7 +518,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         ranks = [stepper.collectives for stepper in self._steppers]
         return mesh_state.MeshStore(members, self.param_groups, self.state, ranks, any(self._different))
 
-    def _owner_shards(self) -> mesh_state.Of:
+    def _owner_shards(self) -> list[mesh_state.OwnerShards]:
         """The owner state, if any rule keeps some; then called on all ranks.
 
         Plans parameters that were sharded later, which otherwise waits for the first step: owner state needs owners.
@@ -546,13 +546,12 @@ class MeshOptimizer(LayerWiseOptimizer):
     def _take_state(self, state_dict: dict[str, Any]) -> None:
         if self.state:
             shards = self._owner_shards()
-            expected = mesh_state.with_owner_keys(self.state, shards)
-            mesh_state.check_loadable(state_dict, self.param_groups, self._names, expected, shards)
+            mesh_state.check_loadable(state_dict, self.param_groups, self._names, self.state, shards)
             if not state_dict["state"]:  # saved before there was any: start fresh
                 self.state = {}
                 self._make_state()
             held = [group["params"] for group in self.param_groups]
-            mesh_state.take_state(state_dict, held, self.state, shards, expected)
+            mesh_state.take_state(state_dict, held, self.state, shards)
         elif state_dict["state"]:
             raise ValueError(
                 "load_state_dict: the model is not sharded yet, so there is no state to load into; call it after "

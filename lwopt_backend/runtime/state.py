@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -10,14 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding, TrainedParam
+from lwopt_backend.plan import Atom, TrainedParam
 from lwopt_backend.plan.layouts import View
-from lwopt_backend.plan.owners import Ownership, cut_buckets
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.agreement import check_on_all
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.exchange import Arrival, Segments, Way, ways_back, ways_to_owners
 
 # What a rank stores of an optimizer's parameters, in one form for all engines.
 #
@@ -187,148 +184,11 @@ def form_of(value: Any, boxes: Any = None) -> str:
     return f"{kind} of shape {tuple(value.shape)}" + (f" placed as {placements}" if placements else "")
 
 
-# Owner state in a checkpoint of sharded tensors: cut by rows over the mesh, as parameters are, and back.
-#
-# So every rank saves its shards, and ranks with other owners can load them.
-
-BUCKET_BYTES = 2**26  # of state in one all-to-all when it is saved or loaded
-STRUCTURE, STEPPED = "structure", "stepped"  # keys of state that is more than tensors by name
-MATRICES = "matrices"  # key of a parameter whose shape does not tell its matrices: which elements they have
-Key = tuple[int, str]  # atom, and the path of a tensor in its state
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a matrix's state."""
-
-    atom: int
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-
-class OwnerShards:
-    """The owner state of one plan's matrices, cut into shards. Made on all ranks of the plan."""
-
-    def __init__(
-        self,
-        plan: MatrixPlan,
-        rules: Sequence[MatrixRule],
-        held: OwnerState,
-        collectives: Collectives,
-        device: torch.device,
-    ) -> None:
-        self._held = held
-        self._collectives = collectives
-        self._device = device
-        self._owned = [
-            atom
-            for atom, (rule, owner) in enumerate(zip(rules, plan.ownership.owners))
-            if owner == collectives.rank and keeps_state(rule)
-        ]
-        self.entries: list[Entry] = []
-        if not any(map(keeps_state, rules)):
-            return
-        check_on_all(collectives, "the rule's first step", lambda: held.make(self._owned, rules))
-        mine = [
-            Entry(atom, key, tuple(tensor.shape), tensor.dtype)
-            for atom in self._owned
-            for key, tensor in held.tensors(atom).items()
-        ]
-        self.entries = sorted(
-            (entry for of_rank in collectives.gather_objects(mine) for entry in of_rank),
-            key=lambda entry: (entry.atom, entry.key),
-        )
-        self._moving = [entry for entry in self.entries if entry.numel]
-        self._plan = _plan_of(self._moving, plan)
-
-    def save(self) -> dict[Key, tuple[torch.Size, Tensor]]:
-        """By atom and key, the whole tensor's shape and this rank's rows. Called on all ranks."""
-        tensors = {
-            (atom, key): t.to(self._device) for atom in self._owned for key, t in self._held.tensors(atom).items()
-        }
-        parts = []
-        for index in range(len(self._moving)):
-            here = self._plan.layout.fragment(index, self._collectives.rank)
-            parts.append(torch.empty(here.numel if here else 0, dtype=torch.uint8, device=self._device))
-
-        def fetch(segment: Segment) -> Tensor:
-            entry = self._moving[segment.atom]
-            return _bytes(tensors[entry.atom, entry.key])[segment.start : segment.stop]
-
-        for arrival in self._exchange(ways_back, fetch):
-            arrival.wait(lambda segments: [parts[segment.atom].copy_(data) for segment, data in segments])
-        found = {}
-        for entry, part in zip(self._moving, parts):
-            rows = part.view(entry.dtype) if part.numel() else part.new_empty(0, dtype=entry.dtype)
-            found[entry.atom, entry.key] = (torch.Size(entry.shape), rows.view(-1, *entry.shape[1:]))
-        for entry in self.entries:
-            if not entry.numel:
-                empty = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
-                found[entry.atom, entry.key] = (torch.Size(entry.shape), empty)
-        return found
-
-    def load(self, shards: Mapping[Key, Tensor]) -> None:
-        """Send the rows that ``save`` returned, here or on other ranks, to the owners. Called on all ranks."""
-        arrived: dict[Key, Tensor] = {
-            (entry.atom, entry.key): torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
-            for entry in self.entries
-            if entry.atom in self._owned
-        }
-
-        def fetch(segment: Segment) -> Tensor:
-            entry = self._moving[segment.atom]
-            return _bytes(shards[entry.atom, entry.key].to(self._device, entry.dtype))
-
-        def deliver(segments: Segments) -> None:
-            for segment, data in segments:
-                entry = self._moving[segment.atom]
-                _bytes(arrived[entry.atom, entry.key])[segment.start : segment.stop].copy_(data)
-
-        for arrival in self._exchange(ways_to_owners, fetch):
-            arrival.wait(deliver)
-        for atom in self._owned:
-            self._held.put_tensors(atom, {key: tensor for (of, key), tensor in arrived.items() if of == atom})
-
-    def _exchange(self, ways: Callable[..., list[Way]], fetch: Callable[[Segment], Tensor]) -> list[Arrival]:
-        def pack(segments: Segments) -> bool:
-            for segment, target in segments:
-                target.copy_(fetch(segment))
-            return True
-
-        found = ways(self._plan, self._collectives, self._device) if self.entries else []
-        return [way.start(torch.uint8, lambda segment: True, pack) for way in found]
-
-
-def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> MatrixPlan:
-    """Plan each tensor as a matrix of bytes with its atom's owner, cut by rows over the dimensions that cut it."""
-    layout = plan.layout
-    assert isinstance(layout, MeshLayout)
-    atoms, shardings, owners = [], [], []
-    for entry in entries:
-        shape = (entry.shape[0], entry.numel // entry.shape[0] * entry.dtype.itemsize)
-        parent = layout.shardings[entry.atom]
-        atoms.append(Atom(f"{plan.atoms[entry.atom].name}.{entry.key}", shape, 0))
-        dims = tuple(None if dim is None else 0 for dim in parent.dims)
-        shardings.append(Sharding(shape, parent.mesh_shape, dims, (False,) * len(dims)))
-        owners.append(plan.ownership.owners[entry.atom])
-    every = range(len(atoms))
-    buckets = cut_buckets(atoms, every, layout.world_size, matrices=max(1, len(atoms)), numel=BUCKET_BYTES)
-    ownership = Ownership("parent's", tuple(owners), (0,) * layout.world_size)
-    return MatrixPlan(tuple(atoms), MeshLayout(layout.coordinates, tuple(shardings)), ownership, buckets, 1)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
 # Owner state: what only a matrix's owner keeps, whole, e.g. the factors of SOAP or Shampoo; any shapes, any number.
 
 CHECKPOINT_KEY = "owner_state"  # its key in DeepSpeed's checkpoints
+STRUCTURE, STEPPED = "structure", "stepped"  # keys of state that is more than tensors by name
+MATRICES = "matrices"  # key of a parameter whose shape does not tell its matrices: which elements they have
 
 
 def step_first(rule: WeightRule, atom: Atom, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +14,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshStepper, local, placed
 from lwopt_backend.groups.param_groups import check_saved_groups, of_another_optimizer
 from lwopt_backend.groups.registry import rule_of
-from lwopt_backend.plan import TrainedParam
+from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding, TrainedParam
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.layouts import View
+from lwopt_backend.plan.owners import Ownership, cut_buckets
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.agreement import check_on_all
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.state import (
-    MATRICES,
-    Key,
-    OwnerShards,
-    StatePiece,
-    check_fits,
-    form_of,
-    owner_key,
-    part_of,
-)
+from lwopt_backend.runtime.exchange import Arrival, Segments, Way, ways_back, ways_to_owners
+from lwopt_backend.runtime.state import MATRICES, StatePiece, check_fits, form_of, keeps_state, owner_key, part_of
 
 
 class MeshStore:
@@ -72,24 +67,24 @@ def check_loadable(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[str]],
-    made: Mapping[Tensor, Mapping[str, Any]],
-    shards: Of,
+    states: Mapping[Tensor, Mapping[str, Any]],
+    shards: Sequence[OwnerShards],
 ) -> None:
-    """Raises ValueError for groups with other rules or sizes, and for state with other keys, shapes or matrices; warns
-    of missing state. ``made`` is what ``with_owner_keys`` returned."""
-    saved, states = state_dict["param_groups"], state_dict["state"]
+    """Raises ValueError for groups with other rules or sizes, and for state with other keys, shapes or matrices than
+    ``states``; warns of missing state."""
+    saved, state = state_dict["param_groups"], state_dict["state"]
     if not of_another_optimizer(saved):  # a group without a rule is trained by ours
         saved = [{"rule": rule_of(group), **theirs} for group, theirs in zip(groups, saved)] + saved[len(groups) :]
     check_saved_groups(WHAT, groups, saved)
-    if not states:
+    if not state:
         return  # saved by an optimizer that had no state yet
     params = [(name, p) for group, of_group in zip(groups, names) for p, name in zip(group["params"], of_group)]
     indices = [index for group in saved for index in group["params"]]
-    found = {name: (p, states[index]) for (name, p), index in zip(params, indices) if states.get(index)}
-    elements = dict(_elements(shards))
+    found = {name: (p, state[index]) for (name, p), index in zip(params, indices) if state.get(index)}
+    matrices = {param: elements for of_mesh in shards for param, elements in of_mesh.matrices.items()}
     here, there = dict[str, Any](), dict[str, Any]()
     for name, (param, of_param) in found.items():
-        here[name], there[name] = _facts(of_param, made[param], elements.get(param))
+        here[name], there[name] = _facts(of_param, states[param], matrices.get(param))
     check_fits(WHAT, here, there, advice=ANEW)
     missing = [name for name, _ in params if name not in found]
     if missing:
@@ -138,113 +133,175 @@ def as_shard(part: Tensor, made: DTensor) -> DTensor:
 
 # Owner state in an optimizer's state dict: DTensors, cut by rows over the parameter's mesh.
 #
-# If a parameter has several matrices, keys begin with a matrix's place in it, ``"[1].GG.0"``. If its shape does not
-# tell which elements these have (q, k and v, say), a further key does.
+# So every rank saves its shards, and ranks with other owners load them. If a parameter has several matrices, keys begin
+# with a matrix's place in it, ``"[1].GG.0"``. If its shape does not tell which elements these have (q, k and v, say), a
+# further key does.
 
+BUCKET_BYTES = 2**26  # of state in one all-to-all when it is saved or loaded
 Groups = Sequence[Sequence[Tensor]]
-Of = list[tuple[MeshStepper, OwnerShards]]
+States = Mapping[Tensor, dict[str, Any]]
 
 
-def owner_shards(
-    steppers: Sequence[MeshStepper], rules: Mapping[int, MatrixRule], states: Mapping[Tensor, dict[str, Any]]
-) -> Of:
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A tensor of a matrix's owner state, at ``path`` of it and ``key`` of the parameter's; ``like`` is on meta."""
+
+    atom: int
+    path: str
+    param: Tensor
+    key: str
+    like: Tensor
+
+
+class OwnerShards:
+    """The owner state of one mesh's matrices, cut into shards. Made on all ranks of the mesh.
+
+    ``matrices`` are those of parameters whose shape does not tell them.
+    """
+
+    def __init__(self, stepper: MeshStepper, rules: Mapping[int, MatrixRule]) -> None:
+        self._held, self._ranks, self._device = stepper.stepper.owner_state, stepper.collectives, stepper.device
+        of_atoms, owners = stepper.rules_of(rules), stepper.plan.ownership.owners
+        owned = [a for a, rule in enumerate(of_atoms) if owners[a] == self._ranks.rank and keeps_state(rule)]
+        self._owned = dict.fromkeys(owned)
+        self.entries: list[Entry] = []
+        self.matrices: dict[Tensor, list[str]] = {}
+        if not any(map(keeps_state, of_atoms)):
+            return
+        check_on_all(self._ranks, "the rule's first step", lambda: self._held.make(owned, of_atoms))
+        mine = [(a, path, tuple(t.shape), t.dtype) for a in owned for path, t in self._held.tensors(a).items()]
+        of_all = (entry for of_rank in self._ranks.gather_objects(mine) for entry in of_rank)
+        for atom, path, shape, dtype in sorted(of_all, key=lambda entry: entry[:2]):
+            member = stepper.members[stepper.matrices[atom]]
+            key = owner_key(path, stepper.places[atom], len(member.blocks))
+            self.entries.append(Entry(atom, path, member.param, key, torch.empty(shape, dtype=dtype, device="meta")))
+            if member.blocks != matrices_of(member.sharding.shape):
+                self.matrices[member.param] = member.matrices
+        self._moving = [entry for entry in self.entries if entry.like.numel()]
+        self._plan = _plan_of(self._moving, stepper.plan)
+
+    def save(self) -> Iterator[tuple[Entry, Tensor]]:
+        """Yield each tensor as a DTensor, or whole if the parameter is none. Called on all ranks."""
+        tensors = {atom: {p: t.to(self._device) for p, t in self._held.tensors(atom).items()} for atom in self._owned}
+        parts: dict[Entry, Tensor] = {}
+        for index, entry in enumerate(self._moving):
+            here = self._plan.layout.fragment(index, self._ranks.rank)
+            parts[entry] = torch.empty(here.numel if here else 0, dtype=torch.uint8, device=self._device)
+
+        def fetch(segment: Segment, entry: Entry) -> Tensor:
+            return _bytes(tensors[entry.atom][entry.path])[segment.start : segment.stop]
+
+        for arrival in self._exchange(ways_back, fetch):
+            arrival.wait(lambda segments: [parts[self._moving[s.atom]].copy_(data) for s, data in segments])
+        for entry in self.entries:
+            rows = torch.empty_like(entry.like, device=self._device)
+            if entry in parts:
+                rows = parts[entry].view(entry.like.dtype).view(-1, *entry.like.shape[1:])
+            yield entry, _as_dtensor(rows, entry.like.shape, entry.param)
+
+    def load(self, rows: Mapping[Entry, Tensor]) -> None:
+        """Send this rank's rows of all tensors to the owners. Called on all ranks."""
+        arrived: dict[int, dict[str, Tensor]] = {atom: {} for atom in self._owned}
+        for entry in self.entries:
+            if entry.atom in arrived:
+                arrived[entry.atom][entry.path] = torch.empty_like(entry.like, device=self._device)
+
+        def fetch(segment: Segment, entry: Entry) -> Tensor:
+            return _bytes(rows[entry].to(self._device, entry.like.dtype))
+
+        def deliver(segments: Segments) -> None:
+            for segment, data in segments:
+                entry = self._moving[segment.atom]
+                _bytes(arrived[entry.atom][entry.path])[segment.start : segment.stop].copy_(data)
+
+        for arrival in self._exchange(ways_to_owners, fetch):
+            arrival.wait(deliver)
+        for atom, tensors in arrived.items():
+            self._held.put_tensors(atom, tensors)
+
+    def _exchange(self, ways: Callable[..., list[Way]], fetch: Callable[[Segment, Entry], Tensor]) -> list[Arrival]:
+        def pack(segments: Segments) -> bool:
+            for segment, target in segments:
+                target.copy_(fetch(segment, self._moving[segment.atom]))
+            return True
+
+        found = ways(self._plan, self._ranks, self._device) if self.entries else []
+        return [way.start(torch.uint8, lambda segment: True, pack) for way in found]
+
+
+def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> MatrixPlan:
+    """Plan each tensor as a matrix of bytes with its atom's owner, cut by rows over the dimensions that cut it."""
+    layout = plan.layout
+    assert isinstance(layout, MeshLayout)
+    atoms, shardings, owners = [], [], []
+    for entry in entries:
+        shape = (entry.like.shape[0], entry.like.nbytes // entry.like.shape[0])
+        parent = layout.shardings[entry.atom]
+        atoms.append(Atom(f"{plan.atoms[entry.atom].name}.{entry.path}", shape, 0))
+        dims = tuple(None if dim is None else 0 for dim in parent.dims)
+        shardings.append(Sharding(shape, parent.mesh_shape, dims, (False,) * len(dims)))
+        owners.append(plan.ownership.owners[entry.atom])
+    every = range(len(atoms))
+    buckets = cut_buckets(atoms, every, layout.world_size, matrices=max(1, len(atoms)), numel=BUCKET_BYTES)
+    ownership = Ownership("parent's", tuple(owners), (0,) * layout.world_size)
+    return MatrixPlan(tuple(atoms), MeshLayout(layout.coordinates, tuple(shardings)), ownership, buckets, 1)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def owner_shards(steppers: Sequence[MeshStepper], rules: Mapping[int, MatrixRule], states: States) -> list[OwnerShards]:
     """The owner state of each stepper's matrices, in shards. Called on all ranks of the meshes.
 
-    Adds its keys to ``states``, with meta tensors: torch reads a flattened checkpoint by the keys that are there.
+    Adds its keys to ``states``, on meta: torch reads a flattened checkpoint by the keys that are there.
     """
-    shards = [
-        (s, OwnerShards(s.plan, s.rules_of(rules), s.stepper.owner_state, s.collectives, s.device)) for s in steppers
-    ]
+    shards = [OwnerShards(stepper, rules) for stepper in steppers]
     for state in states.values():
         for name in [name for name, tensor in state.items() if tensor.is_meta]:
             del state[name]
-    for param, name, like in _entries(shards):
-        states[param][name] = like
-    for param, elements in _elements(shards):
-        states[param][MATRICES] = nested.described(elements).to("meta")
+    for of_mesh in shards:
+        for entry in of_mesh.entries:
+            states[entry.param][entry.key] = _as_dtensor(entry.like, entry.like.shape, entry.param)
+        for param, elements in of_mesh.matrices.items():
+            states[param][MATRICES] = nested.described(elements).to("meta")
     return shards
 
 
-def with_owner_state(state_dict: dict[str, Any], shards: Of, groups: Groups) -> dict[str, Any]:
+def with_owner_state(state_dict: dict[str, Any], shards: Sequence[OwnerShards], groups: Groups) -> dict[str, Any]:
     """``state_dict`` with the owner state of the matrices in ``groups``. Called on all ranks of the meshes."""
-    state = dict(state_dict["state"])
-    index_of = _indices(state_dict, groups)
-    for stepper, held in shards:
-        for key, (shape, part) in held.save().items():
-            param = _param(stepper, key)
-            index = index_of[id(param)]
-            state[index] = {**state.get(index, {}), _name(stepper, key): _as_dtensor(part, shape, param)}
-    for param, elements in _elements(shards):
-        state[index_of[id(param)]][MATRICES] = nested.described(elements)
+    state, index_of = dict(state_dict["state"]), _indices(state_dict, groups)
+    for of_mesh in shards:
+        for entry, tensor in of_mesh.save():
+            index = index_of[id(entry.param)]
+            state[index] = {**state.get(index, {}), entry.key: tensor}
+        for param, elements in of_mesh.matrices.items():
+            state[index_of[id(param)]][MATRICES] = nested.described(elements)
     return {**state_dict, "state": state}
 
 
 @torch.no_grad()
-def take_state(
-    state_dict: Mapping[str, Any],
-    groups: Groups,
-    states: Mapping[Tensor, Mapping[str, Any]],
-    shards: Of,
-    expected: Mapping[Tensor, Mapping[str, Tensor]],
-) -> None:
+def take_state(state_dict: Mapping[str, Any], groups: Groups, states: States, shards: Sequence[OwnerShards]) -> None:
     """Copy this rank's part of a state dict, of whole tensors or shards, into ``states``; send owner state to the
     owners.
 
-    ``expected`` is what ``with_owner_keys`` returned. State that the state dict lacks is not changed. Called on all
-    ranks.
+    State that the state dict lacks is not changed. Called on all ranks.
     """
     index_of, saved = _indices(state_dict, groups), state_dict["state"]
     found = {param: saved.get(index_of[id(param)], {}) for group in groups for param in group}
-    for stepper, held in shards:
-        keys = [(entry.atom, entry.key) for entry in held.entries]
-        places = [(key, _param(stepper, key), _name(stepper, key)) for key in keys]
-        if places and all(name in found[param] for _, param, name in places):
-            held.load({key: _here(found[param][name], expected[param][name]) for key, param, name in places})
-    for param, entry in found.items():
+    for of_mesh in shards:
+        if of_mesh.entries and all(entry.key in found[entry.param] for entry in of_mesh.entries):
+            made = ((entry, found[entry.param][entry.key], states[entry.param][entry.key]) for entry in of_mesh.entries)
+            of_mesh.load({entry: _here(value, like) for entry, value, like in made})
+    for param, of_param in found.items():
         for key, into in states[param].items():
-            if key in entry and not into.is_meta:  # the rest is at the owner
-                local(into).copy_(_here(torch.as_tensor(entry[key]), into))
+            if key in of_param and not into.is_meta:  # the rest is at the owner
+                local(into).copy_(_here(torch.as_tensor(of_param[key]), into))
 
 
 def _here(value: Tensor, made: Tensor) -> Tensor:
     """This rank's part of ``value``, which is a shard or whole, for a tensor that is sharded as ``made`` is."""
     return local(value) if isinstance(value, DTensor) else part_of(value, view_of(made))
-
-
-def _entries(shards: Of) -> Iterator[tuple[Tensor, str, Tensor]]:
-    """Yield every tensor of owner state: its parameter, its key, and a meta tensor of its shape and dtype."""
-    for stepper, held in shards:
-        for entry in held.entries:
-            key = (entry.atom, entry.key)
-            yield _param(stepper, key), _name(stepper, key), torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-
-
-def with_owner_keys(states: Mapping[Tensor, Mapping[str, Any]], shards: Of) -> dict[Tensor, dict[str, Any]]:
-    """The state that each parameter has in a checkpoint: its own, and meta tensors for its owner state."""
-    expected = {param: dict(state) for param, state in states.items()}
-    for param, name, like in _entries(shards):
-        expected[param][name] = _as_dtensor(like, like.shape, param)
-    for param, elements in _elements(shards):
-        expected[param][MATRICES] = nested.described(elements)
-    return expected
-
-
-def _elements(shards: Of) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield each parameter with owner state whose shape does not tell its matrices, and their elements."""
-    for stepper, held in shards:
-        for number in sorted({stepper.matrices[entry.atom] for entry in held.entries}):
-            member = stepper.members[number]
-            if member.blocks != matrices_of(member.sharding.shape):
-                yield member.param, list(map(str, member.blocks))
-
-
-def _param(stepper: MeshStepper, key: Key) -> Tensor:
-    return stepper.members[stepper.matrices[key[0]]].param
-
-
-def _name(stepper: MeshStepper, key: Key) -> str:
-    atom, path = key
-    return owner_key(path, stepper.places[atom], len(stepper.members[stepper.matrices[atom]].blocks))
 
 
 def _indices(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, Any]:
