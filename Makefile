@@ -39,10 +39,14 @@ check: environment
 
 test: environment
 	@$(RUN) $(PYTEST) $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	@$(RUN) $(PYTEST) --transport strict --one-in 10
+endif
 
 test-full: environment
 	@$(RUN) $(PYTEST) --full $(ARGS)
 ifeq ($(strip $(ARGS)),)
+	@$(RUN) $(PYTEST) --transport strict
 	@$(RUN) scripts/oldest.py
 endif
 

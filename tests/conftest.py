@@ -1,5 +1,6 @@
 import gc
 import random
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -11,11 +12,16 @@ from tests.ranks import RankPool, RankProcesses
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lwopt_backend")
     group.addoption("--full", action="store_true", help="whole tables in place of pairs, and tests marked `full`")
+    group.addoption(
+        "--transport", choices=["gloo", "strict"], help="only tests on ranks, on tests/strict_transport.py, or on gloo"
+    )
+    group.addoption("--one-in", type=int, default=1, metavar="N", help="of the tests selected, every Nth")
     group.addoption("--order", type=int, metavar="SEED", help="run the files, and the tests in each, in a random order")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: runs in `make test-full` only")
+    config.addinivalue_line("markers", "on_gloo: needs gloo itself, and is not run with `--transport strict`")
     config.addinivalue_line("markers", "cells(where, axes): a table of arguments, see tests/cells.py")
 
 
@@ -27,10 +33,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("full"):
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=left_out)
+    transport = config.getoption("transport")
+    left_out = set() if config.getoption("full") else {item for item in items if item.get_closest_marker("full")}
+    if transport is not None:
+        left_out |= {item for item in items if "rank_pools" not in getattr(item, "fixturenames", ())}
+    if transport == "strict":
+        left_out |= {item for item in items if item.get_closest_marker("on_gloo")}
+    left = [item for item in items if item not in left_out][:: config.getoption("one_in")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
+    items[:] = left
     if (seed := config.getoption("order")) is not None:
         shuffled = random.Random(seed)
         files = sorted({item.path for item in items})
@@ -48,8 +59,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def rank_pools(pytestconfig: pytest.Config) -> Iterator[dict[int, RankPool]]:
     """Worlds of 1 to 4 ranks, all on the same processes."""
-    processes = RankProcesses(pytestconfig.getini("filterwarnings"))
+    processes = RankProcesses(pytestconfig.getini("filterwarnings"), pytestconfig.getoption("transport") or "gloo")
     yield {world_size: RankPool(world_size, processes) for world_size in range(1, 5)}
+    for fault in sorted(processes.listed()):
+        warnings.warn(f"not on NCCL: {fault}", stacklevel=1)
     processes.remove()
 
 

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +24,8 @@ import torch.multiprocessing as mp
 from _pytest.config import parse_warning_filter
 from torch._C import _distributed_c10d as torch_c10d
 from torch.distributed import TCPStore
+
+from tests import strict_transport
 
 TIMEOUT_SECONDS = 120.0
 LOST = "lost"
@@ -42,9 +45,10 @@ class RankProcesses:
     one world at a time: a call that asks for another number of ranks changes the default group, which takes
     milliseconds, where a process takes seconds to start."""
 
-    def __init__(self, warning_filters: Sequence[str] = ()) -> None:
-        """``warning_filters``: as in pytest's ``filterwarnings``, for the code that the ranks run."""
-        self._warning_filters = tuple(warning_filters)
+    def __init__(self, warning_filters: Sequence[str] = (), transport: str = "gloo") -> None:
+        """``warning_filters``: as in pytest's ``filterwarnings``, for the code that the ranks run. ``transport``: gloo,
+        or strict, see tests/strict_transport.py."""
+        self._warning_filters, self._transport = tuple(warning_filters), transport
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.mkdtemp(prefix="lwopt-ranks-")
@@ -87,6 +91,10 @@ class RankProcesses:
         self._processes, self._pipes, self._store = [], [], None
         self.renew()
 
+    def listed(self) -> set[str]:
+        """What the strict transport found in calls that are not ours."""
+        return {line for path in Path(self._folder).glob("*.listed") for line in path.read_text().splitlines()}
+
     def remove(self) -> None:
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -97,9 +105,8 @@ class RankProcesses:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for _ in range(len(self._processes), count):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, self._store.port, self._folder, self._warning_filters), daemon=True
-            )
+            settings = (self._folder, self._warning_filters, self._transport)
+            process = context.Process(target=_serve, args=(theirs, self._store.port, *settings), daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -140,8 +147,8 @@ class RankPool:
         errors = [None if ok else value[0] for ok, value in answers]
         if not any(errors):
             return [value for _, value in answers]
-        if not all(errors) or any(str(error).startswith(LOST) for error in errors):
-            self.close()  # some ranks went on, or are gone: the rest cannot be in step with them
+        if not all(errors) or any(str(error).startswith((LOST, "StrictError")) for error in errors):
+            self.close()  # some ranks went on, or are gone, or wait: the rest cannot be in step with them
         rank = next(rank for rank, error in enumerate(errors) if error)
         raise RankFailed(f"rank {rank} of {self.world_size}:\n{answers[rank][1][1]}", errors)
 
@@ -198,7 +205,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _serve(pipe: Connection, port: int, folder: str, warning_filters: tuple[str, ...]) -> None:
+def _serve(pipe: Connection, port: int, folder: str, warning_filters: tuple[str, ...], transport: str) -> None:
     """Enter the worlds that the test run names, and call in them what it sends."""
     os.environ.update(TORCH_EXTENSIONS_DIR=folder, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # torch's flight recorder keeps the last 2,000 collectives, some 1.3 kB each, which looks like a leak until then.
@@ -210,7 +217,7 @@ def _serve(pipe: Connection, port: int, folder: str, warning_filters: tuple[str,
     for text in warning_filters:
         warnings.filterwarnings(*parse_warning_filter(text, escape=False))
     torch.set_num_threads(1)
-    linear, worlds = torch.nn.functional.linear, _Worlds(TCPStore("127.0.0.1", port, is_master=False))
+    linear, worlds = torch.nn.functional.linear, _Worlds(TCPStore("127.0.0.1", port, is_master=False), transport)
     while True:
         try:
             message = pipe.recv()
@@ -221,7 +228,11 @@ def _serve(pipe: Connection, port: int, folder: str, warning_filters: tuple[str,
                 pipe.send((True, worlds.enter(*message[1:])))
             else:
                 function, args, kwargs = message
-                pipe.send((True, function(*args, **kwargs)))
+                try:
+                    value = function(*args, **kwargs)
+                finally:
+                    strict_transport.settle(Path(folder, f"{os.getpid()}.listed"))
+                pipe.send((True, value))
         except BaseException as error:
             pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
         torch.nn.functional.linear = linear  # ZeRO-3 leaves its own there, which rounds bf16 otherwise
@@ -234,13 +245,13 @@ class _Worlds:
 
     current = 0
 
-    def __init__(self, store: TCPStore) -> None:
+    def __init__(self, store: TCPStore, transport: str) -> None:
         from deepspeed.comm import comm
         from deepspeed.runtime.pipe import p2p
         from deepspeed.utils import groups
         from torch.distributed import distributed_c10d as c10d
 
-        self._store = store
+        self._store, self._transport = store, transport
         # What is global in torch and in DeepSpeed and tells of process groups: a module, and names in it.
         known = {module: [name for name in vars(module) if not name.startswith("__")] for module in (comm, p2p, groups)}
         by_group = ["_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag"]
@@ -268,8 +279,8 @@ class _Worlds:
         os.environ.update({name: str(value) for name, value in local.items()})
         if number and number not in self._kept:
             store = dist.PrefixStore(f"world {number}", self._store)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-            deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+            dist.init_process_group(self._transport, store=store, rank=rank, world_size=world_size)
+            deepspeed.init_distributed(dist_backend=self._transport, verbose=False)
 
     def _seen(self) -> tuple[dict[tuple[Any, str], Any], Any]:
         from torch.distributed import distributed_c10d as c10d

@@ -1,0 +1,460 @@
+"""A process group as strict as NCCL and stricter, for CPU tensors, carried by gloo: ``pytest --transport strict``.
+
+Its name is not gloo, so the code takes the branches that GPUs take. What is sent is copied when a collective starts;
+what arrives is delivered by ``Work.wait()``. Until then outputs hold NaN, or bytes of 0xA5 if they are integers.
+
+- Order. The ranks of a collective compare what they call, over a store, before it starts; all raise if they differ. A
+  rank that waits for another, which waits in a collective of another group of both, raises as well: on NCCL, whose
+  kernels wait on the GPU, such ranks may hang. So a collective starts when all of its ranks have called it.
+- Limits. Contiguous tensors on the group's device, of NCCL's dtypes and reductions; no tags.
+- Peers that died. ``wait`` returns, outputs stay NaN, and the process ends ``GRACE`` later, as by NCCL's watchdog.
+- Faults, which raise in calls of ours and are listed in FSDP2's and DeepSpeed's: an input that changes between start
+  and wait, an output that is written before wait, a Work that is dropped without wait while its optimizer lives. An
+  output that is read before wait puts NaN into what is computed.
+
+``settle`` raises what was found since the last call, so that no ``except`` on the way hides it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+NAME = "strict"
+DEVICE = torch.device("cpu")
+PATIENCE = 60.0  # seconds until ranks that do not come count as dead
+GRACE = 2.0
+OURS = ("lwopt_backend.", "tests.")
+PASSED_ON = (__name__, "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch._ops")
+PASSED_ON += ("torch.utils._contextlib", "contextlib", "typing_extensions", "deepspeed.comm.")
+DTYPES = [torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32]
+DTYPES += [torch.float64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")
+
+OPERATIONS: Counter[str] = Counter()  # of NCCL, that this process's collectives become, by kind
+FOUND: list[str] = []
+LISTED: Counter[str] = Counter()
+
+
+class StrictError(AssertionError):
+    """What fails, hangs or computes garbage on NCCL."""
+
+
+def found(fault: str) -> StrictError:
+    """Note a fault, and return it as an error."""
+    FOUND.append(fault)
+    return StrictError(fault)
+
+
+def settle(listed: Path) -> None:
+    """Raises StrictError with the faults in calls of ours since the last call, and appends others' to a file."""
+    if LISTED:
+        with listed.open("a") as file:
+            file.writelines(f"{line}\n" for line in LISTED)
+        LISTED.clear()
+    faults = list(dict.fromkeys(FOUND))
+    FOUND.clear()
+    if faults:
+        raise StrictError("\n".join(faults))
+
+
+class Caller:
+    """The code that calls a collective. If it is ours, ``owner`` is the outermost object of ours that is at work."""
+
+    def __init__(self) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame and _module(frame).startswith(PASSED_ON):
+            frame = frame.f_back
+        assert frame is not None
+        self.place = f"{_module(frame)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        self.ours = _module(frame).startswith(OURS)
+        self.owner: weakref.ref[Any] | None = None
+        while self.ours and frame:
+            if _module(frame).startswith(OURS[0]) and frame.f_code.co_varnames[:1] == ("self",):
+                values = frame.f_locals
+                with suppress(TypeError, KeyError):
+                    self.owner = weakref.ref(values["self"])
+                if type(values) is dict:  # a copy that the frame keeps, and with it what its variables held
+                    values.clear()
+            frame = frame.f_back
+
+    def blame(self, fault: str) -> StrictError | None:
+        """Note a fault of the caller. Returns the error to raise if the caller is ours."""
+        if self.ours:
+            return found(f"{self.place}: {fault}")
+        LISTED[f"{self.place}: {fault}"] += 1
+        return None
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+@dataclass
+class Call:
+    """One collective on this rank. All ranks have the same ``kind`` and ``alike``; what a rank ``sends`` to another, in
+    elements, is what that one ``receives`` from it."""
+
+    kind: str
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    alike: list[Any]
+    operations: int = 1  # of NCCL
+    sends: list[int] | None = None
+    receives: list[int] | None = None
+    compared: bool = True
+
+
+Launch = Callable[[list[Tensor], list[Tensor]], Any]  # returns gloo's Work, or several
+
+
+class StrictWork(dist.Work):
+    def __init__(self, group: StrictGroup, caller: Caller, call: Call, launch: Launch) -> None:
+        super().__init__()
+        self._group, self._caller, self._call, self._waited = group, caller, call, False
+        self._sent = [_staged(tensor) for tensor in call.inputs]
+        self._arrived = [_staged(tensor) for tensor in call.outputs]
+        with torch.no_grad():
+            met = not call.compared or group.meets(caller, call)
+            works = launch(self._sent, self._arrived) if met else None
+        self._works = [works] if isinstance(works, dist.Work) else works
+        for output in call.outputs:
+            _bytes(output).fill_(_poison(output))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._waited:
+            return True
+        self._waited = True
+        self._check()
+        try:
+            if self._works is None:
+                raise RuntimeError(f"not all ranks came within {PATIENCE} seconds")
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._group.end(f"{self._caller.place}: {self._call.kind} of ranks {self._group.ranks}: {error}")
+            return True
+        for output, arrived in zip(self._call.outputs, self._arrived):
+            if _is_there(output):
+                output.data.copy_(arrived.view_as(output))
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(list(self._call.outputs))
+        return future
+
+    def _check(self) -> None:
+        for output in self._call.outputs:
+            if not _is_there(output) or not (_bytes(output) == _poison(output)).all():
+                self._blame("an output was written")
+        for sent, tensor in zip(self._sent, self._call.inputs):
+            of_output = any(_same(tensor, output) for output in self._call.outputs)
+            if not of_output and _is_there(tensor) and not torch.equal(_bytes(sent), _bytes(tensor.data.to("cpu"))):
+                self._blame("an input changed")
+
+    def _blame(self, fault: str) -> None:
+        if error := self._caller.blame(f"{fault} between the start of {self._call.kind} and its wait"):
+            raise error
+
+    def __del__(self) -> None:
+        if getattr(self, "_waited", True):
+            return
+        if self._caller.owner is None or self._caller.owner() is not None:
+            self._caller.blame(f"the Work of {self._call.kind} was dropped without a wait")
+        if not self._caller.ours:
+            self.wait()
+
+
+def _staged(tensor: Tensor) -> Tensor:
+    return tensor.data.to("cpu", copy=True)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.data.reshape(-1).view(torch.uint8)
+
+
+def _is_there(tensor: Tensor) -> bool:
+    """Whether the tensor's storage has not been freed by ``resize_``."""
+    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+
+
+def _poison(tensor: Tensor) -> int:
+    return 0xFF if tensor.is_floating_point() else 0xA5
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    (start, end), (begin, stop) = ((t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for t in (one, other))
+    return max(start, begin) < min(end, stop)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.numel() * one.itemsize == other.numel() * other.itemsize
+
+
+def accept(condition: bool, kind: str, expected: str, there: Any) -> None:
+    """Raises StrictError if NCCL would refuse the call."""
+    if not condition:
+        raise found(f"{Caller().place}: {kind}: NCCL takes {expected}, found {there}")
+
+
+def _check(kind: str, tensor: Tensor) -> None:
+    there = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+    accept(tensor.device.type == DEVICE.type and _is_there(tensor), kind, f"memory of {DEVICE}", tensor.device)
+    accept(tensor.is_contiguous(), kind, "contiguous tensors", f"one of {there}")
+    accept(tensor.dtype in DTYPES, kind, "its dtypes", tensor.dtype)
+
+
+def _reduction(opts: Any) -> str:
+    name = str(getattr(opts.reduceOp, "op", opts.reduceOp)).rsplit(".", 1)[-1]
+    accept(name in REDUCTIONS, "a collective", "its reductions", name)
+    return name
+
+
+class StrictGroup(dist.ProcessGroup):
+    supports_coalescing = supports_splitting = supports_time_estimate = False
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self._gloo = c10d.ProcessGroupGloo(
+            dist.PrefixStore("gloo", options.store), options.group_rank, options.group_size, options.timeout
+        )
+        self._me, self._size = options.group_rank, options.group_size
+        self.ranks = list(options.global_ranks_in_group) or list(range(self._size))
+        self._store, self._number, self._id = options.store, 0, options.group_id
+        world = dist.group.WORLD
+        # Where ranks say that they wait
+        self._waits = world._waits if isinstance(world, StrictGroup) else options.store
+
+    # What torch asks a group and its backend
+
+    def name(self) -> str:
+        return NAME
+
+    _get_backend_name = getBackendName = name
+
+    group_name = property(lambda self: self._id)
+    options = property(lambda self: self._gloo.options)
+    _device_types = property(lambda self: [DEVICE])
+
+    def _get_backend(self, device: Any) -> StrictGroup:
+        if torch.device(device).type != DEVICE.type:
+            raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")
+        return self
+
+    # The comparison of ranks
+
+    def meets(self, caller: Caller, call: Call) -> bool:
+        """Wait until all ranks have called, and compare; False if some did not come."""
+        self._number += 1
+        described = [caller.place, call.kind, call.alike, call.sends, call.receives]
+        self._store.set(f"call {self._number} {self._me}", json.dumps(described))
+        keys = [f"call {self._number} {rank}" for rank in range(self._size)]
+        begun, circles, me = time.monotonic(), [""], self.ranks[self._me]
+        while not self._store.check(keys):
+            waited = time.monotonic() - begun
+            if waited > PATIENCE:
+                return False
+            if waited > 0.3 * len(circles):
+                missing = [rank for rank, key in zip(self.ranks, keys) if not self._store.check([key])]
+                here = f"{caller.place}: {call.kind} of ranks {self.ranks}"
+                self._waits.set(f"waits {me}", json.dumps([here, missing]))
+                circles.append(self._circle(me, missing, here))
+                if circles[-1] and circles[-4:] == circles[-1:] * 4:  # so no rank has yet to say that it waits no more
+                    raise found(f"ranks use groups in different orders: {circles[-1]}")
+            time.sleep(min(waited / 4, 0.02))
+        if len(circles) > 1:
+            self._waits.set(f"waits {me}", json.dumps(["", []]))
+        calls = [json.loads(text) for text in self._store.multi_get(keys)]
+        if self._number > 1:  # which all ranks have read
+            self._store.delete_key(f"call {self._number - 1} {self._me}")
+        self._compare(calls)
+        return True
+
+    def _circle(self, me: int, missing: list[int], here: str) -> str:
+        """Where ranks wait, if one that is missing here waits in another collective, for this rank in the end."""
+        seen = {me: here}
+        while missing:
+            rank = missing.pop()
+            if rank not in seen and self._waits.check([f"waits {rank}"]):
+                seen[rank], of_rank = json.loads(self._waits.get(f"waits {rank}"))
+                if me in of_rank:
+                    return "; ".join(f"rank {number} waits in {place}" for number, place in sorted(seen.items()))
+                missing += of_rank
+        return ""
+
+    def _compare(self, calls: list[tuple[str, str, list[Any], list[int], list[int]]]) -> None:
+        def same(one: int, other: int, *what: Any) -> None:
+            if what[0] != what[1]:
+                sides = [f"rank {self.ranks[n]} has {has} at {calls[n][0]}" for n, has in zip((one, other), what)]
+                raise found(f"ranks differ: {', '.join(sides)}")
+
+        for rank, call in enumerate(calls):
+            same(0, rank, calls[0][1:3], call[1:3])
+        for rank, (*_, sends, _) in enumerate(calls):
+            for peer, sent in enumerate(sends or []):
+                same(rank, peer, sent, calls[peer][4][rank])
+
+    @staticmethod
+    def end(reason: str) -> None:
+        """End the process later."""
+
+        def abort() -> None:
+            print(f"strict transport: {reason}", file=sys.stderr, flush=True)
+            os.abort()
+
+        watchdog = threading.Timer(GRACE, abort)
+        watchdog.daemon = True
+        watchdog.start()
+
+    # Collectives, each from copies of its inputs to tensors in place of its outputs
+
+    def _start(
+        self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], launch: Launch, *alike: Any, **more: Any
+    ) -> StrictWork:
+        """``alike`` has to be so on all ranks."""
+        for tensor in (*inputs, *outputs):
+            _check(kind, tensor)
+        for tensor in inputs:
+            apart = all(_same(tensor, output) or not _overlap(tensor, output) for output in outputs)
+            accept(apart, kind, "inputs apart from outputs, or in their places", "some that overlap")
+        dtypes = sorted({str(tensor.dtype) for tensor in (*inputs, *outputs)})
+        call = Call(kind, inputs, outputs, [*alike, *dtypes], **more)
+        OPERATIONS[kind] += call.operations
+        return StrictWork(self, Caller(), call, launch)
+
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
+        alike = (tensors[0].numel(), _reduction(opts))
+        return self._start("all_reduce", tensors, tensors, lambda _, outs: self._gloo.allreduce(outs, opts), *alike)
+
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        ways = (tensors, []) if opts.rootRank == self._me else ([], tensors)
+        alike = (opts.rootRank, tensors[0].numel())
+        return self._start("broadcast", *ways, lambda ins, outs: self._gloo.broadcast([*ins, *outs], opts), *alike)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        return self._all_gather("all_gather", inputs[0], outputs[0], opts)
+
+    def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any) -> Any:
+        return self._all_gather("all_gather_single", mine, self._parts("all_gather_single", output, mine), opts)
+
+    def _all_gather(self, kind: str, mine: Tensor, parts: Sequence[Tensor], opts: Any) -> Any:
+        sizes, me = [part.numel() for part in parts], self._me
+        in_place = _same(parts[me], mine)
+
+        def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
+            into = [*outs[:me], torch.empty_like(parts[me]), *outs[me:]] if in_place else outs
+            into[me].copy_(ins[0].view_as(into[me]))
+            if not self._uneven(sizes):
+                return self._gloo.allgather([into], ins, opts)
+            return [self._gloo.broadcast(part, root=rank) for rank, part in enumerate(into) if part.numel()]
+
+        accept(sizes[me] == mine.numel(), kind, "an input of the size of its part", f"{mine.numel()} and {sizes[me]}")
+        outputs = [*parts[:me], *parts[me + 1 :]] if in_place else parts
+        return self._start(kind, [mine], outputs, launch, sizes, operations=self._uneven(sizes) or 1)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return self._gloo.reduce_scatter(outs, [ins], opts)
+
+        sizes = [part.numel() for part in inputs[0]]
+        more = {"operations": self._uneven(sizes) or 1}
+        return self._start("reduce_scatter", inputs[0], outputs, launch, sizes, _reduction(opts), **more)
+
+    def reduce_scatter_single(self, mine: Tensor, whole: Tensor, opts: Any) -> Any:
+        def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return self._gloo._reduce_scatter_base(outs[0].view(-1), torch.cat(ins), opts)
+
+        parts = self._parts("reduce_scatter_single", whole, mine)
+        return self._start("reduce_scatter_single", parts, [mine], launch, mine.numel(), _reduction(opts))
+
+    def _uneven(self, sizes: list[int]) -> int:
+        """The operations of NCCL for parts of these sizes, one for each rank, if they are uneven."""
+        return self._size if len(set(sizes)) > 1 else 0
+
+    def _parts(self, kind: str, whole: Tensor, part: Tensor) -> list[Tensor]:
+        _check(kind, whole)
+        accept(whole.numel() == self._size * part.numel(), kind, f"{self._size} times {part.numel()}", whole.numel())
+        return list(whole.detach().view(self._size, -1)) if part.numel() else [whole.detach().view(-1)] * self._size
+
+    def all_to_all_single(self, output: Tensor, whole: Tensor, into: Any, out: Any, opts: Any) -> Any:
+        def counts(tensor: Tensor, splits: Any) -> list[int]:
+            row = tensor[0].numel() if len(tensor) else 0
+            return [size * row for size in splits or [len(tensor) // self._size] * self._size]
+
+        def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return self._gloo.alltoall_base(outs[0], ins[0], into, out, opts)
+
+        accept(not _overlap(whole, output), "all_to_all_single", "two tensors", "one in the other")
+        sends, receives = counts(whole, out), counts(output, into)
+        more = {"operations": sum(map(bool, [*sends, *receives])), "sends": sends, "receives": receives}
+        return self._start("all_to_all_single", [whole], [output], launch, **more)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        parts, numel = self._of_root("gather", outputs, inputs)
+
+        def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return self._gloo.gather([outs] if parts else [], ins, opts)
+
+        return self._start("gather", inputs, parts, launch, opts.rootRank, numel)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        parts, numel = self._of_root("scatter", inputs, outputs)
+
+        def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return self._gloo.scatter(outs, [ins] if parts else [], opts)
+
+        return self._start("scatter", parts, outputs, launch, opts.rootRank, numel)
+
+    @staticmethod
+    def _of_root(kind: str, lists: Any, single: Any) -> tuple[Any, int]:
+        parts, numel = lists[0] if lists else [], single[0].numel()
+        sizes = [part.numel() for part in parts]
+        accept(set(sizes) <= {numel}, kind, "tensors of equal sizes", sizes)
+        return parts, numel
+
+    def barrier(self, opts: Any) -> Any:
+        return self._start("barrier", [], [], lambda *_: self._gloo.barrier())
+
+    def send(self, tensors: Any, peer: int, tag: int) -> Any:
+        accept(not tag, "send", "no tags", tag)
+        return self._start("send", tensors, [], lambda ins, _: self._gloo.send(ins, peer, tag), compared=False)
+
+    def recv(self, tensors: Any, peer: int, tag: int) -> Any:
+        accept(not tag, "recv", "no tags", tag)
+        return self._start("recv", [], tensors, lambda _, outs: self._gloo.recv(outs, peer, tag), compared=False)
+
+    # As functional collectives call them
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        (output,), (mine,) = outputs, inputs
+        return self.all_gather_single(output, mine, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        (mine,), (whole,) = outputs, inputs
+        return self.reduce_scatter_single(mine, whole, opts)
+
+    # torch's names before 2.13
+    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+dist.Backend.register_backend(NAME, lambda options, _: StrictGroup(options), extended_api=True, devices=[DEVICE.type])
