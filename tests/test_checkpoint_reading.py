@@ -1,9 +1,7 @@
 """Checkpoints of DeepSpeed's own optimizers are read as they held them, and go on from ours."""
 
 import functools
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp import reader as read_dcp
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
@@ -21,7 +18,6 @@ from lwopt_backend.checkpoint.deepspeed import universal as read_universal
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.deepspeed import zero as read_zero
 from lwopt_backend.checkpoint.deepspeed.files import NAMES, SAVE
-from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import write_folder
 from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
@@ -30,7 +26,7 @@ from tests.cells import cells
 from tests.checkpoint_contents import params_of, same
 from tests.checkpoint_engines import FROZEN, PARTS, assert_holds
 from tests.fsdp2 import shard
-from tests.hostile import Payload, replaced, stage0
+from tests.hostile import stage0
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
@@ -180,59 +176,25 @@ def test_any_box_is_that_of_the_whole(tmp_path: Path) -> None:
             assert same(folder.read_box(key, begin, sizes), expected.contiguous())
 
 
-# What is damaged, made to do harm, or not whole
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "is missing|has no file|expected the .* files|where there is none": Path.unlink,
-    "is damaged": lambda file: os.truncate(file, file.stat().st_size // 2),
-    "is damaged: ": engines.flip,
-    "asks for .*mkdir": lambda file: torch.save({"param": Payload(os.mkdir, f"{file.parent}/harmed")}, file),
-    "holds no|expected|cannot be read as": lambda file: torch.save({"something": torch.ones(3)}, file),
-}
-FORMS = {"zero 2": ("zero", 2), "zero 3": ("zero", 3), "owned 1": ("owned", 1)}
-
-
-def save_ours(folder: Path, form: str, steps: int) -> None:
-    with engine_for(settings_for(*FORMS[form], rows=ROWS // 2)) as engine:
+# What is not whole. What is damaged: test_damage.py
+def save_ours(folder: Path, steps: int) -> None:
+    with engine_for(settings_for("zero", 2, rows=ROWS // 2)) as engine:
         train(engine, steps)
         engine.save_checkpoint(folder)
 
 
-@pytest.fixture(scope="module")
-def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of every form; without a manifest, by which damaged ones would be refused before they are read."""
-    found = {form: tmp_path_factory.mktemp("saved") for form in FORMS}
-    for form, folder in found.items():
-        rank_pools[2].run(save_ours, folder, form, 1)
-        for path in folder.rglob(manifest.NAME):
-            path.unlink()
-    return found
+def test_folders_that_are_not_whole_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    def copied(name: str) -> Path:
+        return Path(shutil.copytree(tmp_path / "saved", tmp_path / name))
 
+    ranks.run(save_ours, tmp_path / "saved", 1)
 
-@pytest.mark.parametrize("said", DAMAGE)
-@pytest.mark.parametrize("form", FORMS)
-def test_damaged_files_are_refused_and_not_run(saved: dict[str, Path], tmp_path: Path, said: str, form: str) -> None:
-    """Of files with a name, one. In the other formats: test_files.py."""
-    source = Path(shutil.copytree(saved[form], tmp_path / "source"))
-    for file in {path.name: path for path in sorted(source.rglob("*.pt"))}.values():
-        with replaced(file, file.read_bytes()):
-            DAMAGE[said](file)
-            with pytest.raises(CheckpointError, match=said) as raised:
-                checkpoint = formats.read(source)
-                write_folder(tmp_path / "target", lambda new, c=checkpoint: write_universal.write(c, new))
-        assert str(source) in str(raised.value)
-        assert not list(tmp_path.rglob("harmed")) and {path.name for path in tmp_path.iterdir()} == {"source"}
-
-
-def test_folders_that_are_not_whole_are_refused(saved: dict[str, Path], ranks: RankPool, tmp_path: Path) -> None:
-    def copied(form: str, name: str) -> Path:
-        return Path(shutil.copytree(saved[form], tmp_path / name))
-
-    tag = copied("zero 2", "tp") / "global_step1"
+    tag = copied("tp") / "global_step1"
     shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_01_model_states.pt")
-    (copied("zero 2", "pp") / "global_step1" / "layer_01-model_states.pt").write_bytes(b"")
-    ranks.run(save_ours, tmp_path / "other", "zero 2", 2)
+    (copied("pp") / "global_step1" / "layer_01-model_states.pt").write_bytes(b"")
+    ranks.run(save_ours, tmp_path / "other", 2)
     name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copy(tmp_path / "other" / "global_step2" / name, copied("zero 2", "mixed") / "global_step1" / name)
+    shutil.copy(tmp_path / "other" / "global_step2" / name, copied("mixed") / "global_step1" / name)
     for file in Path(shutil.copytree(tmp_path / "mixed", tmp_path / "unmarked")).rglob("*optim_states.pt"):
         content = torch.load(file, weights_only=False)
         del content["optimizer_state_dict"]["base_optimizer_state"][SAVE]

@@ -4,7 +4,6 @@ import json
 import shutil
 import threading
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,28 +76,12 @@ def by_ranks(folder: Path, step: int, world_size: int = 2) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    found = {}
-    for target in TARGETS:
-        first = saved(tmp_path_factory.mktemp(target) / "save", target, 7)
-        other = saved(tmp_path_factory.mktemp(target) / "save", target, 8)
-        for path in [*other.glob("global_step8"), *other.glob("iter_0000008")]:
-            path.rename(path.with_name(path.name.replace("8", "7")))
-        found[target] = first, other
-    ranks = [by_ranks(tmp_path_factory.mktemp("ranks") / "save", step) for step in (7, 8)]
-    return {**found, "ranks": (ranks[0], ranks[1])}
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {target: saved(tmp_path_factory.mktemp(target) / "save", target, 7) for target in TARGETS}
+    return {**found, "ranks": by_ranks(tmp_path_factory.mktemp("ranks") / "save", 7)}
 
 
-def alike(folder: Path) -> list[Path]:
-    by_size: dict[int, list[Path]] = {}
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".pt", ".distcp", ".safetensors")):
-        if path.read_bytes() not in [other.read_bytes() for other in by_size.get(path.stat().st_size, [])]:
-            by_size.setdefault(path.stat().st_size, []).append(path)
-    largest = max(by_size.values(), key=lambda paths: (len(paths), paths[0].stat().st_size))
-    return largest[-2:] if len(largest) > 1 else [path for paths in by_size.values() for path in paths][-2:]
-
-
-def flip(folder: Path, other: Path) -> Path:
+def flip(folder: Path) -> Path:
     tensor = next(iter(formats.read(folder).params.values())).best.read()
     part = tensor.view(torch.uint8).flatten()[-12:].numpy().tobytes()
     path = next(path for path in sorted(folder.rglob("*")) if path.is_file() and part in path.read_bytes())
@@ -108,73 +91,26 @@ def flip(folder: Path, other: Path) -> Path:
     return path
 
 
-def cut(folder: Path, other: Path) -> Path:
-    path = alike(folder)[-1]
-    path.write_bytes(path.read_bytes()[:-1])
-    return path
-
-
-def delete(folder: Path, other: Path) -> Path:
-    path = alike(folder)[-1]
-    path.unlink()
-    return path
-
-
-def duplicate(folder: Path, other: Path) -> Path:
-    one, path = alike(folder)
-    shutil.copy(one, path)
-    return path
-
-
-def swap(folder: Path, other: Path) -> Path:
-    path, other = alike(folder)
-    kept = path.read_bytes()
-    shutil.copy(other, path)
-    other.write_bytes(kept)
-    return path
-
-
-def mix(folder: Path, other: Path) -> Path:
-    path = alike(folder)[-1]
-    shutil.copy(other / path.relative_to(folder), path)
-    return path
-
-
-OF_TWO_FILES = (duplicate, swap)  # of tensors, which a folder of DCP's of one rank does not have
-ATTACKS = [
-    (form, attack)
-    for form in (*TARGETS, "ranks")
-    for attack in (flip, cut, delete, mix, *(OF_TWO_FILES if form != "dcp" else ()))
-]
-
-
-@pytest.mark.parametrize(("form", "attack"), ATTACKS)
-def test_a_file_that_is_not_the_one_that_was_saved_is_an_error_that_names_it(
-    made: dict[str, tuple[Path, Path]], tmp_path: Path, form: str, attack: Callable[[Path, Path], Path]
-) -> None:
-    folder = Path(shutil.copytree(made[form][0], tmp_path / "from"))
-    listed = manifest.read(next(folder.rglob(manifest.NAME)).parent)
+@pytest.mark.parametrize("form", [*TARGETS, "ranks"])
+def test_a_manifest_lists_every_file_of_a_save(made: dict[str, Path], form: str) -> None:
+    listed = manifest.read(next(made[form].rglob(manifest.NAME)).parent)
     assert listed is not None and listed.step == 7 and listed.world == (2 if form == "ranks" else 1)
-    assert len(listed.files) + 1 == len([name for name in files(folder) if "latest" not in name])
-    succeeds("inspect", folder)
-    harmed = attack(folder, made[form][1])
-    read = lwopt("inspect", folder)
-    assert read.code and harmed.name in "".join((read.out + read.err).split()), read
+    assert len(listed.files) + 1 == len([name for name in files(made[form]) if "latest" not in name])
 
 
-def test_more_files_are_no_error(made: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(made["universal"][0], tmp_path / "from"))
+def test_more_files_are_no_error(made: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made["universal"], tmp_path / "from"))
     (folder / "global_step7" / "zero_to_fp32.py").write_text("print()")
     assert json.loads(succeeds("inspect", folder, "--json"))["step"] == 7
     (folder / "global_step7" / manifest.NAME).unlink()
-    harmed = flip(folder, folder)
+    harmed = flip(folder)
     found = lwopt("inspect", folder, "--json")
     assert found.code == 1 and harmed.name in found.out
     assert "not there" in refused("inspect", tmp_path / "nothing")
 
 
-def test_a_manifest_that_is_damaged_or_leads_out_is_refused(made: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(made["dcp"][0], tmp_path / "from"))
+def test_a_manifest_that_is_damaged_or_leads_out_is_refused(made: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made["dcp"], tmp_path / "from"))
     path = folder / manifest.NAME
     kept = json.loads(path.read_text())
     for wrong in ({"step": 9}, {"files": {"../x": kept["files"]["__0_0.distcp"]}}, {"world": "1"}, {"files": 3}):

@@ -1,0 +1,404 @@
+"""Damaged and hostile checkpoints on the command line: in any format, harmed in any way, each is an error in words that
+name the file, or the same checkpoint; nothing in it is run, and nothing is written elsewhere."""
+
+import io
+import itertools
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from lwopt_backend.checkpoint import choices, formats
+from lwopt_backend.checkpoint.files import manifest, torch_files
+from lwopt_backend.checkpoint.files.folders import NEW
+from tests import hostile
+from tests.command_line import files, lwopt, refused, succeeds, too_large
+from tests.damage import RANDOM, Changes, Data, Kind, contents, deleted, doubled, harmed, random_damage, save, swapped
+from tests.hostile import Payload
+from tests.ranks import RankPool
+from tests.test_manifest import TARGETS, by_ranks, saved
+
+PICKLED = ("torch", "megatron", "universal", "dcp")
+NATIVE = ("zero 2", "zero 3", "owned 1")
+LISTED = "universal, listed"  # says what its files have, without a manifest
+SEALED = {f"{target}, with a manifest": target for target in (*TARGETS, "by ranks")}
+FORMS = (*PICKLED, "safetensors", "stage0", LISTED, *NATIVE, *SEALED)
+Made = dict[str, tuple[Path, Path]]
+Copy = Callable[[str], Path]
+RAN = "ran"  # a folder that code in a file makes in the current one
+
+
+@pytest.fixture(scope="module")
+def made(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """By form, a checkpoint and, where it has a manifest, another save with files of the same names."""
+    folder = tmp_path_factory.mktemp("made")
+    found = {form: (path, path) for form, path in hostile.samples(folder / "samples").items()}
+    succeeds("convert", hostile.stage0(folder / "native"), folder / "listed", "--to", "universal")
+    (folder / "listed" / "global_step3" / manifest.NAME).unlink()
+    found[LISTED] = folder / "listed", folder / "listed"
+    for form in NATIVE:
+        rank_pools[2].run(save, form, str(folder / form), 0)
+        found[form] = folder / form, folder / form
+    for form, target in SEALED.items():
+        write = by_ranks if target == "by ranks" else saved
+        first, other = (folder / f"{target} {step}" / "save" for step in (7, 8))
+        for path, step in ((first, 7), (other, 8)):
+            write(path, step) if target == "by ranks" else write(path, target, step)
+        for path in [*other.glob("global_step8"), *other.glob("iter_0000008")]:
+            path.rename(path.with_name(path.name.replace("8", "7")))
+        found[form] = first, other
+    return found
+
+
+@pytest.fixture
+def copy(made: Made, tmp_path: Path) -> Copy:
+    return lambda form: Path(shutil.copytree(made[form][0], tmp_path / "from"))
+
+
+def assert_refused(source: Path, *words: str) -> str:
+    """It is neither converted nor shown; nothing is written anywhere, and what is said names the words."""
+    before = files(source.parent)
+    said = refused("convert", source, source.parent / "to", "--to", "universal")
+    shown = lwopt("inspect", source)
+    assert shown.code != 0 and shown.err and "Traceback" not in shown.err
+    assert files(source.parent) == before and not (source.parent / "to").exists()
+    assert all(word in said for word in words), said
+    return said
+
+
+def needed(folder: Path) -> list[Path]:
+    """Files but what names the newest, what is for other loaders, and what is only told apart by."""
+    spare = ("latest", "zero_pp_rank_0_mp_rank_00_model_states.pt", "metadata.json", manifest.NAME)
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.name.startswith(spare) and path.suffix != ".py"
+    ]
+
+
+# Every form and every damage
+def in_a_record(of: str) -> Kind:
+    """A flipped bit in the largest record, with ``of`` in its name, of what torch saved, or else near the end, where
+    tensors are."""
+
+    def change(generator: random.Random, path: Path, data: Data, other: Data) -> Changes:
+        content = bytearray(data[path])
+        place = len(content) - 6
+        if zipfile.is_zipfile(io.BytesIO(content)):
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                entry = max((e for e in archive.infolist() if of in e.filename), key=lambda entry: entry.file_size)
+            lengths = struct.unpack_from("<2H", content, entry.header_offset + 26)  # of its name, and of more
+            place = entry.header_offset + 30 + sum(lengths) + entry.file_size // 2
+        content[place] ^= 4
+        return {path: bytes(content)}
+
+    return change
+
+
+def becomes(change: Callable[[bytes], bytes]) -> Kind:
+    return lambda generator, path, data, other: {path: change(data[path])}
+
+
+def as_torch_saves(value: Any) -> bytes:
+    torch.save(value, written := io.BytesIO())
+    return written.getvalue()
+
+
+HARM, OTHER = {"param": Payload(os.mkdir, RAN)}, {"something": torch.ones(3)}
+CUT, NOT_READ = "is damaged: File is not a zip file", "is damaged: |ends early|cannot be unpickled"
+CODE, ELSE = f"asks for posix.mkdir|{NOT_READ}", "holds no|expected|cannot be read as"
+GONE = "is missing|has no |expected .* (files|of)|is no checkpoint that is known"
+DAMAGE: dict[str, tuple[Kind, str, str]] = {  # what is said of files of torch.save, and of others
+    "a flipped bit": (in_a_record(""), "is damaged: ", "is damaged: "),
+    "a flipped bit of a tensor": (in_a_record("/data/"), "", "is damaged: a checksum is wrong"),
+    "half": (becomes(lambda data: data[: len(data) // 2]), CUT, NOT_READ),
+    "all but a byte": (becomes(lambda data: data[:-1]), CUT, NOT_READ),
+    "empty": (becomes(lambda data: b""), CUT, NOT_READ),
+    "gone": (deleted, GONE, GONE),
+    "noise": (becomes(lambda data: random.Random(0).randbytes(200)), CUT, NOT_READ),
+    "code": (becomes(lambda data: pickle.dumps(HARM)), CUT, CODE),
+    "code in torch's": (becomes(lambda data: as_torch_saves(HARM)), "asks for posix.mkdir", CODE),
+    "something else": (becomes(lambda data: as_torch_saves(OTHER)), ELSE, f"{ELSE}|{NOT_READ}"),
+    "another of its files": (doubled, "", ""),
+    "one for the other": (swapped, "", ""),
+    "another save's": (lambda generator, path, data, other: {path: other[path]}, "", ""),
+}
+OF_OTHERS = ("another of its files", "one for the other", "another save's")
+
+
+def is_noticed(form: str, damage: str, path: Path) -> bool:
+    """Files of tensors of one shape are told apart by manifests, and only torch's have checksums without one. What is
+    not used is not checked: counts of steps, and what is around a tensor, where a list says both."""
+    if form in SEALED:
+        return path.name != "step.pt" and damage != "a flipped bit of a tensor"
+    if form == LISTED:
+        around = ("all but a byte", "a flipped bit", *OF_OTHERS)
+        return path.name not in ("step.pt", "optimizer_state.pt") and damage not in around
+    if damage == "a flipped bit":
+        return path.suffix in (".pt", ".distcp")
+    if damage == "something else":  # of Megatron's common.pt anything may be missing
+        return form != "megatron"
+    return damage not in (*OF_OTHERS, "a flipped bit of a tensor")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_damaged_file_is_an_error_that_names_it(
+    made: Made, copy: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """One file of each name, in each way; code in it is not run."""
+    source, generator = copy(form), random.Random(0)
+    data, of_other = contents(source), contents(made[form][1])
+    monkeypatch.chdir(tmp_path)
+    for path in {path.name: path.relative_to(source) for path in needed(source)}.values():
+        for damage, (change, of_torchs, of_others) in DAMAGE.items():
+            changes = change(generator, path, data, of_other) if is_noticed(form, damage, path) else {}
+            if all(data[changed] == new for changed, new in changes.items()):
+                continue
+            with harmed(source, changes, data):
+                run = lwopt("inspect", source)
+                found = run.out + run.err if form in SEALED else assert_refused(source)
+            named = [changed.name for changed in changes]
+            if form not in SEALED or "is no checkpoint that is known" in found:
+                named += [*(changed.parent.name for changed in changes), str(source)]
+            assert run.code and any(name in "".join(found.split()) for name in named if name), (damage, found)
+            said = "" if form in SEALED else of_torchs if path.suffix == ".pt" and form != LISTED else of_others
+            assert re.search(said, " ".join(found.split())), (path, damage, found)
+            assert not (tmp_path / RAN).exists(), (path, damage)
+    succeeds("inspect", source)
+
+
+@pytest.mark.parametrize("form", PICKLED)
+def test_a_flipped_bit_is_noticed_or_is_of_no_consequence(made: Made, tmp_path: Path, form: str) -> None:
+    """Never does another checkpoint come out of it. Bytes between records are not checked, and not used."""
+    source = made[form][0]
+    noticed, _ = random_damage(source, source, tmp_path, 1, 48, kinds=RANDOM[:1], suffixes=(".pt", ".distcp"))
+    assert noticed >= 16
+
+
+def test_code_in_an_object_of_a_distributed_checkpoint_is_not_run(
+    copy: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the files of tensors, under a key that the metadata gives."""
+    source = copy("dcp")
+    monkeypatch.chdir(tmp_path)
+    metadata, payload = pickle.loads((source / ".metadata").read_bytes()), as_torch_saves(HARM)
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn == "arguments")
+    file = source / info.relative_path
+    info.offset, info.length = file.stat().st_size, len(payload)
+    file.write_bytes(file.read_bytes() + payload)
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert_refused(source, "mkdir", "made to run code", file.name)
+    assert not (tmp_path / RAN).exists()
+
+
+# Paths that lead out of the folder
+@pytest.mark.parametrize("form", ["torch", "megatron", "universal", "stage0"])
+def test_a_pointer_that_leads_elsewhere_is_refused(copy: Copy, form: str) -> None:
+    source = copy(form)
+    name = {"universal": "latest_universal", "stage0": "latest"}.get(form, "latest_checkpointed_iteration.txt")
+    step = next(source.glob("*3" if form == "stage0" else "*7"))
+    shutil.copytree(step, source.parent / step.name)
+    (source / name).write_text(f"../{step.name}")
+    assert_refused(source, name)
+
+
+@pytest.mark.parametrize("form", ["megatron", "dcp"])
+def test_metadata_that_leads_out_of_the_folder_is_refused(copy: Copy, form: str) -> None:
+    source = copy(form)
+    (path,) = source.rglob(".metadata")
+    metadata = pickle.loads(path.read_bytes())
+    info, outside = next(iter(metadata.storage_data.values())), source.parent / "outside.distcp"
+    shutil.copy(path.parent / info.relative_path, outside)
+    for leads in (os.path.relpath(outside, path.parent), str(outside), "C:\\outside.distcp"):
+        info.relative_path = leads
+        path.write_bytes(pickle.dumps(metadata))
+        assert_refused(source, ".metadata", "outside the folder")
+
+
+def _climbing(ours: dict[str, Any]) -> None:
+    ours["files"]["../../../outside"] = ours["files"]["a.weight"]
+
+
+def _climbing_state(ours: dict[str, Any]) -> None:
+    states = ours["files"]["a.weight"]["states"]
+    states["../../../../outside/fp32"] = states["fp32"]
+
+
+def _with_place(number: int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(ours: dict[str, Any]) -> None:
+        states = ours["files"]["a.weight"]["states"]
+        states["fp32"] = (*states["fp32"][:number], value, *states["fp32"][number + 1 :])
+
+    return change
+
+
+PLACES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "a parameter that leads out": (_climbing, "leads elsewhere"),
+    "a state that leads out": (_climbing_state, "leads elsewhere"),
+    "a larger shape": (_with_place(0, (3000, 4)), "ends early"),
+    "a smaller shape": (_with_place(0, (3, 3)), "expected shape|has shape|a checksum is wrong"),
+    "a shape that cannot be": (_with_place(0, (-3, 4)), "a shape has sizes that cannot be"),
+    "another dtype": (_with_place(1, torch.float64), "has no place for|a checksum is wrong"),
+    "no dtype": (_with_place(1, "float32"), "cannot be read as DeepSpeed writes it"),
+    "a place before the file": (_with_place(2, -1), "has no place for"),
+    "a place after the file": (_with_place(2, 2**40), "ends early"),
+    "a place after all files": (_with_place(2, 2**70), "has no place for"),
+    "a block of no bytes": (_with_place(3, 0), "cannot be read as DeepSpeed writes it"),
+    "checksums that are not there": (_with_place(4, 10**6), "has no place for"),
+    "another tensor's checksums": (_with_place(4, 1), "a checksum is wrong"),
+}
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_what_a_universal_checkpoint_lists_must_be_there(copy: Copy, tmp_path: Path, what: str) -> None:
+    (change, said), source = PLACES[what], copy(LISTED)
+    file = source / "global_step3" / "zero" / "optimizer_state.pt"
+    common = torch.load(file, weights_only=True)
+    change(common["lwopt"])
+    torch.save(common, file)
+    found = refused("convert", source, tmp_path / "to", "--to", "dcp")
+    assert re.search(said, " ".join(found.split())) and not (tmp_path / "to").exists(), found
+
+
+def test_files_that_a_list_describes_are_opened_when_they_are_read(copy: Copy) -> None:
+    with mock.patch.object(torch_files, "_whole", wraps=torch_files._whole) as opened:
+        formats.read(copy(LISTED))
+    assert {call.args[0].parent.name for call in opened.call_args_list} == {"global_step3", "zero"}
+
+
+def test_owned_storage_that_deepspeed_converted_is_refused(copy: Copy) -> None:
+    """It has kept the description of what it converted, and not what owners keep."""
+    source = copy("universal")
+    file = source / "global_step7" / "zero" / "optimizer_state.pt"
+    torch.save({**torch.load(file, weights_only=True), "lwopt.owned": {"members": []}}, file)
+    assert_refused(source, "global_step7", "was converted by DeepSpeed")
+
+
+@pytest.mark.parametrize("target", ["../../outside/{*}", "/outside/{*}", "a/{*}"])
+def test_a_map_of_names_cannot_lead_out_of_the_new_folder(copy: Copy, target: str) -> None:
+    source = copy("megatron")
+    names = source.parent / "map.json"
+    names.write_text(json.dumps({"target": "mine", "rules": [{"source": "{*}", "target": target}]}))
+    before = files(source.parent)
+    said = refused("convert", source, source.parent / "to", "--to", "universal", "--names", names)
+    assert "leads elsewhere" in said and files(source.parent) == before
+    assert {path.name for path in source.parent.iterdir()} == {"from", "map.json"}
+
+
+@pytest.mark.parametrize("form", [*PICKLED, LISTED])
+def test_a_link_in_place_of_a_file_that_leads_out_of_the_folder_is_refused(copy: Copy, form: str) -> None:
+    source = copy(form)
+    path = next(path for path in needed(source) if path.suffix in (".pt", ".distcp"))
+    outside, said = source.parent / "outside", "a link that leads out of the folder"
+    shutil.move(path, outside)
+    path.symlink_to(outside)
+    assert_refused(source, path.name, said)
+    path.unlink()
+    path.symlink_to(path)  # to itself
+    assert_refused(source)
+    path.unlink()
+    os.mkfifo(path)  # which is not waited for
+    assert_refused(source, path.name)
+
+
+@pytest.mark.parametrize("form", PICKLED)
+def test_links_and_pipes_beside_what_is_read_are_left_alone(copy: Copy, form: str) -> None:
+    """A run's folder has its data and its other steps, and some of these were moved to another disk."""
+    source = copy(form)
+    disk = source.parent / "disk"
+    disk.mkdir()
+    (disk / "file").write_text("mine")
+    pointers = [format.pointer for format in choices.FORMATS.values() if format.pointer]
+    if any((source / name).is_file() for name in pointers):
+        step = next(path for path in source.iterdir() if path.is_dir())
+        shutil.move(step, disk / step.name)
+        step.symlink_to(disk / step.name)
+    for folder in {source, *(path for path in source.iterdir() if path.is_dir())}:
+        (folder / "data").symlink_to(disk)
+        (folder / "config.json").symlink_to(disk / "file")
+        (folder / "nowhere").symlink_to(disk / "gone")
+        os.mkfifo(folder / "pipe")
+    succeeds("inspect", source)
+    succeeds("convert", source, source.parent / "to", "--to", "universal")
+
+
+def test_links_within_and_to_the_folder_are_followed_and_one_at_the_target_stays(copy: Copy) -> None:
+    source = copy("universal")
+    (source / "global_step7").rename(source / "kept")
+    (source / "global_step7").symlink_to("kept")
+    file = next(path for path in (source / "kept" / "zero").rglob("exp_avg.pt"))
+    shutil.move(file, source / "kept" / "exp_avg.pt")
+    file.symlink_to(source / "kept" / "exp_avg.pt")
+    link, precious, target = (source.parent / name for name in ("link", "precious", "to"))
+    link.symlink_to(source)
+    precious.mkdir()
+    (precious / "file").write_text("mine")
+    target.symlink_to(precious)
+    assert "already exists" in refused("convert", link, target, "--to", "dcp")
+    assert target.is_symlink() and files(precious) == {"file": b"mine"}
+    succeeds("convert", link, source.parent / "made", "--to", "dcp")
+    assert succeeds("diff", source, source.parent / "made")
+
+
+def on_disk(folder: Path) -> dict[str, tuple[int, ...]]:
+    """What is in a folder, with its inode, size and times of changes."""
+    found = {str(path): path.lstat() for path in (folder, *folder.rglob("*"))}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found.items()}
+
+
+@pytest.mark.parametrize("form", PICKLED)
+def test_looking_changes_nothing_on_the_disk(copy: Copy, made: Made, form: str) -> None:
+    """Not even beside what is looked at, where a program that was killed left folders under temporary names."""
+    source = copy(form)
+    for folder, ending in itertools.product((source, source.parent), (".lwopt-old", NEW)):
+        shutil.copytree(made[form][0], folder / f".gone.0123{ending}")
+    before = on_disk(source.parent)
+    for words in (("inspect", source), ("diff", source, source)):
+        lwopt(*words)
+        assert on_disk(source.parent) == before, words
+    refused("inspect", source.parent / "gone")
+    assert on_disk(source.parent) == before
+
+
+def test_a_target_has_many_spellings(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders above it need not be there; one that is there keeps its other steps."""
+    for number, target in enumerate(("to", "to/", "./to", "a/b/to", "there", "there/.", ".")):
+        root = tmp_path / str(number)
+        (root / "there" / "global_step3").mkdir(parents=True)
+        (root / "there" / "global_step3" / "file").write_text("mine")
+        (root / "there" / "latest_universal").write_text("global_step3")
+        monkeypatch.chdir(root)
+        words = ("convert", made["megatron"][0], target, "--to", "universal")
+        succeeds(*words)
+        found, pointer = files(root), str(Path(target) / "latest_universal")
+        other_step = {"there/global_step3/file", "there/latest_universal"}
+        assert {name for name in found if "global_step7/" not in name} == {*other_step, pointer}
+        assert found["there/global_step3/file"] == b"mine" and found[pointer] == b"global_step7"
+        assert succeeds("diff", made["megatron"][0], target)
+        assert "already exists" in refused(*words) and files(root) == found
+        assert not list(root.rglob(".*lwopt*"))
+
+
+# A full disk
+@pytest.mark.parametrize("target", ["universal", "universal, into a folder", "dcp", "safetensors"])
+def test_a_file_that_cannot_be_written_is_one_error_that_names_the_target(tmp_path: Path, target: str) -> None:
+    source = hostile.stage0(tmp_path / "from")
+    place, (target, *there) = tmp_path / "to" / "new", target.split(", ")
+    if there:
+        place.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with too_large():
+        said = refused("convert", source, place, "--to", target)
+    assert said.count("\n") == 1 and str(place) in said and "File too large" in said
+    assert sorted(tmp_path.rglob("*")) == before
