@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "deepspeed", "dion", "gram-newton-schulz", "quack-kernels")
 
 
-def write(path: Path, figures: Any) -> None:
-    """Write ``figures``, which JSON can hold, below what they depend on."""
+def write(path: Path, figures: Sequence[Any]) -> None:
+    """Write ``figures``, which JSON can hold, one a line, below what they depend on."""
     command = shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
-    told = {"command": command, "machine": machine(), "versions": versions(), "commit": commit(), "figures": figures}
+    told = {"command": command, "machine": machine(), "versions": versions(), "commit": commit()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(told, indent=1) + "\n")
+    lines = ",\n  ".join(map(json.dumps, figures))
+    path.write_text(f'{json.dumps(told, indent=1)[:-2]},\n "figures": [\n  {lines}\n ]\n}}\n')
 
 
 def machine() -> dict[str, Any]:

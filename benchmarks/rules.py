@@ -223,8 +223,8 @@ def main(
     if output:
         import record  # beside this file, where Python finds it if this runs as a program
 
-        figures = [{**asdict(row), "milliseconds": row.milliseconds} for row in rows]
-        record.write(output, {"device": name, "rows": figures})
+        figures = [{"device": name, **asdict(row), "milliseconds": row.milliseconds} for row in rows]
+        record.write(output, figures)
     unequal = [row.of for row in rows if row.variant == PLAIN and not row.batched and row.difference]
     if unequal:
         raise SystemExit(f"plain Newton-Schulz is not torch.optim.Muon's, bit by bit: {', '.join(unequal)}")

@@ -320,7 +320,7 @@ def main() -> None:
             rows = torch.load(f"{folder}/rows.pt", weights_only=False)
         if rows:
             console.print(table(rows, setting, options.metric))
-        results.append({"setting": asdict(setting), "metric": options.metric, "rows": rows})
+        results += [{"metric": options.metric, "setting": asdict(setting), **row} for row in rows]
         wrong += problems(rows, setting, options.metric)
     for missing in map(imported, ("deepspeed", "dion")):
         if isinstance(missing, str):

@@ -36,11 +36,11 @@ def figures(tmp_path: Path, benchmark: str, arguments: str) -> tuple[Any, str]:
 def steps(tmp_path: Path, metric: str, arguments: str = "") -> dict[str, dict[str, list[Any]]]:
     """By engine and system, what every rank found. The program itself fails where ours is not torch.optim's result."""
     arguments = f"--metric {metric} --layers 1 --width {WIDTH} --tokens 8 {arguments}"
-    ((run,), _) = figures(tmp_path, "step", arguments)
+    rows, _ = figures(tmp_path, "step", arguments)
     found: dict[str, dict[str, list[Any]]] = {}
-    for row in run["rows"]:
+    for row in rows:
         found.setdefault(row["engine"], {})[row["system"]] = row["by_rank"]
-        assert len(row["by_rank"]) == run["setting"]["ranks"] == 2
+        assert len(row["by_rank"]) == row["setting"]["ranks"] == 2
     return found
 
 
@@ -124,7 +124,7 @@ def test_rules(tmp_path: Path) -> None:
         told = re.findall(f"^not timed: ns_method is '{name}', .* not for a device of type 'cpu'", printed, re.M)
         assert len(told) == 1
     by_shape: dict[str, dict[tuple[str, bool], dict[str, float]]] = {}
-    for row in found["rows"]:
+    for row in found:
         by_shape.setdefault(row["of"], {})[row["variant"], row["batched"]] = row
     assert len(by_shape) == 5
     for rows in by_shape.values():
