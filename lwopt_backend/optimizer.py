@@ -514,9 +514,7 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def state_store(self) -> mesh_state.MeshStore:
         self._ensure_bound()
-        members = [member for stepper in self._steppers for member in stepper.members]
-        ranks = [stepper.collectives for stepper in self._steppers]
-        return mesh_state.MeshStore(members, self.param_groups, self.state, ranks, any(self._different))
+        return mesh_state.MeshStore(self._steppers, self.param_groups, self.state, any(self._different))
 
     def _owner_shards(self) -> list[mesh_state.OwnerShards]:
         """The owner state, if any rule keeps some; then called on all ranks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
-from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.rules.qk_clip import qk_clip_factors, row_factors
+from lwopt_backend.runtime.state import StatePiece
 
 Shape = Sequence[int]
 
@@ -65,39 +65,22 @@ class RowScaling:
         """Drop all factors, after a step applied or skipped them."""
         self._factors = {}
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Drop the factors of these parameters, for a step that applies them group by group."""
-        for name in names:
-            self._factors.pop(name, None)
-
-    def scale_range(self, name: str, elements: Tensor, start: int) -> bool:
-        """Multiply consecutive elements of a flattened parameter, from ``start`` on; False if there is no factor."""
-        factors, shape = self._of(name, elements), self._shapes[name]
-        if factors is None:
-            return False
-        if name in self._transposed or len(shape) == 1:
-            index = torch.arange(start, start + elements.numel(), device=elements.device) % len(factors)
-            elements.mul_(factors[index].view(elements.shape))
-            return True
-        inputs, stop = math.prod(shape[1:]), start + elements.numel()
-        first, last = start // inputs, -(-stop // inputs)
-        spread = factors[first:last].repeat_interleave(inputs)
-        elements.mul_(spread[start - first * inputs : stop - first * inputs].view(elements.shape))
-        return True
-
-    def scale_box(self, name: str, local: Tensor, box: Sequence[tuple[int, int]]) -> bool:
-        """Multiply a box of a parameter, given as (offset, size) per dimension; False if there is no factor."""
-        factors = self._of(name, local)
-        if factors is None:
-            return False
-        dim = local.ndim - 1 if name in self._transposed else 0
-        begin, size = box[dim]
-        local.mul_(factors[begin : begin + size].view([-1 if i == dim else 1 for i in range(local.ndim)]))
-        return True
-
-    def _of(self, name: str, like: Tensor) -> Tensor | None:
-        found = self._factors.get(name)
-        return None if found is None else found.to(like.device, like.dtype)
+    def scale(self, params: Sequence[TrainedParam], pieces: Iterable[StatePiece]) -> bool:
+        """Multiply the weights in ``pieces`` of ``params``, and drop their factors; False if there are none."""
+        scaled = set()
+        for piece in pieces:
+            name, value = params[piece.member].name, piece.value
+            if value is None or name not in self._factors:
+                continue
+            shape, factors = self._shapes[name], self._factors[name].to(value.device, value.dtype)
+            dim = len(shape) - 1 if name in self._transposed else 0
+            for place, box in piece.boxes(value, shape).items():
+                here = factors[place[dim] : place[dim] + box.shape[dim]]
+                box.mul_(here.view([-1 if i == dim else 1 for i in range(box.ndim)]))
+            scaled.add(name)
+        for name in scaled:
+            del self._factors[name]
+        return bool(scaled)
 
 
 QUERY, KEY = "q", "k"  # names of the matrices in a fused weight

@@ -1,6 +1,7 @@
 """Matrices in a parameter are updated as if they were parameters of their own, on every engine, bit for bit; and
 QK-clip after a step equals multiplying the rows of heads by hand."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lwopt_backend import Heads, LayerWiseOptimizer, QKClip
+from lwopt_backend.plan import TrainedParam
+from lwopt_backend.plan.layouts import View
 from lwopt_backend.qk_clip import RowScaling
+from lwopt_backend.runtime.state import StatePiece, part_of
 from tests.cells import cells
 from tests.engines import ENGINES, ZERO, Cell, running
 from tests.fused import ATOMS, BLOCKS, MATRICES, Experts, FusedLM
@@ -157,20 +161,24 @@ def test_a_stack_is_owned_by_several_ranks(layout: str, rule: str, tmp_path: Pat
 
 
 # QK-clip
-def test_any_range_of_a_parameter_takes_the_factors_of_its_outputs() -> None:
+def test_any_range_and_box_of_a_parameter_takes_the_factors_of_its_outputs() -> None:
     """However it is cut, within a row or not; stored transposed, of one dimension or of three."""
     shapes = {"plain": (6, 4), "transposed": (4, 6), "bias": (6,), "conv": (6, 2, 2)}
     factors = torch.arange(2.0, 8.0)
     scaling = RowScaling(shapes, frozenset({"transposed"}), lambda name: ())
-    scaling.set(dict.fromkeys(shapes, factors))
     for name, shape in shapes.items():
+        param = TrainedParam(name, shape, "float32", "muon")
         outputs = factors if name in ("transposed", "bias") else factors.view(-1, *[1] * (len(shape) - 1))
-        expected = (torch.ones(shape) * outputs).flatten()
-        for start in range(len(expected)):
-            for stop in range(start + 1, len(expected) + 1):
-                elements = torch.ones(stop - start)
-                assert scaling.scale_range(name, elements, start)
-                assert torch.equal(elements, expected[start:stop])
+        whole = torch.ones(shape) * outputs
+        views = [View.of_range(*cut) for cut in itertools.combinations(range(whole.numel() + 1), 2)]
+        cuts = itertools.product(*(itertools.combinations(range(size + 1), 2) for size in shape))
+        views += [View.of_box(shape, [(start, stop - start) for start, stop in cut]) for cut in cuts]
+        for view in views:
+            scaling.set({name: factors})
+            elements = torch.ones(view.sizes)
+            assert scaling.scale([param], [StatePiece(0, view, elements, {})])
+            assert torch.equal(elements, part_of(whole, view)) and not scaling
+            assert not scaling.scale([param], [StatePiece(0, view, elements, {})])
 
 
 @on_ranks(2)

@@ -181,9 +181,10 @@ class ZeROLayerWise(EngineOptimizer):
                     clipped = deepspeed_engine.clip_whole(binding.engine, 0.0)
                 self._global_grad_norm = clipped
             for unit, (group, tensor) in shown.items():
-                self._steppers[unit].step(group, self.state[tensor])
+                stepper = self._steppers[unit]
+                stepper.step(group, self.state[tensor])
                 if self.row_scaling:
-                    self._steppers[unit].scale_rows(self.row_scaling)
+                    self.row_scaling.scale(stepper.params, stepper.pieces({}, 0))
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 

@@ -43,6 +43,12 @@ class View:
         last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides))
         return self.offset, self.offset + last + 1
 
+    def boxes(self, shape: Sequence[int]) -> list[Box]:
+        """The boxes of a tensor of ``shape`` that a range of its elements makes up, in order; or one box, as it is."""
+        if len(self.sizes) <= 1:
+            return boxes_of(shape, *self.span)
+        return [(tuple(unravel(self.offset, shape)) if 0 not in self.sizes else (0,) * len(shape), self.sizes)]
+
 
 def range_views(block: Block, start: int, stop: int, offset: int) -> tuple[View, ...]:
     """The block's elements in ``[start, stop)`` of the flattened parameter, stored from ``offset`` of a flat tensor.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -62,6 +63,16 @@ class StatePiece:
     def stop(self) -> int:
         """Where the span of its elements ends in the flattened parameter."""
         return self.view.span[1]
+
+    def boxes(self, tensor: Tensor, shape: Sequence[int]) -> dict[tuple[int, ...], Tensor]:
+        """``tensor``, of the view's shape, as boxes of a whole one of ``shape``, by place; a scalar as it is."""
+        if not tensor.ndim:
+            return {(): tensor}
+        found, start = {}, 0
+        for place, sizes in self.view.boxes(shape):
+            found[place] = tensor if tensor.ndim > 1 else tensor.narrow(0, start, math.prod(sizes)).view(sizes)
+            start += math.prod(sizes)
+        return found
 
 
 class StateStore(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -22,15 +22,15 @@ from lwopt_backend.groups import registry
 from lwopt_backend.groups.grouping import Grouping, Member
 from lwopt_backend.plan import MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.atoms import Block
-from lwopt_backend.plan.layouts import unravel
+from lwopt_backend.plan.layouts import View, unravel
 from lwopt_backend.plan.mesh import Coordinate
-from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.models import as_module
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
+from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import Slices, Storage, local_views
 
@@ -458,11 +458,13 @@ class MeshStepper:
 
         return Storage(views_of)
 
-    def scale_rows(self, row_scaling: RowScaling) -> None:
-        """Multiply this rank's shards by the row factors set for this step."""
+    def pieces(self, states: States, first: int = 0) -> Iterator[StatePiece]:
+        """This rank's box of every member, which are numbered from ``first``."""
         coordinate = self.mesh.coordinates[self.collectives.rank] if self.mesh else (0,)
-        for member in self.members:
-            row_scaling.scale_box(member.name, local(member.param), member.sharding.box(coordinate))
+        for number, member in enumerate(self.members, first):
+            view = View.of_box(member.sharding.shape, member.sharding.box(coordinate))
+            state = {key: local(tensor) for key, tensor in states.get(member.param, {}).items() if not tensor.is_meta}
+            yield StatePiece(number, view, local(member.param), state)
 
     def elementwise(self, group: int, states: States, presence: Presence) -> list[Slices]:
         """This rank's shards of the element-wise members of a param group that have a gradient on any rank."""

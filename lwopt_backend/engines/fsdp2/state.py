@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshStepper, local, placed
+from lwopt_backend.engines.fsdp2.plan import MeshStepper, States, local, placed
 from lwopt_backend.groups.param_groups import check_saved_groups, of_another_optimizer
 from lwopt_backend.groups.registry import rule_of
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding, TrainedParam
@@ -27,33 +27,26 @@ from lwopt_backend.runtime.state import MATRICES, StatePiece, check_fits, form_o
 
 
 class MeshStore:
-    """A ``StateStore`` of this rank's boxes of ``members`` and of their ``states``.
+    """A ``StateStore`` of this rank's boxes of the parameters of ``steppers`` and of their ``states``.
 
-    ``different`` is whether ``ranks`` have different parameters (experts) under one name.
+    ``different`` is whether their ranks have different parameters (experts) under one name.
     """
 
     elsewhere: Collection[str] = ()
 
     def __init__(
-        self,
-        members: Sequence[MeshMember],
-        groups: Sequence[dict[str, Any]],
-        states: Mapping[Tensor, Mapping[str, Any]],
-        ranks: Sequence[Collectives],
-        different: bool,
+        self, steppers: Sequence[MeshStepper], groups: Sequence[dict[str, Any]], states: States, different: bool
     ) -> None:
-        self._held = [(member.param, states[member.param]) for member in members]
-        self.ranks = ranks
-        self.groups = groups
-        self.params: Sequence[TrainedParam] = members
-        self.units: Sequence[Sequence[TrainedParam]] = [[member] for member in members]
+        self._steppers, self._states, self.groups = steppers, states, groups
+        self.ranks: Sequence[Collectives] = [stepper.collectives for stepper in steppers]
+        self.params: Sequence[TrainedParam] = [member for stepper in steppers for member in stepper.members]
+        self.units: Sequence[Sequence[TrainedParam]] = [[param] for param in self.params]
         self.ambiguous = "ranks have different parameters (experts) under the same names" if different else None
 
     def pieces(self) -> list[StatePiece]:
-        found = []
-        for number, (param, state) in enumerate(self._held):
-            tensors = {key: local(tensor) for key, tensor in state.items() if not tensor.is_meta}
-            found.append(StatePiece(number, view_of(param), local(param), tensors))
+        found: list[StatePiece] = []
+        for stepper in self._steppers:
+            found += stepper.pieces(self._states, len(found))
         return found
 
 
@@ -139,7 +132,6 @@ def as_shard(part: Tensor, made: DTensor) -> DTensor:
 
 BUCKET_BYTES = 2**26  # of state in one all-to-all when it is saved or loaded
 Groups = Sequence[Sequence[Tensor]]
-States = Mapping[Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -199,7 +199,7 @@ def step_all(
         meanwhile = None
     if row_scaling:
         for stepper in steppers:
-            stepper.scale_rows(row_scaling)
+            row_scaling.scale(stepper.members, stepper.pieces(states))
         row_scaling.clear()
 
 

@@ -34,7 +34,6 @@ from lwopt_backend.engines.owned.state import (
     Found,
     Groups,
     Names,
-    boxed,
     by_member,
     checked_state,
     names_of,
@@ -79,7 +78,7 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
             if number is not None:
                 param, piece = core.members[number].param, pieces.get(number)
                 flat = param.detach().reshape(-1)[piece.start : piece.stop] if piece else param
-                boxes = boxed(flat, piece, param.shape) if piece else {}
+                boxes = piece.boxes(flat, param.shape) if piece else {}
                 shards.tensors[MODEL, names.keys[number]] = _boxes(param.shape, boxes, name)
             elif isinstance(value, Tensor):
                 shards.tensors[MODEL, name] = whole(value, name)

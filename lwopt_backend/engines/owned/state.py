@@ -5,7 +5,6 @@ The ``state_dict`` has this rank's pieces and fits no other rank. What ``owned_f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,6 @@ from lwopt_backend.groups.param_groups import check_saved_groups, with_options
 from lwopt_backend.groups.registry import new_state
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
-from lwopt_backend.plan.layouts import View, boxes_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.collectives import Collectives
@@ -42,14 +40,7 @@ Found = Tensor | LazyTensor
 
 def state_pieces(core: OwnedCore) -> list[StatePiece]:
     """This rank's pieces: ranges of flattened parameters. Masters of 16-bit parameters are in ``tensors``, too."""
-    found = []
-    for bucket in core.manager.buckets:
-        for piece, value in zip(bucket.pieces, bucket.owned_values()):
-            masters = {} if bucket.masters is None else {MASTER: value}
-            tensors = {**core.stepper.state[piece.param], **masters}
-            view, owner = View.of_range(piece.start, piece.stop), core.stepper.owner_states(piece.param)
-            found.append(StatePiece(piece.param, view, value, tensors, owner))
-    return found
+    return [piece for bucket in core.manager.buckets for piece in core.stepper.pieces(bucket)]
 
 
 class OwnedStore:
@@ -212,18 +203,6 @@ EXPERTS = (
 )
 
 
-def boxed(flat: Tensor, piece: StatePiece, shape: Sequence[int]) -> dict[tuple[int, ...], Tensor]:
-    """A piece of a flattened tensor as boxes of the whole tensor, which are views; a scalar as it is."""
-    if not flat.ndim:
-        return {(): flat}
-    found, start = {}, 0
-    for offsets, sizes in boxes_of(tuple(shape), piece.start, piece.stop):
-        part = flat.narrow(0, start, math.prod(sizes))
-        found[offsets] = part.view(sizes)
-        start += part.numel()
-    return found
-
-
 def reduced(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
     """A bucket's whole buffer, from all ranks' pieces of it, ``mine``. Called on all ranks that share the bucket."""
     buffer = torch.zeros(bucket.bucket.numel, dtype=bucket.owned_dtype, device=bucket.values.device)
@@ -280,7 +259,7 @@ def by_member(core: OwnedCore, groups: Groups) -> dict[int, dict[str, Pieces]]:
             refused = EXPERTS.format(member.name) if alone else ""
             for key, like in _kept(core, core.manager.buckets[core.manager.bucket_of[number]], groups)[number].items():
                 shape = tuple(member.param.shape) if like.ndim else ()
-                boxes = boxed(piece.tensors[key], piece, shape) if piece else {}
+                boxes = piece.boxes(piece.tensors[key], shape) if piece else {}
                 of_member[key] = Pieces(shape, like.dtype, boxes, refused)
             owner = core.stepper.owner_tensors(number, groups) if piece else {}
             if owner and member.blocks != matrices_by_shape(member.shape):
@@ -345,7 +324,7 @@ def put_state(core: OwnedCore, groups: Groups, taken: Mapping[int, Mapping[str, 
         for key, tensor in piece.tensors.items():
             value = found.pop(key, None)
             if isinstance(value, Pieces):
-                for place, box in boxed(tensor, piece, shape).items():
+                for place, box in piece.boxes(tensor, shape).items():
                     box.copy_(value.boxes[place])
             elif value is not None:  # without a master, that follows the weights
                 fill(tensor, value, piece.view)
@@ -393,7 +372,7 @@ def checked_state(
         for key, like in {**kept, **owner}.items():
             if key in tensors and key != STRUCTURE and (key in kept or _matrix_of(key) not in free):
                 shape = like.shape if key in owner or not like.ndim else member.shape
-                boxes = boxed(piece.tensors[key], piece, shape) if piece and key in kept else {}
+                boxes = piece.boxes(piece.tensors[key], shape) if piece and key in kept else {}
                 whole = torch.empty(shape, dtype=like.dtype, device="meta")
                 here[f"{key!r} as"], there[f"{key!r} as"] = _forms(whole, tensors[key], None if key in owner else boxes)
         to_do = {**TO_DO, "state": FLAT if owner else SAME_RULE}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.engines.owned.bucket_manager import BucketManager
 from lwopt_backend.engines.owned.buckets import BucketBuffers, Sharers
@@ -30,7 +31,7 @@ from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
-from lwopt_backend.runtime.state import keeps_state, owner_key
+from lwopt_backend.runtime.state import StatePiece, keeps_state, owner_key
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views
 
 # Which ranks share which parameters: all ranks of a process group, in instances that each own everything.
@@ -154,19 +155,21 @@ class OwnedStepper:
         A member that is not ``active`` stays as it is, state included; all ranks must say the same of it.
         """
 
-        def scale_rows(bucket: BucketBuffers) -> None:
-            pieces = zip(bucket.pieces, bucket.owned_values()) if scaling else ()
-            if any([scaling.scale_range(self._members[p.param].name, value, p.start) for p, value in pieces]):
-                bucket.publish_masters()
-
-        scaling = self._row_scaling
         rules = self._rules(groups)
         numbers = range(len(self._manager.buckets))[:: -1 if self.last_first else 1]
         for number, bucket in zip(numbers, self._manager.settled(numbers)):
             self._update(bucket, groups, rules, active)
-            scale_rows(bucket)
+            if self._row_scaling and self._row_scaling.scale(self._members, self.pieces(bucket)):
+                bucket.publish_masters()
             self._manager.send_values(number)
-        scaling.clear()
+        self._row_scaling.clear()
+
+    def pieces(self, bucket: BucketBuffers) -> Iterator[StatePiece]:
+        """This rank's pieces of a bucket: ranges of flattened parameters. Masters are in ``tensors``, too."""
+        for piece, value in zip(bucket.pieces, bucket.owned_values()):
+            tensors = {**self.state[piece.param], **({} if bucket.masters is None else {MASTER: value})}
+            view = View.of_range(piece.start, piece.stop)
+            yield StatePiece(piece.param, view, value, tensors, self.owner_states(piece.param))
 
     def owner_states(self, number: int) -> dict[int, dict[str, Any]]:
         """The owner state of a member's matrices on this rank, by a matrix's place in the member."""

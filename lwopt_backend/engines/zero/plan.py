@@ -30,7 +30,6 @@ from lwopt_backend.plan import (
 from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockReplicas, Partition, in_blocks
 from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.plan.owners import modelled_time
-from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import plan_digest, setting
@@ -235,7 +234,7 @@ class UnitStepper(Generic[Stored]):
         device: torch.device,
         shard: int = 0,
     ) -> None:
-        self._plan = plan
+        self._plan, self.params = plan, plan.params
         self._stored = stored
         self._shard = shard
         self._collectives = collectives
@@ -267,14 +266,6 @@ class UnitStepper(Generic[Stored]):
         """A flat tensor of the length of the state."""
         raise NotImplementedError
 
-    @torch.no_grad()
-    def scale_rows(self, row_scaling: RowScaling) -> None:
-        """Multiply the weights by the row factors set for this step, and clear these."""
-        for piece in self.pieces({}, 0):
-            if piece.value is not None:
-                row_scaling.scale_range(self._plan.params[piece.member].name, piece.value, piece.start)
-        row_scaling.forget(param.name for param in self._plan.params)
-
 
 class GroupStepper(UnitStepper[Tensor]):
     """Steps the fragments in a flat tensor, this rank's partition of the parameters."""
@@ -284,7 +275,7 @@ class GroupStepper(UnitStepper[Tensor]):
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
         """The fragment of every parameter; some are empty, some of shards are in several pieces."""
-        for index, param in enumerate(self._plan.params):
+        for index, param in enumerate(self.params):
             held = self._plan.layout.fragment(index, self._plan.place(self._collectives.rank))
             offset, start, numel = (held.offset, held.start, held.numel) if held is not None else (0, 0, 0)
             for view in in_whole(param, self._shard, start, start + numel):

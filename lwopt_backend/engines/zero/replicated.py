@@ -112,7 +112,7 @@ class ReplicatedStepper(UnitStepper[Sequence[Tensor]]):
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
         """The whole weights of every parameter, with its counters; then the state of what this rank steps."""
         counters = {key: tensor for key, tensor in state.items() if not tensor.ndim}
-        for index, (param, trained) in enumerate(zip(self._stored, self._plan.params)):
+        for index, (param, trained) in enumerate(zip(self._stored, self.params)):
             values = [param.data] if not trained.parts else param.data.split(trained.parts)
             views = list(in_whole(trained, self._shard, 0, param.numel()))
             if trained.cut is None:
@@ -121,7 +121,7 @@ class ReplicatedStepper(UnitStepper[Sequence[Tensor]]):
                 yield StatePiece(first + index, view, value, dict(counters))
         flats = {key: tensor for key, tensor in state.items() if tensor.ndim}
         for index, view, offset in _views(self._plan, self._collectives.rank):
-            for in_param in self._in_whole(self._plan.params[index], view):
+            for in_param in self._in_whole(self.params[index], view):
                 tensors = {key: _part(flat, in_param, offset) for key, flat in flats.items()}
                 yield StatePiece(first + index, in_param, None, tensors)
                 offset += math.prod(in_param.sizes)
@@ -144,7 +144,7 @@ class MatrixReplicas(ReplicatedStepper):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         assert self._plan.matrices is not None
-        pairs = zip(self._stored, self._plan.params)
+        pairs = zip(self._stored, self.params)
         self._places = [(p, *place) for p, trained in pairs for place in _places(trained, self._shard)]
         self._bases = kept_bases(self._plan.matrices, self._collectives.rank)
 
