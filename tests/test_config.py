@@ -5,7 +5,7 @@ import inspect
 import io
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,10 @@ from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lwopt_backend import LayerWiseOptimizer, MatrixRule, register_rule
+from lwopt_backend import LayerWiseOptimizer, MatrixRule, Options, register_rule
 from lwopt_backend.cli.rule_facts import rule_facts
 from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
+from lwopt_backend.config.options import NonNegative
 from lwopt_backend.groups import registry
 from lwopt_backend.groups.choices import arguments_of, muon_settings, settings_of
 from lwopt_backend.groups.grouping import group_parameters
@@ -38,7 +39,6 @@ from tests.launcher import ROOT
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.typed_user import PlainSGD, Sign, flops, sgd_state
 from tests.zero import config, engine_for, train
 
 
@@ -207,6 +207,37 @@ def test_parameters_that_are_not_given_or_have_no_elements_are_not_trained() -> 
 
 
 # A user's own rules
+@dataclass
+class Sign(MatrixRule):
+    lr: float = 0.01
+    momentum: float = option(0.9, "of the average of gradients", "Keller Jordan 2024", ge=0, lt=1)
+    state_keys = ("average",)
+
+    def accumulate(self, grad: Tensor, state: Mapping[str, Tensor]) -> None:
+        state["average"].lerp_(grad, 1 - self.momentum)
+
+    def direction(self, grad: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        return state["average"]
+
+    def transform(self, matrices: Tensor) -> Tensor:
+        return matrices.sign()
+
+    def scale(self, shape: tuple[int, int]) -> float:
+        return 1 / max(shape)
+
+
+class PlainSGD(Options):
+    lr: NonNegative = 0.1
+
+
+def sgd_state(flat: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {}
+
+
+def flops(shape: tuple[int, int], options: Mapping[str, Any]) -> int:
+    return 3 * shape[0] * shape[1]
+
+
 @pytest.fixture
 def own_rules() -> Any:
     with mock.patch.dict(registry.MATRIX_RULES), mock.patch.dict(registry.ELEMENTWISE_RULES):
