@@ -55,7 +55,7 @@ class EarlyExchange:
         self._waiting[bucket].discard(atom)
         if not self._waiting[bucket]:
             rules, storage = now()
-            self._departed[bucket] = self._stepper.send_directions(bucket, _Run(rules, Copied(storage.parts)))
+            self._departed[bucket] = self._stepper.send_directions(bucket, _Run(rules, copied(storage)))
 
     def forget(self) -> None:
         """Drop all exchanges in flight."""
@@ -100,14 +100,14 @@ class EarlyExchange:
         return settled
 
 
-class Copied(Storage):
-    """Parts of another storage with copies of their state, which may be advanced before the step. Keeps none."""
+def copied(storage: Storage) -> Storage:
+    """Fragments with copies of their state, which may be advanced before the step. Keeps none."""
 
-    def parts(self, index: int) -> Sequence[Slices]:
-        return [
-            Slices(part.value, part.grad, {key: tensor.clone() for key, tensor in part.state.items()})
-            for part in self._views_of(index)
-        ]
+    def copies(index: int) -> list[Slices]:
+        parts = storage(index)
+        return [Slices(p.value, p.grad, {key: tensor.clone() for key, tensor in p.state.items()}) for p in parts]
+
+    return copies
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class MatrixStepper:
         now = {segment.atom: torch.empty_like(data) for segment, data in arrival.sent()}
         self._whole.pack_directions(now, rules, storage, advance=True)
         for atom in self._copies[bucket]:
-            advance(rules[atom], storage.parts(atom))
+            advance(rules[atom], storage(atom))
         return list(now.values())
 
     def _send(self, bucket: int, run: _Run, pack: Callable[[dict[int, Tensor]], None]) -> Arrival:
@@ -298,7 +298,7 @@ class _Run:
     def advance(self, atom: int) -> None:
         """Advance the state of this rank's copy of an atom that another rank sends."""
         if self.active(atom):
-            advance(self.rules[atom], self.storage.parts(atom))
+            advance(self.rules[atom], self.storage(atom))
 
 
 def _cut(matrix: Tensor, segment: Segment) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -38,26 +38,14 @@ class Slices:
         return [Slices(value, grad, dict(zip(self.state, state))) for value, grad, *state in zip(*of_all)]
 
 
-class Storage:
-    """This rank's parts of a set of matrices during one step; views are made once, by ``views_of``."""
-
-    def __init__(self, views_of: Callable[[int], Sequence[Slices]]) -> None:
-        self._views_of = views_of
-        self._found: dict[int, Sequence[Slices]] = {}
-
-    def parts(self, index: int) -> Sequence[Slices]:
-        """This rank's fragment of matrix ``index``, which is not empty, in one or several views.
-
-        Concatenated, the views have the fragment's elements in row-major order.
-        """
-        if index not in self._found:
-            self._found[index] = self._views_of(index)
-        return self._found[index]
+# This rank's fragment of a matrix, by number, which is not empty, in one or several views. Concatenated, these have the
+# fragment's elements in row-major order.
+Storage = Callable[[int], Sequence[Slices]]
 
 
 def flat_storage(layout: Partition | TensorShards, rank: int, slices: Slices) -> Storage:
-    """Views of a rank's flat partition, as ZeRO stores it. Copies nothing."""
-    return Storage(lambda index: slices.cut(partial(flat_views, views=layout.views(index, rank))))
+    """Views of a rank's flat partition during one step, as ZeRO stores it; they are made once, and copy nothing."""
+    return cache(lambda index: slices.cut(partial(flat_views, views=layout.views(index, rank))))
 
 
 # Views of a local tensor, as a plan describes them. They share its memory.
@@ -102,7 +90,7 @@ class WholeMatrices:
     def step(self, atoms: Sequence[int], rules: Sequence[MatrixRule], storage: Storage) -> None:
         """Update the weights and the state of ``atoms``, which ``storage`` has whole."""
         for batch in self.batches(atoms, rules):
-            parts = [storage.parts(atom) for atom in batch]
+            parts = [storage(atom) for atom in batch]
             with changing(_name(rules[batch[0]]), partial(_values, parts)):
                 self._step(rules[batch[0]], batch, parts)
 
@@ -185,7 +173,7 @@ class WholeMatrices:
     ) -> None:
         """Copy the direction of this rank's fragment of each atom into a flat tensor."""
         for batch in self.batches(list(into), rules, alike=False):
-            parts = [storage.parts(atom) for atom in batch]
+            parts = [storage(atom) for atom in batch]
             targets = [_like(into[atom], [part.value for part in of_atom]) for atom, of_atom in zip(batch, parts)]
             pieces = directions_of(rules[batch[0]], list(chain.from_iterable(parts)), advance=advance)
             copy_all(list(chain.from_iterable(targets)), pieces)
@@ -193,13 +181,13 @@ class WholeMatrices:
     def pack_values(self, into: Mapping[int, Tensor], storage: Storage) -> None:
         """Copy this rank's fragment of the weight of each atom into a flat tensor."""
         for atom, target in into.items():
-            pieces = [part.value for part in storage.parts(atom)]
+            pieces = [part.value for part in storage(atom)]
             copy_all(_like(target, pieces), pieces)
 
     def apply(self, updates: Mapping[int, Tensor], rules: Sequence[MatrixRule], storage: Storage) -> None:
         """Decay this rank's fragment of each atom, and apply the flat fragment of its update."""
         for batch in self.batches(list(updates), rules, alike=False):
-            parts = [storage.parts(atom) for atom in batch]
+            parts = [storage(atom) for atom in batch]
             with changing(_name(rules[batch[0]]), partial(_values, parts)):
                 self._apply(rules[batch[0]], batch, parts, [updates[atom] for atom in batch])
 

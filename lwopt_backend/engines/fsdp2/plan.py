@@ -456,7 +456,7 @@ class MeshStepper:
             box = sharding.box(coordinate)
             return whole.cut(lambda tensor: local_views(tensor, block, sharding.shape, box))
 
-        return Storage(views_of)
+        return cache(views_of)
 
     def pieces(self, states: States, first: int = 0) -> Iterator[StatePiece]:
         """This rank's box of every member, which are numbered from ``first``."""

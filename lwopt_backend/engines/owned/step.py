@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import StatePiece, keeps_state, owner_key
-from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views
+from lwopt_backend.runtime.whole import Slices, WholeMatrices, flat_views
 
 # Which ranks share which parameters: all ranks of a process group, in instances that each own everything.
 
@@ -225,7 +225,7 @@ class OwnedStepper:
             number, views = self._places[atom]
             return stepped[number].cut(partial(flat_views, views=views))
 
-        self._whole.step(matrices, rules, Storage(views_of))
+        self._whole.step(matrices, rules, cache(views_of))
         by_group: dict[int, list[Slices]] = {}
         for number, slices in stepped.items():
             if self._members[number].rule not in MATRIX_RULES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from lwopt_backend.plan.layouts import Span, View, range_views
 from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives, phase, sending
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
-from lwopt_backend.runtime.whole import Slices, Storage, local_views
+from lwopt_backend.runtime.whole import Slices, local_views
 
 # State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it.
 #
@@ -152,7 +152,7 @@ class MatrixReplicas(ReplicatedStepper):
         """From the parameters' gradients, which are equal on all ranks."""
         assert self.matrices is not None
         rule = build_matrix_rule(group, self._config)
-        storage = Storage(partial(self._slices, {key: state[key] for key in rule.state_keys}))
+        storage = cache(partial(self._slices, {key: state[key] for key in rule.state_keys}))
         self.matrices.step([rule] * len(self._places), storage)
 
     def _slices(self, state: Mapping[str, Tensor], atom: int) -> list[Slices]:
