@@ -45,7 +45,7 @@ from lwopt_backend.groups.grouping import Member
 from lwopt_backend.groups.param_groups import DECIDED, with_options
 from lwopt_backend.groups.registry import rule_of
 from lwopt_backend.plan.layouts import View
-from lwopt_backend.runtime.agreement import agree, check_on_all
+from lwopt_backend.runtime.agreement import agree, check_on_all, setting
 from lwopt_backend.runtime.state import MATRICES, PARAM_GROUP, check_fits, fill
 from lwopt_backend.runtime.whole import owned_dtype
 
@@ -122,7 +122,8 @@ def _tied(core: OwnedCore, model: nn.Module, names: Names) -> dict[str, str]:
 def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]:
     """The options of all ranks' param groups, by key. Called on all ranks.
 
-    Raises, on all of them, if options differ between ranks or cannot be read back by ``torch.load``.
+    Raises, on all of them, RanksDisagree if options differ between ranks, and ValueError if ``torch.load`` cannot read
+    them back.
     """
     everyone = core.holdings[0].sharers.everyone
     options = ({key: value for key, value in group.items() if key not in DECIDED} for group in groups)
@@ -134,20 +135,14 @@ def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]
 
     check_on_all(everyone, SAVING, check)
     common: dict[str, dict[str, Any]] = {}
-    for rank, of_rank in enumerate(everyone.gather_objects(mine)):
-        for key, options in of_rank.items():
-            expected = common.setdefault(key, options)
-            wrong = [
-                o
-                for o in {**expected, **options}
-                if repr(expected.get(o, "nothing")) != repr(options.get(o, "nothing"))
-            ]
-            if wrong:
-                raise ValueError(
-                    f"param group {key}: ranks differ in {wrong[0]!r}, rank {rank} has "
-                    f"{options.get(wrong[0], 'nothing')!r}, one before it {expected.get(wrong[0], 'nothing')!r}; set "
-                    "it alike on all ranks"
-                )
+    for of_rank in everyone.gather_objects(mine):
+        common = {**common, **of_rank, **common}
+    lines = [
+        setting(f"{option} of param group {key}", value)
+        for key, options in {**common, **mine}.items()
+        for option, value in sorted(options.items())
+    ]
+    agree(everyone, SAVING, lambda: (None, lines))
     return common
 
 

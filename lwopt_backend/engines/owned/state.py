@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER, LazyTensor
-from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups.param_groups import check_saved_groups, with_options
 from lwopt_backend.groups.registry import new_state
@@ -203,17 +202,6 @@ EXPERTS = (
 )
 
 
-def reduced(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
-    """A bucket's whole buffer, from all ranks' pieces of it, ``mine``. Called on all ranks that share the bucket."""
-    buffer = torch.zeros(bucket.bucket.numel, dtype=bucket.owned_dtype, device=bucket.values.device)
-    if bucket.sharers.replicas is None or bucket.sharers.replicas.rank == 0:
-        for piece, tensor in zip(bucket.pieces, mine):
-            if tensor is not None:
-                buffer.narrow(0, piece.offset, piece.numel).copy_(tensor)
-    bucket.sharers.everyone.start_all_reduce(buffer).wait()
-    return buffer
-
-
 def held_state(core: OwnedCore, groups: Groups) -> dict[Tensor, dict[str, Tensor]]:
     """By parameter, this rank's piece of its state; meta tensors if this rank owns none of it.
 
@@ -221,19 +209,18 @@ def held_state(core: OwnedCore, groups: Groups) -> dict[Tensor, dict[str, Tensor
     flattened state dict by the keys that it has.
     """
     mine = {piece.member: piece.tensors for piece in state_pieces(core)}
-    kept = [of_member for bucket in core.manager.buckets for of_member in _kept(core, bucket, groups).items()]
     return {
-        core.members[number].param: mine.get(number) or {key: like.to("meta") for key, like in of_member.items()}
-        for number, of_member in kept
+        member.param: mine.get(number) or {key: like.to("meta") for key, like in _kept(core, number, groups).items()}
+        for number, member in enumerate(core.members)
     }
 
 
-def _kept(core: OwnedCore, bucket: BucketBuffers, groups: Groups) -> dict[int, dict[str, Tensor]]:
-    """By member, the keys of its state, with empty tensors for all but counters."""
+def _kept(core: OwnedCore, number: int, groups: Groups) -> dict[str, Tensor]:
+    """The keys of a member's state, with empty tensors for all but counters."""
+    bucket = core.manager.buckets[core.manager.bucket_of[number]]
     empty = torch.empty(0, dtype=bucket.owned_dtype, device=bucket.values.device)
     masters = {} if bucket.masters is None else {MASTER: empty}
-    numbers = [slot.param for slot in bucket.bucket.slots]
-    return {number: {**new_state(empty, groups[core.members[number].group]), **masters} for number in numbers}
+    return {**new_state(empty, groups[core.members[number].group]), **masters}
 
 
 def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
@@ -257,7 +244,7 @@ def by_member(core: OwnedCore, groups: Groups) -> dict[int, dict[str, Pieces]]:
         for number in held.numbers:
             member, piece, of_member = core.members[number], mine.get(number), dict[str, Pieces]()
             refused = EXPERTS.format(member.name) if alone else ""
-            for key, like in _kept(core, core.manager.buckets[core.manager.bucket_of[number]], groups)[number].items():
+            for key, like in _kept(core, number, groups).items():
                 shape = tuple(member.param.shape) if like.ndim else ()
                 boxes = piece.boxes(piece.tensors[key], shape) if piece else {}
                 of_member[key] = Pieces(shape, like.dtype, boxes, refused)
@@ -274,25 +261,16 @@ def gathered(core: OwnedCore, groups: Groups) -> Iterator[tuple[int, str, Tensor
     """Yield a member's number, a key and the whole state, copied; masters included. Called on all ranks."""
     own = {piece.member: piece.tensors for piece in state_pieces(core)}
     for bucket in core.manager.buckets:
-        kept = _kept(core, bucket, groups)
-        for key, like in {key: like for of_member in kept.values() for key, like in of_member.items()}.items():
-            mine = [own[piece.param].get(key) for piece in bucket.pieces]
-            whole = reduced(bucket, mine) if like.ndim else _counts(bucket, mine)
-            for place, number in enumerate(kept):
-                if key in kept[number]:
-                    found = bucket.view(whole, number).clone() if like.ndim else whole[place].to(like.device, copy=True)
-                    yield number, key, found
-
-
-def _counts(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
-    """The counter of each of a bucket's parameters, which is equal on all ranks that own a piece of it."""
-    counts = torch.zeros(len(bucket.bucket.slots), device=bucket.values.device)
-    places = {slot.param: place for place, slot in enumerate(bucket.bucket.slots)}
-    for piece, count in zip(bucket.pieces, mine):
-        if count is not None:
-            counts[places[piece.param]] = count
-    bucket.sharers.everyone.all_reduce_max(counts).wait()
-    return counts
+        kept = {slot.param: _kept(core, slot.param, groups) for slot in bucket.bucket.slots}
+        for key in dict.fromkeys(key for of_member in kept.values() for key in of_member):
+            whole = torch.zeros(bucket.bucket.numel, dtype=bucket.owned_dtype, device=bucket.values.device)
+            for piece in bucket.pieces if bucket.sharers.replicas is None or bucket.sharers.replicas.rank == 0 else ():
+                if key in own[piece.param]:  # a counter goes to every element, because one rank or several own these
+                    whole.narrow(0, piece.offset, piece.numel).copy_(own[piece.param][key])
+            bucket.sharers.everyone.start_all_reduce(whole).wait()
+            for number in (number for number in kept if key in kept[number]):
+                found = bucket.view(whole, number)
+                yield number, key, found.clone() if kept[number][key].ndim else found.reshape(-1)[:1].sum()
 
 
 def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -347,8 +325,8 @@ def checked_state(
     ``anew``, or is an error.
     """
     mine, taken = {piece.member: piece for piece in state_pieces(core)}, dict[int, dict[str, Found]]()
-    for number, kept in (entry for bucket in core.manager.buckets for entry in _kept(core, bucket, groups).items()):
-        member, piece = core.members[number], mine.get(number)
+    for number, member in enumerate(core.members):
+        kept, piece = _kept(core, number, groups), mine.get(number)
         owner = core.stepper.owner_tensors(number, groups) if piece else {}
         values = {k: v for k, v in found[number].items() if v is not None and not isinstance(v, Mapping)}
         if MASTER not in kept:
