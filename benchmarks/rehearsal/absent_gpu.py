@@ -27,6 +27,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 import lwopt_backend
+from lwopt_backend.runtime import collectives
 
 DEVICE = torch.device("cuda", 0)
 REAL_NUMEL = 2**16  # tensors on the CPU that are larger are fake, too
@@ -263,6 +264,7 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
         (FakeTensor, "__setitem__", lambda tensor, index, value: _part_of(tensor, index).copy_(torch.as_tensor(value))),
         (FakeTensor, "record_stream", lambda tensor, stream: None),
         (FakeTensor, "data_ptr", lambda tensor: recorder.address(tensor)),
+        (collectives, "_profiler_enabled", lambda: True),  # the labels of a step's parts pass the recorder
         # Without it, torch's optimizers would take these tensors one by one.
         (torch_optimizer, "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
     ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -12,16 +16,21 @@ from torch import Tensor, nn
 
 from lwopt_backend.config.hosts import HostConfig, ZeROConfig
 from lwopt_backend.engines.fsdp2.plan import in_rows, local, over_all_ranks
+from lwopt_backend.engines.fsdp2.step import Attachment
+from lwopt_backend.engines.owned.buckets import BucketBuffers
+from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.engines.zero.plan import GroupStepper
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping
+from lwopt_backend.groups.registry import ELEMENTWISE_RULES
 from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer, Sharing
-from lwopt_backend.plan import Replicas
+from lwopt_backend.plan import MatrixPlan, Replicas
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shares import zero_plans
 from lwopt_backend.runtime.agreement import plan_digest
 from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.stepper import MatrixStepper
 
 from .absent_gpu import DEVICE
 
@@ -42,6 +51,31 @@ class Routed:
         return self.rules, self.config, self.grouping
 
 
+class Passes:
+    """What a model and its host do around gradients and updates, parameters at a time. These do nothing."""
+
+    def backward(self, params: Sequence[Tensor], following: Sequence[Tensor] = ()) -> None:
+        """Compute the gradients of ``params``; those of ``following`` are next."""
+
+    def reduced(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Reduce the gradients of ``params``; within it, their hooks run."""
+        return nullcontext()
+
+    def end(self) -> None:
+        """End the backward pass."""
+
+    def forward(self, params: Sequence[Tensor]) -> None:
+        """Use ``params``."""
+
+
+def blocks(named: Iterable[tuple[str, Tensor]]) -> list[list[Tensor]]:
+    """Parameters in a row with the same first number in their names, such as those of a layer."""
+    return [
+        [param for _, param in some]
+        for _, some in groupby(named, lambda pair: getattr(re.search(r"\d+", pair[0]), "group", lambda: "")())
+    ]
+
+
 class Engine:
     """An engine's own step. ``digest`` is that of its plan.
 
@@ -50,6 +84,7 @@ class Engine:
     """
 
     digest: str
+    names: Mapping[int, str]  # of the parameters that are trained, by id
     waits: Mapping[str, int]
     compared: Sequence[str] = KEPT
 
@@ -60,6 +95,11 @@ class Engine:
     def step(self) -> None:
         """Take the step, and wait for its end."""
         raise NotImplementedError
+
+    def train(self, passes: Passes) -> None:
+        """A backward pass, the step, and the next forward pass where it waits for the step, of a model with
+        ``passes``."""
+        raise ValueError("the passes of a model are played for engines owned and fsdp2 only; play the step alone")
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
         """What is kept now, by kind."""
@@ -93,15 +133,36 @@ class OwnedEngine(Engine):
         given: Any = Routed(setting.rules, _quiet(setting), grouping)
         self._optimizer = cast(OwnedOptimizer, OwnedOptimizer.__new__(OwnedOptimizer))
         self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
+        self.names = {id(param): name for name, param in self._model.named_parameters()}
         self._core, self.digest = self._optimizer.core, self._optimizer.plan_digest
         flags = 2 if self._optimizer.config.keep_full_grads else 1  # also for those who see others' gradients
         self.waits = {FLAGS: flags}
 
-    def backward(self) -> None:
+    @property
+    def buckets(self) -> Sequence[BucketBuffers]:
+        return self._core.manager.buckets
+
+    @property
+    def core(self) -> OwnedCore:
+        return self._core
+
+    def _pass(self, passes: Passes) -> None:
         params = [*reversed(self._core.manager.params)]
         with torch.enable_grad():
-            passed = _Pass.apply(torch.zeros((), device="cpu", requires_grad=True), params)
+            passed = _Pass.apply(torch.zeros((), device="cpu", requires_grad=True), params, passes)
         passed.backward()
+
+    def train(self, passes: Passes) -> None:
+        manager = self._core.manager
+        self._pass(passes)
+        self._optimizer.step()
+        number_of = {id(param): manager.bucket_of[index] for index, param in enumerate(manager.params)}
+        for params in blocks(zip(manager.names, manager.params)):
+            manager.receive_values(sorted({number_of[id(param)] for param in params}))
+            passes.forward(params)
+
+    def backward(self) -> None:
+        self._pass(Passes())
         _ = self._optimizer.gradients  # sends what is left
         for _ in self._core.manager.settled():
             pass  # the last gradients arrive
@@ -137,17 +198,18 @@ class _Pass(torch.autograd.Function):
     GPU."""
 
     @staticmethod
-    def forward(ctx: Any, begin: Tensor, params: Sequence[Tensor]) -> Tensor:
-        ctx.params = params
+    def forward(ctx: Any, begin: Tensor, params: Sequence[Tensor], passes: Passes) -> Tensor:
+        ctx.params, ctx.passes = params, passes
         return begin.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         for param in ctx.params:
+            ctx.passes.backward([param])
             param.grad = torch.empty_like(param) if param.grad is None else param.grad
             for hook in param._post_accumulate_grad_hooks.values():
                 hook(param)
-        return grads[0], None
+        return grads[0], None, None
 
 
 class MeshEngine(Engine):
@@ -161,12 +223,44 @@ class MeshEngine(Engine):
         given: Any = Routed(setting.rules, _quiet(setting), grouping)
         self._optimizer = cast(MeshOptimizer, MeshOptimizer.__new__(MeshOptimizer))
         self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
+        self.names = {id(param): name for name, param in self._model.named_parameters()}
         steppers, self.digest = self._optimizer._steppers, self._optimizer.plan_digest
         self.waits = {FLAGS: len(steppers)}
 
+    @property
+    def matrix_steppers(self) -> list[tuple[MatrixStepper, MatrixPlan]]:
+        """The steppers of matrices in their order, each with its plan."""
+        return [(each.stepper, each.plan) for each in self._optimizer._steppers]
+
+    def elementwise_numel(self, rank: int) -> int:
+        """The elements that a rank steps one by one."""
+        members = [member for each in self._optimizer._steppers for member in each.members]
+        alone = [member for member in members if member.rule in ELEMENTWISE_RULES]
+        return sum(math.prod(member.sharding.local_shape((rank,))) for member in alone)
+
+    def attach(self) -> None:
+        """Exchange buckets in backward passes from now on."""
+        steppers = self._optimizer._steppers
+        self._optimizer._attachment = Attachment(steppers, self._optimizer._matrix_rules, lambda: self._optimizer.state)
+
+    def train(self, passes: Passes) -> None:
+        order = blocks(self._model.named_parameters())[::-1]
+        for params, following in zip(order, [*order[1:], []]):
+            passes.backward(params, following)
+            with passes.reduced(params):
+                for param in reversed(params):
+                    self._bring(param)
+                    for hook in (param._post_accumulate_grad_hooks or {}).values():
+                        hook(param)
+        passes.end()
+        self._optimizer.step()
+
+    def _bring(self, param: Tensor) -> None:
+        param.grad = in_rows(param.shape, param.dtype, self._mesh)
+
     def backward(self) -> None:
         for param in self._model.parameters():
-            param.grad = in_rows(param.shape, param.dtype, self._mesh)
+            self._bring(param)
 
     def step(self) -> None:
         self._optimizer.step()
@@ -201,6 +295,12 @@ class FlatEngine(Engine):
             stepper.fill_state(group, state)
             self._units.append((group, flat, stepper, state))
         self.waits = {}
+
+    @property
+    def matrix_steppers(self) -> list[tuple[MatrixStepper, MatrixPlan]]:
+        """As on ``MeshEngine``."""
+        found = [(stepper.matrices, stepper._plan.matrices) for _, _, stepper, _ in self._units]
+        return [(stepper, plan) for stepper, plan in found if stepper and plan]
 
     def backward(self) -> None:
         for _, flat, _, _ in self._units:

@@ -104,7 +104,7 @@ def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int) -> Reh
     mine = rank // apart % planned.ranks
     found = Rehearsal(planned.name, mine, planned.ranks)
     recorder, counted, doing = Recorder(), Counted(), "making the optimizer"
-    with pretended(mine, planned.ranks, _others(planned)), absent_gpu(recorder), counted.counting():
+    with pretended(mine, planned.ranks, others_of(planned)), absent_gpu(recorder), counted.counting():
         try:
             engine = ENGINES[stage.setting.engine](planned, stage.setting)
             for number in range(steps):
@@ -133,7 +133,7 @@ def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int) -> Reh
     return replace(found, figures=figures, memory=memory, operations=operations, waits=waits, problems=tuple(problems))
 
 
-def _others(planned: Planned) -> Callable[[Any, int], list[Any]]:
+def others_of(planned: Planned) -> Callable[[Any, int], list[Any]]:
     """What every rank says when objects are gathered: the same as this one, but for its work, which the plan knows."""
     works = iter(planned.before)
 

@@ -1,0 +1,308 @@
+"""All ranks on one clock: when each does what its record says, on a cluster's devices and wires.
+
+Every rank has a host, which launches work in the order of the record; streams, which do it; and one wire, on which
+collectives follow one another. A collective begins when the last rank has started it and every rank's wire is free, and
+takes as long as the bytes of the rank that has most. Ranks with one record do the same at the same time, and are played
+once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.clock.record import COMPUTE, Join, Record, Start, Wait, Work
+from lwopt_backend.plan.cost import Machine
+
+# Bytes per second that element-wise kernels read and write: 80 % of the peak of the memory of each cluster's devices.
+MEMORY = {
+    "h100-8x-ib": 2.7e12,
+    "h200-8x-ib": 3.8e12,
+    "b200-8x-ib": 6.4e12,
+    "gb200-72x-ib": 6.4e12,
+    "a100-8x-ib": 1.6e12,
+    "mi300x-8x-roce": 4.2e12,
+    "h100-8x-ethernet": 2.7e12,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the clock goes by: a machine; bytes per second of its memory; seconds of the host a launch and a collective.
+
+    A ``blocking`` host does the work itself, and is done with it when it goes on, as on a CPU.
+    """
+
+    machine: Machine
+    memory: float
+    launch: float = 6e-6
+    collective: float = 3e-5
+    blocking: bool = False
+
+    @classmethod
+    def of(cls, machine: Machine) -> Rates:
+        return cls(machine, MEMORY.get(machine.name, math.inf))
+
+    def work(self, work: Work) -> float:
+        """Seconds of work on a device."""
+        return work.flops / self.machine.flops_per_second + work.nbytes / self.memory
+
+    def wire(self, start: Start, nbytes: int) -> float:
+        """Seconds of a collective in which a rank sends or receives at most ``nbytes``: of the bytes that cross the
+        slowest link, and of latencies.
+
+        Between nodes that is a network card, of which each rank has one. In an all-to-all it carries what its rank
+        exchanges with other nodes. Rings pass through all of the group's ranks in a node, and leave it by all cards.
+        """
+        machine, ranks = self.machine, start.ranks
+        here = min(ranks, max(1, machine.node_size // start.stride))  # of the group, in one node
+        inside = machine.node_bytes_per_second or machine.bytes_per_second
+        if start.kind == "all-to-all":
+            away = nbytes * (ranks - here) / max(1, ranks - 1)
+            seconds, rounds = max(away / machine.bytes_per_second, (nbytes - away) / inside), 1
+        else:
+            link = inside if here == ranks else min(inside, here * machine.bytes_per_second)
+            seconds, rounds = nbytes / link, math.ceil(math.log2(max(2, ranks)))
+        return seconds + machine.latency_seconds * max(rounds, start.operations)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something on a rank, from begin to end: on the host, a stream or the wire."""
+
+    where: str
+    what: str
+    begin: float
+    end: float
+
+
+@dataclass(slots=True)
+class Trip:
+    """A collective as played: when the first and the last rank had started it, and which was that; from begin to end.
+
+    ``waited`` is the longest that a rank's step stood still for it; ``mean`` over all records.
+    """
+
+    start: Start
+    ready: list[float]
+    started: int = 0
+    nbytes: int = 0
+    begin: float = 0.0
+    end: float = 0.0
+    last: int = 0
+    waited: float = 0.0
+    mean: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Played:
+    """A step of all ranks. ``ends``, ``works``, ``hosts`` and ``counts`` are by record: the second in which a rank is
+    done, its work on the device, what its device waited for the host, and how many ranks have the record. ``spans`` are
+    of records, not all if they are many."""
+
+    rates: Rates
+    ends: tuple[float, ...]
+    works: tuple[float, ...]
+    hosts: tuple[float, ...]
+    counts: tuple[int, ...]
+    trips: tuple[Trip, ...]
+    given: float  # seconds of the model's passes
+    spans: dict[int, list[Span]]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.ends)
+
+    @property
+    def busiest(self) -> int:
+        return max(range(len(self.works)), key=self.works.__getitem__)
+
+    @property
+    def mean_work(self) -> float:
+        return sum(work * count for work, count in zip(self.works, self.counts)) / sum(self.counts)
+
+    @property
+    def wire(self) -> float:
+        """Seconds in which the wire is busy."""
+        return sum(trip.seconds for trip in self.trips)
+
+    @property
+    def bound(self) -> float:
+        """What no order of one step beats by much: the wire, or the busiest rank's work between its way in and out."""
+        ways = [trip.seconds for trip in self.trips if trip.start.at[0]] or [0.0]
+        return max(self.wire, ways[0] + self.works[self.busiest] + self.given + ways[-1])
+
+    @property
+    def hidden(self) -> float:
+        """The share of the wire's seconds in which the busiest rank's streams work."""
+        spans = self.spans[self.busiest]
+        works = sorted((span.begin, span.end) for span in spans if span.where not in ("host", "wire"))
+        both, at = 0.0, 0
+        for trip in self.trips:
+            while at < len(works) and works[at][1] <= trip.begin:
+                at += 1
+            both += _covered(works, at, trip.begin, trip.end)
+        return both / self.wire if self.wire else 1.0
+
+
+def _covered(works: Sequence[tuple[float, float]], first: int, begin: float, end: float) -> float:
+    """Seconds between begin and end that are within ``works``, from the ``first`` on, which are in order."""
+    found, at = 0.0, begin
+    for low, high in works[first:]:
+        if low >= end:
+            break
+        low, high = max(low, at), min(high, end)
+        if high > low:
+            found += high - low
+            at = high
+    return found
+
+
+GIVEN = ("backward", "forward")  # work that is the model's
+MOST_SPANS = 3_000_000
+
+
+def play(records: Sequence[tuple[Record, int]], rates: Rates) -> Played:
+    """Play all ranks: the distinct records, each with the number of ranks that have it.
+
+    Raises ValueError if ranks start other collectives, or in another order.
+    """
+    clock = _Clock(records, rates)
+    clock.run()
+    ranks = clock.ranks
+    return Played(
+        rates,
+        tuple(rank.done for rank in ranks),
+        tuple(rank.work for rank in ranks),
+        tuple(rank.stood for rank in ranks),
+        tuple(count for _, count in records),
+        tuple(clock.trips),
+        max(rank.given for rank in ranks),
+        {number: rank.spans for number, rank in enumerate(ranks) if rank.keeps},
+    )
+
+
+class _Clock:
+    """The ranks and the collectives that they have started."""
+
+    def __init__(self, records: Sequence[tuple[Record, int]], rates: Rates) -> None:
+        self.rates = rates
+        self.trips: list[Trip] = []
+        kept = MOST_SPANS // max(len(record) for record, _ in records)
+        self.ranks = [_Rank(number, record, number <= kept) for number, (record, _) in enumerate(records)]
+        self._going = deque(self.ranks)
+        self._waiting: defaultdict[int, list[_Rank]] = defaultdict(list)
+
+    def run(self) -> None:
+        """Let every rank go on until it waits for a collective that another has not started, and again after that."""
+        while self._going:
+            rank = self._going.popleft()
+            trip = rank.go_on(self)
+            if trip is not None:
+                self._waiting[trip].append(rank)
+        if len({len(rank.starts) for rank in self.ranks}) > 1:
+            raise ValueError("some ranks start more collectives than others, which would wait for ever")
+
+    def start(self, rank: _Rank, event: Start, ready: float) -> None:
+        """A rank starts its next collective, which begins if it is the last one."""
+        number = len(rank.starts)
+        rank.starts.append(event)
+        if number == len(self.trips):
+            self.trips.append(Trip(event, [math.nan] * len(self.ranks)))
+        trip = self.trips[number]
+        if (event.kind, event.ranks, event.at) != (trip.start.kind, trip.start.ranks, trip.start.at):
+            raise ValueError(f"a rank starts {trip.start.what!r} where another starts {event.what!r}")
+        trip.ready[rank.number] = ready
+        trip.started += 1
+        trip.nbytes = max(trip.nbytes, event.nbytes)
+        if trip.started == len(self.ranks):
+            self._begin(trip)
+            self._going.extend(self._waiting.pop(number, ()))
+
+    def _begin(self, trip: Trip) -> None:
+        trip.last = max(range(len(self.ranks)), key=trip.ready.__getitem__)
+        trip.begin = max(max(trip.ready), *(rank.wire for rank in self.ranks))
+        trip.end = trip.begin + self.rates.wire(trip.start, trip.nbytes)
+        for rank in self.ranks:
+            rank.wire = trip.end
+            rank.span("wire", trip.start.what, trip.begin, trip.end)
+
+
+@dataclass
+class _Rank:
+    """A rank on its way through its record. ``stood`` is the seconds in which its device stood still for the host."""
+
+    number: int
+    record: Record
+    keeps: bool
+    at: int = 0
+    host: float = 0.0
+    wire: float = 0.0
+    work: float = 0.0
+    given: float = 0.0
+    stood: float = 0.0
+    streams: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0})
+    starts: list[Start] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def go_on(self, clock: _Clock) -> int | None:
+        """Go on to the end, or to a collective that some rank has not started, whose number is returned."""
+        rates, streams = clock.rates, self.streams
+        while self.at < len(self.record):
+            event = self.record[self.at]
+            free = streams.setdefault(event.stream, 0.0)
+            if isinstance(event, Work):
+                self._work(event, rates)
+            elif isinstance(event, Start):
+                self.host += rates.collective
+                clock.start(self, event, max(self.host, free))
+            elif isinstance(event, Wait):
+                trip = clock.trips[event.start]
+                if trip.started < len(clock.ranks):
+                    return event.start
+                self._wait(event, trip, rates, len(clock.ranks))
+            elif isinstance(event, Join):
+                streams[event.stream] = max(free, streams.get(event.on, 0.0))
+            else:
+                self.span("host", event.what, self.host, free)
+                self.host = max(self.host, free)
+            self.at += 1
+        return None
+
+    def _work(self, event: Work, rates: Rates) -> None:
+        free, seconds = self.streams[event.stream], rates.work(event)
+        begin = max(free, self.host)
+        launched = self.host + event.calls * rates.launch
+        end = max(begin + seconds, launched)
+        if rates.blocking:
+            launched = end
+        self.span(event.stream, event.what if not event.at[0] else f"{event.what} {event.at[1]}", begin, end)
+        self.host, self.streams[event.stream] = launched, end
+        self.stood += max(0.0, begin - free) + max(0.0, end - begin - seconds)
+        if event.what in GIVEN:
+            self.given += seconds
+        else:
+            self.work += seconds
+
+    def _wait(self, event: Wait, trip: Trip, rates: Rates, ranks: int) -> None:
+        free = self.streams[event.stream]
+        waited = max(0.0, trip.end - max(free, self.host)) if event.stream == COMPUTE else 0.0
+        trip.waited = max(trip.waited, waited)
+        trip.mean += waited / ranks
+        self.streams[event.stream] = max(free, trip.end)
+        if rates.blocking:
+            self.host = self.streams[event.stream]
+
+    @property
+    def done(self) -> float:
+        return max(self.host, *self.streams.values())
+
+    def span(self, where: str, what: str, begin: float, end: float) -> None:
+        if self.keeps and end > begin:
+            self.spans.append(Span(where, what, begin, end))
