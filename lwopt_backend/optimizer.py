@@ -193,7 +193,11 @@ class LayerWiseOptimizer(BaseOptimizer):
 
     @property
     def gradients(self) -> MeshGradients | OwnedGradients:
-        """Norm, number of zeros and scaling of the reduced gradients. Read on all ranks."""
+        """Norm and scaling of the reduced gradients. Read on all ranks."""
+        raise NotImplementedError
+
+    def named_params(self) -> list[tuple[str, Tensor]]:
+        """The trained parameters with their names."""
         raise NotImplementedError
 
     def state_store(self) -> StateStore:
@@ -363,6 +367,9 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     # Checkpoints
 
+    def named_params(self) -> list[tuple[str, Tensor]]:
+        return [(member.name, member.param) for member in self.core.members]
+
     def state_store(self) -> OwnedStore:
         return OwnedStore(self.core, self.param_groups)
 
@@ -511,6 +518,9 @@ class MeshOptimizer(LayerWiseOptimizer):
             return
         check_sharded(param for params in held for param in params)
         self._bind(mesh.exchange_groups(param for params in held for param in params))
+
+    def named_params(self) -> list[tuple[str, Tensor]]:
+        return self.gradients.params()
 
     def state_store(self) -> mesh_state.MeshStore:
         self._ensure_bound()

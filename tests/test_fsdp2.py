@@ -411,7 +411,6 @@ def test_norms_zeros_and_scaling_are_those_of_one_process(sharding: str) -> None
     local = run.param("layers.2.weight").grad
     (local.to_local() if isinstance(local, DTensor) else local)[:1] = 0
     before = every_gradient(run)
-    assert run.optimizer.gradients.count_zeros() == sum(int((grad == 0).sum()) for grad in before.values()) > 1
     run.optimizer.gradients.scale(0.25)
     assert all(torch.equal(grad, before[name] * 0.25) for name, grad in gradients_of(run.model).items())
 

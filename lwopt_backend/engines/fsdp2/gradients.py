@@ -1,8 +1,7 @@
-"""Norm, number of zeros and scaling of FSDP2's gradients, which are shards; each element is counted once."""
+"""Norm and scaling of FSDP2's gradients, which are shards; each element is counted once."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -64,14 +63,6 @@ class MeshGradients:
                 norms = _with_other_ranks(self._steppers, self._different, norms, order)
             return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
 
-    def count_zeros(self) -> int:
-        """The number of elements that are exactly zero, each counted once; a missing gradient is zero."""
-        place_gradients(param for _, param in self.params())
-        counts = [_zeros(stepper) for stepper in self._steppers]
-        if any(_partial(self._steppers)):
-            counts = _with_other_ranks(self._steppers, self._different, counts, 1.0)
-        return round(sum(count.item() for count in counts))
-
     def scale(self, factor: float, pick: Pick = everything) -> None:
         """Multiply the gradients of the parameters that ``pick`` selects by ``factor``, in place."""
         for name, param in self.params():
@@ -97,7 +88,7 @@ def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
         return partial
     mine: list[tuple[object, int] | None] = []
     for stepper, part in zip(steppers, partial):
-        sums = [_sum_of_bits(local(member.param)) for member in stepper.members if part]
+        sums = [sum_of_bits(local(member.param)) for member in stepper.members if part]
         fingerprint = sum((index + 1) * each for index, each in enumerate(sums))
         place = _mesh(stepper).coordinates[stepper.collectives.rank] if part else None
         mine.append((place, fingerprint) if part else None)
@@ -112,7 +103,7 @@ def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
     return different
 
 
-def _sum_of_bits(tensor: Tensor) -> int:
+def sum_of_bits(tensor: Tensor) -> int:
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     return int(tensor.view(integers).sum(dtype=torch.int64))
 
@@ -127,20 +118,6 @@ def _norm(stepper: MeshStepper, norm_type: float, pick: Pick, foreach: bool | No
         return torch.zeros((), device=stepper.device)
     norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _zeros(stepper: MeshStepper) -> Tensor:
-    """The number of zeros in a stepper's gradients on all ranks of its mesh; copies count once."""
-    count = 0.0
-    for member in stepper.members:
-        grad = gradient(member.name, member.param)
-        found = local(member.param).numel() - (0 if grad is None else int(torch.count_nonzero(grad)))
-        copies = 1
-        if isinstance(member.param, DTensor):
-            dims = zip(member.param.placements, member.param.device_mesh.shape)
-            copies = math.prod(size for placement, size in dims if placement.is_replicate())
-        count += found / copies
-    return torch.tensor(sum(stepper.collectives.gather_objects(count)), dtype=torch.float64)
 
 
 def _with_other_ranks(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain, zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,27 +20,18 @@ from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.engines.base import loaded, saved
-from lwopt_backend.engines.gradients import checked_order, clip_factor
-from lwopt_backend.engines.modules.parts import (
-    NAME,
-    OurPart,
-    Part,
-    check_held,
-    held_by,
-    load,
-    parts_of,
-    raise_on_all,
-    save,
-    together,
-)
-from lwopt_backend.groups.param_groups import COMPARED_EVERY
+from lwopt_backend.engines.fsdp2.gradients import MeshGradients, sum_of_bits
+from lwopt_backend.engines.gradients import ClipGroups, Pick, check_finite, checked_order, clip_factor, everything
+from lwopt_backend.engines.owned.gradients import OwnedGradients
+from lwopt_backend.groups.param_groups import COMPARED_EVERY, option_lines, plain
+from lwopt_backend.optimizer import LayerWiseOptimizer, OwnedOptimizer
 from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
-from lwopt_backend.runtime.agreement import RanksDisagree, agree, check_on_all, digest, first_difference
-from lwopt_backend.runtime.collectives import ranks_of
+from lwopt_backend.runtime.agreement import RanksDisagree, agree, check_on_all, digest, first_difference, setting
+from lwopt_backend.runtime.collectives import Collectives, ranks_of
 
-Norms = dict[str | None, dict[str, float]]  # by clip group, None for the rest, and module
-
-HAS_STATE = "has_state"  # a key beside a module's state in a state dict
+NAME = "ModuleOptimizers"
+HAS_STATE, PARAMS = "has_state", "params"  # keys beside a module's state in a state dict
+Measured = dict[str, list[float]]  # by module
 
 
 class ModuleOptimizers(torch.optim.Optimizer):
@@ -56,31 +49,31 @@ class ModuleOptimizers(torch.optim.Optimizer):
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer | None], *, process_group: Any = None) -> None:
         self._everyone = ranks_of(process_group)
         what = f"{NAME}: all ranks name all modules in one order, with None for those that they do not have"
-        self._parts = agree(self._everyone, what, lambda: (parts_of(optimizers), list(optimizers)))
+        parts = agree(self._everyone, what, lambda: (parts_of(optimizers), list(optimizers)))
         self.names = tuple(optimizers)
-        self.modules = {name: part.optimizer for name, part in self._parts.items()}
-        held = self._everyone.gather_objects({name: held_by(part) for name, part in self._parts.items()})
-        check_held(self.names, held)
+        self.modules = {name: part.optimizer for name, part in parts.items()}
+        held = self._everyone.gather_objects({name: held_by(part) for name, part in parts.items()})
+        check_held(self._everyone, self.names, parts, held)
+        self._parts = in_one_order(parts, held)
+        found = [has for of_rank in held for has in of_rank.values()]
+        self._groups = tuple(
+            dict.fromkeys([None, *chain(*(has.groups for has in found))])
+        )  # of clipping; None: the rest
+        self._clipped, self._group_norms = False, dict[str, Tensor]()
         self.overflowed: tuple[str, ...] = ()
         self._steps = 0
-        self._limits = {g: limit for of_rank in held for has in of_rank.values() for g, limit in has.limits.items()}
-        self._clipped, self._group_norms = False, dict[str, Tensor]()
-        common = set.intersection(*(set(has.defaults) for of_rank in held for has in of_rank.values()))
+        common = frozenset.intersection(*(has.defaults for has in found))
         mine = next((optimizer.defaults for optimizer in self.modules.values()), {})
         # As after unpickling: the base class's constructor requires parameters, which a rank may not have.
         self.__setstate__({"defaults": {key: mine.get(key) for key in sorted(common)}})
-        self._mark()  # the same on all ranks: checkpoints compare groups between ranks
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """This rank's modules' param groups, in order; may be changed. ``group["module"]`` is the module's name."""
-        self._mark()
-        return [group for optimizer in self.modules.values() for group in optimizer.param_groups]
-
-    def _mark(self) -> None:
-        for name, optimizer in self.modules.items():
-            for group in optimizer.param_groups:
-                group["module"] = name
+        groups = [(name, group) for name, optimizer in self.modules.items() for group in optimizer.param_groups]
+        for name, group in groups:
+            group["module"] = name
+        return [group for _, group in groups]
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
@@ -93,20 +86,20 @@ class ModuleOptimizers(torch.optim.Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Within it, plain models' modules accumulate gradients on their ranks; hosts have switches of their own."""
         with ExitStack() as stack:
-            for part in self._parts.values():
-                stack.enter_context(part.no_sync())
+            for optimizer in self.modules.values():
+                if isinstance(optimizer, OwnedOptimizer):
+                    stack.enter_context(optimizer.no_sync())
             yield
 
     @torch.no_grad()
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """The norm of each module's mean gradients, fp32 on the CPU; all modules' norms on all ranks."""
-        found = self._norms(norm_type).values()
-        return {name: _total([of[name] for of in found], norm_type) for name in self.names}
+        return {name: _total(norms, norm_type) for name, norms in self._norms(norm_type).items()}
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all modules' mean gradients as one vector, each element counted once, fp32 on the CPU."""
-        return _total([norm for of in self._norms(norm_type).values() for norm in of.values()], norm_type)
+        return _total([*chain(*self._norms(norm_type).values())], norm_type)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -127,22 +120,18 @@ class ModuleOptimizers(torch.optim.Optimizer):
         over them, here or else in the step.
         """
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(self.names, max_norm)
-        self._check_names("max_norm", limits, self.names)
+        check_names("max_norm", limits, self.names, self.names)
         norms = self._clip(self._norms(norm_type), norm_type, limits)
-        wrong = [norm.item() for norm in norms.values() if not torch.isfinite(norm)]
-        if wrong and error_if_nonfinite:
-            raise RuntimeError(
-                f"the total norm of order {norm_type} of all modules' gradients is {wrong[0]}; set "
-                "error_if_nonfinite=False to have step() skip them"
-            )
+        for norm in norms.values():
+            check_finite(norm, norm_type, error_if_nonfinite)
         return norms[None]
 
     def _clip(
-        self, found: Norms, norm_type: float, max_norms: Mapping[str, float] | None = None
+        self, found: Measured, norm_type: float, max_norms: Mapping[str, float] | None = None
     ) -> dict[str | None, Tensor]:
         """Clip each clip group by its norm, which this returns, and the rest (None) of each module by ``max_norms``, if
         given; nothing, if a norm is not finite."""
-        norms = {group: _total([*of.values()], norm_type) for group, of in found.items()}
+        norms = {group: _total(norms, norm_type) for group, norms in zip(self._groups, zip(*found.values()))}
         self._clipped, self._group_norms = True, {group: norm for group, norm in norms.items() if group is not None}
         finite = all(map(torch.isfinite, norms.values()))
         for name, part in self._parts.items():
@@ -153,7 +142,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
             for group, limit in limits.items() if finite else ():
                 factor = clip_factor(limit, norms[group]).item()
                 if factor < 1:
-                    part.scale(factor, part.groups.pick(group))
+                    part.gradients.scale(factor, part.groups.pick(group))
         return norms
 
     @property
@@ -166,17 +155,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """Multiply all gradients by ``factor``, e.g. after a backward pass from a scaled loss."""
         self._norms(2.0)  # reduces them to their owners
         for part in self._parts.values():
-            part.scale(factor)
-
-    @torch.no_grad()
-    def zero_counts(self) -> dict[str, int]:
-        """The number of exact zeros in each module's mean gradients; all modules' numbers on all ranks."""
-        found = self._measure("the number of zeros", 1, lambda part: [part.count_zeros()])
-        return {name: round(count) for name, (count,) in found.items()}
-
-    def count_zeros(self) -> int:
-        """The number of exact zeros in all modules' mean gradients."""
-        return sum(self.zero_counts().values())
+            part.gradients.scale(factor)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
@@ -192,8 +171,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
         with one_call(self, begins=True, ends=True):
             norms = self._norms(2.0, compare=self._steps % COMPARED_EVERY == 0)
             self._steps += 1
-            self.overflowed = tuple(n for n in self.names if not all(math.isfinite(of[n]) for of in norms.values()))
-            if self._limits and not self._clipped:
+            self.overflowed = tuple(name for name, found in norms.items() if not all(map(math.isfinite, found)))
+            if len(self._groups) > 1 and not self._clipped:
                 self._clip(norms, 2.0)
             self._clipped = False
             if self.overflowed:
@@ -201,75 +180,69 @@ class ModuleOptimizers(torch.optim.Optimizer):
                 return False
             with inner_steps():
                 for part in self._parts.values():
-                    part.step()
-                    if hooked and isinstance(part, OurPart):
-                        part.optimizer.synchronize()
+                    if part.ours is not None:
+                        part.ours._clipped = True
+                    part.optimizer.step()
+                    if part.ours is not None and hooked:
+                        part.ours.synchronize()
             return True
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of an interrupted backward pass included."""
-        for optimizer in self.modules.values():
-            optimizer.zero_grad(set_to_none)
+        for part in self._parts.values():
+            part.optimizer.zero_grad(set_to_none)
 
-    def _norms(self, norm_type: float, *, compare: bool = False) -> Norms:
-        """The norms of gradients, by clip group and module; if asked to ``compare``, options must be alike, too."""
-        order, groups = checked_order(norm_type), (None, *self._limits)
+    def _norms(self, norm_type: float, *, compare: bool = False) -> Measured:
+        """The norms of each module's gradients, one for each of ``_groups``."""
+        order = checked_order(norm_type)
 
         def measure(part: Part) -> list[Tensor | float]:
             ours = (None, *part.groups.limits)
-            return [part.norm(order, group) if group in ours else 0.0 for group in groups]
+            return [part.gradients.norm(order, part.groups.pick(g)) if g in ours else 0.0 for g in self._groups]
 
-        found = self._measure("the norm of gradients", len(groups), measure, compare)
-        return {group: {name: found[name][number] for name in self.names} for number, group in enumerate(groups)}
+        return self._measure("the norm of gradients", len(self._groups), measure, compare)
 
     def _measure(
         self, what: str, width: int, measure: Callable[[Part], Sequence[Tensor | float]], compare: bool = False
-    ) -> dict[str, list[float]]:
-        """By module ``width`` values that all of its ranks ``measure``, on all ranks; NaN if any rank's is.
+    ) -> Measured:
+        """By module ``width`` values of at least 0 that all of its ranks ``measure``, on all ranks; NaN if any rank's
+        is. Raises RuntimeError, on all ranks, where a module's ranks differ or failed; in options only if asked to
+        ``compare``.
 
-        One all-reduce of the largest value, of the least, and of a flag for NaN, which gloo's MAX may drop. A hash of
-        the options to ``compare`` travels with them, and a flag for ranks that failed. Raises RuntimeError, on all
-        ranks, where ranks of a module differ or failed.
+        It is one all-reduce of the largest values and of the largest of their negatives, read by the host at once. The
+        last value is a hash of the options. A NaN, which gloo's MAX may drop, is infinity in both; a rank that failed
+        has it in all of them.
         """
         device = self._everyone.device
-        table = torch.full((len(self.names), 3 * width + 3), -math.inf, dtype=torch.float64, device=device)
+        table = torch.full((len(self.names), 2, width + 1), -math.inf, dtype=torch.float64, device=device)
         failed: dict[str, Exception] = {}
-        for row, name in zip(table, self.names):
-            if (part := self._parts.get(name)) is None:
-                continue
-            number = int(digest(part.options())[:12], 16) if compare else 0  # a double holds 48 bits exactly
-            row[-3:] = torch.tensor([number, -number, 0.0], dtype=torch.float64)
+        for name, part in self._parts.items():
             try:
-                values = torch.stack([torch.as_tensor(v).to(device, torch.float64) for v in measure(part)])
-                known = values.nan_to_num(0.0, math.inf)
-                row[:-3] = torch.cat([known, -known, values.isnan()])
+                number = float(int(digest(part.options())[:12], 16)) if compare else 0.0  # a double holds 48 bits
+                values = torch.stack([torch.as_tensor(v).to(device, torch.float64) for v in (*measure(part), number)])
             except Exception as error:  # other modules' ranks wait for this one, so it is raised below, on all ranks
                 failed[name] = error
-                row[-1] = 1.0
+                values = torch.full((width + 1,), math.nan)
+            both = torch.stack([values, -values]).nan_to_num(math.inf, math.inf, -math.inf)
+            table[self.names.index(name)] = both
         self._everyone.all_reduce_max(table).wait()
-        rows = dict(zip(self.names, table.tolist()))
-        if any(row[-1] for row in rows.values()):
-            raise_on_all(self._everyone, what, failed)
-        for name, row in rows.items():
-            if row[-3] != -row[-2]:
-                options = self._everyone.gather_objects(self._parts[name].options() if name in self._parts else None)
-                ranks = [rank for rank, lines in enumerate(options) if lines is not None]
-                difference = first_difference([options[rank] for rank in ranks], ranks)
-                raise RanksDisagree(f"{NAME}: module {name!r}: {difference}")
-        return {name: self._agreed(what, name, row[:-3], width) for name, row in rows.items()}
-
-    def _agreed(self, what: str, name: str, row: Sequence[float], width: int) -> list[float]:
-        agreed = []
-        for most, least, is_nan in zip(row[:width], row[width : 2 * width], row[2 * width :]):
-            if math.isfinite(most) and not is_nan and not math.isclose(most, -least, rel_tol=1e-5):
-                raise RuntimeError(
-                    f"{NAME}: {what} of module {name!r} is {-least} on one of its ranks and {most} on another; its "
-                    "ranks hold copies, so reduce their gradients before (DDP does)"
-                )
-            agreed.append(math.nan if is_nan else most)
-        return agreed
+        found = dict(zip(self.names, table.tolist()))
+        if any(negatives[-1] == math.inf for _, negatives in found.values()):
+            check_none_failed(self._everyone, what, failed)
+        for name, (most, negatives) in found.items():
+            if most.pop() != -negatives.pop():
+                raise difference(self._everyone, name, self._parts[name].options() if name in self._parts else None)
+            for number, (largest, negative) in enumerate(zip(most, negatives)):
+                if negative == math.inf:
+                    most[number] = math.nan
+                elif math.isfinite(largest) and not math.isclose(largest, -negative, rel_tol=1e-5):
+                    raise RuntimeError(
+                        f"{NAME}: {what} of module {name!r} is {-negative} on one of its ranks and {largest} on "
+                        "another; its ranks hold copies, so reduce their gradients before (DDP does)"
+                    )
+        return {name: most for name, (most, _) in found.items()}
 
     # Checkpoints
 
@@ -278,55 +251,46 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
         ``torch.distributed.checkpoint`` saves and loads it for any split of ranks, ``torch.save`` for the same split.
         """
-        modules = self.modules.items()
-        return saved(self, lambda: {n: {**each.state_dict(), HAS_STATE: bool(each.state)} for n, each in modules})
+        return saved(self, lambda: {name: self._parts[name].state_dict() for name in self.modules})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load each of this rank's modules; the state dict may have other ranks' modules, too.
 
-        Raises, on all ranks and before anything is changed, for unknown and for missing modules, and for saved state
-        that ``torch.distributed.checkpoint`` did not read, because a plain optimizer without a step asks for none.
+        Raises, on all ranks and before anything is changed, for unknown and for missing modules, for other parameters,
+        and for saved state that ``torch.distributed.checkpoint`` did not read, because a plain optimizer without a step
+        asks for none.
         """
         loaded(self, state_dict, self._take_state)
 
     def _take_state(self, state_dict: dict[str, Any]) -> None:
-        names = tuple(self.modules)
-
         def check() -> None:
-            self._check_names("load_state_dict", state_dict, names)
-            for name in names:
-                if state_dict[name].get(HAS_STATE) and not state_dict[name]["state"]:
-                    raise ValueError(
-                        f"{NAME}: module {name!r} was saved with state, of which nothing was read, because its "
-                        f"{type(self.modules[name]).__name__} has made none yet; load it with "
-                        "load_state_dict_from(folder)"
-                    )
+            check_names("load_state_dict", state_dict, self.names, tuple(self.modules))
+            for name, part in self._parts.items():
+                part.check_saved(state_dict[name])
 
-        def take(name: str, part: Part) -> None:
-            part.optimizer.load_state_dict({k: v for k, v in state_dict[name].items() if k != HAS_STATE})
+        def load(name: str, part: Part) -> None:
+            part.optimizer.load_state_dict(state_dict[name])
 
         check_on_all(self._everyone, NAME, check)
-        together(self._everyone, "load_state_dict", self._parts, take)
+        together(self._everyone, "load_state_dict", self._parts, load)
 
     def save_state_dict(self, path: str | PathLike[str]) -> None:
-        """Write all modules' state to a folder of torch.distributed.checkpoint, which all ranks must see.
+        """Write ``state_dict`` of all ranks to a folder of torch.distributed.checkpoint, which all ranks must see.
 
-        Raises RanksDisagree, on all ranks, where options differ between ranks.
+        An error on any rank is raised on all of them, as is RanksDisagree where options differ between ranks; the
+        folder's earlier save can then still be loaded.
         """
-        self._measure("options", 1, lambda part: [0.0], compare=True)
-        save(self._everyone, self._parts, Path(path))
+        from lwopt_backend.engines.modules import state
+
+        self._measure("options", 0, lambda part: [], compare=True)
+        state.save(self._everyone, self.state_dict(), Path(path))
 
     def load_state_dict_from(self, path: str | PathLike[str]) -> None:
-        """Load what ``save_state_dict`` wrote; modules may be on other ranks now."""
-        load(self._everyone, self.names, self._parts, Path(path))
+        """Load what ``save_state_dict`` wrote; modules may be on other ranks now. Raises as ``load_state_dict``."""
+        from lwopt_backend.engines.modules import state
 
-    def _check_names(self, what: str, found: Mapping[str, Any], needed: tuple[str, ...]) -> None:
-        for name in found:
-            if name not in self.names:
-                raise ValueError(f"{NAME}: {what} has an unknown module {name!r}; {suggestion(str(name), self.names)}")
-        missing = [name for name in needed if name not in found]
-        if missing:
-            raise ValueError(f"{NAME}: {what} lacks module {missing[0]!r}; it has {sorted(found)}")
+        owned = [name for name, optimizer in self.modules.items() if isinstance(optimizer, OwnedOptimizer)]
+        self.load_state_dict(state.read(self._everyone, owned, self.state_dict(), Path(path)))
 
     # What it is not
 
@@ -345,8 +309,243 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
 def _total(norms: Sequence[float], norm_type: float) -> Tensor:
     """The norm of what has these ``norms``, in fp32."""
-    order, values = checked_order(norm_type), torch.tensor(norms, dtype=torch.float64)
-    largest = values.max()
-    if order != math.inf and 0 < largest < math.inf:  # the norms are divided by it first, so that none overflows
-        largest = largest * torch.linalg.vector_norm(values / largest, order)
-    return largest.float()
+    total: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), checked_order(norm_type))
+    return total.float()
+
+
+# A module's optimizer, on a rank that has it.
+
+
+class CopiedGradients:
+    """The gradients of a plain torch optimizer, equal on all ranks that have a copy; calls no collective."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        self._grads = [param.grad for param in params if param.grad is not None]
+
+    def norm(self, norm_type: float, pick: Pick = everything) -> Tensor:
+        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in self._grads]
+        stacked = [norm.to(norms[0].device) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(stacked), norm_type) if norms else torch.zeros(())
+
+    def scale(self, factor: float, pick: Pick = everything) -> None:
+        for grad in self._grads:
+            grad.mul_(factor)
+
+
+class Part:
+    """A module's optimizer on a rank that has the module.
+
+    ``ours`` is a ``LayerWiseOptimizer``, whose ranks share the work; None for any other torch optimizer, of which each
+    rank of the module has a copy. Raises TypeError for what is neither.
+    """
+
+    def __init__(self, name: str, optimizer: Any) -> None:
+        self.where = f"{NAME}: module {name!r}"
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{self.where}: expected a torch.optim.Optimizer, or None on ranks without it; found {optimizer!r}"
+            )
+        self.optimizer = optimizer
+        self.ours = optimizer if isinstance(optimizer, LayerWiseOptimizer) else None
+        self.groups = ClipGroups({}, {}) if self.ours is None else self.ours._clip_groups
+        sharded = [name for name, param in self.params() if self.ours is None and hasattr(param, "device_mesh")]
+        if sharded:
+            raise TypeError(
+                f"{self.where}: {sharded[0]!r} is a DTensor, whose norm {type(optimizer).__name__} cannot tell; use "
+                "lwopt_backend.LayerWiseOptimizer"
+            )
+
+    def params(self) -> list[tuple[str, Tensor]]:
+        """The trained parameters with their names."""
+        if self.ours is not None:
+            return self.ours.named_params()
+        found: list[tuple[str, Tensor]] = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            names = group.get("param_names") or [f"{place} of group {number}" for place in range(len(group["params"]))]
+            found += zip(names, group["params"])
+        return found
+
+    @property
+    def gradients(self) -> OwnedGradients | MeshGradients | CopiedGradients:
+        """The mean gradients, each element once. Read on all ranks of the module, where norms are equal."""
+        return CopiedGradients(self.optimizer) if self.ours is None else self.ours.gradients
+
+    def options(self) -> list[str]:
+        """Lines of what all ranks of the module must have alike."""
+        if self.ours is not None:
+            return option_lines(self.ours.param_groups)
+        groups = enumerate(self.optimizer.param_groups)
+        items = [(number, key, value) for number, group in groups for key, value in group.items()]
+        known = ("params", "param_names")
+        return [setting(f"{key} of param group {n}", plain(value)) for n, key, value in items if key not in known]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, with facts that are compared before it is loaded."""
+        return {**self.optimizer.state_dict(), HAS_STATE: bool(self.optimizer.state), PARAMS: self._named_shapes()}
+
+    def check_saved(self, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError for a ``state_dict`` of other parameters, or one of which no state was read."""
+        for ours, theirs in zip_longest(self._named_shapes(), saved[PARAMS]):
+            if ours != theirs:
+                raise ValueError(
+                    f"{self.where}: expected parameter {ours}, found {theirs}; load what the same ones had"
+                )
+        if self.ours is None and saved[HAS_STATE] and not saved["state"]:
+            raise ValueError(
+                f"{self.where} was saved with state, of which nothing was read, because its optimizer has made none "
+                "yet; load it with load_state_dict_from(folder)"
+            )
+
+    def _named_shapes(self) -> list[list[Any]]:
+        """Names and shapes of the parameters, by their numbers in the state dict."""
+        names = {id(param): name for name, param in self.params()}
+        params = chain(*(group["params"] for group in self.optimizer.param_groups))
+        return [[names[id(param)], *param.shape] for param in params]
+
+    def lines(self) -> list[str]:
+        """Lines of what all ranks of the module must have alike when it is made; copies are equal bit by bit."""
+        params = self.params() if self.ours is None else []
+        copies = (
+            setting(f"parameter {name}", f"{tuple(p.shape)} {p.dtype} of sum {sum_of_bits(p.detach())}")
+            for name, p in params
+        )
+        return [setting("optimizer", type(self.optimizer).__name__), *copies]
+
+
+def parts_of(optimizers: Any) -> dict[str, Part]:
+    """This rank's modules by name. Raises TypeError or ValueError for what a rank can check alone."""
+    if not isinstance(optimizers, Mapping) or not optimizers:
+        raise TypeError(f"{NAME}: expected a mapping from modules' names to optimizers, found {optimizers!r}")
+    parts: dict[str, Part] = {}
+    homes: dict[int, tuple[str, str]] = {}
+    for module, optimizer in optimizers.items():
+        if optimizer is None:
+            continue
+        parts[module] = Part(module, optimizer)
+        for name, param in parts[module].params():
+            other, others_name = homes.setdefault(id(param), (module, name))
+            if other != module:
+                raise ValueError(
+                    f"{NAME}: modules {other!r} and {module!r} share a parameter, {others_name!r} of {other!r} is "
+                    f"{name!r} of {module!r}; give it to one of them only"
+                )
+    return parts
+
+
+def check_names(what: str, found: Mapping[str, Any], names: Sequence[str], needed: Sequence[str]) -> None:
+    """Raises ValueError unless ``found`` has all modules that are ``needed``, and only those in ``names``."""
+    for name in found:
+        if name not in names:
+            raise ValueError(f"{NAME}: {what} has an unknown module {name!r}; {suggestion(str(name), names)}")
+    missing = [name for name in needed if name not in found]
+    if missing:
+        raise ValueError(f"{NAME}: {what} lacks module {missing[0]!r}; it has {sorted(found)}")
+
+
+# What each rank has of each module: compared by all ranks, and the order of their collectives.
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of a module.
+
+    - ``place``: this rank, and the number of ranks that share the optimizer's work; None for copies.
+    - ``numel``: of the gradients that owned storage sends in backward; infinite where DDP or FSDP2 sends them.
+    - ``lines``: a digest of ``Part.lines``.
+    - ``defaults``: the names of the optimizer's defaults.
+    - ``groups``: the names of its clip groups.
+    """
+
+    place: tuple[int, int] | None
+    numel: float
+    lines: str
+    defaults: frozenset[str]
+    groups: tuple[str | None, ...]
+
+
+def held_by(part: Part) -> Held:
+    """What the other ranks must know of a part."""
+    everyone = None if part.ours is None else part.ours._everyone()
+    place = None if everyone is None else (everyone.rank, everyone.world_size)
+    in_backward = sum(param.numel() for _, param in part.params())
+    numel = in_backward if isinstance(part.optimizer, OwnedOptimizer) else math.inf
+    return Held(place, numel, digest(part.lines()), frozenset(part.optimizer.defaults), (*part.groups.limits,))
+
+
+def check_held(
+    everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part], held: Sequence[Mapping[str, Held]]
+) -> None:
+    """Compare what each rank has of each module. Called on all ranks; raises the same on all of them."""
+    for name in names:
+        found = {rank: of_rank[name] for rank, of_rank in enumerate(held) if name in of_rank}
+        if not found:
+            raise ValueError(f"{NAME}: no rank has an optimizer of module {name!r}; leave its name out")
+        if len({has.lines for has in found.values()}) > 1:
+            raise difference(everyone, name, parts[name].lines() if name in parts else None)
+        places = {rank: has.place for rank, has in found.items() if has.place is not None}
+        if places and sorted(places.values()) != [(place, len(found)) for place in range(len(found))]:
+            raise ValueError(
+                f"{NAME}: ranks {[*found]} have an optimizer of module {name!r}, but those work on so many: "
+                f"{ {rank: size for rank, (_, size) in places.items()} }. All ranks of its process group give it, and "
+                "parts on other groups (pipeline stages) get names of their own"
+            )
+
+
+def difference(everyone: Collectives, name: str, lines: Sequence[str] | None) -> RanksDisagree:
+    """The first difference between the ``lines`` of a module's ranks; other ranks have None. Called on all ranks."""
+    of_ranks = {rank: found for rank, found in enumerate(everyone.gather_objects(lines)) if found is not None}
+    said = first_difference([*of_ranks.values()], [*of_ranks])
+    return RanksDisagree(
+        f"{NAME}: module {name!r}: {said}. All its ranks have a copy, or their parts of one optimizer; what differs "
+        "between ranks gets names of its own, and None on the others"
+    )
+
+
+def in_one_order(parts: Mapping[str, Part], held: Sequence[Mapping[str, Held]]) -> dict[str, Part]:
+    """The parts in the one order in which ranks call their collectives, those with the most elements first.
+
+    Two groups that share ranks must start collectives in one order on all of these. NCCL's kernels wait on the GPU, and
+    where one has to end before another begins (CUDA_DEVICE_MAX_CONNECTIONS=1), ranks with two orders wait for each
+    other. Backward passes come in any order. So of modules that share ranks only the first sends gradients in backward,
+    and the others in the next call, which all ranks make, after the first has sent what it has not. What FSDP2 and DDP
+    send, they send in backward.
+    """
+    numel: dict[str, float] = {}
+    ranks: dict[str, set[int]] = {}
+    for rank, of_rank in enumerate(held):
+        for name, has in of_rank.items():
+            numel[name] = max(has.numel, numel.get(name, 0))
+            ranks.setdefault(name, set()).add(rank)
+    order = sorted(numel, key=lambda name: -numel[name])
+    for number, name in enumerate(order):
+        before = set().union(*(ranks[other] for other in order[:number] if len(ranks[other]) > 1))
+        optimizer = parts[name].optimizer if name in parts else None
+        if isinstance(optimizer, OwnedOptimizer) and before & ranks[name]:
+            optimizer.core.manager.overlap = False
+    return {name: parts[name] for name in order if name in parts}
+
+
+def together(everyone: Collectives, what: str, parts: Mapping[str, Part], do: Callable[[str, Part], None]) -> None:
+    """Run ``do`` for each of this rank's modules, in order. Called on all ranks, which raise if any fails.
+
+    If it fails for one module, it still runs for the others, because their ranks would otherwise wait.
+    """
+    failed: dict[str, Exception] = {}
+    for name, part in parts.items():
+        try:
+            do(name, part)
+        except Exception as error:  # reported to the other ranks first, then raised below
+            failed[name] = error
+    check_none_failed(everyone, what, failed)
+
+
+def check_none_failed(everyone: Collectives, what: str, failed: Mapping[str, Exception]) -> None:
+    """Raises RuntimeError, on all ranks, which all call this, if any of them has ``failed`` in a module."""
+
+    def check() -> None:
+        if failed:
+            said = (f"module {name!r} failed with {error!r}" for name, error in failed.items())
+            raise RuntimeError(f"{what}: {'; '.join(said)}") from next(iter(failed.values()))
+
+    check_on_all(everyone, what, check)

@@ -171,7 +171,8 @@ class BucketManager:
         self.bucket_of = {slot.param: n for n, bucket in enumerate(buckets) for slot in bucket.slots}
         self._touched = [False] * len(params)  # had a gradient on this rank since the last drop_gradients()
         self.reduces: Callable[[], bool] | None = None  # the host's answer to whether the next pass reduces
-        self._keep_full, self._overlap = keep_full, overlap
+        self._keep_full = keep_full
+        self.overlap = overlap  # whether buckets are sent during backward passes, or all of them in ``finish``
         self._reducing = True
         self._left_behind = False  # a pass left its gradients unreduced
         self.passes = 0  # reducing backward passes since the last step
@@ -222,14 +223,14 @@ class BucketManager:
             return
         self._open = True
         self._waiting[number].discard(index)
-        while self._overlap and self._next < len(self.buckets) and not self._waiting[self._next]:
+        while self.overlap and self._next < len(self.buckets) and not self._waiting[self._next]:
             self._launch_next()
         if self._next == len(self.buckets):
             self._end_pass()
 
     def end_backward(self) -> None:
         """Send the buckets that were not sent during the backward pass. Called on all ranks."""
-        if self._open and self._overlap:
+        if self._open and self.overlap:
             self._launch_rest()
 
     def _launch_rest(self) -> None:

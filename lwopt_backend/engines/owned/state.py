@@ -176,19 +176,20 @@ class Pieces(Tensor):
     def __create_write_items__(self, key: str, value: object) -> list[Any]:
         from lwopt_backend.checkpoint.dcp.saving import write_items
 
-        self._check()
+        self.check()
         return write_items(key, self.shape, {place: (box.shape, self.dtype) for place, box in self.boxes.items()})
 
     def __create_chunk_list__(self) -> list[Any]:
         from lwopt_backend.checkpoint.dcp.saving import chunk
 
-        self._check()
+        self.check()
         return [chunk(place, box.shape) for place, box in self.boxes.items()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self.boxes[tuple(index.offset)]
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises ValueError if it cannot be saved together with other ranks' pieces."""
         if self.refused:
             raise ValueError(self.refused)
 

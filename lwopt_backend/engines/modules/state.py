@@ -1,0 +1,122 @@
+"""A state dict of all modules in a folder of torch.distributed.checkpoint, which any split of ranks can load.
+
+::
+
+    <module>.state.<number>.<key>            each rank writes its boxes
+    <module>.param_groups.<number>.<option>
+    <module>.<fact>                          what is compared before state is loaded
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lwopt_backend.checkpoint.dcp import saving
+from lwopt_backend.checkpoint.dcp.reader import DcpFolder
+from lwopt_backend.checkpoint.dcp.saving import Boxes, later
+from lwopt_backend.engines.fsdp2.state import as_shard, box_of
+from lwopt_backend.engines.owned.files import LOADING, SAVING, check_readable, open_folder
+from lwopt_backend.engines.owned.state import Pieces
+from lwopt_backend.runtime.agreement import agree, check_on_all
+from lwopt_backend.runtime.collectives import Collectives
+
+STATE, GROUPS = "state", "param_groups"
+Flat = dict[tuple[Any, ...], Any]  # a state dict by path
+
+
+def save(everyone: Collectives, state_dict: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+    """Write the state dicts of this rank's modules. Called on all ranks.
+
+    An error on any rank is raised on all of them. The folder's earlier save can then still be loaded.
+    """
+    shards = saving.Shards()
+
+    def collect() -> None:
+        for name, of_module in state_dict.items():
+            for number, group in enumerate(of_module[GROUPS]):
+                check_readable(f"module {name!r}, param group {number}", group)
+        for path, value in _flat(state_dict).items():
+            if isinstance(value, Tensor):
+                boxes = {at: later(box, box.shape, str(path)) for at, box in _boxes_here(value).items()}
+                shards.tensors[path] = Boxes(tuple(value.shape), boxes)
+            else:
+                shards.objects[path] = value
+
+    check_on_all(everyone, SAVING, collect)
+    saving.save(folder, shards, everyone, SAVING)
+
+
+def read(
+    everyone: Collectives, owned: Collection[str], state_dict: Mapping[str, Any], folder: Path
+) -> dict[str, dict[str, Any]]:
+    """What ``save`` wrote: of all modules the names, and of those in this rank's ``state_dict`` what this rank has.
+
+    ``owned`` are modules in owned storage. Called on all ranks, which raise for a folder that cannot be read.
+    """
+
+    opened = agree(everyone, LOADING, lambda: (open_folder(folder, with_files=everyone.rank == 0), []))
+    found: dict[str, dict[str, Any]] = {str(path[0]): {STATE: {}, GROUPS: {}} for path in opened.paths.values()}
+
+    def take() -> None:
+        here = _flat(state_dict)
+        some = {path[:3] for path, value in here.items() if isinstance(value, Pieces) and value.boxes}
+        for key, path in opened.paths.items():
+            # Of a parameter, or of a matrix in it, that other ranks own, they have what this rank does not. Any other
+            # key is one too many, which the optimizer refuses.
+            is_theirs = path[0] in owned and path[1] == STATE and path not in here
+            if is_theirs and (path[3].startswith("[") or path[:3] not in some):
+                continue
+            if path[0] in state_dict:
+                place = found[path[0]]
+                for step in path[1:-1]:
+                    place = place.setdefault(step, {})
+                place[path[-1]] = _read(opened, key, here.get(path))
+        for of_module in found.values():
+            of_module[GROUPS] = [group for _, group in sorted(of_module[GROUPS].items())]
+
+    check_on_all(everyone, LOADING, take)
+    return found
+
+
+def _flat(state_dict: Mapping[str, Mapping[str, Any]]) -> Flat:
+    """Modules' state dicts by path."""
+    flat: Flat = {}
+    for name, of_module in state_dict.items():
+        numbered = {STATE: of_module[STATE], GROUPS: dict(enumerate(of_module[GROUPS]))}
+        for kind, entries in numbered.items():
+            flat.update({(name, kind, n, key): value for n, entry in entries.items() for key, value in entry.items()})
+        flat.update({(name, fact): value for fact, value in of_module.items() if fact not in numbered})
+    return flat
+
+
+def _boxes_here(tensor: Tensor) -> Mapping[tuple[int, ...], Tensor]:
+    """This rank's boxes of a tensor of owned storage, its box of a DTensor, or all of a plain tensor. Raises ValueError
+    for what cannot be saved together with other ranks' boxes."""
+    if isinstance(tensor, Pieces):
+        tensor.check()
+        return tensor.boxes
+    if not hasattr(tensor, "to_local"):
+        return {(0,) * tensor.ndim: tensor}
+    begin, sizes = box_of(tensor)  # type: ignore[arg-type]
+    is_here = math.prod(sizes) > 0 or tensor.numel() == 0
+    return {begin: tensor.to_local()} if is_here else {}
+
+
+def _read(folder: DcpFolder, key: str, like: Any) -> Any:
+    """What this rank has of what is saved, as of ``like``; all of it if that is no tensor."""
+    if key in folder.objects:
+        return folder.object(key)
+    saved = folder.tensors[key]
+    if isinstance(like, Tensor) and saved.shape != tuple(like.shape):
+        raise ValueError(f"{key} in {folder.path}: expected shape {tuple(like.shape)}, found {saved.shape}")
+    if isinstance(like, Pieces):
+        boxes = {at: folder.read_box(key, at, box.shape) for at, box in like.boxes.items()}
+        return Pieces(saved.shape, saved.dtype, boxes)
+    if hasattr(like, "to_local"):
+        return as_shard(folder.read_box(key, *box_of(like)), like)
+    return folder.tensor(key).read()
