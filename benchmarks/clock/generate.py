@@ -25,7 +25,7 @@ from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of, build_matrix_r
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout
 from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, phase
-from lwopt_backend.runtime.stepper import Copied
+from lwopt_backend.runtime.stepper import copied
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, owned_dtype
 
 
@@ -89,7 +89,7 @@ class Generator:
         """Pieces of matrices, by their numbers."""
         (group,) = (group for group in self.groups if group["rule"] in MATRIX_RULES)
         pieces = {index: [self.piece(shape, group) for shape in of_one] for index, of_one in shapes.items()}
-        return Storage(pieces.__getitem__)
+        return pieces.__getitem__
 
     def piece(self, shape: tuple[int, ...], group: Mapping[str, Any]) -> Slices:
         """A piece of a weight with its gradient and state."""
@@ -195,7 +195,7 @@ class HostGenerator(Generator):
         for batch in whole.batches([*views], rules, alike=False):
             key = part, unit, tuple(views[atom] for atom in batch)
             pieces = self.made({atom: [(numel,) for numel in views[atom]] for atom in batch})
-            pieces = Copied(pieces.parts) if part == "early" else pieces
+            pieces = copied(pieces) if part == "early" else pieces
             on_wire = {atom: self._on_wire(views[atom]) for atom in batch}
             work = partial(self._applied if part == "apply" else self._packed, whole, on_wire, rules, pieces)
             found += self.priced(key, work, at, stream)
