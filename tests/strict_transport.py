@@ -26,7 +26,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -39,7 +38,7 @@ from torch._C import _distributed_c10d as c10d
 
 NAME = "strict"
 DEVICE = torch.device("cpu")
-PATIENCE = 60.0  # seconds until ranks that do not come count as dead
+PATIENCE = 60.0  # seconds until ranks that do not come count as dead, if the group's timeout is not shorter
 GRACE = 2.0
 OURS = ("lwopt_backend.", "tests.")
 PASSED_ON = (__name__, "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch._ops")
@@ -83,10 +82,12 @@ class Caller:
         while frame and _module(frame).startswith(PASSED_ON):
             frame = frame.f_back
         assert frame is not None
-        self.place = f"{_module(frame)}:{frame.f_lineno} in {frame.f_code.co_name}"
         self.ours = _module(frame).startswith(OURS)
+        while frame.f_back and _module(frame) == "lwopt_backend.runtime.collectives":
+            frame = frame.f_back
+        self.place = f"{_module(frame)}:{frame.f_lineno} in {frame.f_code.co_name}"
         self.owner: weakref.ref[Any] | None = None
-        while self.ours and frame:
+        while self.ours and frame is not None:
             if _module(frame).startswith(OURS[0]) and frame.f_code.co_varnames[:1] == ("self",):
                 values = frame.f_locals
                 with suppress(TypeError, KeyError):
@@ -107,36 +108,42 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-@dataclass
-class Call:
-    """One collective on this rank. All ranks have the same ``kind`` and ``alike``; what a rank ``sends`` to another, in
-    elements, is what that one ``receives`` from it."""
-
-    kind: str
-    inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
-    alike: list[Any]
-    operations: int = 1  # of NCCL
-    sends: list[int] | None = None
-    receives: list[int] | None = None
-    compared: bool = True
-
-
-Launch = Callable[[list[Tensor], list[Tensor]], Any]  # returns gloo's Work, or several
-
-
 class StrictWork(dist.Work):
-    def __init__(self, group: StrictGroup, caller: Caller, call: Call, launch: Launch) -> None:
+    """One collective on this rank. All ranks have the same ``kind`` and ``alike``; what a rank ``sends`` to another, in
+    elements, is what that one ``receives`` from it. ``launch`` starts gloo's, from copies of the inputs to tensors in
+    place of the outputs, and returns its Work, or several."""
+
+    def __init__(
+        self,
+        group: StrictGroup,
+        kind: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        launch: Callable[[list[Tensor], list[Tensor]], Any],
+        *alike: Any,
+        operations: int = 1,
+        sends: Sequence[int] = (),
+        receives: Sequence[int] = (),
+        compared: bool = True,
+    ) -> None:
         super().__init__()
-        self._group, self._caller, self._call, self._waited = group, caller, call, False
-        self._sent = [_staged(tensor) for tensor in call.inputs]
-        self._arrived = [_staged(tensor) for tensor in call.outputs]
+        self._waited = True
+        for tensor in (*inputs, *outputs):
+            _check(kind, tensor)
+        for tensor in inputs:
+            apart = all(_same(tensor, output) or not _overlap(tensor, output) for output in outputs)
+            accept(apart, kind, "inputs apart from outputs, or in their places", "some that overlap")
+        OPERATIONS[kind] += operations
+        dtypes = sorted({str(tensor.dtype) for tensor in (*inputs, *outputs)})
+        self._group, self._caller, self._kind, self._inputs, self._outputs = group, Caller(), kind, inputs, outputs
+        self._sent, self._arrived = [_staged(tensor) for tensor in inputs], [_staged(tensor) for tensor in outputs]
         with torch.no_grad():
-            met = not call.compared or group.meets(caller, call)
-            works = launch(self._sent, self._arrived) if met else None
+            call = [self._caller.place, kind, [*alike, *dtypes], sends, receives]
+            works = launch(self._sent, self._arrived) if not compared or group.meets(call) else None
         self._works = [works] if isinstance(works, dist.Work) else works
-        for output in call.outputs:
+        for output in outputs:
             _bytes(output).fill_(_poison(output))
+        self._waited = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._waited:
@@ -145,13 +152,13 @@ class StrictWork(dist.Work):
         self._check()
         try:
             if self._works is None:
-                raise RuntimeError(f"not all ranks came within {PATIENCE} seconds")
+                raise RuntimeError("some ranks did not come")
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            self._group.end(f"{self._caller.place}: {self._call.kind} of ranks {self._group.ranks}: {error}")
+            self._group.end(f"{self._caller.place}: {self._kind} of ranks {self._group.ranks}: {error}")
             return True
-        for output, arrived in zip(self._call.outputs, self._arrived):
+        for output, arrived in zip(self._outputs, self._arrived):
             if _is_there(output):
                 output.data.copy_(arrived.view_as(output))
         return True
@@ -159,27 +166,27 @@ class StrictWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(list(self._call.outputs))
+        future.set_result(list(self._outputs))
         return future
 
     def _check(self) -> None:
-        for output in self._call.outputs:
+        for output in self._outputs:
             if not _is_there(output) or not (_bytes(output) == _poison(output)).all():
                 self._blame("an output was written")
-        for sent, tensor in zip(self._sent, self._call.inputs):
-            of_output = any(_same(tensor, output) for output in self._call.outputs)
+        for sent, tensor in zip(self._sent, self._inputs):
+            of_output = any(_same(tensor, output) for output in self._outputs)
             if not of_output and _is_there(tensor) and not torch.equal(_bytes(sent), _bytes(tensor.data.to("cpu"))):
                 self._blame("an input changed")
 
     def _blame(self, fault: str) -> None:
-        if error := self._caller.blame(f"{fault} between the start of {self._call.kind} and its wait"):
+        if error := self._caller.blame(f"{fault} between the start of {self._kind} and its wait"):
             raise error
 
     def __del__(self) -> None:
-        if getattr(self, "_waited", True):
+        if self._waited:
             return
         if self._caller.owner is None or self._caller.owner() is not None:
-            self._caller.blame(f"the Work of {self._call.kind} was dropped without a wait")
+            self._caller.blame(f"the Work of {self._kind} was dropped without a wait")
         if not self._caller.ours:
             self.wait()
 
@@ -239,7 +246,7 @@ class StrictGroup(dist.ProcessGroup):
         )
         self._me, self._size = options.group_rank, options.group_size
         self.ranks = list(options.global_ranks_in_group) or list(range(self._size))
-        self._store, self._number, self._id = options.store, 0, options.group_id
+        self._store, self._number, self._id, self._timeout = options.store, 0, options.group_id, options.timeout
         world = dist.group.WORLD
         # Where ranks say that they wait
         self._waits = world._waits if isinstance(world, StrictGroup) else options.store
@@ -262,20 +269,19 @@ class StrictGroup(dist.ProcessGroup):
 
     # The comparison of ranks
 
-    def meets(self, caller: Caller, call: Call) -> bool:
+    def meets(self, call: Sequence[Any]) -> bool:
         """Wait until all ranks have called, and compare; False if some did not come."""
         self._number += 1
-        described = [caller.place, call.kind, call.alike, call.sends, call.receives]
-        self._store.set(f"call {self._number} {self._me}", json.dumps(described))
+        self._store.set(f"call {self._number} {self._me}", json.dumps(call))
         keys = [f"call {self._number} {rank}" for rank in range(self._size)]
         begun, circles, me = time.monotonic(), [""], self.ranks[self._me]
         while not self._store.check(keys):
             waited = time.monotonic() - begun
-            if waited > PATIENCE:
+            if waited > min(PATIENCE, self._timeout.total_seconds()):
                 return False
             if waited > 0.3 * len(circles):
                 missing = [rank for rank, key in zip(self.ranks, keys) if not self._store.check([key])]
-                here = f"{caller.place}: {call.kind} of ranks {self.ranks}"
+                here = f"{call[0]}: {call[1]} of ranks {self.ranks}"
                 self._waits.set(f"waits {me}", json.dumps([here, missing]))
                 circles.append(self._circle(me, missing, here))
                 if circles[-1] and circles[-4:] == circles[-1:] * 4:  # so no rank has yet to say that it waits no more
@@ -310,7 +316,7 @@ class StrictGroup(dist.ProcessGroup):
         for rank, call in enumerate(calls):
             same(0, rank, calls[0][1:3], call[1:3])
         for rank, (*_, sends, _) in enumerate(calls):
-            for peer, sent in enumerate(sends or []):
+            for peer, sent in enumerate(sends):
                 same(rank, peer, sent, calls[peer][4][rank])
 
     @staticmethod
@@ -327,28 +333,16 @@ class StrictGroup(dist.ProcessGroup):
 
     # Collectives, each from copies of its inputs to tensors in place of its outputs
 
-    def _start(
-        self, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], launch: Launch, *alike: Any, **more: Any
-    ) -> StrictWork:
-        """``alike`` has to be so on all ranks."""
-        for tensor in (*inputs, *outputs):
-            _check(kind, tensor)
-        for tensor in inputs:
-            apart = all(_same(tensor, output) or not _overlap(tensor, output) for output in outputs)
-            accept(apart, kind, "inputs apart from outputs, or in their places", "some that overlap")
-        dtypes = sorted({str(tensor.dtype) for tensor in (*inputs, *outputs)})
-        call = Call(kind, inputs, outputs, [*alike, *dtypes], **more)
-        OPERATIONS[kind] += call.operations
-        return StrictWork(self, Caller(), call, launch)
-
     def allreduce(self, tensors: Any, opts: Any) -> Any:
-        alike = (tensors[0].numel(), _reduction(opts))
-        return self._start("all_reduce", tensors, tensors, lambda _, outs: self._gloo.allreduce(outs, opts), *alike)
+        def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return self._gloo.allreduce(outs, opts)
+
+        return StrictWork(self, "all_reduce", tensors, tensors, launch, tensors[0].numel(), _reduction(opts))
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         ways = (tensors, []) if opts.rootRank == self._me else ([], tensors)
         alike = (opts.rootRank, tensors[0].numel())
-        return self._start("broadcast", *ways, lambda ins, outs: self._gloo.broadcast([*ins, *outs], opts), *alike)
+        return StrictWork(self, "broadcast", *ways, lambda ins, outs: self._gloo.broadcast([*ins, *outs], opts), *alike)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         return self._all_gather("all_gather", inputs[0], outputs[0], opts)
@@ -364,27 +358,27 @@ class StrictGroup(dist.ProcessGroup):
             into = [*outs[:me], torch.empty_like(parts[me]), *outs[me:]] if in_place else outs
             into[me].copy_(ins[0].view_as(into[me]))
             if not self._uneven(sizes):
-                return self._gloo.allgather([into], ins, opts)
+                return self._gloo.allgather([[part.view(-1) for part in into]], [ins[0].view(-1)], opts)
             return [self._gloo.broadcast(part, root=rank) for rank, part in enumerate(into) if part.numel()]
 
         accept(sizes[me] == mine.numel(), kind, "an input of the size of its part", f"{mine.numel()} and {sizes[me]}")
         outputs = [*parts[:me], *parts[me + 1 :]] if in_place else parts
-        return self._start(kind, [mine], outputs, launch, sizes, operations=self._uneven(sizes) or 1)
+        return StrictWork(self, kind, [mine], outputs, launch, sizes, operations=self._uneven(sizes) or 1)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
             return self._gloo.reduce_scatter(outs, [ins], opts)
 
         sizes = [part.numel() for part in inputs[0]]
-        more = {"operations": self._uneven(sizes) or 1}
-        return self._start("reduce_scatter", inputs[0], outputs, launch, sizes, _reduction(opts), **more)
+        alike, operations = (sizes, _reduction(opts)), self._uneven(sizes) or 1
+        return StrictWork(self, "reduce_scatter", inputs[0], outputs, launch, *alike, operations=operations)
 
     def reduce_scatter_single(self, mine: Tensor, whole: Tensor, opts: Any) -> Any:
         def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
             return self._gloo._reduce_scatter_base(outs[0].view(-1), torch.cat(ins), opts)
 
         parts = self._parts("reduce_scatter_single", whole, mine)
-        return self._start("reduce_scatter_single", parts, [mine], launch, mine.numel(), _reduction(opts))
+        return StrictWork(self, "reduce_scatter_single", parts, [mine], launch, mine.numel(), _reduction(opts))
 
     def _uneven(self, sizes: list[int]) -> int:
         """The operations of NCCL for parts of these sizes, one for each rank, if they are uneven."""
@@ -406,7 +400,7 @@ class StrictGroup(dist.ProcessGroup):
         accept(not _overlap(whole, output), "all_to_all_single", "two tensors", "one in the other")
         sends, receives = counts(whole, out), counts(output, into)
         more = {"operations": sum(map(bool, [*sends, *receives])), "sends": sends, "receives": receives}
-        return self._start("all_to_all_single", [whole], [output], launch, **more)
+        return StrictWork(self, "all_to_all_single", [whole], [output], launch, **more)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         parts, numel = self._of_root("gather", outputs, inputs)
@@ -414,7 +408,7 @@ class StrictGroup(dist.ProcessGroup):
         def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
             return self._gloo.gather([outs] if parts else [], ins, opts)
 
-        return self._start("gather", inputs, parts, launch, opts.rootRank, numel)
+        return StrictWork(self, "gather", inputs, parts, launch, opts.rootRank, numel)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         parts, numel = self._of_root("scatter", inputs, outputs)
@@ -422,7 +416,7 @@ class StrictGroup(dist.ProcessGroup):
         def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
             return self._gloo.scatter(outs, [ins] if parts else [], opts)
 
-        return self._start("scatter", parts, outputs, launch, opts.rootRank, numel)
+        return StrictWork(self, "scatter", parts, outputs, launch, opts.rootRank, numel)
 
     @staticmethod
     def _of_root(kind: str, lists: Any, single: Any) -> tuple[Any, int]:
@@ -432,15 +426,15 @@ class StrictGroup(dist.ProcessGroup):
         return parts, numel
 
     def barrier(self, opts: Any) -> Any:
-        return self._start("barrier", [], [], lambda *_: self._gloo.barrier())
+        return StrictWork(self, "barrier", [], [], lambda *_: self._gloo.barrier())
 
     def send(self, tensors: Any, peer: int, tag: int) -> Any:
         accept(not tag, "send", "no tags", tag)
-        return self._start("send", tensors, [], lambda ins, _: self._gloo.send(ins, peer, tag), compared=False)
+        return StrictWork(self, "send", tensors, [], lambda ins, _: self._gloo.send(ins, peer, tag), compared=False)
 
     def recv(self, tensors: Any, peer: int, tag: int) -> Any:
         accept(not tag, "recv", "no tags", tag)
-        return self._start("recv", [], tensors, lambda _, outs: self._gloo.recv(outs, peer, tag), compared=False)
+        return StrictWork(self, "recv", [], tensors, lambda _, outs: self._gloo.recv(outs, peer, tag), compared=False)
 
     # As functional collectives call them
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
