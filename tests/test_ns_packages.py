@@ -1,6 +1,5 @@
 """Newton-Schulz with packages that need a GPU: refused without one, and called as expected. Stand-ins compute with
-torch. The package gram-newton-schulz itself, whose arguments may change, runs in
-tests/peers/test_gram_newton_schulz.py."""
+torch. The package gram-newton-schulz itself runs in tests/peers/test_gram_newton_schulz.py."""
 
 import sys
 from importlib import import_module
@@ -17,7 +16,7 @@ from lwopt_backend.rules import gram_newton_schulz, newton_schulz
 from lwopt_backend.rules.newton_schulz import TABLES, by_step
 from tests.cells import cells
 from tests.rule_steps import random, rule_of
-from tests.test_muon import STEPS, table_restarts
+from tests.test_muon import STEPS
 
 packages: Any = import_module("lwopt_backend.rules.newton_schulz")
 SHAPES = [(16, 40), (40, 16), (24, 24), (3, 16, 40), (2, 2, 40, 16)]
@@ -89,54 +88,6 @@ def test_sides_left_to_torch(shape: tuple[int, ...], least: int, quack: Quack, m
     expected = rule_of("muon", ns_method="gram").transform(random(shape, 0))
     assert torch.equal(rule_of("muon", ns_method="quack-kernels").transform(random(shape, 0)), expected)
     assert quack.calls == 0
-
-
-class GramNewtonSchulz:
-    """Iterates in the given dtype, where gram-newton-schulz takes fp16."""
-
-    made = 0
-
-    def __init__(
-        self,
-        *,
-        ns_use_kernels: bool,
-        ns_coefficients: list[list[float]],
-        use_gram_newton_schulz: bool,
-        gram_newton_schulz_reset_iterations: list[int],
-        compile_kwargs: None,
-    ) -> None:
-        assert not ns_use_kernels and compile_kwargs is None
-        assert all(type(number) is float for row in ns_coefficients for number in row)
-        self.rows, self.resets = ns_coefficients, gram_newton_schulz_reset_iterations
-        self.gram = use_gram_newton_schulz
-        type(self).made += 1
-
-    def __call__(self, x: Tensor) -> Tensor:
-        assert x.ndim in (2, 3) and x.dtype == torch.float32
-        gram = self.gram and x.size(-1) != x.size(-2)
-        way, more = (gram_newton_schulz, {"restarts": self.resets}) if gram else (newton_schulz, {})
-        rows = [tuple(row) for row in self.rows]
-        return way(x, steps=len(rows), coefficients=rows, eps=1e-7, dtype=torch.float64, **more).to(x.dtype)
-
-
-@cells(on_gram=[True, False], table=list(TABLES), shape=SHAPES, restarts=[None, (1, 3)])
-def test_the_package_gets_norms_margins_and_restarts(
-    on_gram: bool, table: str, shape: tuple[int, ...], restarts: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    standing_in: Any = ModuleType("gram_newton_schulz")
-    standing_in.GramNewtonSchulz = GramNewtonSchulz
-    monkeypatch.setitem(sys.modules, "gram_newton_schulz", standing_in)
-    packages._iteration.cache_clear()
-    options = {"steps": STEPS[table], "coefficients": table, "eps": 1e-7}
-    matrices = torch.stack([random(shape, 0), random(shape, 1) * 1e-20, torch.zeros(shape)])
-    kept = matrices.clone()
-    ours = packages.packaged_newton_schulz(matrices, **options, dtype=torch.float32, restarts=restarts, on_gram=on_gram)
-    torch.testing.assert_close(ours, newton_schulz(matrices, **options, dtype=torch.float32), rtol=0, atol=1e-3)
-    assert torch.equal(matrices, kept) and ours.dtype == torch.float32 and not ours[2].any()
-    if restarts is None:
-        made = packages._iteration(packages._for_norm_one(table, STEPS[table]), table_restarts(table), on_gram, False)
-        assert made.resets == list(table_restarts(table)) and GramNewtonSchulz.made  # ours, found again
-    packages._iteration.cache_clear()
 
 
 def test_the_rule_calls_the_package_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
