@@ -106,8 +106,17 @@ WORDS: dict[str, dict[str, Any]] = {
 
 
 def route(text: str, *further: str, native: bool = False) -> list[Leg]:
-    """The legs of a route, all with the ``further`` words. What a leg loads is converted to the format of its engine,
-    or ``native``: as the one before has saved it."""
+    """The legs of a route, all with the ``further`` words.
+
+    A route is written as
+
+        route  = leg, {", ", leg}
+        leg    = engine, " on ", ranks, {" ", word}
+        engine = "plain" | "fsdp2" | ("zero " | "owned "), stage
+        word   = a key of WORDS
+
+    What a leg loads is converted to the format of its engine, or ``native``: as the one before has saved it.
+    """
     legs = []
     for words in text.split(", "):
         engine, _, rest = words.partition(" on ")
