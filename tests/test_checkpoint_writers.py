@@ -69,10 +69,7 @@ def changed(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
     ("change", "message"),
     [
         ({"group": None}, "which of the 3 param groups has .* is not known"),
-        (
-            {"owner_states": {1: {"a": torch.ones(1)}}},
-            "matrix number 1 keeps state of a part of a fused parameter",
-        ),
+        ({"owner_states": {1: {"a": torch.ones(1)}}}, "matrix number 1 keeps state of a part of a fused parameter"),
     ],
 )
 def test_what_has_no_place_in_dcp_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:

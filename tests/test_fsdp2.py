@@ -506,14 +506,8 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wr
     (unreduced, "dimensions ('dp',): expected Shard or Replicate placements only"),
     (of_other_shape, "these placements put a part of shape (32, 24) on this rank, found (40, 24)"),
     (on_a_descending_mesh, "the mesh's ranks do not ascend along dimension 0"),
-    (
-        lambda: of_rows(ns_method="quack-kernels"),
-        "'quack-kernels', whose kernels are for Ampere and later",
-    ),
-    (
-        lambda: LayerWiseOptimizer(UnevenLM(), ns_method="gram-newton-schulz"),
-        "not for a device of type 'cpu'; set",
-    ),
+    (lambda: of_rows(ns_method="quack-kernels"), "'quack-kernels', whose kernels are for Ampere and later"),
+    (lambda: LayerWiseOptimizer(UnevenLM(), ns_method="gram-newton-schulz"), "not for a device of type 'cpu'; set"),
     (lambda: of_rows(include=("layers.9.*",)), "include: 'layers.9.*' matches no parameter name"),
     (lambda: of_rows(exclude=("*",)), "none of the 11 trained parameters is a matrix"),
     (lambda: of_rows(**{"lr": "x"} if dist.get_rank() == 1 else {}), "lr: input should be a valid number; found 'x'"),

@@ -36,8 +36,7 @@ def counted_steps(sharding: str, **options: Any) -> tuple[BesideTwin, Counted, l
 
 @on_ranks(4)
 @cells(
-    sharding=["rows", "hybrid", "columns", "tensor parallel"],
-    bucket=[{}, {"bucket_matrices": 1}, {"bucket_numel": 1}],
+    sharding=["rows", "hybrid", "columns", "tensor parallel"], bucket=[{}, {"bucket_matrices": 1}, {"bucket_numel": 1}]
 )
 def test_bytes_and_calls_are_those_of_the_plan_and_every_matrix_is_computed_once(
     sharding: str, bucket: dict[str, int]

@@ -186,11 +186,7 @@ def test_one_tensor_is_in_memory_at_a_time_and_a_weight_with_its_master() -> Non
 
 
 @pytest.mark.parametrize(
-    ("names", "called"),
-    [
-        (CORE, (EMBEDDING, HEAD)),
-        ("hf-llama", ("model.embed_tokens.weight", "lm_head.weight")),
-    ],
+    ("names", "called"), [(CORE, (EMBEDDING, HEAD)), ("hf-llama", ("model.embed_tokens.weight", "lm_head.weight"))]
 )
 def test_a_vocabulary_that_is_wrong_is_refused(names: str, called: tuple[str, str]) -> None:
     params = {dict(zip((EMBEDDING, HEAD), called)).get(name, name): param for name, param in whole().params.items()}

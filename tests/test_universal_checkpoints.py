@@ -348,10 +348,7 @@ MISFITS: dict[str, tuple[Here, list[Case]]] = {
         Here(changes=COSINE),
         [(MUON, keep, {}, ["expected the state of a scheduler like the one here", "['last_batch_it"])],
     ),
-    "parts": (
-        Here("soap", build=FusedLM),
-        [(FUSED, keep, {}, ["'qkv.weight': expected matrices", WITH_ATOMS])],
-    ),
+    "parts": (Here("soap", build=FusedLM), [(FUSED, keep, {}, ["'qkv.weight': expected matrices", WITH_ATOMS])]),
 }
 ONCE = [(f"zero {number % 4}", what) for number, what in enumerate(MISFITS)]
 

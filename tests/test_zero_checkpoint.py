@@ -292,13 +292,7 @@ REFUSED: list[Row] = [
     *((("AdamW", s), (kind, s), 2, {}, STRANGER) for kind, s in (("zero", 1), ("zero", 3), ("owned", 0), ("owned", 2))),
     *((("zero", s), ("owned", s), 2, {}, f'was not saved with "storage": "owned".*{CONVERT}') for s in range(3)),
     *((("owned", s), ("zero", s), 2, {}, 'was saved with "storage": "owned"; load it with that') for s in range(3)),
-    (
-        ("owned", 1),
-        ("owned", 1, {"group_size": 1}),
-        2,
-        {},
-        f"expected elements .*layout, bucket_mb.*{CONVERT}",
-    ),
+    (("owned", 1), ("owned", 1, {"group_size": 1}), 2, {}, f"expected elements .*layout, bucket_mb.*{CONVERT}"),
     (("owned", 1, {"precision": "bf16"}), ("owned", 1), 2, {}, "load it in the precision it was saved in"),
     *((("zero", s), ("zero", s), 2, {"tag": "c"}, r"^ValueError: the checkpoint '\S+/c' has no file ") for s in (2, 3)),
     (

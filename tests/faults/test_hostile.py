@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,23 +27,13 @@ LOADS = {"plain": Cell("plain"), "modules": Cell("modules")}
 LOADS |= {f"universal, {name}": Cell(name) for name in ("zero 0", "zero 2", "zero 3", "owned 1")}
 
 
-class Marks:
-    """Makes a file where it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.file),)
-
-
 def harms(folder: Path, seed: int, number: int) -> Iterator[hostile.Harm]:
     """So many, a third of them pickles, some of which would make the folder ``ran`` beside this one."""
     found = {"this": folder}
     bombs = list(hostile.bombs(found, 1))
     yield from bombs[seed % 7 :: max(1, len(bombs) * 3 // number)]
     for path in filter(hostile.pickled, sorted(folder.rglob("*"))):
-        data = pickle.dumps({"param": Marks(folder.parent / "ran")}, protocol=2)
+        data = pickle.dumps({"param": hostile.Payload(os.mkdir, str(folder.parent / "ran"))}, protocol=2)
         yield "code", folder, path, hostile.with_pickle(path, data)
     yield from hostile.flips(found, seed, number - number // 3)
 
