@@ -22,14 +22,14 @@ from lwopt_backend.groups.registry import LR_SCALE, build_matrix_rules
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import zero
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark
-from lwopt_backend.integrations.deepspeed.universal import EngineStore, prepare_loading
+from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import Binding, ZeROStore
 from lwopt_backend.routing.routing import full_shape
 from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import agree, disagreement
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.presence import Presence
-from lwopt_backend.runtime.state import CHECKPOINT_KEY, keeps_state
+from lwopt_backend.runtime.state import CHECKPOINT_KEY, StateStore, keeps_state
 
 
 class EngineOptimizer(BaseOptimizer):
@@ -72,7 +72,7 @@ class EngineOptimizer(BaseOptimizer):
         self.param_groups = groups
         self._begin(self.rules, trains_matrices)
 
-    def state_store(self) -> EngineStore:
+    def state_store(self) -> StateStore:
         """The store of this rank's weights and state. Called on all ranks. Raises RuntimeError outside an engine."""
         raise NotImplementedError
 

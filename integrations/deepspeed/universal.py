@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -36,7 +36,7 @@ from lwopt_backend.plan import TrainedParam
 from lwopt_backend.routing.routing import full_shape
 from lwopt_backend.runtime.agreement import agree_in_all, check_on_all, from_first, setting
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
-from lwopt_backend.runtime.state import TO_DO, OwnerStates, StateStore, Whole, keeps_state, put, reasons
+from lwopt_backend.runtime.state import TO_DO, StateStore, Whole, keeps_state, put, reasons
 
 WHAT = "load_checkpoint"
 PLACED = {"params", "name", "moe", *OURS}  # a group's keys that say what it is, not how it is trained
@@ -45,16 +45,6 @@ KEPT = "owner state of the matrices"
 BY_CONVERT = "convert the checkpoint with lwopt convert, which takes owner state along, load it with its 'atoms'"
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
-
-
-class EngineStore(StateStore, Protocol):
-    """The ``StateStore`` of an engine, with what loading needs besides ``put``."""
-
-    def take_owner_states(self, states: OwnerStates) -> None:
-        """Replace the owner state of this rank's matrices; those missing in ``states`` start fresh."""
-
-    def publish(self) -> None:
-        """Copy changed weights into the module's parameters. Called on all ranks."""
 
 
 def prepare_loading(
@@ -105,7 +95,7 @@ def _load(
     loads from. Raises, on every rank and before anything is changed, if it does not fit. Tensors are checked when they
     are read: after an error then, which every rank raises, no rank takes a step before a load succeeds.
     """
-    store: EngineStore = optimizer.state_store()
+    store: StateStore = optimizer.state_store()
     folder, checkpoint = from_first(everyone, WHAT, lambda: open_folder(asked))
 
     def decide() -> tuple[Choice, list[list[str]]]:
@@ -132,7 +122,7 @@ def _load(
     return str(choice.folder), in_memory(choice.checkpoint.client)
 
 
-def _put(store: EngineStore, choice: Choice, with_state: bool) -> None:
+def _put(store: StateStore, choice: Choice, with_state: bool) -> None:
     """Load weights (into masters, if there are any), state, and owner state."""
     weights = {name: param.best for name, param in choice.params.items()}
     state: dict[str, dict[str, Whole]] = {name: dict(param.states) for name, param in choice.params.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,11 +31,11 @@ from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline
 from lwopt_backend.integrations.deepspeed.pipeline import Stage
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
-from lwopt_backend.plan import Replicas, TensorShards, TrainedParam, machine_of
+from lwopt_backend.plan import Replicas, TensorShards, machine_of
 from lwopt_backend.routing.routing import Route, cut_of, named_parameters
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
-from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, brought_here, check_fits
+from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, StateStore, brought_here, check_fits
 
 
 @dataclass(frozen=True)
@@ -75,32 +75,23 @@ Stepper = UnitStepper[Any]
 Stepped = tuple[Stepper, Mapping[str, Tensor]]
 
 
-class ZeROStore:
-    """A ``StateStore`` of this rank's pieces in ZeRO's storage. ``stepped`` has, for each unit of the binding, its
-    stepper and its state. Names are those in the whole model: experts are numbered through all ranks."""
-
-    ambiguous: str | None = None
+class ZeROStore(StateStore):
+    """This rank's pieces in ZeRO's storage. ``stepped`` has, for each unit of the binding, its stepper and its state.
+    Names are those in the whole model: experts are numbered through all ranks."""
 
     def __init__(self, binding: Binding, groups: Sequence[dict[str, Any]], stepped: Sequence[Stepped]) -> None:
-        self._binding, self._stepped, self.groups = binding, stepped, groups
-        self.ranks: Sequence[Collectives] = binding.ranks
+        self._binding, self._stepped = binding, stepped
         first = deepspeed_engine.first_experts(binding.engine)
-        self.units: Sequence[Sequence[TrainedParam]] = [
-            [replace(param, name=renumbered(param.name, first)) for param in unit.plan.params] for unit in binding.units
-        ]
-        self.params: Sequence[TrainedParam] = [param for unit in self.units for param in unit]
+        units = [[replace(p, name=renumbered(p.name, first)) for p in unit.plan.params] for unit in binding.units]
         routes = () if binding.stage is None else binding.stage.all_routes
-        self.elsewhere: Collection[str] = {
-            *(route.name for route in routes),
-            *deepspeed_engine.all_experts(binding.engine),
-        }
+        elsewhere = {*(route.name for route in routes), *deepspeed_engine.all_experts(binding.engine)}
+        super().__init__(binding.ranks, groups, units, elsewhere)
 
     def pieces(self) -> list[StatePiece]:
         pairs = zip(self._binding.units, self._stepped)
         return [piece for unit, (stepper, state) in pairs for piece in stepper.pieces(state, unit.first)]
 
     def take_owner_states(self, states: OwnerStates) -> None:
-        """Replace the owner state of this rank's matrices; those missing in ``states`` start fresh."""
         for params, (stepper, _) in zip(self.units, self._stepped):
             if stepper.matrices is not None:
                 places = [(param.name, place) for param in params for place in range(len(param.blocks))]
@@ -108,7 +99,6 @@ class ZeROStore:
                 stepper.matrices.owner_state.take({a: states.get(name, {}).get(i) for a, (name, i) in owned.items()})
 
     def publish(self) -> None:
-        """Copy master weights into the module's parameters. Called on all ranks."""
         engine = self._binding.engine
         stage, wrapper = deepspeed_engine.sharding_stage(engine), engine.optimizer
         if stage in (1, 2):

@@ -75,7 +75,7 @@ class StatePiece:
         return found
 
 
-class StateStore(Protocol):
+class StateStore:
     """What this rank stores of the parameters that an optimizer trains. Made on all ranks.
 
     - ``ranks``: the groups of ranks that share parameters with this one.
@@ -86,15 +86,29 @@ class StateStore(Protocol):
     - ``ambiguous``: why one name may mean different parameters on different ranks; None if it may not.
     """
 
-    ranks: Sequence[Collectives]
-    groups: Sequence[dict[str, Any]]
-    params: Sequence[TrainedParam]
-    units: Sequence[Sequence[TrainedParam]]
-    elsewhere: Collection[str]
-    ambiguous: str | None
+    def __init__(
+        self,
+        ranks: Sequence[Collectives],
+        groups: Sequence[dict[str, Any]],
+        units: Sequence[Sequence[TrainedParam]],
+        elsewhere: Collection[str] = (),
+        ambiguous: str | None = None,
+    ) -> None:
+        self.ranks, self.groups, self.units = ranks, groups, units
+        self.params = [param for unit in units for param in unit]
+        self.elsewhere, self.ambiguous = elsewhere, ambiguous
 
     def pieces(self) -> Sequence[StatePiece]:
         """All pieces of this rank; fresh state before the first step. Raises RuntimeError in the middle of a step."""
+        raise NotImplementedError
+
+    def take_owner_states(self, states: OwnerStates) -> None:
+        """Replace the owner state of this rank's matrices; those missing in ``states`` start fresh."""
+        raise NotImplementedError
+
+    def publish(self) -> None:
+        """Copy changed weights into the module's parameters. Called on all ranks."""
+        raise NotImplementedError
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,34 +14,39 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lwopt_backend.engines.fsdp2.plan import MeshStepper, States, local, placed
 from lwopt_backend.groups.param_groups import check_saved_groups, of_another_optimizer
 from lwopt_backend.groups.registry import rule_of
-from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding, TrainedParam
+from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.plan.owners import Ownership, cut_buckets
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import check_on_all
-from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.exchange import Arrival, Segments, Way, ways_back, ways_to_owners
-from lwopt_backend.runtime.state import MATRICES, StatePiece, check_fits, form_of, keeps_state, owner_key, part_of
+from lwopt_backend.runtime.state import (
+    MATRICES,
+    StatePiece,
+    StateStore,
+    check_fits,
+    form_of,
+    keeps_state,
+    owner_key,
+    part_of,
+)
 
 
-class MeshStore:
-    """A ``StateStore`` of this rank's boxes of the parameters of ``steppers`` and of their ``states``.
+class MeshStore(StateStore):
+    """This rank's boxes of the parameters of ``steppers`` and of their ``states``.
 
     ``different`` is whether their ranks have different parameters (experts) under one name.
     """
 
-    elsewhere: Collection[str] = ()
-
     def __init__(
         self, steppers: Sequence[MeshStepper], groups: Sequence[dict[str, Any]], states: States, different: bool
     ) -> None:
-        self._steppers, self._states, self.groups = steppers, states, groups
-        self.ranks: Sequence[Collectives] = [stepper.collectives for stepper in steppers]
-        self.params: Sequence[TrainedParam] = [member for stepper in steppers for member in stepper.members]
-        self.units: Sequence[Sequence[TrainedParam]] = [[param] for param in self.params]
-        self.ambiguous = "ranks have different parameters (experts) under the same names" if different else None
+        self._steppers, self._states = steppers, states
+        units = [[member] for stepper in steppers for member in stepper.members]
+        ambiguous = "ranks have different parameters (experts) under the same names" if different else None
+        super().__init__([stepper.collectives for stepper in steppers], groups, units, ambiguous=ambiguous)
 
     def pieces(self) -> list[StatePiece]:
         found: list[StatePiece] = []

@@ -5,7 +5,7 @@ The ``state_dict`` has this rank's pieces and fits no other rank. What ``owned_f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from lwopt_backend.plan import TrainedParam
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree
-from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import (
     MATRICES,
     SAME_RULE,
@@ -28,6 +27,7 @@ from lwopt_backend.runtime.state import (
     TO_DO,
     OwnerStates,
     StatePiece,
+    StateStore,
     check_fits,
     fill,
     form_of,
@@ -42,30 +42,22 @@ def state_pieces(core: OwnedCore) -> list[StatePiece]:
     return [piece for bucket in core.manager.buckets for piece in core.stepper.pieces(bucket)]
 
 
-class OwnedStore:
-    """A ``StateStore`` of this rank's pieces, under the names of ``names_of``. Made on all ranks."""
+class OwnedStore(StateStore):
+    """This rank's pieces, under the names of ``names_of``. Made on all ranks."""
 
-    ambiguous: str | None = None
-
-    def __init__(self, core: OwnedCore, groups: Groups, names: Names | None = None) -> None:
-        names = names_of(core, groups) if names is None else names
-        self._core = core
-        self.ranks: Sequence[Collectives] = [core.holdings[0].sharers.everyone]
-        self.groups = groups
-        self.params: Sequence[TrainedParam] = [replace(m, name=names.keys[n]) for n, m in enumerate(core.members)]
-        self.units: Sequence[Sequence[TrainedParam]] = [[param] for param in self.params]
-        self.elsewhere: Collection[str] = names.params.keys()
+    def __init__(self, core: OwnedCore, groups: Groups) -> None:
+        self._core, names = core, names_of(core, groups)
+        units = [[replace(member, name=names.keys[number])] for number, member in enumerate(core.members)]
+        super().__init__([core.holdings[0].sharers.everyone], groups, units, names.params.keys())
 
     def pieces(self) -> list[StatePiece]:
         return state_pieces(self._core)
 
     def take_owner_states(self, states: OwnerStates) -> None:
-        """Replace the owner state of this rank's matrices; those missing in ``states`` start fresh."""
-        for piece in state_pieces(self._core):
+        for piece in self.pieces():
             self._core.stepper.take_owner_states(piece.member, states.get(self.params[piece.member].name, {}))
 
     def publish(self) -> None:
-        """Send the owners' weights to all ranks' parameters. Called on all ranks."""
         for number, bucket in enumerate(self._core.manager.buckets):
             bucket.publish_masters()
             self._core.manager.send_values(number)
