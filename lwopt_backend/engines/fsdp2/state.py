@@ -216,14 +216,15 @@ class OwnerShards:
         for atom, tensors in arrived.items():
             self._held.put_tensors(atom, tensors)
 
-    def _exchange(self, ways: Callable[..., list[Way]], fetch: Callable[[Segment, Entry], Tensor]) -> list[Arrival]:
-        def pack(segments: Segments) -> bool:
+    def _exchange(self, ways: Callable[..., list[Way]], fetch: Callable[[Segment, Entry], Tensor]) -> Iterator[Arrival]:
+        """Yield the buckets on their way, each when the one before has arrived, so that no more are in memory."""
+
+        def pack(segments: Segments) -> None:
             for segment, target in segments:
                 target.copy_(fetch(segment, self._moving[segment.atom]))
-            return True
 
-        found = ways(self._plan, self._ranks, self._device) if self.entries else []
-        return [way.start(torch.uint8, lambda segment: True, pack) for way in found]
+        for way in ways(self._plan, self._ranks, self._device) if self.entries else ():
+            yield way.start(torch.uint8, lambda segment: True, pack)
 
 
 def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> MatrixPlan:
