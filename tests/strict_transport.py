@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch.utils._python_dispatch import _disable_current_modes
 
 NAME = "strict"
 DEVICE = torch.device("cpu")
@@ -136,20 +137,24 @@ class StrictWork(dist.Work):
         OPERATIONS[kind] += operations
         dtypes = sorted({str(tensor.dtype) for tensor in (*inputs, *outputs)})
         self._group, self._caller, self._kind, self._inputs, self._outputs = group, Caller(), kind, inputs, outputs
-        self._sent, self._arrived = [_staged(tensor) for tensor in inputs], [_staged(tensor) for tensor in outputs]
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():  # no test counts what the transport does
+            self._sent, self._arrived = [*map(_staged, inputs)], [*map(_staged, outputs)]
             call = [self._caller.place, kind, [*alike, *dtypes], sends, receives]
             works = launch(self._sent, self._arrived) if not compared or group.meets(call) else None
+            for output in outputs:
+                _bytes(output).fill_(_poison(output))
         self._works = [works] if isinstance(works, dist.Work) else works
-        for output in outputs:
-            _bytes(output).fill_(_poison(output))
         self._waited = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._waited:
-            return True
-        self._waited = True
-        self._check()
+        if not self._waited:
+            self._waited = True
+            with torch.no_grad(), _disable_current_modes():
+                self._check()
+                self._deliver()
+        return True
+
+    def _deliver(self) -> None:
         try:
             if self._works is None:
                 raise RuntimeError("some ranks did not come")
@@ -157,11 +162,10 @@ class StrictWork(dist.Work):
                 work.wait()
         except RuntimeError as error:
             self._group.end(f"{self._caller.place}: {self._kind} of ranks {self._group.ranks}: {error}")
-            return True
+            return
         for output, arrived in zip(self._outputs, self._arrived):
             if _is_there(output):
                 output.data.copy_(arrived.view_as(output))
-        return True
 
     def get_future(self) -> torch.futures.Future[Any]:
         self.wait()
