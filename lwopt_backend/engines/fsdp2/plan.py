@@ -419,6 +419,7 @@ class MeshStepper:
         self.groups = groups
         self.config = config
         coordinates = mesh.coordinates if mesh else ((0,),)
+        self._coordinate = coordinates[collectives.rank]
         self.planned = plan_mesh(self.members, groups, rules, config, coordinates, loads, earlier)
         self.plan = self.planned.plan
         self.matrices, self.places, self.blocks = self.planned.matrices, self.planned.places, self.planned.blocks
@@ -442,7 +443,6 @@ class MeshStepper:
 
     def storage(self, states: States) -> Storage:
         """This rank's pieces of the matrices during one step."""
-        coordinate = self.mesh.coordinates[self.collectives.rank] if self.mesh else (0,)
 
         @cache
         def shard(number: int) -> Slices:
@@ -453,16 +453,15 @@ class MeshStepper:
             sharding = self.members[self.matrices[atom]].sharding
             if block.is_everything and len(sharding.shape) == 2:
                 return [whole]
-            box = sharding.box(coordinate)
+            box = sharding.box(self._coordinate)
             return whole.cut(lambda tensor: local_views(tensor, block, sharding.shape, box))
 
         return cache(views_of)
 
     def pieces(self, states: States, first: int = 0) -> Iterator[StatePiece]:
         """This rank's box of every member, which are numbered from ``first``."""
-        coordinate = self.mesh.coordinates[self.collectives.rank] if self.mesh else (0,)
         for number, member in enumerate(self.members, first):
-            view = View.of_box(member.sharding.shape, member.sharding.box(coordinate))
+            view = View.of_box(member.sharding.shape, member.sharding.box(self._coordinate))
             state = {key: local(tensor) for key, tensor in states.get(member.param, {}).items() if not tensor.is_meta}
             yield StatePiece(number, view, local(member.param), state)
 
