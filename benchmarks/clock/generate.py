@@ -28,6 +28,8 @@ from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, phase
 from lwopt_backend.runtime.stepper import copied
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, owned_dtype
 
+Prepared = Callable[[], object]  # work whose tensors are made
+
 
 def records(session: Session, template: Record) -> Iterator[tuple[Record, int]]:
     """The distinct records of all ranks that share the plan, each with the number of ranks that have it.
@@ -40,6 +42,7 @@ def records(session: Session, template: Record) -> Iterator[tuple[Record, int]]:
 
 
 def generator_of(session: Session, template: Record) -> Generator:
+    """Of the kind that the session's engine has."""
     kind = OwnedGenerator if isinstance(session.engine, OwnedEngine) else HostGenerator
     return kind(session, template)
 
@@ -56,10 +59,12 @@ class Generator:
         """The record of one rank."""
         raise NotImplementedError
 
-    def priced(self, key: Any, work: Callable[[], object], at: tuple[str, int], stream: str = COMPUTE) -> list[Work]:
-        """What ``work`` does, as part ``at``; called once for every ``key``."""
+    def priced(
+        self, key: Any, prepare: Callable[[], Prepared], at: tuple[str, int], stream: str = COMPUTE
+    ) -> list[Work]:
+        """What the work that ``prepare`` returns does, as part ``at``; found once for every ``key``."""
         if key not in self._priced:
-            self._priced[key] = self.session.price(work)
+            self._priced[key] = self.session.price(prepare())
         return [replace(each, at=at, stream=stream) for each in self._priced[key]]
 
     @cached_property
@@ -81,9 +86,11 @@ class Generator:
         for batch in whole.batches(owned, rules):
             atom = whole._atoms[batch[0]]
             key = "step", len(batch), atom.shape, atom.transposed, atom.tiles
-            pieces = self.made({index: [whole._atoms[index].shape] for index in batch})
-            found += self.priced(key, partial(whole.step, batch, rules, pieces), at)
+            found += self.priced(key, partial(self._step_of, whole, batch, rules), at)
         return found
+
+    def _step_of(self, whole: WholeMatrices, batch: Sequence[int], rules: Sequence[MatrixRule]) -> Prepared:
+        return partial(whole.step, batch, rules, self.made({index: [whole._atoms[index].shape] for index in batch}))
 
     def made(self, shapes: Mapping[int, Sequence[tuple[int, ...]]]) -> Storage:
         """Pieces of matrices, by their numbers."""
@@ -194,20 +201,23 @@ class HostGenerator(Generator):
         found: list[Work] = []
         for batch in whole.batches([*views], rules, alike=False):
             key = part, unit, tuple(views[atom] for atom in batch)
-            pieces = self.made({atom: [(numel,) for numel in views[atom]] for atom in batch})
-            pieces = copied(pieces) if part == "early" else pieces
-            on_wire = {atom: self._on_wire(views[atom]) for atom in batch}
-            work = partial(self._applied if part == "apply" else self._packed, whole, on_wire, rules, pieces)
-            found += self.priced(key, work, at, stream)
+            found += self.priced(key, partial(self._prepared, part, whole, batch, views, rules), at, stream)
         return merged(found)
 
-    def _packed(self, whole: WholeMatrices, on_wire: dict[int, Tensor], rules: Any, pieces: Storage) -> None:
-        with phase(EXCHANGE_OUT):
-            whole.pack_directions(on_wire, rules, pieces, advance=True)
+    def _prepared(self, part: str, whole: WholeMatrices, batch: Sequence[int], views: Any, rules: Any) -> Prepared:
+        pieces = self.made({atom: [(numel,) for numel in views[atom]] for atom in batch})
+        on_wire = {atom: self._on_wire(views[atom]) for atom in batch}
+        pieces = copied(pieces) if part == "early" else pieces
 
-    def _applied(self, whole: WholeMatrices, on_wire: dict[int, Tensor], rules: Any, pieces: Storage) -> None:
-        with phase(EXCHANGE_BACK):
-            whole.apply(on_wire, rules, pieces)
+        def work() -> None:
+            if part == "apply":
+                with phase(EXCHANGE_BACK):
+                    whole.apply(on_wire, rules, pieces)
+            else:
+                with phase(EXCHANGE_OUT):
+                    whole.pack_directions(on_wire, rules, pieces, advance=True)
+
+        return work
 
     def _on_wire(self, numels: tuple[int, ...]) -> Tensor:
         return torch.empty(sum(numels), dtype=self.rule.exchange_dtype, device=DEVICE)
@@ -226,13 +236,17 @@ class HostGenerator(Generator):
         for batch in whole.batches(owned, [self.rule] * len(whole._atoms)):
             atom = whole._atoms[batch[0]]
             key = len(batch), atom.shape, atom.transposed, atom.tiles
-            found += self.priced(("transform", key), partial(self._transformed, whole, batch, key), at)
+            found += self.priced(("transform", key), partial(self._transform_of, whole, batch, key), at)
             updates += self._itemsize[key] * len(batch) * atom.numel
         return merged([*found, Work(label[1], at, 0, updates + wire * numel, 1)])
 
-    def _transformed(self, whole: WholeMatrices, batch: Sequence[int], key: Any) -> None:
+    def _transform_of(self, whole: WholeMatrices, batch: Sequence[int], key: Any) -> Prepared:
         stack = whole.empty(batch, torch.empty(0, dtype=self.rule.exchange_dtype, device=DEVICE))
-        self._itemsize[key] = whole.transform(self.rule, batch, stack)[0].itemsize
+
+        def work() -> None:
+            self._itemsize[key] = whole.transform(self.rule, batch, stack)[0].itemsize
+
+        return work
 
     @cached_property
     def _itemsize(self) -> dict[Any, int]:
@@ -335,14 +349,16 @@ class OwnedGenerator(Generator):
             if not self._starts[piece.param]:
                 by_group.setdefault(self._members[piece.param].group, []).append(piece.numel)
         for group, numels in by_group.items():
-            parts = [self.piece((numel,), self.groups[group]) for numel in numels]
-            work = partial(self._elementwise.step, group, self.groups[group], parts)
-            found += self.priced(("elementwise", group, *numels), work, at)
+            found += self.priced(("elementwise", group, *numels), partial(self._elementwise_of, group, numels), at)
         narrow = self.session.setting.dtype
         if pieces and owned_dtype(narrow) != narrow:
             numel = sum(piece.numel for piece in pieces)
             found.append(Work(OTHER, at, 0, numel * (owned_dtype(narrow).itemsize + narrow.itemsize), 1))
         return merged(found)
+
+    def _elementwise_of(self, number: int, numels: Sequence[int]) -> Prepared:
+        group = self.groups[number]
+        return partial(self._elementwise.step, number, group, [self.piece((numel,), group) for numel in numels])
 
 
 def _is_of_part(event: Event) -> TypeGuard[Work | Start]:
