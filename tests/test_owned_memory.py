@@ -277,6 +277,7 @@ SENT: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.on_gloo  # whose collectives the profiler names
 @on_ranks()
 @pytest.mark.parametrize(
     "ranks, dtype, options",
@@ -363,6 +364,7 @@ def held_by_a_step(engine: str, layers: int, **given: Any) -> int:
         return min(found[2:])
 
 
+@pytest.mark.on_gloo  # the strict transport holds copies
 @pytest.mark.parametrize("engine", [*OWNED, "zero 0", "zero 1", "zero 2", "zero 3", "fsdp2"])
 @on_ranks(2)
 def test_a_step_holds_two_buckets_and_a_batch(engine: str) -> None:
@@ -384,6 +386,7 @@ def planned_for_a_step(engine: str, layers: int, **options: Any) -> int:
     return memory.workspace + memory.exchange
 
 
+@pytest.mark.on_gloo  # the strict transport holds copies
 @cells(
     ranks=[2, 3],
     engine=["plain", "owned 1", "zero 1", "zero 2", "zero 3", "fsdp2"],
