@@ -28,7 +28,7 @@ from lwopt_backend.engines.base import BaseOptimizer, loaded, saved
 from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2 import state as mesh_state
 from lwopt_backend.engines.fsdp2 import step as mesh_stepping
-from lwopt_backend.engines.fsdp2.gradients import MeshGradients, hold_different_parameters
+from lwopt_backend.engines.fsdp2.gradients import MeshGradients, scattered
 from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
 from lwopt_backend.engines.gradients import ClipGroups, Pick, check_finite, checked_order
 from lwopt_backend.engines.owned import model as owned_model
@@ -44,7 +44,7 @@ from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.protocol import AFTER, one_call
-from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
+from lwopt_backend.runtime.agreement import StepRefused, agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import StateStore, keeps_state
 
@@ -136,9 +136,9 @@ class LayerWiseOptimizer(BaseOptimizer):
         """One step with the gradients since the last one; returns the closure's result. Called on all ranks.
 
         A parameter that has no gradient on any rank is left alone, state included; where only some ranks have one, the
-        others count as zero. Raises RuntimeError, on all ranks, if a backward pass of a plain model failed on one, if
-        parameters were replaced or others are trained than before, or if options differ, which every 64th step looks
-        at. What else fails is raised on that rank alone; the others wait for it until its program is ended.
+        others count as zero. Raises RuntimeError, on all ranks, if options differ, which every 64th step looks at; of a
+        plain model also if a backward pass failed on one, or if parameters were replaced or others are trained than
+        before. What else fails is raised on that rank alone; the others wait for it until its program is ended.
         """
         with one_call(self, begins=True, ends=True):
             loss = None if closure is None else torch.enable_grad()(closure)()
@@ -388,6 +388,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
         """Replace the param groups by those that were loaded with state."""
         self.set_groups(groups)
+        self._backward.options.compare_next()
         self._loaded = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -466,7 +467,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._watched = WatchedModel(self._model, trained, restore=mesh.reshard)
         self._make_state()
         self._owner_shards()  # adds their keys to ``state``
-        self._different = hold_different_parameters(self._steppers)
+        self._scattered = scattered(self._steppers)
         if self._attachment is not None and self._attachment.is_on:
             self._attachment.remove()
             self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
@@ -486,9 +487,12 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def _step(self) -> None:
         self._ensure_bound()
+        if (changed := self._watched.changes()) is not None:
+            if self._attachment is not None:
+                self._attachment.remove()
+            raise StepRefused(f"{NAME}: {changed} (rank {ranks_of().rank})")
         kept = (self._elementwise, self.state, self._attachment, self.row_scaling)
-        changed = self._watched.changes()
-        step_all(self._steppers, self.param_groups, self._matrix_rules(), *kept, changed, self._options)
+        step_all(self._steppers, self.param_groups, self._matrix_rules(), *kept, self._options)
 
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
         module = mesh.sharded_module(model, "attach")
@@ -506,7 +510,7 @@ class MeshOptimizer(LayerWiseOptimizer):
     @property
     def gradients(self) -> MeshGradients:
         self._ensure_bound()
-        return MeshGradients(self._steppers, self._different)
+        return MeshGradients(self._steppers, self._scattered)
 
     def _everyone(self) -> Collectives:
         return self.gradients.everyone
@@ -524,7 +528,12 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def state_store(self) -> mesh_state.MeshStore:
         self._ensure_bound()
-        return mesh_state.MeshStore(self._steppers, self.param_groups, self.state, any(self._different))
+        return mesh_state.MeshStore(
+            self._steppers,
+            self.param_groups,
+            self.state,
+            any(each is not None and each.different for each in self._scattered),
+        )
 
     def _owner_shards(self) -> list[mesh_state.OwnerShards]:
         """The owner state, if any rule keeps some; then called on all ranks.
@@ -549,6 +558,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         State keeps the dtype that it was created with, whatever the parameters'; rules are never loaded. This rank's
         part of a whole tensor is copied.
         """
+        self._options.compare_next()
         loaded(self, state_dict, self._take_state)
 
     def _take_state(self, state_dict: dict[str, Any]) -> None:

@@ -145,7 +145,7 @@ def test_rules(tmp_path: Path) -> None:
 LAUNCHES = {
     "plain": (22, 4, 1, 2),
     "modules": (38, 4, 2, 4),
-    "fsdp2": (38, 6, 1, 7),
+    "fsdp2": (38, 6, 0, 7),
     "zero0": (43, 6, 0, 3),
     "zero1": (28, 5, 0, 2),
     "zero2": (28, 5, 0, 2),

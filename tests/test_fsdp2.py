@@ -15,16 +15,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 import lwopt_backend
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
+from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.cells import cells, with_full
 from tests.fsdp2 import (
@@ -101,6 +103,50 @@ def test_an_optimizer_made_after_a_forward_pass_holds_sharded_parameters() -> No
 
 
 SOME = ("layers.0.weight", "layers.2.bias", "layers.5.weight")
+
+
+class Reads(TorchFunctionMode):
+    """Counts what makes a host wait for its GPU. AdamW's counters of steps are on the CPU."""
+
+    WAITS = (Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__)
+
+    def __init__(self, optimizer: LayerWiseOptimizer) -> None:
+        super().__init__()
+        self.count = 0
+        self.counters = {state["step"].data_ptr() for state in optimizer.state.values() if "step" in state}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in self.WAITS and args[0].data_ptr() not in self.counters
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(4)
+@cells(sharding=["rows", "expert parallel", "ignored_params"], attach=[False, True])
+def test_the_host_reads_only_where_a_rank_lacks_a_gradient_and_then_once(sharding: str, attach: bool) -> None:
+    """A clip, and a step as on an accelerator; in the first step, options are compared."""
+    IMMEDIATE.clear()
+    try:
+        found = reads_of_steps(BesideTwin(sharding, attach=attach))
+    finally:
+        IMMEDIATE.add("cpu")
+    lacks = int(dist.get_rank() == 1)
+    assert found == [(0, 1), (0, int(attach)), (lacks, max(lacks, int(attach)))]
+
+
+def reads_of_steps(run: BesideTwin) -> list[tuple[int, int]]:
+    """By step, what the host reads in a clip and in the step. In the third, rank 1 lacks a gradient."""
+    found = []
+    for step in range(3):
+        run.backward(step)
+        if step == 2 and dist.get_rank() == 1:
+            run.param(SOME[0]).grad = None
+        with Reads(run.optimizer) as clip:
+            run.optimizer.clip_grad_norm_(math.inf)
+        with Reads(run.optimizer) as reads:
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        found.append((clip.count, reads.count))
+    return found
 
 
 @on_ranks(4)
@@ -301,15 +347,12 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "a module": (lambda model: setattr(model, "gate", nn.Linear(5, 2)), "'gate.weight', 'gate.bias' are no longer in"),
     "unfrozen": (lambda model: model.layers[0].bias.requires_grad_(True), "'layers.0.bias' is trained now, but not"),
 }
-# On one rank alone other gradients than before would not get through FSDP2's own reduction.
-WHERE = [(change, True, attach) for change in CHANGES for attach in (False, True)] + [("all", False, False)]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("change", "everywhere", "attach"), WHERE)
-def test_a_parameter_that_would_no_longer_be_trained_is_an_error_on_every_rank(
-    change: str, everywhere: bool, attach: bool
-) -> None:
+@cells(change=[*CHANGES], attach=[False, True])
+def test_a_parameter_that_would_no_longer_be_trained_is_an_error_on_its_rank(change: str, attach: bool) -> None:
+    """On one rank alone: test_ranks_that_differ.py."""
     run, (make, words) = BesideTwin("rows", "frozen", attach=attach), CHANGES[change]
     for step in range(2):
         run.backward(step)
@@ -319,15 +362,14 @@ def test_a_parameter_that_would_no_longer_be_trained_is_an_error_on_every_rank(
         run.optimizer.step()
         run.optimizer.zero_grad()
     run.check()
-    if everywhere or dist.get_rank() == 1:
-        make(run.model)
+    make(run.model)
     run.backward(2)
     params = [param for group in run.optimizer.param_groups for param in group["params"]]
     before = [param.to_local().clone() for param in params]
     with pytest.raises(RuntimeError) as caught:
         run.optimizer.step()
     assert all(torch.equal(param.to_local(), old) for param, old in zip(params, before))
-    told, end = str(caught.value), f"; make the optimizer after the last such change (rank {0 if everywhere else 1})"
+    told, end = str(caught.value), f"; make the optimizer after the last such change (rank {dist.get_rank()})"
     assert told.startswith("LayerWiseOptimizer: parameter") and words in told and told.endswith(end)
 
 

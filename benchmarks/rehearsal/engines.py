@@ -224,8 +224,9 @@ class MeshEngine(Engine):
         self._optimizer = cast(MeshOptimizer, MeshOptimizer.__new__(MeshOptimizer))
         self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
         self.names = {id(param): name for name, param in self._model.named_parameters()}
-        steppers, self.digest = self._optimizer._steppers, self._optimizer.plan_digest
-        self.waits = {FLAGS: len(steppers)}
+        self.digest = self._optimizer.plan_digest
+        self._optimizer._options.flags(self._optimizer.param_groups)  # of the first step, which reads to compare them
+        self.waits = {}
 
     @property
     def matrix_steppers(self) -> list[tuple[MatrixStepper, MatrixPlan]]:

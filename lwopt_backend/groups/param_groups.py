@@ -67,7 +67,7 @@ class ElementwiseGroups:
 # The options of param groups at a step, which must be the same on all ranks.
 
 COMPARED_EVERY = 64  # steps, beginning with the first
-NONE = -(2**31)  # below every hash and its negative: the flag of a rank that compares nothing in this step
+NONE = 2**31 - 1  # above every hash: the flag of a rank that compares nothing in this step, so that no rank does
 
 
 class ComparedOptions:
@@ -78,7 +78,7 @@ class ComparedOptions:
         self._due = False
 
     def compare_next(self) -> None:
-        """Compare in the next step, whatever its number. Not all ranks need call this: those that do are compared."""
+        """Compare in the next step, whatever its number, if all ranks call this."""
         self._due = True
 
     def flags(self, groups: Groups) -> list[int]:
@@ -90,7 +90,10 @@ class ComparedOptions:
 
     @staticmethod
     def differ(largest: Sequence[int]) -> bool:
-        """Whether ranks that compare have different options, by the largest flags of all ranks."""
+        """Whether ranks have different options, by the largest flags of all ranks; not if any rank compares nothing.
+
+        So if this is true, all ranks compare, all read the flags, and all come to this answer.
+        """
         return largest[0] != NONE and largest[0] != -largest[1]
 
 

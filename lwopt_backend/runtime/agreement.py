@@ -20,7 +20,7 @@ IS = " = "  # in the line of an option, between its name and its value
 
 
 class StepRefused(RuntimeError):
-    """All ranks that step together raise this, before anything is changed."""
+    """A step that is not taken: a rank raises this before it changes anything."""
 
 
 class RanksDisagree(StepRefused):

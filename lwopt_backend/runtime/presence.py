@@ -25,7 +25,7 @@ class Presence:
     """Which parameters have a gradient on any rank, and the largest of the ranks' ``flags`` and ``more``, all int32.
 
     Made on all ranks of the group, which starts the exchange. To ask for a parameter that has a gradient ``here`` does
-    not wait for it.
+    not wait for it. Any rank may read what was found, whether others do or not: to read is no collective.
     """
 
     def __init__(
@@ -52,6 +52,11 @@ class Presence:
         """Whether any rank has a gradient for parameter ``index``."""
         return self._here[index] or bool(self.anywhere()[index])
 
+    @property
+    def complete(self) -> bool:
+        """Whether this rank has a gradient for every parameter."""
+        return all(self._here)
+
     def anywhere(self) -> list[int]:
         """One int per parameter, 1 if any rank has a gradient, then the largest flags. Waits for the exchange."""
         if self._found is None:
@@ -64,3 +69,19 @@ class Presence:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+
+
+def read_at_once(presences: Sequence[Presence]) -> None:
+    """Wait for the exchanges, and read what all of them found in one copy to the host."""
+    unread = [presence for presence in presences if presence._found is None]
+    if len(unread) < 2:
+        for presence in unread:
+            presence.anywhere()
+        return
+    for presence in unread:
+        presence.finish()
+    device = unread[0]._flags.device
+    found = torch.cat([presence._flags.to(device) for presence in unread]).tolist()
+    for presence in unread:
+        count = len(presence._flags)
+        presence._found, found = found[:count], found[count:]

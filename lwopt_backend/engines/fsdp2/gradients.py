@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, gradient, local
 from lwopt_backend.engines.gradients import Pick, checked_order, everything
 from lwopt_backend.runtime.collectives import NORM, phase
-from lwopt_backend.runtime.presence import largest_of_all
+from lwopt_backend.runtime.presence import Presence, largest_of_all, read_at_once
 
 
 @torch.no_grad()
@@ -27,15 +28,26 @@ def place_gradients(params: Iterable[Tensor]) -> None:
             param.grad = grad.redistribute(param.device_mesh, param.placements)
 
 
+@dataclass(frozen=True)
+class Scattered:
+    """Meshes of one stepper, each with some ranks of the largest mesh. ``firsts`` has the first rank of each of them.
+
+    The parameters on them have the same names; ``different`` tells those of experts from copies.
+    """
+
+    firsts: tuple[int, ...]
+    different: bool
+
+
 class MeshGradients:
-    """The gradients of ``steppers``; ``different`` is what ``hold_different_parameters`` returned.
+    """The gradients of ``steppers``; ``of_steppers`` is what ``scattered`` returned.
 
     ``place`` is this rank in the largest mesh and its number of ranks. Methods are called on all ranks of that mesh.
     """
 
-    def __init__(self, steppers: Sequence[MeshStepper], different: Sequence[bool]) -> None:
+    def __init__(self, steppers: Sequence[MeshStepper], of_steppers: Sequence[Scattered | None]) -> None:
         self._steppers = steppers
-        self._different = different
+        self._scattered = of_steppers
         self.everyone = _largest(steppers).collectives
         self.place = self.everyone.rank, self.everyone.world_size
 
@@ -47,7 +59,8 @@ class MeshGradients:
         """The norm of the gradients of the parameters that ``pick`` selects, as one vector, each element counted once.
 
         Per mesh it is ``torch.nn.utils.get_total_norm``, so for a single mesh it equals that of ``clip_grad_norm_``,
-        bit for bit. Plain tensors are assumed to be copies.
+        bit for bit. Plain tensors are assumed to be copies. The host waits for nothing on a rank that has all
+        gradients, and else once, for those that other ranks have.
         """
         order = checked_order(norm_type)
         with phase(NORM):
@@ -58,9 +71,12 @@ class MeshGradients:
                 everywhere = _largest(self._steppers)
                 total = torch.stack(largest).max() if largest else torch.zeros(())
                 return largest_of_all(everywhere.collectives, total.to(everywhere.device))
-            norms = [_norm(stepper, order, pick, foreach) for stepper in self._steppers]
-            if any(_partial(self._steppers)):
-                norms = _with_other_ranks(self._steppers, self._different, norms, order)
+            presences = [stepper.presence() for stepper in self._steppers]
+            if not all(presence.complete for presence in presences):
+                read_at_once(presences)
+            norms = [_norm(*of, order, pick, foreach) for of in zip(self._steppers, presences)]
+            if any(self._scattered):
+                norms = _with_other_ranks(_largest(self._steppers), self._scattered, norms, order)
             return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
 
     def scale(self, factor: float, pick: Pick = everything) -> None:
@@ -76,31 +92,37 @@ class MeshGradients:
             torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=foreach)
 
 
-def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
-    """Per stepper, whether other ranks have other parameters under the same names (experts), rather than copies.
+def scattered(steppers: Sequence[MeshStepper]) -> list[Scattered | None]:
+    """Per stepper, the meshes that it has on different ranks, if each leaves out ranks of the largest mesh.
 
-    This can only be so on a mesh that leaves out ranks of the largest mesh. Copies are equal bit by bit, different
-    parameters are not. Bits are summed as integers: sums of floats differ between types of GPU, or numbers of threads.
-    Called on all ranks of the largest mesh.
+    Copies are equal bit by bit, different parameters are not. Bits are summed as integers: sums of floats differ
+    between types of GPU, or numbers of threads. Called on all ranks of the largest mesh.
     """
-    partial = _partial(steppers)
+    most = set(_mesh(_largest(steppers)).ranks)
+    partial = [s.mesh is not None and set(s.mesh.ranks) < most for s in steppers]
     if not any(partial):
-        return partial
-    mine: list[tuple[object, int] | None] = []
+        return [None] * len(steppers)
+    mine: list[tuple[tuple[int, ...], object, int] | None] = []
     for stepper, part in zip(steppers, partial):
         sums = [sum_of_bits(local(member.param)) for member in stepper.members if part]
         fingerprint = sum((index + 1) * each for index, each in enumerate(sums))
-        place = _mesh(stepper).coordinates[stepper.collectives.rank] if part else None
-        mine.append((place, fingerprint) if part else None)
-    everywhere = _largest(steppers).collectives.gather_objects(mine)
-    different = []
-    for number, part in enumerate(partial):
+        mesh = stepper.mesh
+        if mesh is None or not part:
+            mine.append(None)
+        else:
+            mine.append((tuple(sorted(mesh.ranks)), mesh.coordinates[stepper.collectives.rank], fingerprint))
+    found: list[Scattered | None] = []
+    for part, of_ranks in zip(partial, zip(*_largest(steppers).collectives.gather_objects(mine), strict=True)):
+        firsts: dict[object, int] = {}
         of_place: dict[object, set[int]] = {}
-        for found in everywhere:
-            if part and found[number] is not None:
-                of_place.setdefault(found[number][0], set()).add(found[number][1])
-        different.append(part and any(len(values) > 1 for values in of_place.values()))
-    return different
+        for rank, of_rank in enumerate(of_ranks):
+            if part and of_rank is not None:
+                ranks, place, fingerprint = of_rank
+                firsts.setdefault(ranks, rank)
+                of_place.setdefault(place, set()).add(fingerprint)
+        different = any(len(values) > 1 for values in of_place.values())
+        found.append(Scattered(tuple(firsts.values()), different) if part else None)
+    return found
 
 
 def sum_of_bits(tensor: Tensor) -> int:
@@ -108,9 +130,8 @@ def sum_of_bits(tensor: Tensor) -> int:
     return int(tensor.view(integers).sum(dtype=torch.int64))
 
 
-def _norm(stepper: MeshStepper, norm_type: float, pick: Pick, foreach: bool | None) -> Tensor:
+def _norm(stepper: MeshStepper, presence: Presence, norm_type: float, pick: Pick, foreach: bool | None) -> Tensor:
     """The norm of the gradients that any rank has. torch's norm is a collective, so ranks without one use zeros."""
-    presence = stepper.presence()
     params = [member.param for index, member in enumerate(stepper.members) if presence(index) and pick(member.name)]
     presence.finish()
     grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
@@ -121,19 +142,20 @@ def _norm(stepper: MeshStepper, norm_type: float, pick: Pick, foreach: bool | No
 
 
 def _with_other_ranks(
-    steppers: Sequence[MeshStepper], different: Sequence[bool], norms: Sequence[Tensor], norm_type: float
+    largest: MeshStepper, of_steppers: Sequence[Scattered | None], norms: Sequence[Tensor], norm_type: float
 ) -> list[Tensor]:
-    """Norms of partial meshes, complete on every rank: over all different parameters, or the largest of copies."""
-    mine = [(tuple(sorted(s.mesh.ranks)) if s.mesh else None, norm.item()) for s, norm in zip(steppers, norms)]
-    everywhere = _largest(steppers).collectives.gather_objects(mine)
+    """Norms that are complete on every rank of the ``largest`` mesh: over all different parameters, or of copies the
+    largest. Called on all of these ranks."""
+    mine = torch.stack([norm.to(largest.device, torch.float64) for norm in norms])  # which holds each dtype's values
+    everywhere = mine.new_empty(largest.collectives.world_size * len(norms))
+    largest.collectives.all_gather(everywhere, mine)
+    of_ranks = everywhere.view(-1, len(norms))
     totals = []
-    for number, (norm, partial) in enumerate(zip(norms, _partial(steppers))):
-        if not partial:
-            totals.append(norm)
-            continue
-        values = torch.tensor(list(dict(found[number] for found in everywhere).values()), dtype=norm.dtype)
-        kind = norm_type if different[number] else float("inf")
-        totals.append(torch.linalg.vector_norm(values, kind).to(norm.device))
+    for number, (norm, of_stepper) in enumerate(zip(norms, of_steppers)):
+        if of_stepper is not None:
+            values = torch.stack([of_ranks[rank, number] for rank in of_stepper.firsts]).to(norm.device, norm.dtype)
+            norm = torch.linalg.vector_norm(values, norm_type if of_stepper.different else float("inf"))
+        totals.append(norm)
     return totals
 
 
@@ -144,8 +166,3 @@ def _largest(steppers: Sequence[MeshStepper]) -> MeshStepper:
 def _mesh(stepper: MeshStepper) -> Mesh:
     assert stepper.mesh is not None
     return stepper.mesh
-
-
-def _partial(steppers: Sequence[MeshStepper]) -> list[bool]:
-    most = set(_mesh(_largest(steppers)).ranks)
-    return [s.mesh is not None and set(s.mesh.ranks) < most for s in steppers]

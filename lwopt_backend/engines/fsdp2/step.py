@@ -27,14 +27,14 @@ from lwopt_backend.config.hosts import NAME
 from lwopt_backend.engines import report
 from lwopt_backend.engines.fsdp2.gradients import place_gradients
 from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes
-from lwopt_backend.groups.param_groups import ComparedOptions, ElementwiseGroups, Groups, option_lines
+from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups, Groups, option_lines
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.runtime.agreement import StepRefused, disagreement
-from lwopt_backend.runtime.presence import Presence
-from lwopt_backend.runtime.stepper import EarlyExchange
+from lwopt_backend.runtime.agreement import disagreement
+from lwopt_backend.runtime.presence import Presence, read_at_once
+from lwopt_backend.runtime.stepper import EarlyExchange, copied
 from lwopt_backend.runtime.whole import Slices, Storage
 
 
@@ -148,7 +148,7 @@ class Attachment:
 # One step of all steppers of a model: matrices mesh by mesh, the rest while the first bucket is on the wire.
 
 
-FLAGS = 3  # of a step, beside a member's: whether its model was changed on a rank, and two of the options
+FLAGS = 2  # of a step, beside a member's: those of the options
 
 
 def step_all(
@@ -159,28 +159,38 @@ def step_all(
     states: States,
     attachment: Attachment | None,
     row_scaling: RowScaling,
-    changed: str | None,
     options: ComparedOptions,
 ) -> None:
     """One step with the current gradients. ``rules`` are those of the param groups. Called on all ranks.
 
-    ``changed`` describes a change to the model on this rank that ends its training. If any rank has one, or ``options``
-    are found to differ, all ranks raise before any weight is changed.
+    If ``options`` are found to differ, all ranks raise before any weight is changed.
+
+    The host reads what ranks told each other, and so waits for the backward pass, only where something depends on it:
+    in steps that compare options, with an ``attachment``, and on a rank that lacks a gradient, which other ranks may
+    have. No rank's collectives depend on whether it reads.
     """
     place_gradients(member.param for stepper in steppers for member in stepper.members)
     of_steppers = [stepper.rules_of(rules) for stepper in steppers]
     storages = [stepper.storage(states) for stepper in steppers]
-    touched: list[Tensor | None] = [None] * len(steppers)
-    if attachment is not None:
-        parts = zip(steppers, of_steppers, storages)
-        touched = [attachment.touched(number, *part) for number, part in enumerate(parts)]
-    flags = [int(changed is not None), *options.flags(groups)]
+    flags = options.flags(groups)
+    compares = flags[0] != NONE
+
+    def advance_sent(into: Sequence[Storage]) -> list[Tensor | None]:
+        if attachment is None:
+            return [None] * len(steppers)
+        return [attachment.touched(number, *part) for number, part in enumerate(zip(steppers, of_steppers, into))]
+
+    # Nothing may have been advanced where a difference ends the step: it may be set right, and the step taken.
+    touched = advance_sent([*map(copied, storages)] if compares else storages)
     presences = [stepper.presence(flags, more) for stepper, more in zip(steppers, touched)]
-    error = _error_anywhere(steppers, presences, groups, changed)
-    if error is not None:
-        if attachment is not None:
-            attachment.remove()
-        raise error
+    if compares or any(more is not None for more in touched) or not all(each.complete for each in presences):
+        read_at_once(presences)
+    if compares:
+        if (error := _difference(steppers, presences, groups)) is not None:
+            if attachment is not None:
+                attachment.remove()
+            raise error
+        advance_sent(storages)
     meanwhile: Callable[[], None] | None = functools.partial(
         _step_elementwise, optimizers, groups, steppers, presences, states
     )
@@ -203,22 +213,14 @@ def step_all(
         row_scaling.clear()
 
 
-def _error_anywhere(
-    steppers: Sequence[MeshStepper],
-    presences: Sequence[Presence],
-    groups: Sequence[Mapping[str, Any]],
-    changed: str | None,
+def _difference(
+    steppers: Sequence[MeshStepper], presences: Sequence[Presence], groups: Sequence[Mapping[str, Any]]
 ) -> Exception | None:
-    """What all ranks of a mesh are to raise. Called on all ranks of the meshes, each of which hears of its error."""
+    """The error about options that differ. Called on the ranks that compare, each of which goes through its meshes: if
+    the options on one differ, all of its ranks are here."""
     found: Exception | None = None
     for stepper, presence in zip(steppers, presences):
-        any_changed, *options = presence.anywhere()[len(stepper.members) :][:FLAGS]
-        if any_changed:
-            of_ranks = stepper.collectives.gather_objects(changed)
-            ranks = sorted(stepper.mesh.ranks) if stepper.mesh is not None else [0]
-            first = next(f"{said} (rank {rank})" for rank, said in zip(ranks, of_ranks) if said is not None)
-            found = found or StepRefused(f"{NAME}: {first}")
-        elif ComparedOptions.differ(options):
+        if ComparedOptions.differ(presence.anywhere()[len(stepper.members) :][:FLAGS]):
             error = disagreement(stepper.collectives, NAME, option_lines(groups))
             found = found or error
     return found
