@@ -6,6 +6,7 @@ whether every gradient is finite, what their total norm is, whether all modules 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -221,7 +222,10 @@ class ModuleOptimizers(torch.optim.Optimizer):
         for name, part in self._parts.items():
             try:
                 number = float(int(digest(part.options())[:12], 16)) if compare else 0.0  # a double holds 48 bits
-                values = torch.stack([torch.as_tensor(v).to(device, torch.float64) for v in (*measure(part), number)])
+                # A number that is filled in, unlike one that is copied to a GPU, makes no host wait.
+                there = functools.partial(torch.full, (), dtype=torch.float64, device=device)
+                mine = [v.to(device, torch.float64) if isinstance(v, Tensor) else there(v) for v in measure(part)]
+                values = torch.stack([*mine, there(number)])
             except Exception as error:  # other modules' ranks wait for this one, so it is raised below, on all ranks
                 failed[name] = error
                 values = torch.full((width + 1,), math.nan)
