@@ -200,6 +200,7 @@ def _in_torch(engine: str, setting: Setting) -> dict[str, Make]:
         name = f"ours, {layout}"
         found[name] = functools.partial(make, name, functools.partial(ours, layout=layout))
     found[TORCHS] = lambda: make(TORCHS, torchs)
+    found["AdamW"] = lambda: make("AdamW", lambda model: _adamw(list(model.parameters())))
     if engine == "fsdp2":
         name = "ours, bucket_matrices=16"
         found[name] = lambda: make(name, functools.partial(ours, bucket_matrices=16))
@@ -233,7 +234,7 @@ def _trained(name: str, optimizers_of: Callable[[nn.Module], list[Any]], setting
         fully_shard(model, mesh=mesh)
     optimizers = optimizers_of(model)
     called = model
-    if not sharded and setting.ranks > 1 and name == TORCHS:
+    if not sharded and setting.ranks > 1 and not name.startswith(OURS):
         called = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def step(batches: Sequence[tuple[Tensor, Tensor]], hooks: Hooks) -> None:
