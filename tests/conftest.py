@@ -15,12 +15,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--transport", choices=["gloo", "strict"], help="only tests on ranks, on tests/strict_transport.py, or on gloo"
     )
+    group.addoption(
+        "--device",
+        choices=["cpu", "cuda"],
+        help="only tests marked `gpu`, on it: one rank, or several by that transport",
+    )
     group.addoption("--one-in", type=int, default=1, metavar="N", help="of the tests selected, every Nth")
     group.addoption("--order", type=int, metavar="SEED", help="run the files, and the tests in each, in a random order")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: runs in `make test-full` only")
+    config.addinivalue_line("markers", "gpu: runs with `--device` only, as in `make test-gpu`")
     config.addinivalue_line("markers", "on_gloo: needs gloo itself, and is not run with `--transport strict`")
     config.addinivalue_line("markers", "cells(where, axes): a table of arguments, see tests/cells.py")
 
@@ -35,6 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     transport = config.getoption("transport")
     left_out = set() if config.getoption("full") else {item for item in items if item.get_closest_marker("full")}
+    left_out |= {item for item in items if bool(item.get_closest_marker("gpu")) != bool(config.getoption("device"))}
     if transport is not None:
         left_out |= {item for item in items if "rank_pools" not in getattr(item, "fixturenames", ())}
     if transport == "strict":
@@ -59,7 +66,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def rank_pools(pytestconfig: pytest.Config) -> Iterator[dict[int, RankPool]]:
     """Worlds of 1 to 4 ranks, all on the same processes."""
-    processes = RankProcesses(pytestconfig.getini("filterwarnings"), pytestconfig.getoption("transport") or "gloo")
+    device = pytestconfig.getoption("device")
+    transport = "strict" if device else pytestconfig.getoption("transport") or "gloo"
+    processes = RankProcesses(pytestconfig.getini("filterwarnings"), transport, device)
     yield {world_size: RankPool(world_size, processes) for world_size in range(1, 5)}
     for fault in sorted(processes.listed()):
         warnings.warn(f"not on NCCL: {fault}", stacklevel=1)

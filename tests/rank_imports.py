@@ -3,7 +3,7 @@
 import gc
 import os
 
-os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+os.environ.update(DS_ACCELERATOR=os.environ.get("LWOPT_TEST_DEVICE", "cpu"), OMP_NUM_THREADS="1")
 
 from tests import assertions  # noqa: E402
 

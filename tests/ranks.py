@@ -45,10 +45,11 @@ class RankProcesses:
     one world at a time: a call that asks for another number of ranks changes the default group, which takes
     milliseconds, where a process takes seconds to start."""
 
-    def __init__(self, warning_filters: Sequence[str] = (), transport: str = "gloo") -> None:
+    def __init__(self, warning_filters: Sequence[str] = (), transport: str = "gloo", device: str | None = None) -> None:
         """``warning_filters``: as in pytest's ``filterwarnings``, for the code that the ranks run. ``transport``: gloo,
-        or strict, see tests/strict_transport.py."""
-        self._warning_filters, self._transport = tuple(warning_filters), transport
+        or strict, see tests/strict_transport.py. On a ``device``, cuda or in its place cpu, all ranks share the first
+        one, and a world of one rank is on NCCL, or gloo."""
+        self._warning_filters, self._transport, self._device = tuple(warning_filters), transport, device
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.mkdtemp(prefix="lwopt-ranks-")
@@ -76,6 +77,8 @@ class RankProcesses:
 
     def rest(self) -> None:
         """Between two tests: end processes that are in many groups, each of which keeps threads of gloo that poll."""
+        if self._device:  # which has many threads of its own
+            return
         alive = all(process.is_alive() for process in self._processes)
         if not alive or any(psutil.Process(process.pid).num_threads() > MOST_THREADS for process in self._processes):
             self.close()
@@ -100,12 +103,12 @@ class RankProcesses:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, count: int) -> None:
-        context = forkserver()
+        context = mp.get_context("spawn") if self._device else forkserver()  # a fork cannot use CUDA
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for _ in range(len(self._processes), count):
             ours, theirs = context.Pipe()
-            settings = (self._folder, self._warning_filters, self._transport)
+            settings = (self._folder, self._warning_filters, self._transport, self._device)
             process = context.Process(target=_serve, args=(theirs, self._store.port, *settings), daemon=True)
             process.start()
             self._processes.append(process)
@@ -205,19 +208,28 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _serve(pipe: Connection, port: int, folder: str, warning_filters: tuple[str, ...], transport: str) -> None:
+def _serve(
+    pipe: Connection, port: int, folder: str, warning_filters: tuple[str, ...], transport: str, device: str | None
+) -> None:
     """Enter the worlds that the test run names, and call in them what it sends."""
     os.environ.update(TORCH_EXTENSIONS_DIR=folder, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # torch's flight recorder keeps the last 2,000 collectives, some 1.3 kB each, which looks like a leak until then.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    os.environ["LWOPT_TEST_DEVICE"] = device or "cpu"
     import torch
 
+    if device:
+        strict_transport.DEVICE = torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(0)
+        torch.cuda.init()
     import tests.rank_imports  # noqa: F401 - a process to fork from says nothing where this fails
 
     for text in warning_filters:
         warnings.filterwarnings(*parse_warning_filter(text, escape=False))
     torch.set_num_threads(1)
-    linear, worlds = torch.nn.functional.linear, _Worlds(TCPStore("127.0.0.1", port, is_master=False), transport)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    linear, worlds = torch.nn.functional.linear, _Worlds(store, transport, device)
     while True:
         try:
             message = pipe.recv()
@@ -245,13 +257,13 @@ class _Worlds:
 
     current = 0
 
-    def __init__(self, store: TCPStore, transport: str) -> None:
+    def __init__(self, store: TCPStore, transport: str, device: str | None) -> None:
         from deepspeed.comm import comm
         from deepspeed.runtime.pipe import p2p
         from deepspeed.utils import groups
         from torch.distributed import distributed_c10d as c10d
 
-        self._store, self._transport = store, transport
+        self._store, self._transport, self._device = store, transport, device
         # What is global in torch and in DeepSpeed and tells of process groups: a module, and names in it.
         known = {module: [name for name in vars(module) if not name.startswith("__")] for module in (comm, p2p, groups)}
         by_group = ["_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag"]
@@ -275,12 +287,20 @@ class _Worlds:
         DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
         if hasattr(debug, "_clear_sharding_prop_cache"):  # from torch 2.10 on
             debug._clear_sharding_prop_cache()  # it refers to meshes of other worlds
-        local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
+        local = {
+            "RANK": rank,
+            "LOCAL_RANK": 0 if self._device else rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_SIZE": world_size,
+        }
         os.environ.update({name: str(value) for name, value in local.items()})
         if number and number not in self._kept:
             store = dist.PrefixStore(f"world {number}", self._store)
-            dist.init_process_group(self._transport, store=store, rank=rank, world_size=world_size)
-            deepspeed.init_distributed(dist_backend=self._transport, verbose=False)
+            transport = self._transport
+            if self._device and world_size == 1:
+                transport = "nccl" if self._device == "cuda" else "gloo"
+            dist.init_process_group(transport, store=store, rank=rank, world_size=world_size)
+            deepspeed.init_distributed(dist_backend=transport, verbose=False)
 
     def _seen(self) -> tuple[dict[tuple[Any, str], Any], Any]:
         from torch.distributed import distributed_c10d as c10d

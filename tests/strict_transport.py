@@ -1,7 +1,8 @@
 """A process group as strict as NCCL and stricter, for CPU tensors, carried by gloo: ``pytest --transport strict``.
 
 Its name is not gloo, so the code takes the branches that GPUs take. What is sent is copied when a collective starts;
-what arrives is delivered by ``Work.wait()``. Until then outputs hold NaN, or bytes of 0xA5 if they are integers.
+what arrives is delivered by ``Work.wait()``. Until then outputs hold NaN, or bytes of 0xA5 if they are integers. With
+``--device cuda`` it is for tensors of one GPU that all ranks share, and stages them through the CPU.
 
 - Order. The ranks of a collective compare what they call, over a store, before it starts; all raise if they differ. A
   rank that waits for another, which waits in a collective of another group of both, raises as well: on NCCL, whose
@@ -38,9 +39,10 @@ from torch._C import _distributed_c10d as c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
 NAME = "strict"
-DEVICE = torch.device("cpu")
+DEVICE = torch.device("cpu")  # or a GPU that all ranks share; what travels is staged through the CPU
 PATIENCE = 60.0  # seconds until ranks that do not come count as dead, if the group's timeout is not shorter
 GRACE = 2.0
+LATE = 1_000_000  # cycles of a GPU
 OURS = ("lwopt_backend.", "tests.")
 PASSED_ON = (__name__, "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch._ops")
 PASSED_ON += ("torch.utils._contextlib", "contextlib", "typing_extensions", "deepspeed.comm.")
@@ -143,6 +145,8 @@ class StrictWork(dist.Work):
             works = launch(self._sent, self._arrived) if not compared or group.meets(call) else None
             for output in outputs:
                 _bytes(output).fill_(_poison(output))
+            if DEVICE.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # for the stream that waits, which may be another
         self._works = [works] if isinstance(works, dist.Work) else works
         self._waited = False
 
@@ -165,7 +169,10 @@ class StrictWork(dist.Work):
             return
         for output, arrived in zip(self._outputs, self._arrived):
             if _is_there(output):
-                output.data.copy_(arrived.view_as(output))
+                if DEVICE.type == "cuda":  # later than the host, so a stream that does not wait reads NaN
+                    torch.cuda._sleep(LATE)
+                    arrived = arrived.pin_memory()
+                output.data.copy_(arrived.view_as(output), non_blocking=True)
 
     def get_future(self) -> torch.futures.Future[Any]:
         self.wait()
@@ -455,4 +462,4 @@ class StrictGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-dist.Backend.register_backend(NAME, lambda options, _: StrictGroup(options), extended_api=True, devices=[DEVICE.type])
+dist.Backend.register_backend(NAME, lambda options, _: StrictGroup(options), extended_api=True, devices=["cpu", "cuda"])
