@@ -6,6 +6,8 @@
 # make test-oldest   only the latter; ARGS=deepspeed or ARGS=torch for one of them
 # make test-peers    clients and peers that are not ours, each in an environment of its own; ARGS="trl lightning" for some
 # make test-faults   the fault campaign: kills, full disks, damaged and hostile files, bad settings; at most an hour
+# make test-gpu      what needs an NVIDIA GPU, without a network: bits, waits, memory, several ranks on it, benchmarks;
+#                    ARGS="--wheels FOLDER" installs from a folder what is missing, see scripts/gpu.py; results in runs/gpu
 # make docs          build the pages in docs/ as a site, strictly, into site/
 # make compare       train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each
 #
@@ -20,7 +22,7 @@ PYTEST = -m pytest -n 2 --dist loadfile --durations=15
 train: CONFIG ?= configs/zero2_muon.json
 train-fsdp2: CONFIG ?= configs/fsdp2_muon.json
 
-.PHONY: train train-fsdp2 check test test-full test-oldest test-peers test-faults docs compare environment clean
+.PHONY: train train-fsdp2 check test test-full test-oldest test-peers test-faults test-gpu docs compare environment clean
 .DEFAULT_GOAL := train
 
 train: environment
@@ -47,6 +49,7 @@ test-full: environment
 	@$(RUN) $(PYTEST) --full $(ARGS)
 ifeq ($(strip $(ARGS)),)
 	@$(RUN) $(PYTEST) --transport strict
+	@$(RUN) scripts/gpu.py --device cpu
 	@$(RUN) scripts/oldest.py
 endif
 
@@ -58,6 +61,10 @@ test-peers: environment
 
 test-faults: environment
 	@$(RUN) scripts/beside.py faults $(ARGS)
+
+# Without `environment`, which needs a network.
+test-gpu:
+	@"$$(cat .make/python 2> /dev/null || echo $(PYTHON))" scripts/gpu.py $(ARGS)
 
 docs: environment
 	@$(RUN) scripts/beside.py docs $(ARGS)

@@ -23,6 +23,7 @@ import venv
 from collections.abc import Sequence
 from importlib.metadata import requires, version
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +66,8 @@ def environment(name: str, requirements: Sequence[str], *options: str, keep_torc
     lines = ["import site", *(f"site.addsitedir({path!r})" for path in sites)]
     Path(sysconfig.get_path("purelib", "venv", paths), "prepared.pth").write_text("; ".join(lines) + "\n")
     (folder / "constraints.txt").write_text("".join(f"{line}\n" for line in constraint))
-    print(f"installing {' '.join(requirements)} into {folder.relative_to(ROOT)}", file=sys.stderr, flush=True)
+    names = " ".join(Path(each).name for each in requirements)
+    print(f"installing {names} into {folder.relative_to(ROOT)}", file=sys.stderr, flush=True)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
     pip += ["--constraint", str(folder / "constraints.txt"), *options, *requirements]
     if subprocess.run(pip, stdout=sys.stderr).returncode != 0:
@@ -98,6 +100,14 @@ def faults(arguments: Sequence[str]) -> int:
     return run(environment("faults", of_extra("faults")), "pytest", *options, *chosen)
 
 
+def cases(junit: Path) -> tuple[list[Any], list[str]]:
+    """Of pytest's results the test cases that ran, and in words those that were skipped."""
+    found = [*ElementTree.parse(junit).iter("testcase")] if junit.exists() else []
+    skipped = {case: case.find("skipped") for case in found}
+    texts = [f"{case.get('name')}: {why.get('message')}" for case, why in skipped.items() if why is not None]
+    return [case for case, why in skipped.items() if why is None], texts
+
+
 def peers(arguments: Sequence[str]) -> int:
     """A peer none of whose tests ran fails, too, and every test that was skipped is named at the end."""
     chosen = arguments or list(PEERS)
@@ -112,12 +122,11 @@ def peers(arguments: Sequence[str]) -> int:
             results = Path(folder, "results.xml")
             options = ("-p", "no:cacheprovider", "--durations=15", f"--junit-xml={results}")
             ended = run(python, "pytest", *options, *tests)
-            cases = [*ElementTree.parse(results).iter("testcase")] if results.exists() else []
-        left = [case for case in cases if case.find("skipped") is not None]
-        skipped += [f"{name}: {case.get('name')}: {case.find('skipped').get('message')}" for case in left]
+            ran, left = cases(results)
+        skipped += [f"{name}: {text}" for text in left]
         if ended != 0:
             failed.append(name)
-        elif len(left) == len(cases):
+        elif not ran:
             failed.append(f"{name} (no test ran)")
     if skipped:
         print("\n  ".join(["skipped:", *skipped]), file=sys.stderr)

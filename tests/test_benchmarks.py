@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -196,3 +198,9 @@ def test_the_package_is_timed_last_and_its_row_says_which_iteration_it_runs() ->
     name = "gram-newton-schulz"
     rows = measure(shapes, 2, 1, torch.device("cpu"), {name: lambda matrices: matrices}, lambda: None)
     assert {row.of: row.variant for row in rows} == {"square": f"{name}, standard", "wide": name, "tall": name}
+
+
+def test_without_a_gpu_the_tests_on_one_say_so() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "gpu.py")]
+    ended = subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.startswith("no GPU: torch")
