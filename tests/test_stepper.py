@@ -1,6 +1,11 @@
 """The stepper on gloo, without DeepSpeed: what it computes, what it sends and when, and what it leaves in place."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,6 +15,7 @@ from lwopt_backend.plan import MatrixPlan
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.exchange import Beside
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import Slices, flat_storage
 from tests.cells import cells
@@ -109,3 +115,46 @@ def test_matrices_whole_at_their_owner_are_stepped_on_views() -> None:
     views = spy.seen.count(slices.grad.untyped_storage().data_ptr())
     assert views == len(plan.local_atoms(dist.get_rank())) > 0
     assert len(spy.seen) - views <= 1
+
+
+def test_work_beside_a_stream_follows_it_and_is_followed_only_where_it_is_joined() -> None:
+    """On streams that note what they are told."""
+    told: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Any) -> None:
+            told.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        told.append(f"on {stream.name}")
+        yield
+        told.append(f"off {stream.name}")
+
+    class Gradient:
+        device = torch.device("cuda")
+
+        def record_stream(self, stream: Stream) -> None:
+            told.append(f"kept for {stream.name}")
+
+    streams = SimpleNamespace(
+        Stream=lambda device: Stream("own"), stream=on, current_stream=lambda device: Stream("reduce-scatter")
+    )
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"))  # with CPU offload
+    grads: Any = [Gradient(), on_cpu]
+    with mock.patch.object(torch, "get_device_module", lambda device: streams):
+        beside = Beside(torch.device("cuda", 0))
+        with beside.running(lambda: grads):
+            told.append("packs")
+        beside.join()
+    assert told == [
+        "own waits for reduce-scatter",
+        "on own",
+        "kept for own",
+        "packs",
+        "off own",
+        "reduce-scatter waits for own",
+    ]

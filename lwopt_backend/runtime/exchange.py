@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,14 +33,43 @@ class Arrival:
     def discard(self) -> None:
         """Wait, and deliver nothing: a buffer must not be freed while the transport writes into it."""
         self.pending.wait()
-        if self.received.is_cuda:  # it may have been sent from another stream, that of the backward pass
-            stream = torch.cuda.current_stream(self.received.device)
+        device = self.received.device
+        if device.type != "cpu":  # it may have been sent from another stream, in the backward pass
+            stream = torch.get_device_module(device).current_stream(device)
             self.received.record_stream(stream)
             self.data.record_stream(stream)
 
     def sent(self) -> Segments:
         """The segments that this rank sent."""
         return _in(self.data, self.way.transfer.sends, self.way.send_offsets)
+
+
+class Beside:
+    """A stream beside that of its caller, where ``device`` has streams; on a CPU, the caller itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._own: Any = None if self._streams is None else self._streams.Stream(device)
+
+    @contextmanager
+    def running(self, reads: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        """Within it, work follows what the caller's stream was given, which waits for none of it. ``reads`` returns
+        tensors of other streams that may be freed before the work is done."""
+        if self._streams is None:
+            yield
+            return
+        self._own.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._own):
+            for tensor in reads():
+                if tensor.device.type == self._device.type:
+                    tensor.record_stream(self._own)
+            yield
+
+    def join(self) -> None:
+        """What the caller's stream is given from now on follows all work."""
+        if self._streams is not None:
+            self._streams.current_stream(self._device).wait_stream(self._own)
 
 
 def _in(buffer: Tensor, segments: Sequence[Segment], offsets: Sequence[int]) -> Segments:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lwopt_backend.plan import MatrixPlan, Segment
 from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.exchange import Arrival, Segments, ways_back, ways_to_owners
+from lwopt_backend.runtime.exchange import Arrival, Beside, Segments, ways_back, ways_to_owners
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_all
 
 # Early exchange: buckets sent in the backward pass, and used only if they carried what the step would have sent.
@@ -28,10 +28,15 @@ class EarlyExchange:
     bit. If any rank finds a difference, because gradients were clipped, unscaled or otherwise changed in between, the
     bucket is exchanged again. So the result always equals that of a step without early exchange. After such a
     repetition, early exchange pauses for 1 step, then for 2, up to 32.
+
+    Directions are computed beside the stream on which gradients become ready, so that the next gradients need not wait
+    for them.
     """
 
-    def __init__(self, stepper: MatrixStepper, buckets: Sequence[Sequence[int]]) -> None:
+    def __init__(self, stepper: MatrixStepper, buckets: Sequence[Sequence[int]], device: torch.device) -> None:
         self._stepper = stepper
+        self._device = device
+        self._beside = Beside(device)
         self._buckets = buckets
         self._bucket_of = {atom: number for number, bucket in enumerate(buckets) for atom in bucket}
         self._waiting = [set(bucket) for bucket in buckets]
@@ -55,23 +60,27 @@ class EarlyExchange:
         self._waiting[bucket].discard(atom)
         if not self._waiting[bucket]:
             rules, storage = now()
-            self._departed[bucket] = self._stepper.send_directions(bucket, _Run(rules, copied(storage)))
+            atoms = self._stepper.sent_atoms(bucket)
+            with self._beside.running(lambda: [part.grad for atom in atoms for part in storage(atom)]):
+                self._departed[bucket] = self._stepper.send_directions(bucket, _Run(rules, copied(storage)))
 
     def forget(self) -> None:
         """Drop all exchanges in flight."""
+        self._beside.join()
         for arrival in self._departed.values():
             arrival.discard()
         self._departed, self._advanced = {}, set()
         self._waiting = [set(bucket) for bucket in self._buckets]
 
-    def touched(self, rules: Sequence[MatrixRule], storage: Storage, missing: set[int], device: torch.device) -> Tensor:
+    def touched(self, rules: Sequence[MatrixRule], storage: Storage, missing: set[int]) -> Tensor:
         """Advance the state of the buckets already sent, and compare what they carried with what the step would send.
 
         Returns int32 flags of shape (buckets of the plan,), 1 where a bucket must be exchanged again.
 
         ``missing`` are atoms that no longer have a gradient on this rank.
         """
-        flags = torch.zeros(len(self._buckets), dtype=torch.int32, device=device)
+        self._beside.join()
+        flags = torch.zeros(len(self._buckets), dtype=torch.int32, device=self._device)
         for bucket, arrival in self._departed.items():
             if missing.intersection(self._buckets[bucket]):
                 flags[bucket] = 1
@@ -199,6 +208,10 @@ class MatrixStepper:
 
     def _step_local(self, run: _Run) -> None:
         self._whole.step(run.active_of(self._local), run.rules, run.storage)
+
+    def sent_atoms(self, bucket: int) -> list[int]:
+        """The atoms of a bucket of which this rank sends a piece."""
+        return [segment.atom for segment in self._to_owners[bucket].transfer.sends]
 
     def send_directions(self, bucket: int, run: _Run, *, advance: bool = True) -> Arrival:
         """Start the all-to-all that sends a bucket's directions to their owners."""

@@ -99,7 +99,7 @@ class Attachment:
         self._handles: list[Any] = []
         for number, stepper in enumerate(steppers):
             if stepper.plan.buckets:
-                self._early[number] = EarlyExchange(stepper.stepper, stepper.plan.buckets)
+                self._early[number] = EarlyExchange(stepper.stepper, stepper.plan.buckets, stepper.device)
                 for atom, index in enumerate(stepper.matrices):
                     hook = functools.partial(self._ready, number, stepper, atom)
                     self._handles.append(stepper.members[index].param.register_post_accumulate_grad_hook(hook))
@@ -118,7 +118,7 @@ class Attachment:
         if number not in self._early:
             return None
         missing = {atom for atom, i in enumerate(stepper.matrices) if stepper.members[i].param.grad is None}
-        return self._early[number].touched(rules, storage, missing, stepper.device)
+        return self._early[number].touched(rules, storage, missing)
 
     def settle(self, number: int, touched: Sequence[int]) -> Mapping[int, Any]:
         return self._early[number].settle(touched) if number in self._early else {}
