@@ -33,7 +33,14 @@ from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check
 from lwopt_backend.engines.gradients import ClipGroups, Pick, check_finite, checked_order
 from lwopt_backend.engines.owned import model as owned_model
 from lwopt_backend.engines.owned.gradients import OwnedGradients
-from lwopt_backend.engines.owned.model import Backward, check_model, check_options, tell_when_loaded, wait_in_forward
+from lwopt_backend.engines.owned.model import (
+    Backward,
+    check_model,
+    check_not_compiled,
+    check_options,
+    tell_when_loaded,
+    wait_in_forward,
+)
 from lwopt_backend.engines.owned.state import OwnedStore, held_state, state_of, take_state
 from lwopt_backend.engines.owned.step import OwnedCore, Share, broadcast_untrained
 from lwopt_backend.groups.choices import Rules, settings_lines
@@ -280,6 +287,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
         def decide() -> tuple[tuple[Rules, OwnedConfig, Grouping, list[Share]], list[str]]:
             check_model(model)
             rules, config, grouping = given.decide(OwnedConfig, model)
+            if config.overlap_param_gather:
+                check_not_compiled(model)
             experts = as_globs(sharing.expert_params, "expert_params")
             check_globs("expert_params", experts, grouping.routes, grouping.routes)
             check_options(config, grouping, experts, *sharing[2:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -88,6 +89,26 @@ def moved(names: Sequence[str], params: Sequence[Tensor], places: Sequence[int])
         if param.data_ptr() != place:
             return f"parameter {name!r} was moved or got other data (model.to(), param.data = ...); {ADVICE}"
     return None
+
+
+def check_not_compiled(model: nn.Module) -> None:
+    """Raises ValueError if a module of the model has run in code of torch.compile, which is still cached.
+
+    torch.compile traces a module's hooks with the module, and does not look whether hooks were added since then
+    (``torch._dynamo.config.skip_nnmodule_hook_guards``). Such code would read parameters that are still in flight.
+    It leaves a mark on the parameters that it has read, which only ``torch.compiler.reset`` makes void.
+    """
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if compiler is None or not any(code() is not None for code in compiler.input_codes.seen):
+        return
+    for name, param in named_parameters(model):
+        if param.requires_grad and getattr(param, "_dynamo_static_input_type", None) is not None:
+            raise ValueError(
+                f"{NAME}: {name!r} has been used by code of torch.compile, which does not see hooks that are added "
+                "later, and overlap_param_gather needs such hooks to wait for parameters; make the optimizer before "
+                "the compiled model first runs, or call torch.compiler.reset() before making the optimizer, or switch "
+                "overlap_param_gather off"
+            )
 
 
 def check_options(
