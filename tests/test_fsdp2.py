@@ -121,6 +121,7 @@ class Reads(TorchFunctionMode):
 
 
 @on_ranks(4)
+@pytest.mark.on_gloo  # the strict transport reads what it carries
 @cells(sharding=["rows", "expert parallel", "ignored_params"], attach=[False, True])
 def test_the_host_reads_only_where_a_rank_lacks_a_gradient_and_then_once(sharding: str, attach: bool) -> None:
     """A clip, and a step as on an accelerator; in the first step, options are compared."""
