@@ -8,7 +8,8 @@ the other; ``mcore_grouped`` has all experts' first matrices of a layer, then al
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.cost import newton_schulz_flops
@@ -136,11 +137,13 @@ def stacked(matrices: list[Matrix]) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, (len(some), *some[0]) if ".experts." in name else some[0]) for name, some in found.items()]
 
 
-def study(model: str, engine: str, ranks: int, *, stack: bool = False) -> Study:
-    """The plan that ``engine`` makes for a public model by default; with ``stack``, of stacked experts."""
+def study(
+    model: str, engine: str, ranks: int, *, stack: bool = False, options: Mapping[str, Any] | None = None
+) -> Study:
+    """The plan that ``engine`` makes for a public model, by default; with ``stack``, of stacked experts."""
     shapes = stacked(load(model)) if stack else load(model)
     routes = [Route(name, shape, "matrix", "listed", stack=named_as_stack(name, shape)) for name, shape in shapes]
-    setting = Setting.of(engine)
+    setting = Setting.of(engine, options=options)
     return plan_study(ModelShapes(model, *setting.training.of(routes)), Deployment(ranks), setting)
 
 

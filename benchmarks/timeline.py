@@ -1,8 +1,8 @@
 """A step of all ranks of a planned world on one clock: a prediction, from what the engine's own code does.
 
     python -m benchmarks.timeline --hf llama-70b/config.json --world-size 512 --engine zero3 --cluster h100-8x-ib
-    python -m benchmarks.timeline --model llama3.1-8b --world-size 64 --engine fsdp2 --attach --trace step.json
-    python -m benchmarks.timeline --table          the cells of docs/performance.md
+    python -m benchmarks.timeline --hf config.json --world-size 64 --engine fsdp2 --attach --trace step.json
+    python -m benchmarks.timeline --table          the cells of docs/performance.md; --table llama3.1-8b, of some models
 
 Options beside those below are those of `lwopt plan`. One rank is rehearsed as in benchmarks/rehearsal; what the others
 do is generated from the plan. Devices and wires are the cluster's; see benchmarks/clock/play.py.
@@ -24,6 +24,7 @@ from typing import Any
 
 import typer
 
+from benchmarks.clock.cells import CELLS, rows
 from benchmarks.clock.generate import records
 from benchmarks.clock.passes import Given, GivenPasses, ShardedPasses
 from benchmarks.clock.play import Played, Rates, play
@@ -96,7 +97,13 @@ def run(words: Sequence[str]) -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--active", type=float, default=1.0)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--table", nargs="*", choices=sorted({model for model, _ in CELLS}))
     own, of_plan = parser.parse_known_args(words)
+    if own.table is not None:
+        for row in rows(predicted, own.table):
+            print(row, flush=True)
+        return
+    del own.table
     options = Own(**vars(own))
 
     @functools.wraps(plan)

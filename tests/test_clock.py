@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.clock import cells
 from benchmarks.clock.generate import generator_of, records
 from benchmarks.clock.passes import Given, GivenPasses
 from benchmarks.clock.play import Played, Rates, play
@@ -333,3 +334,12 @@ def test_the_command_says_what_a_step_takes(tmp_path: Path, capsys: pytest.Captu
     assert not ended.value.code and (tmp_path / "trace.json").exists()
     printed = " ".join(capsys.readouterr().out.split())
     assert "A prediction" in printed and "hidden behind work" in printed and "What waits for what" in printed
+
+
+def test_the_table_has_a_row_for_each_engine_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    ways = {name: cells.WAYS[name] for name in ("ZeRO 1, 2", "FSDP2, with passes", "owned, with passes")}
+    small = mock.patch.multiple(cells, CELLS=(("gpt2-124m", 8),), WAYS=ways, FITS=1e-9)
+    with small:
+        run(["--table"])
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split(" | ")[1] for row in rows] == ["ZeRO 1, 2", "FSDP2, with passes"]

@@ -29,6 +29,7 @@ from lwopt_backend.runtime.stepper import copied
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, owned_dtype
 
 Prepared = Callable[[], object]  # work whose tensors are made
+Pieces = tuple[tuple[int, tuple[int, ...]], ...]  # matrices, each with the elements of this rank's views of it
 
 
 def records(session: Session, template: Record) -> Iterator[tuple[Record, int]]:
@@ -134,6 +135,7 @@ class HostGenerator(Generator):
             self._owned.append(owned)
         self._local = [_by_owner(plan) for plan in self._plans]
         self._numels: dict[Any, dict[int, int]] = {}
+        self._found: dict[Any, Pieces] = {}
         self._works: dict[tuple[str, int], list[Work]] = {}
         for event in template:
             if isinstance(event, Work):
@@ -169,31 +171,64 @@ class HostGenerator(Generator):
                 found += self._at_pieces(("apply", ways[event.start][1]), rank)
         return tuple(found)
 
-    def _pieces(self, number: int, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    def _pieces(self, number: int, rank: int) -> Pieces:
         """A rank's pieces of a bucket in the order of the wire: matrices, and the elements of every view."""
-        unit, bucket = self._buckets[number]
-        plan, found = self._plans[unit], []
-        for atom in sorted(bucket, key=lambda index: plan.ownership.owners[index]):
-            numel = self._numel(unit, atom, rank)
-            if numel:
-                views = () if isinstance(plan.layout, MeshLayout) else plan.layout.views(atom, rank)  # type: ignore[attr-defined]
-                found.append((atom, tuple(math.prod(view.sizes) for view in views) or (numel,)))
-        return tuple(found)
+        unit, _ = self._buckets[number]
+        layout, (everywhere, alone) = self._plans[unit].layout, self._stored[number]
+        own = alone.get(rank, [])
+        shared = tuple(self._numel(unit, atom, rank) for atom in everywhere)  # one of a kind for each
+        key = number, tuple(own), shared, None if isinstance(layout, MeshLayout) else rank
+        if key not in self._found:
+            numels = {layout.kind(atom): numel for atom, numel in zip(everywhere, shared)}
+            found = []
+            for atom in self._order[number]:
+                numel = numels.get(layout.kind(atom), 0) or (self._numel(unit, atom, rank) if own else 0)
+                if numel:
+                    views = () if isinstance(layout, MeshLayout) else layout.views(atom, rank)  # type: ignore[attr-defined]
+                    found.append((atom, tuple(math.prod(view.sizes) for view in views) or (numel,)))
+            self._found[key] = tuple(found)
+        return self._found[key]
+
+    @cached_property
+    def _order(self) -> list[list[int]]:
+        """The matrices of each bucket in the order of the wire."""
+        return [sorted(bucket, key=self._plans[unit].ownership.owners.__getitem__) for unit, bucket in self._buckets]
+
+    @cached_property
+    def _stored(self) -> list[tuple[list[int], dict[int, list[int]]]]:
+        """By bucket: a matrix of each kind that every rank stores some of, and by rank the others that it does."""
+        found = []
+        for unit, bucket in self._buckets:
+            everywhere: dict[Any, int] = {}
+            alone: dict[int, list[int]] = {}
+            for atom in bucket:
+                kind, ranks = self._plans[unit].layout.kind(atom), self._by_rank(unit, atom)
+                if len(ranks) == self._plans[unit].layout.world_size:
+                    everywhere[kind] = atom
+                else:
+                    for rank in ranks:
+                        alone.setdefault(rank, []).append(atom)
+            found.append(([*everywhere.values()], alone))
+        return found
 
     def _numel(self, unit: int, atom: int, rank: int) -> int:
+        return self._by_rank(unit, atom).get(rank, 0)
+
+    def _by_rank(self, unit: int, atom: int) -> dict[int, int]:
+        """The elements of a matrix that each rank stores, if any."""
         layout = self._plans[unit].layout
         kind = unit, layout.kind(atom)
         if kind not in self._numels:
-            self._numels[kind] = {part.rank: part.numel for part in layout.fragments(atom)}
+            self._numels[kind] = {part.rank: part.numel for part in layout.fragments(atom) if part.numel}
             if sum(self._numels[kind].values()) != self._plans[unit].atoms[atom].numel:
                 raise ValueError("records of ranks are generated for layouts without copies of elements")
-        return self._numels[kind].get(rank, 0)
+        return self._numels[kind]
 
     def _at_pieces(self, at: tuple[str, int], rank: int, stream: str = COMPUTE) -> list[Work]:
         """Packing directions, or applying updates."""
         part, number = at
         mine, theirs = self._pieces(number, rank), self._pieces(number, self.session.rank)
-        if mine == theirs:
+        if mine is theirs or mine == theirs:
             return self._works.get(at, [])
         unit, _ = self._buckets[number]
         whole, views = self._wholes[unit], dict(mine)
@@ -257,10 +292,10 @@ class HostGenerator(Generator):
 
     def _nbytes(self, number: int, rank: int) -> int:
         """What a rank sends or receives of a bucket, the larger; equal both ways."""
-        unit, bucket = self._buckets[number]
+        unit, _ = self._buckets[number]
         owned = self._owned[number].get(rank, [])
         own = sum(self._numel(unit, atom, rank) for atom in owned)
-        stored = sum(self._numel(unit, atom, rank) for atom in bucket)
+        stored = sum(sum(views) for _, views in self._pieces(number, rank))
         whole = sum(self._plans[unit].atoms[atom].numel for atom in owned)
         return max(stored - own, whole - own) * self.rule.exchange_dtype.itemsize
 

@@ -58,7 +58,7 @@ class ShardedPasses(GivenPasses):
 
     def _start(self, kind: str, params: Sequence[Tensor], itemsize: int, stream: str) -> int:
         nbytes = sum(param.numel() for param in params) * itemsize * (self._ranks - 1) // self._ranks
-        return self.tracer.start(Start(f"FSDP2's {kind}", kind, nbytes, self._ranks, stream=stream))
+        return self.tracer.start(Start(f"FSDP2's {kind}", kind, nbytes, self._ranks, of_host=True, stream=stream))
 
     def backward(self, params: Sequence[Tensor], following: Sequence[Tensor] = ()) -> None:
         """The first block's weights are still there from the forward pass."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from benchmarks.clock.record import COMPUTE, Join, Record, Start, Wait, Work
+from benchmarks.clock.record import COMPUTE, Event, Join, Record, Start, Wait, Work
 from lwopt_backend.plan.cost import Machine
 
 # Bytes per second that element-wise kernels read and write: 80 % of the peak of the memory of each cluster's devices.
@@ -112,7 +112,7 @@ class Played:
     hosts: tuple[float, ...]
     counts: tuple[int, ...]
     trips: tuple[Trip, ...]
-    given: float  # seconds of the model's passes
+    given: float  # seconds of the model's passes and their host's collectives, played alone
     spans: dict[int, list[Span]]
 
     @property
@@ -183,9 +183,27 @@ def play(records: Sequence[tuple[Record, int]], rates: Rates) -> Played:
         tuple(rank.stood for rank in ranks),
         tuple(count for _, count in records),
         tuple(clock.trips),
-        max(rank.given for rank in ranks),
+        _Clock([(_passes_alone(records[0][0]), 1)], rates).run(),
         {number: rank.spans for number, rank in enumerate(ranks) if rank.keeps},
     )
+
+
+def _passes_alone(record: Record) -> Record:
+    """What a record has of the model's passes and their host's collectives."""
+    found: list[Event] = []
+    numbers: dict[int, int] = {}
+    starts = -1
+    for event in record:
+        if isinstance(event, Start):
+            starts += 1
+            if event.of_host:
+                numbers[starts] = len(numbers)
+                found.append(event)
+        elif isinstance(event, Wait) and event.start in numbers:
+            found.append(replace(event, start=numbers[event.start]))
+        elif isinstance(event, Join) or (isinstance(event, Work) and event.what in GIVEN):
+            found.append(event)
+    return tuple(found)
 
 
 class _Clock:
@@ -194,13 +212,14 @@ class _Clock:
     def __init__(self, records: Sequence[tuple[Record, int]], rates: Rates) -> None:
         self.rates = rates
         self.trips: list[Trip] = []
-        kept = MOST_SPANS // max(len(record) for record, _ in records)
+        kept = MOST_SPANS // max(1, *(len(record) for record, _ in records))
         self.ranks = [_Rank(number, record, number <= kept) for number, (record, _) in enumerate(records)]
         self._going = deque(self.ranks)
         self._waiting: defaultdict[int, list[_Rank]] = defaultdict(list)
 
-    def run(self) -> None:
-        """Let every rank go on until it waits for a collective that another has not started, and again after that."""
+    def run(self) -> float:
+        """Let every rank go on until it waits for a collective that another has not started, and again after that.
+        Returns when the last one is done."""
         while self._going:
             rank = self._going.popleft()
             trip = rank.go_on(self)
@@ -208,6 +227,7 @@ class _Clock:
                 self._waiting[trip].append(rank)
         if len({len(rank.starts) for rank in self.ranks}) > 1:
             raise ValueError("some ranks start more collectives than others, which would wait for ever")
+        return max(rank.done for rank in self.ranks)
 
     def start(self, rank: _Rank, event: Start, ready: float) -> None:
         """A rank starts its next collective, which begins if it is the last one."""
@@ -245,7 +265,6 @@ class _Rank:
     host: float = 0.0
     wire: float = 0.0
     work: float = 0.0
-    given: float = 0.0
     stood: float = 0.0
     streams: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0})
     starts: list[Start] = field(default_factory=list)
@@ -285,10 +304,7 @@ class _Rank:
         self.span(event.stream, event.what if not event.at[0] else f"{event.what} {event.at[1]}", begin, end)
         self.host, self.streams[event.stream] = launched, end
         self.stood += max(0.0, begin - free) + max(0.0, end - begin - seconds)
-        if event.what in GIVEN:
-            self.given += seconds
-        else:
-            self.work += seconds
+        self.work += 0.0 if event.what in GIVEN else seconds
 
     def _wait(self, event: Wait, trip: Trip, rates: Rates, ranks: int) -> None:
         free = self.streams[event.stream]

@@ -46,7 +46,7 @@ class Start:
     """A collective that starts once ``stream`` has got here on the last rank.
 
     ``nbytes`` is the larger of what this rank sends and receives. ``ranks`` take part, ``stride`` apart; other ranks do
-    the same at the same time. ``operations`` is how many NCCL makes of it.
+    the same at the same time. ``operations`` is how many NCCL makes of it; ``of_host`` is whether it is the host's own.
     """
 
     what: str
@@ -56,6 +56,7 @@ class Start:
     at: tuple[str, int] = ("", 0)
     stride: int = 1
     operations: int = 1
+    of_host: bool = False
     stream: str = COMPUTE
 
 
@@ -210,7 +211,7 @@ class Tracer(Recorder):
             kind = "reduce-scatter" if "reduce_scatter" in name else "all-gather" if "allgather" in name else kind
         what = self._part() if self._part() != OTHER else kind
         what = f"{what} {self._at[1]}" if self._at[0] else what
-        return Start(what, kind, nbytes, ranks, self._at, dist_stride(group), operations, self.stream)
+        return Start(what, kind, nbytes, ranks, self._at, dist_stride(group), operations, stream=self.stream)
 
 
 def dist_stride(group: ProcessGroup) -> int:

@@ -35,7 +35,7 @@ def figures(played: Played) -> dict[str, float]:
 def sentences(played: Played) -> Iterator[str]:
     """The figures in words."""
     found = figures(played)
-    yield f"Step: {ms(found['seconds'])}, of which {ms(found['given'])} are the model's passes."
+    yield f"Step: {ms(found['seconds'])}, of which {ms(found['given'])} are the passes alone."
     yield (
         f"Busiest rank's own work: {ms(found['busiest'])}. The step without the passes takes "
         f"{found['over_busiest']:.2f} times as long, and {found['over_mean']:.2f} times the work of all ranks over "
