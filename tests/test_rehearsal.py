@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from benchmarks.rehearsal.__main__ import run
 from benchmarks.rehearsal.step import Rehearsal, rehearse, rehearse_share
@@ -21,6 +22,7 @@ from lwopt_backend.planner.shapes import read_shapes_json
 from lwopt_backend.planner.study import Deployment, Study, plan_study
 from lwopt_backend.rules.muon import Muon
 
+pytestmark = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="a rehearsal needs torch 2.13")
 LAYER = {"q.weight": [64, 64], "o.weight": [64, 64], "up.weight": [200, 64], "down.weight": [64, 200], "norm": [64]}
 MODEL = [[f"layers.{i}.{name}", shape] for i in range(3) for name, shape in LAYER.items()]
 EXPERTS = [[f"layers.{i}.experts.{e}.up", [96, 64]] for i in range(3) for e in range(4)]
