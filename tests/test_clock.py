@@ -318,6 +318,10 @@ def test_attach_starts_the_exchange_in_the_backward_pass(studied: Callable[..., 
 
     assert early(alone) == [] and early(attached) == [0, 1]
     assert alone.given == attached.given
+    early_work = {
+        span.where for span in attached.spans[0] if span.what.startswith("exchange out") and span.where != "wire"
+    }
+    assert "beside" in early_work, "early exchanges are on a stream of their own"
 
 
 def test_parameters_of_owned_storage_return_behind_the_next_forward_pass(studied: Callable[..., Study]) -> None:

@@ -72,11 +72,8 @@ class ShardedPasses(GivenPasses):
         tracer = self.tracer
         tracer.add(Join(on=COMPUTE, stream=REDUCE))
         tracer.add(Wait(self._start("reduce-scatter", params, self._gradient_bytes, REDUCE), REDUCE))
-        tracer.stream = REDUCE
-        try:
+        with tracer.on_stream(REDUCE):
             yield
-        finally:
-            tracer.stream = COMPUTE
 
     def end(self) -> None:
         self.tracer.add(Join(on=REDUCE, stream=COMPUTE))

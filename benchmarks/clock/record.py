@@ -117,7 +117,6 @@ class Tracer(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.on = False
-        self.stream = COMPUTE
         self.events: list[Event] = []
         self._works: list[Work] = []
         self._at = ("", 0)
@@ -175,6 +174,10 @@ class Tracer(Recorder):
             return work
         number, self._open = self._open, None
         return _Handle(self, number, work)
+
+    def joined(self, stream: str, on: str) -> None:
+        if self.on and stream != on:
+            self.add(Join(on, stream))
 
     def waited(self, what: str) -> None:
         super().waited(what)

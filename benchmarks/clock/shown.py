@@ -72,7 +72,7 @@ def _late(trip: Trip) -> float:
 def write_trace(played: Played, path: Path) -> None:
     """Write the played ranks as trace events: a process a rank, a thread for its host, each stream and the wire."""
     events: list[dict[str, Any]] = []
-    threads = ("host", "compute", "reduce", "gather", "wire")
+    threads = ("host", "compute", "reduce", "beside", "gather", "wire")
     for rank, spans in played.spans.items():
         times = played.counts[rank]
         name = f"{times} ranks, {ms(played.works[rank])} of work each"

@@ -13,9 +13,10 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.kind = ""
         self.total = 0
+        self.stream = "compute"  # on which work is
         self.alive: Counter[str] = Counter()
         self._storages: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
         self._labels: list[str] = []
@@ -90,6 +92,18 @@ class Recorder(TorchDispatchMode):
     def address(self, tensor: Tensor) -> int:
         """A number that stands for the place of the tensor's first element."""
         return int(tensor.untyped_storage()._cdata * 2**48 + tensor.storage_offset() * tensor.itemsize)
+
+    @contextmanager
+    def on_stream(self, name: str) -> Iterator[None]:
+        """Within it, work is on another stream."""
+        before, self.stream = self.stream, name
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def joined(self, stream: str, on: str) -> None:
+        """Hear that a stream waits for another one."""
 
     def waited(self, what: str) -> None:
         """Count one wait for the GPU."""
@@ -246,9 +260,9 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
     # The methods are those with which torch's Python side asks for the GPU's driver.
     instead: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: DEVICE.index),
-        (torch.cuda, "current_stream", lambda device=None: _STREAM),
-        (torch.cuda, "Stream", lambda device=None: _STREAM),
-        (torch.cuda, "stream", lambda stream: nullcontext()),
+        (torch.cuda, "current_stream", lambda device=None: _Stream(recorder.stream, recorder)),
+        (torch.cuda, "Stream", lambda device=None: _Stream("beside", recorder)),
+        (torch.cuda, "stream", lambda stream: recorder.on_stream(stream.name)),
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         (torch.cuda, "synchronize", lambda device=None: recorder.waited("synchronize")),
         (FakeTensor, "tolist", read),
@@ -276,8 +290,21 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-# Everything is done at once.
-_STREAM = SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None, record_event=object)
+@dataclass(frozen=True)
+class _Stream:
+    """A stream, on which everything is done at once; ``recorder`` hears which stream waits for which."""
+
+    name: str
+    recorder: Recorder
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.recorder.joined(self.name, other.name)
+
+    def wait_event(self, event: _Stream) -> None:
+        self.wait_stream(event)
+
+    def record_event(self) -> _Stream:
+        return self
 
 
 def _in_order(tensor: Tensor, how: Mapping[str, Any]) -> Tensor:
