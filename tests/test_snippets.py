@@ -153,6 +153,10 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
         "assert more['iteration'] == 1",
     ),
     ("owned", 2): (OPTIMIZER, "step(model, optimizer)"),
+    ("performance", 0): (
+        f"{PLAIN}model.layers = torch.nn.ModuleList(model.children())\n",
+        "assert all(block._compiled_call_impl for block in model.layers)",
+    ),
     ("planning", 0): (ENGINE + MADE + "optimizer = LayerWiseOptimizer(nn.Linear(4, 4), report=False)\n", ""),
     ("start/hugging_face", 0): (ENGINE + HUGGING_FACE, "assert args.deepspeed_plugin is not None"),
     ("start/hugging_face", 1): (PLAIN + FSDP2, TRAINER),
