@@ -24,6 +24,7 @@ from torch.optim import lr_scheduler
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files import manifest
+from lwopt_backend.engines.modules import step as of_modules
 from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.optimizer import OwnedOptimizer
 from tests.cells import cells
@@ -494,6 +495,19 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
     ]
     for words, optimizers in given:
         fails_with(words, lambda optimizers=optimizers: ModuleOptimizers(optimizers))
+
+
+@on_ranks(2)
+def test_copies_of_any_dtype_are_compared_and_a_rank_that_cannot_is_an_error_on_all() -> None:
+    """Else the other ranks wait for what it has."""
+    for dtype in (torch.bfloat16, torch.float64, torch.complex128):
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3, dtype=dtype))])
+        ModuleOptimizers({"all": optimizer})
+    described = KeyError("broken") if dist.get_rank() == 0 else of_modules.held_by
+    broken = mock.patch.object(of_modules, "held_by", side_effect=described)
+    with broken, pytest.raises((KeyError, RuntimeError), match="broken"):
+        ModuleOptimizers({"all": optimizer})
+    ModuleOptimizers({"all": optimizer})
 
 
 @on_ranks(4)

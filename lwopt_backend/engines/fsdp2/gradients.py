@@ -126,8 +126,10 @@ def scattered(steppers: Sequence[MeshStepper]) -> list[Scattered | None]:
 
 
 def sum_of_bits(tensor: Tensor) -> int:
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-    return int(tensor.view(integers).sum(dtype=torch.int64))
+    """The sum of the elements' bits, read as integers; equal for copies on any device."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize]
+    return int(real.view(integers).sum(dtype=torch.int64))
 
 
 def _norm(stepper: MeshStepper, presence: Presence, norm_type: float, pick: Pick, foreach: bool | None) -> Tensor:

@@ -53,13 +53,14 @@ class ModuleOptimizers(torch.optim.Optimizer):
         parts = agree(self._everyone, what, lambda: (parts_of(optimizers), list(optimizers)))
         self.names = tuple(optimizers)
         self.modules = {name: part.optimizer for name, part in parts.items()}
-        held = self._everyone.gather_objects({name: held_by(part) for name, part in parts.items()})
+        # What a rank has may fail to be described: the others hear of it, and do not wait.
+        here = agree(self._everyone, NAME, lambda: ({name: held_by(part) for name, part in parts.items()}, []))
+        held = self._everyone.gather_objects(here)
         check_held(self._everyone, self.names, parts, held)
         self._parts = in_one_order(parts, held)
         found = [has for of_rank in held for has in of_rank.values()]
-        self._groups = tuple(
-            dict.fromkeys([None, *chain(*(has.groups for has in found))])
-        )  # of clipping; None: the rest
+        # Of clipping; None is the rest.
+        self._groups = tuple(dict.fromkeys([None, *chain(*(has.groups for has in found))]))
         self._clipped, self._group_norms = False, dict[str, Tensor]()
         self.overflowed: tuple[str, ...] = ()
         self._steps = 0
