@@ -26,19 +26,21 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from lwopt_backend.config.versions import requirement
+
 ROOT = Path(__file__).resolve().parent.parent
 MADE = ROOT / ".make" / "beside"
 PEERS = {  # what an environment has beyond the prepared one
     # Emerging-Optimizers asks for Python 3.12, but runs on 3.11.
     "megatron": ["--ignore-requires-python", "megatron-core==0.16.1", "emerging-optimizers==0.3.0"],
-    "trl": ["trl>=1.16,<2", "peft>=0.18", "evaluate"],
-    "torchtitan": ["torchtitan==0.3.0", "triton", "grain"],  # its main needs grain
-    "lightning": ["lightning>=2.6,<3"],
-    "hugging_face": ["--upgrade", "accelerate>=1.15", "transformers>=5,<6"],  # the newest
-    "pytorch_optimizer": ["--upgrade", "pytorch-optimizer>=4.1,<5"],
+    "trl": [requirement("trl"), requirement("peft"), "evaluate"],
+    "torchtitan": [requirement("torchtitan"), "triton", "grain"],  # its main needs grain
+    "lightning": [requirement("lightning")],
+    "hugging_face": ["--upgrade", requirement("accelerate"), requirement("transformers")],  # the newest
+    "pytorch_optimizer": ["--upgrade", requirement("pytorch-optimizer")],
     "gram_newton_schulz": ["--no-deps", "gram-newton-schulz==0.1.6"],  # without its kernels: its own path for CPUs
     "dion": ["triton"],  # and its sources, see the test
-    "deepspeed_muon": ["--no-build-isolation", "--upgrade", "deepspeed>=0.19.7,<0.20"],
+    "deepspeed_muon": ["--no-build-isolation", "--upgrade", requirement("deepspeed")],
 }
 IN_MAKE_TEST = {  # peers that the prepared environment has, too
     "hugging_face": ["test_hugging_face.py"],

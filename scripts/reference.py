@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that are made from declarations: command_line.md and rule_options.md.
+"""Write the pages of docs/ that are made from declarations: command_line.md, rule_options.md and versions.md.
 
 `python scripts/reference.py` writes them; tests/test_pages.py fails if they are not what this would write.
 """
@@ -13,6 +13,7 @@ import typer
 
 from lwopt_backend.cli import app
 from lwopt_backend.cli.rule_facts import rule_facts
+from lwopt_backend.config.versions import VERSIONS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "<!-- Made by `python scripts/reference.py`. -->"
@@ -28,13 +29,26 @@ RULES = f"""# The rules and their options
 
 `lwopt rules` prints the same. [Options](options.md) are those of a whole optimizer, [choosing a rule](optimizers.md)
 says which rule to take, and [the mathematics](rules.md) what it computes."""
+VERSIONS_PAGE = f"""# Versions
+
+{MADE}
+
+The versions that pip accepts, and those that the tests have run with. `make test` runs all tests with the torch that
+`make environment` installs; the command in each row runs what depends on the package with the others. A DeepSpeed
+outside the range is refused. A torch that is newer than the newest tested one is a warning. `lwopt env` prints what you
+have."""
 OPTION = ("option", "default", "meaning", "source")
 CLASSES = {"soap", "shampoo", "lion", "sgd", "torch_optimizer"}  # whose options others declare
 
 
 def pages() -> dict[str, str]:
     """The text of each page, by the name of its file."""
-    return {"command_line.md": command_line(), "rule_options.md": rule_options()}
+    return {"command_line.md": command_line(), "rule_options.md": rule_options(), "versions.md": versions()}
+
+
+def versions() -> str:
+    rows = [[name, f"`{of.supported}`", ", ".join(of.tested), f"`{of.command}`"] for name, of in VERSIONS.items()]
+    return "\n\n".join([VERSIONS_PAGE, table(("package", "supported", "tested", "the command"), rows)]) + "\n"
 
 
 def command_line() -> str:

@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
+from torch import nn
 
 import lwopt_backend
 from lwopt_backend import migration, rules
 from lwopt_backend.config.options import install_command
+from lwopt_backend.config.versions import VERSIONS, requirement
 from lwopt_backend.groups.optimizer_classes import PACKAGES
 from lwopt_backend.integrations import deepspeed_zero, fsdp2
 from lwopt_backend.integrations.deepspeed import migration as deepspeed_migration
@@ -181,6 +184,19 @@ def test_every_command_runs_without_a_warning_and_names_the_package_that_it_lack
         assert line.startswith("error: ") and line.endswith(install_command(package)), line
     shown = run([python.with_name("lwopt"), "--help"], tmp_path)
     assert "Usage: lwopt" in shown.stdout and not shown.stderr
+
+
+def test_pip_installs_what_is_supported_and_a_newer_torch_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    for package in VERSIONS.keys() - {"trl", "lightning", "torchtitan"}:  # which `make test-peers` installs
+        assert f'"{requirement(package)}"' in project
+    prepared = re.findall(r'TORCH = "torch==(.*)"', (ROOT / "scripts" / "environment.py").read_text())
+    assert {*prepared} <= {*VERSIONS["torch"].tested}
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with pytest.warns(UserWarning, match="expected torch .* or older.*, found 2.99.0; run `make test`") as warned:
+        for _ in range(2):
+            lwopt_backend.LayerWiseOptimizer(nn.Linear(2, 2), matrix="muon")
+    assert sum("2.99.0" in str(warning.message) for warning in warned) == 1
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "transformers", *PACKAGES.values()])

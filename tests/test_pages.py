@@ -21,6 +21,7 @@ from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers, run
 from lwopt_backend.cli import app
 from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
+from lwopt_backend.config.versions import VERSIONS
 from lwopt_backend.groups.choices import LayerWiseMuonConfig, muon_settings, settings_of
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, MuonOptions, arguments
 from lwopt_backend.planner.seconds import CLUSTERS
@@ -199,9 +200,15 @@ def test_pages_made_from_declarations_are_what_would_be_made_now() -> None:
     shipped = {name: rule for name, rule in ELEMENTWISE_RULES.items() if rule.source != REGISTERED}
     with mock.patch.dict(ELEMENTWISE_RULES, shipped, clear=True):
         made = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["pages"]()
-    assert {name.removesuffix(".md") for name in made} == {"command_line", "rule_options"}
+    assert {name.removesuffix(".md") for name in made} == {"command_line", "rule_options", "versions"}
     for name, text in made.items():
         assert text == (DOCS / name).read_text(), f"{name} is old: python scripts/reference.py"
+
+
+def test_the_readme_names_the_versions_that_are_tested() -> None:
+    torch_versions = [release.rpartition(".")[0] for release in VERSIONS["torch"].tested]
+    assert f"FSDP2 of torch {torch_versions[0]} to {torch_versions[-1]}" in README
+    assert f"DeepSpeed {' and '.join(VERSIONS['deepspeed'].tested)}" in README
 
 
 def test_every_page_is_in_the_navigation_and_the_readme_is_short() -> None:

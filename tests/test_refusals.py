@@ -23,11 +23,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from lwopt_backend.config.versions import VERSIONS
 from lwopt_backend.integrations import deepspeed_zero
 from lwopt_backend.integrations.deepspeed import versions
-from lwopt_backend.integrations.deepspeed.versions import OLDEST, SUPPORTED
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
-from tests.launcher import ROOT
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
@@ -39,6 +38,7 @@ NVME = {"device": "nvme", "nvme_path": "there"}
 FP16 = {"fp16": {"enabled": True}}
 OFFLOAD = "zero_optimization.offload_optimizer"
 OFF = "is on; switch it off"
+SUPPORTED, OLDEST = VERSIONS["deepspeed"].supported, VERSIONS["deepspeed"].tested[0]
 AT_STAGE_0 = "zero_optimization.stage is 0 and the model is trained in"
 
 
@@ -312,7 +312,7 @@ def installed() -> tuple[str, str]:
 
 
 def test_ranks_run_the_deepspeed_that_was_asked_for(ranks: RankPool) -> None:
-    """scripts/oldest.py says which one it wants tested; without it, it is the one that pip installed."""
+    """scripts/versions.py says which one it wants tested; without it, it is the one that pip installed."""
     asked = os.environ.get("DEEPSPEED_UNDER_TEST") or importlib.metadata.version("deepspeed")
     assert deepspeed.__version__ == asked
     assert ranks.run(installed) == [installed()] * 2
@@ -348,12 +348,6 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"DeepSpeed {version} is installed, but lwopt_backend supports {SUPPORTED}: {reason}" in message
         assert f"pip install 'deepspeed{SUPPORTED}'" in message
         assert ("a newer lwopt_backend" in message) == (reason == NEWER)
-
-
-def test_pip_installs_what_is_supported() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["deepspeed"] == [f"deepspeed{SUPPORTED}"]
 
 
 @pytest.mark.parametrize("message", WRONG_ON_CPUS)

@@ -13,7 +13,6 @@ from packaging.version import Version
 
 from lwopt_backend.config.options import install_command
 from lwopt_backend.integrations.deepspeed.engine import tensor_ranks, uses_auto_ep, uses_bf16_optimizer
-from lwopt_backend.integrations.deepspeed.versions import BEFORE
 from lwopt_backend.routing.routing import full_shape
 
 
@@ -27,7 +26,7 @@ def _stage(engine: DeepSpeedEngine) -> list[str]:
     dtype, stage = engine.get_data_types()[0], engine.zero_optimization_stage()
     if engine.device.type == "cpu" and Version(deepspeed.__version__) < Version("0.19.8"):
         this = f"on a CPU, where DeepSpeed {deepspeed.__version__}"
-        mend = f"run: {install_command('deepspeed', f'>=0.19.8,<{BEFORE}')}"
+        mend = f"run: {install_command('deepspeed', '==0.19.8')}"
         if stage == 3:
             return [f"zero_optimization.stage is 3 {this} uses parameters before all of them are gathered; {mend}"]
         if stage in (1, 2) and not engine.zero_contiguous_gradients():

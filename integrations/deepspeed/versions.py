@@ -1,4 +1,4 @@
-"""The DeepSpeed versions that are supported, and the undocumented names that we replace or call."""
+"""Whether the installed DeepSpeed is supported, and the undocumented names that we replace or call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from lwopt_backend.config.options import install_command
-
-OLDEST, BEFORE = "0.19.7", "0.20"  # older ones lack zero_parameter_alignment; make test-full runs with it, too
-SUPPORTED = f">={OLDEST},<{BEFORE}"  # pyproject.toml has the same
+from lwopt_backend.config.versions import VERSIONS
 
 _LINKED = "_link_all_hp_params _lazy_init_hp_params_optimizer_state update_lp_params"
 NAMES = {
@@ -40,19 +38,20 @@ def check() -> None:
     """Raises ImportError if the installed DeepSpeed is not supported, or lacks names that we use; lists these."""
     import deepspeed
 
-    found = deepspeed.__version__
-    if not SpecifierSet(SUPPORTED).contains(Version(found), prereleases=True):
-        newer = Version(found).release >= Version(BEFORE).release
+    found, supported = deepspeed.__version__, VERSIONS["deepspeed"].supported
+    install = install_command("deepspeed", supported)
+    if not SpecifierSet(supported).contains(Version(found), prereleases=True):
+        newer = Version(found).release > Version(VERSIONS["deepspeed"].tested[-1]).release
         raise ImportError(
-            f"DeepSpeed {found} is installed, but lwopt_backend supports {SUPPORTED}: "
+            f"DeepSpeed {found} is installed, but lwopt_backend supports {supported}: "
             + ("a newer one may have moved what it replaces" if newer else "an older one lacks what it needs")
-            + f"; run: {install_command('deepspeed', SUPPORTED)}"
+            + f"; run: {install}"
             + (", or a newer lwopt_backend if there is one" if newer else "")
         )
     if lacks := list(_missing()):
         raise ImportError(
             f"DeepSpeed {found} is installed, but lacks what lwopt_backend uses of it: {', '.join(lacks)}. "
-            f"Reinstall a supported version: {install_command('deepspeed', SUPPORTED)} --force-reinstall --no-deps"
+            f"Reinstall a supported version: {install} --force-reinstall --no-deps"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lwopt_backend.config.hosts import NAME
+from lwopt_backend.config.versions import warn_if_newer
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.registry import LR_SCALE, effective_lr
 from lwopt_backend.runtime.collectives import RECORDERS, Collectives, Recorder
@@ -101,6 +102,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         ``trains_matrices`` is whether the matrix rule trains anything, on any pipeline stage. Then no momentum is among
         the defaults: both halves have one, under two names, and schedulers would cycle that of one half.
         """
+        warn_if_newer("torch", torch.__version__)
         main = rules.matrix if trains_matrices else rules.elementwise
         options = main.options.model_dump(exclude=set(MOMENTA) if trains_matrices else None)
         self.defaults = {
