@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lwopt_backend.checkpoint import choices, names
@@ -203,6 +204,20 @@ def test_options_are_printed_as_tables_of_rules_of_hosts_and_of_divisions() -> N
     for option in ("ns_device", "state_dtype", "keep_full_grads", "split_sizes"):
         assert f"│ {option} " in printed, option
     assert "ns_coefficients" in one and "adamuon" not in one and "FSDP2" not in one
+
+
+def test_env_prints_versions_devices_the_world_and_a_plan(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    plan = tmp_path / "plan.json"
+    plan.write_text(run("plan", "--shapes", shapes, "--world-size", "4", "--json"))
+    printed = run("env", "--plan", plan)
+    digest = json.loads(plan.read_text())["digest"]
+    for line in (f"torch: {torch.__version__} (supported", "CPU cores: ", "WORLD_SIZE: 64", f"digest: {digest}"):
+        assert f"\n  {line}" in printed
+    plan.write_text("[]")
+    assert "expected the JSON that `lwopt plan --json` wrote" in refused("env", "--plan", plan)
 
 
 def test_a_module_that_registers_a_rule_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from lwopt_backend.checkpoint.choices import DEBUG
 from lwopt_backend.cli.checkpoints import convert, diff, inspect
+from lwopt_backend.cli.env import env
 from lwopt_backend.cli.plan import plan
 from lwopt_backend.cli.rules import rules
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 for command in (plan, convert, inspect, diff):
     app.command(no_args_is_help=True)(command)
 app.command()(rules)
+app.command()(env)
 
 
 def main(commands: Callable[[], None] = app) -> None:
