@@ -3,7 +3,8 @@
 # make check         what is checked without running anything: ruff's rules, the format, types
 # make test          set everything up, then run the tests: everything once, in ten minutes on two cores
 # make test-full     whole tables in place of pairs, every launcher and page, the benchmarks, the oldest DeepSpeed and torch
-# make test-oldest   only the latter; ARGS=deepspeed or ARGS=torch for one of them
+# make test-versions parts of the tests with every other torch and DeepSpeed that is supported; ARGS=torch, ARGS=deepspeed,
+#                    ARGS=oldest or ARGS=torch==2.15.0 for some; TORCH_INDEX_URL names an index of CPU builds
 # make test-peers    clients and peers that are not ours, each in an environment of its own; ARGS="trl lightning" for some
 # make test-faults   the fault campaign: kills, full disks, damaged and hostile files, bad settings; at most an hour
 # make test-gpu      what needs an NVIDIA GPU, without a network: bits, waits, memory, several ranks on it, benchmarks;
@@ -22,7 +23,7 @@ PYTEST = -m pytest -n 2 --dist loadfile --durations=15
 train: CONFIG ?= configs/zero2_muon.json
 train-fsdp2: CONFIG ?= configs/fsdp2_muon.json
 
-.PHONY: train train-fsdp2 check test test-full test-oldest test-peers test-faults test-gpu docs compare environment clean
+.PHONY: train train-fsdp2 check test test-full test-versions test-peers test-faults test-gpu docs compare environment clean
 .DEFAULT_GOAL := train
 
 train: environment
@@ -38,6 +39,8 @@ check: environment
 	@"$$(cat .make/python)" -m ruff check .
 	@"$$(cat .make/python)" -m ruff format --check .
 	@"$$(cat .make/python)" scripts/typecheck.py
+	@"$$(cat .make/python)" -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@"$$(cat .make/python)" -m check_jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
 
 test: environment
 	@$(RUN) $(PYTEST) $(ARGS)
@@ -50,11 +53,11 @@ test-full: environment
 ifeq ($(strip $(ARGS)),)
 	@$(RUN) $(PYTEST) --transport strict
 	@$(RUN) scripts/gpu.py --device cpu
-	@$(RUN) scripts/oldest.py
+	@$(RUN) scripts/versions.py oldest
 endif
 
-test-oldest: environment
-	@$(RUN) scripts/oldest.py $(ARGS)
+test-versions: environment
+	@$(RUN) scripts/versions.py $(ARGS)
 
 test-peers: environment
 	@$(RUN) scripts/beside.py peers $(ARGS)

@@ -1,7 +1,7 @@
-"""Run parts of `make test` with the oldest DeepSpeed and with the oldest torch that are supported.
+"""Run parts of `make test` with other torch and DeepSpeed releases than the prepared one: all that are tested.
 
-Each is installed into an environment of its own; everything else is the prepared one's. Arguments: deepspeed or torch,
-for one of them only, and then pytest's.
+Each is installed into an environment of its own; everything else is the prepared one's. Arguments: torch, deepspeed, a
+release as in torch==2.15.0, or `oldest`, for those only, and then pytest's.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from beside import ROOT, environment
 
-from lwopt_backend.integrations.deepspeed.versions import OLDEST
+from lwopt_backend.config.versions import VERSIONS
 
-(OLDEST_TORCH,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
-PART = "OLDEST_PART"  # which of PARTS pytest runs
+RELEASE = "TESTED_RELEASE"  # the one that pytest runs with, as in RELEASES
 REFUSED = re.compile(r"zero_optimization\.\S+ is \S+ on a CPU, where Deep")  # pytest cuts long texts
 # An index of CPU builds, for machines whose default one has CUDA builds only: those work as well, and are larger.
 INDEX = [f"--index-url={url}"] if (url := os.environ.get("TORCH_INDEX_URL")) else []
@@ -29,9 +29,8 @@ INDEX = [f"--index-url={url}"] if (url := os.environ.get("TORCH_INDEX_URL")) els
 
 @dataclass(frozen=True)
 class Part:
-    """What is installed, and which test files run; ``left_out`` names values of their cells' axes that do not."""
+    """pip's options, and which test files run; ``left_out`` names values of their cells' axes that do not."""
 
-    requirement: str
     options: tuple[str, ...]
     files: tuple[str, ...]
     left_out: dict[str, tuple[Any, ...]]
@@ -39,48 +38,57 @@ class Part:
 
 PARTS = {
     "deepspeed": Part(
-        f"deepspeed=={OLDEST}",
         # Without build isolation, in which pip would fetch a second torch; the tools to build it are installed.
         ("--no-deps", "--no-build-isolation"),
         ("test_equality", "test_zero_checkpoint*", "test_refusals"),
         {"ranks": (1, 3, 4), "engine": ("plain", "fsdp2")},  # on two ranks; other numbers are the newest one's
     ),
     "torch": Part(
-        f"torch=={OLDEST_TORCH}",
         tuple(INDEX),
         ("test_equality", "test_checkpoints", "test_fsdp2*", "test_owned*", "test_muon", "test_modules*")
         + ("test_plan*",),
         {},
     ),
 }
+RELEASES = {
+    f"{package}=={release}": package
+    for package in PARTS
+    for release in VERSIONS[package].tested
+    if release != version(package).partition("+")[0]
+}
 
 
 def main() -> None:
-    chosen = [name for name in sys.argv[1:2] if name in PARTS]
-    arguments = sys.argv[1 + len(chosen) :]
+    oldest = {f"{package}=={VERSIONS[package].tested[0]}" for package in PARTS}
+    words = {name: {name} for name in RELEASES} | {"oldest": oldest & RELEASES.keys()}
+    words |= {package: {name for name, of in RELEASES.items() if of == package} for package in PARTS}
+    chosen = words.get(sys.argv[1] if len(sys.argv) > 1 else "")
+    arguments = sys.argv[1 if chosen is None else 2 :]
     failed = []
-    for name in chosen or PARTS:
-        part = PARTS[name]
-        python = environment(part.requirement, [part.requirement], *part.options, keep_torch=name != "torch")
-        print(f"tests with {part.requirement}, the oldest that is supported", file=sys.stderr, flush=True)
+    for name in RELEASES if chosen is None else sorted(chosen):
+        part = PARTS[RELEASES[name]]
+        python = environment(name, [name], *part.options, keep_torch=RELEASES[name] != "torch")
+        print(f"tests with {name}", file=sys.stderr, flush=True)
         # pytest's workers load this file as a plugin, by its name.
         path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-        told = {**os.environ, PART: name, "PYTHONPATH": path}
-        if name == "deepspeed":
-            told["DEEPSPEED_UNDER_TEST"] = OLDEST
-        options = ["-p", "oldest", "-p", "no:cacheprovider", "--durations=15", "-n", "2", "--dist", "loadfile"]
+        told = {**os.environ, RELEASE: name, "PYTHONPATH": path}
+        if RELEASES[name] == "deepspeed":
+            told["DEEPSPEED_UNDER_TEST"] = name.partition("==")[2]
+        options = ["-p", "versions", "-p", "no:cacheprovider", "--durations=15", "-n", "2", "--dist", "loadfile"]
         command = [str(python), "-m", "pytest", *options, *(arguments or files_of(part))]
         if subprocess.run(command, cwd=ROOT, env=told).returncode != 0:
             failed.append(name)
     if failed:
-        raise SystemExit(f"failed with the oldest {' and '.join(failed)} (make test-oldest runs this part alone)")
+        raise SystemExit(
+            f"failed with {' and '.join(failed)} (make test-versions ARGS={failed[0]} runs that one alone)"
+        )
 
 
 def files_of(part: Part) -> list[str]:
     """Its tests, without those that start programs of the prepared environment."""
     by_pattern = {pattern: list((ROOT / "tests").glob(f"{pattern}.py")) for pattern in part.files}
     if missing := [pattern for pattern, paths in by_pattern.items() if not paths]:
-        raise SystemExit(f"scripts/oldest.py names tests that there are not: {', '.join(missing)}")
+        raise SystemExit(f"scripts/versions.py names tests that there are not: {', '.join(missing)}")
     found = sorted({path for paths in by_pattern.values() for path in paths})
     return [str(path) for path in found if not re.search(r"\blaunch\(|run_on_cpu", path.read_text())]
 
@@ -90,7 +98,7 @@ def files_of(part: Part) -> list[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    left_out = PARTS[os.environ[PART]].left_out
+    left_out = PARTS[os.environ[RELEASE].partition("==")[0]].left_out
 
     def is_left_out(item: pytest.Item) -> bool:
         values = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
