@@ -1,6 +1,7 @@
 """What tests on FSDP2 share: the shardings and modes of the support table, and a twin on one process."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -121,6 +122,30 @@ def shard_ignoring(model: nn.Module, **kwargs: Any) -> Sharded:
     return by_rank(model, IGNORED)
 
 
+def shard_full_mesh(model: nn.Module, **kwargs: Any) -> Sharded:
+    """``dp_mesh_dims``: every parameter is a DTensor on the full mesh, 2 x TP 2, and so are the activations."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    first, second, *_ = (getattr(layer, "_checkpoint_wrapped_module", layer) for layer in layers_of(model))
+    cuts = {first.weight: Shard(0), first.bias: Shard(0), second.weight: Shard(1)}
+    placed = {
+        param: nn.Parameter(
+            distribute_tensor(param.detach(), mesh, [Replicate(), cuts.get(param, Replicate())], src_data_rank=None),
+            param.requires_grad,
+        )
+        for param in model.parameters()
+    }
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, placed[param])
+    rows = (Shard(0), Replicate())
+    model.register_forward_pre_hook(lambda _, inputs: tuple(DTensor.from_local(x, mesh, rows) for x in inputs))
+    model.register_forward_hook(lambda _, inputs, loss: 2 * loss.full_tensor())  # FSDP2 takes the mean of both
+    fsdp(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"), **kwargs)
+    return Sharded(model, 2, mesh.get_local_rank("dp"))
+
+
 SHARDINGS: dict[str, Callable[..., Sharded]] = {
     "rows": shard_rows,
     "hybrid": shard_hybrid,
@@ -130,7 +155,9 @@ SHARDINGS: dict[str, Callable[..., Sharded]] = {
     "several roots": shard_roots,
     "ignored_params": shard_ignoring,
 }
-EVEN_ONLY = ("columns", "tensor parallel")
+if "dp_mesh_dims" in inspect.signature(fully_shard).parameters:  # torch 2.13 has it
+    SHARDINGS["full mesh"] = shard_full_mesh
+EVEN_ONLY = ("columns", "tensor parallel", "full mesh")
 MODES = (
     "fp32",
     "mixed precision",
