@@ -50,7 +50,7 @@ from tests.zero import ADAMW, OWN_ROWS
 STEPS = 2
 Pools = dict[int, RankPool]
 GoOn = Callable[["Tour"], None]
-STATES = {"fp32", "step", "exp_avg", "exp_avg_sq", "momentum_buffer"}  # files that DeepSpeed's loader looks for
+STATES = {"fp32", "step", "exp_avg", "exp_avg_sq", "momentum_buffer", "second_moment"}  # files that ranks load
 
 
 class LM(Buffered, ExactLM):
@@ -295,6 +295,9 @@ OWNER_RULES = ("soap", "adamuon", "shampoo", "a class")
 WAYS = {"muon": MUON, "soap": SOAP, "normuon": NORMUON, "shampoo": SHAMPOO}
 ACROSS: dict[str, Tour] = {
     **{rule: Tour(rule, route(way), model={"tied": rule == "soap"}) for rule, way in WAYS.items()},
+    "muon2": Tour(
+        "muon2", route("zero 3 on 2, owned 1 on 3 compact, plain on 1, zero 2 on 4, fsdp2 on 3, zero 0 on 2")
+    ),
     "parts": Tour("soap", route(PARTED), atoms=PARTS),
     **{f"flat, {rule}": Tour(rule, route(FLAT)) for rule in ("muon", "adamuon", "shampoo", "a class")},
     "flat, parts": Tour("soap", route(FLAT), atoms=PARTS),

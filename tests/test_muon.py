@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lwopt_backend.groups.registry import MATRIX_RULES, MuonOptions
 from lwopt_backend.plan.cost import gram_flops, newton_schulz_flops
 from lwopt_backend.rules import MatrixRule, gram_newton_schulz, newton_schulz, qk_clip_factors, row_factors
-from lwopt_backend.rules.muon import SCALES, Muon, takes_gram
+from lwopt_backend.rules.muon import DEFINED, SCALES, Muon, takes_gram
 from lwopt_backend.rules.newton_schulz import TABLES, by_step, segments
 from tests.cells import cells
 from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, trained, trained_by
@@ -83,7 +83,7 @@ def test_momentum_and_direction_are_those_written_down_here(form: str, nesterov:
 SCALES_WRITTEN_OUT: dict[str, Callable[[int, int], float]] = {
     **dict.fromkeys(("original", "shape_scaling"), lambda m, n: max(1, m / n) ** 0.5),
     **dict.fromkeys(("match_rms_adamw", "rms_norm"), lambda m, n: 0.2 * max(m, n) ** 0.5),
-    **dict.fromkeys(("unit_rms_norm", "spectral_norm"), lambda m, n: (m / n) ** 0.5),
+    **dict.fromkeys(("unit_rms_norm", "spectral_norm", "spectral_unclamped"), lambda m, n: (m / n) ** 0.5),
     "spectral": lambda m, n: max(m, n) ** 0.5,
     "none": lambda m, n: 1.0,
 }
@@ -131,18 +131,21 @@ def stepped_together(rule: MatrixRule, way: type[MatrixRule], dtype: torch.dtype
     """Directions, states and weights of three pieces after two steps as ``way`` takes many."""
     shapes = [(6, 24), (5, 5), (6, 24)]
     values, updates = ([random(shape, seed + at).to(dtype) for seed, shape in enumerate(shapes)] for at in (0, 10))
-    states = [{"momentum_buffer": torch.zeros_like(value)} for value in values]
+    states = [{key: torch.zeros_like(value) for key in rule.state_keys} for value in values]
     found: list[Tensor] = []
     for step in (20, 30):
         grads = [random(shape, seed + step).to(dtype) for seed, shape in enumerate(shapes)]
         found += way.directions(rule, grads, values, states, advance=True)
         way.apply_all(rule, values, updates, shapes)
-    return [*found, *values, *(state["momentum_buffer"] for state in states)]
+    return [*found, *values, *(tensor for state in states for tensor in state.values())]
 
 
-@cells(form=["ema", "sum"], nesterov=[True, False], decay=["decoupled", "coupled", "cautious"])
-def test_many_pieces_take_the_same_step_as_one_by_one(form: str, nesterov: bool, decay: str) -> None:
-    rule = rule_of("muon", momentum_form=form, nesterov=nesterov, weight_decay_form=decay, weight_decay=0.3, lr=0.1)
+@cells(
+    form=["ema", "sum"], nesterov=[True, False], decay=["decoupled", "coupled", "cautious"], before=["none", "muon2"]
+)
+def test_many_pieces_take_the_same_step_as_one_by_one(form: str, nesterov: bool, decay: str, before: str) -> None:
+    options = {"weight_decay_form": decay, "weight_decay": 0.3, "precondition": before}
+    rule = rule_of("muon", momentum_form=form, nesterov=nesterov, lr=0.1, **options)
     for dtype in (torch.float32, torch.bfloat16):
         ways = [stepped_together(rule, way, dtype) for way in (Muon, MatrixRule)]
         assert all(map(torch.equal, *ways))
@@ -198,12 +201,130 @@ def test_what_is_not_finite_is_seen(name: str, options: dict[str, Any], shape: t
         ({"gram_restarts": []}, "gram_restarts is (), but with ns_method 'standard'"),
         ({"ns_method": "grim"}, "ns_method: input should be 'standard', 'gram', 'auto', 'gram-newton-schulz' or"),
         ({"ns_method": "quack-kernels", "ns_dtype": "float32"}, "'float32', but quack-kernels computes in 16 bits"),
+        (
+            {"precondition": "muon2", "renormalize": "row"},
+            "'row', which no publication combines in Muon; expected 'non",
+        ),
+        ({"precondition": "aol", "ns_method": "gram-newton-schulz"}, "but gram-newton-schulz divides by the norm itse"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         rule_of("muon", **options)
     assert message in str(caught.value)
+
+
+# Scaling before and after Newton-Schulz, as the papers write it, with fp32 iterations
+LAST_FOUR = TABLES["quintic"].triples[1:]
+
+
+def keller(matrix: Tensor) -> Tensor:
+    """Jordan's iteration, in the dtype of the matrix."""
+    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = x / x.norm()
+    for _ in range(5):
+        a = x @ x.T
+        x = SIMPLE[0] * x + (SIMPLE[1] * a + SIMPLE[2] * a @ a) @ x
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+def turbo(matrix: Tensor) -> Tensor:
+    """Turbo-Muon, arXiv 2512.04632: rows of the shorter side over sqrt(|A| 1), and four steps."""
+    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = torch.diag((x @ x.T).abs().sum(1) ** -0.5) @ x
+    assert torch.linalg.matrix_norm(x, 2) <= 1 + 1e-12
+    for a, b, c in LAST_FOUR:
+        x = a * x + (b * (x @ x.T) + c * (x @ x.T) @ (x @ x.T)) @ x
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+def rows_to_one(x: Tensor) -> Tensor:
+    return torch.diag((x**2).sum(1) ** -0.5) @ x
+
+
+def columns_to_one(x: Tensor) -> Tensor:
+    return x @ torch.diag((x**2).sum(0) ** -0.5)
+
+
+PRECONDITIONED: dict[str, Callable[[Tensor], Tensor]] = {  # the matrix to its orthogonal one
+    "none": keller,
+    "muoneq_r": lambda x: keller(rows_to_one(x)),
+    "muoneq_c": lambda x: keller(columns_to_one(x)),
+    "muoneq_rc": lambda x: keller(torch.diag((x**2).sum(1) ** -0.5) @ x @ torch.diag((x**2).sum(0) ** -0.5)),
+    "aol": turbo,
+}
+RENORMALIZED: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "row": rows_to_one,
+    "col": columns_to_one,
+    "row_col": lambda x: columns_to_one(rows_to_one(x)),
+    "col_row": lambda x: rows_to_one(columns_to_one(x)),
+    "frobenius": lambda x: x * (min(x.shape) / (x**2).sum()) ** 0.5,
+}
+PAIRS = [(before, after) for before, afters in DEFINED.items() for after in afters if before != "muon2"]
+AOL = {"ns_coefficients": LAST_FOUR, "ns_steps": 4}
+
+
+def scaled(before: str, after: str, **options: Any) -> MatrixRule:
+    options = {**(AOL if before == "aol" else {}), "ns_dtype": "float32", **options}
+    return rule_of("muon", lr=0.1, weight_decay=0.0, precondition=before, renormalize=after, **options)
+
+
+@cells(pair=PAIRS, shape=SHAPES, method=["standard", "gram"])
+def test_scaling_around_the_iteration_is_the_papers(pair: tuple[str, str], shape: tuple[int, int], method: str) -> None:
+    """On tiny gradients, too, of which a part is zero: MuonEq's and AOL's own codes do not scale these."""
+    before, after = pair
+    rule = scaled(before, after, ns_method=method)
+    grad = random(shape, 3)
+    expected = RENORMALIZED[after](PRECONDITIONED[before](grad.double()))
+    for size in (1.0, 1e-12):
+        ours = rule.transform(grad * size).double()
+        assert (ours - expected).norm() < 1e-4 * expected.norm(), size
+    if shape[0] > 2:
+        grad[1] = 0.0
+        assert rule.transform(grad).isfinite().all() and not rule.transform(grad)[1].any()
+    assert not rule.transform(torch.zeros(shape)).any()
+    for wrong in (math.nan, math.inf):
+        grad[0, 0] = wrong
+        assert rule.transform(grad).isnan().all()
+
+
+@cells(
+    pair=[(before, afters[-1]) for before, afters in DEFINED.items()], shape=SHAPES[:2], dtype=["bfloat16", "float32"]
+)
+def test_scaling_of_a_batch_equals_that_of_its_matrices(pair: tuple[str, str], shape: Any, dtype: str) -> None:
+    rule, stack = scaled(*pair, ns_dtype=dtype), random((3, *shape), 0)
+    stack[1] *= 1e-15
+    kept = stack.clone()
+    together, apart = rule.transform(stack), torch.stack([rule.transform(matrix) for matrix in stack])
+    torch.testing.assert_close(together, apart, rtol=0, atol=1e-5 if dtype == "float32" else 4e-2)
+    assert together.dtype == rule.exchange_dtype == getattr(torch, dtype) and torch.equal(stack, kept)
+
+
+@cells(shape=SHAPES, nesterov=[True, False])
+def test_muon_squared_is_adams_ratio_orthogonalized(shape: tuple[int, int], nesterov: bool) -> None:
+    """arXiv 2604.09967, algorithm 1, and dion's form of Nesterov's momentum."""
+    options = {"momentum_form": "sum", "nesterov": nesterov, "precondition_beta2": 0.9, "precondition_eps": 1e-4}
+    weight, mean, square = random(shape, 1).double(), torch.zeros(shape).double(), torch.zeros(shape).double()
+    for grad in gradients(shape):
+        mean = 0.95 * mean + grad.double()
+        square = 0.9 * square + 0.1 * grad.double() ** 2
+        direction = (grad.double() + 0.95 * mean if nesterov else mean) / (square.sqrt() + 1e-4)
+        weight -= 0.1 * max(1, shape[0] / shape[1]) ** 0.5 * keller(direction)
+    ours = trained(scaled("muon2", "none", **options), shape)
+    torch.testing.assert_close(ours.double(), weight, rtol=0, atol=2e-4)
+
+
+def test_scaled_rules_of_second_moments_are_those_that_are_published() -> None:
+    for name in MOMENTS:
+        for before, afters in DEFINED.items():
+            for after in afters:
+                published = name == "normuon" and before in ("none", "muoneq_r") and after in ("none", "frobenius")
+                if published or before == after == "none":
+                    rule_of(name, precondition=before, renormalize=after)
+                    continue
+                with pytest.raises(ValueError, match="which no publication combines in (NorMuon|AdaMuon); expected"):
+                    rule_of(name, precondition=before, renormalize=after)
 
 
 # Coefficients

@@ -50,7 +50,7 @@ def spectral(rows: int, columns: int) -> float:
 def unit_rms_norm(rows: int, columns: int) -> float:
     """sqrt(rows / columns), which makes the operator norm between root mean squares one: Scion, arXiv 2502.07529.
 
-    Megatron's "unit_rms_norm"; dion calls it "spectral_norm".
+    Megatron's "unit_rms_norm"; dion calls it "spectral_norm", torch since 2.14 "spectral_unclamped".
     """
     return math.sqrt(rows / columns)
 
@@ -67,6 +67,7 @@ SCALES: dict[str, Scale] = {
     "spectral": spectral,
     "unit_rms_norm": unit_rms_norm,
     "spectral_norm": unit_rms_norm,
+    "spectral_unclamped": unit_rms_norm,
     "rms_norm": match_rms_adamw,
     "none": none,
 }
@@ -79,11 +80,20 @@ NESTEROV = "go by the average that the next gradient like this one would give"
 SCALE = (
     "factor on the learning rate by a matrix's rows and columns. 'original' (Megatron: 'shape_scaling'): "
     "sqrt(max(1, rows / columns)); 'match_rms_adamw' (dion: 'rms_norm'): 0.2 sqrt(max(rows, columns)); 'spectral': "
-    "Megatron's sqrt(max(rows, columns)); 'unit_rms_norm' (dion: 'spectral_norm'): sqrt(rows / columns); 'none': 1. "
-    "Mind that 'spectral' and 'spectral_norm' are not the same. Without a value: 'original'"
+    "Megatron's sqrt(max(rows, columns)); 'unit_rms_norm' (dion: 'spectral_norm'; torch since 2.14: "
+    "'spectral_unclamped'): sqrt(rows / columns); 'none': 1. Mind that 'spectral' and 'spectral_norm' are not the "
+    "same. Without a value: 'original'"
 )
 ScaleName = Literal[
-    "original", "match_rms_adamw", "shape_scaling", "spectral", "unit_rms_norm", "spectral_norm", "rms_norm", "none"
+    "original",
+    "match_rms_adamw",
+    "shape_scaling",
+    "spectral",
+    "unit_rms_norm",
+    "spectral_norm",
+    "spectral_unclamped",
+    "rms_norm",
+    "none",
 ]
 
 
@@ -127,9 +137,70 @@ def checked_restarts(given: Any) -> tuple[int, ...] | None:
     return tuple(given)
 
 
+# Scaling before and after Newton-Schulz. Rows and columns are those of the weight, also where the iteration turns it.
+
+MUONEQ, MUON_PLUS = "MuonEq, arXiv 2603.28254", "Muon+, arXiv 2602.21545"
+MUON2, TURBO = "Muon^2, arXiv 2604.09967", "Turbo-Muon, arXiv 2512.04632"
+Precondition = Literal["none", "muoneq_r", "muoneq_c", "muoneq_rc", "aol", "muon2"]
+Renormalize = Literal["none", "row", "col", "row_col", "col_row", "frobenius"]
+LINES = {"muoneq_r": (-1,), "muoneq_c": (-2,), "muoneq_rc": (-1, -2)}  # the dimensions that MuonEq sums over
+OF_MUON_PLUS = ("none", "row", "col", "row_col", "col_row")
+# What may follow what: MuonEq's code also runs Muon+'s modes, nanochat has "frobenius", after rows or alone.
+DEFINED: Mapping[str, Sequence[str]] = {
+    "none": (*OF_MUON_PLUS, "frobenius"),
+    "muoneq_r": (*OF_MUON_PLUS, "frobenius"),
+    "muoneq_c": OF_MUON_PLUS,
+    "muoneq_rc": OF_MUON_PLUS,
+    "aol": ("none",),
+    "muon2": ("none",),
+}
+MUON_PLUS_EPS = 1e-7  # in the root, as in the authors' code, github.com/K1seki221/MuonPlus
+FROBENIUS_EPS = 1e-6  # the least norm, as in nanochat
+
+
+def equilibrate(matrices: Tensor, dims: Sequence[int], eps: float) -> Tensor:
+    """Divide rows (-1), columns (-2) or both by the roots of their sums of squares: MuonEq, arXiv 2603.28254, R, C, RC.
+
+    In fp32, on (..., rows, columns); both sums are those of the input. The matrix is first divided by its largest
+    element, so ``eps``, which is added to the sums, means the same for small gradients; the iteration has no scale.
+    """
+    x = matrices.float()
+    largest: Tensor = torch.linalg.vector_norm(x, math.inf, (-2, -1), keepdim=True)
+    x = x / largest.clamp(min=torch.finfo(x.dtype).tiny)
+    factors = [_one_over_norm(x, dim, eps) for dim in dims]
+    for factor in factors:
+        x *= factor
+    return x
+
+
+def renormalize(update: Tensor, mode: str) -> Tensor:
+    """Divide each row or column, or first the ones and then the others, by its norm: Muon+, arXiv 2602.21545.
+
+    "frobenius" is nanochat's: the whole matrix has the norm of an orthogonal one, sqrt(min(rows, columns)). Computed in
+    fp32; returns the dtype of ``update``, and leaves it as it is.
+    """
+    x = update.float()
+    if mode == "frobenius":
+        norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+        return (x * (math.sqrt(min(x.shape[-2:])) / norm.clamp(min=FROBENIUS_EPS))).to(update.dtype)
+    for line in mode.split("_"):
+        x = x * _one_over_norm(x, -1 if line == "row" else -2, MUON_PLUS_EPS)
+    return x.to(update.dtype)
+
+
+def _one_over_norm(x: Tensor, dim: int, eps: float) -> Tensor:
+    """1 / sqrt(sum of squares + eps)."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+    return norms.square().add(eps).rsqrt()
+
+
 @dataclass
 class Muon(MatrixRule):
     """torch.optim.Muon's update as a matrix rule; its state is one ``momentum_buffer`` per element.
+
+    With ``precondition`` "muon2" there is a ``second_moment`` per element, too: V <- beta2 V + (1 - beta2) G^2, by
+    whose root, plus eps, the direction is divided before it is sent (Muon^2, arXiv 2604.09967). V has no bias
+    correction, which would only scale the direction.
 
     ``momentum_form`` "ema" is what torch computes (its docstring shows the other form); it equals the sum times 1 -
     momentum, in the buffer, too, so the forms' checkpoints are not interchangeable. If the iteration is in bfloat16, so
@@ -191,11 +262,34 @@ class Muon(MatrixRule):
         "Dao-AILab, Gram Newton-Schulz; the default is ours",
         check=checked_restarts,
     )
-    state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    precondition: Precondition = option(
+        "none",
+        "scaling before Newton-Schulz. 'muoneq_r', 'muoneq_c', 'muoneq_rc': rows, columns or both divided by their "
+        "norms; 'aol': rows of the shorter side divided by the roots of the sums of |X X^T|, in place of the division "
+        "by the norm; 'muon2': the direction divided, element by element, by the root of the mean of the gradient's "
+        "squares, state as large as the momentum",
+        f"{MUONEQ}; {TURBO}; {MUON2}",
+    )
+    precondition_beta2: float = option(0.95, "of the mean of 'muon2'", f"{MUON2}; dion", ge=0, lt=1)
+    precondition_eps: float = option(
+        1e-8,
+        "added to the root of the mean of 'muon2', and to the sums of squares of 'muoneq', of a matrix whose largest "
+        "element is one",
+        f"{MUONEQ}; dion",
+        gt=0,
+    )
+    renormalize: Renormalize = option(
+        "none",
+        "scaling after Newton-Schulz. 'row', 'col', 'row_col', 'col_row': rows or columns, or first the ones and then "
+        "the others, divided by their norms; 'frobenius': the whole matrix has the norm sqrt(min(rows, columns))",
+        f"{MUON_PLUS}; nanochat",
+    )
+    defined: ClassVar[Mapping[str, Sequence[str]]] = DEFINED  # the values of ``renormalize`` by ``precondition``
 
     def __post_init__(self) -> None:
         """Raises ValueError for options that do not fit each other."""
         self.exchange_dtype = self.iterates_in
+        self._check_scaling()
         by_step(self.ns_coefficients, self.ns_steps)
         restarts = self.gram_restarts or ()
         if list(restarts) != sorted(set(restarts)) or any(restart >= self.ns_steps for restart in restarts):
@@ -214,6 +308,23 @@ class Muon(MatrixRule):
             )
 
     @property
+    def state_keys(self) -> tuple[str, ...]:
+        return ("momentum_buffer", "second_moment") if self.precondition == "muon2" else ("momentum_buffer",)
+
+    def _check_scaling(self) -> None:
+        if self.renormalize not in self.defined.get(self.precondition, ()):
+            pairs = [f"{before!r} with {', '.join(map(repr, after))}" for before, after in self.defined.items()]
+            raise ValueError(
+                f"precondition is {self.precondition!r} and renormalize is {self.renormalize!r}, which no publication "
+                f"combines in {type(self).__name__}; expected {'; '.join(pairs)}"
+            )
+        if self.precondition == "aol" and self.ns_method == "gram-newton-schulz":
+            raise ValueError(
+                "precondition is 'aol', but gram-newton-schulz divides by the norm itself; leave precondition out, or "
+                "set ns_method to 'auto'"
+            )
+
+    @property
     def iterates_in(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.ns_dtype)
         return dtype
@@ -228,6 +339,8 @@ class Muon(MatrixRule):
         return grad.add(value.to(grad.dtype), alpha=self.weight_decay)
 
     def accumulate(self, grad: Tensor, state: Mapping[str, Tensor]) -> None:
+        if self.precondition == "muon2":
+            state["second_moment"].mul_(self.precondition_beta2).addcmul_(grad, grad, value=1 - self.precondition_beta2)
         if self.momentum_form == "ema":
             state["momentum_buffer"].lerp_(grad, 1 - self.momentum)
         else:
@@ -235,11 +348,13 @@ class Muon(MatrixRule):
 
     def direction(self, grad: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         buffer = state["momentum_buffer"]
-        if not self.nesterov:
-            return buffer
-        if self.momentum_form == "ema":
-            return grad.lerp(buffer, self.momentum)
-        return grad.add(buffer, alpha=self.momentum)
+        if self.nesterov and self.momentum_form == "ema":
+            buffer = grad.lerp(buffer, self.momentum)
+        elif self.nesterov:
+            buffer = grad.add(buffer, alpha=self.momentum)
+        if self.precondition == "muon2":
+            buffer = buffer / state["second_moment"].sqrt().add_(self.precondition_eps)
+        return buffer
 
     def directions(
         self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]], *, advance: bool
@@ -251,19 +366,41 @@ class Muon(MatrixRule):
         elif advance:
             _multiply(buffers, self.momentum)
             torch._foreach_add_(buffers, grads)
-        if not self.nesterov:
-            return buffers
-        if self.momentum_form == "ema":
-            return torch._foreach_lerp(grads, buffers, self.momentum)
-        return torch._foreach_add(grads, buffers, alpha=self.momentum)
+        found = buffers
+        if self.nesterov and self.momentum_form == "ema":
+            found = list(torch._foreach_lerp(grads, buffers, self.momentum))
+        elif self.nesterov:
+            found = list(torch._foreach_add(grads, buffers, alpha=self.momentum))
+        if self.precondition == "muon2":
+            found = self._over_roots(found, grads, [state["second_moment"] for state in states], advance=advance)
+        return found
+
+    def _over_roots(
+        self, found: list[Tensor], grads: list[Tensor], moments: list[Tensor], *, advance: bool
+    ) -> list[Tensor]:
+        """The directions ``found`` over the roots of the second moments, as ``accumulate`` and ``direction`` do it."""
+        if advance:
+            _multiply(moments, self.precondition_beta2)
+            torch._foreach_addcmul_(moments, grads, grads, value=1 - self.precondition_beta2)
+        roots = list(torch._foreach_sqrt(moments))
+        torch._foreach_add_(roots, torch.tensor(self.precondition_eps, dtype=torch.float64))
+        return list(torch._foreach_div(found, roots))
 
     def transform(self, matrices: Tensor) -> Tensor:
+        if self.precondition in LINES:
+            # First what travels: a matrix that its owner stores whole takes the same step.
+            matrices = equilibrate(matrices.to(self.iterates_in), LINES[self.precondition], self.precondition_eps)
+        update = self._orthogonalized(matrices)
+        return update if self.renormalize == "none" else renormalize(update, self.renormalize)
+
+    def _orthogonalized(self, matrices: Tensor) -> Tensor:
         on_gram = takes_gram(matrices.shape[-2:], self.ns_method, self.gram_aspect)
         options: dict[str, Any] = {"steps": self.ns_steps, "coefficients": self.ns_coefficients, "eps": self.eps}
         options["dtype"] = self.iterates_in
         if self.ns_method == "gram-newton-schulz":
             return packaged_newton_schulz(matrices, **options, restarts=self.gram_restarts, on_gram=on_gram)
         symmetric = quack_product if self.ns_method == "quack-kernels" else product
+        options["aol"] = self.precondition == "aol"
         if on_gram:
             return gram_newton_schulz(matrices, **options, restarts=self.gram_restarts, symmetric=symmetric)
         return newton_schulz(matrices, **options, symmetric=symmetric)

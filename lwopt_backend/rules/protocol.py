@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import field
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +50,13 @@ class MatrixRule:
     """
 
     lr: float
-    state_keys: ClassVar[tuple[str, ...]] = ()  # of element-wise state: sharded like the weight, in its shape
     exchange_dtype: torch.dtype = torch.float32  # of directions and updates on the wire
     rule_name: str = ""  # its name in configurations and profiles
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Names of element-wise state, which is sharded like the weight, in its shape; a class attribute will do."""
+        return ()
 
     @property
     def needs_large_rate(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -91,6 +92,8 @@ class NorMuon(SecondMomentMuon):
         "a second moment for every row, an output neuron; or for every line of the longer side, as Emerging-Optimizers",
         f"{NORMUON}; Emerging-Optimizers",
     )
+    # nanochat scales so; modded-nanogpt's rows alone.
+    defined: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(("none", "muoneq_r"), ("none", "frobenius"))
 
     def mean_squares(self, update: Tensor) -> Tensor:
         return update.square().mean(dim=-1 if self._by_rows(update.shape) else -2, keepdim=True)
@@ -113,6 +116,7 @@ class AdaMuon(SecondMomentMuon):
     sign_momentum: bool = option(
         True, "orthogonalize the signs of the momentum; false: the momentum, as Emerging-Optimizers", ADAMUON
     )
+    defined: ClassVar[Mapping[str, Sequence[str]]] = {"none": ("none",)}
 
     def transform(self, matrices: Tensor) -> Tensor:
         return super().transform(_signs(matrices.to(self.iterates_in)) if self.sign_momentum else matrices)
