@@ -16,12 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lwopt_backend.engines.owned.bucket_manager import BucketManager
+from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests import owned as scenarios
 from tests.cells import with_full
 from tests.models import largest_difference
 from tests.on_ranks import on_ranks
 from tests.owned import Branches, Turn, assert_same, back, exact_sums, optimizer_in, rows, train_ours, truth
+from tests.ranks import gathered
 
 ALL = tuple(scenarios.MODES)
 BROADCAST = TorchCollectives.broadcast
@@ -77,6 +80,23 @@ class Convolutions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.norm(self.convolution(x[:, None])).flatten(1)) + self.nothing.sum()
+
+
+class HeadFirst(nn.Module):
+    """Registers its layers in backward order; a forward pass uses those between in this or in the other order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = nn.Linear(9, 5)
+        self.between = nn.ModuleList(nn.Linear(9, 9, bias=False) for _ in range(6))
+        self.first = nn.Linear(6, 9)
+
+    def forward(self, x: Tensor, turned: bool = False) -> Tensor:
+        x = self.first(x)
+        for layer in self.between[:: 1 if turned else -1]:
+            x = torch.tanh(layer(x))
+        return self.last(x)
 
 
 @dataclasses.dataclass
@@ -191,6 +211,9 @@ LOOPS: dict[str, tuple[scenarios.Scenario, Callable[[], nn.Module], tuple[str, .
     "a tied embedding and attention": (Turn.back, Transformer, ALL),
     "a structured output": (structured_pass, structured, ALL),
     "convolutions": (Turn.back, Convolutions, ALL),
+    "layers registered in backward order": (Turn.back, HeadFirst, scenarios.MODES),
+    "ranks use layers in other orders": (lambda t: t.back(turned=(t.step + t.rank) % 2 == 1), HeadFirst, ALL),
+    "another order, accumulated": (scenarios.micro_batches(False, True), HeadFirst, ALL),
 }
 # Of several passes a third of the sum is not the sum of thirds.
 CELLS = [(3 if modes == ALL else 2, loop, 0) for loop, (_, _, modes) in LOOPS.items()]
@@ -337,7 +360,7 @@ def test_evaluation_right_after_a_step_uses_the_new_parameters() -> None:
         model, optimizer, expected = lazily(build, bucket_mb=1e-6)  # a bucket for every matrix
         with torch.no_grad():
             assert torch.equal(model.eval()(rows(9, 0)), copy.deepcopy(expected).eval()(rows(9, 0))), build
-    assert not any(bucket.stale for bucket in optimizer.core.manager.buckets), "the Transformer uses them all"
+    assert not optimizer.core.manager.returning, "the Transformer uses them all"
 
 
 @on_ranks(2)
@@ -348,9 +371,55 @@ def test_what_the_next_forward_pass_needs_first_returns_first(mode: str) -> None
     send, manager.send_values = manager.send_values, lambda number: sent.append(number) or send(number)
     back(model, 0)
     optimizer.step()
-    assert len(sent) > 2 and sent == sorted(sent, reverse=mode == "lazy return")
+    assert len(sent) > 2 and sent == [*manager.order][:: -1 if mode == "lazy return" else 1]
     optimizer.synchronize()
     assert_same(model, truth(1))
+
+
+def watched_pass(optimizer: Any, turn: Turn, **how: Any) -> tuple[list[int], list[int], int]:
+    """The buckets that leave in a backward pass and before its last gradient, and the most bytes of gradients held."""
+    manager, left, during = optimizer.core.manager, list[int](), list[int]()
+    number_of = {id(bucket): number for number, bucket in enumerate(manager.buckets)}
+    manager.ledger.most_held = manager.ledger.held
+    launch, arrived = BucketBuffers.launch, BucketManager.arrived
+
+    def leaves(bucket: BucketBuffers) -> None:
+        left.append(number_of[id(bucket)])
+        launch(bucket)
+
+    def arrives(manager: BucketManager, index: int) -> None:
+        during[:] = left
+        arrived(manager, index)
+
+    with mock.patch.object(BucketBuffers, "launch", leaves), mock.patch.object(BucketManager, "arrived", arrives):
+        turn.back(**how)
+    return left, during, manager.ledger.most_held
+
+
+@on_ranks(3)
+def test_buckets_leave_in_the_order_in_which_the_first_rank_filled_them() -> None:
+    """Other ranks fill them in the other order, and the first has no gradient for two at first, which leave last."""
+    model, optimizer = scenarios.made(HeadFirst, bucket_mb=1e-6, layout="compact")
+    manager, rank = optimizer.core.manager, dist.get_rank()
+    optimizer.zero_grad()
+    registered = list(range(len(manager.buckets)))
+    for param in model.last.parameters():
+        param.requires_grad_(rank > 0)
+    left, during, most = watched_pass(optimizer, Turn(model, 0, rank), turned=rank > 0)
+    assert left == registered and (rank > 0 or len(during) < 2), "the first bucket holds back all others"
+    filled = manager.filled
+    optimizer.step()
+    orders = gathered((list(manager.order), filled))
+    assert {tuple(order) for order, _ in orders} == {tuple(orders[0][0])}
+    first = orders[0][1]
+    missing = [number for number in registered if number not in first]
+    assert orders[0][0] == [*first, *missing] != registered and missing, "two have no gradient on the first rank"
+    model.requires_grad_(True)
+    again, during, fewer = watched_pass(optimizer, Turn(model, 1, rank))
+    assert again == list(manager.order)
+    assert rank > 0 or (len(during) >= len(first) - 1 and fewer < 0.7 * most), (during, fewer, most)
+    optimizer.step()
+    assert manager.filled is None and list(manager.order) == again
 
 
 @on_ranks(2)

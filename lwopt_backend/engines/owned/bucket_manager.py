@@ -126,12 +126,12 @@ class BackwardPasses:
 #
 # ::
 #
-#     backward      gradients fill the buckets; a full bucket is sent to its owners at once, in bucket order
+#     backward      gradients fill the buckets; a full bucket is sent to its owners at once, in one order on all ranks
 #     end of it     the remaining buckets are sent as they are: a missing gradient is zero
 #     step          bucket by bucket: wait -> its owners update it -> send the parameters to all ranks
 #
-# Every rank starts the same collectives in the same order, whatever gradients it has: buckets are sent in the plan's
-# order, and every backward pass that reduces sends each bucket exactly once.
+# Every rank starts the same collectives in the same order, whatever gradients it has: every backward pass that reduces
+# sends each bucket exactly once. The order is the plan's until ranks have agreed on that in which buckets were full.
 
 IN_FLIGHT = 2  # buckets in flight to their owners; more would take more memory and hide no more communication
 
@@ -139,7 +139,9 @@ IN_FLIGHT = 2  # buckets in flight to their owners; more would take more memory 
 class BucketManager:
     """The ``buckets`` of ``params`` in backward order; the ranks ``sharers[i]`` share ``buckets[i]``.
 
-    Made on all ranks. Turns the parameters into views of the buckets' buffers.
+    Made on all ranks. Turns the parameters into views of the buckets' buffers. ``order`` is the numbers of the buckets
+    as they leave; ``filled`` is those that were full in a backward pass on this rank, in that order, and None once
+    ranks have agreed on an order. ``returning`` is those whose new values are still in flight to this rank.
     """
 
     def __init__(
@@ -167,6 +169,9 @@ class BucketManager:
             )
             for bucket, of_bucket in zip(buckets, sharers, strict=True)
         ]
+        self.order: Sequence[int] = range(len(buckets))
+        self.filled: list[int] | None = []
+        self.returning: set[int] = set()
         self.places = [param.data_ptr() for param in params]
         self.bucket_of = {slot.param: n for n, bucket in enumerate(buckets) for slot in bucket.slots}
         self._touched = [False] * len(params)  # had a gradient on this rank since the last drop_gradients()
@@ -180,8 +185,14 @@ class BucketManager:
 
     def _begin(self) -> None:
         self._waiting = [{slot.param for slot in bucket.bucket.slots} for bucket in self.buckets]
-        self._next = 0
+        self._next = 0  # place in ``order``
+        self._left = set[int]()
         self._open = False  # a reducing pass has gradients here that are not all sent
+
+    def leave_in(self, order: Sequence[int]) -> None:
+        """Send buckets in this order from now on. Called on all ranks, between backward passes."""
+        assert self._next == 0
+        self.order, self.filled = order, None
 
     # Backward
 
@@ -205,13 +216,13 @@ class BucketManager:
     def arrived(self, index: int) -> None:
         """Take a parameter's gradient. Raises RuntimeError if its bucket was sent, or its new value has not arrived."""
         number = self.bucket_of[index]
-        if self._reducing and number < self._next:
+        if self._reducing and number in self._left:
             raise RuntimeError(
                 f"parameter {self.names[index]!r} got another gradient in one backward pass after bucket {number} had "
                 "left with its first: it is used in several reentrant checkpoints; use checkpoint(..., "
                 'use_reentrant=False), or overlap_grad_reduce=False (under DeepSpeed "overlap_comm": false)'
             )
-        if self.buckets[number].stale:
+        if number in self.returning:
             raise RuntimeError(
                 f"parameter {self.names[index]!r} was used before its new value had come, because its module was not "
                 "called; call optimizer.synchronize() before the forward pass, or switch overlap_param_gather off"
@@ -223,7 +234,9 @@ class BucketManager:
             return
         self._open = True
         self._waiting[number].discard(index)
-        while self.overlap and self._next < len(self.buckets) and not self._waiting[self._next]:
+        if self.filled is not None and not self._waiting[number] and number not in self.filled:
+            self.filled.append(number)
+        while self.overlap and self._next < len(self.buckets) and not self._waiting[self.order[self._next]]:
             self._launch_next()
         if self._next == len(self.buckets):
             self._end_pass()
@@ -239,10 +252,11 @@ class BucketManager:
         self._end_pass()
 
     def _launch_next(self) -> None:
-        number = self._next
+        number = self.order[self._next]
+        if self._next >= IN_FLIGHT:
+            self._arrive(self.order[self._next - IN_FLIGHT])
         self._next += 1
-        if number >= IN_FLIGHT:
-            self._arrive(number - IN_FLIGHT)
+        self._left.add(number)
         with torch.no_grad():
             self._arrive(number)  # its transfer of an earlier pass
             self.buckets[number].launch()
@@ -327,13 +341,14 @@ class BucketManager:
         """Start sending a bucket's new parameters to all ranks. Called on all ranks, bucket by bucket."""
         with torch.no_grad():
             self.buckets[number].send_values()
+        self.returning.add(number)
 
-    def receive_values(self, numbers: Sequence[int] | None = None) -> None:
+    def receive_values(self, numbers: Iterable[int] | None = None) -> None:
         """Wait until the parameters of these buckets, by default of all, have arrived."""
-        for number in range(len(self.buckets)) if numbers is None else numbers:
-            if self.buckets[number].stale:
-                with torch.no_grad():
-                    self.buckets[number].receive_values()
+        for number in sorted(self.returning if numbers is None else self.returning.intersection(numbers)):
+            with torch.no_grad():
+                self.buckets[number].receive_values()
+            self.returning.remove(number)
 
     def drop_gradients(self) -> None:
         """Drop all gradients; waits for those in flight."""

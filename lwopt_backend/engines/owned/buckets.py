@@ -384,8 +384,3 @@ class BucketBuffers:
         if self._back is not None:
             self._back.wait()
             self._back = None
-
-    @property
-    def stale(self) -> bool:
-        """Whether parameters are still in flight to this rank."""
-        return self._back is not None

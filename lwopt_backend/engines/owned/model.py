@@ -211,9 +211,10 @@ class Backward:
                 f"{self._name}: another rank has called zero_grad() where this one uses its gradients; all ranks drop "
                 "them"
             )
-        if not any_drops and self.options.differ(options):
-            return disagreement(everyone, self._name, option_lines(groups))
-        return None
+        if any_drops:
+            return None
+        self._core.order_buckets(presences)
+        return disagreement(everyone, self._name, option_lines(groups)) if self.options.differ(options) else None
 
 
 # Hooks on a model whose parameters are views of our buffers: whatever reads parameters waits for them first.
@@ -250,9 +251,9 @@ def _before_call(
     manager: BucketManager, own: Mapping[int, set[int]], called: set[int], module: nn.Module, *args: Any
 ) -> None:
     called.add(id(module))
-    if any(bucket.stale for bucket in manager.buckets):
+    if manager.returning:
         within = [m for m in module.modules() if m is module or id(m) not in called]
-        manager.receive_values(sorted(set().union(*(own.get(id(m), ()) for m in within))))
+        manager.receive_values(set().union(*(own.get(id(m), ()) for m in within)))
 
 
 def _before_reading(manager: BucketManager, *args: Any) -> None:
@@ -366,7 +367,8 @@ def transients(
 ) -> list[int]:
     """Per rank of an instance, the bytes that a backward pass needs beside the gradients that it keeps.
 
-    By ``BucketManager``'s rules, if gradients come one after another from the last parameter to the first.
+    By ``BucketManager``'s rules, if gradients come one after another from the last parameter to the first. Buckets then
+    leave in the plan's order from the first backward pass on.
     """
     buckets, in_place = plan.buckets, plan.group_size == 1 and not keep_full  # the buffer is its own sum
     bucket_of = {slot.param: number for number, bucket in enumerate(buckets) for slot in bucket.slots}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -141,7 +142,7 @@ class OwnedStepper:
         device = members[0].param.device
         self._whole = WholeMatrices(self._atoms, device, batch_numel=0 if device.type in IMMEDIATE else BATCH_NUMEL)
         self._elementwise = ElementwiseGroups()
-        self.last_first = False  # parameters return in the order of the next forward pass, which waits for them
+        self.last_first = False  # parameters return in the order of the next forward pass, the reverse of backward's
         self.state: dict[int, dict[str, Tensor]] = {}
         for bucket in manager.buckets:
             for piece, value in zip(bucket.pieces, bucket.owned_values()):
@@ -156,7 +157,7 @@ class OwnedStepper:
         """
 
         rules = self._rules(groups)
-        numbers = range(len(self._manager.buckets))[:: -1 if self.last_first else 1]
+        numbers = self._manager.order[:: -1 if self.last_first else 1]
         for number, bucket in zip(numbers, self._manager.settled(numbers)):
             self._update(bucket, groups, rules, active)
             if self._row_scaling and self._row_scaling.scale(self._members, self.pieces(bucket)):
@@ -386,13 +387,41 @@ class OwnedCore:
         return plan_lines([self.members[number] for number in part], plan)
 
     def presences(self, more: Sequence[int]) -> list[Presence]:
-        """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first."""
-        device = self.members[0].param.device
+        """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first.
+
+        Before them are, until ``order_buckets``, the places at which the first rank's buckets were full; 0 is never.
+        """
+        device, filled = self.members[0].param.device, self.manager.filled
         found = []
         for number, held in enumerate(self.holdings):
             here = [self.manager.has_gradient(member) for member in held.numbers]
-            found.append(Presence(held.sharers.everyone, here, device, () if number else more))
+            first = held.sharers.everyone.rank == 0
+            numbers = () if filled is None else self._buckets_of(held)
+            places = [filled.index(each) + 1 if first and filled and each in filled else 0 for each in numbers]
+            found.append(Presence(held.sharers.everyone, here, device, [*places, *(() if number else more)]))
         return found
+
+    def order_buckets(self, presences: Sequence[Presence]) -> None:
+        """Let buckets leave, once and for all, in the order in which they were full in the first rank's first backward
+        pass, as DDP does. Called on all ranks with ``presences``, after each pass, until that rank had one.
+
+        A model may use layers in another order than it registers them. The first bucket would then hold back all others
+        until backward has ended. Experts' places are those of the first rank that has them; as all ranks compare
+        places, those who share a bucket agree on what goes before it.
+        """
+        if self.manager.filled is None:
+            return
+        places: list[tuple[float, int, int]] = []
+        for number, (held, presence) in enumerate(zip(self.holdings, presences)):
+            found = presence.anywhere()[len(held.numbers) :]
+            numbers = self._buckets_of(held)
+            if number == 0 and not any(found[: len(numbers)]):
+                return
+            places += [(place or math.inf, number, each) for place, each in zip(found, numbers)]
+        self.manager.leave_in([each for *_, each in sorted(places)])
+
+    def _buckets_of(self, held: Holdings) -> list[int]:
+        return [number for number, bucket in enumerate(self.manager.buckets) if bucket.sharers is held.sharers]
 
     def step(self, groups: Groups, presences: Sequence[Presence]) -> None:
         """Update what this rank owns and start the parameters' return. Called on all ranks."""
