@@ -22,13 +22,14 @@ from torch import Tensor
 
 from benchmarks.clock import cells
 from benchmarks.clock.generate import generator_of, records
-from benchmarks.clock.passes import Given, GivenPasses
+from benchmarks.clock.passes import BACKWARD, Given, GivenPasses
 from benchmarks.clock.play import Played, Rates, play
 from benchmarks.clock.record import COMPUTE, REDUCE, Join, Read, Record, Session, Start, Tracer, Wait, Work, opened
 from benchmarks.clock.shown import figures, write_trace
 from benchmarks.rehearsal import engines
 from benchmarks.rehearsal.engines import MeshEngine
 from benchmarks.timeline import passes_of, predicted, recorded_rank, run
+from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT
 from lwopt_backend.plan.cost import Machine
 from lwopt_backend.planner.seconds import CLUSTERS
 from lwopt_backend.planner.setting import Setting
@@ -322,6 +323,22 @@ def test_attach_starts_the_exchange_in_the_backward_pass(studied: Callable[..., 
         span.where for span in attached.spans[0] if span.what.startswith("exchange out") and span.where != "wire"
     }
     assert "beside" in early_work, "early exchanges are on a stream of their own"
+
+
+def test_what_has_come_of_owned_storage_is_added_beside_the_backward_pass(studied: Callable[..., Study]) -> None:
+    """Which waits for no bucket but the one whose memory it takes, the last but two."""
+    study = studied("owned", layout="compact", **SMALL)
+    record = real(study, recorded_rank(study.worst.planned[0]), passes=True)
+    last = max(place for place, event in enumerate(record) if getattr(event, "what", "") == BACKWARD)
+    sent, waited, streams = 0, 0, set[str]()
+    for event in record[:last]:
+        sent += isinstance(event, Start)
+        if isinstance(event, Wait):
+            assert event.start == sent - IN_FLIGHT
+            waited += 1
+        if isinstance(event, Work) and event.at[0] == "arrive":
+            streams.add(event.stream)
+    assert waited > 1 and streams == {"beside"}
 
 
 def test_parameters_of_owned_storage_return_behind_the_next_forward_pass(studied: Callable[..., Study]) -> None:

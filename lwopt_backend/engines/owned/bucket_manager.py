@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lwopt_backend.engines.owned.buckets import BucketBuffers, Ledger, Sharers
 from lwopt_backend.plan.buffers.layout import Bucket
+from lwopt_backend.runtime.exchange import Beside
 from lwopt_backend.runtime.presence import Presence
 
 
@@ -126,14 +127,17 @@ class BackwardPasses:
 #
 # ::
 #
-#     backward      gradients fill the buckets; a full bucket is sent to its owners at once, in one order on all ranks
+#     backward      gradients fill the buckets; a full bucket is sent to its owners at once, in one order on all ranks;
+#                   what has come is cast and added on a stream of its own
 #     end of it     the remaining buckets are sent as they are: a missing gradient is zero
 #     step          bucket by bucket: wait -> its owners update it -> send the parameters to all ranks
 #
 # Every rank starts the same collectives in the same order, whatever gradients it has: every backward pass that reduces
 # sends each bucket exactly once. The order is the plan's until ranks have agreed on that in which buckets were full.
 
-IN_FLIGHT = 2  # buckets in flight to their owners; more would take more memory and hide no more communication
+# Buckets in flight to their owners. The stream of the backward pass waits for the one before them: what it allocates
+# next may be that one's memory. More in flight would take more memory, and hide no more communication.
+IN_FLIGHT = 2
 
 
 class BucketManager:
@@ -157,7 +161,7 @@ class BucketManager:
     ) -> None:
         self.params = params
         self.names = names
-        self.ledger = Ledger()
+        self.ledger, beside = Ledger(), Beside(params[0].device)
         self.buckets = [
             BucketBuffers(
                 bucket,
@@ -165,6 +169,7 @@ class BucketManager:
                 of_bucket,
                 grad_dtype or params[bucket.slots[0].param].dtype,
                 self.ledger,
+                beside,
                 keep_full=keep_full,
             )
             for bucket, of_bucket in zip(buckets, sharers, strict=True)

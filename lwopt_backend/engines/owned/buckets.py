@@ -21,6 +21,7 @@ from lwopt_backend.runtime.collectives import (
     phase,
     sending,
 )
+from lwopt_backend.runtime.exchange import Beside
 from lwopt_backend.runtime.whole import owned_dtype
 
 
@@ -171,6 +172,7 @@ class BucketBuffers:
         sharers: Sharers,
         grad_dtype: torch.dtype,
         ledger: Ledger,
+        beside: Beside,
         *,
         keep_full: bool,
     ) -> None:
@@ -180,6 +182,7 @@ class BucketBuffers:
         self._rest = sharers.divisor / self._predivisor
         self._grad_dtype = grad_dtype
         self._ledger = ledger
+        self._beside = beside
         self._keep_full = keep_full
         self._params = {slot.param: params[slot.param] for slot in bucket.slots}
         self._slots = {slot.param: slot for slot in bucket.slots}
@@ -315,9 +318,17 @@ class BucketBuffers:
         return self._way is not None
 
     def arrive(self) -> None:
-        """Wait for the reduction that ``launch`` started, and add the sum to that of earlier backward passes."""
+        """Wait for the reduction that ``launch`` started, and add the sum to that of earlier backward passes.
+
+        That is done beside the caller's stream, which waits because it may now be given the memory that was sent.
+        """
         assert self._way is not None
-        came, self._way = self._way.sum(self.owned_dtype), None
+        way, self._way = self._way, None
+        way.wait()
+        with self._beside.running(lambda: [] if way.reduced is None else [way.reduced]):
+            self._take_sum(way.sum(self.owned_dtype))
+
+    def _take_sum(self, came: Tensor) -> None:
         if self.sharers.replicas is not None:
             self._settle_across()
             nbytes, replicas = came.numel() * came.itemsize, self.sharers.replicas
@@ -329,7 +340,8 @@ class BucketBuffers:
             self._add(came)
 
     def settle(self) -> None:
-        """Wait for the sum across instances, and make it a mean. Called on all ranks, after ``arrive``."""
+        """Wait for the sum, and that across instances, and make it a mean. Called on all ranks, after ``arrive``."""
+        self._beside.join()
         self._settle_across()
         if self.mine is not None and not self._averaged:
             self.mine.div_(self._rest)
