@@ -91,6 +91,26 @@ class MatrixRule:
         value.mul_(1 - self.lr * decay)
         value.add_(update, alpha=-self.lr * self.scale(shape))
 
+    # A rule whose step depends on norms of the whole weight and the whole update
+
+    @property
+    def by_norms(self) -> bool:
+        """Whether ``factors`` and ``apply_by`` take the place of ``apply``, which then takes whole matrices only."""
+        return False
+
+    def factors(self, sums: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Per matrix, what to multiply the weight and the update by: two tensors of shape (matrices,).
+
+        ``sums``, of shape (matrices, 3), are ``sums_of`` whole matrices, in float64; engines add up those of pieces
+        over the ranks that store them. Reads nothing on the host.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no factors")
+
+    def apply_by(self, value: Tensor, update: Tensor, keep: Tensor, move: Tensor) -> None:
+        """``value`` <- ``keep`` ``value`` - ``move`` ``update``, in place, with ``factors`` of their matrix."""
+        keep, move = (factor.to(value.device, value.dtype) for factor in (keep, move))
+        value.mul_(keep).sub_(update.to(value.dtype) * move)
+
     # What a step calls, on pieces of many matrices at once. A rule may do the same in fewer operations.
 
     def directions(
@@ -120,6 +140,16 @@ class MatrixRule:
         for of_many, of_one in OF_MANY.items():
             if min(map(place_of, of_one)) < place_of(of_many):
                 setattr(cls, of_many, vars(MatrixRule)[of_many])
+
+
+def sums_of(values: Sequence[Tensor], updates: Sequence[Tensor]) -> Tensor:
+    """The sums of W^2, W U and U^2 over pieces of one matrix, of shape (3,): products in their dtype, sums in float64.
+
+    So the sums over any pieces add up to the same number within 1e-16 of it, which factors round to the weight's dtype.
+    """
+    pairs = [(value, update.to(value.device, value.dtype)) for value, update in zip(values, updates)]
+    parts = [torch.stack([(a * b).sum(dtype=torch.float64) for a, b in ((w, w), (w, u), (u, u))]) for w, u in pairs]
+    return torch.stack(parts).sum(0)
 
 
 class OwnerStateRule(MatrixRule):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment
 from lwopt_backend.rules import MatrixRule, WeightRule
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.collectives import Collectives, all_reduce_nbytes, sending
 from lwopt_backend.runtime.exchange import Arrival, Beside, Segments, ways_back, ways_to_owners
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_all
 
@@ -169,6 +169,10 @@ class MatrixStepper:
             for bucket, here in zip(plan.buckets, sent)
         ]
         self._first = [bucket[0] for bucket in plan.buckets]
+        self._buckets, self._device = plan.buckets, device
+        owners = plan.ownership.owners
+        # Of a piece that several ranks store, one counts: the one that would send it to the owner.
+        self._counted = [{a for a in bucket if plan.layout.is_source(a, rank, owners[a])} for bucket in plan.buckets]
         self.owned = [atom for atom, owner in enumerate(plan.ownership.owners) if owner == rank]
         self._whole = WholeMatrices(plan.atoms, rule_device or device, batch_numel=batch_numel)
         self.owner_state = self._whole.owner_state
@@ -201,7 +205,7 @@ class MatrixStepper:
                 self._step_local(run)
             sent_back = self._update_owned(bucket, arriving, run)
             returning()
-            arriving, returning = following, partial(self._apply_returned, sent_back, run)
+            arriving, returning = following, partial(self._apply_returned, bucket, sent_back, run)
         if not count:
             self._step_local(run)
         returning()
@@ -288,12 +292,27 @@ class MatrixStepper:
         arrival.wait(deliver)
         return stacks
 
-    def _apply_returned(self, returning: Arrival, run: _Run) -> None:
+    def _apply_returned(self, bucket: int, returning: Arrival, run: _Run) -> None:
         def apply(segments: Segments) -> None:
             updates = {segment.atom: update for segment, update in segments if run.active(segment.atom)}
-            self._whole.apply(updates, run.rules, run.storage)
+            self._whole.apply(updates, run.rules, run.storage, self._sums(bucket, updates, run))
 
         returning.wait(apply)
+
+    def _sums(self, bucket: int, updates: Mapping[int, Tensor], run: _Run) -> Mapping[int, Tensor] | None:
+        """``sums_of`` the whole matrices of a bucket, added over the ranks, if its rules go by norms: 24 bytes each."""
+        atoms = [atom for atom in run.active_of(self._buckets[bucket]) if run.rules[atom].by_norms]
+        if not atoms:
+            return None
+        counted = {atom: updates[atom] for atom in atoms if atom in updates and atom in self._counted[bucket]}
+        sums = torch.zeros(len(atoms), 3, dtype=torch.float64, device=self._device)
+        if counted:
+            found = self._whole.sums(counted, run.storage)
+            rows = torch.tensor([row for row, atom in enumerate(atoms) if atom in counted], device=self._device)
+            sums.index_copy_(0, rows, torch.stack([found[a] for a in atoms if a in counted]).to(self._device))
+        sending(all_reduce_nbytes(sums.nbytes, self._collectives.world_size))
+        self._collectives.all_reduce(sums)
+        return dict(zip(atoms, sums))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lwopt_backend.plan import Atom, TensorShards
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import Partition, Span, View, box_views
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
+from lwopt_backend.rules.protocol import sums_of
 from lwopt_backend.runtime.collectives import changing, of_rule, phase, sampled
 from lwopt_backend.runtime.state import OwnerState, step_first
 
@@ -184,15 +185,38 @@ class WholeMatrices:
             pieces = [part.value for part in storage(atom)]
             copy_all(_like(target, pieces), pieces)
 
-    def apply(self, updates: Mapping[int, Tensor], rules: Sequence[MatrixRule], storage: Storage) -> None:
-        """Decay this rank's fragment of each atom, and apply the flat fragment of its update."""
+    def sums(self, updates: Mapping[int, Tensor], storage: Storage) -> dict[int, Tensor]:
+        """``sums_of`` this rank's fragment of each atom, with the flat fragment of its update."""
+        found = {}
+        for atom, update in updates.items():
+            pieces = storage(atom)
+            wide = cast_all([part.value for part in pieces], [part.grad.dtype for part in pieces])
+            found[atom] = sums_of(wide, _like(update, wide))
+        return found
+
+    def apply(
+        self,
+        updates: Mapping[int, Tensor],
+        rules: Sequence[MatrixRule],
+        storage: Storage,
+        sums: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """Decay this rank's fragment of each atom, and apply the flat fragment of its update.
+
+        ``sums`` are those of the whole matrices, for rules that go by norms.
+        """
         for batch in self.batches(list(updates), rules, alike=False):
             parts = [storage(atom) for atom in batch]
             with changing(_name(rules[batch[0]]), partial(_values, parts)):
-                self._apply(rules[batch[0]], batch, parts, [updates[atom] for atom in batch])
+                self._apply(rules[batch[0]], batch, parts, [updates[atom] for atom in batch], sums)
 
     def _apply(
-        self, rule: MatrixRule, batch: Sequence[int], parts: Sequence[Sequence[Slices]], updates: Sequence[Tensor]
+        self,
+        rule: MatrixRule,
+        batch: Sequence[int],
+        parts: Sequence[Sequence[Slices]],
+        updates: Sequence[Tensor],
+        sums: Mapping[int, Tensor] | None = None,
     ) -> None:
         """Apply the updates of a batch, the new weights if it is a ``WeightRule``, to pieces of the weights."""
         every = list(chain.from_iterable(parts))
@@ -209,9 +233,34 @@ class WholeMatrices:
         # Where the state is wider than the weight, the step is computed in the state's dtype and rounded once.
         wide = cast_all(values, dtypes)
         moves = [move.to(value.device) for move, value in zip(moves, values)]
-        rule.apply_all(wide, cast_all(moves, dtypes) if len(batch) > 1 else moves, shapes)
+        if rule.by_norms:
+            counts = [len(pieces) for pieces in parts]
+            self._apply_by_norms(rule, batch, _dealt(wide, counts), _dealt(moves, counts), sums)
+        else:
+            rule.apply_all(wide, cast_all(moves, dtypes) if len(batch) > 1 else moves, shapes)
         if any(new is not value for value, new in zip(values, wide)):
             copy_all(values, wide)
+
+    def _apply_by_norms(
+        self,
+        rule: MatrixRule,
+        batch: Sequence[int],
+        values: Sequence[Sequence[Tensor]],
+        moves: Sequence[Sequence[Tensor]],
+        sums: Mapping[int, Tensor] | None,
+    ) -> None:
+        """Without ``sums`` these are whole matrices."""
+        of_all = [sums[atom] for atom in batch] if sums is not None else list(map(sums_of, values, moves))
+        factors = rule.factors(torch.stack(of_all), [self._atoms[atom].rule_shape for atom in batch])
+        for *of_matrix, keep, move in zip(values, moves, *factors):
+            for value, update in zip(*of_matrix):
+                rule.apply_by(value, update, keep, move)
+
+
+def _dealt(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
+    """The tensors in order, so many at a time."""
+    every = iter(tensors)
+    return [list(islice(every, count)) for count in counts]
 
 
 def _values(parts: Sequence[Sequence[Slices]]) -> list[Tensor]:
