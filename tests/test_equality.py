@@ -116,12 +116,15 @@ def test_fsdp2(ranks: RankPool, accumulation: int, attach: bool) -> None:
     equal(ranks, Cell("fsdp2", accumulation=accumulation, options={"attach": attach}))
 
 
+# Rules meet engines through four protocols: a rule, one with state that only owners have, one that sees the weight, one
+# that goes by norms, whose sums are added over the ranks. They came out in the same bits; 1e-6 is what is promised.
+OF_EACH = ("sum, coupled", "adamuon", "soap", "muonh")
 SEVERAL = [  # rules in further circumstances; DeepSpeed steps each sub-group of ZeRO-3 by itself
     (1, SECTIONS, Cell("plain")),
     (2, ("sum, coupled", "adamuon", "soap"), Cell("fsdp2", options={"attach": True})),
     (2, ("counts in its group", "lion", *CAUTIOUS), Cell("zero 3", zero={"sub_group_size": 1000})),
-    *((4, ("sum, coupled", "normuon", "soap"), Cell("fsdp2", sharding=way)) for way in ("hybrid", "columns")),
-    (4, ("sum, coupled", "normuon", "soap"), Cell("fsdp2", sharding="tensor parallel", alike=True)),
+    *((4, (*OF_EACH, "normuon", "muon2"), Cell("fsdp2", sharding=way)) for way in ("hybrid", "columns")),
+    (4, (*OF_EACH, "normuon", "muon2"), Cell("fsdp2", sharding="tensor parallel", alike=True)),
 ]
 
 
@@ -142,11 +145,10 @@ def test_every_elementwise_rule_on_every_engine(ranks: RankPool, engine: str) ->
         equal(ranks, Cell(engine, elementwise=rule), limit=ALLOWED.get(rule, 0.0))
 
 
-# Rules meet engines through three protocols: a rule, one with state that only owners have, one that sees the weight.
 @cells(ranks=[4], engine=ENGINES)
 def test_every_protocol_on_four_ranks(ranks: RankPool, engine: str) -> None:
     travels = {"policy": "balance"} if engine in ("zero 1", "zero 2") else {}
-    equal(ranks, *(Cell(engine, rule, options=travels) for rule in ("adamuon", "soap", "sum, coupled")))
+    equal(ranks, *(Cell(engine, rule, options=travels) for rule in (*OF_EACH, "u/w floor")))
 
 
 # A group's lr and weight decay are those of matrices and of the rest, where its section says nothing else. One is so

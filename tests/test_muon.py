@@ -205,6 +205,10 @@ def test_what_is_not_finite_is_seen(name: str, options: dict[str, Any], shape: t
             {"precondition": "muon2", "renormalize": "row"},
             "'row', which no publication combines in Muon; expected 'non",
         ),
+        ({"hyperball": True}, "hyperball keeps the weight's norm, but weight_decay is 0.1; set weight_decay to 0"),
+        ({"hyperball": True, "weight_decay": 0.0, "adjust_lr_fn": "original"}, "long, but adjust_lr_fn is 'original'"),
+        ({"hyperball": True, "weight_decay": 0.0, "uw_floor": 0.3}, "and uw_floor 0.3; leave them out"),
+        ({"uw_floor": 0.3, "weight_decay_form": "cautious"}, "'cautious', which no publication combines"),
         ({"precondition": "aol", "ns_method": "gram-newton-schulz"}, "but gram-newton-schulz divides by the norm itse"),
     ],
 )
@@ -316,6 +320,9 @@ def test_muon_squared_is_adams_ratio_orthogonalized(shape: tuple[int, int], nest
 
 
 def test_scaled_rules_of_second_moments_are_those_that_are_published() -> None:
+    for options in ({"hyperball": True, "weight_decay": 0.0}, {"uw_floor": 0.3}):
+        with pytest.raises(ValueError, match="no publication combines AdaMuon with hyperball or uw_floor; leave them"):
+            rule_of("adamuon", **options)
     for name in MOMENTS:
         for before, afters in DEFINED.items():
             for after in afters:
@@ -325,6 +332,53 @@ def test_scaled_rules_of_second_moments_are_those_that_are_published() -> None:
                     continue
                 with pytest.raises(ValueError, match="which no publication combines in (NorMuon|AdaMuon); expected"):
                     rule_of(name, precondition=before, renormalize=after)
+
+
+# Steps by norms of the whole weight and update
+def to_norm(x: Tensor, norm: Tensor) -> Tensor:
+    return x * norm / torch.linalg.matrix_norm(x)
+
+
+@cells(name=["muon", "normuon"], shape=SHAPES)
+def test_hyperball_is_the_papers(name: str, shape: tuple[int, int]) -> None:
+    """arXiv 2606.16899 with the first weight's norm, on what the same rule without it sends back."""
+    base = Trained(rule_of(name, ns_dtype="float32", weight_decay=0.0), random(shape, 1))
+    ours = Trained(rule_of(name, ns_dtype="float32", weight_decay=0.0, lr=0.05, hyperball=True), random(shape, 1))
+    weight = random(shape, 1).double()
+    radius = torch.linalg.matrix_norm(weight)
+    for grad in gradients(shape):
+        update = base.update(grad).double()
+        weight = to_norm(weight - 0.05 * to_norm(update, radius), radius)
+        ours.step(grad)
+        torch.testing.assert_close(ours.value.double(), weight, rtol=0, atol=2e-6)
+
+
+def test_hyperball_keeps_the_norm_and_leaves_what_has_no_direction() -> None:
+    rule = rule_of("muon", weight_decay=0.0, lr=0.05, hyperball=True)
+    value, zero = random((24, 16), 0), torch.zeros(24, 16)
+    radius, kept = value.double().norm(), value.clone()
+    rule.apply(value, zero, (24, 16))
+    assert torch.equal(value, kept)
+    rule.apply(zero, random((24, 16), 1), (24, 16))
+    assert not zero.any()
+    for step in range(2000):
+        rule.apply(value, random((24, 16), step), (24, 16))
+    assert abs(value.double().norm() / radius - 1) < 1e-5
+    rule.apply(value, torch.full((24, 16), math.nan), (24, 16))
+    assert value.isnan().all()
+
+
+@cells(floor=[0.01, 0.35], shape=SHAPES)
+def test_the_floor_is_under_the_updates_norm_over_the_weights(floor: float, shape: tuple[int, int]) -> None:
+    rule = rule_of("muon", weight_decay=0.2, lr=0.05, uw_floor=floor)
+    value, update = random(shape, 0), random(shape, 1) / 20
+    with_factor = update * max(1, shape[0] / shape[1]) ** 0.5
+    factor = max(1.0, floor * float(value.norm() / with_factor.norm()))
+    expected = value * (1 - 0.05 * 0.2) - 0.05 * factor * with_factor
+    rule.apply(value, update, shape)
+    torch.testing.assert_close(value, expected)
+    rule.apply(value, torch.zeros(shape), shape)
+    torch.testing.assert_close(value, expected * 0.99)
 
 
 # Coefficients

@@ -79,11 +79,27 @@ class Signs(Muon):
 @on_ranks()
 def test_batches_take_the_bits_of_one_by_one(policy: str, bucket_numel: int) -> None:
     plan = plan_of(SHAPES, dist.get_world_size(), policy, bucket_numel)
-    one_by_one = stepped(plan, Signs(lr=0.1), steps=3)
-    for batch_numel in (1000, 10**6):
-        batched = stepped(plan, Signs(lr=0.1), steps=3, batch_numel=batch_numel)
-        assert torch.equal(batched.value, one_by_one.value)
-        assert torch.equal(batched.state["momentum_buffer"], one_by_one.state["momentum_buffer"])
+    for options in ({}, {"precondition": "muon2"}, {"hyperball": True, "weight_decay": 0.0}, {"uw_floor": 0.35}):
+        rule = Signs(lr=0.1, **options)
+        one_by_one = stepped(plan, rule, steps=3)
+        for batch_numel in (1000, 10**6):
+            batched = stepped(plan, rule, steps=3, batch_numel=batch_numel)
+            assert torch.equal(batched.value, one_by_one.value)
+            assert all(torch.equal(batched.state[key], one_by_one.state[key]) for key in rule.state_keys)
+
+
+@cells(ranks=[2, 3, 4], policy=["stay", "balance"], bucket_numel=[1, 3000, 10**6])
+@on_ranks()
+def test_norms_of_pieces_add_up_over_the_ranks_in_one_collective_a_bucket(policy: str, bucket_numel: int) -> None:
+    plan, alone = (plan_of(SHAPES, size, policy, bucket_numel) for size in (dist.get_world_size(), 1))
+    for options in ({"hyperball": True, "weight_decay": 0.0}, {"uw_floor": 0.35}):
+        rule = rule_of("muon", **options)
+        expected = stepped(alone, rule, steps=3).value[: sum(plan.layout.numels)]
+        seen = mock.patch.object(TorchCollectives, "all_reduce", autospec=True, side_effect=TorchCollectives.all_reduce)
+        with seen as all_reduce:
+            found = stepped(plan, rule, steps=3).value
+        torch.testing.assert_close(found, mine(plan, expected, dist.get_rank()), rtol=0, atol=1e-6)
+        assert all_reduce.call_count == 3 * len(plan.buckets)
 
 
 @dataclass

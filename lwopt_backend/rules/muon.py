@@ -22,7 +22,7 @@ from lwopt_backend.rules.newton_schulz import (
     quack_product,
     table_of,
 )
-from lwopt_backend.rules.protocol import MatrixRule, option
+from lwopt_backend.rules.protocol import MatrixRule, option, sums_of
 
 # Factors on the learning rate by a matrix's shape, by the names that implementations use.
 
@@ -140,6 +140,7 @@ def checked_restarts(given: Any) -> tuple[int, ...] | None:
 # Scaling before and after Newton-Schulz. Rows and columns are those of the weight, also where the iteration turns it.
 
 MUONEQ, MUON_PLUS = "MuonEq, arXiv 2603.28254", "Muon+, arXiv 2602.21545"
+HYPERBALL, FLOOR = "Hyperball, arXiv 2606.16899", "modded-nanogpt, track 3, u/w-floor"
 MUON2, TURBO = "Muon^2, arXiv 2604.09967", "Turbo-Muon, arXiv 2512.04632"
 Precondition = Literal["none", "muoneq_r", "muoneq_c", "muoneq_rc", "aol", "muon2"]
 Renormalize = Literal["none", "row", "col", "row_col", "col_row", "frobenius"]
@@ -284,12 +285,26 @@ class Muon(MatrixRule):
         "the others, divided by their norms; 'frobenius': the whole matrix has the norm sqrt(min(rows, columns))",
         f"{MUON_PLUS}; nanochat",
     )
+    hyperball: bool = option(
+        False,
+        "keep the weight's Frobenius norm, in place of weight decay: a step of lr times that norm along the update, "
+        "then back to the norm. MuonH, with 'normuon' NorMuonH. A matrix of zeros stays zero",
+        HYPERBALL,
+    )
+    uw_floor: float = option(
+        0.0,
+        "least ratio of the norm of the update, with the factor by shape, to that of the weight; smaller updates are "
+        "made longer, 0.35 in the source",
+        FLOOR,
+        ge=0,
+    )
     defined: ClassVar[Mapping[str, Sequence[str]]] = DEFINED  # the values of ``renormalize`` by ``precondition``
 
     def __post_init__(self) -> None:
         """Raises ValueError for options that do not fit each other."""
         self.exchange_dtype = self.iterates_in
         self._check_scaling()
+        self._check_norms()
         by_step(self.ns_coefficients, self.ns_steps)
         restarts = self.gram_restarts or ()
         if list(restarts) != sorted(set(restarts)) or any(restart >= self.ns_steps for restart in restarts):
@@ -324,6 +339,20 @@ class Muon(MatrixRule):
                 "set ns_method to 'auto'"
             )
 
+    def _check_norms(self) -> None:
+        if self.hyperball and self.weight_decay:
+            raise ValueError(
+                f"hyperball keeps the weight's norm, but weight_decay is {self.weight_decay}; set weight_decay to 0"
+            )
+        if self.hyperball and (self.adjust_lr_fn or self.extra_scale_factor != 1 or self.uw_floor):
+            raise ValueError(
+                f"hyperball makes every update lr times the weight's norm long, but adjust_lr_fn is "
+                f"{self.adjust_lr_fn!r}, extra_scale_factor {self.extra_scale_factor} and uw_floor {self.uw_floor}; "
+                "leave them out"
+            )
+        if self.uw_floor and self.weight_decay_form == "cautious":
+            raise ValueError("uw_floor is set with weight_decay_form 'cautious', which no publication combines")
+
     @property
     def iterates_in(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.ns_dtype)
@@ -331,7 +360,7 @@ class Muon(MatrixRule):
 
     @property
     def needs_large_rate(self) -> bool:
-        return SCALES[self.adjust_lr_fn or "original"] not in (match_rms_adamw, spectral)
+        return self.hyperball or SCALES[self.adjust_lr_fn or "original"] not in (match_rms_adamw, spectral)
 
     def gradient(self, grad: Tensor, value: Tensor) -> Tensor:
         if self.weight_decay_form != "coupled" or not self.weight_decay:
@@ -412,7 +441,34 @@ class Muon(MatrixRule):
     def scale(self, shape: tuple[int, int]) -> float:
         return SCALES[self.adjust_lr_fn or "original"](*shape) * self.extra_scale_factor
 
+    @property
+    def by_norms(self) -> bool:
+        return self.hyperball or self.uw_floor > 0
+
+    def factors(self, sums: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Of Hyperball, R Norm(W - lr R Norm(U)) with R = ||W||, arXiv 2606.16899; or with the floor under ||U|| / R.
+
+        R is that of the current weight, which equals the first one up to rounding, as in the authors' entry for
+        modded-nanogpt and in Emerging-Optimizers. So there is no state, and a run resumes on any ranks. The norm of the
+        difference follows from the three sums. An update of zeros changes nothing.
+        """
+        squares, products, of_updates = sums.unbind(-1)
+        radius, none = squares.sqrt(), of_updates == 0
+        if self.hyperball:
+            rate = torch.where(none, 0.0, self.lr * radius / of_updates.sqrt())
+            after = squares - 2 * rate * products + rate.square() * of_updates
+            keep = torch.where(after <= 0, 1.0, radius / after.sqrt())
+            return keep, keep * rate
+        scales = torch.tensor([self.scale(shape) for shape in shapes], dtype=sums.dtype, device=sums.device)
+        factor = (self.uw_floor * radius / (scales * of_updates.sqrt())).clamp(min=1.0)
+        decay = self.weight_decay if self.weight_decay_form == "decoupled" else 0.0
+        return torch.full_like(scales, 1 - self.lr * decay), self.lr * scales * torch.where(none, 1.0, factor)
+
     def apply(self, value: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
+        if self.by_norms:
+            keep, move = self.factors(sums_of([value], [update])[None], [shape])
+            self.apply_by(value, update, keep[0], move[0])
+            return
         if self.weight_decay_form == "decoupled":
             super().apply(value, update, shape)
             return
@@ -423,7 +479,7 @@ class Muon(MatrixRule):
         value.add_(update, alpha=-self.lr * self.scale(shape))
 
     def apply_all(self, values: list[Tensor], updates: list[Tensor], shapes: Sequence[tuple[int, int]]) -> None:
-        if self.weight_decay_form == "cautious":
+        if self.weight_decay_form == "cautious" or self.by_norms:
             super().apply_all(values, updates, shapes)
             return
         if self.weight_decay_form == "decoupled":

@@ -51,7 +51,7 @@ class SecondMomentMuon(Muon, OwnerStateRule):
 
     @property
     def needs_large_rate(self) -> bool:
-        return self.update_norm == "preserve" and super().needs_large_rate
+        return self.hyperball or self.update_norm == "preserve" and super().needs_large_rate
 
     def mean_squares(self, update: Tensor) -> Tensor:
         """The squares of a matrix's update that v averages over time, in v's shape."""
@@ -117,6 +117,11 @@ class AdaMuon(SecondMomentMuon):
         True, "orthogonalize the signs of the momentum; false: the momentum, as Emerging-Optimizers", ADAMUON
     )
     defined: ClassVar[Mapping[str, Sequence[str]]] = {"none": ("none",)}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.by_norms:
+            raise ValueError("no publication combines AdaMuon with hyperball or uw_floor; leave them out")
 
     def transform(self, matrices: Tensor) -> Tensor:
         return super().transform(_signs(matrices.to(self.iterates_in)) if self.sign_momentum else matrices)
