@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that are made from declarations: command_line.md, rule_options.md and versions.md.
+"""Write what is made from declarations in docs/: command_line.md, rule_options.md, versions.md; optimizers.md's table.
 
 `python scripts/reference.py` writes them; tests/test_pages.py fails if they are not what this would write.
 """
@@ -16,7 +16,7 @@ from lwopt_backend.cli.rule_facts import rule_facts
 from lwopt_backend.config.versions import VERSIONS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-MADE = "<!-- Made by `python scripts/reference.py`. -->"
+MADE, END = "<!-- Made by `python scripts/reference.py`. -->", "<!-- To here. -->"
 COMMAND_LINE = f"""# The command line
 
 {MADE}
@@ -43,7 +43,18 @@ CLASSES = {"soap", "shampoo", "lion", "sgd", "torch_optimizer"}  # whose options
 
 def pages() -> dict[str, str]:
     """The text of each page, by the name of its file."""
-    return {"command_line.md": command_line(), "rule_options.md": rule_options(), "versions.md": versions()}
+    whole = {"command_line.md": command_line(), "rule_options.md": rule_options(), "versions.md": versions()}
+    return {**whole, "optimizers.md": with_published()}
+
+
+def with_published() -> str:
+    """optimizers.md with its table of published rules, which stands between two comments."""
+    before, _, rest = (DOCS / "optimizers.md").read_text().partition(MADE)
+    _, _, after = rest.partition(END)
+    found = rule_facts(None)["published"]
+    rows = [{**of, "rule": f"`{of['rule']}`", "options": f"`{of['options']}`" * bool(of["options"])} for of in found]
+    head = ("published as", "rule", "options", "state", "sent", "equals one process")
+    return f"{before}{MADE}\n\n{table(head, [row.values() for row in rows])}\n\n{END}{after}"
 
 
 def versions() -> str:

@@ -200,7 +200,7 @@ def test_pages_made_from_declarations_are_what_would_be_made_now() -> None:
     shipped = {name: rule for name, rule in ELEMENTWISE_RULES.items() if rule.source != REGISTERED}
     with mock.patch.dict(ELEMENTWISE_RULES, shipped, clear=True):
         made = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["pages"]()
-    assert {name.removesuffix(".md") for name in made} == {"command_line", "rule_options", "versions"}
+    assert {name.removesuffix(".md") for name in made} == {"command_line", "rule_options", "versions", "optimizers"}
     for name, text in made.items():
         assert text == (DOCS / name).read_text(), f"{name} is old: python scripts/reference.py"
 

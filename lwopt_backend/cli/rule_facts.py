@@ -19,10 +19,28 @@ from lwopt_backend.groups.registry import (
     MatrixEntry,
     options_of,
     rule_named,
+    wire_of,
 )
-from lwopt_backend.rules import OwnerStateRule, WeightRule
+from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 
 OURS = "this package"
+PUBLISHED: Mapping[str, tuple[str, dict[str, Any]]] = {  # by the names of publications: a rule and its options
+    "Muon": ("muon", {}),
+    "MuonEq": ("muon", {"precondition": "muoneq_r"}),
+    "Turbo-Muon": ("muon", {"precondition": "aol", "ns_steps": 4}),
+    "Muon^2": ("muon", {"precondition": "muon2", "ns_steps": 3}),
+    "Muon+": ("muon", {"renormalize": "col_row"}),
+    "u/w floor": ("muon", {"uw_floor": 0.35}),
+    "MuonH": ("muon", {"hyperball": True, "weight_decay": 0.0}),
+    "NorMuon": ("normuon", {}),
+    "NorMuonH": ("normuon", {"hyperball": True, "weight_decay": 0.0}),
+    "AdaMuon": ("adamuon", {}),
+    "SOAP": ("soap", {}),
+    "Shampoo": ("shampoo", {}),
+    "AdamW": ("adamw", {}),
+    "Lion": ("lion", {}),
+    "SGD": ("sgd", {"momentum": 0.9}),
+}
 COLUMNS = ("name", "default", "meaning", "source")
 
 
@@ -37,7 +55,33 @@ def rule_facts(name: str | None) -> dict[str, list[Any]]:
     fields = {} if name else {host: config.model_fields for host, config in HOSTS.items()}
     hosts = [{"name": host, "options": [*sections, *_options(of_host, OURS)]} for host, of_host in fields.items()]
     atoms = [] if name else _options(Division.model_fields, OURS)
-    return {"rules": found, "hosts": hosts, "atoms": atoms}
+    named = [] if name else [published(*item) for item in PUBLISHED.items()]
+    return {"rules": found, "published": named, "hosts": hosts, "atoms": atoms}
+
+
+def published(name: str, as_rule: tuple[str, dict[str, Any]]) -> dict[str, str]:
+    """What a publication's rule is here, keeps and sends, and how near it is to one process on every engine."""
+    rule, given = as_rule
+    entry = rule_named(rule)
+    found = {"name": name, "rule": rule, "options": ", ".join(f"{key} {json.dumps(given[key])}" for key in given)}
+    try:
+        options = options_of(rule, given, rule).model_dump()
+    except ValueError as error:  # its package is not installed
+        return {**found, "state": str(error), "sent": "", "equal": ""}
+    made = entry.build(**options) if isinstance(entry, MatrixEntry) else None
+    by_norms = made is not None and made.by_norms
+    equal = "bit for bit; within 1e-6 where a matrix is cut" if by_norms else "bit for bit"
+    return {**found, "state": _state(entry, options), "sent": _sent(made), "equal": equal}
+
+
+def _sent(rule: MatrixRule | None) -> str:
+    """What of a matrix travels that its owner does not store."""
+    if rule is None:
+        return "nothing"
+    wire = wire_of(rule)
+    there = f"{wire['tensors']} x {wire['element_bytes']}" if wire["tensors"] > 1 else str(wire["element_bytes"])
+    sums = "; 24 bytes a matrix" if rule.by_norms else ""
+    return f"{there} bytes an element there, {wire['element_bytes']} back{sums}"
 
 
 def described(entry: MatrixEntry | ElementwiseEntry) -> dict[str, Any]:

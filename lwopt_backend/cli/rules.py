@@ -40,6 +40,8 @@ def rules(
     for rule in found["rules"]:
         table.add_row(*(rule[key] for key in ("name", "for", "state", "cost", "source")))
     console.print(table)
+    if found["published"]:
+        console.print(_named(found["published"]))
     for rule in found["rules"]:
         titled = _table(f"{rule['name']}, for {rule['for']}", rule["options"])
         console.print(f"{rule['name']}: {rule['note']}" if rule["note"] else titled)
@@ -47,6 +49,13 @@ def rules(
         console.print(_table(f"on {host['name']}, for the whole optimizer", host["options"]))
     if found["atoms"]:
         console.print(_table("a division in atoms", found["atoms"]))
+
+
+def _named(rows: Sequence[Mapping[str, str]]) -> Table:
+    table = Table("published as", "rule", "options", "state", "sent", "equals one process", title="By their names")
+    for row in rows:
+        table.add_row(*row.values())
+    return table
 
 
 def _table(title: str, options: Sequence[Mapping[str, str]]) -> Table:
