@@ -459,7 +459,9 @@ class Muon(MatrixRule):
             after = squares - 2 * rate * products + rate.square() * of_updates
             keep = torch.where(after <= 0, 1.0, radius / after.sqrt())
             return keep, keep * rate
-        scales = torch.tensor([self.scale(shape) for shape in shapes], dtype=sums.dtype, device=sums.device)
+        scales = torch.stack(
+            [sums.new_full((), self.scale(shape)) for shape in shapes]
+        )  # filled there: no copy to wait for
         factor = (self.uw_floor * radius / (scales * of_updates.sqrt())).clamp(min=1.0)
         decay = self.weight_decay if self.weight_decay_form == "decoupled" else 0.0
         return torch.full_like(scales, 1 - self.lr * decay), self.lr * scales * torch.where(none, 1.0, factor)

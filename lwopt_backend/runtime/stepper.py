@@ -305,11 +305,9 @@ class MatrixStepper:
         if not atoms:
             return None
         counted = {atom: updates[atom] for atom in atoms if atom in updates and atom in self._counted[bucket]}
-        sums = torch.zeros(len(atoms), 3, dtype=torch.float64, device=self._device)
-        if counted:
-            found = self._whole.sums(counted, run.storage)
-            rows = torch.tensor([row for row, atom in enumerate(atoms) if atom in counted], device=self._device)
-            sums.index_copy_(0, rows, torch.stack([found[a] for a in atoms if a in counted]).to(self._device))
+        found = self._whole.sums(counted, run.storage)
+        nothing = torch.zeros(3, dtype=torch.float64, device=self._device)
+        sums = torch.stack([found[atom].to(self._device) if atom in found else nothing for atom in atoms])
         sending(all_reduce_nbytes(sums.nbytes, self._collectives.world_size))
         self._collectives.all_reduce(sums)
         return dict(zip(atoms, sums))
