@@ -1,6 +1,7 @@
 """The stepper on gloo, without DeepSpeed: what it computes, what it sends and when, and what it leaves in place."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lwopt_backend.plan import MatrixPlan
+from benchmarks.rehearsal.absent_gpu import Recorder, absent_gpu, pretended
+from lwopt_backend.plan import FlatPartition, MatrixPlan, ParameterPartition, plan_matrices
+from lwopt_backend.plan.cost import MACHINES
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime.collectives import TorchCollectives
@@ -22,7 +25,7 @@ from tests.cells import cells
 from tests.counted import Counted
 from tests.on_ranks import on_ranks
 from tests.rule_steps import random, rule_of
-from tests.test_plan import SHAPES, plan_of
+from tests.test_plan import SHAPES, atoms_of, plan_of
 
 
 class Alone:
@@ -174,3 +177,42 @@ def test_work_beside_a_stream_follows_it_and_is_followed_only_where_it_is_joined
         "off own",
         "reduce-scatter waits for own",
     ]
+
+
+class Crossings(Recorder):
+    """Counts the tensors that are copied to the GPU, and from it, and what waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crossed = Counter[str]()
+
+    def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name, pairs = func._schema.name.partition("::")[2], list[tuple[torch.device, torch.device]]()
+        if name == "_to_copy":
+            pairs = [(torch.device(kwargs.get("device") or args[0].device), args[0].device)]
+        elif name == "copy_":
+            pairs = [(args[0].device, args[1].device)]
+        elif name == "_foreach_copy_":
+            pairs = [(into.device, tensor.device) for into, tensor in zip(*args[:2])]
+        self.crossed.update(into.type for into, tensor in pairs if into.type != tensor.type)
+        return super()._wait(func, args, kwargs)
+
+
+@cells(layout=[FlatPartition, ParameterPartition], batch_numel=[0, 10**6])
+def test_what_is_stored_on_the_cpu_goes_to_the_gpu_and_back_in_one_copy_a_bucket(layout: Any, batch_numel: int) -> None:
+    """And a matrix that is stored whole, or a batch of them, in one copy each way. The host waits for what returns."""
+    atoms, crossings = atoms_of([(40, 40)] * 25), Crossings()
+    stored = layout.build([atom.numel for atom in atoms], 4)
+    plan = plan_matrices(atoms, stored, policy="balance", machine=MACHINES["cpu"], bucket_numel=12_000, element_bytes=2)
+    rules: list[MatrixRule] = [rule_of("muon")] * len(atoms)
+    with pretended(1, 4, lambda mine, count: [mine] * count), absent_gpu(crossings):
+        stepper = MatrixStepper(plan, TorchCollectives(), torch.device("cuda", 0), batch_numel=batch_numel)
+        value, grad, momentum = (torch.zeros(stored.partition_numel) for _ in range(3))
+        slices = Slices(value, grad, {"momentum_buffer": momentum})
+        stepper.step(rules, flat_storage(stored, 1, slices))
+        local = len([*stepper._whole.batches(plan.local_atoms(1), rules)])
+    out = sum(any(way.send_splits) for way in stepper._to_owners)
+    back = sum(any(way.receive_splits) for way in stepper._back)
+    assert local > 0 if layout is FlatPartition else out > 1 and back > 1
+    assert crossings.crossed == {"cuda": out + local, "cpu": back + local}
+    assert crossings.waits.total() == back + local

@@ -12,23 +12,26 @@ from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment, Transfer
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Collectives, Pending, phase, sending
+from lwopt_backend.runtime.whole import filled_on, moved
 
 Segments = Sequence[tuple[Segment, Tensor]]  # with the flat part of a buffer that is theirs
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """An all-to-all in flight. ``wait`` passes the received segments to ``deliver``."""
+    """An all-to-all in flight."""
 
     way: Way
     received: Tensor
     data: Tensor  # what was sent, kept alive until the transport has read it
     pending: Pending
 
-    def wait(self, deliver: Callable[[Segments], object]) -> None:
+    def wait(self, deliver: Callable[[Segments], object], on: torch.device | None = None) -> None:
+        """Pass the received segments to ``deliver``; ``on`` a device, if given, to which all are moved in one copy."""
         with phase(self.way.label):
             self.discard()
-            deliver(_in(self.received, self.way.transfer.receives, self.way.receive_offsets))
+            received = self.received if on is None else moved(self.received, on)
+            deliver(_in(received, self.way.transfer.receives, self.way.receive_offsets))
 
     def discard(self) -> None:
         """Wait, and deliver nothing: a buffer must not be freed while the transport writes into it."""
@@ -39,9 +42,9 @@ class Arrival:
             self.received.record_stream(stream)
             self.data.record_stream(stream)
 
-    def sent(self) -> Segments:
-        """The segments that this rank sent."""
-        return _in(self.data, self.way.transfer.sends, self.way.send_offsets)
+    def sent(self, data: Tensor | None = None) -> Segments:
+        """The segments that this rank sent, or those of other ``data`` of their sizes."""
+        return _in(self.data if data is None else data, self.way.transfer.sends, self.way.send_offsets)
 
 
 class Beside:
@@ -87,19 +90,26 @@ class Way:
         self.send_splits, self.receive_splits = transfer.send_splits, transfer.receive_splits
         self.send_offsets, self.receive_offsets = transfer.send_offsets, transfer.receive_offsets
 
-    def start(self, dtype: torch.dtype, has: Callable[[Segment], bool], pack: Callable[[Segments], object]) -> Arrival:
+    def start(
+        self,
+        dtype: torch.dtype,
+        has: Callable[[Segment], bool],
+        pack: Callable[[Segments], object],
+        on: torch.device | None = None,
+    ) -> Arrival:
         """Send the segments that this rank ``has``, in ``dtype``, which ``pack`` fills, and zeros for all others.
 
-        Called on all ranks, bucket by bucket.
+        They are filled ``on`` a device, if given, and moved in one copy. Called on all ranks, bucket by bucket.
         """
         with phase(self.label):
             sent = torch.empty(sum(self.send_splits), dtype=dtype, device=self._device)
             received = torch.empty(sum(self.receive_splits), dtype=dtype, device=self._device)
-            segments = _in(sent, self.transfer.sends, self.send_offsets)
-            here = [(segment, target) for segment, target in segments if has(segment)]
-            if len(here) < len(segments):
-                sent.zero_()
-            pack(here)
+            with filled_on(on or self._device, sent) as filled:
+                segments = _in(filled, self.transfer.sends, self.send_offsets)
+                here = [(segment, target) for segment, target in segments if has(segment)]
+                if len(here) < len(segments):
+                    filled.zero_()
+                pack(here)
             sending((sent.numel() - self.send_splits[self._collectives.rank]) * sent.itemsize)
             pending = self._collectives.all_to_all(received, sent, self.receive_splits, self.send_splits)
             return Arrival(self, received, sent, pending)

@@ -13,7 +13,7 @@ from lwopt_backend.plan import MatrixPlan, Segment
 from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.collectives import Collectives, all_reduce_nbytes, sending
 from lwopt_backend.runtime.exchange import Arrival, Beside, Segments, ways_back, ways_to_owners
-from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_all
+from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_all, filled_on
 
 # Early exchange: buckets sent in the backward pass, and used only if they carried what the step would have sent.
 
@@ -227,11 +227,13 @@ class MatrixStepper:
         self, bucket: int, rules: Sequence[MatrixRule], storage: Storage, arrival: Arrival
     ) -> list[Tensor]:
         """Advance the state of a bucket that was sent before; returns what would be sent now."""
-        now = {segment.atom: torch.empty_like(data) for segment, data in arrival.sent()}
-        self._whole.pack_directions(now, rules, storage, advance=True)
+        now = torch.empty_like(arrival.data)
+        with filled_on(_device_of(self.sent_atoms(bucket), storage) or now.device, now) as filled:
+            into = {segment.atom: data for segment, data in arrival.sent(filled)}
+            self._whole.pack_directions(into, rules, storage, advance=True)
         for atom in self._copies[bucket]:
             advance(rules[atom], storage(atom))
-        return list(now.values())
+        return [data for _, data in arrival.sent(now)]
 
     def _send(self, bucket: int, run: _Run, pack: Callable[[dict[int, Tensor]], None]) -> Arrival:
         """Start an all-to-all to the owners; ``pack`` fills the flat tensors that it is given by atom."""
@@ -240,7 +242,8 @@ class MatrixStepper:
             pack({segment.atom: target for segment, target in segments})
 
         dtype = run.rules[self._first[bucket]].exchange_dtype
-        return self._to_owners[bucket].start(dtype, lambda segment: run.active(segment.atom), packed)
+        stored = _device_of(run.active_of(self.sent_atoms(bucket)), run.storage)
+        return self._to_owners[bucket].start(dtype, lambda segment: run.active(segment.atom), packed, stored)
 
     def _depart(self, bucket: int, run: _Run) -> list[Arrival]:
         """Start sending a bucket's directions to the owners, and its weights if its rule is a ``WeightRule``."""
@@ -264,7 +267,8 @@ class MatrixStepper:
             copy_all([target.view(cut.shape) for (_, target), cut in zip(segments, cuts)], cuts)
 
         dtype = run.rules[self._first[bucket]].exchange_dtype
-        return self._back[bucket].start(dtype, lambda segment: segment.atom in updates, packed)
+        computed = next((update.device for update in updates.values()), None)
+        return self._back[bucket].start(dtype, lambda segment: segment.atom in updates, packed, computed)
 
     def _updates(self, batches: Sequence[list[int]], arrived: Sequence[list[Tensor]], run: _Run) -> dict[int, Tensor]:
         """The updates of the matrices of a bucket that this rank owns, by atom."""
@@ -297,7 +301,8 @@ class MatrixStepper:
             updates = {segment.atom: update for segment, update in segments if run.active(segment.atom)}
             self._whole.apply(updates, run.rules, run.storage, self._sums(bucket, updates, run))
 
-        returning.wait(apply)
+        atoms = [segment.atom for segment in returning.way.transfer.receives]
+        returning.wait(apply, _device_of(run.active_of(atoms), run.storage))
 
     def _sums(self, bucket: int, updates: Mapping[int, Tensor], run: _Run) -> Mapping[int, Tensor] | None:
         """``sums_of`` the whole matrices of a bucket, added over the ranks, if its rules go by norms: 24 bytes each."""
@@ -329,6 +334,11 @@ class _Run:
         """Advance the state of this rank's copy of an atom that another rank sends."""
         if self.active(atom):
             advance(self.rules[atom], self.storage(atom))
+
+
+def _device_of(atoms: Sequence[int], storage: Storage) -> torch.device | None:
+    """Where this rank stores its fragments of these matrices; None if there are no matrices."""
+    return next((part.value.device for atom in atoms for part in storage(atom)), None)
 
 
 def _cut(matrix: Tensor, segment: Segment) -> Tensor:

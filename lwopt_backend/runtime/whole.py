@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, islice
@@ -111,18 +112,20 @@ class WholeMatrices:
         if len(batch) == 1 and len(pieces[0]) == 1:
             return pieces[0][0].reshape(self._atoms[batch[0]].shape).contiguous()
         every = list(chain.from_iterable(pieces))
-        stack = self.empty(batch, max(every, key=lambda piece: piece.itemsize))
-        copy_all(_like(stack.view(-1), every), every)
+        widest = max(every, key=lambda piece: piece.itemsize)
+        stack = self.empty(batch, widest, self._rule_device)
+        with filled_on(widest.device, stack) as filled:
+            copy_all(_like(filled.view(-1), every), every)
         return stack
 
-    def empty(self, batch: Sequence[int], like: Tensor) -> Tensor:
+    def empty(self, batch: Sequence[int], like: Tensor, device: torch.device | None = None) -> Tensor:
         """Room for the matrices of a batch: one as a matrix, several as one tensor of them."""
         shape = self._atoms[batch[0]].shape
-        return like.new_empty(shape if len(batch) == 1 else (len(batch), *shape))
+        return like.new_empty(shape if len(batch) == 1 else (len(batch), *shape), device=device)
 
     def transform(self, rule: MatrixRule, atoms: Sequence[int], stack: Tensor) -> Sequence[Tensor]:
         """The update of each matrix of a batch, in the shape of the stored matrix."""
-        stack = stack.to(self._rule_device)
+        stack = moved(stack, self._rule_device)
         transposed, tiles = self._atoms[atoms[0]].transposed, self._atoms[atoms[0]].tiles
         with phase(of_rule(_name(rule))):
             stack = _side_by_side(stack, tiles)
@@ -141,7 +144,7 @@ class WholeMatrices:
         """The new weight of a matrix, in the shape of the stored matrix; may change ``value`` in place."""
         transposed, tiles = self._atoms[atom].transposed, self._atoms[atom].tiles
         state = self.owner_state.of(atom, rule)
-        value, grad = (_side_by_side(t.to(self._rule_device, torch.float32), tiles) for t in (value, grad))
+        value, grad = (_side_by_side(moved(t, self._rule_device).float(), tiles) for t in (value, grad))
         if transposed:
             value, grad = value.T.contiguous(), grad.T.contiguous()
         with phase(of_rule(_name(rule))):
@@ -226,13 +229,15 @@ class WholeMatrices:
             for pieces, update in zip(parts, updates)
             for move in _like(update.reshape(-1) if len(pieces) > 1 else update, [part.value for part in pieces])
         ]
+        if moves[0].device.type != values[0].device.type:
+            flat = torch.cat([move.reshape(-1) for move in moves]) if len(moves) > 1 else moves[0]
+            moves = _like(moved(flat, values[0].device), moves)
         if isinstance(rule, WeightRule):
             copy_all(values, moves)
             return
         shapes = [self._atoms[atom].rule_shape for atom, pieces in zip(batch, parts) for _ in pieces]
         # Where the state is wider than the weight, the step is computed in the state's dtype and rounded once.
         wide = cast_all(values, dtypes)
-        moves = [move.to(value.device) for move, value in zip(moves, values)]
         if rule.by_norms:
             counts = [len(pieces) for pieces in parts]
             self._apply_by_norms(rule, batch, _dealt(wide, counts), _dealt(moves, counts), sums)
@@ -306,6 +311,40 @@ def _in_tiles(stack: Tensor, tiles: int) -> Tensor:
         return stack
     rows, columns = stack.shape[-2:]
     return stack.reshape(*stack.shape[:-2], rows, tiles, columns // tiles).transpose(-3, -2).reshape(stack.shape)
+
+
+# Between the CPU, where a host may store what it offloads, and an accelerator: in one copy.
+
+
+@contextmanager
+def filled_on(device: torch.device, target: Tensor) -> Iterator[Tensor]:
+    """A tensor to fill on ``device``, ``target`` itself if that is there; ``target`` then has its elements."""
+    if device.type == target.device.type:
+        yield target
+        return
+    filled = _beside(target, device)
+    yield filled
+    target.copy_(filled, non_blocking=target.device.type != "cpu")
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on ``device``. The host waits for what comes to the CPU."""
+    if tensor.device.type == device.type:
+        return tensor
+    if device.type == "cpu":
+        return _beside(tensor, device).copy_(tensor)
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    with filled_on(tensor.device, target) as filled:
+        filled.copy_(tensor)
+    return target
+
+
+def _beside(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of this shape and dtype on ``device``. On the CPU its memory is pinned: an accelerator copies that by
+    itself. torch keeps such memory when it is freed, in blocks of a power of two bytes, and gives it out again when the
+    copies from it are done."""
+    pinned = device.type == "cpu" and torch.accelerator.is_available()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)
 
 
 # Many tensors in one operation.
