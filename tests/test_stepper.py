@@ -20,7 +20,7 @@ from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.exchange import Beside
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import Slices, flat_storage
+from lwopt_backend.runtime.whole import Slices, WholeMatrices, flat_storage
 from tests.cells import cells
 from tests.counted import Counted
 from tests.on_ranks import on_ranks
@@ -125,6 +125,9 @@ def test_a_batch_holds_no_more_than_its_size() -> None:
         spy = Spy()
         stepped(plan, spy, batch_numel=size)
         assert spy.batches == expected
+    whole, rules = WholeMatrices(plan.atoms, torch.device("cpu"), batch_numel=35), [Spy()] * 7
+    pieces = dict.fromkeys(range(7), 10)
+    assert [*map(len, whole.batches(range(7), rules, pieces))] == [3, 3, 1], "of pieces, what a rank has of them"
 
 
 @on_ranks(2)

@@ -234,7 +234,7 @@ class HostGenerator(Generator):
         whole, views = self._wholes[unit], dict(mine)
         rules = [self.rule] * len(whole._atoms)
         found: list[Work] = []
-        for batch in whole.batches([*views], rules, alike=False):
+        for batch in whole.batches([*views], rules, {atom: sum(numels) for atom, numels in views.items()}):
             key = part, unit, tuple(views[atom] for atom in batch)
             found += self.priced(key, partial(self._prepared, part, whole, batch, views, rules), at, stream)
         return merged(found)

@@ -151,32 +151,37 @@ class WholeMatrices:
             step_first(rule, self._atoms[atom], value, grad, state) if not state else rule.step(value, grad, state)
         return _in_tiles(value.T if transposed else value, tiles)
 
-    def batches(self, atoms: Sequence[int], rules: Sequence[MatrixRule], *, alike: bool = True) -> Iterator[list[int]]:
+    def batches(
+        self, atoms: Sequence[int], rules: Sequence[MatrixRule], pieces: Mapping[int, int] | None = None
+    ) -> Iterator[list[int]]:
         """Yield atoms of one rule, at most ``batch_numel`` elements or one atom at a time.
 
-        If ``alike``, of equal shape and orientation, and one at a time if the rule takes no more.
+        With ``pieces``, the elements that this rank has of each atom: only these count, and shapes may differ. Without,
+        atoms of equal shape and orientation, and one at a time if the rule takes no more.
         """
         found: dict[tuple[Any, ...], list[int]] = {}
         for atom in atoms:
             of = self._atoms[atom]
-            key = (of.shape, of.transposed, of.tiles) if alike else ()
+            key = (of.shape, of.transposed, of.tiles) if pieces is None else ()
             found.setdefault((id(rules[atom]), *key), []).append(atom)
         for members in found.values():
-            single = alike and isinstance(rules[members[0]], (OwnerStateRule, WeightRule))
-            batch, numel = members[:1], self._atoms[members[0]].numel
-            for atom in members[1:]:
-                numel += self._atoms[atom].numel
-                if single or numel > self._batch_numel:
+            single = pieces is None and isinstance(rules[members[0]], (OwnerStateRule, WeightRule))
+            batch: list[int] = []
+            total = 0
+            for atom in members:
+                numel = self._atoms[atom].numel if pieces is None else pieces[atom]
+                if batch and (single or total + numel > self._batch_numel):
                     yield batch
-                    batch, numel = [], self._atoms[atom].numel
+                    batch, total = [], 0
                 batch.append(atom)
+                total += numel
             yield batch
 
     def pack_directions(
         self, into: Mapping[int, Tensor], rules: Sequence[MatrixRule], storage: Storage, *, advance: bool
     ) -> None:
         """Copy the direction of this rank's fragment of each atom into a flat tensor."""
-        for batch in self.batches(list(into), rules, alike=False):
+        for batch in self.batches(list(into), rules, _numels(into)):
             parts = [storage(atom) for atom in batch]
             targets = [_like(into[atom], [part.value for part in of_atom]) for atom, of_atom in zip(batch, parts)]
             pieces = directions_of(rules[batch[0]], list(chain.from_iterable(parts)), advance=advance)
@@ -208,7 +213,7 @@ class WholeMatrices:
 
         ``sums`` are those of the whole matrices, for rules that go by norms.
         """
-        for batch in self.batches(list(updates), rules, alike=False):
+        for batch in self.batches(list(updates), rules, _numels(updates)):
             parts = [storage(atom) for atom in batch]
             with changing(_name(rules[batch[0]]), partial(_values, parts)):
                 self._apply(rules[batch[0]], batch, parts, [updates[atom] for atom in batch], sums)
@@ -266,6 +271,10 @@ def _dealt(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor
     """The tensors in order, so many at a time."""
     every = iter(tensors)
     return [list(islice(every, count)) for count in counts]
+
+
+def _numels(tensors: Mapping[int, Tensor]) -> dict[int, int]:
+    return {atom: tensor.numel() for atom, tensor in tensors.items()}
 
 
 def _values(parts: Sequence[Sequence[Slices]]) -> list[Tensor]:
