@@ -10,7 +10,8 @@
 # make test-gpu      what needs an NVIDIA GPU, without a network: bits, waits, memory, several ranks on it, benchmarks;
 #                    ARGS="--wheels FOLDER" installs from a folder what is missing, see scripts/gpu.py; results in runs/gpu
 # make docs          build the pages in docs/ as a site, strictly, into site/
-# make compare       train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each
+# make compare       train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each;
+#                    ARGS=--rules compares every published rule, with three seeds
 #
 # PYTHON=...     the interpreter to start from (default: python3); one that has torch keeps it
 # CONFIG=...     another configuration to train with

@@ -3,6 +3,8 @@
 AdamW's rate is swept first; the AdamW inside LayerWiseMuon (embedding, head, norms) then uses AdamW's best, and Muon's
 rate is swept. Every run is the real example under the real launcher, in ``runs/compare/``; loss.png there shows the two
 best runs, sweep.json holds every run's validation loss.
+
+``--rules [NAME ...]`` compares the published rules instead, all or some: see compare_rules.py.
 """
 
 from __future__ import annotations
@@ -30,25 +32,28 @@ MUON_RATES = [0.01, 0.02, 0.04, 0.08]
 class Sweep:
     """Runs of the example that differ in their configuration only."""
 
-    def __init__(self, folder: Path, arguments: list[str], bar: tqdm) -> None:
+    def __init__(self, folder: Path, arguments: list[str], bar: tqdm, fsdp2: bool = False) -> None:
         self.folder = folder
         self.arguments = arguments
         self.bar = bar
+        self.fsdp2 = fsdp2
         self.losses: dict[str, float] = {}
 
-    def run(self, name: str, config: dict[str, Any]) -> float:
+    def run(self, name: str, config: dict[str, Any], *arguments: str) -> float:
         """Train with ``config``; the validation loss at the end. A run that fails ends the comparison."""
         path = self.folder / f"{name}.json"
         write_whole(path, json.dumps(config, indent=2).encode())
         self.bar.set_description(name)
-        script = [ROOT / "examples" / "train_gpt.py", "--deepspeed", "--deepspeed_config", path]
+        engine = ["--engine", "fsdp2", "--config", path] if self.fsdp2 else ["--deepspeed", "--deepspeed_config", path]
+        script = [ROOT / "examples" / "train_gpt.py", *engine, "--out", self.folder, "--name", name]
         try:
-            launch([*script, "--out", self.folder, "--name", name, *self.arguments], quiet=True)
+            launch([*script, *self.arguments, *arguments], torchrun=self.fsdp2, quiet=True)
         except subprocess.CalledProcessError as error:
             raise SystemExit(f"{name} failed:\n{error.stdout[-4000:]}") from None
         rows = read_metrics(self.folder / name / "metrics.jsonl")
         self.losses[name] = rows[-1]["validation_loss"]
-        self.bar.update()
+        if not self.fsdp2:
+            self.bar.update()
         self.bar.write(f"{name}: validation loss {self.losses[name]:.4f}")
         return self.losses[name]
 
@@ -77,9 +82,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--adamw-rates", type=float, nargs="+", default=ADAMW_RATES)
     parser.add_argument("--muon-rates", type=float, nargs="+", default=MUON_RATES)
+    parser.add_argument(
+        "--rules", metavar="NAME", nargs="*", help="compare published rules, by the names of `lwopt rules`"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "compare")
     args, passed_on = parser.parse_known_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.rules is not None:
+        from compare_rules import compare_rules
+
+        compare_rules(args.out, args.rules, passed_on)
+        return
     adamw, muon = (json.loads((ROOT / "configs" / f"zero2_{name}.json").read_text()) for name in ("adamw", "muon"))
 
     with tqdm(total=len(args.adamw_rates) + len(args.muon_rates), unit="run") as bar:

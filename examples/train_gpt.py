@@ -30,7 +30,6 @@ from corpus import Corpus
 from gpt import GPT, GPTConfig
 from run_folder import RunFolder
 
-SEED = 1
 WARMUP_STEPS = 20
 FINAL_LR = 0.1  # of the configured rate
 VALIDATION_BATCHES, VALIDATION_ROWS = 8, 16
@@ -83,7 +82,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
         from deepspeed_engine import DeepSpeedEngine as EngineClass
 
     def make_model() -> GPT:
-        torch.manual_seed(SEED)
+        torch.manual_seed(args.seed)
         return GPT(GPTConfig(layers=args.layers, width=args.width, context=args.context, tied_head=args.tied_head))
 
     return EngineClass(args, make_model, lambda step: schedule(args.steps, step))
@@ -103,6 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--name", help="the run's folder under --out; default: the name of the configuration file")
     parser.add_argument("--out", default="runs", help="where runs are written (default: runs)")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1, help="of the weights and the batches (default: 1)")
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and stop there, as if interrupted")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--resume", action="store_true", help="continue from the run's checkpoint")
@@ -209,7 +209,7 @@ class Training:
         micro = self.engine.micro_batch
         for part in range(self.engine.accumulation):
             first = (part * self.world_size + self.rank) * micro
-            yield self.corpus.train_batch(step, range(first, first + micro), self.args.context, SEED)
+            yield self.corpus.train_batch(step, range(first, first + micro), self.args.context, self.args.seed)
 
     @torch.no_grad()
     def _validate(self) -> float:
@@ -231,7 +231,10 @@ class Training:
         return value.item() / self.world_size
 
     def _settings(self) -> dict[str, Any]:
-        return {key: getattr(self.args, key) for key in ("engine", "layers", "width", "context", "tied_head", "steps")}
+        return {
+            key: getattr(self.args, key)
+            for key in ("engine", "layers", "width", "context", "tied_head", "steps", "seed")
+        }
 
     def _end(self, step: int) -> None:
         self.folder.log({"step": step, "validation_loss": self._validate()})

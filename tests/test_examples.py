@@ -236,6 +236,23 @@ def test_compare_draws_the_best_of_both_sweeps(tmp_path: Path) -> None:
     assert first[0] == first[1], "the same first batch and the same initial weights"
 
 
+@pytest.mark.full
+def test_compare_rules_searches_a_rate_and_trains_three_seeds(tmp_path: Path) -> None:
+    options = ["--rules", "Muon", "--out", str(tmp_path)]
+    output = succeeds([sys.executable, str(ROOT / "examples" / "compare.py"), *options, *SMALL], ROOT)
+    found = json.loads((tmp_path / "rules.json").read_text())
+    muon = found["rules"]["Muon"]
+    first_seed = {
+        float(name.split("-")[1]): loss for name, loss in found["runs"].items() if "Muon" in name and "seed1" in name
+    }
+    assert len(first_seed) >= 3 and muon["lr"] == min(first_seed, key=first_seed.__getitem__)
+    assert muon["losses"] == [found["runs"][f"Muon-{muon['lr']:g}-seed{seed}"] for seed in (1, 2, 3)]
+    runs = [f"{name}-{row['lr']:g}-seed{seed}" for name, row in found["rules"].items() for seed in (1, 2)]
+    losses = [metrics(tmp_path / run)[1]["loss"] for run in runs]
+    assert losses[0] == losses[2] != losses[1], "a seed gives the initial weights and the batches, for every rule"
+    assert "steps to AdamW's" in output and (tmp_path / "rules.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_metrics_of_a_killed_run_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, is_writer=True)
     folder.log({"step": 0, "validation_loss": 5.0})
