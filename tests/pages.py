@@ -18,9 +18,15 @@ class Block(NamedTuple):
 
 
 def blocks(page: str, language: str = r"\w+", name: str = "") -> list[Block]:
-    """All of a page, or those of a language or a name."""
-    found = re.findall(rf"^```({language})(?: (\S+))?\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
+    """All of a page, or those of a language or a name. A block ``diff LANGUAGE`` is one of that language: its new side."""
+    text = re.sub(r"^```diff (\w+)\n(.*?)^```$", new_side, PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(rf"^```({language})(?: (\S+))?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [block for block in map(Block._make, found) if name in ("", block.name)]
+
+
+def new_side(diff: re.Match[str]) -> str:
+    lines = [line for line in diff[2].splitlines(keepends=True) if not line.startswith("-")]
+    return f"```{diff[1]}\n{''.join(line[2:] for line in lines)}```"
 
 
 def section(page: str, heading: str) -> str:
