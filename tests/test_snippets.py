@@ -25,6 +25,7 @@ SCRIPTS = {  # by the test that runs them
     "test_checkpoint_docs.py": {"train.py", "load_fsdp2.py", "load_weights.py"},
     "peers/test_torchtitan.py": {"torchtitan"},
     "peers/test_lightning.py": {"lightning_train.py"},
+    "peers/test_trl.py": {"trl_train.py", "trl"},
 }
 
 PLAIN = """
@@ -164,8 +165,8 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("planning", 0): (ENGINE + MADE + "optimizer = LayerWiseOptimizer(nn.Linear(4, 4), report=False)\n", ""),
     ("start/hugging_face", 0): (ENGINE + HUGGING_FACE, "assert args.deepspeed_plugin is not None"),
     ("start/hugging_face", 1): (PLAIN + FSDP2, TRAINER),
-    ("start/hugging_face", 2): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),
-    ("start/hugging_face", 3): (PLAIN + HUGGING_FACE, "assert optimizer.param_groups"),
+    ("start/hugging_face", 4): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),
+    ("start/hugging_face", 5): (PLAIN + HUGGING_FACE, "assert optimizer.param_groups"),
     ("watching", 0): (OPTIMIZER, ""),
     ("watching", 1): (
         f"{OPTIMIZER}optimizer.record_metrics()\nstep(model, optimizer)\n",

@@ -1,6 +1,7 @@
-"""TRL's SFTTrainer training LoRA adapters of PEFT, with the losses of torch.optim; and two scripts, unmodified.
+"""TRL's SFTTrainer training LoRA adapters of PEFT, with the losses of torch.optim; the page's trainers; two scripts as
+they are.
 
-They are TRL's sft.py and transformers' run_clm.py, which no package has: LWOPT_TRANSFORMERS_EXAMPLES names its folder,
+These are TRL's sft.py and transformers' run_clm.py, which no package has: LWOPT_TRANSFORMERS_EXAMPLES names its folder,
 examples/pytorch/language-modeling of a checkout; without it, that script is not run.
 """
 
@@ -18,7 +19,8 @@ import pytest
 import torch
 
 from lwopt_backend import LayerWiseOptimizer
-from tests.launcher import ROOT, torchrun
+from tests.launcher import ROOT, succeeds, torchrun
+from tests.pages import blocks, unpack_page
 from tests.zero import MUON, newton_schulz_in_float32
 
 sys.path.append(str(ROOT / "examples"))
@@ -90,6 +92,45 @@ def test_adapters_are_matrices_and_train_as_with_torch_optim(tmp_path: Path) -> 
     assert set(matrices) == wanted
 
 
+def with_texts(folder: Path) -> None:
+    """A model and texts, as the page's script has them."""
+    from hugging_face import small_llama
+
+    small_llama(2, 32).save_pretrained(folder / "model")
+    of_bytes().save_pretrained(folder / "model")
+    (folder / "texts").mkdir()
+    (folder / "texts" / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+
+
+ON_CPUS = f"""import sys
+sys.path.append({str(ROOT / "examples")!r})
+from hugging_face import shard_on_cpus_too
+shard_on_cpus_too()
+"""
+SMALL = '"out", use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=64, max_steps=6, logging_steps=1, '
+PREFERENCES = f"""
+from datasets import Dataset
+from trl import DPOConfig
+rows = [dict(prompt=f"{{n}} plus {{n}}?", chosen=f"{{2 * n}}", rejected="0") for n in range(40)]
+args = DPOConfig({SMALL}report_to="none", fsdp=True, fsdp_config={{"version": 2}})
+MuonDPOTrainer("model", args=args, train_dataset=Dataset.from_list(rows)).train()
+"""
+
+
+def test_the_pages_trainers_train(tmp_path: Path) -> None:
+    """The script, and then DPO with the same arguments, whose first loss is log 2; on two ranks of FSDP2."""
+    with_texts(tmp_path)
+    command = unpack_page("start/hugging_face", tmp_path, sys.executable)
+    (derived,) = blocks("start/hugging_face", "python", "trl")
+    script = tmp_path / "trl_train.py"
+    script.write_text(ON_CPUS + script.read_text().replace('"out", ', SMALL) + derived.text + PREFERENCES)
+    printed = succeeds(command, tmp_path)
+    found = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert printed.count("Routing: 14 of 21") == 2, printed
+    assert len(found) == 12 and found[5] < found[0] and found[6] == pytest.approx(0.6931, abs=1e-3), printed
+    assert found[11] < found[6], printed
+
+
 def zero2(path: Path) -> None:
     auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping"), "auto")
     optimizer = {"type": "LayerWiseMuon", "params": ENTRY}
@@ -102,12 +143,7 @@ def zero2(path: Path) -> None:
 )
 def test_its_own_script_trains_unmodified(tmp_path: Path, adapters: list[str], routing: str) -> None:
     """``trl/scripts/sft.py`` under DeepSpeed, all weights and with LoRA, through ``lwopt_backend.run``."""
-    from hugging_face import small_llama
-
-    small_llama(2, 32).save_pretrained(tmp_path / "model")
-    of_bytes().save_pretrained(tmp_path / "model")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    with_texts(tmp_path)
     zero2(tmp_path / "ds_config.json")
     (package,) = importlib.util.find_spec("trl").submodule_search_locations  # type: ignore[union-attr,misc]
     arguments = {
