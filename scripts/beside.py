@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from lwopt_backend.config.versions import requirement
+from lwopt_backend.config.versions import VERSIONS, requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = ROOT / ".make" / "beside"
@@ -34,7 +34,8 @@ PEERS = {  # what an environment has beyond the prepared one
     # Emerging-Optimizers asks for Python 3.12, but runs on 3.11.
     "megatron": ["--ignore-requires-python", "megatron-core==0.16.1", "emerging-optimizers==0.3.0"],
     "trl": [requirement("trl"), requirement("peft"), "evaluate"],
-    "torchtitan": [requirement("torchtitan"), "triton", "grain"],  # its main needs grain
+    # It needs torch 2.14 or newer, and its main needs grain.
+    "torchtitan": [f"torch=={VERSIONS['torch'].tested[-1]}", requirement("torchtitan"), "triton", "grain"],
     "lightning": [requirement("lightning")],
     "hugging_face": ["--upgrade", requirement("accelerate"), requirement("transformers")],  # the newest
     "pytorch_optimizer": ["--upgrade", requirement("pytorch-optimizer")],
@@ -48,14 +49,14 @@ IN_MAKE_TEST = {  # peers that the prepared environment has, too
 }
 
 
-def environment(name: str, requirements: Sequence[str], *options: str, keep_torch: bool = True) -> Path:
+def environment(name: str, requirements: Sequence[str], *options: str) -> Path:
     """The interpreter of the environment ``name``, which has ``requirements``; made anew where one of these changed.
 
-    ``options`` are pip's. With ``keep_torch``, pip may not take another torch than the prepared one.
+    ``options`` are pip's, which may not take another torch than the prepared one unless ``requirements`` name one.
     """
     folder = MADE / name
     python, stamp = folder / "bin" / "python", folder / "complete"
-    constraint = [f"torch=={version('torch')}"] if keep_torch else []
+    constraint = [] if any(each.startswith("torch==") for each in requirements) else [f"torch=={version('torch')}"]
     told = f"{sys.executable} {sys.version} {constraint} {requirements} {options}"
     fingerprint = hashlib.sha256(told.encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == fingerprint:

@@ -67,7 +67,7 @@ def main() -> None:
     failed = []
     for name in RELEASES if chosen is None else sorted(chosen):
         part = PARTS[RELEASES[name]]
-        python = environment(name, [name], *part.options, keep_torch=RELEASES[name] != "torch")
+        python = environment(name, [name], *part.options)
         print(f"tests with {name}", file=sys.stderr, flush=True)
         # pytest's workers load this file as a plugin, by its name.
         path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))

@@ -26,9 +26,6 @@ nothing |= {"reset_peak_memory_stats": None, "empty_cache": None, "memory_stats"
 for function, answer in nothing.items():  # which torchtitan asks of its device to report memory
     setattr(torch.cpu, function, functools.partial(lambda answer, *_: answer, answer))
 
-if not hasattr(torch.distributed, "set_timeout"):  # torchtitan 0.3.0 was written for a later torch than 2.13
-    torch.distributed.set_timeout = lambda *_: None  # type: ignore[attr-defined]
-
 from torchtitan.components.checkpointer.utils import canonical_fqn  # noqa: E402
 from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.models.common import ScaledDotProductAttention  # noqa: E402
