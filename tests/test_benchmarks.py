@@ -47,6 +47,15 @@ def steps(tmp_path: Path, metric: str, arguments: str = "") -> dict[str, dict[st
 
 
 @pytest.mark.full
+def test_host_time_is_that_of_two_commits_in_turn(tmp_path: Path) -> None:
+    printed = succeeds("python -m benchmarks.host_time --against HEAD --engine zero1 --rounds 1", ROOT)
+    rows = re.findall(r"zero1 +(\w+) +([\d.]+) ms, (\d+) calls, (\d+) operations", printed)
+    assert [name for name, *_ in rows] == ["HEAD", "this"]
+    assert all(float(ms) > 0 and int(calls) > int(operations) > 0 for _, ms, calls, operations in rows)
+    assert "/against" not in succeeds("git worktree list", ROOT)
+
+
+@pytest.mark.full
 def test_a_step_sends_what_its_host_would_and_two_exchanges(tmp_path: Path) -> None:
     """Under DeepSpeed with two micro-batches. Plans' bytes: the program asserts them."""
     stages = ("zero0", "zero1", "zero2", "zero3")
