@@ -26,6 +26,7 @@ from lwopt_backend.groups.choices import LayerWiseMuonConfig, muon_settings, set
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, MuonOptions, arguments
 from lwopt_backend.planner.seconds import CLUSTERS
 from lwopt_backend.routing.fused import TABLE
+from lwopt_backend.rules.muon import SCALES
 from lwopt_backend.rules.newton_schulz import table_of
 from tests.fsdp2 import MODES, SHARDINGS
 from tests.launcher import ROOT, run_on_ranks, run_script, succeeds, surroundings_kept
@@ -46,6 +47,18 @@ SAYS = {
     "modules": (4, r"loss 0\.\d+ after 40 steps, gradient norm \d\.\d+ over both modules", ""),
     "migration": (2, r"largest difference after 10 more steps: 0\.0", ""),
 }
+
+
+def test_rates_of_llamas_matrices_are_those_of_the_factors() -> None:
+    """AdamW's updates have a size of 0.2, an orthogonal matrix's elements one of 1 / sqrt(longer side)."""
+    for name, shape, original, matched, lr in table("rates", "Which rate for Muon", "matrix")[1:]:
+        rows, columns = map(int, shape.split(" x "))
+        sizes = [
+            SCALES[factor](rows, columns) / max(rows, columns) ** 0.5 for factor in ("original", "match_rms_adamw")
+        ]
+        assert [original, matched] == [f"{size:.3g}" for size in sizes], name
+        assert float(lr) == pytest.approx(3e-4 * 0.2 / sizes[0], abs=5e-5), name
+        assert 3e-4 * 0.2 / sizes[0] == pytest.approx(0.2 * columns**0.5 * 3e-4)
 
 
 def part(page: str, begin: str, end: str) -> str:

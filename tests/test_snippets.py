@@ -131,6 +131,12 @@ seen = {"0": torch.full((32,), 200.0)}
 """
 )
 
+HEAD = """
+model = nn.Sequential()
+model.add_module("body", nn.Linear(8, 16))
+model.add_module("lm_head", nn.Linear(16, 4))
+"""
+
 FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on it: what comes before, and after
     ("README", 0): (
         f"{PLAIN}import deepspeed\nentry = {{{blocks('README', 'json')[0].text}}}\n"
@@ -150,14 +156,18 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("modules", 1): (f"{OPTIMIZER}optimizers = ModuleOptimizers({{'all': optimizer}})\n", ""),
     ("optimizers", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
     ("optimizers", 2): (f"{PLAIN}from lwopt_backend import register_elementwise\n", "step(model, optimizer)"),
-    ("optimizers", 3): (PLAIN + PREDICTION, "assert optimizer.clip_group_norms.keys() == {'mtp'}"),
-    ("optimizers", 4): (HEADS, ""),
     ("owned", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
     ("owned", 1): (
         f"{OPTIMIZER}step, scheduler = 1, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)\n",
         "assert more['iteration'] == 1",
     ),
     ("owned", 2): (OPTIMIZER, "step(model, optimizer)"),
+    ("rates", 0): (
+        PLAIN + HEAD,
+        "assert 3e-4 / 64 in [group['lr'] * group['lr_scale'] for group in optimizer.param_groups]",
+    ),
+    ("rates", 1): (PLAIN + PREDICTION, "assert optimizer.clip_group_norms.keys() == {'mtp'}"),
+    ("rates", 2): (HEADS, ""),
     ("performance", 0): (
         f"{PLAIN}model.layers = torch.nn.ModuleList(model.children())\n",
         "assert all(block._compiled_call_impl for block in model.layers)",
