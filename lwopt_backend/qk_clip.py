@@ -86,6 +86,11 @@ class RowScaling:
 QUERY, KEY = "q", "k"  # names of the matrices in a fused weight
 
 
+def _part(block: Block) -> str:
+    """The part of a fused weight that a matrix is of: itself, or one of its heads, ``"q.head0"``."""
+    return block.name.partition(".")[0]
+
+
 @dataclass(frozen=True)
 class Heads:
     """One attention layer, by the names of its parameters.
@@ -161,7 +166,7 @@ class QKClip:
                 f"layer {layer!r}: {of.query_bias!r} is query_bias and key_bias, but query and key are two weights, "
                 f"{of.query!r} and {of.key!r}; expected a bias of each"
             )
-        names = [block.name for block in scaling.matrices_in(of.query)]
+        names = [_part(block) for block in scaling.matrices_in(of.query)]
         if of.query == of.key and not {QUERY, KEY} <= set(names):
             inside = ", ".join(map(repr, names)) if any(names) else "a single matrix"
             raise ValueError(
@@ -194,12 +199,10 @@ class QKClip:
     def _spread(self, layer: str, name: str, weight: str, part: str, by_head: Tensor) -> Tensor:
         """One factor per output of a parameter, which may be fused with others; 1 for outputs of other parts."""
         outputs = self._optimizer.row_scaling.outputs(name)
-        places = torch.arange(outputs)  # of the query or of the key
-        for block in self._optimizer.row_scaling.matrices_in(weight):
-            if block.name == part:
-                stripes = block.columns if block.rows.size == block.grid.rows else block.rows
-                places = torch.tensor([stripes.at(place) for place in range(stripes.size)])
-                break
+        blocks = [block for block in self._optimizer.row_scaling.matrices_in(weight) if _part(block) == part]
+        stripes = [block.columns if block.rows.size == block.grid.rows else block.rows for block in blocks]
+        found = [run.at(place) for run in stripes for place in range(run.size)]
+        places = torch.tensor(found) if found else torch.arange(outputs)  # of the query or of the key
         if len(places) % len(by_head):
             raise ValueError(
                 f"layer {layer!r}: {name!r} has {len(places)} outputs for {part!r}, which do not divide into "

@@ -107,3 +107,71 @@ BLOCKS: Blocks = {
     "moe.w2_EDF": [lambda tensor, e=e: tensor[e] for e in range(2)],
     "conv.weight": [lambda tensor: tensor.reshape(12, 72)],
 }
+
+
+class ByGroup(nn.Module):
+    """torchtitan's fused weight: for every group its queries' heads, the key's and the value's."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.heads_per_kv, self.r_dim, self.head_dim = 2, 4, 4
+        self.wqkv = nn.Linear(WIDTH, groups * 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wqkv(x).tanh().mean(-1, keepdim=True)
+
+
+class Grouped(nn.Module):
+    """Attention of 6 heads of which 3 share a key; the configuration alone says how large a head is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH, bias=False)
+        self.k_proj, self.v_proj = nn.Linear(WIDTH, 8, bias=False), nn.Linear(WIDTH, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o_proj(self.q_proj(x).tanh()) * (self.k_proj(x) * self.v_proj(x)).mean(-1, keepdim=True)
+
+
+class Latent(nn.Module):
+    """MLA's weights: 4 heads, of 3 + 2 outputs for queries and of 3 + 4 for keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = 4, 3, 2, 4
+        self.q_b_proj, self.kv_b_proj = nn.Linear(WIDTH, 20, bias=False), nn.Linear(WIDTH, 28, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.q_b_proj(x).mean(-1, keepdim=True) * self.kv_b_proj(x)[..., :WIDTH]).tanh()
+
+
+class Sizes:
+    hidden_size, num_attention_heads, num_key_value_heads, head_dim = WIDTH, 6, 2, 4
+
+
+class HeadsLM(nn.Module):
+    """Attention's weights of three kinds, whose heads are matrices with ``per_head``; nothing attends."""
+
+    layers = ()
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.config = Sizes()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.grouped, self.latent, self.fused = Grouped(), Latent(), ByGroup(2)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.grouped(x)
+        x = x + self.latent(x)
+        return nn.functional.cross_entropy(self.lm_head(x + self.fused(x)).float().flatten(0, 1), targets.flatten())
+
+
+PER_HEAD = {"atoms": {}, "overrides": [{"params": "*.weight", "matrix": {"per_head": True}}]}
+HEAD_ROWS = {"grouped.q_proj": 4, "grouped.k_proj": 4, "grouped.v_proj": 4, "latent.q_b_proj": 5, "latent.kv_b_proj": 7}
+HEADS: Blocks = {
+    f"{name}.weight": [lambda tensor, i=i, size=size: tensor[i * size : i * size + size] for i in range(count)]
+    for (name, size), count in zip({**HEAD_ROWS, "fused.wqkv": 4}.items(), (6, 2, 2, 4, 4, 8), strict=True)
+}

@@ -3,6 +3,7 @@ does is followed with real numbers: every output of a fused linear is given its 
 
 import contextlib
 import importlib.util
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from deepspeed import _attention_head_count as of_deepspeed
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.overrides import TorchFunctionMode
@@ -20,6 +22,7 @@ from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.groups.choices import settings_of
 from lwopt_backend.groups.grouping import group_parameters
 from lwopt_backend.plan.atoms import Block, Stripes
+from lwopt_backend.planner.shapes import Training
 from lwopt_backend.routing.fused import TABLE
 from lwopt_backend.routing.matrices import Divided, divide
 from lwopt_backend.routing.routing import route
@@ -82,6 +85,7 @@ class Watch(TorchFunctionMode):
     """Every torch function that is called, with the sets of numbers in its tensors and in what it returns."""
 
     calls: list[tuple[str, list[set[float]], list[set[float]]]] = field(default_factory=list)
+    heads: set[frozenset[float]] = field(default_factory=set)  # of a head each, in what is multiplied
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -89,8 +93,11 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.__name__ in WATCHED:
+            values = [*args, *(kwargs or {}).values()]
+            of_heads = [value for value in values if isinstance(value, Tensor) and value.ndim > 2]
+            self.heads |= {frozenset(numbers(head)) for value in of_heads for head in value.flatten(0, -3)}
             returned = result if isinstance(result, (tuple, list)) else [result]
-            self.calls.append((func.__name__, _numbers([*args, *(kwargs or {}).values()]), _numbers(returned)))
+            self.calls.append((func.__name__, _numbers(values), _numbers(returned)))
         return result
 
     def given(self, *names: str) -> list[list[set[float]]]:
@@ -705,3 +712,74 @@ WRONG: Any = [
 def test_wrong_settings_are_refused_by_name(settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         divided_of(linears(a=(12, 4), odd=(7, 3)), settings)
+
+
+# Heads
+PER_HEAD: dict[str, Any] = {"matrix": {"name": "muon", "per_head": True}}
+FUSED_HEADS = ("gpt2", "falcon by group", "codegen", "big code, one kv head", "bloom", "mpt", "phi3", "neox")
+
+
+def heads_of(model: nn.Module, **options: Any) -> dict[str, tuple[Block, ...]]:
+    rules, config = settings_of(HostConfig, {**PER_HEAD, **options}, "test")
+    found = group_parameters(model, [{"params": list(model.parameters())}], rules, config).divided
+    return {name: d.blocks for name, d in found.items() if ".head" in d.blocks[0].of("")}
+
+
+@pytest.mark.parametrize("case", FUSED_HEADS)
+def test_heads_of_a_fused_weight_are_what_attention_multiplies(case: str) -> None:
+    model = MODELS[case][0]().eval()
+    ((name, blocks),) = heads_of(model).items()
+    used = watched(model, TOKEN, name).heads
+    assert {frozenset(outputs) for part, outputs in named(blocks).items() if part[0] in "qk"} <= used
+    assert sum(block.numel for block in blocks) == model.get_parameter(name).numel()
+
+
+OF_DEEPSPEED: dict[str, Make] = {
+    **{case: MODELS[case][0] for case in ("DeepseekV3", "DeepseekV2, plain queries", "GlmMoeDsa", "Youtu")},
+    "llama": lm("Llama", **GROUPED),
+    "bert": bare("Bert", **TINY, intermediate_size=64),
+}
+
+
+@pytest.mark.parametrize("case", OF_DEEPSPEED)
+def test_heads_of_other_weights_are_as_many_as_deepspeeds_per_head_muon_has(case: str) -> None:
+    model = OF_DEEPSPEED[case]()
+    theirs = {name: of_deepspeed(name, param, model) for name, param in model.named_parameters()}
+    assert {name: len(blocks) for name, blocks in heads_of(model).items()} == {n: c for n, c in theirs.items() if c}
+    assert any(theirs.values())
+
+
+class Jordans(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.n_head, self.c_attn = 4, nn.Linear(32, 96)
+        vars(self).update(attributes)
+
+
+def apart(**attributes: Any) -> nn.Module:
+    module = nn.ModuleDict({f"{name}_proj": nn.Linear(32, 32) for name in "qkv"})
+    vars(module).update(attributes)
+    return module
+
+
+UNKNOWN_HEADS: list[tuple[nn.Module, str]] = [
+    (Jordans(), "'0.c_attn.weight': expected attention that tells its heads; Jordans is not known by how it lays out"),
+    (
+        apart(),
+        "ModuleDict has 32 outputs, and neither it nor a configuration has the size of a head. Set the ",
+    ),
+    (apart(head_dim=5), "ModuleDict has 32 outputs, which heads of 5 do not divide"),
+    (apart(head_dim=8, num_heads=2), "ModuleDict has 32 outputs, 4 heads of 8, but 2 heads are declared"),
+    (nn.Linear(8, 8), "none of its matrices ('0.weight', ...) is a query, key or value weight of a known kind; say w"),
+]
+
+
+@pytest.mark.parametrize(("module", "message"), UNKNOWN_HEADS)
+def test_heads_that_cannot_be_told_are_errors_and_atoms_tells_them(module: nn.Module, message: str) -> None:
+    model = nn.Sequential(module)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        heads_of(model)
+    assert {len(blocks) for blocks in heads_of(model, atoms={"*.weight": {"heads": 4}}).values()} == {4}
+    rules, config = settings_of(HostConfig, PER_HEAD, "test")
+    with pytest.raises(ValueError, match="per_head"):  # by shapes alone, nothing is known
+        Training(rules, config).of(route(model))

@@ -18,7 +18,7 @@ from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.runtime.state import StatePiece, part_of
 from tests.cells import cells
 from tests.engines import ENGINES, ZERO, Cell, running
-from tests.fused import ATOMS, BLOCKS, MATRICES, Experts, FusedLM
+from tests.fused import ATOMS, BLOCKS, HEADS, MATRICES, PER_HEAD, Experts, FusedLM, HeadsLM
 from tests.models import largest_difference
 from tests.on_ranks import on_ranks
 from tests.owned import exact_sums, optimizer_for, shares, train
@@ -122,6 +122,20 @@ def test_every_engine(engine: str, how: tuple[str, dict[str, Any]]) -> None:
             assert reasons["turned.up"] == "5 stacked experts, stored transposed"
 
 
+@cells(lambda ranks, engine: (ranks, engine) != (3, "fsdp2"), ranks=[1, 2, 3, 4], engine=ENGINES)
+@on_ranks()
+def test_heads_on_every_engine(engine: str) -> None:
+    """Each is trained as a parameter of its own would be by torch.optim.Muon; o_proj is one matrix. FSDP2 as above."""
+    build = HeadsLM if engine == "fsdp2" else lambda: exact_sums(HeadsLM())
+    single = Reference(build(), matrices=(*HEADS, "grouped.o_proj.weight"), blocks=HEADS)
+    with running(Cell(engine, alike=True, options=PER_HEAD), build()) as run:
+        for step in range(STEPS):
+            run.train(range(step, step + 1))
+            single.model(*shares(step, 1)[0]).backward()
+            single.step()
+        assert largest_difference(run.weights(), single.model) == 0.0
+
+
 class Stack(nn.Module):
     """Six experts in one parameter, which is most of the work."""
 
@@ -197,6 +211,22 @@ def test_fp32_masters_are_clipped_and_the_parameter_is_their_rounding() -> None:
             group["lr"] = 0.0
     before, after = seen
     assert torch.equal(after[:32], before[:32] / 2) and torch.equal(after[32:], before[32:])
+
+
+def test_heads_of_a_fused_weight_are_clipped_alike_as_matrices_and_as_parts_of_q_and_k() -> None:
+    found = [HeadsLM().fused.wqkv.weight]
+    for options in ({"atoms": {}}, PER_HEAD):
+        model = HeadsLM()
+        optimizer = optimizer_for(model, **options)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        layer = Heads("fused.wqkv.weight", "fused.wqkv.weight", heads=4, key_heads=2)
+        QKClip(optimizer, {"0": layer}, BOUND)({"0": torch.tensor([400.0, 100.0, 90.0, 250.0])})
+        model(*shares(0, 1)[0]).backward()
+        optimizer.step()
+        found.append(model.fused.wqkv.weight.detach())
+    before, apart, by_head = found
+    assert torch.equal(by_head, apart) and not torch.equal(apart, before)
 
 
 FUSED = LAYERS["fused"]

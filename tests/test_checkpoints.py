@@ -40,7 +40,8 @@ from tests.checkpoint_engines import FROZEN, PARTS, Buffered
 from tests.command_line import succeeds
 from tests.engines import CLIENT, ENGINES, ZERO, Alone, Cell, ExactLM, running
 from tests.fsdp2 import EVEN
-from tests.fused import ATOMS, FusedLM
+from tests.fused import ATOMS as OF_FUSED
+from tests.fused import PER_HEAD, FusedLM, HeadsLM
 from tests.on_ranks import on_ranks
 from tests.owned import exact_sums, shares
 from tests.ranks import RankPool
@@ -49,6 +50,7 @@ from tests.zero import ADAMW, OWN_ROWS
 
 STEPS = 2
 Pools = dict[int, RankPool]
+ATOMS, PARTED_BY = {"atoms": OF_FUSED}, {"atoms": PARTS}
 GoOn = Callable[["Tour"], None]
 STATES = {"fp32", "step", "exp_avg", "exp_avg_sq", "momentum_buffer", "second_moment"}  # files that ranks load
 
@@ -71,6 +73,10 @@ class Partial(LM):
 
 def fused(seed: int) -> nn.Module:
     return exact_sums(FusedLM(seed))
+
+
+def with_heads(seed: int) -> nn.Module:
+    return exact_sums(HeadsLM(seed))
 
 
 @dataclass(frozen=True)
@@ -141,19 +147,19 @@ class Tour:
     model: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     precision: str = "fp32"
-    atoms: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     def made(self, seed: int) -> nn.Module:
         return self.build(seed=seed, **self.model).to(getattr(torch, self.dtype))
 
     def cell_of(self, leg: Leg) -> Cell:
-        atoms = {} if self.atoms is None else {"atoms": self.atoms}
-        return replace(leg.cell, matrix=self.rule, precision=self.precision, options={**leg.cell.options, **atoms})
+        options = {**leg.cell.options, **self.options}
+        return replace(leg.cell, matrix=self.rule, precision=self.precision, options=options)
 
     @property
     def known_alone(self) -> bool:
         """Whether the truth is what one process comes to; else what the first leg's engine does without a break."""
-        return self.build is LM and self.atoms is None and (self.dtype, self.precision) == ("float32", "fp32")
+        return self.build is LM and not self.options and (self.dtype, self.precision) == ("float32", "fp32")
 
 
 def travel(tour: Tour, leg: Leg, begin: int, stops: list[int], folders: list[str], load: str | None = None) -> None:
@@ -299,12 +305,18 @@ ACROSS: dict[str, Tour] = {
         "muon2", route("zero 3 on 2, owned 1 on 3 compact, plain on 1, zero 2 on 4, fsdp2 on 3, zero 0 on 2")
     ),
     "muonh": Tour("muonh", route("zero 3 on 2, owned 1 on 3 compact, fsdp2 on 4, zero 0 on 2, plain on 1")),
-    "parts": Tour("soap", route(PARTED), atoms=PARTS),
+    "parts": Tour("soap", route(PARTED), options=PARTED_BY),
     **{f"flat, {rule}": Tour(rule, route(FLAT)) for rule in ("muon", "adamuon", "shampoo", "a class")},
-    "flat, parts": Tour("soap", route(FLAT), atoms=PARTS),
-    "fused, soap": Tour("soap", route(FUSED), fused, atoms=ATOMS),
-    "fused, normuon": Tour("normuon", route("owned 2 on 2, zero 3 on 4, zero 2 on 2"), fused, atoms=ATOMS),
-    "fused, without ZeRO": Tour("muon", route("zero 0 on 2, zero 0 on 4", native=True), fused, atoms=ATOMS),
+    "flat, parts": Tour("soap", route(FLAT), options=PARTED_BY),
+    "fused, soap": Tour("soap", route(FUSED), fused, options=ATOMS),
+    "fused, normuon": Tour("normuon", route("owned 2 on 2, zero 3 on 4, zero 2 on 2"), fused, options=ATOMS),
+    "per head": Tour(
+        "normuon",
+        route("owned 1 on 2, zero 3 on 4, zero 2 on 2, plain on 3"),
+        with_heads,
+        options=PER_HEAD,
+    ),
+    "fused, without ZeRO": Tour("muon", route("zero 0 on 2, zero 0 on 4", native=True), fused, options=ATOMS),
     "partial": Tour("soap", route("owned 1 on 2, owned 2 on 4"), Partial, {"tied": True}),
     "bf16": Tour("muon", route(IN_BF16), precision="bf16"),
     "bf16, stage 3": Tour("muon", route("zero 3 on 2, zero 3 on 1, zero 3 on 4"), precision="bf16"),
@@ -355,7 +367,7 @@ def test_owned_storage_goes_on_on_other_ranks_and_layouts(go_on: GoOn, rule: str
 @pytest.mark.parametrize("rule", ["muon", "soap"])
 def test_plain_pytorch_and_fsdp2_read_each_others_checkpoints(go_on: GoOn, rule: str) -> None:
     legs = route("fsdp2 on 2, plain on 3, fsdp2 on 1, plain on 4 small, plain on 1", native=True)
-    go_on(Tour(rule, legs, atoms=PARTS if rule == "soap" else None))
+    go_on(Tour(rule, legs, options=PARTED_BY if rule == "soap" else {}))
 
 
 ALONE = "{0} on 2, {0} on 1, {0} on 4"  # without ZeRO: on any number of ranks
@@ -393,7 +405,7 @@ FORMATS += [("muon", "by name", "float32"), ("muon", "flat", "bfloat16")]
 @pytest.mark.parametrize(("rule", "way", "dtype"), with_full(FORMATS, [("muon", "bare", "float32")]))
 def test_plain_pytorch_goes_on_with_torchs_own_formats_in_layouts(go_on: GoOn, rule: str, way: str, dtype: str) -> None:
     legs = route(BY_TORCH[way], *WIDE[dtype], native=True)
-    go_on(Tour(rule, legs, dtype=dtype, atoms=PARTS if rule == "soap" else None))
+    go_on(Tour(rule, legs, dtype=dtype, options=PARTED_BY if rule == "soap" else {}))
 
 
 UNEVEN = "fsdp2 on 4 roots, fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1, fsdp2 on 2, fsdp2 on 4 hybrid, fsdp2 on 2, "
@@ -433,7 +445,7 @@ def test_what_is_written_for_fsdp2_is_formed_as_torch_writes_it(rank_pools: Pool
         return {key: (found.paths[key], found.tensors[key].shape, found.tensors[key].dtype) for key in keys}
 
     legs = route("fsdp2 on 2")
-    for tour in (Tour("muon", legs), Tour("soap", legs, atoms=PARTS)):
+    for tour in (Tour("muon", legs), Tour("soap", legs, options=PARTED_BY)):
         saved = tmp_path / tour.rule
         rank_pools[2].run(travel, tour, *legs, 0, [STEPS], [str(saved)])
         assert form(converted(saved, *legs)) == form(saved)

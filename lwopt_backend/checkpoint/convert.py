@@ -136,7 +136,7 @@ def _muon(group: Mapping[str, Any], arguments: Mapping[str, Any], of_deepspeed: 
     more: dict[str, Any] = {}
     if "use_muon" in group:
         if of_deepspeed.get("per_head_muon"):
-            raise ValueError("per_head_muon orthogonalized heads by themselves; set 'atoms', and see docs/migration.md")
+            raise ValueError("per_head_muon orthogonalized heads by themselves; set 'per_head' (docs/migration.md)")
         if of_deepspeed.get("ns_method", "gram") != "standard":
             more = {"ns_dtype": "float32", "gram_aspect": 1.0, "gram_restarts": (2,)}
     elif "muon" in str(arguments.get("optimizer")):

@@ -32,6 +32,7 @@ PUBLISHED: Mapping[str, tuple[str, dict[str, Any]]] = {  # by the names of publi
     "Muon+": ("muon", {"renormalize": "col_row"}),
     "u/w floor": ("muon", {"uw_floor": 0.35}),
     "MuonH": ("muon", {"hyperball": True, "weight_decay": 0.0}),
+    "per-head Muon": ("muon", {"per_head": True}),
     "NorMuon": ("normuon", {}),
     "NorMuonH": ("normuon", {"hyperball": True, "weight_decay": 0.0}),
     "AdaMuon": ("adamuon", {}),

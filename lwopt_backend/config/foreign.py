@@ -20,6 +20,7 @@ MEANT = {
     **dict.fromkeys(("mu", "muon_momentum", "momentum_beta", "muon_beta"), "matrix.momentum"),
     **dict.fromkeys(("use_nesterov", "muon_nesterov"), "matrix.nesterov"),
     **dict.fromkeys(("num_ns_steps", "muon_num_ns_steps", "backend_steps"), "matrix.ns_steps"),
+    "per_head_muon": "matrix.per_head",
     **dict.fromkeys(("adam_lr", "adamw_lr", "scalar_lr"), "elementwise.lr"),
     **dict.fromkeys(("adam_wd", "adamw_wd", "adam_weight_decay"), "elementwise.weight_decay"),
     **dict.fromkeys(("betas", "adam_betas", "adamw_betas"), "elementwise.betas"),
@@ -36,7 +37,6 @@ GRANTED: dict[str, tuple[Any, str]] = {
     ),
     "bias_correction": (True, "AdamW's averages are always corrected here"),
     "fp32_optimizer_states": (True, "state has the dtype of the masters here"),
-    "per_head_muon": (False, "say how many heads a weight has: 'atoms': {'*.q_proj.weight': {'heads': 12}}"),
 }
 # What stands elsewhere.
 CLIP = "gradient_clipping stands beside the optimizer entry in ds_config.json; elsewhere call clip_grad_norm_"

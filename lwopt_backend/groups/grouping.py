@@ -211,11 +211,12 @@ def group_parameters(
         )
     check_overrides(rules, {r.name: r.kind == "matrix" for r in everywhere if r.kind != "frozen"})
     clip_groups = _clip_groups(config, everywhere)
-    divided = divide(model, routes, AtomSettings.parse(config.atoms), elsewhere=elsewhere)
-    said = {name: f": {matrices.reason}" for name, matrices in divided.items() if not matrices.is_plain}
-    routes = [replace(r, reason=f"{r.reason}{said.get(r.name, '')}{f'; {r.cut}' if r.cut else ''}") for r in routes]
     trains = "matrix" in kinds
     groups = split(given, _are_matrices(routes, names), rules, names, trains_matrices=trains)
+    per_head = {names[id(param)] for group in groups if group.get("per_head") for param in group["params"]}
+    divided = divide(model, routes, AtomSettings.parse(config.atoms), elsewhere=elsewhere, per_head=per_head)
+    said = {name: f": {matrices.reason}" for name, matrices in divided.items() if not matrices.is_plain}
+    routes = [replace(r, reason=f"{r.reason}{said.get(r.name, '')}{f'; {r.cut}' if r.cut else ''}") for r in routes]
     return Grouping(routes, groups, names, divided, trains, clip_groups)
 
 

@@ -123,7 +123,7 @@ def plain(value: Any) -> Any:
 # Param groups: every group of the user's is split by rule, and by the overrides that its parameters have.
 
 OURS = frozenset({"rule", "from_group", "overrides", "members"})  # written by us into the parts
-DECIDED = OURS | {"params"}  # what no checkpoint changes
+DECIDED = OURS | {"params", "per_head"}  # what no checkpoint changes
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

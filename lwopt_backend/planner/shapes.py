@@ -21,7 +21,7 @@ from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.options import install_command, nearest
 from lwopt_backend.groups.choices import Rules, settings_of
 from lwopt_backend.groups.grouping import as_taken, group_parameters
-from lwopt_backend.groups.param_groups import check_overrides
+from lwopt_backend.groups.param_groups import check_overrides, overrides_of
 from lwopt_backend.routing.matrices import Divided, divide_by_name
 from lwopt_backend.routing.routing import Route, named_as_stack, stacked
 
@@ -252,4 +252,11 @@ class Training:
             as_stacks.append(route)
         found = [as_taken(route, self.rules.matrix.rule, self.config) for route in as_stacks]
         check_overrides(self.rules, {r.name: r.kind == "matrix" for r in found if r.kind != "frozen"})
-        return tuple(found), divide_by_name(found, AtomSettings.parse(self.config.atoms))
+        per_head = {route.name for route in found if route.kind == "matrix" and self._per_head(route.name)}
+        return tuple(found), divide_by_name(found, AtomSettings.parse(self.config.atoms), per_head)
+
+    def _per_head(self, name: str) -> bool:
+        choice = self.rules.matrix
+        for number in overrides_of(name, "matrix", self.rules):
+            choice = choice.changed(self.rules.overrides[number].matrix, f"overrides[{number}]: matrix")
+        return getattr(choice.options, "per_head", False)

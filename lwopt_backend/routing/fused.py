@@ -43,8 +43,8 @@ def fused_weights(model: nn.Module, sizes: Sizes) -> dict[int, Fusion]:
     for module in model.modules():
         name, recipes = _recipes(module)
         for fused in recipes:
-            weight = _weight(module, fused.weight)
-            out = weight if fused.out is None else _weight(module, fused.out)
+            weight = weight_of(module, fused.weight)
+            out = weight if fused.out is None else weight_of(module, fused.out)
             ours, theirs = (None if each is None else sizes(each) for each in (weight, out))
             if weight is None or ours is None or theirs is None:
                 continue
@@ -112,7 +112,8 @@ def _recipes(module: nn.Module) -> tuple[str, tuple[Fused, ...]]:
     return runs.__name__, TABLE.get(f"{path.partition('.')[0]}.{runs.__name__}", ())
 
 
-def _weight(module: nn.Module, name: str) -> Tensor | None:
+def weight_of(module: nn.Module, name: str) -> Tensor | None:
+    """The parameter ``name`` of a module, or the weight of its child of that name."""
     found = getattr(module, name, None)
     found = found if isinstance(found, Tensor) else getattr(found, "weight", None)
     return found if isinstance(found, Tensor) else None

@@ -6,7 +6,7 @@ parameter of two dimensions is one matrix, one of more is a stack of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lwopt_backend.config.atoms import AtomSettings, Division
 from lwopt_backend.plan.atoms import Block, Grid, check_cover, divided, grouped, matrices_of, repeated, undivided
 from lwopt_backend.routing.fused import Fusion, fused_weights
+from lwopt_backend.routing.heads import Heads, heads_in, named_as_heads, none_found, unknown
 from lwopt_backend.routing.routing import Route, blocks_of, check_globs, named_parameters
 
 SHOWN = 4  # names of parts that are printed
@@ -36,14 +37,20 @@ class Divided:
 
 
 def divide(
-    model: nn.Module, routes: Sequence[Route], settings: AtomSettings | None = None, *, elsewhere: Sequence[Route] = ()
+    model: nn.Module,
+    routes: Sequence[Route],
+    settings: AtomSettings | None = None,
+    *,
+    elsewhere: Sequence[Route] = (),
+    per_head: Collection[str] = (),
 ) -> dict[str, Divided]:
     """The matrices of every parameter in ``routes`` that goes to the matrix rule, by its name; and the ``parts``, no
     matrices, of others whose rows tensor parallelism cuts.
 
     ``routes`` are those of all parameters of ``model``; if it is a part of a model, ``elsewhere`` are those of the
-    other parts. Does not change the model; the same on all ranks. Raises ValueError for a glob that matches no such
-    parameter, and for sizes that do not add up.
+    other parts. ``per_head`` are the names of parameters of which the heads of queries, keys and values are matrices.
+    Does not change the model; the same on all ranks. Raises ValueError for a glob that matches no such parameter, for
+    sizes that do not add up, and for heads that cannot be told.
     """
     settings = settings or AtomSettings()
     _check_globs(settings, [*routes, *elsewhere])
@@ -65,6 +72,10 @@ def divide(
     if shared:
         in_shards = fused_weights(model, partial(sizes, of_shard=True))
         fused = {**fused, **{weight: of for weight, of in in_shards.items() if weight in shared}}
+    ranks = max((route.cut.ranks for route in matrices if route.cut is not None), default=1)
+    heads = heads_in(model, fused, ranks) if per_head else {}
+    by_head = {route.name: heads.get(id(params[route.name])) for route in matrices if route.name in per_head}
+    _check_heads(by_head, settings, matrices, elsewhere)
     reversed_kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)}
     found = {}
     for route in matrices:
@@ -74,7 +85,7 @@ def divide(
                 f"atoms {setting[0]!r}: {route.name!r} is of a transposed convolution, whose outputs are not its first "
                 "dimension; it cannot be flattened"
             )
-        of_route = _divided(route, settings, fused.get(id(params[route.name])))
+        of_route = _divided(route, settings, fused.get(id(params[route.name])), by_head.get(route.name))
         check_cover(route.name, of_route.blocks)
         if route.kind == "matrix":
             _check_cut(route, of_route.blocks)
@@ -89,13 +100,30 @@ def _is_divided(route: Route) -> bool:
     return route.kind == "matrix" or of_shards
 
 
-def divide_by_name(routes: Sequence[Route], settings: AtomSettings) -> dict[str, Divided]:
-    """``divide`` without modules, by which fused weights are known: by the settings and by shape."""
+def _check_heads(
+    by_head: Mapping[str, object], settings: AtomSettings, routes: Sequence[Route], elsewhere: Sequence[Route]
+) -> None:
+    """Raises ValueError if of the parameters in ``by_head`` none has heads, by itself, by the settings or elsewhere."""
+    wanted = [route for route in routes if route.name in by_head]
+    set_so = any(setting is not None and setting[1] != "whole" for setting in (settings.of(r.names) for r in wanted))
+    if wanted and not (any(by_head.values()) or set_so or any(named_as_heads(route.name) for route in elsewhere)):
+        raise none_found(by_head)
+
+
+def divide_by_name(
+    routes: Sequence[Route], settings: AtomSettings, per_head: Collection[str] = ()
+) -> dict[str, Divided]:
+    """``divide`` without modules, by which fused weights and heads are known: by the settings and by shape."""
     _check_globs(settings, routes)
+    wanted = [route for route in routes if route.name in per_head]
+    for route in wanted:
+        if named_as_heads(route.name) and settings.of(route.names) is None:
+            raise unknown(route.name, f"its shape {route.shape} alone does not")
+    _check_heads(dict.fromkeys(route.name for route in wanted), settings, wanted, ())
     return {route.name: _divided(route, settings, None) for route in routes if route.kind == "matrix"}
 
 
-def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divided:
+def _divided(route: Route, settings: AtomSettings, fused: Fusion | None, heads: Heads | None = None) -> Divided:
     setting = settings.of(route.names)
     shape = route.shape if setting is not None and setting[1] in ("stack", "flatten") else route.joined
     if setting is not None:
@@ -104,13 +132,21 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divi
         return Divided(
             blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}", parts=_parts(route, blocks, in_turn)
         )
+    parts: tuple[int, ...] = ()
     if fused is not None and (fused.outputs or fused.inputs):
         in_turn = all(run.count == 1 for _, run in fused.outputs)
         if route.cut is not None and route.cut.shared and route.cut.dim == 0:  # the parts are those of a shard
             size = shape[0] // route.cut.ranks
             fused = replace(fused, outputs=repeated(fused.outputs, size, route.cut.ranks))
         blocks = _fused(shape, fused, transposed=route.transposed)
-        return Divided(blocks, f"{_described(blocks)}, {fused.why}", parts=_parts(route, blocks, in_turn))
+        parts = _parts(route, blocks, in_turn)
+        if heads is None:
+            return Divided(blocks, f"{_described(blocks)}, {fused.why}", parts=parts)
+    if heads is not None:
+        outputs, of_fused = shape[-1] if route.transposed else shape[-2], () if fused is None else fused.outputs
+        of_heads, reason = heads.divide(of_fused, outputs, route.name)
+        grid = Grid.of(shape, len(shape) - 2)
+        return Divided(divided(grid, of_heads, transposed=route.transposed), reason, parts=parts)
     if route.side_by_side:
         grid = Grid.of(shape, len(shape) - 2)
         blocks = divided(grid, grouped(("gate", "up"), [shape[-1] // 2] * 2), transposed=True)

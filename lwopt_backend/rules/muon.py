@@ -141,6 +141,7 @@ def checked_restarts(given: Any) -> tuple[int, ...] | None:
 
 MUONEQ, MUON_PLUS = "MuonEq, arXiv 2603.28254", "Muon+, arXiv 2602.21545"
 HYPERBALL, FLOOR = "Hyperball, arXiv 2606.16899", "modded-nanogpt, track 3, u/w-floor"
+PER_HEAD = "Kimi K3, arXiv 2607.24653; GLM-5, arXiv 2602.15763; DeepSpeed's per_head_muon"
 MUON2, TURBO = "Muon^2, arXiv 2604.09967", "Turbo-Muon, arXiv 2512.04632"
 Precondition = Literal["none", "muoneq_r", "muoneq_c", "muoneq_rc", "aol", "muon2"]
 Renormalize = Literal["none", "row", "col", "row_col", "col_row", "frobenius"]
@@ -290,6 +291,13 @@ class Muon(MatrixRule):
         "keep the weight's Frobenius norm, in place of weight decay: a step of lr times that norm along the update, "
         "then back to the norm. MuonH, with 'normuon' NorMuonH. A matrix of zeros stays zero",
         HYPERBALL,
+    )
+    per_head: bool = option(
+        False,
+        "every head of attention's query, key and value weights is a matrix by itself, in fused weights and in MLA's "
+        "q_b_proj and kv_b_proj, too. Found from the attention modules and the model's config; an error if these do "
+        "not tell, and 'atoms' then says it",
+        PER_HEAD,
     )
     uw_floor: float = option(
         0.0,
