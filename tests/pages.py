@@ -18,7 +18,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str, language: str = r"\w+", name: str = "") -> list[Block]:
-    """All of a page, or those of a language or a name. A block ``diff LANGUAGE`` is one of that language: its new side."""
+    """All of a page, or those of a language or a name. A block ``diff LANGUAGE`` is its new side, in that language."""
     text = re.sub(r"^```diff (\w+)\n(.*?)^```$", new_side, PAGES[page], flags=re.MULTILINE | re.DOTALL)
     found = re.findall(rf"^```({language})(?: (\S+))?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [block for block in map(Block._make, found) if name in ("", block.name)]

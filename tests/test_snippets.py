@@ -140,7 +140,7 @@ model.add_module("lm_head", nn.Linear(16, 4))
 FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on it: what comes before, and after
     ("README", 0): (
         f"{PLAIN}import deepspeed\nentry = {{{blocks('README', 'json')[0].text}}}\n"
-        "json.dump({'train_batch_size': 16, 'zero_optimization': {'stage': 2}, **entry}, open('ds_config.json', 'w'))\n",
+        "json.dump({'train_batch_size': 16, 'zero_optimization': {'stage': 2}} | entry, open('ds_config.json', 'w'))\n",
         f"{STEP_OF_ENGINE}assert engine.basic_optimizer.plan_digest",
     ),
     ("README", 1): (PLAIN + BLOCKS, "step(model, optimizer)"),
