@@ -1,6 +1,6 @@
 # make train         set everything up, then train a small GPT with layer-wise Muon under the deepspeed launcher
 # make train-fsdp2   the same training on FSDP2, under torchrun
-# make check         what is checked without running anything: ruff's rules, the format, types
+# make check         what is checked without running anything: ruff's rules, the format, types, the words of the pages
 # make test          set everything up, then run the tests: everything once, in ten minutes on two cores
 # make test-full     whole tables in place of pairs, every launcher and page, the benchmarks, the oldest DeepSpeed and torch
 # make test-versions parts of the tests with every other torch and DeepSpeed that is supported; ARGS=torch, ARGS=deepspeed,
@@ -40,6 +40,7 @@ check: environment
 	@"$$(cat .make/python)" -m ruff check .
 	@"$$(cat .make/python)" -m ruff format --check .
 	@"$$(cat .make/python)" scripts/typecheck.py
+	@"$$(cat .make/python)" scripts/prose.py
 	@"$$(cat .make/python)" -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@"$$(cat .make/python)" -m check_jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
 
