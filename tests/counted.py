@@ -6,12 +6,14 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lwopt_backend.runtime.collectives import TorchCollectives
 
 
 class Counted:
-    """Counts all-to-alls on this rank while it is open: ``calls`` with even and uneven parts, and what is in flight."""
+    """Counts all-to-alls on this rank while it is open, ``calls`` with even and uneven parts, and all-gathers of parts;
+    among which ``groups`` of ranks, and what is in flight."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -19,25 +21,36 @@ class Counted:
         self.in_flight = 0
         self.most_in_flight = 0
         self.dtypes: set[torch.dtype] = set()
+        self.groups: set[tuple[int, ...]] = set()
 
     def __enter__(self) -> Counted:
-        self.original = original = TorchCollectives.all_to_all
+        self.original = all_to_all, all_gather = TorchCollectives.all_to_all, TorchCollectives.all_gather_parts
         counted = self
 
-        def all_to_all(self: TorchCollectives, received: Any, sent: Any, into: Any, out: Any) -> Any:
-            splits = out or [sent.numel() // self.world_size] * self.world_size
-            counted.calls["even" if not out else "uneven"] += 1
-            counted.sent_bytes += sum(n for peer, n in enumerate(splits) if peer != self.rank) * sent.itemsize
+        def started(self: TorchCollectives, kind: str, sent: Tensor, numel: int, pending: Any) -> Any:
+            counted.calls[kind] += 1
+            counted.sent_bytes += numel * sent.itemsize
             counted.dtypes.add(sent.dtype)
+            counted.groups.add(tuple(self.ranks()))
             counted.in_flight += 1
             counted.most_in_flight = max(counted.most_in_flight, counted.in_flight)
-            return _Waited(original(self, received, sent, into, out), counted)
+            return _Waited(pending, counted)
 
-        TorchCollectives.all_to_all = all_to_all
+        def to_all(self: TorchCollectives, received: Any, sent: Any, into: Any, out: Any) -> Any:
+            splits = out or [sent.numel() // self.world_size] * self.world_size
+            numel = sum(n for peer, n in enumerate(splits) if peer != self.rank)
+            pending = all_to_all(self, received, sent, into, out)
+            return started(self, "uneven" if out else "even", sent, numel, pending)
+
+        def gather(self: TorchCollectives, parts: Any, whole: Any) -> Any:
+            numel = (self.world_size - 1) * parts[self.rank].numel()
+            return started(self, "gathered", parts[self.rank], numel, all_gather(self, parts, whole))
+
+        TorchCollectives.all_to_all, TorchCollectives.all_gather_parts = to_all, gather
         return self
 
     def __exit__(self, *error: object) -> None:
-        TorchCollectives.all_to_all = self.original
+        TorchCollectives.all_to_all, TorchCollectives.all_gather_parts = self.original
 
 
 class _Waited:

@@ -229,23 +229,36 @@ def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(where: 
         plan = plan_spread(atoms_of(SMALL), LAYOUTS[where], bucket_matrices=2)
     layout: Layout = plan.layout
     ranks, moved, sent_back = range(layout.world_size), [0] * layout.world_size, [0] * layout.world_size
+    rows, columns = plan.rows.groups() if plan.rows else ([tuple(ranks)], [(rank,) for rank in ranks])
+    assert (rows, columns) == ([(0, 1), (2, 3)], [(0, 2), (1, 3)]) or where != "hybrid"
     for bucket, members in enumerate(plan.buckets):
         forth = [plan.transfer(bucket, rank) for rank in ranks]
         back = [plan.way_back(bucket, rank) for rank in ranks]
-        assert_arrives(forth)
-        assert_arrives(back)
+        for row in rows:
+            assert_arrives([forth[rank] for rank in row])
+            assert_arrives([back[rank] for rank in row])
+        received = [list(way.receives) for way in back]
+        for column in columns if plan.rows else ():
+            parts = [[(s.atom, s.start, s.stop) for s in back[rank].receives] for rank in column]
+            longest = max(sum(s.numel for s in back[rank].receives) for rank in column)
+            for rank in column:
+                pieces = plan.pieces_of_column(bucket, rank)
+                assert [[(s.atom, s.start, s.stop) for s in of_rank] for of_rank in pieces] == parts
+                received[rank] = [*itertools.chain(*pieces)]
+                sent_back[rank] += (len(column) - 1) * longest
         for atom, rank in itertools.product(members, ranks):
             arrived, returned = (
-                [element for s in way[rank].receives if s.atom == atom for element in elements(atom, s)]
-                for way in (forth, back)
+                [element for s in way if s.atom == atom for element in elements(atom, s)]
+                for way in (forth[rank].receives, received[rank])
             )
             is_owner = plan.ownership.owners[atom] == rank
             assert sorted(arrived) == [(atom, i) for i in range(plan.atoms[atom].numel if is_owner else 0)]
             piece = layout.fragment(atom, rank)
             assert returned == ([] if piece is None else elements(atom, piece))
         for rank in ranks:
-            sent, returned = (sum(way.send_splits) - way.send_splits[rank] for way in (forth[rank], back[rank]))
-            moved[rank] += sent if plan.trips(bucket) == 2 else 0
+            me = next(row.index(rank) for row in rows if rank in row)
+            sent, returned = (sum(way.send_splits) - way.send_splits[me] for way in (forth[rank], back[rank]))
+            moved[rank] += 0 if plan.stays(bucket) else sent
             sent_back[rank] += returned
             if where in FLAT:
                 assert (back[rank].sends, back[rank].receives) == (forth[rank].receives, forth[rank].sends)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lwopt_backend.plan.layouts import Fragment, Layout
@@ -44,11 +44,20 @@ class Transfer:
     @property
     def send_offsets(self) -> list[int]:
         """The offset of every sent segment in the buffer."""
-        return _offsets(self.sends)
+        return offsets_of(self.sends)
 
     @property
     def receive_offsets(self) -> list[int]:
-        return _offsets(self.receives)
+        return offsets_of(self.receives)
+
+    def within(self, ranks: Sequence[int]) -> Transfer:
+        """What of it is sent between these ranks, which ascend; their all-to-all numbers them from 0."""
+        number = {rank: place for place, rank in enumerate(ranks)}
+        sends, receives = (
+            tuple(replace(segment, peer=number[segment.peer]) for segment in segments if segment.peer in number)
+            for segments in (self.sends, self.receives)
+        )
+        return Transfer(len(ranks), sends, receives)
 
     def _splits(self, segments: Sequence[Segment]) -> list[int]:
         splits = [0] * self.world_size
@@ -57,7 +66,8 @@ class Transfer:
         return splits
 
 
-def _offsets(segments: Sequence[Segment]) -> list[int]:
+def offsets_of(segments: Sequence[Segment]) -> list[int]:
+    """Where each of consecutive segments begins."""
     return list(accumulate((segment.numel for segment in segments), initial=0))[:-1]
 
 

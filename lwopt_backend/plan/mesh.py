@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -108,6 +108,42 @@ def _chunk(span: Span, parts: int, index: int) -> Span:
     return begin + offset, min(length, size - offset)
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Ranks of a mesh that copies all matrices (HSDP): each row stores them once, the ranks of a column store the same.
+
+    ``of[rank]`` has the rank's row and column, as ranks in ascending order.
+
+    ::
+
+        0 1        rows (0, 1) and (2, 3), columns (0, 2) and (1, 3)
+        2 3
+
+    """
+
+    of: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    @classmethod
+    def of_mesh(cls, coordinates: Sequence[Coordinate], copied: Collection[int]) -> Rows | None:
+        """None if there is only one row, or one column: then a rank stores everything."""
+        of = []
+        for along in (False, True):  # a row's ranks are in the same place along the dimensions that copy
+            keys = [tuple(part for dim, part in enumerate(at) if (dim in copied) != along) for at in coordinates]
+            groups: dict[Coordinate, list[int]] = {}
+            for rank, key in enumerate(keys):
+                groups.setdefault(key, []).append(rank)
+            if len(groups) == 1:
+                return None
+            members = {key: tuple(ranks) for key, ranks in groups.items()}
+            of.append([members[key] for key in keys])
+        return cls(tuple(zip(*of)))
+
+    def groups(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """All rows, and all columns."""
+        rows, columns = map(set, zip(*self.of))
+        return sorted(rows), sorted(columns)
+
+
 @dataclass(frozen=True)
 class MeshLayout:
     """Matrices over one device mesh. ``coordinates[rank]`` is the mesh coordinate of a rank of the exchange group."""
@@ -123,6 +159,12 @@ class MeshLayout:
     @cached_property
     def world_size(self) -> int:
         return len(self.coordinates)
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        """The rows along the mesh dimensions that replicate every parameter."""
+        copied = (set(sharding.copied) for sharding in set(self.shardings))
+        return Rows.of_mesh(self.coordinates, set.intersection(*copied)) if self.shardings else None
 
     def fragments(self, index: int) -> Sequence[Fragment]:
         return tuple(self._by_rank(index).values())

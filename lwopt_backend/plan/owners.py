@@ -13,8 +13,9 @@ from typing import Any
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.cost import Machine, StepTime, per_rank
-from lwopt_backend.plan.exchange import Transfer, to_fragments, to_owners
+from lwopt_backend.plan.exchange import Segment, Transfer, to_fragments, to_owners
 from lwopt_backend.plan.layouts import Fragment, Layout
+from lwopt_backend.plan.mesh import MeshLayout, Rows
 
 POLICIES = ("auto", "stay", "balance")
 
@@ -396,9 +397,11 @@ class _Parts:
 
 @dataclass(slots=True)
 class _Buffers:
-    """Elements of a bucket: of pieces on every rank; and by rank of further pieces, of what it owns, and returns."""
+    """Elements of a bucket: of pieces on every rank, and of what returns to every rank; and by rank of further pieces,
+    of what it owns, and returns."""
 
     pieces: int
+    landed: int
     held: Counter[int]
     owned: Counter[int]
     returned: Counter[int]
@@ -450,17 +453,39 @@ class MatrixPlan:
         held = ((self.layout.fragment(i, self.ownership.owners[i]), self.atoms[i]) for i in self.buckets[bucket])
         return all(part is not None and part.numel == atom.numel for part, atom in held)
 
+    @cached_property
+    def rows(self) -> Rows | None:
+        """Rows of ranks within which pieces travel to their owner and back; None if they travel between all ranks."""
+        return self.layout.rows if isinstance(self.layout, MeshLayout) else None
+
+    @property
+    def copies(self) -> int:
+        """The number of rows, 1 without any."""
+        return 1 if self.rows is None else len(self.rows.of[0][1])
+
     def trips(self, bucket: int) -> int:
-        """The number of the bucket's all-to-alls: to the owners, unless it stays, and back."""
-        return 1 if self.stays(bucket) else 1 + self.tensors
+        """The number of the bucket's collectives: to the owners, unless it stays, back, and along columns."""
+        return (0 if self.stays(bucket) else self.tensors) + (1 if self.rows is None else 2)
 
     def transfer(self, bucket: int, rank: int) -> Transfer:
-        """The bucket's transfer to the owners, as ``rank`` sees it."""
-        return to_owners(self.buckets[bucket], self.ownership.owners, self.layout, rank)
+        """The bucket's transfer to the owners, as ``rank`` sees it; within its row if there are ``rows``."""
+        there = to_owners(self.buckets[bucket], self.ownership.owners, self.layout, rank)
+        return there if self.rows is None else there.within(self.rows.of[rank][0])
 
     def way_back(self, bucket: int, rank: int) -> Transfer:
-        """The bucket's transfer from the owners to all ranks that store pieces, as ``rank`` sees it."""
-        return to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank)
+        """The bucket's transfer from the owners to the ranks of ``transfer`` that store pieces, as ``rank`` sees it."""
+        back = to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank)
+        return back if self.rows is None else back.within(self.rows.of[rank][0])
+
+    def pieces_of_column(self, bucket: int, rank: int) -> list[list[Segment]]:
+        """The pieces that each rank of the column of ``rank`` gets in ``way_back``, in the order in which it does.
+
+        They are passed on in the column. The plan must have ``rows``.
+        """
+        assert self.rows is not None
+        everything = to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank).receives
+        rows = (set(self.rows.of[member][0]) for member in self.rows.of[rank][1])
+        return [[segment for segment in everything if segment.peer in row] for row in rows]
 
     def lines(self) -> list[str]:
         """The lines, one per atom, that must be equal on all ranks before the first exchange."""
@@ -497,7 +522,8 @@ class MatrixPlan:
         return [*map(sum, zip(*self.bytes_forth_and_back()))]
 
     def bytes_forth_and_back(self) -> tuple[list[int], list[int]]:
-        """Per rank, the bytes that it sends to owners in one step, and those that it returns as an owner."""
+        """Per rank, the bytes that it sends to owners in one step, and those that it returns as an owner, or passes on
+        in its column."""
         forth, back = ([0] * self.layout.world_size for _ in range(2))
         for atom, owners in self._alike():
             copies: list[tuple[Sequence[Fragment], Counter[int]]] = []  # what is sent, and the owners it is sent to
@@ -513,24 +539,41 @@ class MatrixPlan:
                 for part in parts:
                     forth[part.rank] += part.numel * self.tensors * (every - served[part.rank])
             held = {part.rank: part.numel for part in self.layout.fragments(atom)}
-            whole = sum(held.values())
+            whole = sum(held.values()) // self.copies
             for owner, times in owners.items():
                 back[owner] += (whole - held.get(owner, 0)) * times
+        for bucket in self.buckets:
+            for rank, numel in enumerate(self._copied(bucket)):
+                back[rank] += numel * (self.copies - 1)
         forth_and_back = ([numel * self.element_bytes for numel in some] for some in (forth, back))
         return next(forth_and_back), next(forth_and_back)
+
+    def _copied(self, bucket: Sequence[int]) -> list[int]:
+        """Per rank, the elements of a part in the all-gather of its column: the most that one of its ranks has."""
+        if (rows := self.rows) is None:
+            return []
+        found = [0] * self.layout.world_size
+        first: dict[Hashable, int] = {}
+        alike = ((first.setdefault(self.layout.kind(atom), atom), self.ownership.owners[atom]) for atom in bucket)
+        for (atom, row), times in Counter((atom, rows.of[owner][0]) for atom, owner in alike).items():
+            for rank in row:
+                part = self.layout.fragment(atom, rank)
+                found[rank] += 0 if part is None else part.numel * times
+        return [max(found[member] for member in column) for _, column in rows.of]
 
     def exchange_bytes(self) -> list[int]:
         """Per rank, the most bytes that the buffers of exchanges take at one time in a step.
 
         While a bucket is updated: what was sent and received of it and of the next, its matrices and their updates, or
-        these and what returns, and what returns of the bucket before. A rank's pieces are counted as the largest ones
-        where many ranks have some.
+        these and what returns, and what returns of the bucket before, with ``rows`` of the two before. A rank's pieces
+        are counted as the largest ones where many ranks have some.
         """
-        buckets = [_Buffers(0, Counter(), Counter(), Counter()), *map(self._buffers, self.buckets)]
-        buckets.append(buckets[0])
+        nothing = _Buffers(0, 0, Counter(), Counter(), Counter())
+        buckets = [nothing, nothing, *map(self._buffers, self.buckets), nothing]
         found, everywhere = [0] * self.layout.world_size, 0
-        for before, now, after in zip(buckets, buckets[1:], buckets[2:]):
-            least = (self.tensors + 1) * now.pieces + self.tensors * after.pieces + before.pieces
+        for earlier, before, now, after in zip(buckets, buckets[1:], buckets[2:], buckets[3:]):
+            least = self.tensors * (now.pieces + after.pieces) + now.landed + before.landed
+            least += 0 if self.rows is None else earlier.landed
             everywhere = max(everywhere, least)
             for rank in {*before.held, *before.owned, *now.held, *now.owned, *after.held, *after.owned}:
                 arrived = sum(self.tensors * (each.held[rank] + each.owned[rank]) for each in (now, after))
@@ -541,14 +584,15 @@ class MatrixPlan:
 
     def _buffers(self, bucket: Sequence[int]) -> _Buffers:
         """Elements of one bucket."""
-        found = _Buffers(0, Counter(), Counter(), Counter())
+        found = _Buffers(0, 0, Counter(), Counter(), Counter())
         for atom in bucket:
             owner, parts = self.ownership.owners[atom], self._parts_of(atom)
             found.owned[owner] += self.atoms[atom].numel
-            found.returned[owner] += parts.total
+            found.returned[owner] += parts.total // self.copies
             found.pieces += parts.largest
             for part in parts.few:
                 found.held[part.rank] += part.numel
+        found.landed = max(self._copied(bucket), default=found.pieces) * self.copies
         return found
 
     def _parts_of(self, atom: int) -> _Parts:

@@ -200,6 +200,10 @@ class Collectives:
         """Where small tensors that have no place of their own travel: the CPU, if the group has a backend for it."""
         return torch.device("cpu")
 
+    def part(self, parts: Sequence[Sequence[int]]) -> Collectives:
+        """Collectives over this rank's part of the group; every rank is in one of ``parts``, by its number in it."""
+        return self
+
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> Pending:

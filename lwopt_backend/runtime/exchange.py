@@ -1,16 +1,18 @@
-"""A plan's buckets on the wire: their buffers, and the all-to-alls to the owners and back."""
+"""A plan's buckets on the wire: their buffers, and the all-to-alls to the owners and back, or to copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment, Transfer
+from lwopt_backend.plan.exchange import offsets_of
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Collectives, Pending, phase, sending
 from lwopt_backend.runtime.whole import filled_on, moved
 
@@ -19,12 +21,22 @@ Segments = Sequence[tuple[Segment, Tensor]]  # with the flat part of a buffer th
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """An all-to-all in flight."""
+    """An all-to-all in flight, or an all-gather of ``Copies``. ``column`` is the buffer of the all-gather to follow."""
 
-    way: Way
+    way: Way | Copies
     received: Tensor
     data: Tensor  # what was sent, kept alive until the transport has read it
     pending: Pending
+    column: Tensor | None = None
+
+    def passed_on(self) -> Arrival:
+        """This arrival; where ranks of other rows store the same, wait, and return that of all rows' updates."""
+        if self.column is None:
+            return self
+        assert isinstance(self.way, Way) and self.way.copies is not None
+        with phase(self.way.label):
+            self.discard()
+            return self.way.copies.start(self.column)
 
     def wait(self, deliver: Callable[[Segments], object], on: torch.device | None = None) -> None:
         """Pass the received segments to ``deliver``; ``on`` a device, if given, to which all are moved in one copy."""
@@ -80,11 +92,22 @@ def _in(buffer: Tensor, segments: Sequence[Segment], offsets: Sequence[int]) -> 
 
 
 class Way:
-    """One bucket's transfer in one direction, ``label`` in profiles. Splits and offsets are computed once."""
+    """One bucket's transfer in one direction, ``label`` in profiles, to be passed on to ``copies``, if given.
 
-    def __init__(self, transfer: Transfer, label: str, collectives: Collectives, device: torch.device) -> None:
+    Splits and offsets are computed once.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        label: str,
+        collectives: Collectives,
+        device: torch.device,
+        copies: Copies | None = None,
+    ) -> None:
         self.transfer = transfer
         self.label = label
+        self.copies = copies
         self._collectives = collectives
         self._device = device
         self.send_splits, self.receive_splits = transfer.send_splits, transfer.receive_splits
@@ -103,7 +126,12 @@ class Way:
         """
         with phase(self.label):
             sent = torch.empty(sum(self.send_splits), dtype=dtype, device=self._device)
-            received = torch.empty(sum(self.receive_splits), dtype=dtype, device=self._device)
+            numel, column = sum(self.receive_splits), None
+            if self.copies is None:
+                received = torch.empty(numel, dtype=dtype, device=self._device)
+            else:
+                column = torch.empty(self.copies.numel, dtype=dtype, device=self._device)
+                received = column.narrow(0, self.copies.begin, numel)
             with filled_on(on or self._device, sent) as filled:
                 segments = _in(filled, self.transfer.sends, self.send_offsets)
                 here = [(segment, target) for segment, target in segments if has(segment)]
@@ -112,19 +140,57 @@ class Way:
                 pack(here)
             sending((sent.numel() - self.send_splits[self._collectives.rank]) * sent.itemsize)
             pending = self._collectives.all_to_all(received, sent, self.receive_splits, self.send_splits)
-            return Arrival(self, received, sent, pending)
+            return Arrival(self, received, sent, pending, column)
+
+
+class Copies:
+    """A bucket's updates between the ranks of a column, which store the same pieces: an all-gather of equal parts.
+
+    ``pieces`` has those that each rank got from the owners of its row. A part is as long as the longest of them.
+    """
+
+    def __init__(self, pieces: Sequence[Sequence[Segment]], label: str, column: Collectives) -> None:
+        self._part = max(sum(segment.numel for segment in part) for part in pieces)
+        self._column = column
+        self.label = label
+        self.numel, self.begin = self._part * len(pieces), self._part * column.rank
+        self.transfer = Transfer(len(pieces), (), tuple(chain.from_iterable(pieces)))
+        self.send_offsets: list[int] = []
+        self.receive_offsets = [n * self._part + begin for n, part in enumerate(pieces) for begin in offsets_of(part)]
+
+    def start(self, whole: Tensor) -> Arrival:
+        """Fill all parts of ``whole``, of which this rank's is there. Called on all ranks of the column."""
+        parts = whole.view(self._column.world_size, self._part).unbind()
+        sending((len(parts) - 1) * parts[0].nbytes)
+        return Arrival(self, whole, whole, self._column.all_gather_parts(parts, whole))
 
 
 def ways_to_owners(plan: MatrixPlan, collectives: Collectives, device: torch.device) -> list[Way]:
-    """One ``Way`` per bucket, which sends this rank's fragments to their owners."""
-    alone = Collectives()
+    """One ``Way`` per bucket, which sends this rank's fragments to their owners. Called on all ranks."""
+    alone, (row, _) = Collectives(), _row_and_column(plan, collectives)
     return [
-        Way(plan.transfer(n, collectives.rank), EXCHANGE_OUT, alone if plan.stays(n) else collectives, device)
+        Way(plan.transfer(n, collectives.rank), EXCHANGE_OUT, alone if plan.stays(n) else row, device)
         for n in range(len(plan.buckets))
     ]
 
 
 def ways_back(plan: MatrixPlan, collectives: Collectives, device: torch.device) -> list[Way]:
-    """One ``Way`` per bucket, which returns the owners' updates to the fragments."""
-    numbers, rank = range(len(plan.buckets)), collectives.rank
-    return [Way(plan.way_back(n, rank), EXCHANGE_BACK, collectives, device) for n in numbers]
+    """One ``Way`` per bucket, which returns the owners' updates to the fragments. Called on all ranks."""
+    rank, (row, column) = collectives.rank, _row_and_column(plan, collectives)
+
+    def copies(bucket: int) -> Copies | None:
+        return None if column is None else Copies(plan.pieces_of_column(bucket, rank), EXCHANGE_BACK, column)
+
+    numbers = range(len(plan.buckets))
+    return [Way(plan.way_back(n, rank), EXCHANGE_BACK, row, device, copies(n)) for n in numbers]
+
+
+def _row_and_column(plan: MatrixPlan, collectives: Collectives) -> tuple[Collectives, Collectives | None]:
+    """The ranks between which pieces travel, and those with the same pieces as this one, if other ranks have them.
+
+    No rank of a large mesh should exchange with all others: NCCL keeps buffers for every peer.
+    """
+    if plan.rows is None:
+        return collectives, None
+    rows, columns = plan.rows.groups()
+    return collectives.part(rows), collectives.part(columns)

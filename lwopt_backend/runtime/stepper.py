@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -161,6 +160,7 @@ class MatrixStepper:
         self._collectives = collectives
         self._to_owners = ways_to_owners(plan, collectives, device)
         self._back = ways_back(plan, collectives, device)
+        self._lag = 0 if plan.rows is None else 1  # updates are passed on while those of the next bucket are computed
         self._local = plan.local_atoms(rank)
         self._owned = [[atom for atom in bucket if plan.ownership.owners[atom] == rank] for bucket in plan.buckets]
         sent = [{segment.atom for segment in way.transfer.sends} for way in self._to_owners]
@@ -198,17 +198,18 @@ class MatrixStepper:
         arriving = self._depart(0, run)
         if meanwhile is not None:
             meanwhile()
-        returning: Callable[[], object] = list  # of the bucket before; no longer referred to when it has been called
+        returning: list[tuple[int, Arrival]] = []
         for bucket in range(count):
             following = self._depart(bucket + 1, run)
             if bucket == 0:
                 self._step_local(run)
             sent_back = self._update_owned(bucket, arriving, run)
-            returning()
-            arriving, returning = following, partial(self._apply_returned, bucket, sent_back, run)
+            self._apply_all_but(self._lag, returning, run)
+            returning.append((bucket, sent_back))
+            arriving = following
         if not count:
             self._step_local(run)
-        returning()
+        self._apply_all_but(0, returning, run)
 
     def _step_local(self, run: _Run) -> None:
         self._whole.step(run.active_of(self._local), run.rules, run.storage)
@@ -295,6 +296,17 @@ class MatrixStepper:
 
         arrival.wait(deliver)
         return stacks
+
+    def _apply_all_but(self, last: int, returning: list[tuple[int, Arrival]], run: _Run) -> None:
+        """Pass the last bucket's updates on to copies, if there are any; apply all but those of the ``last`` buckets.
+
+        What is applied is no longer referred to.
+        """
+        if returning:
+            bucket, arrival = returning.pop()
+            returning.append((bucket, arrival.passed_on()))
+        while len(returning) > last:
+            self._apply_returned(*returning.pop(0), run)
 
     def _apply_returned(self, bucket: int, returning: Arrival, run: _Run) -> None:
         def apply(segments: Segments) -> None:

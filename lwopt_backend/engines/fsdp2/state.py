@@ -189,7 +189,7 @@ class OwnerShards:
             return _bytes(tensors[entry.atom][entry.path])[segment.start : segment.stop]
 
         for arrival in self._exchange(ways_back, fetch):
-            arrival.wait(lambda segments: [parts[self._moving[s.atom]].copy_(data) for s, data in segments])
+            arrival.passed_on().wait(lambda segments: [parts[self._moving[s.atom]].copy_(data) for s, data in segments])
         for entry in self.entries:
             rows = torch.empty_like(entry.like, device=self._device)
             if entry in parts:
