@@ -30,12 +30,17 @@ from lwopt_backend.config.versions import VERSIONS, requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = ROOT / ".make" / "beside"
+VERLS = ["ray", "tensordict>=0.8,<=0.10", "hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3", "codetiming"]
+VERLS += ["pyvers", "cloudpickle", "orjson", "datasets", "multiprocess", "pandas", "pyarrow", "dill", "xxhash"]
 PEERS = {  # what an environment has beyond the prepared one
     # Emerging-Optimizers asks for Python 3.12, but runs on 3.11.
     "megatron": ["--ignore-requires-python", "megatron-core==0.16.1", "emerging-optimizers==0.3.0"],
     "trl": [requirement("trl"), requirement("peft"), "evaluate"],
     # It needs torch 2.14 or newer, and its main needs grain.
     "torchtitan": [f"torch=={VERSIONS['torch'].tested[-1]}", requirement("torchtitan"), "triton", "grain"],
+    # Without what they ask for beyond what building an optimizer needs; verl and Automodel pin older transformers.
+    "verl": ["--no-deps", requirement("verl"), *VERLS],
+    "automodel": ["--no-deps", requirement("nemo-automodel")],
     "lightning": [requirement("lightning")],
     "hugging_face": ["--upgrade", requirement("accelerate"), requirement("transformers")],  # the newest
     "pytorch_optimizer": ["--upgrade", requirement("pytorch-optimizer")],

@@ -188,7 +188,7 @@ def test_every_command_runs_without_a_warning_and_names_the_package_that_it_lack
 
 def test_pip_installs_what_is_supported_and_a_newer_torch_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     project = (ROOT / "pyproject.toml").read_text()
-    for package in VERSIONS.keys() - {"trl", "lightning", "torchtitan"}:  # which `make test-peers` installs
+    for package in VERSIONS.keys() - {"trl", "lightning", "torchtitan", "verl", "nemo-automodel"}:  # of test-peers
         assert f'"{requirement(package)}"' in project
     prepared = re.findall(r'TORCH = "torch==(.*)"', (ROOT / "scripts" / "environment.py").read_text())
     assert {*prepared} <= {*VERSIONS["torch"].tested}
@@ -208,12 +208,15 @@ def test_what_messages_tell_to_install_is_what_an_extra_asks_for(package: str) -
     assert Requirement(told) in [Requirement(text) for texts in extras.values() for text in texts]
 
 
+TRAINERS = "torchtitan|automodel"  # which are not installed
+
+
 # Types reach users; scripts/typecheck.py checks those of the pages' scripts
 def imported(code: str) -> set[tuple[str, str]]:
-    """Modules of the package and the names that code imports of them, without what needs torchtitan (tests/peers)."""
+    """Modules of the package and the names that code imports of them, without what needs a trainer (tests/peers)."""
     froms = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom) and node.module]
     ours = [node for node in froms if node.module.split(".")[0] == "lwopt_backend"]
-    return {(node.module, alias.name) for node in ours for alias in node.names if "torchtitan" not in node.module}
+    return {(node.module, alias.name) for node in ours for alias in node.names if not re.search(TRAINERS, node.module)}
 
 
 def test_what_pages_show_is_exported_and_no_public_function_returns_any() -> None:
@@ -221,7 +224,7 @@ def test_what_pages_show_is_exported_and_no_public_function_returns_any() -> Non
     codes = [block.text for page in PAGES for block in blocks(page, "python")]
     shown = set().union(*map(imported, codes + [path.read_text() for path in (ROOT / "examples").glob("*.py")]))
     listed = {(module.__name__, name) for module in PUBLIC for name in getattr(module, "__all__", vars(module))}
-    shown |= set(re.findall(r"^::: (\S+)\.(\w+)$", re.sub(".*torchtitan.*", "", PAGES["api"]), re.MULTILINE))
+    shown |= set(re.findall(r"^::: (\S+)\.(\w+)$", re.sub(f".*({TRAINERS}).*", "", PAGES["api"]), re.MULTILINE))
     shown |= {("lwopt_backend.rules", "option"), ("lwopt_backend.integrations.fsdp2", "LayerWiseOptimizer")}
     assert len(shown) > 15 and ("lwopt_backend.config.options", "parse") in shown
     for module, name in sorted(shown | {(module, name) for module, name in listed if not name.startswith("_")}):

@@ -29,6 +29,8 @@ VERSIONS = {
     "peft": Versions(">=0.18", ("0.21.2",), "make test-peers ARGS=trl"),
     "lightning": Versions(">=2.6,<3", ("2.6.6",), "make test-peers ARGS=lightning"),
     "torchtitan": Versions("==0.3.0", ("0.3.0",), "make test-peers ARGS=torchtitan"),
+    "verl": Versions("==0.9.1", ("0.9.1",), "make test-peers ARGS=verl"),
+    "nemo-automodel": Versions("==0.7.0", ("0.7.0",), "make test-peers ARGS=automodel"),
     "pytorch-optimizer": Versions(">=4.1,<5", ("4.1.0",), "make test-peers ARGS=pytorch_optimizer"),
 }
 

@@ -1,0 +1,44 @@
+"""``LayerWiseOptimizer`` in verl's FSDP engine, 0.9.1, by the two names that its configuration has for an optimizer::
+
+    actor_rollout_ref.actor.strategy=fsdp2
+    actor_rollout_ref.actor.optim.optimizer_impl=lwopt_backend.integrations.verl
+    actor_rollout_ref.actor.optim.optimizer=LayerWise
+
+verl keeps sharding, gradients, clipping, schedules and checkpoints.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lwopt_backend.engines.fsdp2.plan import is_sharded
+from lwopt_backend.integrations.fsdp2 import at_one_rate
+from lwopt_backend.optimizer import LayerWiseOptimizer
+
+
+def LayerWise(
+    params: Iterator[nn.Parameter], *, lr: float, weight_decay: float = 0.01, **options: Any
+) -> LayerWiseOptimizer:
+    """A rule for matrices and a rule for the rest, both with verl's ``lr`` and ``weight_decay`` (``at_one_rate``).
+
+    Called by verl's ``build_optimizer`` on all ranks. ``params`` is ``module.parameters()``: this generator knows its
+    module, whose names route the parameters; a list would not. The options are verl's ``override_optimizer_config``.
+    Raises TypeError for anything else than such a generator, and ValueError for a module that FSDP2 has not sharded.
+    """
+    module = inspect.getgeneratorlocals(params).get("self") if inspect.isgenerator(params) else None
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"verl.LayerWise: expected module.parameters(), which knows the parameters' names, found "
+            f"{type(params).__name__}; call LayerWiseOptimizer(module) instead"
+        )
+    if not is_sharded(module):
+        first, param = next(iter(module.named_parameters()))
+        raise ValueError(
+            f"verl.LayerWise: expected matrices sharded by FSDP2, found parameter {first!r} of shape "
+            f"{tuple(param.shape)}, which FSDP2 has not sharded (FSDP1 flattens matrices); set strategy to fsdp2"
+        )
+    return LayerWiseOptimizer(module, **at_one_rate(lr, weight_decay, **options))

@@ -1,0 +1,102 @@
+"""NeMo Automodel's builders of optimizer and schedule with our optimizer as a recipe names it, against torch.optim."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.fsdp2 import mesh_of, weights_of
+from tests.models import MATRICES, UnevenLM, batch, largest_difference
+from tests.on_ranks import on_ranks
+from tests.zero import newton_schulz_in_float32
+
+RECIPE = """
+optimizer:
+  _target_: lwopt_backend.integrations.automodel.LayerWiseConfig
+  lr: 0.01
+  weight_decay: 0.1
+  arguments:
+    matrix: {ns_dtype: float32}
+    elementwise: {weight_decay: 0.05}
+    report: false
+lr_scheduler: {lr_warmup_steps: 2, lr_decay_style: cosine}
+"""  # two decays, which Automodel's scheduler sets in every step
+
+
+def recipe_of(text: str) -> Any:
+    import yaml
+    from nemo_automodel.components.config.loader import ConfigNode
+    from nemo_automodel.recipes._typed_config import RecipeConfig
+
+    return RecipeConfig(ConfigNode(yaml.safe_load(text)))
+
+
+def made(recipe: Any, model: nn.Module) -> tuple[Any, Any]:
+    steps = SimpleNamespace(epoch_len=6, num_epochs=1, max_steps=None)
+    (optimizer,) = recipe.optimizer.build(model)
+    (schedule,) = recipe.lr_scheduler.build(optimizer, steps)
+    return optimizer, schedule
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return UnevenLM()
+
+
+@on_ranks(2)
+def test_a_recipe_trains_what_torch_optim_trains() -> None:
+    """The ranks see the same rows, so that gradients are one process's."""
+    model, single = model_of(), model_of()
+    fully_shard(model, mesh=mesh_of())
+    recipe = recipe_of(RECIPE)
+    optimizer, schedule = made(recipe, model)
+    matrices = [param for name, param in single.named_parameters() if name in MATRICES]
+    others = [param for name, param in single.named_parameters() if name not in MATRICES]
+    both = [
+        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=0.01, weight_decay=0.05),
+    ]
+    schedules = recipe.lr_scheduler.build(both, SimpleNamespace(epoch_len=6, num_epochs=1, max_steps=None))
+    for step in range(6):
+        for trains in (model, single):
+            trains(*batch(step, 4)).backward()
+        optimizer.step()
+        for each in both:
+            with newton_schulz_in_float32():
+                each.step()
+        for each in (optimizer, *both):
+            each.zero_grad()
+        for each in (schedule, *schedules):
+            each.step(1)
+    assert largest_difference(weights_of(model), single) < 1e-5
+
+
+class Experts(nn.Module):
+    """Stacked as Automodel's: (experts, inputs, outputs)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_projs = nn.Parameter(torch.randn(4, 16, 8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.down_projs
+
+
+def test_stacked_experts_are_matrices_and_what_would_be_lost_is_refused() -> None:
+    model = nn.Sequential(Experts())
+    (optimizer,) = recipe_of(RECIPE).optimizer.build(model)
+    (matrices,) = (group for group in optimizer.param_groups if group["rule"] == "muon")
+    assert matrices["params"] == [model[0].down_projs]
+    del optimizer, matrices
+    for wrong, message in (
+        ("param_group_overrides: [{pattern: down, lr_mult: 0.5}]", "write 'overrides' into arguments"),
+        ("weight_decay: 0.0", "found 0.0 beside 0.05; Automodel's scheduler"),
+    ):
+        text = RECIPE.replace("weight_decay: 0.1", wrong)
+        with pytest.raises(ValueError, match=message):
+            recipe_of(text).optimizer.build(nn.Sequential(nn.Linear(4, 4), Experts()))
