@@ -213,7 +213,7 @@ def test_fp32_masters_are_clipped_and_the_parameter_is_their_rounding() -> None:
     assert torch.equal(after[:32], before[:32] / 2) and torch.equal(after[32:], before[32:])
 
 
-def test_heads_of_a_fused_weight_are_clipped_alike_as_matrices_and_as_parts_of_q_and_k() -> None:
+def test_heads_of_a_fused_weight_are_clipped_alike_as_matrices_and_as_parts() -> None:
     found = [HeadsLM().fused.wqkv.weight]
     for options in ({"atoms": {}}, PER_HEAD):
         model = HeadsLM()
