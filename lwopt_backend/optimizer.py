@@ -46,7 +46,7 @@ from lwopt_backend.engines.owned.step import OwnedCore, Share, broadcast_untrain
 from lwopt_backend.groups.choices import Rules, settings_lines
 from lwopt_backend.groups.grouping import Given, Grouping, WatchedModel
 from lwopt_backend.groups.param_groups import ComparedOptions, ElementwiseGroups, Groups, small_rate, with_options
-from lwopt_backend.groups.registry import build_matrix_rules, with_torchs_keys
+from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps, with_torchs_keys
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.rules import MatrixRule
@@ -502,6 +502,7 @@ class MeshOptimizer(LayerWiseOptimizer):
             raise StepRefused(f"{NAME}: {changed} (rank {ranks_of().rank})")
         kept = (self._elementwise, self.state, self._attachment, self.row_scaling)
         step_all(self._steppers, self.param_groups, self._matrix_rules(), *kept, self._options)
+        count_block_steps(self.param_groups)
 
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
         module = mesh.sharded_module(model, "attach")

@@ -31,6 +31,7 @@ PUBLISHED: Mapping[str, tuple[str, dict[str, Any]]] = {  # by the names of publi
     "Muon^2": ("muon", {"precondition": "muon2", "ns_steps": 3}),
     "Muon+": ("muon", {"renormalize": "col_row"}),
     "u/w floor": ("muon", {"uw_floor": 0.35}),
+    "MuonBP": ("muon", {"block_period": 5}),
     "MuonH": ("muon", {"hyperball": True, "weight_decay": 0.0}),
     "per-head Muon": ("muon", {"per_head": True}),
     "NorMuon": ("normuon", {}),
@@ -70,8 +71,11 @@ def published(name: str, as_rule: tuple[str, dict[str, Any]]) -> dict[str, str]:
     except ValueError as error:  # its package is not installed
         return {**found, "state": str(error), "sent": "", "equal": ""}
     made = entry.build(**options) if isinstance(entry, MatrixEntry) else None
-    by_norms = made is not None and made.by_norms
-    equal = "bit for bit; within 1e-6 where a matrix is cut" if by_norms else "bit for bit"
+    equal = "bit for bit"
+    if made is not None and made.by_norms:
+        equal += "; within 1e-6 where a matrix is cut"
+    if made is not None and made.block_period > 1:
+        equal = "on FSDP2; bit for bit if told the ranks' blocks"
     return {**found, "state": _state(entry, options), "sent": _sent(made), "equal": equal}
 
 
@@ -82,7 +86,8 @@ def _sent(rule: MatrixRule | None) -> str:
     wire = wire_of(rule)
     there = f"{wire['tensors']} x {wire['element_bytes']}" if wire["tensors"] > 1 else str(wire["element_bytes"])
     sums = "; 24 bytes a matrix" if rule.by_norms else ""
-    return f"{there} bytes an element there, {wire['element_bytes']} back{sums}"
+    seldom = f", every {rule.block_period}th step" if rule.block_period > 1 else ""
+    return f"{there} bytes an element there, {wire['element_bytes']} back{sums}{seldom}"
 
 
 def described(entry: MatrixEntry | ElementwiseEntry) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def headline(study: Study) -> list[str]:
     ]
     if len(study.stages) > 1:
         sentences.append(f"Shown is stage {stage.index}, the one that takes longest of {len(study.stages)}.")
-    sentences += [_choice(part) for part in stage.parts]
+    sentences += [sentence for part in stage.parts for sentence in (_choice(part), *part.notes)]
     sentences += [sentence for part in stage.parts if (sentence := _uneven(part, setting))]
     time = stage.time
     work, wire, latency = (f"{1e3 * seconds:.3g}" for seconds in (time.compute, time.wire, time.latency))

@@ -36,6 +36,11 @@ class HostConfig(Options):
     whose: ClassVar[str]  # for errors, if an option of this host is given to another: whose it is, and what to do
     advice: ClassVar[str] = "leave it out"
 
+    @property
+    def without_blocks(self) -> str | None:
+        """Why there is no ``block_period`` here; None where a rank may have its own block of a matrix."""
+        return "owned storage keeps every matrix whole at one rank, which has no other block of it"
+
     @classmethod
     def lacks(cls, name: str, *others: type[HostConfig]) -> str:
         """A sentence on an option or a method ``name`` of the hosts ``others``."""
@@ -87,6 +92,10 @@ class ZeROConfig(OwnedStorageConfig):
 
     whose: ClassVar[str] = "for DeepSpeed"
 
+    @property
+    def without_blocks(self) -> str | None:
+        return super().without_blocks if self.storage == "owned" else "it is for fully_shard models, not for ZeRO"
+
     policy: Literal["auto", "stay", "balance"] = option(
         "auto",
         "who owns a matrix: 'stay' (the rank that stores most of it), 'balance' (even work) or 'auto' (whichever has "
@@ -126,6 +135,10 @@ class FSDP2Config(ClippingConfig):
     advice: ClassVar[str] = (
         "call fully_shard(model) before it is made, or pass sharded_later=True if Accelerate shards it in prepare()"
     )
+
+    @property
+    def without_blocks(self) -> str | None:
+        return None
 
     bucket_matrices: Count | None = option(
         None,

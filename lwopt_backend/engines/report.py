@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from lwopt_backend.engines.zero.plan import GroupPlan
 from lwopt_backend.groups.param_groups import Groups, rates
 from lwopt_backend.groups.registry import MATRIX_RULES, rules_with_owner_state
-from lwopt_backend.plan import StepTime
+from lwopt_backend.plan import MatrixPlan, StepTime
 from lwopt_backend.routing.routing import Route
 
 WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width; 80 columns would cut names
@@ -100,7 +100,7 @@ def routing_table(routes: Sequence[Route]) -> Table:
 
 
 def choices(groups: Sequence[GroupPlan]) -> list[str]:
-    """Two sentences per group of matrices: the plan, and the modelled times that chose the policy."""
+    """Sentences on each group of matrices: the plan, the modelled times that chose the policy, and blocks."""
 
     def spell(policy: str, time: StepTime) -> str:
         work, wire, latency, total = (1e3 * s for s in (time.compute, time.wire, time.latency, time.total))
@@ -114,7 +114,22 @@ def choices(groups: Sequence[GroupPlan]) -> list[str]:
             f"{plan.ownership.imbalance:.3f}. "
             f"Modelled step: {'; '.join(spell(policy, time) for policy, time in plan.modelled)}."
         )
+        found += on_blocks(plan)
     return found
+
+
+def on_blocks(plan: MatrixPlan) -> list[str]:
+    """A sentence on what travels in steps that update each rank's blocks, and how many matrices have none."""
+    if plan.block_period == 1:
+        return []
+    always = sum(map(len, plan.between.buckets))
+    rest = f"; {always} cut inside a row are updated whole in every step" if always else ""
+    return [
+        f"Blocks: in {plan.block_period - 1} of {plan.block_period} steps each rank updates its own block of "
+        f"{len(plan.in_blocks)} of {len(plan.atoms)} matrices, of which nothing travels{rest}. Such a step sends "
+        f"{nbytes(max(plan.between.wire_bytes()))} from the busiest rank, a step of whole matrices "
+        f"{nbytes(max(plan.wire_bytes()))}. Other ranks have other blocks, and train otherwise."
+    ]
 
 
 def plan_table(groups: Sequence[GroupPlan]) -> Table:

@@ -12,6 +12,7 @@ from lwopt_backend.config.hosts import HOSTS
 from lwopt_backend.config.options import glob_suggestion, nearest, option_suggestion
 from lwopt_backend.groups.choices import Choice, Rules
 from lwopt_backend.groups.registry import (
+    BLOCK_STEP,
     ELEMENTWISE_RULES,
     LR_SCALE,
     MATRIX_RULES,
@@ -248,8 +249,10 @@ def split(
                 for override in which:
                     changes = getattr(rules.overrides[override], kind)
                     changed = changed.changed(changes, f"overrides[{override}]: {kind}")
+                options = changed.options.model_dump()
+                steps = {BLOCK_STEP: 0} if kind == "matrix" and options.get("block_period", 1) > 1 else {}
                 marks = {"rule": changed.rule, "from_group": number, "overrides": list(which)}
-                parts.append({"params": params, **extra, **changed.options.model_dump(), **marks})
+                parts.append({"params": params, **extra, **options, **steps, **marks})
     if not trains_matrices:
         return parts
     rate = of_groups.pop() if len(of_groups) == 1 else None
@@ -307,7 +310,7 @@ def _check_foreign(key: str, rules: Rules, where: str) -> None:
         raise ValueError(f"{where}: {key!r} is an option of {name!r}; write it into the group's section {name!r}")
     if any(key in config.model_fields for config in HOSTS.values()):
         raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
-    if key in OURS or key == LR_SCALE:
+    if key in OURS or key in (LR_SCALE, BLOCK_STEP):
         raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")
     if nearest(key, known, cutoff=0.8) or {key.lower()} & {*MEANT, *GRANTED, *ADVICE}:
         sections = [f"{rules.elementwise.rule}.{option}" for option in type(rules.elementwise.options).model_fields]

@@ -221,6 +221,7 @@ def by_path(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 LR_SCALE = "lr_scale"  # a param group's factor for the optimizer's one ``lr``; 1 if left out
+BLOCK_STEP = "block_step"  # of a group with ``block_period``, its steps since matrices were last due whole
 
 
 def rule_of(group: Mapping[str, Any]) -> str:
@@ -296,15 +297,26 @@ def is_cautious(options: Mapping[str, Any]) -> bool:
 
 
 def build_matrix_rule(group: Mapping[str, Any], config: HostConfig) -> MatrixRule:
-    """The matrix rule of a param group with its current hyperparameters."""
+    """The matrix rule of a param group with its current hyperparameters, in its current step of ``block_period``."""
     rule = MATRIX_RULES[rule_of(group)].build(**arguments(group))
     object.__setattr__(rule, "rule_name", rule_name(group))  # a frozen dataclass, too
+    if rule.block_period > 1 and config.without_blocks:
+        raise ValueError(f"block_period is {rule.block_period}, but {config.without_blocks}; leave block_period out")
     if config.exchange_dtype != "auto":
         rule.exchange_dtype = getattr(torch, config.exchange_dtype)
     if isinstance(rule, WeightRule) and rule.exchange_dtype != torch.float32:
         takes = f"{rule_of(group)!r} takes weights and gradients in float32"
         raise ValueError(f"exchange_dtype is {config.exchange_dtype!r}, but {takes}")
+    if rule.block_period > 1 and group.get(BLOCK_STEP, 0) % rule.block_period:
+        rule.blocks = rule.of_blocks()
     return rule
+
+
+def count_block_steps(groups: Sequence[dict[str, Any]]) -> None:
+    """Count a step in the groups that have ``block_period``. Called after it, on all ranks."""
+    for group in groups:
+        if BLOCK_STEP in group:
+            group[BLOCK_STEP] = (group[BLOCK_STEP] + 1) % group["block_period"]
 
 
 def build_matrix_rules(groups: Sequence[Mapping[str, Any]], config: HostConfig) -> dict[int, MatrixRule]:
@@ -331,11 +343,13 @@ class Wire(TypedDict, total=False):
 
     element_bytes: int
     tensors: int
+    block_period: int
 
 
 def wire_of(rule: MatrixRule) -> Wire:
-    """A rule's exchange, as plans need it: the bytes of an element, and the number of tensors sent to the owner."""
-    return {"element_bytes": rule.exchange_dtype.itemsize, "tensors": 2 if isinstance(rule, WeightRule) else 1}
+    """A rule's exchange, as plans need it: bytes of an element, tensors sent to the owner, and steps between."""
+    tensors = 2 if isinstance(rule, WeightRule) else 1
+    return {"element_bytes": rule.exchange_dtype.itemsize, "tensors": tensors, "block_period": rule.block_period}
 
 
 def atoms_of(param: TrainedParam, group: Mapping[str, Any], costs: dict[Shape, int] | None = None) -> list[Atom]:

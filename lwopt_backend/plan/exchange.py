@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.layouts import Fragment, Layout
 
 
@@ -105,3 +106,23 @@ def _transfer(layout: Layout, sends: list[Segment], receives: list[Segment]) -> 
     # A stable sort: within one peer, atoms keep the bucket's order on both sides of the wire.
     key = lambda segment: segment.peer  # noqa: E731
     return Transfer(layout.world_size, tuple(sorted(sends, key=key)), tuple(sorted(receives, key=key)))
+
+
+# Matrices that ranks update block by block (MuonBP): each rank's own fragment is a matrix by itself, and stays there.
+
+
+def own_block(atom: Atom, part: Fragment) -> Atom | None:
+    """A fragment as a matrix: whole rows of ``atom``, or a rectangle; None if it begins or ends inside a row."""
+    if part.numel == atom.numel:
+        return atom
+    width = atom.shape[1] // atom.tiles
+    rows, columns = (part.runs, part.stop - part.start) if part.runs > 1 else (part.numel // width, width)
+    tile = width * atom.shape[0]
+    cut = part.start % width or part.stop % width or part.start // tile != (part.stop - 1) // tile
+    return None if cut and part.runs == 1 else replace(atom, shape=(rows, columns), tiles=1)
+
+
+def has_own_blocks(atom: Atom, index: int, layout: Layout) -> bool:
+    """Whether every rank that stores some of atom ``index`` has a block of it, and the state of that."""
+    parts = layout.fragments(index)
+    return all(own_block(atom, part) is not None and layout.keeps_state(index, part.rank, 0) for part in parts)

@@ -13,7 +13,7 @@ from typing import Any
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.cost import Machine, StepTime, per_rank
-from lwopt_backend.plan.exchange import Segment, Transfer, to_fragments, to_owners
+from lwopt_backend.plan.exchange import Segment, Transfer, has_own_blocks, to_fragments, to_owners
 from lwopt_backend.plan.layouts import Fragment, Layout
 from lwopt_backend.plan.mesh import MeshLayout, Rows
 
@@ -273,7 +273,8 @@ def _exchanged(
 ) -> MatrixPlan:
     """The plan in which atoms that are whole at their ``chosen`` owner stay, and the others are exchanged.
 
-    Unless everything is to stay, what is exchanged gets other owners, which have work at the same time.
+    Unless everything is to stay, what is exchanged gets other owners, which have work at the same time. What is not
+    exchanged in every step has buckets of its own.
     """
     ranks, owners = layout.world_size, list(chosen.owners)
     whole = _whole_at(layout, len(atoms))
@@ -282,7 +283,10 @@ def _exchanged(
     for index, owner in enumerate(owners):
         work[owner] += atoms[index].cost if whole[index] == owner else 0
     missing = work if any(work) else ()
-    buckets = cut_buckets(atoms, travelling, ranks, matrices=bucket_matrices, numel=bucket_numel, before=missing)
+    rarely = [i for i in travelling if wire.get("block_period", 1) > 1 and has_own_blocks(atoms[i], i, layout)]
+    always = [i for i in travelling if i not in set(rarely)] if rarely else travelling
+    buckets = cut_buckets(atoms, always, ranks, matrices=bucket_matrices, numel=bucket_numel, before=missing)
+    buckets += cut_buckets(atoms, rarely, ranks, matrices=bucket_matrices, numel=bucket_numel)
     if chosen.policy != "stay":
         homes = _homes(atoms, layout)
         for index, owner in _deal(atoms, buckets, work, earlier or [0] * ranks, homes).items():
@@ -315,6 +319,7 @@ def plan_spread(
     bucket_numel: int | None = None,
     loads: Sequence[int] = (),
     earlier: Sequence[int] = (),
+    block_period: int = 1,
 ) -> MatrixPlan:
     """Plan matrices that hosts spread over all ranks (ZeRO-3, FSDP2), in the order in which they are exchanged.
 
@@ -331,6 +336,7 @@ def plan_spread(
         bucket_numel=bucket_numel,
         element_bytes=element_bytes,
         tensors=tensors,
+        block_period=block_period,
     )
 
 
@@ -344,6 +350,7 @@ def plan_matrices(
     tensors: int = 1,
     bucket_numel: int | None = None,
     earlier: Sequence[int] = (),
+    block_period: int = 1,
 ) -> MatrixPlan:
     """Plan matrices in flat partitions (ZeRO-1/2), where most are whole on one rank, with owners by ``policy``.
 
@@ -359,6 +366,7 @@ def plan_matrices(
         "bucket_numel": bucket_numel,
         "element_bytes": element_bytes,
         "tensors": tensors,
+        "block_period": block_period,
     }
     timed = []
     for make in makers.values() if policy == "auto" else [makers[policy]]:
@@ -422,6 +430,18 @@ class MatrixPlan:
     element_bytes: int
     modelled: tuple[tuple[str, StepTime], ...] = ()
     tensors: int = 1  # sent to the owner: the direction, or the gradient and the weight
+    block_period: int = 1  # steps from one update of whole matrices to the next; each rank's block in those between
+
+    @cached_property
+    def in_blocks(self) -> frozenset[int]:
+        """The exchanged atoms of which each rank has a block, so that nothing of them travels in steps in blocks."""
+        every = (atom for bucket in self.buckets for atom in bucket)
+        return frozenset(i for i in every if has_own_blocks(self.atoms[i], i, self.layout))
+
+    @cached_property
+    def between(self) -> MatrixPlan:
+        """What travels in a step in blocks."""
+        return replace(self, buckets=tuple(each for each in self.buckets if not self.in_blocks.issuperset(each)))
 
     @cached_property
     def loads_before(self) -> tuple[int, ...]:
@@ -492,7 +512,10 @@ class MatrixPlan:
         return [
             f"{atom.name} {atom.shape[0]}x{atom.shape[1]} {self.layout.place(index)} owner {owner}"
             for index, (atom, owner) in enumerate(zip(self.atoms, self.ownership.owners))
-        ] + [f"buckets {self.buckets} of {self.tensors} x {self.element_bytes} bytes an element"]
+        ] + [
+            f"buckets {self.buckets} of {self.tensors} x {self.element_bytes} bytes an element"
+            + (f", whole in every step {self.block_period}" if self.block_period > 1 else "")
+        ]
 
     def owned_counts(self) -> list[int]:
         """Per rank, the number of atoms that it owns."""

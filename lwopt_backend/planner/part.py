@@ -32,7 +32,7 @@ class Part:
 
     ``loads`` (in the cost model's unit), ``owned_numels`` and ``memory`` are per rank of an instance. ``path`` is the
     cost until the last rank is done, if ranks wait for buckets only, ``before`` each rank's in other parts, from which
-    it starts.
+    it starts. ``notes`` are sentences on the plan.
     """
 
     name: str  # "dense" or "experts"
@@ -48,6 +48,7 @@ class Part:
     assignments: tuple[Assignment, ...]
     path: int
     before: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def group_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +23,7 @@ from lwopt_backend.rules.newton_schulz import (
     quack_product,
     table_of,
 )
-from lwopt_backend.rules.protocol import MatrixRule, option, sums_of
+from lwopt_backend.rules.protocol import MatrixRule, OwnerStateRule, option, sums_of
 
 # Factors on the learning rate by a matrix's shape, by the names that implementations use.
 
@@ -143,6 +144,7 @@ MUONEQ, MUON_PLUS = "MuonEq, arXiv 2603.28254", "Muon+, arXiv 2602.21545"
 HYPERBALL, FLOOR = "Hyperball, arXiv 2606.16899", "modded-nanogpt, track 3, u/w-floor"
 PER_HEAD = "Kimi K3, arXiv 2607.24653; GLM-5, arXiv 2602.15763; DeepSpeed's per_head_muon"
 MUON2, TURBO = "Muon^2, arXiv 2604.09967", "Turbo-Muon, arXiv 2512.04632"
+MUONBP = "MuonBP, arXiv 2510.16981"
 Precondition = Literal["none", "muoneq_r", "muoneq_c", "muoneq_rc", "aol", "muon2"]
 Renormalize = Literal["none", "row", "col", "row_col", "col_row", "frobenius"]
 LINES = {"muoneq_r": (-1,), "muoneq_c": (-2,), "muoneq_rc": (-1, -2)}  # the dimensions that MuonEq sums over
@@ -306,6 +308,21 @@ class Muon(MatrixRule):
         FLOOR,
         ge=0,
     )
+    block_period: int = option(
+        1,
+        "steps from one update of whole matrices to the next, 5 in the paper. In those between, each rank "
+        "orthogonalizes its own block of a matrix, rows or a rectangle, and nothing travels; other ranks have other "
+        "blocks. Matrices that are cut inside a row are updated whole in every step",
+        MUONBP,
+        ge=1,
+    )
+    block_lr_scale: float = option(
+        1.0,
+        "the second learning rate, of blocks, over lr, so that a schedule of lr moves both; the factor by shape is the "
+        "block's own",
+        MUONBP,
+        ge=0,
+    )
     defined: ClassVar[Mapping[str, Sequence[str]]] = DEFINED  # the values of ``renormalize`` by ``precondition``
 
     def __post_init__(self) -> None:
@@ -313,6 +330,7 @@ class Muon(MatrixRule):
         self.exchange_dtype = self.iterates_in
         self._check_scaling()
         self._check_norms()
+        self._check_blocks()
         by_step(self.ns_coefficients, self.ns_steps)
         restarts = self.gram_restarts or ()
         if list(restarts) != sorted(set(restarts)) or any(restart >= self.ns_steps for restart in restarts):
@@ -360,6 +378,21 @@ class Muon(MatrixRule):
             )
         if self.uw_floor and self.weight_decay_form == "cautious":
             raise ValueError("uw_floor is set with weight_decay_form 'cautious', which no publication combines")
+
+    def _check_blocks(self) -> None:
+        others = {"precondition": self.precondition != "none", "renormalize": self.renormalize != "none"}
+        others |= {"hyperball": self.hyperball, "uw_floor": self.uw_floor > 0, "per_head": self.per_head}
+        others |= {f"the second moments of {type(self).__name__}": isinstance(self, OwnerStateRule)}
+        if self.block_period > 1 and any(others.values()):
+            found = " and ".join(name for name, there in others.items() if there)
+            raise ValueError(
+                f"block_period is {self.block_period}, with {found}, which no publication combines; leave one out"
+            )
+        if self.block_period == 1 and self.block_lr_scale != 1:
+            raise ValueError(
+                f"block_lr_scale is {self.block_lr_scale}, but without block_period there are no blocks; set that, 5 "
+                "in the paper"
+            )
 
     @property
     def iterates_in(self) -> torch.dtype:
@@ -473,6 +506,11 @@ class Muon(MatrixRule):
         factor = (self.uw_floor * radius / (scales * of_updates.sqrt())).clamp(min=1.0)
         decay = self.weight_decay if self.weight_decay_form == "decoupled" else 0.0
         return torch.full_like(scales, 1 - self.lr * decay), self.lr * scales * torch.where(none, 1.0, factor)
+
+    def of_blocks(self) -> MatrixRule:
+        rule = copy(self)
+        rule.lr = self.lr * self.block_lr_scale
+        return rule
 
     def apply(self, value: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
         if self.by_norms:

@@ -52,6 +52,8 @@ class MatrixRule:
     lr: float
     exchange_dtype: torch.dtype = torch.float32  # of directions and updates on the wire
     rule_name: str = ""  # its name in configurations and profiles
+    block_period = 1  # steps from one update of whole matrices to the next
+    blocks: MatrixRule | None = None  # the rule of each rank's block, in a step between
 
     @property
     def state_keys(self) -> tuple[str, ...]:
@@ -90,6 +92,10 @@ class MatrixRule:
         decay = getattr(self, "weight_decay", 0.0)
         value.mul_(1 - self.lr * decay)
         value.add_(update, alpha=-self.lr * self.scale(shape))
+
+    def of_blocks(self) -> MatrixRule:
+        """The rule of each rank's block, which takes it as a whole matrix of the block's shape."""
+        raise NotImplementedError(f"{type(self).__name__} has no of_blocks")
 
     # A rule whose step depends on norms of the whole weight and the whole update
 

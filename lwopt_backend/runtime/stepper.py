@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from lwopt_backend.plan import MatrixPlan, Segment
+from lwopt_backend.plan import Atom, MatrixPlan, Segment
+from lwopt_backend.plan.exchange import own_block
 from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.collectives import Collectives, all_reduce_nbytes, sending
 from lwopt_backend.runtime.exchange import Arrival, Beside, Segments, ways_back, ways_to_owners
@@ -59,6 +61,8 @@ class EarlyExchange:
         self._waiting[bucket].discard(atom)
         if not self._waiting[bucket]:
             rules, storage = now()
+            if self._stepper.in_blocks(rules).intersection(self._buckets[bucket]):
+                return
             atoms = self._stepper.sent_atoms(bucket)
             with self._beside.running(lambda: [part.grad for atom in atoms for part in storage(atom)]):
                 self._departed[bucket] = self._stepper.send_directions(bucket, _Run(rules, copied(storage)))
@@ -168,13 +172,15 @@ class MatrixStepper:
             [a for a in bucket if plan.keeps_state(a, rank) and a not in here]
             for bucket, here in zip(plan.buckets, sent)
         ]
+        self._plan = plan
         self._first = [bucket[0] for bucket in plan.buckets]
         self._buckets, self._device = plan.buckets, device
         owners = plan.ownership.owners
         # Of a piece that several ranks store, one counts: the one that would send it to the owner.
         self._counted = [{a for a in bucket if plan.layout.is_source(a, rank, owners[a])} for bucket in plan.buckets]
         self.owned = [atom for atom, owner in enumerate(plan.ownership.owners) if owner == rank]
-        self._whole = WholeMatrices(plan.atoms, rule_device or device, batch_numel=batch_numel)
+        self._new_matrices = partial(WholeMatrices, rule_device=rule_device or device, batch_numel=batch_numel)
+        self._whole = self._new_matrices(plan.atoms)
         self.owner_state = self._whole.owner_state
 
     @torch.no_grad()
@@ -193,26 +199,61 @@ class MatrixStepper:
         changed; ``active`` must return the same on all ranks. ``departed`` has the buckets whose state is already
         advanced, with their exchange if it was started. ``meanwhile`` runs while the first bucket is on the wire.
         """
-        run = _Run(rules, storage, active, departed or {})
+        own = self.in_blocks(rules)
+        run = _Run(rules, storage, (lambda atom: atom not in own and active(atom)) if own else active, departed or {})
         count = len(self._to_owners)
-        arriving = self._depart(0, run)
+        buckets = [number for number, atoms in enumerate(self._buckets) if not own.issuperset(atoms)]
+        first, *further = *buckets, count
+        arriving = self._depart(first, run)
         if meanwhile is not None:
             meanwhile()
         returning: list[tuple[int, Arrival]] = []
-        for bucket in range(count):
-            following = self._depart(bucket + 1, run)
-            if bucket == 0:
+        for bucket, after in zip(buckets, further):
+            following = self._depart(after, run)
+            if bucket == first:
                 self._step_local(run)
             sent_back = self._update_owned(bucket, arriving, run)
             self._apply_all_but(self._lag, returning, run)
             returning.append((bucket, sent_back))
             arriving = following
-        if not count:
+        if first == count:
             self._step_local(run)
+        if own:
+            self._step_own([atom for atom in self._own if atom in own and active(atom)], run)
         self._apply_all_but(0, returning, run)
+
+    def in_blocks(self, rules: Sequence[MatrixRule]) -> frozenset[int]:
+        """The exchanged atoms of which each rank updates its own block in this step."""
+        if all(rule.blocks is None for rule in rules):
+            return frozenset()
+        return frozenset(atom for atom in self._plan.in_blocks if rules[atom].blocks is not None)
 
     def _step_local(self, run: _Run) -> None:
         self._whole.step(run.active_of(self._local), run.rules, run.storage)
+
+    @cached_property
+    def _own(self) -> dict[int, Atom]:
+        """This rank's blocks as matrices, of the atoms in ``in_blocks`` of which it has one."""
+        found = {}
+        for atom in sorted(self._plan.in_blocks):
+            part = self._plan.layout.fragment(atom, self._collectives.rank)
+            block = None if part is None else own_block(self._plan.atoms[atom], part)
+            if block is not None:
+                found[atom] = block
+        return found
+
+    @cached_property
+    def _own_matrices(self) -> WholeMatrices:
+        return self._new_matrices([self._own.get(i, atom) for i, atom in enumerate(self._plan.atoms)])
+
+    def _step_own(self, atoms: Sequence[int], run: _Run) -> None:
+        """Update this rank's blocks, by the rule of blocks; one that is the whole matrix, by that of matrices."""
+        rules = list(run.rules)
+        for atom in atoms:
+            blocks = rules[atom].blocks
+            if blocks is not None and self._own[atom] is not self._plan.atoms[atom]:
+                rules[atom] = blocks
+        self._own_matrices.step(atoms, rules, run.storage)
 
     def sent_atoms(self, bucket: int) -> list[int]:
         """The atoms of a bucket of which this rank sends a piece."""

@@ -266,7 +266,8 @@ def show(routes: Sequence[Route], groups: Groups, steppers: Sequence[MeshStepper
     console = report.standard_output()
     report.show_routing(console, routes, groups)
     for stepper in steppers:
-        console.print(_sentence(stepper))
+        for sentence in (_sentence(stepper), *report.on_blocks(stepper.plan)):
+            console.print(sentence)
         if stepper.mesh is not None:
             console.print(_table(stepper, stepper.mesh))
     report.show_digest(console, plan_digest)
