@@ -1,13 +1,15 @@
-"""Which elements one rank sends and receives in one bucket's all-to-all."""
+"""Which elements one rank sends and receives in one bucket's all-to-all, and passes on to copies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.layouts import Fragment, Layout
+from lwopt_backend.plan.mesh import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,9 @@ def offsets_of(segments: Sequence[Segment]) -> list[int]:
     return list(accumulate((segment.numel for segment in segments), initial=0))[:-1]
 
 
-def to_owners(bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int) -> Transfer:
+def to_owners(
+    bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int, rows: Rows | None = None
+) -> Transfer:
     """The transfer that sends the bucket's atoms, piece by piece, to their owners, as ``rank`` sees it."""
     sends, receives = [], []
     for atom in bucket:
@@ -82,11 +86,13 @@ def to_owners(bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank
             sends.append(_segment(atom, owner, part))
         if owner == rank:
             receives += [_segment(atom, part.rank, part) for part in layout.sources(atom, owner)]
-    return _transfer(layout, sends, receives)
+    return _transfer(layout, sends, receives, None if rows is None else rows.of[rank][0])
 
 
-def to_fragments(bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int) -> Transfer:
-    """The transfer back: from the owners to every rank that stores a piece, copies included."""
+def to_fragments(
+    bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int, rows: Rows | None = None
+) -> Transfer:
+    """The transfer back, from the owners to every rank that stores a piece, copies included; or those of its row."""
     sends, receives = [], []
     for atom in bucket:
         owner = owners[atom]
@@ -95,17 +101,38 @@ def to_fragments(bucket: Sequence[int], owners: Sequence[int], layout: Layout, r
             receives.append(_segment(atom, owner, part))
         if owner == rank:
             sends += [_segment(atom, part.rank, part) for part in layout.fragments(atom)]
-    return _transfer(layout, sends, receives)
+    return _transfer(layout, sends, receives, None if rows is None else rows.of[rank][0])
+
+
+def along_column(back: Transfer, rows: Rows, rank: int) -> list[list[Segment]]:
+    """Per rank of the column of ``rank``, the segments of its way ``back`` that come from owners in that rank's row."""
+    members = (set(rows.of[member][0]) for member in rows.of[rank][1])
+    return [[segment for segment in back.receives if segment.peer in row] for row in members]
+
+
+def copied_numels(bucket: Sequence[int], owners: Sequence[int], layout: Layout, rows: Rows | None) -> list[int]:
+    """Per rank, the elements of a part in the all-gather of its column: the most that one of its ranks has."""
+    if rows is None:
+        return []
+    found = [0] * layout.world_size
+    first: dict[Hashable, int] = {}
+    alike = ((first.setdefault(layout.kind(atom), atom), rows.of[owners[atom]][0]) for atom in bucket)
+    for (atom, row), times in Counter(alike).items():
+        for rank in row:
+            part = layout.fragment(atom, rank)
+            found[rank] += 0 if part is None else part.numel * times
+    return [max(found[member] for member in column) for _, column in rows.of]
 
 
 def _segment(atom: int, peer: int, part: Fragment) -> Segment:
     return Segment(atom, peer, part.start, part.stop, part.runs, part.pitch)
 
 
-def _transfer(layout: Layout, sends: list[Segment], receives: list[Segment]) -> Transfer:
+def _transfer(layout: Layout, sends: list[Segment], receives: list[Segment], row: Sequence[int] | None) -> Transfer:
     # A stable sort: within one peer, atoms keep the bucket's order on both sides of the wire.
     key = lambda segment: segment.peer  # noqa: E731
-    return Transfer(layout.world_size, tuple(sorted(sends, key=key)), tuple(sorted(receives, key=key)))
+    found = Transfer(layout.world_size, tuple(sorted(sends, key=key)), tuple(sorted(receives, key=key)))
+    return found if row is None else found.within(row)
 
 
 # Matrices that ranks update block by block (MuonBP): each rank's own fragment is a matrix by itself, and stays there.

@@ -13,7 +13,15 @@ from typing import Any
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.cost import Machine, StepTime, per_rank
-from lwopt_backend.plan.exchange import Segment, Transfer, has_own_blocks, to_fragments, to_owners
+from lwopt_backend.plan.exchange import (
+    Segment,
+    Transfer,
+    along_column,
+    copied_numels,
+    has_own_blocks,
+    to_fragments,
+    to_owners,
+)
 from lwopt_backend.plan.layouts import Fragment, Layout
 from lwopt_backend.plan.mesh import MeshLayout, Rows
 
@@ -489,23 +497,16 @@ class MatrixPlan:
 
     def transfer(self, bucket: int, rank: int) -> Transfer:
         """The bucket's transfer to the owners, as ``rank`` sees it; within its row if there are ``rows``."""
-        there = to_owners(self.buckets[bucket], self.ownership.owners, self.layout, rank)
-        return there if self.rows is None else there.within(self.rows.of[rank][0])
+        return to_owners(self.buckets[bucket], self.ownership.owners, self.layout, rank, self.rows)
 
     def way_back(self, bucket: int, rank: int) -> Transfer:
         """The bucket's transfer from the owners to the ranks of ``transfer`` that store pieces, as ``rank`` sees it."""
-        back = to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank)
-        return back if self.rows is None else back.within(self.rows.of[rank][0])
+        return to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank, self.rows)
 
     def pieces_of_column(self, bucket: int, rank: int) -> list[list[Segment]]:
-        """The pieces that each rank of the column of ``rank`` gets in ``way_back``, in the order in which it does.
-
-        They are passed on in the column. The plan must have ``rows``.
-        """
-        assert self.rows is not None
-        everything = to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank).receives
-        rows = (set(self.rows.of[member][0]) for member in self.rows.of[rank][1])
-        return [[segment for segment in everything if segment.peer in row] for row in rows]
+        """Per rank of the column of ``rank``, the pieces that it gets in ``way_back``, in order, and then passes on."""
+        everything = to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank)
+        return [] if self.rows is None else along_column(everything, self.rows, rank)
 
     def lines(self) -> list[str]:
         """The lines, one per atom, that must be equal on all ranks before the first exchange."""
@@ -545,8 +546,7 @@ class MatrixPlan:
         return [*map(sum, zip(*self.bytes_forth_and_back()))]
 
     def bytes_forth_and_back(self) -> tuple[list[int], list[int]]:
-        """Per rank, the bytes that it sends to owners in one step, and those that it returns as an owner, or passes on
-        in its column."""
+        """Per rank, the bytes that it sends to owners in one step, and those that it returns or passes on."""
         forth, back = ([0] * self.layout.world_size for _ in range(2))
         for atom, owners in self._alike():
             copies: list[tuple[Sequence[Fragment], Counter[int]]] = []  # what is sent, and the owners it is sent to
@@ -566,23 +566,10 @@ class MatrixPlan:
             for owner, times in owners.items():
                 back[owner] += (whole - held.get(owner, 0)) * times
         for bucket in self.buckets:
-            for rank, numel in enumerate(self._copied(bucket)):
+            for rank, numel in enumerate(copied_numels(bucket, self.ownership.owners, self.layout, self.rows)):
                 back[rank] += numel * (self.copies - 1)
         forth_and_back = ([numel * self.element_bytes for numel in some] for some in (forth, back))
         return next(forth_and_back), next(forth_and_back)
-
-    def _copied(self, bucket: Sequence[int]) -> list[int]:
-        """Per rank, the elements of a part in the all-gather of its column: the most that one of its ranks has."""
-        if (rows := self.rows) is None:
-            return []
-        found = [0] * self.layout.world_size
-        first: dict[Hashable, int] = {}
-        alike = ((first.setdefault(self.layout.kind(atom), atom), self.ownership.owners[atom]) for atom in bucket)
-        for (atom, row), times in Counter((atom, rows.of[owner][0]) for atom, owner in alike).items():
-            for rank in row:
-                part = self.layout.fragment(atom, rank)
-                found[rank] += 0 if part is None else part.numel * times
-        return [max(found[member] for member in column) for _, column in rows.of]
 
     def exchange_bytes(self) -> list[int]:
         """Per rank, the most bytes that the buffers of exchanges take at one time in a step.
@@ -615,7 +602,8 @@ class MatrixPlan:
             found.pieces += parts.largest
             for part in parts.few:
                 found.held[part.rank] += part.numel
-        found.landed = max(self._copied(bucket), default=found.pieces) * self.copies
+        copied = copied_numels(bucket, self.ownership.owners, self.layout, self.rows)
+        found.landed = max(copied, default=found.pieces) * self.copies
         return found
 
     def _parts_of(self, atom: int) -> _Parts:
