@@ -30,8 +30,7 @@ from benchmarks.rehearsal import engines
 from benchmarks.rehearsal.engines import MeshEngine
 from benchmarks.timeline import passes_of, predicted, recorded_rank, run
 from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT
-from lwopt_backend.plan.cost import Machine
-from lwopt_backend.planner.seconds import CLUSTERS
+from lwopt_backend.plan.cost import CLUSTERS, Machine
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shapes import read_shapes_json
 from lwopt_backend.planner.study import Deployment, Study, plan_study

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend.planner.seconds import CLUSTERS
+from lwopt_backend.plan.cost import CLUSTERS
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shapes import read_shapes_json
 from lwopt_backend.planner.study import Deployment, plan_study

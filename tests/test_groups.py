@@ -9,8 +9,8 @@ import pytest
 from lwopt_backend.plan import Atom, Machine
 from lwopt_backend.plan.buffers.layout import OwnedParam
 from lwopt_backend.plan.buffers.owned import plan_owned
-from lwopt_backend.plan.cost import StepTime
-from lwopt_backend.planner.seconds import CLUSTERS, BucketTime, Elements, Placed, buffer_step, schedule, timeline
+from lwopt_backend.plan.cost import CLUSTERS, StepTime
+from lwopt_backend.planner.seconds import BucketTime, Elements, Placed, buffer_step, schedule, timeline
 from tests.planner_shapes import model
 
 H100 = CLUSTERS["h100-8x-ib"]
@@ -51,7 +51,7 @@ def placed(atoms: Sequence[Atom], ranks: int, layout: str) -> Placed:
         (EIGHT, 1, WITHIN / 8, 400),
         (EIGHT, 2, WITHIN / 8 + ACROSS * 1 / 2 / 8, 800),  # four ranks of a node
         (EIGHT, 4, WITHIN / 8 + ACROSS * 3 / 4 / 8, 1200),  # a node
-        (EIGHT, 8, WITHIN / 8 + ACROSS * 7 / 8 / 2, 1600),  # two nodes
+        (EIGHT, 8, WITHIN / 8 + ACROSS * 7 / 8 / 8, 1600),  # two nodes, which a ring leaves by four cards
         (replace(EIGHT, node_size=3), 2, WITHIN / 2 + ACROSS * 1 / 2 / 2, 800),  # ranks 2 and 3 are in two nodes
     ],
 )

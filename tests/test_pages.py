@@ -24,7 +24,7 @@ from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeR
 from lwopt_backend.config.versions import VERSIONS
 from lwopt_backend.groups.choices import LayerWiseMuonConfig, muon_settings, settings_of
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, MuonOptions, arguments
-from lwopt_backend.planner.seconds import CLUSTERS
+from lwopt_backend.plan.cost import CLUSTERS
 from lwopt_backend.routing.fused import TABLE
 from lwopt_backend.rules.muon import SCALES
 from lwopt_backend.rules.newton_schulz import table_of

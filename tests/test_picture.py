@@ -11,9 +11,9 @@ import matplotlib
 import pytest
 
 from lwopt_backend.cli.tables import recording
+from lwopt_backend.plan.cost import CLUSTERS
 from lwopt_backend.planner import picture
 from lwopt_backend.planner.document import document
-from lwopt_backend.planner.seconds import CLUSTERS
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shapes import ModelShapes, Training
 from lwopt_backend.planner.study import Deployment, plan_study

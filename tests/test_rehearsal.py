@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 from benchmarks.rehearsal.__main__ import run
 from benchmarks.rehearsal.step import Rehearsal, rehearse, rehearse_share
 from lwopt_backend.engines.owned.buckets import BucketBuffers
-from lwopt_backend.planner.seconds import CLUSTERS
+from lwopt_backend.plan.cost import CLUSTERS
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shapes import read_shapes_json
 from lwopt_backend.planner.study import Deployment, Study, plan_study

@@ -12,9 +12,10 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from benchmarks.clock.record import COMPUTE, Event, Join, Record, Start, Wait, Work
-from lwopt_backend.plan.cost import Machine
+from lwopt_backend.plan.cost import LAUNCH_SECONDS, Machine
 
 # Bytes per second that element-wise kernels read and write: 80 % of the peak of the memory of each cluster's devices.
 MEMORY = {
@@ -37,35 +38,23 @@ class Rates:
 
     machine: Machine
     memory: float
-    launch: float = 6e-6
+    launch: float = LAUNCH_SECONDS
     collective: float = 3e-5
     blocking: bool = False
 
     @classmethod
     def of(cls, machine: Machine) -> Rates:
-        return cls(machine, MEMORY.get(machine.name, math.inf))
+        return cls(machine, MEMORY.get(machine.name, math.inf), machine.launch_seconds)
 
     def work(self, work: Work) -> float:
         """Seconds of work on a device."""
         return work.flops / self.machine.flops_per_second + work.nbytes / self.memory
 
     def wire(self, start: Start, nbytes: int) -> float:
-        """Seconds of a collective in which a rank sends or receives at most ``nbytes``: of the bytes that cross the
-        slowest link, and of latencies.
-
-        Between nodes that is a network card, of which each rank has one. In an all-to-all it carries what its rank
-        exchanges with other nodes. Rings pass through all of the group's ranks in a node, and leave it by all cards.
-        """
-        machine, ranks = self.machine, start.ranks
-        here = min(ranks, max(1, machine.node_size // start.stride))  # of the group, in one node
-        inside = machine.node_bytes_per_second or machine.bytes_per_second
-        if start.kind == "all-to-all":
-            away = nbytes * (ranks - here) / max(1, ranks - 1)
-            seconds, rounds = max(away / machine.bytes_per_second, (nbytes - away) / inside), 1
-        else:
-            link = inside if here == ranks else min(inside, here * machine.bytes_per_second)
-            seconds, rounds = nbytes / link, math.ceil(math.log2(max(2, ranks)))
-        return seconds + machine.latency_seconds * max(rounds, start.operations)
+        """Seconds of a collective in which a rank sends or receives at most ``nbytes``, by the planner's price."""
+        direct = start.kind == "all-to-all"
+        more: dict[str, Any] = {"stride": start.stride, "direct": direct, "operations": start.operations}
+        return sum(self.machine.collective(nbytes, start.ranks, **more))
 
 
 @dataclass(frozen=True, slots=True)

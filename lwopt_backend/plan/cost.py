@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # The cost of a rule's work on one matrix. A multiply-add is two flops; s is the shorter side, l the longer.
 #
@@ -88,12 +89,16 @@ def per_rank(owners: Iterable[int], amounts: Iterable[int], ranks: int) -> list[
     return sums
 
 
+LAUNCH_SECONDS = 6e-6  # of the host, to launch an operation on a device
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The speed of one rank: matrix flops per second, bytes per second on the wire, seconds per collective.
 
     ``bytes_per_second`` is a rank's share of the network; between the ``node_size`` ranks of one node it is
-    ``node_bytes_per_second``. ``memory_bytes`` is a rank's memory, 0 if unknown.
+    ``node_bytes_per_second``. ``memory_bytes`` is a rank's memory, 0 if unknown. ``launch_seconds`` is 0 where the host
+    computes itself, and collectives are gloo's, not NCCL's.
     """
 
     name: str
@@ -103,22 +108,61 @@ class Machine:
     node_size: int = 1
     node_bytes_per_second: float = 0.0
     memory_bytes: float = 0.0
+    launch_seconds: float = LAUNCH_SECONDS
 
-    def link(self, ranks: int, stride: int = 1, of: int | None = None) -> float:
-        """Bytes per second that each of ``ranks`` ranks, ``stride`` apart, can send to the others at once.
+    def collective(
+        self,
+        nbytes: float,
+        ranks: int,
+        *,
+        stride: int = 1,
+        of: int | None = None,
+        direct: bool = False,
+        operations: int = 1,
+    ) -> tuple[float, float]:
+        """Seconds on the wire, and of latency, of a collective in which a rank sends or receives ``nbytes`` at most.
 
-        Groups follow one another from rank 0, ``of`` ranks in all (one group by default). All of them are within nodes
-        if one node has all ranks, or if a group's extent divides a node.
+        The ranks are ``stride`` apart; groups of them follow one another from rank 0, ``of`` ranks in all (one group by
+        default). Between nodes a rank has one network card. If ``direct``, as an all-to-all is, the card carries what
+        its rank exchanges with other nodes, and there is one round. Else rings pass through all of a group's ranks in a
+        node and leave the node by all their cards, and there are log2 ``ranks`` rounds. Each of NCCL's ``operations``
+        costs a latency.
         """
-        extent = ranks * stride
-        inside = (of or extent) <= self.node_size or self.node_size % extent == 0
-        return self.node_bytes_per_second if inside and self.node_bytes_per_second else self.bytes_per_second
+        if ranks == 1 or not nbytes:
+            return 0.0, 0.0
+        extent, size = ranks * stride, self.node_size
+        here = ranks if max(of or 0, extent) <= size else min(ranks, max(1, math.gcd(extent, size) // stride))
+        inside = self.node_bytes_per_second or self.bytes_per_second
+        if direct:
+            away = nbytes * (ranks - here) / (ranks - 1)
+            wire = max(away / self.bytes_per_second, (nbytes - away) / inside)
+        else:
+            wire = nbytes / (inside if here == ranks else min(inside, here * self.bytes_per_second))
+        rounds = 1 if direct else (ranks - 1).bit_length()
+        return wire, self.latency_seconds * max(rounds, operations)
 
 
-# Round figures, good enough to rank two plans and the same on every rank; they are not measured at run time, because
-# ranks that measured differently would choose differently. cuda: an H100's bf16 matmul rate as reached by
-# Newton-Schulz, and one 200 Gb/s network card per GPU. cpu: one core's bf16 rate and gloo on loopback.
-MACHINES = {"cuda": Machine("cuda", 4e14, 25e9, 3e-5), "cpu": Machine("cpu", 5e10, 1e9, 3e-4)}
+# Clusters by name. Flops: 40 % of the dense bf16 peak, what batched Newton-Schulz reaches on large matrices. Wires:
+# 80 % of a rank's network card (400 Gb/s NDR, 200 Gb/s HDR) and of its NVLink or Infinity Fabric, one direction.
+CLUSTERS = {
+    machine.name: machine
+    for machine in (
+        Machine("h100-8x-ib", 4.0e14, 40e9, 2e-5, 8, 360e9, 80e9),
+        Machine("h200-8x-ib", 4.0e14, 40e9, 2e-5, 8, 360e9, 141e9),
+        Machine("b200-8x-ib", 9.0e14, 40e9, 2e-5, 8, 720e9, 180e9),
+        Machine("gb200-72x-ib", 1.0e15, 40e9, 2e-5, 72, 720e9, 186e9),
+        Machine("a100-8x-ib", 1.25e14, 20e9, 2e-5, 8, 240e9, 80e9),
+        Machine("mi300x-8x-roce", 5.2e14, 40e9, 3e-5, 8, 358e9, 192e9),
+        Machine("h100-8x-ethernet", 4.0e14, 10e9, 5e-5, 8, 360e9, 80e9),
+    )
+}
+
+# What engines plan for: the same on every rank and not measured, because ranks that measured differently would choose
+# differently. cuda: any accelerator. cpu: one core's bf16 rate and gloo on loopback.
+MACHINES = {
+    "cuda": replace(CLUSTERS["h100-8x-ib"], name="cuda", memory_bytes=0.0),
+    "cpu": Machine("cpu", 5e10, 1e9, 3e-4, launch_seconds=0.0),
+}
 
 
 def machine_of(device_type: str) -> Machine:

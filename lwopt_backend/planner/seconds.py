@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.cost import Machine, StepTime, per_rank
 
-# Clusters for planning ahead. Flops: 40 % of the dense bf16 peak, what batched Newton-Schulz reaches on large matrices.
-# Wires: 80 % of a rank's network card (400 Gb/s NDR, 200 Gb/s HDR) and of its NVLink or Infinity Fabric, one direction.
-CLUSTERS = {
-    machine.name: machine
-    for machine in (
-        Machine("h100-8x-ib", 4.0e14, 40e9, 2e-5, 8, 360e9, 80e9),
-        Machine("h200-8x-ib", 4.0e14, 40e9, 2e-5, 8, 360e9, 141e9),
-        Machine("b200-8x-ib", 9.0e14, 40e9, 2e-5, 8, 720e9, 180e9),
-        Machine("gb200-72x-ib", 1.0e15, 40e9, 2e-5, 72, 720e9, 186e9),
-        Machine("a100-8x-ib", 1.25e14, 20e9, 2e-5, 8, 240e9, 80e9),
-        Machine("mi300x-8x-roce", 5.2e14, 40e9, 3e-5, 8, 358e9, 192e9),
-        Machine("h100-8x-ethernet", 4.0e14, 10e9, 5e-5, 8, 360e9, 80e9),
-    )
-}
-
 
 def gather_seconds(
     machine: Machine, nbytes: float, ranks: int, *, stride: int = 1, of: int | None = None
 ) -> tuple[float, float]:
-    """(wire, latency) of an all-gather or reduce-scatter of ``nbytes`` in all; ranks as in ``Machine.link``.
-
-    A rank sends the share (ranks - 1) / ranks of them, in ceil(log2(ranks)) rounds of latency.
-    """
-    if ranks == 1 or not nbytes:
-        return 0.0, 0.0
-    wire = nbytes * (ranks - 1) / ranks / machine.link(ranks, stride, of)
-    return wire, machine.latency_seconds * math.ceil(math.log2(ranks))
+    """(wire, latency) of an all-gather or reduce-scatter of ``nbytes`` in all; ranks as in ``Machine.collective``."""
+    return machine.collective(nbytes * (ranks - 1) / ranks, ranks, stride=stride, of=of)
 
 
 def all_reduce_seconds(machine: Machine, nbytes: float, ranks: int, *, stride: int = 1) -> tuple[float, float]:

@@ -19,9 +19,9 @@ from lwopt_backend.groups.grouping import Grouping
 from lwopt_backend.groups.param_groups import split
 from lwopt_backend.groups.registry import cost_of
 from lwopt_backend.plan.atoms import Atom, matrices_of
-from lwopt_backend.plan.cost import MACHINES, Machine, Shape
+from lwopt_backend.plan.cost import CLUSTERS, LAUNCH_SECONDS, MACHINES, Machine, Shape
 from lwopt_backend.plan.layouts import SUB_GROUP_SIZE
-from lwopt_backend.planner.seconds import CLUSTERS, Elements
+from lwopt_backend.planner.seconds import Elements
 from lwopt_backend.planner.shapes import Training
 from lwopt_backend.routing.matrices import Divided
 from lwopt_backend.routing.routing import Route
@@ -32,7 +32,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ClusterOptions(Options):
-    """A cluster file: the speed of one rank. ``node_*`` and ``memory_bytes`` may be left out."""
+    """A cluster file: the speed of one rank. What has a default may be left out."""
 
     name: str
     flops_per_second: Positive
@@ -41,6 +41,7 @@ class ClusterOptions(Options):
     node_size: Annotated[int, Field(ge=1)] = 1
     node_bytes_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     memory_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    launch_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = LAUNCH_SECONDS
 
 
 class _WithoutAliases(yaml.SafeLoader):

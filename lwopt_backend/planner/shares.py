@@ -32,7 +32,6 @@ from lwopt_backend.planner.seconds import (
     Placed,
     bucket_work,
     buffer_step,
-    gather_seconds,
     schedule,
     timeline,
 )
@@ -72,10 +71,11 @@ def host_part(
         replace(each, workspace=work, exchange=most, sent=mine)
         for each, work, most, mine in zip(memory, works, buffers, sent)
     ]
+    machine = setting.machine
     time = StepTime(
         setting.seconds(_path(plans, shared, setting, before, meet=True)),
-        sum(each.nbytes for each in moved) / setting.machine.link(ranks),
-        trips * setting.machine.latency_seconds,
+        sum(machine.collective(each.nbytes, ranks, direct=each is moved[0])[0] for each in moved),
+        trips * machine.latency_seconds,
     )
     return Part(
         name,
@@ -159,8 +159,10 @@ def _timeline(placed: Placed, element_bytes: int, setting: Setting) -> list[Buck
     if not placed.bucket_numels:
         return []
     placed = replace(placed, buckets=tuple(max(0, bucket) for bucket in placed.buckets))
-    bytes_each = [numel * element_bytes // placed.shards for numel in placed.bucket_numels]
-    wire = [sum(gather_seconds(setting.machine, nbytes, placed.shards)) for nbytes in bytes_each]
+    ranks = placed.shards
+    bytes_each = [numel * element_bytes // ranks for numel in placed.bucket_numels]
+    away = [nbytes * (ranks - 1) / ranks for nbytes in bytes_each]
+    wire = [sum(setting.machine.collective(nbytes, ranks, direct=True)) for nbytes in away]
     work = bucket_work(placed, setting.machine)
     return schedule([(nbytes, nbytes) for nbytes in bytes_each], wire, work, wire)
 

@@ -27,7 +27,7 @@ from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.groups.optimizer_classes import class_named
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
 from lwopt_backend.groups.registry import arguments as arguments_in
-from lwopt_backend.planner.seconds import CLUSTERS
+from lwopt_backend.plan.cost import CLUSTERS
 from tests import fsdp2, hostile, zero
 from tests.command_line import torch_dist
 from tests.faults.campaign import SEED, count, in_raw_words, raw
