@@ -12,6 +12,7 @@ from lwopt_backend.plan import Atom, FlatPartition, MatrixPlan, MeshLayout, Shar
 from lwopt_backend.plan.buffers.layout import LAYOUTS, OwnedParam
 from lwopt_backend.plan.buffers.owned import plan_owned
 from lwopt_backend.plan.cost import MACHINES, newton_schulz_flops
+from lwopt_backend.plan.owners import Limits
 
 
 @cache
@@ -39,7 +40,8 @@ def plan_of(shapes: list[tuple[int, int]], world_size: int, policy: str, bucket_
     atoms = atoms_of(shapes)
     layout = FlatPartition.build([atom.numel for atom in atoms], world_size)
     machine = MACHINES["cpu"]
-    return plan_matrices(atoms, layout, policy=policy, machine=machine, bucket_numel=bucket_numel, element_bytes=2)
+    limits = Limits(numel=bucket_numel)
+    return plan_matrices(atoms, layout, limits, policy=policy, machine=machine, element_bytes=2)
 
 
 def rows_over(shapes: Sequence[tuple[int, int]], ranks: int, sharding: type[Sharding] = Sharding) -> MeshLayout:

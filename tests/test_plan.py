@@ -18,14 +18,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lwopt_backend.plan.atoms import Atom, matrices_of
+from lwopt_backend.plan.buckets import Stage, critical_path, cut_buckets, pipeline
 from lwopt_backend.plan.cost import MACHINES, Machine, newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas, in_blocks
 from lwopt_backend.plan.mesh import MeshLayout, Sharding, TensorShards
 from lwopt_backend.plan.owners import (
+    Limits,
     balance,
-    critical_path,
-    cut_buckets,
+    exchange_seconds,
     longest_first,
     plan_matrices,
     plan_spread,
@@ -34,7 +35,7 @@ from lwopt_backend.plan.owners import (
 from tests.fsdp2 import mesh_of
 from tests.on_ranks import on_ranks
 from tests.planner_shapes import UNEVEN_SHAPES as SHAPES
-from tests.planner_shapes import atoms_of, everything, plan_of, rows_over
+from tests.planner_shapes import atoms_of, everything, model, plan_of, rows_over
 
 SMALL = [(1, 7), (7, 1), (6, 10), (13, 5), (4, 4), (64, 24)]
 NUMELS = [rows * columns for rows, columns in SMALL]
@@ -130,7 +131,7 @@ def test_the_modelled_step_is_the_busiest_ranks_and_auto_takes_the_shorter() -> 
     atoms = [Atom("a", (2, 4), 10), Atom("b", (3, 4), 30)]
     layout = FlatPartition.build([8, 12], 4)  # partitions of 6: a lies on ranks 0 and 1, b on 1, 2 and 3
     slow = Machine("slow", flops_per_second=10, bytes_per_second=2, latency_seconds=100)
-    plan = plan_matrices(atoms, layout, policy="stay", machine=slow, bucket_numel=8, element_bytes=2)
+    plan = plan_matrices(atoms, layout, Limits(numel=8), policy="stay", machine=slow, element_bytes=2)
     assert plan.ownership.owners == (0, 2) and len(plan.buckets) == 2
     ((_, time),) = plan.modelled
     # Rank 2 does 30 flops, and sends back what 1 and 3 lent it: 4 + 2 elements. Each bucket goes forth and back.
@@ -222,11 +223,9 @@ def assert_arrives(ways: list[Transfer]) -> None:
 @pytest.mark.parametrize(
     ("where", "over"), [*itertools.product(FLAT, [1, 2, 3, 4, 7]), *((where, None) for where in LAYOUTS)]
 )
-def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(where: str, over: int | None) -> None:
-    if over is not None:
-        plan = plan_of(SHAPES, over, where)
-    else:
-        plan = plan_spread(atoms_of(SMALL), LAYOUTS[where], bucket_matrices=2)
+def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(where: str, over: Any) -> None:
+    spread = over is None
+    plan = plan_spread(atoms_of(SMALL), LAYOUTS[where], Limits(2)) if spread else plan_of(SHAPES, over, where)
     layout: Layout = plan.layout
     ranks, moved, sent_back = range(layout.world_size), [0] * layout.world_size, [0] * layout.world_size
     rows, columns = plan.rows.groups() if plan.rows else ([tuple(ranks)], [(rank,) for rank in ranks])
@@ -303,6 +302,32 @@ def test_a_bucket_has_work_for_all_ranks_at_the_same_time() -> None:
     assert cut([1] * 12, before=[3, 0]) == [5, 4, 3], "the first makes up for what rank 1 has less to do before"
 
 
+def test_a_bucket_leaves_when_the_ranks_get_there_and_the_wire_is_free() -> None:
+    # wire     | b0 2 | b1 2 | - | b0 2 | b1 2 |
+    # rank 0          | b0 3     |
+    # rank 1                 | b1 3      |
+    halves = [Stage(2, 2, {0: (3, 0)}), Stage(2, 2, {1: (3, 0)})]
+    assert pipeline(halves, [0, 1], 0) == 9 and pipeline([Stage(4, 4, {0: (3, 0), 1: (3, 0)})], [0, 1], 0) == 11
+    assert pipeline([*halves, Stage(1, 1, {0: (1, 0)})], [0, 0], 0) == 11, "the third leaves after the first's return"
+    assert pipeline([Stage(2, 2, {0: (1, 4)})] * 2, [0, 0], 1) == 12, "a device waits for a host that launches slowly"
+
+
+def test_buckets_are_as_many_as_make_the_modelled_step_shortest() -> None:
+    atoms = model("llama3.1-8b")
+    layout = rows_over([atom.shape for atom in atoms], 64)
+    modelled, alone = Limits(machine=MACHINES["cuda"], batch_numel=2**24), Limits(matrices=len(atoms))
+    chosen, one, cut = (plan_spread(atoms, layout, limits) for limits in (modelled, alone, Limits()))
+    assert (len(chosen.buckets), len(one.buckets)) == (2, 1)
+    assert exchange_seconds(chosen, modelled) < 0.9 * exchange_seconds(one, modelled)
+    assert plan_spread(atoms, layout, replace(alone, machine=MACHINES["cuda"])).buckets == one.buckets, "a user's wins"
+    few = rows_over([atom.shape for atom in atoms], 8)
+    chosen, cut = (plan_spread(atoms, few, limits) for limits in (modelled, Limits()))
+    assert max(chosen.exchange_bytes()) <= max(*cut.exchange_bytes(), 2**28), "one bucket would take 7 times as much"
+    assert exchange_seconds(chosen, modelled) <= exchange_seconds(cut, modelled)
+    small = atoms_of(GPT[:48])
+    assert len(plan_spread(small, rows_over(GPT[:48], 4), modelled).buckets) == 1, "on a tie, the fewest"
+
+
 def test_the_plan_is_the_same_in_every_process_whatever_the_hash_seed() -> None:
     code, environment = "from tests.planner_shapes import everything; print(everything())", {"PYTHONHASHSEED": "1"}
     command, options = [sys.executable, "-c", code], {"env": {**os.environ, **environment}, "text": True}
@@ -318,7 +343,7 @@ def test_planning_takes_one_pass_over_kinds_of_matrices_not_over_ranks() -> None
     layout = FlatPartition.build([atom.numel for atom in atoms], 1024)
     original = FlatPartition.fragments
     with mock.patch.object(FlatPartition, "fragments", autospec=True, side_effect=original) as asked:
-        plan_matrices(atoms, layout, policy="auto", machine=MACHINES["cuda"], bucket_numel=2**24, element_bytes=2)
+        plan_matrices(atoms, layout, Limits(numel=2**24), policy="auto", machine=MACHINES["cuda"], element_bytes=2)
     assert 0 < asked.call_count <= 10 * len(atoms)
     shapes, made = [(256, 64), (64, 256)] * 2000, []
 

@@ -120,7 +120,7 @@ def test_a_plans_name_is_that_of_its_owners_and_stages_whatever_the_rates(phi3: 
     words = ("--world-size", 2, "--engine", "zero2", "--cluster", "cpu", "--dtype", "float32")
     digests = [planned(phi3, *words, **given)["digest"] for given in options]
     assert digests[0] == digests[1] and len(set(digests)) == 3
-    more = ([], ["--cluster", "b200-8x-ib"], ["--cluster", "cuda"])
+    more = (["--cluster", name] for name in ("a100-8x-ib", "b200-8x-ib", "cuda"))
     found = [planned(phi3, "--world-size", 4, *words) for words in more]
     assert len({each["digest"] for each in found}) == 1 and len({each["seconds"] for each in found}) == 3
     excluded = planned(phi3, "--world-size", 2, "--exclude", "*.o_proj.*")["routing"]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from benchmarks.rehearsal.absent_gpu import Recorder, absent_gpu, pretended
 from lwopt_backend.plan import FlatPartition, MatrixPlan, ParameterPartition, plan_matrices
 from lwopt_backend.plan.cost import MACHINES
+from lwopt_backend.plan.owners import Limits
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime.collectives import TorchCollectives
@@ -206,7 +207,9 @@ def test_what_is_stored_on_the_cpu_goes_to_the_gpu_and_back_in_one_copy_a_bucket
     """And a matrix that is stored whole, or a batch of them, in one copy each way. The host waits for what returns."""
     atoms, crossings = atoms_of([(40, 40)] * 25), Crossings()
     stored = layout.build([atom.numel for atom in atoms], 4)
-    plan = plan_matrices(atoms, stored, policy="balance", machine=MACHINES["cpu"], bucket_numel=12_000, element_bytes=2)
+    plan = plan_matrices(
+        atoms, stored, Limits(numel=12_000), policy="balance", machine=MACHINES["cpu"], element_bytes=2
+    )
     rules: list[MatrixRule] = [rule_of("muon")] * len(atoms)
     with pretended(1, 4, lambda mine, count: [mine] * count), absent_gpu(crossings):
         stepper = MatrixStepper(plan, TorchCollectives(), torch.device("cuda", 0), batch_numel=batch_numel)

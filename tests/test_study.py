@@ -199,13 +199,13 @@ def last_done(found: dict[str, Any], costs: dict[str, int], ranks: int) -> int:
 CELLS = {
     ("llama-7b", "zero1", 64): (1.0, 1),
     ("llama-7b", "zero3", 8): (1.006, 14),
-    ("llama-7b", "zero3", 64): (1.0, 2),
+    ("llama-7b", "zero3", 64): (1.0, 3),
     ("llama3.1-70b", "zero2", 512): (1.0, 1),
     ("llama3.1-70b", "zero3", 64): (1.1316, 5),
-    ("llama3.1-70b", "fsdp2", 64): (1.0789, 4),
+    ("llama3.1-70b", "fsdp2", 64): (1.0026, 6),
     ("qwen3-30b-a3b, stacked", "zero1", 512): (1.0, 1),
-    ("qwen3-30b-a3b, stacked", "fsdp2", 512): (1.0, 1),
-    ("qwen3-30b-a3b", "fsdp2", 512): (1.0, 2),
+    ("qwen3-30b-a3b, stacked", "fsdp2", 512): (2.0762, 3),
+    ("qwen3-30b-a3b", "fsdp2", 512): (1.0255, 3),
 }
 
 
@@ -222,4 +222,7 @@ def test_the_last_rank_is_done_soon_after_the_busiest_of_a_longest_first_deal(
     owners: dict[str, int] = {name: owner for name, owner, _ in said["assignments"]}
     assert len(owners) == len(said["assignments"]) == len(costs), "every matrix once"
     path = last_done(said, costs, ranks)
-    assert path == part.path and path <= 1.15 * longest_first(list(costs.values()), [0] * ranks)
+    exchange, seconds = part.collectives[0], found.setting.seconds
+    wire, _ = found.setting.machine.collective(exchange.nbytes, ranks, direct=True)
+    work = seconds(longest_first(list(costs.values()), [0] * ranks))
+    assert path == part.path and seconds(path) <= max(1.15 * work, wire), "ranks wait for each other, or for the wire"

@@ -33,6 +33,7 @@ from lwopt_backend.integrations.deepspeed.pipeline import Stage
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
 from lwopt_backend.plan import Replicas, TensorShards, machine_of
 from lwopt_backend.routing.routing import Route, cut_of, named_parameters
+from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, StateStore, brought_here, check_fits
@@ -399,7 +400,7 @@ def _units(
 ) -> list[Unit]:
     """What DeepSpeed will step at a time, in its order."""
     by_group = {sharers.group: sharers for sharers in ranks}
-    machine = machine_of(engine.device.type)
+    machine = machine_of("cpu" if engine.device.type in IMMEDIATE else "cuda")
     found: list[Unit] = []
     earlier: dict[Collectives, Sequence[int]] = {}  # each rank's work in the units so far, by who shares them
     for number, group in enumerate(grouping.groups):

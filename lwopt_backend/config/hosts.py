@@ -104,7 +104,7 @@ class ZeROConfig(OwnedStorageConfig):
     bucket_numel: Count | None = option(
         None,
         "the most elements of the matrices that share one all-to-all, unless a single matrix has more; None: no limit, "
-        "a bucket closes once it has work for all ranks. Two buckets are in flight",
+        "buckets are as many as make the modelled step shortest. Two are in flight",
     )
     ns_device: Literal["auto", "cpu"] = option(
         "auto",
@@ -142,8 +142,8 @@ class FSDP2Config(ClippingConfig):
 
     bucket_matrices: Count | None = option(
         None,
-        "matrices that share one all-to-all; None: as many as give all ranks work at the same time, at least twice the "
-        "number of ranks. Two buckets are in flight",
+        "matrices that share one all-to-all; None: as many as make the modelled step shortest, on a CPU as give all "
+        "ranks work at the same time, at least twice the number of ranks. Two buckets are in flight",
     )
     bucket_numel: Count | None = option(
         None, "a bucket never holds more elements than this, unless a single matrix does; None: no limit"

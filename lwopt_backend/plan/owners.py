@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
 from typing import Any
 
 from lwopt_backend.plan.atoms import Atom
+from lwopt_backend.plan.buckets import (
+    BATCH_LAUNCHES,
+    BUCKET_LAUNCHES,
+    FREE_BYTES,
+    NUMBERS,
+    Stage,
+    critical_path,
+    cut_buckets,
+    deal_buckets,
+    equal_buckets,
+    pipeline,
+)
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.cost import Machine, StepTime, per_rank
 from lwopt_backend.plan.exchange import (
@@ -135,148 +147,31 @@ def _homes(atoms: Sequence[Atom], layout: Layout) -> list[int | None]:
     return [of_kind[layout.kind(index)] for index in range(len(atoms))]
 
 
-# Buckets of the matrices that are exchanged, and owners bucket by bucket.
-#
-# Two buckets are in flight, and the ranks take part in every exchange in one order. So a bucket arrives when all ranks
-# are done with the last but one before it. If a bucket has less work for some ranks than for others, those wait.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What cuts the exchanged matrices into buckets: a user's limits, as in ``cut_buckets``; or without any, the
+    modelled seconds on a ``machine`` whose rule takes ``batch_numel`` elements at once."""
 
-MATRICES_A_RANK = 2  # in a bucket, at least
+    matrices: int | None = None
+    numel: int | None = None
+    machine: Machine | None = None
+    batch_numel: int = 0
 
-
-def cut_buckets(
-    atoms: Sequence[Atom],
-    travelling: Sequence[int],
-    ranks: int,
-    *,
-    matrices: int | None = None,
-    numel: int | None = None,
-    before: Sequence[int] = (),
-) -> tuple[tuple[int, ...], ...]:
-    """Consecutive atoms in buckets, of which each has work for all ``ranks`` at the same time.
-
-    A bucket closes once it has two matrices a rank, and as much work as if every rank had its costliest matrix. The
-    first one also makes up for the work ``before`` that some ranks have less of than others. What is left at the end
-    joins the last bucket, unless it has a matrix a rank and as much work. A user's limits come first: ``matrices``
-    close a bucket, and one never exceeds ``numel`` elements, unless a single matrix does.
-
-    Buckets are filled from the first atom on or from the last, whichever makes the largest bucket smaller.
-    """
-    missing = sum(max(before) - load for load in before) if before else 0
-
-    def is_full(bucket: _Bucket, least: int = MATRICES_A_RANK * ranks if matrices is None else matrices) -> bool:
-        enough = ranks * bucket.costliest + bucket.missing if matrices is None else 0
-        return len(bucket.members) >= least and bucket.work >= enough
-
-    def filled(order: Sequence[int]) -> list[_Bucket]:
-        found, bucket = [], _Bucket(missing)
-        for index in order:
-            atom = atoms[index]
-            if numel is not None and bucket.members and bucket.numel + atom.numel > numel:
-                found.append(bucket)
-                bucket = _Bucket()
-            bucket.add(index, atom)
-            if is_full(bucket):
-                found.append(bucket)
-                bucket = _Bucket()
-        while bucket.members and found and not is_full(bucket, least=matrices or ranks):
-            if numel is not None and found[-1].numel + bucket.numel > numel:
-                break
-            last = found.pop()
-            for index in bucket.members:
-                last.add(index, atoms[index])
-            bucket = last
-        return [each for each in [*found, bucket] if each.members]
-
-    found = filled(travelling)
-    if matrices is None and numel is None and not missing:
-        backwards = filled(travelling[::-1])
-        if max((each.numel for each in backwards), default=0) < max((each.numel for each in found), default=0):
-            return tuple(tuple(each.members[::-1]) for each in reversed(backwards))
-    return tuple(tuple(each.members) for each in found)
-
-
-@dataclass
-class _Bucket:
-    """A bucket that is being filled, and the work that ranks are ``missing`` before."""
-
-    missing: int = 0
-    members: list[int] = field(default_factory=list)
-    work: int = 0
-    costliest: int = 0
-    numel: int = 0
-
-    def add(self, index: int, atom: Atom) -> None:
-        self.members.append(index)
-        self.work += atom.cost
-        self.costliest = max(self.costliest, atom.cost)
-        self.numel += atom.numel
-
-
-def critical_path(
-    atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], owners: Sequence[int], loads: Sequence[int]
-) -> int:
-    """Work (flops) until the last rank is done. ``loads`` is each rank's work before the first bucket.
-
-    A bucket is sent when its predecessor is about to be computed, so it arrives when all ranks have got that far.
-    """
-    done = list(loads)  # of the ranks that have had work since, when they were done with it
-    slowest_before, slowest = 0, max(loads)
-    for bucket in buckets:
-        work: dict[int, int] = {}
-        for index in bucket:
-            work[owners[index]] = work.get(owners[index], 0) + atoms[index].cost
-        for rank, more in work.items():
-            done[rank] = max(done[rank], slowest_before) + more
-        slowest_before, slowest = slowest, max([slowest, *(done[rank] for rank in work)])
-    return slowest
-
-
-def _deal(
-    atoms: Sequence[Atom],
-    buckets: Sequence[Sequence[int]],
-    loads: Sequence[int],
-    earlier: Sequence[int],
-    homes: Sequence[int | None],
-) -> dict[int, int]:
-    """Owners of what is in buckets. In a bucket, the costliest comes first, and goes to the rank that is ready first.
-
-    ``loads`` is each rank's work before the first bucket; among ranks that are ready at once, the one with the least
-    ``earlier`` work is taken. An atom goes to its home if that has no more to do in this bucket than a rank on average.
-    """
-    done, total = list(loads), list(earlier)
-    heap = [(done[rank], total[rank], rank) for rank in range(len(done))]
-    heapq.heapify(heap)  # an entry is stale once the rank's time grew
-    found: dict[int, int] = {}
-    slowest_before, slowest = 0, max(done)
-    for bucket in buckets:
-        level = 0
-        if any(homes[index] is not None for index in bucket):
-            level = sum(max(time, slowest_before) for time in done) + sum(atoms[index].cost for index in bucket)
-        slowest_now = slowest
-        for index in sorted(bucket, key=lambda i: (-atoms[i].cost, i)):
-            owner, cost = homes[index], atoms[index].cost
-            if owner is None or (max(done[owner], slowest_before) + cost) * len(done) > level:
-                while done[heap[0][2]] != heap[0][0]:
-                    rank = heap[0][2]
-                    heapq.heapreplace(heap, (done[rank], total[rank], rank))
-                owner = heap[0][2]
-            found[index] = owner
-            done[owner] = max(done[owner], slowest_before) + cost
-            total[owner] += cost
-            slowest_now = max(slowest_now, done[owner])
-        slowest_before, slowest = slowest, slowest_now
-    return found
+    @property
+    def choose(self) -> bool:
+        """Whether seconds decide. On a CPU they do not: it has nothing to launch, and hides little."""
+        machine = self.machine
+        return machine is not None and machine.launch_seconds > 0 and self.matrices is None and self.numel is None
 
 
 def _exchanged(
     atoms: Sequence[Atom],
     layout: Layout,
     chosen: Ownership,
+    limits: Limits,
     *,
     loads: Sequence[int] = (),
     earlier: Sequence[int] = (),
-    bucket_matrices: int | None = None,
-    bucket_numel: int | None = None,
     **wire: Any,
 ) -> MatrixPlan:
     """The plan in which atoms that are whole at their ``chosen`` owner stay, and the others are exchanged.
@@ -284,26 +179,90 @@ def _exchanged(
     Unless everything is to stay, what is exchanged gets other owners, which have work at the same time. What is not
     exchanged in every step has buckets of its own.
     """
-    ranks, owners = layout.world_size, list(chosen.owners)
+    ranks = layout.world_size
     whole = _whole_at(layout, len(atoms))
-    travelling = [index for index, owner in enumerate(owners) if whole[index] != owner]
+    travelling = [index for index, owner in enumerate(chosen.owners) if whole[index] != owner]
     work = list(loads or [0] * ranks)
-    for index, owner in enumerate(owners):
+    for index, owner in enumerate(chosen.owners):
         work[owner] += atoms[index].cost if whole[index] == owner else 0
     missing = work if any(work) else ()
+    homes = _homes(atoms, layout) if chosen.policy != "stay" else ()
+
+    def planned(buckets: tuple[tuple[int, ...], ...]) -> MatrixPlan:
+        owners, done = list(chosen.owners), list(work)
+        if homes:
+            for index, owner in deal_buckets(atoms, buckets, work, earlier or [0] * ranks, homes).items():
+                owners[index] = owner
+            left = (tuple(index for index in bucket if whole[index] != owners[index]) for bucket in buckets)
+            buckets = tuple(filter(None, left))
+        for index in travelling:
+            done[owners[index]] += atoms[index].cost
+        return MatrixPlan(tuple(atoms), layout, Ownership(chosen.policy, tuple(owners), tuple(done)), buckets, **wire)
+
     rarely = [i for i in travelling if wire.get("block_period", 1) > 1 and has_own_blocks(atoms[i], i, layout)]
     always = [i for i in travelling if i not in set(rarely)] if rarely else travelling
-    buckets = cut_buckets(atoms, always, ranks, matrices=bucket_matrices, numel=bucket_numel, before=missing)
-    buckets += cut_buckets(atoms, rarely, ranks, matrices=bucket_matrices, numel=bucket_numel)
-    if chosen.policy != "stay":
-        homes = _homes(atoms, layout)
-        for index, owner in _deal(atoms, buckets, work, earlier or [0] * ranks, homes).items():
-            owners[index] = owner
-        left = (tuple(index for index in bucket if whole[index] != owners[index]) for bucket in buckets)
-        buckets = tuple(filter(None, left))
-    for index in travelling:
-        work[owners[index]] += atoms[index].cost
-    return MatrixPlan(tuple(atoms), layout, Ownership(chosen.policy, tuple(owners), tuple(work)), buckets, **wire)
+    cut = cut_buckets(atoms, always, ranks, matrices=limits.matrices, numel=limits.numel, before=missing)
+    cut += cut_buckets(atoms, rarely, ranks, matrices=limits.matrices, numel=limits.numel)
+    plan = planned(cut)
+    if limits.choose and ranks > 1 and plan.buckets and not rarely:
+        numbers = [number for number in NUMBERS if number != len(cut) and number <= len(travelling)]
+        return _fastest(plan, (equal_buckets(atoms, travelling, number) for number in numbers), planned, limits)
+    return plan
+
+
+def _fastest(
+    plan: MatrixPlan,
+    cuts: Iterable[tuple[tuple[int, ...], ...]],
+    planned: Callable[[tuple[tuple[int, ...], ...]], MatrixPlan],
+    limits: Limits,
+) -> MatrixPlan:
+    """The plan of least modelled seconds among ``plan`` and those of ``cuts``, of these the one with fewest buckets.
+
+    Only plans count whose buffers take no more than those of ``plan``, or ``FREE_BYTES``.
+    """
+
+    def largest(buckets: Sequence[Sequence[int]]) -> int:
+        return max(sum(plan.atoms[index].numel for index in bucket) for bucket in buckets)
+
+    taken, numel = max(plan.exchange_bytes()), largest(plan.buckets)
+    most = max(taken, FREE_BYTES)
+    found = [plan]
+    for cut in cuts:
+        if taken * largest(cut) <= 1.5 * most * numel:  # else it cannot fit
+            candidate = planned(cut)
+            if candidate.buckets and max(candidate.exchange_bytes()) <= most:
+                found.append(candidate)
+    if len(found) == 1:
+        return plan
+    return min(found, key=lambda each: (exchange_seconds(each, limits), len(each.buckets)))
+
+
+def exchange_seconds(plan: MatrixPlan, limits: Limits) -> float:
+    """Modelled seconds of a step, overlapping as ``pipeline`` does."""
+    machine, ranks = limits.machine, plan.layout.world_size
+    assert machine is not None
+    rate, launch = machine.flops_per_second, machine.launch_seconds
+    stages = []
+    for number, bucket in enumerate(plan.buckets):
+        forth, back = map(max, replace(plan, buckets=(bucket,)).bytes_forth_and_back())
+        stays = plan.stays(number)
+        ways = [sum(machine.collective(nbytes, ranks, direct=True)) for nbytes in (max(forth, back), back)]
+        owners: dict[int, Counter[tuple[int, int]]] = {}
+        for index in bucket:
+            owners.setdefault(plan.ownership.owners[index], Counter())[plan.atoms[index].shape] += 1
+        costs = per_rank((plan.ownership.owners[i] for i in bucket), (plan.atoms[i].cost for i in bucket), ranks)
+        work = {
+            owner: (costs[owner] / rate, launch * BATCH_LAUNCHES * _batches(shapes, limits.batch_numel))
+            for owner, shapes in owners.items()
+        }
+        stages.append(Stage(0.0 if stays else ways[0], ways[1] if stays else ways[0], work))
+    local = [load / rate for load in plan.loads_before]
+    return pipeline(stages, local, BUCKET_LAUNCHES * launch)
+
+
+def _batches(shapes: Mapping[tuple[int, int], int], batch_numel: int) -> int:
+    """The number of batches in which a rule takes so many matrices of each shape."""
+    return sum(-(-times // max(1, batch_numel // (m * n))) for (m, n), times in shapes.items())
 
 
 def _whole_at(layout: Layout, atoms: int) -> list[int | None]:
@@ -320,11 +279,10 @@ def _whole_at(layout: Layout, atoms: int) -> list[int | None]:
 def plan_spread(
     atoms: Sequence[Atom],
     layout: Layout,
+    limits: Limits = Limits(),
     *,
     element_bytes: int = 2,
     tensors: int = 1,
-    bucket_matrices: int | None = None,
-    bucket_numel: int | None = None,
     loads: Sequence[int] = (),
     earlier: Sequence[int] = (),
     block_period: int = 1,
@@ -332,53 +290,38 @@ def plan_spread(
     """Plan matrices that hosts spread over all ranks (ZeRO-3, FSDP2), in the order in which they are exchanged.
 
     ``loads`` is each rank's work before the first bucket; ``earlier`` is work after which the ranks have met.
-    ``bucket_matrices`` and ``bucket_numel`` are a user's limits, as in ``cut_buckets``.
     """
-    return _exchanged(
-        atoms,
-        layout,
-        balance(atoms, layout, loads),
-        loads=loads,
-        earlier=earlier,
-        bucket_matrices=bucket_matrices,
-        bucket_numel=bucket_numel,
-        element_bytes=element_bytes,
-        tensors=tensors,
-        block_period=block_period,
-    )
+    more: dict[str, Any] = {"element_bytes": element_bytes, "tensors": tensors, "block_period": block_period}
+    more |= {"loads": loads, "earlier": earlier}
+    return _exchanged(atoms, layout, balance(atoms, layout, loads), limits, **more)
 
 
 def plan_matrices(
     atoms: Sequence[Atom],
     layout: Layout,
+    limits: Limits = Limits(),
     *,
     policy: str,
     machine: Machine,
     element_bytes: int,
     tensors: int = 1,
-    bucket_numel: int | None = None,
     earlier: Sequence[int] = (),
     block_period: int = 1,
 ) -> MatrixPlan:
     """Plan matrices in flat partitions (ZeRO-1/2), where most are whole on one rank, with owners by ``policy``.
 
     ``auto`` models the step time of every policy on ``machine`` and takes the fastest, ``stay`` on a tie.
-    ``element_bytes`` is the size of one element on the wire; ``tensors`` are sent to the owner; ``earlier`` and
-    ``bucket_numel`` are as in ``plan_spread``. Raises ValueError for an unknown policy.
+    ``element_bytes`` is the size of one element on the wire; ``tensors`` are sent to the owner; ``earlier`` is as in
+    ``plan_spread``. Raises ValueError for an unknown policy.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; expected one of {', '.join(POLICIES)}")
     makers = {"stay": stay, "balance": balance}
-    more: dict[str, Any] = {
-        "earlier": earlier,
-        "bucket_numel": bucket_numel,
-        "element_bytes": element_bytes,
-        "tensors": tensors,
-        "block_period": block_period,
-    }
+    more: dict[str, Any] = {"element_bytes": element_bytes, "tensors": tensors, "block_period": block_period}
+    more["earlier"] = earlier
     timed = []
     for make in makers.values() if policy == "auto" else [makers[policy]]:
-        plan = _exchanged(atoms, layout, make(atoms, layout), **more)
+        plan = _exchanged(atoms, layout, make(atoms, layout), limits, **more)
         timed.append((plan, modelled_time(plan, machine)))
     timed.sort(key=lambda pair: pair[1].total)
     modelled = tuple((plan.ownership.policy, time) for plan, time in timed)
@@ -390,13 +333,16 @@ def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
 
     Matrices that are not exchanged are updated first, so what a rank sends to owners meanwhile costs it nothing.
     """
-    rates = machine.bytes_per_second, machine.flops_per_second
+
+    def sent(nbytes: int) -> float:
+        return machine.collective(nbytes, plan.layout.world_size, direct=True)[0]
+
     exposed = (
-        back / rates[0] + max(0.0, forth / rates[0] - load / rates[1])
+        sent(back) + max(0.0, sent(forth) - load / machine.flops_per_second)
         for forth, back, load in zip(*plan.bytes_forth_and_back(), plan.loads_before)
     )
     trips = sum(map(plan.trips, range(len(plan.buckets))))
-    return StepTime(plan.path / rates[1], max(exposed), trips * machine.latency_seconds)
+    return StepTime(plan.path / machine.flops_per_second, max(exposed), trips * machine.latency_seconds)
 
 
 FEW = 8  # pieces of a matrix, which are counted rank by rank

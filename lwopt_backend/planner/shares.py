@@ -23,9 +23,10 @@ from lwopt_backend.groups.grouping import Member
 from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of, build_matrix_rules
 from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Sharding
 from lwopt_backend.plan.atoms import Atom
+from lwopt_backend.plan.buckets import critical_path
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.cost import RankMemory, Shape, StepTime
-from lwopt_backend.plan.owners import MatrixPlan, critical_path
+from lwopt_backend.plan.owners import MatrixPlan
 from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Planned, workspace
 from lwopt_backend.planner.seconds import (
     BucketTime,
@@ -415,7 +416,8 @@ def plan_fsdp2_share(
     before = []
     for place, own in enumerate(by_wire(members, rules)):
         before.append(loads)
-        plans.append(plan_mesh(own, groups, rules, config, coordinates, **{"earlier" if place else "loads": loads}))
+        more = {"earlier" if place else "loads": loads}
+        plans.append(plan_mesh(own, groups, rules, config, coordinates, setting.plans_for, **more))
         done = plans[-1].plan.ownership.loads
         loads = tuple(map(add, loads, done)) if place else done
     matrices = [member for member in members if member.rule in MATRIX_RULES]

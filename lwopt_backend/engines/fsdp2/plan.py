@@ -20,10 +20,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lwopt_backend.config.hosts import NAME, FSDP2Config
 from lwopt_backend.groups import registry
 from lwopt_backend.groups.grouping import Grouping, Member
-from lwopt_backend.plan import MatrixPlan, MeshLayout, Sharding, plan_spread
+from lwopt_backend.plan import Machine, MatrixPlan, MeshLayout, Sharding, machine_of, plan_spread
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import View, unravel
 from lwopt_backend.plan.mesh import Coordinate
+from lwopt_backend.plan.owners import Limits
 from lwopt_backend.routing.models import as_module
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
@@ -226,6 +227,8 @@ def plan_mesh(
     rules: Mapping[int, MatrixRule],
     config: FSDP2Config,
     coordinates: tuple[Coordinate, ...],
+    machine: Machine,
+    *,
     loads: Sequence[int] = (),
     earlier: Sequence[int] = (),
 ) -> MeshPlan:
@@ -242,8 +245,7 @@ def plan_mesh(
     plan = plan_spread(
         [atoms[i][place] for i, place in matrices],
         MeshLayout(coordinates, tuple(shardings)),
-        bucket_matrices=config.bucket_matrices,
-        bucket_numel=config.bucket_numel,
+        Limits(config.bucket_matrices, config.bucket_numel, machine, BATCH_NUMEL),
         loads=loads,
         earlier=earlier,
         **(registry.wire_of(rules[members[matrices[0][0]].group]) if matrices else {}),
@@ -420,10 +422,13 @@ class MeshStepper:
         self.config = config
         coordinates = mesh.coordinates if mesh else ((0,),)
         self._coordinate = coordinates[collectives.rank]
-        self.planned = plan_mesh(self.members, groups, rules, config, coordinates, loads, earlier)
+        self.device = mesh.device if mesh else (local(members[0].param).device if members else torch.device("cpu"))
+        machine = machine_of("cpu" if self.device.type in IMMEDIATE else "cuda")
+        self.planned = plan_mesh(
+            self.members, groups, rules, config, coordinates, machine, loads=loads, earlier=earlier
+        )
         self.plan = self.planned.plan
         self.matrices, self.places, self.blocks = self.planned.matrices, self.planned.places, self.planned.blocks
-        self.device = mesh.device if mesh else (local(members[0].param).device if members else torch.device("cpu"))
         batch = 0 if self.device.type in IMMEDIATE else BATCH_NUMEL
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
 

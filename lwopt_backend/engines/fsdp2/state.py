@@ -16,8 +16,9 @@ from lwopt_backend.groups.param_groups import check_saved_groups, of_another_opt
 from lwopt_backend.groups.registry import rule_of
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding
 from lwopt_backend.plan.atoms import matrices_of
+from lwopt_backend.plan.buckets import cut_buckets
 from lwopt_backend.plan.layouts import View
-from lwopt_backend.plan.owners import Ownership, cut_buckets
+from lwopt_backend.plan.owners import Ownership
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import check_on_all

@@ -29,7 +29,7 @@ from lwopt_backend.plan import (
 )
 from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockReplicas, Partition, in_blocks
 from lwopt_backend.plan.mesh import in_whole
-from lwopt_backend.plan.owners import modelled_time
+from lwopt_backend.plan.owners import Limits, modelled_time
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import plan_digest, setting
@@ -199,15 +199,16 @@ def _plan_atoms(
     earlier: Sequence[int],
 ) -> MatrixPlan:
     """Assign owners by the policy where a matrix is stored almost whole on one rank, else by work."""
-    more: dict[str, Any] = {"bucket_numel": config.bucket_numel, "earlier": earlier, **registry.wire_of(matrix_rule)}
+    limits = Limits(numel=config.bucket_numel, machine=machine, batch_numel=BATCH_NUMEL)
+    more: dict[str, Any] = {"earlier": earlier, **registry.wire_of(matrix_rule)}
     stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas, TensorShards)) else layout
     if isinstance(stored, FlatPartition):
-        return plan_matrices(atoms, layout, policy=config.policy, machine=machine, **more)
+        return plan_matrices(atoms, layout, limits, policy=config.policy, machine=machine, **more)
     if config.policy == "stay" and layout.world_size > 1:
         raise ValueError(
             "policy is 'stay', but here every rank stores a part or a copy of every matrix; use 'balance' or 'auto'"
         )
-    plan = plan_spread(atoms, layout, **more)
+    plan = plan_spread(atoms, layout, limits, **more)
     return replace(plan, modelled=((plan.ownership.policy, modelled_time(plan, machine)),))
 
 

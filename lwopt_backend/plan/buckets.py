@@ -1,0 +1,198 @@
+"""Buckets of the matrices that are exchanged: where they are cut, owners bucket by bucket, and seconds.
+
+Two buckets are in flight, and the ranks take part in every exchange in one order. So a bucket arrives when all ranks
+are done with the last but one before it. If a bucket has less work for some ranks than for others, those wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lwopt_backend.plan.atoms import Atom
+
+MATRICES_A_RANK = 2  # in a bucket, at least
+
+
+def cut_buckets(
+    atoms: Sequence[Atom],
+    travelling: Sequence[int],
+    ranks: int,
+    *,
+    matrices: int | None = None,
+    numel: int | None = None,
+    before: Sequence[int] = (),
+) -> tuple[tuple[int, ...], ...]:
+    """Consecutive atoms in buckets, of which each has work for all ``ranks`` at the same time.
+
+    A bucket closes once it has two matrices a rank, and as much work as if every rank had its costliest matrix. The
+    first one also makes up for the work ``before`` that some ranks have less of than others. What is left at the end
+    joins the last bucket, unless it has a matrix a rank and as much work. A user's limits come first: ``matrices``
+    close a bucket, and one never exceeds ``numel`` elements, unless a single matrix does.
+
+    Buckets are filled from the first atom on or from the last, whichever makes the largest bucket smaller.
+    """
+    missing = sum(max(before) - load for load in before) if before else 0
+
+    def is_full(bucket: _Bucket, least: int = MATRICES_A_RANK * ranks if matrices is None else matrices) -> bool:
+        enough = ranks * bucket.costliest + bucket.missing if matrices is None else 0
+        return len(bucket.members) >= least and bucket.work >= enough
+
+    def filled(order: Sequence[int]) -> list[_Bucket]:
+        found, bucket = [], _Bucket(missing)
+        for index in order:
+            atom = atoms[index]
+            if numel is not None and bucket.members and bucket.numel + atom.numel > numel:
+                found.append(bucket)
+                bucket = _Bucket()
+            bucket.add(index, atom)
+            if is_full(bucket):
+                found.append(bucket)
+                bucket = _Bucket()
+        while bucket.members and found and not is_full(bucket, least=matrices or ranks):
+            if numel is not None and found[-1].numel + bucket.numel > numel:
+                break
+            last = found.pop()
+            for index in bucket.members:
+                last.add(index, atoms[index])
+            bucket = last
+        return [each for each in [*found, bucket] if each.members]
+
+    found = filled(travelling)
+    if matrices is None and numel is None and not missing:
+        backwards = filled(travelling[::-1])
+        if max((each.numel for each in backwards), default=0) < max((each.numel for each in found), default=0):
+            return tuple(tuple(each.members[::-1]) for each in reversed(backwards))
+    return tuple(tuple(each.members) for each in found)
+
+
+@dataclass
+class _Bucket:
+    """A bucket that is being filled, and the work that ranks are ``missing`` before."""
+
+    missing: int = 0
+    members: list[int] = field(default_factory=list)
+    work: int = 0
+    costliest: int = 0
+    numel: int = 0
+
+    def add(self, index: int, atom: Atom) -> None:
+        self.members.append(index)
+        self.work += atom.cost
+        self.costliest = max(self.costliest, atom.cost)
+        self.numel += atom.numel
+
+
+def critical_path(
+    atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], owners: Sequence[int], loads: Sequence[int]
+) -> int:
+    """Work (flops) until the last rank is done. ``loads`` is each rank's work before the first bucket.
+
+    A bucket is sent when its predecessor is about to be computed, so it arrives when all ranks have got that far.
+    """
+    done = list(loads)  # of the ranks that have had work since, when they were done with it
+    slowest_before, slowest = 0, max(loads)
+    for bucket in buckets:
+        work: dict[int, int] = {}
+        for index in bucket:
+            work[owners[index]] = work.get(owners[index], 0) + atoms[index].cost
+        for rank, more in work.items():
+            done[rank] = max(done[rank], slowest_before) + more
+        slowest_before, slowest = slowest, max([slowest, *(done[rank] for rank in work)])
+    return slowest
+
+
+def deal_buckets(
+    atoms: Sequence[Atom],
+    buckets: Sequence[Sequence[int]],
+    loads: Sequence[int],
+    earlier: Sequence[int],
+    homes: Sequence[int | None],
+) -> dict[int, int]:
+    """Owners of what is in buckets. In a bucket, the costliest comes first, and goes to the rank that is ready first.
+
+    ``loads`` is each rank's work before the first bucket; among ranks that are ready at once, the one with the least
+    ``earlier`` work is taken. An atom goes to its home if that has no more to do in this bucket than a rank on average.
+    """
+    done, total = list(loads), list(earlier)
+    heap = [(done[rank], total[rank], rank) for rank in range(len(done))]
+    heapq.heapify(heap)  # an entry is stale once the rank's time grew
+    found: dict[int, int] = {}
+    slowest_before, slowest = 0, max(done)
+    for bucket in buckets:
+        level = 0
+        if any(homes[index] is not None for index in bucket):
+            level = sum(max(time, slowest_before) for time in done) + sum(atoms[index].cost for index in bucket)
+        slowest_now = slowest
+        for index in sorted(bucket, key=lambda i: (-atoms[i].cost, i)):
+            owner, cost = homes[index], atoms[index].cost
+            if owner is None or (max(done[owner], slowest_before) + cost) * len(done) > level:
+                while done[heap[0][2]] != heap[0][0]:
+                    rank = heap[0][2]
+                    heapq.heapreplace(heap, (done[rank], total[rank], rank))
+                owner = heap[0][2]
+            found[index] = owner
+            done[owner] = max(done[owner], slowest_before) + cost
+            total[owner] += cost
+            slowest_now = max(slowest_now, done[owner])
+        slowest_before, slowest = slowest, slowest_now
+    return found
+
+
+# Seconds of a step. Nothing hides the way in of the first bucket and the way out of the last, which are short if there
+# are many; then ranks wait for each other more often, and their devices for launches of small batches.
+
+NUMBERS = (1, 2, 3, 4, 6, 8)  # of buckets that are tried
+FREE_BYTES = 2**28  # that the buffers of a rank may take, however few those of ``cut_buckets`` take
+BUCKET_LAUNCHES = 25  # of a bucket: momentum, packing, unpacking, the update, and two collectives at 5 each
+BATCH_LAUNCHES = 26  # of a batch of equal matrices, in five steps of Newton-Schulz
+
+
+def equal_buckets(atoms: Sequence[Atom], travelling: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """Consecutive atoms in at most ``count`` buckets of nearly equal work, which the last atom of each completes."""
+    total, done = sum(atoms[index].cost for index in travelling), 0
+    found: list[list[int]] = [[] for _ in range(count)]
+    for index in travelling:
+        cost = atoms[index].cost
+        found[min(count - 1, (2 * done + cost) * count // (2 * total or 1))].append(index)
+        done += cost
+    return tuple(tuple(bucket) for bucket in found if bucket)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One bucket on its way: seconds of the wire to the owners and back, and by owner of its device and its host."""
+
+    out: float
+    back: float
+    work: Mapping[int, tuple[float, float]]
+
+
+def pipeline(stages: Sequence[Stage], local: Sequence[float], host: float) -> float:
+    """Seconds of a step, from when all gradients are there to when the last update has returned to all ranks.
+
+    As ``MatrixStepper`` goes: two buckets leave, then ranks work for ``local`` seconds, and for every bucket they wait
+    for it, work on it, send it back, and wait for the one before; the wire has one collective at a time, which begins
+    when all ranks have started it. ``host`` are a bucket's seconds of every rank's host, which waits for no device.
+    """
+    arrives, wire = [], 0.0
+    for stage in stages[:2]:
+        wire += stage.out
+        arrives.append(wire)
+    done, hosts = list(local), [0.0] * len(local)
+    slowest, floor, returned = max(local), 0.0, 0.0
+    for number, stage in enumerate(stages):
+        if number and number + 1 < len(stages):  # the next bucket leaves when all ranks have got here
+            wire = max(wire, slowest) + stages[number + 1].out
+            arrives.append(wire)
+        floor = max(floor, arrives[number])
+        slowest = max(slowest, floor)
+        for rank, (seconds, launches) in stage.work.items():
+            hosts[rank] += launches
+            done[rank] = max(max(done[rank], floor) + seconds, hosts[rank] + (number + 1) * host)
+            slowest = max(slowest, done[rank])
+        floor, returned = max(floor, returned), max(wire, slowest) + stage.back
+        wire = returned
+        slowest = max(slowest, floor)
+    return max(slowest, returned)
