@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from lwopt_backend.checkpoint.contents import Checkpoint
     from lwopt_backend.checkpoint.differences import Compared
 
-MODEL = "The model's numbers, where the checkpoint does not say"
+MODEL = "The model's numbers, if the checkpoint does not record them"
 FAMILIES = ", ".join(choices.FAMILIES)
 FORMATS = ", ".join(choices.FORMATS)
-Folder = Annotated[Path, typer.Argument(help="A checkpoint's folder.")]
+Folder = Annotated[Path, typer.Argument(help="Folder of a checkpoint.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 of_model = functools.partial(typer.Option, min=1, rich_help_panel=MODEL)
-Heads = Annotated[int | None, of_model(help="Attention heads of queries.")]
-QueryGroups = Annotated[int | None, of_model(help="Heads of keys; without grouping as many as of queries.")]
-KVChannels = Annotated[int | None, of_model(help="Outputs of one head.")]
-VocabSize = Annotated[int | None, of_model(help="Rows of embedding and output layer to keep. Default: all.")]
+Heads = Annotated[int | None, of_model(help="Number of query heads.")]
+QueryGroups = Annotated[int | None, of_model(help="Number of key-value heads. Equal to --heads without grouping.")]
+KVChannels = Annotated[int | None, of_model(help="Outputs of one attention head.")]
+VocabSize = Annotated[int | None, of_model(help="Rows of the embedding and the output layer to keep. Default: all.")]
 
 
 def numbers_of(**given: int | None) -> Numbers:
@@ -148,36 +148,39 @@ SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 WORKERS = 2  # one thread computes checksums while another waits for the disk; each has a tensor in memory
 Text = str | None
 HELP = {
-    "names": f"Of the new one's parameters: {FAMILIES}, or a .json file. Default: as they are.",
-    "source names": "The same of the source, where it does not say itself.",
-    "dtype": f"Of weights in safetensors: {', '.join(DTYPES)}. Default: as they are.",
-    "workers": "Tensors that are read and checked, or written, at a time; so many are in memory.",
-    "tied": "The first is another name of the second parameter, not a frozen copy; once for each such name.",
-    "compared names": f"Compare under these names: {FAMILIES}, or a .json file. Default: as they are, or "
-    "megatron-core's where the two have different ones.",
-    "names a": "A's names, where it does not say itself, as of a saved model.",
-    "weights": "Compare weights only, as with an export without optimizer state.",
+    "names": f"Naming scheme of the output: {FAMILIES}, or a .json file. Default: keep names.",
+    "source names": "Naming scheme of the source, if the checkpoint does not record it.",
+    "dtype": f"Dtype of weights in safetensors: {', '.join(DTYPES)}. Default: keep dtypes.",
+    "workers": "Number of tensors processed in parallel. Memory holds that many.",
+    "tied": "Treat the first name as another name of the second parameter, not as a frozen copy. Repeatable.",
+    "compared names": f"Naming scheme for the comparison: {FAMILIES}, or a .json file. Default: keep names, or "
+    "megatron-core if the two schemes differ.",
+    "names a": "Naming scheme of A, if A does not record it, as in a saved model.",
+    "weights": "Compare weights only, e.g. with an export that has no optimizer state.",
 }
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint's folder.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the new one goes.")],
-    to: Annotated[str, typer.Option(help=f"One of {', '.join(TARGETS)}.")],
-    format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
+    source: Annotated[Path, typer.Argument(help="Folder of the checkpoint to convert.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to write.")],
+    to: Annotated[str, typer.Option(help=f"Format to write: {', '.join(TARGETS)}.")],
+    format: Annotated[str, typer.Option("--from", help=f"Format of the checkpoint: {FORMATS}.")] = AUTO,
     vocabulary: Annotated[Text, typer.Option("--names", help=HELP["names"])] = None,
     source_names: Annotated[Text, typer.Option("--source-names", help=HELP["source names"])] = None,
     dtype: Annotated[Text, typer.Option(help=HELP["dtype"])] = None,
     workers: Annotated[int, typer.Option(min=1, help=HELP["workers"])] = WORKERS,
     tied: Annotated[list[str] | None, typer.Option("--tied", metavar="NAME=NAME", help=HELP["tied"])] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read, check and rename; write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything except writing.")] = False,
     as_json: AsJSON = False,
     heads: Heads = None,
     query_groups: QueryGroups = None,
     kv_channels: KVChannels = None,
     vocab_size: VocabSize = None,
 ) -> None:
-    """Convert a checkpoint: weights, optimizer state, counters, schedule. Nothing is written unless all is in order."""
+    """Convert a checkpoint with its weights, optimizer state, counters and schedule.
+
+    Everything is checked before anything is written.
+    """
     with importing():
         from lwopt_backend.checkpoint import convert as conversion
         from lwopt_backend.checkpoint import gates, names, ties
@@ -273,11 +276,11 @@ UNCHECKED = "Tensors were not read (--no-check), so that only missing ones were 
 
 def inspect(
     path: Folder,
-    format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
+    format: Annotated[str, typer.Option("--from", help=f"Format of the checkpoint: {FORMATS}.")] = AUTO,
     check: Annotated[bool, typer.Option(help="Read every tensor and look for problems.")] = True,
     as_json: AsJSON = False,
 ) -> None:
-    """Show what a checkpoint is: format, version, world size, step, parameters, states, size, problems.
+    """Show a checkpoint: format, version, world size, step, parameters, states, size, problems.
 
     The exit code is 1 if there are problems, and 2 if it cannot be read.
     """
@@ -362,12 +365,12 @@ UNNAMED = "model"  # names of checkpoints that do not say what they are
 
 def diff(
     a: Folder,
-    b: Annotated[Path, typer.Argument(help="Another one.")],
-    format_a: Annotated[str, typer.Option("--from-a", help=f"A's format: {FORMATS}.")] = AUTO,
-    format_b: Annotated[str, typer.Option("--from-b", help="The same of B.")] = AUTO,
+    b: Annotated[Path, typer.Argument(help="Folder of the other checkpoint.")],
+    format_a: Annotated[str, typer.Option("--from-a", help=f"Format of A: {FORMATS}.")] = AUTO,
+    format_b: Annotated[str, typer.Option("--from-b", help=f"Format of B: {FORMATS}.")] = AUTO,
     vocabulary: Annotated[Text, typer.Option("--names", help=HELP["compared names"])] = None,
     names_a: Annotated[Text, typer.Option("--names-a", help=HELP["names a"])] = None,
-    names_b: Annotated[Text, typer.Option("--names-b", help="The same of B.")] = None,
+    names_b: Annotated[Text, typer.Option("--names-b", help="Naming scheme of B, if B does not record it.")] = None,
     weights: Annotated[bool, typer.Option("--weights", help=HELP["weights"])] = False,
     as_json: AsJSON = False,
     heads: Heads = None,
@@ -375,7 +378,7 @@ def diff(
     kv_channels: KVChannels = None,
     vocab_size: VocabSize = None,
 ) -> None:
-    """Compare two checkpoints, whatever their formats: weights, states, counters, buffers.
+    """Compare two checkpoints of any formats: weights, states, counters, buffers.
 
     The exit code is 1 if they differ, and 2 if one cannot be read.
     """

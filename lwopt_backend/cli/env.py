@@ -22,7 +22,7 @@ PREFIXES = ("NCCL_", "TORCH_NCCL_", "PYTORCH_")
 
 def env(
     plan: Annotated[
-        Path | None, typer.Option(help="The JSON that `lwopt plan --json` wrote; its digest and options are printed.")
+        Path | None, typer.Option(help="A file that `lwopt plan --json` wrote, to print its digest and options.")
     ] = None,
 ) -> None:
     """Print what an issue needs: versions, devices, the world, and the digest of a plan.

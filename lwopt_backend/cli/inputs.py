@@ -17,42 +17,55 @@ Policy = Literal["auto", "stay", "balance"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 GradDtype = Literal["parameter", "float32"]
 
-MATRICES = r'JSON of matrices in model order: \[\["name", \[rows, columns]], ...].'
-OPTION = "Any other option of the engine, or a section of rules: matrix=soap. `lwopt rules` lists them."
-CLUSTER = "A known cluster, or a YAML file of one."
+MATRICES = r'A JSON file of matrices in model order: \[\["name", \[rows, columns]], ...].'
+OPTION = "Set any other option of the engine, or a rule: matrix=soap. `lwopt rules` lists them. Repeatable."
+CLUSTER = "Cluster to model: a known name, or a YAML file."
 of_model, of_cluster, of_plan, of_output = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("The model", "The cluster", "The plan", "Output")
 )
 
-HuggingFace = Annotated[Path | None, of_model("--hf", metavar="PATH", help="A Hugging Face config.json or its folder.")]
+HuggingFace = Annotated[
+    Path | None, of_model("--hf", metavar="PATH", help="A Hugging Face config.json, or its folder.")
+]
 Shapes = Annotated[Path | None, of_model(metavar="FILE", help=MATRICES)]
-Include = Annotated[list[str] | None, of_model(metavar="GLOB", help="Names that are matrices all the same.")]
-Exclude = Annotated[list[str] | None, of_model(metavar="GLOB", help="Names that are not matrices.")]
-Experts = Annotated[str, of_model(metavar="GLOB", help="Parameters that --ep spreads.")]
+Include = Annotated[
+    list[str] | None, of_model(metavar="GLOB", help="Treat parameters that match this glob as matrices. Repeatable.")
+]
+Exclude = Annotated[
+    list[str] | None,
+    of_model(metavar="GLOB", help="Treat parameters that match this glob as element-wise. Repeatable."),
+]
+Experts = Annotated[str, of_model(metavar="GLOB", help="Glob of the parameters that --ep distributes.")]
 ParameterDtype = Annotated[
-    Dtype | None, of_model(help="Of parameters. Default: config.json's, else bfloat16, on fsdp2 float32.")
+    Dtype | None,
+    of_model(help="Parameter dtype. Default: that of config.json; otherwise float32 for fsdp2, or bfloat16."),
 ]
 
-WorldSize = Annotated[int, of_cluster(min=1, max=2**16, help="All ranks.")]
-TensorParallel = Annotated[int, of_cluster(min=1, help="Tensor parallelism.")]
-PipelineParallel = Annotated[int, of_cluster(min=1, help="Pipeline stages.")]
-ExpertParallel = Annotated[int, of_cluster(min=1, help="Expert parallelism.")]
+WorldSize = Annotated[int, of_cluster(min=1, max=2**16, help="Number of ranks.")]
+TensorParallel = Annotated[int, of_cluster(min=1, help="Tensor-parallel ranks (owned, fsdp2).")]
+PipelineParallel = Annotated[int, of_cluster(min=1, help="Number of pipeline stages.")]
+ExpertParallel = Annotated[int, of_cluster(min=1, help="Expert-parallel ranks.")]
 Cluster = Annotated[str, of_cluster(metavar="NAME|FILE", help=CLUSTER)]
 
-PlannedEngine = Annotated[Engine, of_plan(help="Who stores parameters.")]
-PlannedLayout = Annotated[Layout | None, of_plan(help="Of buckets: with padding, without, or what the engine chooses.")]
-BucketMb = Annotated[float | None, of_plan(metavar="MIB", help="Of owned: MiB of gradients that close a bucket.")]
-BucketNumel = Annotated[int | None, of_plan(min=1, help="Of zero and fsdp2: most elements of an exchange.")]
-GroupSize = Annotated[int | None, of_plan(min=1, help="Of owned: ranks that share ownership.")]
-PlannedPolicy = Annotated[Policy | None, of_plan(help="Of zero: who owns a matrix.")]
-SubGroupSize = Annotated[int, of_plan(min=1, help="DeepSpeed's, of zero3.")]
-GradientDtype = Annotated[GradDtype, of_plan(help="Of gradients, kept and sent.")]
+PlannedEngine = Annotated[Engine, of_plan(help="Engine to plan for.")]
+PlannedLayout = Annotated[
+    Layout | None, of_plan(help="Bucket layout: with padding, without, or the engine's choice (owned).")
+]
+BucketMb = Annotated[float | None, of_plan(metavar="MIB", help="Bucket size in MiB of gradients (owned).")]
+BucketNumel = Annotated[int | None, of_plan(min=1, help="Maximum elements of an all-to-all (zero1-3, fsdp2).")]
+GroupSize = Annotated[int | None, of_plan(min=1, help="Number of ranks that own everything once (owned).")]
+PlannedPolicy = Annotated[
+    Policy | None,
+    of_plan(help="Choice of owners: stay (fewest bytes), balance (even work), auto (faster by the model) (zero1-3)."),
+]
+SubGroupSize = Annotated[int, of_plan(min=1, help="DeepSpeed's sub_group_size, in elements (zero3).")]
+GradientDtype = Annotated[GradDtype, of_plan(help="Dtype of stored and sent gradients.")]
 Option = Annotated[list[str] | None, of_plan(metavar="KEY=VALUE", help=OPTION)]
 
-AsJSON = Annotated[bool, of_output("--json", help="Print the plan as JSON, nothing else.")]
-Assignments = Annotated[bool, of_output("--assignments", help="With --json: every matrix, its owner and bucket.")]
-HTML = Annotated[Path | None, of_output(metavar="FILE", help="Write a report.")]
-PNG = Annotated[Path | None, of_output(metavar="FILE", help="Write a picture.")]
+AsJSON = Annotated[bool, of_output("--json", help="Print the plan as JSON, and nothing else.")]
+Assignments = Annotated[bool, of_output("--assignments", help="Add every matrix with its owner and bucket to --json.")]
+HTML = Annotated[Path | None, of_output(metavar="FILE", help="Write a report with a picture to this file.")]
+PNG = Annotated[Path | None, of_output(metavar="FILE", help="Write the picture to this file.")]
 
 
 def read_model(hf: Path | None, shapes: Path | None, training: Training) -> ModelShapes:

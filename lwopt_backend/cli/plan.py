@@ -46,9 +46,9 @@ def plan(
     html: inputs.HTML = None,
     png: inputs.PNG = None,
 ) -> None:
-    """The plan that an engine trains by: who owns what, work and memory per rank, bytes and modelled seconds of a step.
+    """Print the plan that an engine trains by: owners, work and memory of each rank, bytes and modelled time of a step.
 
-    Options that are left out have the engine's defaults.
+    An option that you leave out has the engine's default.
     """
     given = dict(locals())
     from lwopt_backend.planner.document import document

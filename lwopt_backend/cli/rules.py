@@ -14,13 +14,14 @@ from rich.table import Table
 
 
 def rules(
-    name: Annotated[str | None, typer.Argument(help="Show this rule only, and no hosts.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show only this rule.")] = None,
     imports: Annotated[
-        list[str] | None, typer.Option("--import", metavar="MODULE", help="A module that registers rules; repeatable.")
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="Import a module that registers rules. Repeatable."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the rules and hosts that a configuration may name, and their options with default, meaning and source."""
+    """List the rules and engines that a configuration may name, with the default, meaning and source of each option."""
     from lwopt_backend.cli.rule_facts import rule_facts
     from lwopt_backend.engines.report import standard_output
 
