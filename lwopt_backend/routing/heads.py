@@ -30,7 +30,7 @@ KIND: Mapping[str, str] = {name: kind for kind, names in _NAMES.items() for name
 # Attributes with a head's size, the first one counts; with numbers of heads, and of those of keys and values
 SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "dim_head")
 OF_VALUES, OF_KEYS = ("head_v_dim", "v_head_dim", *SIZES), ("head_k_dim", "qk_head_dim", *SIZES)
-COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_attn_heads", "num_head")
+COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_attn_heads", "num_head", "heads")
 OF_FEWER = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads", "num_k_heads", "num_v_heads")
 
 
