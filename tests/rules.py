@@ -48,6 +48,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "muonh": {"name": "muon", "lr": 0.02, "weight_decay": 0.0, "hyperball": True},
     "u/w floor": {"name": "muon", **MUON, "uw_floor": 0.35},
     "normuonh": {"name": "normuon", "lr": 0.02, "weight_decay": 0.0, "hyperball": True},
+    "adamh": {"name": "adamh", "lr": 0.02},
     "nanochat": {"name": "normuon", **MUON, "precondition": "muoneq_r", "renormalize": "frobenius"},
     "adamuon": {"name": "adamuon", **MUON},
     "soap": {"name": "soap", "lr": 3e-3, "precondition_frequency": 2},

@@ -305,6 +305,7 @@ ACROSS: dict[str, Tour] = {
         "muon2", route("zero 3 on 2, owned 1 on 3 compact, plain on 1, zero 2 on 4, fsdp2 on 3, zero 0 on 2")
     ),
     "muonh": Tour("muonh", route("zero 3 on 2, owned 1 on 3 compact, fsdp2 on 4, zero 0 on 2, plain on 1")),
+    "adamh": Tour("adamh", route("zero 2 on 2, owned 1 on 3 compact, fsdp2 on 2, zero 0 on 2, plain on 1")),
     "parts": Tour("soap", route(PARTED), options=PARTED_BY),
     **{f"flat, {rule}": Tour(rule, route(FLAT)) for rule in ("muon", "adamuon", "shampoo", "a class")},
     "flat, parts": Tour("soap", route(FLAT), options=PARTED_BY),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import _muon
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -351,6 +351,26 @@ def test_hyperball_is_the_papers(name: str, shape: tuple[int, int]) -> None:
         weight = to_norm(weight - 0.05 * to_norm(update, radius), radius)
         ours.step(grad)
         torch.testing.assert_close(ours.value.double(), weight, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_adamh_is_the_papers_with_torchs_adam(shape: tuple[int, int]) -> None:
+    """Bias correction only makes ``eps`` smaller."""
+    ours, weight = Trained(rule_of("adamh", lr=0.05, eps=1e-12), random(shape, 1)), random(shape, 1).double()
+    radius, moved = torch.linalg.matrix_norm(weight), nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    adam = torch.optim.Adam([moved], lr=1.0, betas=(0.9, 0.95), eps=1e-12)
+    for grad in gradients(shape):
+        moved.data.zero_()
+        moved.grad = grad.double()
+        adam.step()
+        weight = to_norm(weight + 0.05 * to_norm(moved.data, radius), radius)
+        ours.step(grad)
+        torch.testing.assert_close(ours.value.double(), weight, rtol=0, atol=2e-6)
+    with pytest.raises(ValueError, match=r"but weight_decay is 0.1; set weight_decay to 0"):
+        rule_of("adamh", weight_decay=0.1)
+    for betas in ((0.9,), (0.9, 1.0), 0.9, (True, 0.9)):
+        with pytest.raises(ValueError, match="betas: expected two numbers from 0 to below 1; found"):
+            rule_of("adamh", betas=betas)
 
 
 def test_hyperball_keeps_the_norm_and_leaves_what_has_no_direction() -> None:

@@ -36,6 +36,7 @@ PUBLISHED: Mapping[str, tuple[str, dict[str, Any]]] = {  # by the names of publi
     "per-head Muon": ("muon", {"per_head": True}),
     "NorMuon": ("normuon", {}),
     "NorMuonH": ("normuon", {"hyperball": True, "weight_decay": 0.0}),
+    "AdamH": ("adamh", {"weight_decay": 0.0}),
     "AdaMuon": ("adamuon", {}),
     "SOAP": ("soap", {}),
     "Shampoo": ("shampoo", {}),

@@ -28,7 +28,7 @@ from lwopt_backend.plan.cost import (
     soap_flops,
 )
 from lwopt_backend.routing.routing import Route
-from lwopt_backend.rules import AdaMuon, MatrixRule, Muon, NorMuon, OwnerStateRule, WeightRule
+from lwopt_backend.rules import AdamH, AdaMuon, MatrixRule, Muon, NorMuon, OwnerStateRule, WeightRule
 from lwopt_backend.rules.muon import CAUTIOUS, takes_gram
 from lwopt_backend.rules.newton_schulz import PACKAGES, segments
 from lwopt_backend.rules.protocol import TorchOptimizer
@@ -412,6 +412,7 @@ register_rule(
 register_rule(
     "adamuon", AdaMuon, cost=_second_moment_flops, work="Newton-Schulz, second moments", source="arXiv 2507.11005"
 )
+register_rule("adamh", AdamH, work="Adam, element by element", source="Hyperball, arXiv 2606.16899")
 
 
 # Optimizers of torch and of pytorch-optimizer as rules: ``torch_optimizer`` takes any class for matrices, ``{"name":

@@ -1,5 +1,6 @@
 """Rules: whole matrices in, whole matrices out. torch only, never torch.distributed."""
 
+from lwopt_backend.rules.adamh import AdamH
 from lwopt_backend.rules.muon import Muon
 from lwopt_backend.rules.newton_schulz import gram_newton_schulz, newton_schulz
 from lwopt_backend.rules.protocol import MatrixRule, OwnerStateRule, WeightRule, option
@@ -8,6 +9,7 @@ from lwopt_backend.rules.second_moment import AdaMuon, NorMuon
 
 __all__ = [
     "AdaMuon",
+    "AdamH",
     "MatrixRule",
     "Muon",
     "NorMuon",

@@ -23,7 +23,7 @@ from lwopt_backend.rules.newton_schulz import (
     quack_product,
     table_of,
 )
-from lwopt_backend.rules.protocol import MatrixRule, OwnerStateRule, option, sums_of
+from lwopt_backend.rules.protocol import MatrixRule, OwnerStateRule, keeping_norms, option, sums_of
 
 # Factors on the learning rate by a matrix's shape, by the names that implementations use.
 
@@ -487,25 +487,17 @@ class Muon(MatrixRule):
         return self.hyperball or self.uw_floor > 0
 
     def factors(self, sums: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Of Hyperball, R Norm(W - lr R Norm(U)) with R = ||W||, arXiv 2606.16899; or with the floor under ||U|| / R.
-
-        R is that of the current weight, which equals the first one up to rounding, as in the authors' entry for
-        modded-nanogpt and in Emerging-Optimizers. So there is no state, and a run resumes on any ranks. The norm of the
-        difference follows from the three sums. An update of zeros changes nothing.
-        """
-        squares, products, of_updates = sums.unbind(-1)
-        radius, none = squares.sqrt(), of_updates == 0
+        """Of Hyperball, or with the floor under ||U|| / ||W||, where an update of zeros stays one."""
         if self.hyperball:
-            rate = torch.where(none, 0.0, self.lr * radius / of_updates.sqrt())
-            after = squares - 2 * rate * products + rate.square() * of_updates
-            keep = torch.where(after <= 0, 1.0, radius / after.sqrt())
-            return keep, keep * rate
+            return keeping_norms(sums, self.lr)
+        squares, _, of_updates = sums.unbind(-1)
         scales = torch.stack(
             [sums.new_full((), self.scale(shape)) for shape in shapes]
         )  # filled there: no copy to wait for
-        factor = (self.uw_floor * radius / (scales * of_updates.sqrt())).clamp(min=1.0)
+        factor = (self.uw_floor * squares.sqrt() / (scales * of_updates.sqrt())).clamp(min=1.0)
         decay = self.weight_decay if self.weight_decay_form == "decoupled" else 0.0
-        return torch.full_like(scales, 1 - self.lr * decay), self.lr * scales * torch.where(none, 1.0, factor)
+        move = self.lr * scales * torch.where(of_updates == 0, 1.0, factor)
+        return torch.full_like(scales, 1 - self.lr * decay), move
 
     def of_blocks(self) -> MatrixRule:
         rule = copy(self)

@@ -158,6 +158,21 @@ def sums_of(values: Sequence[Tensor], updates: Sequence[Tensor]) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
+def keeping_norms(sums: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+    """``factors`` of Hyperball, R Norm(W - lr R Norm(U)) with R = ||W||: arXiv 2606.16899.
+
+    R is that of the current weight, which equals the first one up to rounding, as in the authors' entry for
+    modded-nanogpt and in Emerging-Optimizers. So there is no state, and a run resumes on any ranks. The norm of the
+    difference follows from the three sums. An update of zeros changes nothing.
+    """
+    squares, products, of_updates = sums.unbind(-1)
+    radius = squares.sqrt()
+    rate = torch.where(of_updates == 0, 0.0, lr * radius / of_updates.sqrt())
+    after = squares - 2 * rate * products + rate.square() * of_updates
+    keep = torch.where(after <= 0, 1.0, radius / after.sqrt())
+    return keep, keep * rate
+
+
 class OwnerStateRule(MatrixRule):
     """A matrix rule with owner state of any shapes, e.g. a matrix's second moments by row.
 

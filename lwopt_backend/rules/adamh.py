@@ -1,0 +1,75 @@
+"""AdamH: Adam's update of a matrix that keeps its norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lwopt_backend.rules.protocol import MatrixRule, keeping_norms, option, sums_of
+
+HYPERBALL = "Hyperball, arXiv 2606.16899"
+ADAM = "torch.optim.AdamW"
+
+
+def checked_betas(given: Any) -> tuple[float, float]:
+    if not isinstance(given, (list, tuple)) or len(given) != 2 or not all(_is_beta(beta) for beta in given):
+        raise ValueError(f"betas: expected two numbers from 0 to below 1; found {given!r}")
+    return float(given[0]), float(given[1])
+
+
+def _is_beta(given: Any) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < 1
+
+
+@dataclass
+class AdamH(MatrixRule):
+    """R Norm(W - lr R Norm(U)) with Adam's U = M / (sqrt(V) + eps) and R = ||W||: arXiv 2606.16899.
+
+    M and V have no bias correction. M's would only scale U, whose length does not count; V's would do the same but for
+    ``eps``, which is therefore larger by 1 / sqrt(1 - beta2^t) in step t than in the paper. U is element-wise, but its
+    norm is not: it is computed where the elements are, and goes to the owner in fp32 and back.
+    """
+
+    lr: float = option(0.01, "share of the weight's norm that a step moves it by", HYPERBALL, ge=0)
+    betas: tuple[float, float] = option(
+        (0.9, 0.95), "of the moving averages of gradients and squares", ADAM, check=checked_betas
+    )
+    eps: float = option(1e-8, "added to the root of the mean square", ADAM, gt=0)
+    weight_decay: float = option(0.0, "none: the norm is kept", HYPERBALL, ge=0)
+
+    state_keys = ("exp_avg", "exp_avg_sq")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a weight decay."""
+        if self.weight_decay:
+            raise ValueError(
+                f"AdamH keeps the weight's norm, but weight_decay is {self.weight_decay}; set weight_decay to 0"
+            )
+
+    @property
+    def needs_large_rate(self) -> bool:
+        return True
+
+    @property
+    def by_norms(self) -> bool:
+        return True
+
+    def accumulate(self, grad: Tensor, state: Mapping[str, Tensor]) -> None:
+        state["exp_avg"].lerp_(grad, 1 - self.betas[0])
+        state["exp_avg_sq"].mul_(self.betas[1]).addcmul_(grad, grad, value=1 - self.betas[1])
+
+    def direction(self, grad: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        return state["exp_avg"] / state["exp_avg_sq"].sqrt().add_(self.eps)
+
+    def transform(self, matrices: Tensor) -> Tensor:
+        return matrices
+
+    def factors(self, sums: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        return keeping_norms(sums, self.lr)
+
+    def apply(self, value: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
+        keep, move = self.factors(sums_of([value], [update])[None], [shape])
+        self.apply_by(value, update, keep[0], move[0])
