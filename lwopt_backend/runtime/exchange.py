@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment, Transfer
-from lwopt_backend.plan.exchange import offsets_of
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Collectives, Pending, phase, sending
 from lwopt_backend.runtime.whole import filled_on, moved
 
@@ -43,7 +42,7 @@ class Arrival:
         with phase(self.way.label):
             self.discard()
             received = self.received if on is None else moved(self.received, on)
-            deliver(_in(received, self.way.transfer.receives, self.way.receive_offsets))
+            deliver(self.way.received_in(received))
 
     def discard(self) -> None:
         """Wait, and deliver nothing: a buffer must not be freed while the transport writes into it."""
@@ -56,7 +55,8 @@ class Arrival:
 
     def sent(self, data: Tensor | None = None) -> Segments:
         """The segments that this rank sent, or those of other ``data`` of their sizes."""
-        return _in(self.data if data is None else data, self.way.transfer.sends, self.way.send_offsets)
+        assert isinstance(self.way, Way)
+        return _in(self.data if data is None else data, self.way.transfer.sends, self.way.send_numels)
 
 
 class Beside:
@@ -87,14 +87,14 @@ class Beside:
             self._streams.current_stream(self._device).wait_stream(self._own)
 
 
-def _in(buffer: Tensor, segments: Sequence[Segment], offsets: Sequence[int]) -> Segments:
-    return [(segment, buffer.narrow(0, begin, segment.numel)) for segment, begin in zip(segments, offsets)]
+def _in(buffer: Tensor, segments: Sequence[Segment], numels: list[int]) -> Segments:
+    return list(zip(segments, buffer.split_with_sizes(numels)))  # one call for the host; what is left is padding
 
 
 class Way:
     """One bucket's transfer in one direction, ``label`` in profiles, to be passed on to ``copies``, if given.
 
-    Splits and offsets are computed once.
+    Splits and sizes are computed once.
     """
 
     def __init__(
@@ -111,16 +111,22 @@ class Way:
         self._collectives = collectives
         self._device = device
         self.send_splits, self.receive_splits = transfer.send_splits, transfer.receive_splits
-        self.send_offsets, self.receive_offsets = transfer.send_offsets, transfer.receive_offsets
+        self.send_numels, self.receive_numels = (
+            [s.numel for s in some] for some in (transfer.sends, transfer.receives)
+        )
+
+    def received_in(self, buffer: Tensor) -> Segments:
+        """The segments that this rank receives, in their order."""
+        return _in(buffer, self.transfer.receives, self.receive_numels)
 
     def start(
         self,
         dtype: torch.dtype,
-        has: Callable[[Segment], bool],
+        has: Callable[[Segment], bool] | None,
         pack: Callable[[Segments], object],
         on: torch.device | None = None,
     ) -> Arrival:
-        """Send the segments that this rank ``has``, in ``dtype``, which ``pack`` fills, and zeros for all others.
+        """Send the segments that this rank ``has`` (None: all), in ``dtype``, which ``pack`` fills; zeros for others.
 
         They are filled ``on`` a device, if given, and moved in one copy. Called on all ranks, bucket by bucket.
         """
@@ -133,8 +139,8 @@ class Way:
                 column = torch.empty(self.copies.numel, dtype=dtype, device=self._device)
                 received = column.narrow(0, self.copies.begin, numel)
             with filled_on(on or self._device, sent) as filled:
-                segments = _in(filled, self.transfer.sends, self.send_offsets)
-                here = [(segment, target) for segment, target in segments if has(segment)]
+                segments = _in(filled, self.transfer.sends, self.send_numels)
+                here = segments if has is None else [each for each in segments if has(each[0])]
                 if len(here) < len(segments):
                     filled.zero_()
                 pack(here)
@@ -150,13 +156,18 @@ class Copies:
     """
 
     def __init__(self, pieces: Sequence[Sequence[Segment]], label: str, column: Collectives) -> None:
-        self._part = max(sum(segment.numel for segment in part) for part in pieces)
+        numels = [[segment.numel for segment in part] for part in pieces]
+        self._part = max(map(sum, numels))
+        self._pieces, self._numels = pieces, [[*part, self._part - sum(part)] for part in numels]
         self._column = column
         self.label = label
         self.numel, self.begin = self._part * len(pieces), self._part * column.rank
         self.transfer = Transfer(len(pieces), (), tuple(chain.from_iterable(pieces)))
-        self.send_offsets: list[int] = []
-        self.receive_offsets = [n * self._part + begin for n, part in enumerate(pieces) for begin in offsets_of(part)]
+
+    def received_in(self, buffer: Tensor) -> Segments:
+        """As on ``Way``."""
+        parts = zip(buffer.split(self._part), self._pieces, self._numels)
+        return [each for part in parts for each in _in(*part)]
 
     def start(self, whole: Tensor) -> Arrival:
         """Fill all parts of ``whole``, of which this rank's is there. Called on all ranks of the column."""

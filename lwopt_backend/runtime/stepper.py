@@ -14,7 +14,7 @@ from lwopt_backend.plan.exchange import own_block
 from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.collectives import Collectives, all_reduce_nbytes, sending
 from lwopt_backend.runtime.exchange import Arrival, Beside, Segments, ways_back, ways_to_owners
-from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_all, filled_on
+from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_alike, filled_on
 
 # Early exchange: buckets sent in the backward pass, and used only if they carried what the step would have sent.
 
@@ -189,18 +189,21 @@ class MatrixStepper:
         rules: Sequence[MatrixRule],
         storage: Storage,
         *,
-        active: Callable[[int], bool] = lambda atom: True,
+        active: Callable[[int], bool] | None = None,
         departed: Mapping[int, Arrival | None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Update the weights and the state in ``storage``. Called on all ranks of the group.
 
         ``rules`` has one rule per matrix; all of them exchange in one dtype. A matrix that is not ``active`` is not
-        changed; ``active`` must return the same on all ranks. ``departed`` has the buckets whose state is already
-        advanced, with their exchange if it was started. ``meanwhile`` runs while the first bucket is on the wire.
+        changed; ``active`` must return the same on all ranks, and by default all are. ``departed`` has the buckets
+        whose state is already advanced, with their exchange if it was started. ``meanwhile`` runs while the first
+        bucket is on the wire.
         """
         own = self.in_blocks(rules)
-        run = _Run(rules, storage, (lambda atom: atom not in own and active(atom)) if own else active, departed or {})
+        of_all = _Run(rules, storage, active)
+        whole = active if not own else lambda atom: atom not in own and (active is None or active(atom))
+        run = _Run(rules, storage, whole, departed or {})
         count = len(self._to_owners)
         buckets = [number for number, atoms in enumerate(self._buckets) if not own.issuperset(atoms)]
         first, *further = *buckets, count
@@ -219,7 +222,7 @@ class MatrixStepper:
         if first == count:
             self._step_local(run)
         if own:
-            self._step_own([atom for atom in self._own if atom in own and active(atom)], run)
+            self._step_own(of_all.active_of([atom for atom in self._own if atom in own]), run)
         self._apply_all_but(0, returning, run)
 
     def in_blocks(self, rules: Sequence[MatrixRule]) -> frozenset[int]:
@@ -285,7 +288,7 @@ class MatrixStepper:
 
         dtype = run.rules[self._first[bucket]].exchange_dtype
         stored = _device_of(run.active_of(self.sent_atoms(bucket)), run.storage)
-        return self._to_owners[bucket].start(dtype, lambda segment: run.active(segment.atom), packed, stored)
+        return self._to_owners[bucket].start(dtype, run.has, packed, stored)
 
     def _depart(self, bucket: int, run: _Run) -> list[Arrival]:
         """Start sending a bucket's directions to the owners, and its weights if its rule is a ``WeightRule``."""
@@ -305,8 +308,8 @@ class MatrixStepper:
         updates = self._updates(batches, arrived, run)
 
         def packed(segments: Segments) -> None:
-            cuts = [_cut(updates[segment.atom], segment) for segment, _ in segments]
-            copy_all([target.view(cut.shape) for (_, target), cut in zip(segments, cuts)], cuts)
+            cuts, targets = _cut_all(updates, segments)
+            copy_alike(targets, cuts)
 
         dtype = run.rules[self._first[bucket]].exchange_dtype
         computed = next((update.device for update in updates.values()), None)
@@ -332,8 +335,7 @@ class MatrixStepper:
             matrices.update(zip(batch, stack.view(-1, *stack.shape[-2:])))
 
         def deliver(segments: Segments) -> None:
-            here = [(_cut(matrices[s.atom], s), data) for s, data in segments if s.atom in matrices]
-            copy_all([cut for cut, _ in here], [data.view(cut.shape) for cut, data in here])
+            copy_alike(*_cut_all(matrices, segments))
 
         arrival.wait(deliver)
         return stacks
@@ -351,7 +353,8 @@ class MatrixStepper:
 
     def _apply_returned(self, bucket: int, returning: Arrival, run: _Run) -> None:
         def apply(segments: Segments) -> None:
-            updates = {segment.atom: update for segment, update in segments if run.active(segment.atom)}
+            active = run.active
+            updates = {each.atom: update for each, update in segments if active is None or active(each.atom)}
             self._whole.apply(updates, run.rules, run.storage, self._sums(bucket, updates, run))
 
         atoms = [segment.atom for segment in returning.way.transfer.receives]
@@ -377,21 +380,52 @@ class _Run:
 
     rules: Sequence[MatrixRule]
     storage: Storage
-    active: Callable[[int], bool] = lambda atom: True
+    active: Callable[[int], bool] | None = None
     departed: Mapping[int, Arrival | None] = field(default_factory=dict)
 
-    def active_of(self, atoms: Sequence[int]) -> list[int]:
-        return [atom for atom in atoms if self.active(atom)]
+    @property
+    def has(self) -> Callable[[Segment], bool] | None:
+        """Whether a segment's matrix is active; None if all are."""
+        active = self.active
+        return None if active is None else lambda segment: active(segment.atom)
+
+    def active_of(self, atoms: Sequence[int]) -> Sequence[int]:
+        return atoms if self.active is None else [atom for atom in atoms if self.active(atom)]
 
     def advance(self, atom: int) -> None:
         """Advance the state of this rank's copy of an atom that another rank sends."""
-        if self.active(atom):
+        if self.active is None or self.active(atom):
             advance(self.rules[atom], self.storage(atom))
 
 
 def _device_of(atoms: Sequence[int], storage: Storage) -> torch.device | None:
     """Where this rank stores its fragments of these matrices; None if there are no matrices."""
     return next((part.value.device for atom in atoms for part in storage(atom)), None)
+
+
+def _cut_all(matrices: Mapping[int, Tensor], segments: Segments) -> tuple[list[Tensor], list[Tensor]]:
+    """The elements of the segments of these ``matrices``, and the parts of the buffer that are theirs, in their shapes.
+
+    A matrix that its segments fill in order, as rows over ranks do, is cut by one call of the host.
+    """
+    of_atom: dict[int, list[tuple[Segment, Tensor]]] = {}
+    for each in segments:
+        if each[0].atom in matrices:
+            of_atom.setdefault(each[0].atom, []).append(each)
+    cuts: list[Tensor] = []
+    parts: list[Tensor] = []
+    for atom, here in of_atom.items():
+        matrix, end = matrices[atom], 0
+        for segment, _ in here:
+            end = segment.stop if segment.start == end and segment.runs == 1 else -1
+        if end == matrix.numel() and matrix.is_contiguous():
+            cuts += matrix.view(-1).split_with_sizes([segment.numel for segment, _ in here])
+            parts += [part for _, part in here]
+        else:
+            shaped = [_cut(matrix, segment) for segment, _ in here]
+            cuts += shaped
+            parts += [part.view_as(cut) for (_, part), cut in zip(here, shaped)]
+    return cuts, parts
 
 
 def _cut(matrix: Tensor, segment: Segment) -> Tensor:

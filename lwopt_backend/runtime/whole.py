@@ -185,7 +185,7 @@ class WholeMatrices:
             parts = [storage(atom) for atom in batch]
             targets = [_like(into[atom], [part.value for part in of_atom]) for atom, of_atom in zip(batch, parts)]
             pieces = directions_of(rules[batch[0]], list(chain.from_iterable(parts)), advance=advance)
-            copy_all(list(chain.from_iterable(targets)), pieces)
+            copy_alike(list(chain.from_iterable(targets)), pieces)
 
     def pack_values(self, into: Mapping[int, Tensor], storage: Storage) -> None:
         """Copy this rank's fragment of the weight of each atom into a flat tensor."""
@@ -362,22 +362,31 @@ def _beside(tensor: Tensor, device: torch.device) -> Tensor:
 def _like(tensor: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
     """Views of consecutive elements in the shapes of ``pieces``. A tensor is flat, unless there is only one piece."""
     if len(pieces) == 1:
-        return [tensor.reshape(pieces[0].shape)]
-    return [flat.view(piece.shape) for flat, piece in zip(tensor.split([p.numel() for p in pieces]), pieces)]
+        return [tensor.reshape_as(pieces[0])]
+    return [flat.view_as(piece) for flat, piece in zip(tensor.split([p.numel() for p in pieces]), pieces)]
 
 
 def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy tensors into others of their shapes."""
     if len({tensor.dtype for tensor in into}) == 1:
-        torch._foreach_copy_(list(into), list(tensors))
+        copy_alike(into, tensors)
         return
     for target, tensor in zip(into, tensors):  # CUDA, of some versions of torch, takes all for the first one's dtype
         target.copy_(tensor)
 
 
+def copy_alike(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """``copy_all`` into tensors of one dtype."""
+    if into:
+        torch._foreach_copy_(list(into), list(tensors))
+
+
 def cast_all(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """The tensors in these dtypes; those that have theirs as they are."""
-    if len(tensors) == 1 or len({*dtypes, *(tensor.dtype for tensor in tensors)}) != 2 or len(set(dtypes)) != 1:
+    kinds = {*dtypes, *(tensor.dtype for tensor in tensors)}
+    if len(kinds) == 1:
+        return list(tensors)
+    if len(tensors) == 1 or len(kinds) != 2 or len(set(dtypes)) != 1:
         return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtypes[0], device=tensors[0].device)
     cast = _like(flat, tensors)
