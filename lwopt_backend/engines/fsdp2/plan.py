@@ -438,9 +438,9 @@ class MeshStepper:
         here = [member.param.grad is not None for member in self.members]
         return Presence(self.collectives, here, self.device, flags, more)
 
-    def active(self, presence: Presence) -> Callable[[int], bool]:
-        """Returns whether an atom's parameter has a gradient on any rank."""
-        return lambda atom: presence(self.matrices[atom])
+    def active(self, presence: Presence) -> Callable[[int], bool] | None:
+        """Returns whether an atom's parameter has a gradient on any rank; None if every one has."""
+        return None if presence.complete else lambda atom: presence(self.matrices[atom])
 
     def rules_of(self, rules: Mapping[int, MatrixRule]) -> list[MatrixRule]:
         """One rule per matrix of the plan, from the rules of the param groups."""
@@ -488,8 +488,10 @@ def piece(member: MeshMember, state: Mapping[str, Any]) -> Slices:
         grad = torch.zeros_like(value)
     if grad.layout != torch.strided:
         raise TypeError(f"{describe(member.name, member.param)}: expected a dense gradient, found {grad.layout}")
-    dtype = next((s.dtype for key, s in shards.items() if key != "step" and s.shape == value.shape), value.dtype)
-    return Slices(value, grad.to(dtype), shards)
+    if {value.dtype, *(s.dtype for key, s in shards.items() if key != "step")} != {grad.dtype}:
+        like = (s.dtype for key, s in shards.items() if key != "step" and s.shape == value.shape)
+        grad = grad.to(next(like, value.dtype))
+    return Slices(value, grad, shards)
 
 
 def over_all_ranks(device_type: str, ranks: int, rank: int) -> DeviceMesh:
