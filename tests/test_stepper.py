@@ -21,7 +21,7 @@ from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.exchange import Beside
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import Slices, WholeMatrices, flat_storage
+from lwopt_backend.runtime.whole import FlatPieces, Slices, WholeMatrices
 from tests.cells import cells
 from tests.counted import Counted
 from tests.on_ranks import on_ranks
@@ -47,7 +47,9 @@ def stepped(plan: MatrixPlan, rule: MatrixRule, steps: int = 1, batch_numel: int
     state = {key: torch.zeros_like(value) for key in rule.state_keys}
     for grad in grads:
         slices = Slices(value, grad, state)
-        stepper.step([rule] * len(plan.atoms), flat_storage(plan.layout, collectives.rank, slices))
+        stepper.step(
+            [rule] * len(plan.atoms), FlatPieces(plan.layout, collectives.rank, len(plan.atoms)).storage(slices)
+        )
     return slices
 
 
@@ -215,7 +217,7 @@ def test_what_is_stored_on_the_cpu_goes_to_the_gpu_and_back_in_one_copy_a_bucket
         stepper = MatrixStepper(plan, TorchCollectives(), torch.device("cuda", 0), batch_numel=batch_numel)
         value, grad, momentum = (torch.zeros(stored.partition_numel) for _ in range(3))
         slices = Slices(value, grad, {"momentum_buffer": momentum})
-        stepper.step(rules, flat_storage(stored, 1, slices))
+        stepper.step(rules, FlatPieces(stored, 1, len(atoms)).storage(slices))
         local = len([*stepper._whole.batches(plan.local_atoms(1), rules)])
     out = sum(any(way.send_splits) for way in stepper._to_owners)
     back = sum(any(way.receive_splits) for way in stepper._back)

@@ -45,9 +45,32 @@ class Slices:
 Storage = Callable[[int], Sequence[Slices]]
 
 
-def flat_storage(layout: Partition | TensorShards, rank: int, slices: Slices) -> Storage:
-    """Views of a rank's flat partition during one step, as ZeRO stores it; they are made once, and copy nothing."""
-    return cache(lambda index: slices.cut(partial(flat_views, views=layout.views(index, rank))))
+class FlatPieces:
+    """Where the fragments of ``count`` matrices lie in a rank's flat partition, as ZeRO stores it. Found once."""
+
+    def __init__(self, layout: Partition | TensorShards, rank: int, count: int) -> None:
+        self._views = [layout.views(index, rank) for index in range(count)]
+        self._sizes: list[int] = []  # of every view and of what lies before it, where all are ranges in order
+        self._end = 0
+        every = list(chain.from_iterable(self._views))
+        for view in every:
+            begin, stop = view.span
+            if view.strides == (1,) and begin >= self._end:
+                self._sizes += [begin - self._end, stop - begin]
+                self._end = stop
+        self._in_order = len(self._sizes) == 2 * len(every)
+
+    def storage(self, slices: Slices) -> Storage:
+        """Views of the partition during one step. They copy nothing; those in order are made by one call for each of
+        the ``slices``."""
+        if not self._in_order:
+            return cache(lambda index: slices.cut(partial(flat_views, views=self._views[index])))
+        cut = iter(slices.cut(self._ranges))
+        pieces = [list(islice(cut, len(views))) for views in self._views]
+        return lambda index: pieces[index]
+
+    def _ranges(self, flat: Tensor) -> Sequence[Tensor]:
+        return flat.split_with_sizes([*self._sizes, flat.numel() - self._end])[1::2]
 
 
 # Views of a local tensor, as a plan describes them. They share its memory.

@@ -36,7 +36,7 @@ from lwopt_backend.runtime.agreement import plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import Slices, flat_storage
+from lwopt_backend.runtime.whole import FlatPieces, Slices
 
 # How ZeRO stores the parameters of a param group, and which of them it steps at a time.
 #
@@ -271,6 +271,8 @@ class UnitStepper(Generic[Stored]):
 class GroupStepper(UnitStepper[Tensor]):
     """Steps the fragments in a flat tensor, this rank's partition of the parameters."""
 
+    _pieces: FlatPieces | None = None
+
     def _like(self) -> Tensor:
         return self._stored
 
@@ -297,8 +299,9 @@ class GroupStepper(UnitStepper[Tensor]):
         if self.matrices is None or planned is None:
             self._elementwise.step(0, group, [Slices(self._stored, grad, state)], self._weights)
             return
-        rule, layout = registry.build_matrix_rule(group, self._config), planned.layout
-        assert isinstance(layout, (Partition, TensorShards))
+        rule = registry.build_matrix_rule(group, self._config)
         elements = Slices(self._stored, grad, {key: state[key] for key in rule.state_keys})
-        storage = flat_storage(layout, self._collectives.rank, elements)
-        self.matrices.step([rule] * len(planned.atoms), storage)
+        if self._pieces is None:
+            assert isinstance(planned.layout, (Partition, TensorShards))
+            self._pieces = FlatPieces(planned.layout, self._collectives.rank, len(planned.atoms))
+        self.matrices.step([rule] * len(planned.atoms), self._pieces.storage(elements))
