@@ -30,7 +30,7 @@ from lwopt_backend.config.versions import VERSIONS, requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = ROOT / ".make" / "beside"
-VERLS = ["ray", "tensordict>=0.8,<=0.10", "hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3", "codetiming"]
+VERLS = ["ray", "tensordict>=0.8,<=0.10", "hydra-core", "omegaconf<2.4", "antlr4-python3-runtime==4.9.3", "codetiming"]
 VERLS += ["pyvers", "cloudpickle", "orjson", "datasets", "multiprocess", "pandas", "pyarrow", "dill", "xxhash"]
 PEERS = {  # what an environment has beyond the prepared one
     # Emerging-Optimizers asks for Python 3.12, but runs on 3.11.

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.fsdp2 import mesh_of, weights_of
 from tests.models import MATRICES, UnevenLM, batch, largest_difference
 from tests.on_ranks import on_ranks
+from tests.pages import blocks
 from tests.zero import newton_schulz_in_float32
 
 RECIPE = """
@@ -74,6 +75,14 @@ def test_a_recipe_trains_what_torch_optim_trains() -> None:
         for each in (schedule, *schedules):
             each.step(1)
     assert largest_difference(weights_of(model), single) < 1e-5
+
+
+def test_the_pages_recipe_is_taken() -> None:
+    (page,) = blocks("start/trainers", "yaml", "automodel")
+    (optimizer,) = recipe_of(page.text).optimizer.build(model_of())
+    matrices, others = optimizer.param_groups
+    assert (matrices["lr"], others["lr"], others["weight_decay"]) == (1e-4, 1e-4, 0.1)
+    assert (matrices["adjust_lr_fn"], others["betas"]) == ("match_rms_adamw", (0.9, 0.95))
 
 
 class Experts(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lwopt_backend.integrations.verl import LayerWise
 from tests.fsdp2 import mesh_of, weights_of
 from tests.models import MATRICES, UnevenLM, batch, largest_difference
 from tests.on_ranks import on_ranks
+from tests.pages import blocks
 from tests.zero import newton_schulz_in_float32
 
 STEPS, WARMUP = 6, 3
@@ -91,6 +93,23 @@ def test_its_engine_trains_what_torch_optim_trains_and_resumes() -> None:
     for step in range(STEPS // 2, STEPS):
         step_of(resumed, step)
     assert largest_difference(weights_of(other), weights_of(module)) == 0.0
+
+
+@on_ranks(1)
+def test_the_pages_command_is_taken_and_both_rules_have_its_rate() -> None:
+    import verl
+    from hydra import compose, initialize_config_dir
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.config import build_optimizer
+
+    (command,) = blocks("start/trainers", "bash", "verl")
+    words = [word for word in shlex.split(command.text) if word.startswith("actor_rollout_ref")]
+    with initialize_config_dir(f"{verl.__path__[0]}/trainer/config", version_base=None):
+        chosen = compose("ppo_trainer", words).actor_rollout_ref.actor
+    made = build_optimizer(sharded().parameters(), omega_conf_to_dataclass(chosen.optim))
+    assert chosen.strategy == "fsdp2" and {group["lr"] for group in made.param_groups} == {1e-6}
+    matrices, others = made.param_groups
+    assert (matrices["adjust_lr_fn"], others["betas"]) == ("match_rms_adamw", (0.9, 0.95))
 
 
 @on_ranks(2)
