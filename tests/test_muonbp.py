@@ -18,11 +18,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from lwopt_backend import LayerWiseOptimizer
 from tests.counted import Counted
 from tests.fsdp2 import EVEN, MATRIX_NAMES, BesideTwin, named, shard_rows
-from tests.models import UnevenLM
+from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import gathered
 from tests.rules import MUON
 from tests.test_cli import run as lwopt
+from tests.test_zero_tensor_parallel import FUSED, ShardedLM, sharded_engine
+from tests.test_zero_tensor_parallel import MATRICES as OF_SHARDED
+from tests.zero import ROWS, Beside, Reference, build, engine_for, settings_for
 
 PERIOD, SCALE = 3, 0.5
 OPTIONS = {"block_period": PERIOD, "block_lr_scale": SCALE}
@@ -36,25 +39,33 @@ class MuonBP:
     at ``SCALE`` times ``lr``.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], blocks: Sequence[Sequence[Box]]) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], blocks: Sequence[Sequence[Box]], matrices: Sequence[Box] = ()
+    ) -> None:
+        """``matrices`` are parts of their parameters, by default all of them."""
         self.params, self.blocks, self.taken = params, blocks, 0
+        self.matrices = matrices or [(slice(None),) for _ in params]
         self.momenta = [torch.zeros_like(param) for param in params]
         self.param_groups: list[dict[str, Any]] = [{**MUON}]
 
     @torch.no_grad()
     def step(self) -> None:
         lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
-        for param, momentum, blocks in zip(self.params, self.momenta, self.blocks):
+        for param, momentum, blocks, matrix in zip(self.params, self.momenta, self.blocks, self.matrices):
             momentum.lerp_(param.grad, 0.05)
             direction = param.grad.lerp(momentum, 0.95)
             whole = self.taken % PERIOD == 0 or len(blocks) == 1
-            for box in [(slice(None), slice(None))] if whole else blocks:
+            for box in [matrix] if whole else blocks:
                 rate = lr if whole else SCALE * lr
                 block = nn.Parameter(param[box].clone())
                 block.grad = direction[box].clone()
                 torch.optim.Muon([block], lr=rate, weight_decay=decay, momentum=0.0, nesterov=False).step()
                 param[box] = block
         self.taken += 1
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
 
 
 def blocks_of(model: nn.Module) -> dict[str, list[Box]]:
@@ -117,6 +128,57 @@ def test_a_run_resumes_within_the_period_with_blocks_of_another_sharding(tmp_pat
     other.check()
 
 
+def flat_blocks(params: Sequence[nn.Parameter], stage: int) -> list[list[Box]]:
+    """The two ranks' blocks of ZeRO: rows above and below a cut between rows. None where it is inside a row."""
+    total, begin, found = sum(param.numel() for param in params), 0, []
+    for param in params:
+        cut = param.numel() // 2 if stage == 3 else -(-total // 4) * 2 - begin
+        row, inside = divmod(cut, param.shape[1])
+        parted = not inside and 0 < row < param.shape[0]
+        found.append([(slice(0, row),), (slice(row, None),)] if parted else [(slice(None),)])
+        begin += param.numel()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "parted"), [(1, [1, 2, 1, 1]), (2, [1, 2, 1, 1]), (3, [2, 1, 2, 2])])
+@on_ranks(2)
+def test_zeros_pieces_are_blocks_where_they_are_rows(tmp_path: Path, stage: int, parted: list[int]) -> None:
+    """Whole matrices in the first step, blocks in the second, and after a load, in the third."""
+    settings = settings_for("zero", stage, rows=ROWS // 2, **OPTIONS)
+    single = Reference(UnevenLM(hidden=(60, 37)))
+    params = [single.model.get_parameter(name) for name in MATRICES]
+    blocks = flat_blocks(params, stage)
+    assert [*map(len, blocks)] == parted
+    single.muon = MuonBP(params, blocks)
+    Beside(single, settings).train_and_resume(lambda: engine_for(settings, UnevenLM(hidden=(60, 37))), tmp_path)
+
+
+@on_ranks(2)
+def test_stage_0_has_no_blocks_and_is_refused() -> None:
+    with pytest.raises(ValueError, match="at stage 0 every rank stores all of a matrix, and has no block of its own"):
+        build(settings_for("zero", 0, **OPTIONS))
+
+
+@pytest.mark.usefixtures("worlds_to_spoil")
+@on_ranks(2)
+def test_shards_under_deepspeed_are_blocks(tmp_path: Path) -> None:
+    """By rows, by columns, of both matrices in a fused weight; and copies, which are whole."""
+    settings = settings_for("zero", 1, atoms=FUSED, **OPTIONS)
+    single = Reference(ShardedLM(), matrices=OF_SHARDED)
+    rows = {"up": [(0, 68)], "mix": [(0, 24)], "gated": [(0, 28), (28, 56)], "down": [(0, 24)], "out": [(0, 24)]}
+    params, blocks, matrices = [], list[list[Box]](), list[Box]()
+    for name, of_param in rows.items():
+        for start, stop in of_param:
+            params.append(single.model.get_parameter(f"{name}.weight"))
+            half, columns = (start + stop) // 2, params[-1].shape[1]
+            matrices.append((slice(start, stop),))
+            by_rows: list[Box] = [(slice(start, half),), (slice(half, stop),)]
+            by_columns: list[Box] = [(slice(None), slice(columns // 2)), (slice(None), slice(columns // 2, None))]
+            blocks.append({"mix": matrices[-1:], "down": by_columns, "out": by_columns}.get(name, by_rows))
+    single.muon = MuonBP(params, blocks, matrices)
+    Beside(single, settings).train_and_resume(lambda: sharded_engine(settings), tmp_path)
+
+
 REFUSED = {
     "hyperball": {"hyperball": True, "weight_decay": 0.0},
     "precondition and per_head": {"precondition": "muoneq_r", "per_head": True},
@@ -140,5 +202,5 @@ def test_a_plan_says_what_travels_between_whole_steps(tmp_path: Path) -> None:
     said = " ".join(lwopt(*words, "fsdp2").split())
     assert "in 4 of 5 steps each rank updates its own block of 2 of 3 matrices, of which nothing travels" in said
     assert "Such a step sends 0 B from the busiest rank, a step of whole matrices" in said
-    with pytest.raises(ValueError, match="it is for fully_shard models, not for ZeRO; leave block_period out"):
-        lwopt(*words, "zero2")
+    said = " ".join(lwopt(*words, "zero3").split())
+    assert "own block of 2 of 3 matrices, of which nothing travels; 1 cut inside a row are updated whole" in said

@@ -18,7 +18,7 @@ from lwopt_backend.engines.base import BaseOptimizer
 from lwopt_backend.engines.zero.plan import UnitStepper
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.param_groups import NONE, ComparedOptions, as_groups, option_lines, split, with_options
-from lwopt_backend.groups.registry import LR_SCALE, build_matrix_rules
+from lwopt_backend.groups.registry import LR_SCALE, build_matrix_rules, count_block_steps
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import zero
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark
@@ -185,6 +185,8 @@ class ZeROLayerWise(EngineOptimizer):
                 stepper.step(group, self.state[tensor])
                 if self.row_scaling:
                     self.row_scaling.scale(stepper.params, stepper.pieces({}, 0))
+            if ends:
+                count_block_steps(self._all_groups)
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 

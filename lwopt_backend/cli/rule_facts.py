@@ -76,7 +76,7 @@ def published(name: str, as_rule: tuple[str, dict[str, Any]]) -> dict[str, str]:
     if made is not None and made.by_norms:
         equal += "; within 1e-6 where a matrix is cut"
     if made is not None and made.block_period > 1:
-        equal = "on FSDP2; bit for bit if told the ranks' blocks"
+        equal = "on FSDP2 and ZeRO 1 to 3; bit for bit if told the ranks' blocks"
     return {**found, "state": _state(entry, options), "sent": _sent(made), "equal": equal}
 
 

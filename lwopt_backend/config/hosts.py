@@ -94,7 +94,7 @@ class ZeROConfig(OwnedStorageConfig):
 
     @property
     def without_blocks(self) -> str | None:
-        return super().without_blocks if self.storage == "owned" else "it is for fully_shard models, not for ZeRO"
+        return super().without_blocks if self.storage == "owned" else None
 
     policy: Literal["auto", "stay", "balance"] = option(
         "auto",
