@@ -126,6 +126,14 @@ def test_every_system_is_timed_beside_ours(tmp_path: Path) -> None:
             assert all(update <= step for update, step in zip(*seconds[1:3]))
 
 
+def test_a_stack_of_experts_is_exact_here_and_refused_by_torch(tmp_path: Path) -> None:
+    found, printed = figures(tmp_path, "conformance", "--peer ours-fsdp2 torch --case experts")
+    ours, theirs = found
+    assert (ours["verdict"], ours["difference"]) == ("a number", 0)
+    assert theirs["verdict"] == "refused" and "only supports 2D" in theirs["said"]
+    assert "conformance.py --peer torch --case experts  ValueError" in printed
+
+
 @pytest.mark.full
 def test_rules(tmp_path: Path) -> None:
     variants = ["plain", "gram", "polar_express", "polar_express, gram", "fp32", "fp32, gram"]
