@@ -37,7 +37,7 @@ CHECKS = {**DEFAULT["checks"], "typography": False}  # straight quotes and three
 PENDING = {  # not mended yet
     *("architecture", "checkpoints", "comparison", "formats", "from_megatron"),
     *("hugging_face", "migration", "modules", "optimizers", "options", "owned", "performance", "planner"),
-    *("rule_options", "rules", "troubleshooting"),
+    *("rules", "troubleshooting"),
 }
 
 

@@ -27,8 +27,8 @@ RULES = f"""# The rules and their options
 
 {MADE}
 
-`lwopt rules` prints the same. [Options](options.md) are those of a whole optimizer, [choosing a rule](optimizers.md)
-says which rule to take, and [the mathematics](rules.md) what it computes."""
+`lwopt rules` prints these tables. [Options](options.md) has the options of a whole optimizer, [choosing a
+rule](optimizers.md) helps to choose, and [the mathematics](rules.md) explains what a rule computes."""
 VERSIONS_PAGE = f"""# Versions
 
 {MADE}

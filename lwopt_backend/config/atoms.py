@@ -29,13 +29,15 @@ WORDS: tuple[Word, ...] = ("whole", "stack", "flatten")
 class Division(Options):
     """How the outputs of a matrix are divided; exactly one of the first four is given."""
 
-    split_sizes: tuple[Count, ...] | None = option(None, "parts of these many outputs, one after the other", "dion's")
-    heads: Count | None = option(None, "equal parts, as many as there are heads", "dion's num_heads")
+    split_sizes: tuple[Count, ...] | None = option(None, "consecutive parts with these numbers of outputs", "dion's")
+    heads: Count | None = option(None, "number of heads; each head is an equal part", "dion's num_heads")
     qkv: tuple[Count, Count, Count] | None = option(
-        None, "outputs of q, k and v; with groups, of one", "Megatron's split_qkv"
+        None, "outputs of q, k and v; with groups, those of one group", "Megatron's split_qkv"
     )
-    gate_up: Literal["halves", "interleaved"] | None = option(None, "gate and up, or gate, up, gate, up, ...", "ours")
-    groups: Count = option(1, "how often qkv or split_sizes come", "Megatron's query groups")
+    gate_up: Literal["halves", "interleaved"] | None = option(
+        None, "'halves': gate, then up; 'interleaved': gate, up, gate, up, ...", "this package"
+    )
+    groups: Count = option(1, "number of times that qkv or split_sizes repeat", "Megatron's query groups")
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Division:

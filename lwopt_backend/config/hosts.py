@@ -47,16 +47,14 @@ class HostConfig(Options):
         whose = " and ".join(other.whose for other in others)
         return f"{name} is {whose}, but this optimizer is {cls.whose}; {others[-1].advice}"
 
-    include: Globs = option((), "globs on names of parameters that are matrices, whatever the model's structure says")
-    exclude: Globs = option((), "globs on names of parameters that are none; wins over include")
+    include: Globs = option((), "globs of parameters that are matrices, whatever the model's structure suggests")
+    exclude: Globs = option((), "globs of parameters that are not matrices; exclude wins over include")
     atoms: Annotated[dict[str, Any], PlainValidator(AtomSettings.checked)] = option(
-        {}, "by glob, which matrices are in a parameter, where that is not found out: a division, or a word"
+        {}, "by glob, the matrices in a parameter, if they are not found from the model: a division, or a word"
     )
-    allow_no_matrix: StrictBool = option(
-        False, "a model without a single matrix parameter is an error unless this is set"
-    )
+    allow_no_matrix: StrictBool = option(False, "accept a model without a matrix, which is otherwise an error")
     exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
-        "auto", "dtype on the wire; 'auto' is the rule's, with which nothing is lost"
+        "auto", "dtype on the wire; 'auto': the rule's, which loses nothing"
     )
     report: StrictBool = option(True, "print the routing and the plan once, on rank 0")
 
@@ -66,7 +64,7 @@ class ClippingConfig(HostConfig):
 
     clip_groups: Annotated[dict[str, ClipGroup], BeforeValidator(_clip_groups)] = option(
         {},
-        "by name, parameters whose gradients are clipped apart from the rest, by their own norm: 'params', globs on "
+        "by name, parameters that are clipped by their own norm, apart from the rest: 'params', globs on "
         "names, and 'max_norm'",
         MEGATRON,
     )
@@ -77,13 +75,14 @@ class OwnedStorageConfig(HostConfig):
 
     layout: Literal["auto", "padded", "compact"] = option(
         "auto",
-        "of every bucket: 'padded' (equal parts, fixed-size collectives), 'compact' (no padding, parts as long as "
-        "needed) or 'auto' (padded if that adds at most 5 %, else compact)",
+        "layout of buckets: 'padded' (equal parts, fixed-size collectives), 'compact' (no padding, unequal "
+        "parts) or 'auto' (padded if padding adds at most 5 %, otherwise compact)",
     )
-    bucket_mb: Positive = option(64.0, "a bucket is closed once it has so many MiB of gradients")
+    bucket_mb: Positive = option(64.0, "MiB of gradients that close a bucket")
     group_size: Count | None = option(
         None,
-        "ranks that share one copy of the buffers, the others have further copies, as in HSDP. None: all ranks",
+        "number of ranks that share one copy of the buffers; the other ranks hold further copies, as in HSDP. "
+        "None: all ranks",
     )
 
 
@@ -98,23 +97,24 @@ class ZeROConfig(OwnedStorageConfig):
 
     policy: Literal["auto", "stay", "balance"] = option(
         "auto",
-        "who owns a matrix: 'stay' (the rank that stores most of it), 'balance' (even work) or 'auto' (whichever has "
-        "the shorter modelled step)",
+        "choice of a matrix's owner: 'stay' (the rank that stores most of it), 'balance' (even work) or "
+        "'auto' (the one with the shorter modelled step)",
     )
     bucket_numel: Count | None = option(
         None,
-        "the most elements of the matrices that share one all-to-all, unless a single matrix has more; None: no limit, "
-        "buckets are as many as make the modelled step shortest. Two are in flight",
+        "maximum elements of the matrices that share one all-to-all, unless a single matrix has more. None: "
+        "no limit; the number of buckets makes the modelled step shortest. Two buckets are in flight",
     )
     ns_device: Literal["auto", "cpu"] = option(
         "auto",
-        "where matrices are updated, also where DeepSpeed keeps the optimizer in the CPU's memory: 'auto' on the "
-        "accelerator if there is one, 'cpu' on the CPU",
+        "device that updates matrices, also if DeepSpeed keeps the optimizer in CPU memory: 'auto' (the "
+        "accelerator if there is one) or 'cpu'",
     )
     storage: Literal["zero", "owned"] = option(
         "zero",
-        "who holds parameters, gradients and state: 'zero', DeepSpeed's optimizers, to which policy, bucket_numel and "
-        "ns_device belong; or 'owned', we ourselves (stages 0 to 2), to which layout, bucket_mb and group_size belong",
+        "holder of parameters, gradients and state: 'zero' (DeepSpeed's optimizers; takes policy, "
+        "bucket_numel and ns_device) or 'owned' (this package, at stages 0 to 2; takes layout, bucket_mb and "
+        "group_size)",
     )
 
     @model_validator(mode="after")
@@ -142,14 +142,15 @@ class FSDP2Config(ClippingConfig):
 
     bucket_matrices: Count | None = option(
         None,
-        "matrices that share one all-to-all; None: as many as make the modelled step shortest, on a CPU as give all "
-        "ranks work at the same time, at least twice the number of ranks. Two buckets are in flight",
+        "number of matrices that share one all-to-all. None: the number that makes the modelled step "
+        "shortest, or on a CPU that keeps all ranks at work, at least twice the number of ranks. Two buckets "
+        "are in flight",
     )
     bucket_numel: Count | None = option(
-        None, "a bucket never holds more elements than this, unless a single matrix does; None: no limit"
+        None, "maximum elements of a bucket, unless a single matrix has more; None: no limit"
     )
     state_dtype: Literal["parameter", "float32"] = option(
-        "parameter", "of the optimizer's state: the parameter's, as torch's optimizers, or 'float32'"
+        "parameter", "dtype of the optimizer's state: the parameter's, as in torch's optimizers, or 'float32'"
     )
 
 
@@ -159,18 +160,18 @@ class OwnedConfig(OwnedStorageConfig, ClippingConfig):
     whose: ClassVar[str] = "for plain models"
 
     grad_dtype: Literal["parameter", "float32"] = option(
-        "parameter", "of gradients until they are at their owners: the parameter's, or 'float32'"
+        "parameter", "dtype of gradients until they reach their owners: the parameter's, or 'float32'"
     )
     keep_full_grads: StrictBool = option(
         False,
-        "the mean gradients are on all ranks after backward, in param.grad, at the memory that takes; otherwise only "
-        "owners have them",
+        "keep the mean gradients in param.grad on all ranks after backward, which takes memory for all of "
+        "them; otherwise only owners have them",
     )
     overlap_grad_reduce: StrictBool = option(
-        True, "buckets leave during backward as they fill, rather than at the step", MEGATRON
+        True, "send buckets during backward as they fill, not at the step", MEGATRON
     )
     overlap_param_gather: StrictBool = option(
-        False, "parameters return while the next forward pass runs, each module waiting for its own", MEGATRON
+        False, "return parameters while the next forward pass runs; each module waits for its own parameters", MEGATRON
     )
 
 

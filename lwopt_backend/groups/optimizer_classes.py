@@ -67,7 +67,7 @@ def options_of_class(path: str, *, with_class: bool, with_form: bool = False) ->
     for name, parameter in _parameters(class_named(path)).items():
         fields[name] = (Any, ... if parameter.default is parameter.empty else parameter.default)
     if with_form and "weight_decay" in fields:
-        meaning = "as the class has it; or only what the update moves towards zero"
+        meaning = "'own': as the class decays; 'cautious': decay only elements that the update moves towards zero"
         form = option("own", meaning, "Cautious Weight Decay, arXiv 2510.12402")
         fields[DECAY_FORM] = (Literal["own", "cautious"], form)
     return create_model(path.rpartition(".")[2], __base__=Options, **fields)

@@ -42,14 +42,18 @@ class AdamWOptions(Options):
     """torch.optim.AdamW's arguments."""
 
     lr: NonNegative = option(1e-3, "learning rate", ADAMW)
-    betas: tuple[BelowOne, BelowOne] = option((0.9, 0.999), "of the moving averages of gradients and squares", ADAMW)
-    eps: NonNegative = option(1e-8, "added to the root of the mean square", ADAMW)
-    weight_decay: NonNegative = option(1e-2, "goes by the learning rate", ADAMW)
+    betas: tuple[BelowOne, BelowOne] = option(
+        (0.9, 0.999), "decay rates of the averages of gradients and of their squares", ADAMW
+    )
+    eps: NonNegative = option(1e-8, "term added to the root of the mean square", ADAMW)
+    weight_decay: NonNegative = option(1e-2, "weight decay; a step multiplies it by the learning rate", ADAMW)
     amsgrad: StrictBool = option(False, "divide by the largest mean square so far", ADAMW)
-    foreach: StrictBool | None = option(None, "torch's multi-tensor implementation; None: torch decides", ADAMW)
-    fused: StrictBool | None = option(None, "torch's fused implementation; None: torch decides", ADAMW)
+    foreach: StrictBool | None = option(None, "use torch's multi-tensor implementation; None: torch decides", ADAMW)
+    fused: StrictBool | None = option(None, "use torch's fused implementation; None: torch decides", ADAMW)
     weight_decay_form: Literal["decoupled", "cautious"] = option(
-        "decoupled", "decay the weight; or only what the update moves towards zero", CAUTIOUS
+        "decoupled",
+        "'decoupled': decay the weight; 'cautious': decay only elements that the update moves towards zero",
+        CAUTIOUS,
     )
 
     @model_validator(mode="after")

@@ -77,13 +77,13 @@ SCALES: dict[str, Scale] = {
 TORCH = "torch.optim.Muon"
 MOONLIGHT = "Muon is Scalable for LLM Training, arXiv 2502.16982"
 CAUTIOUS = "Cautious Weight Decay, arXiv 2510.12402"
-NESTEROV = "go by the average that the next gradient like this one would give"
+NESTEROV = "use Nesterov momentum"
 SCALE = (
-    "factor on the learning rate by a matrix's rows and columns. 'original' (Megatron: 'shape_scaling'): "
+    "factor on the learning rate, from a matrix's rows and columns. 'original' (Megatron: 'shape_scaling'): "
     "sqrt(max(1, rows / columns)); 'match_rms_adamw' (dion: 'rms_norm'): 0.2 sqrt(max(rows, columns)); 'spectral': "
     "Megatron's sqrt(max(rows, columns)); 'unit_rms_norm' (dion: 'spectral_norm'; torch since 2.14: "
-    "'spectral_unclamped'): sqrt(rows / columns); 'none': 1. Mind that 'spectral' and 'spectral_norm' are not the "
-    "same. Without a value: 'original'"
+    "'spectral_unclamped'): sqrt(rows / columns); 'none': 1. 'spectral' and 'spectral_norm' "
+    "are two different factors. None: 'original'"
 )
 ScaleName = Literal[
     "original",
@@ -213,113 +213,123 @@ class Muon(MatrixRule):
     """
 
     lr: float = option(1e-3, "learning rate, before the factor by shape", TORCH, ge=0)
-    weight_decay: float = option(0.1, "goes by the learning rate as it is, without the factor by shape", TORCH, ge=0)
-    momentum: float = option(0.95, "of the average of gradients", TORCH, ge=0, lt=1)
+    weight_decay: float = option(
+        0.1, "weight decay; a step multiplies it by the learning rate, without the factor by shape", TORCH, ge=0
+    )
+    momentum: float = option(0.95, "momentum of the average of gradients", TORCH, ge=0, lt=1)
     nesterov: bool = option(True, NESTEROV, TORCH)
     ns_coefficients: Coefficients = option(
         (3.4445, -4.7750, 2.0315),
-        "of the quintic Newton-Schulz iteration: three numbers, or three for every step, or a published table: "
-        "'simple' (any number of steps; these three numbers), 'quintic' (5 steps), 'polar_express' (any number), "
-        "'polar_express_5' (5 steps; dion's and nanochat's)",
+        "coefficients of the quintic Newton-Schulz iteration: three numbers, three numbers for every step, or "
+        "a published table: 'simple' (any number of steps; the default's numbers), 'quintic' (5 steps), "
+        "'polar_express' (any number), 'polar_express_5' (5 steps; dion's and nanochat's)",
         f"{TORCH}; quintic: Cesista, You and Jordan 2025; Polar Express, arXiv 2505.16932",
         check=checked_coefficients,
     )
     eps: float = option(
         1e-7,
-        "least norm that a matrix is divided by; one below it is scaled up first, so it is orthogonalized",
+        "smallest norm that a matrix is divided by; a matrix below it is scaled up first, so that it is orthogonalized",
         TORCH,
         ge=0,
     )
-    ns_steps: int = option(5, "Newton-Schulz iterations", TORCH, ge=1, lt=100)
+    ns_steps: int = option(5, "number of Newton-Schulz iterations", TORCH, ge=1, lt=100)
     adjust_lr_fn: ScaleName | None = option(None, SCALE, f"{TORCH}; Megatron-Core; dion; Scion, arXiv 2502.07529")
-    extra_scale_factor: float = option(1.0, "on the factor by shape", "Megatron-Core", ge=0)
+    extra_scale_factor: float = option(
+        1.0, "further factor, multiplied with the factor by shape", "Megatron-Core", ge=0
+    )
     momentum_form: Literal["ema", "sum"] = option(
         "ema",
-        "B <- momentum B + (1 - momentum) G, as torch computes, or B <- momentum B + G, as dion and Moonlight; "
-        "checkpoints differ by the factor 1 - momentum",
+        "'ema': B <- momentum B + (1 - momentum) G, as in torch; 'sum': B <- momentum B + G, as in dion and "
+        "Moonlight. Their checkpoints differ by the factor 1 - momentum",
         f"{TORCH}; {MOONLIGHT}",
     )
     weight_decay_form: Literal["decoupled", "coupled", "cautious"] = option(
         "decoupled",
-        "decay the weight; or add its share to the gradient; or decay only what the update moves towards zero",
+        "'decoupled': decay the weight; 'coupled': add the decay to the gradient; 'cautious': decay only "
+        "elements that the update moves towards zero",
         f"{TORCH}; {CAUTIOUS}",
     )
-    ns_dtype: Literal["bfloat16", "float32"] = option("bfloat16", "dtype of the iteration, and of what travels", "ours")
+    ns_dtype: Literal["bfloat16", "float32"] = option(
+        "bfloat16", "dtype of the iteration and of the exchange", "this package"
+    )
     ns_method: NsMethod = option(
         "standard",
-        "how Newton-Schulz is computed. 'standard': torch's iteration, bit for bit; 'gram': Gram Newton-Schulz for all "
-        "matrices; 'auto': by shape, whichever is faster by its flops and memory traffic; 'gram-newton-schulz' or "
-        "'quack-kernels': with the kernels of that package for symmetric products, on NVIDIA GPUs",
+        "implementation of Newton-Schulz. 'standard': torch's iteration, bit for bit; 'gram': Gram "
+        "Newton-Schulz for all matrices; 'auto': by shape, the one that is faster by its flops and memory "
+        "traffic; 'gram-newton-schulz' or 'quack-kernels': with that package's kernels for symmetric "
+        "products, on NVIDIA GPUs",
         "torch.optim.Muon; Dao-AILab, Gram Newton-Schulz and QuACK",
     )
     gram_aspect: float | None = option(
         None,
-        "matrices whose longer side is at least this many times the shorter take Gram Newton-Schulz, and no others; "
-        "None: by ns_method",
+        "use Gram Newton-Schulz only for matrices whose longer side is at least this many times the shorter; "
+        "None: ns_method decides",
         "Dao-AILab, Gram Newton-Schulz",
         ge=1,
     )
     gram_restarts: tuple[int, ...] | None = option(
         None,
-        "numbers of steps after which Gram Newton-Schulz forms its matrices anew; None: where rounding needs it, after "
-        "3 of 5 steps of torch's coefficients and after 2 of the tables'",
-        "Dao-AILab, Gram Newton-Schulz; the default is ours",
+        "numbers of steps after which Gram Newton-Schulz recomputes its matrices. None: where rounding needs "
+        "it, which is after 3 of 5 steps with torch's coefficients, and after 2 with a table",
+        "Dao-AILab, Gram Newton-Schulz; the default is this package's",
         check=checked_restarts,
     )
     precondition: Precondition = option(
         "none",
-        "scaling before Newton-Schulz. 'muoneq_r', 'muoneq_c', 'muoneq_rc': rows, columns or both divided by their "
-        "norms; 'aol': rows of the shorter side divided by the roots of the sums of |X X^T|, in place of the division "
-        "by the norm; 'muon2': the direction divided, element by element, by the root of the mean of the gradient's "
-        "squares, state as large as the momentum",
+        "scaling before Newton-Schulz. 'muoneq_r', 'muoneq_c', 'muoneq_rc': divide rows, columns or both by "
+        "their norms; 'aol': divide rows of the shorter side by the roots of the sums of |XX^T|, in place of "
+        "the division by the norm; 'muon2': divide each element of the direction by the root of the mean of "
+        "its squared gradients, whose state is as large as the momentum",
         f"{MUONEQ}; {TURBO}; {MUON2}",
     )
-    precondition_beta2: float = option(0.95, "of the mean of 'muon2'", f"{MUON2}; dion", ge=0, lt=1)
+    precondition_beta2: float = option(0.95, "decay rate of the mean of 'muon2'", f"{MUON2}; dion", ge=0, lt=1)
     precondition_eps: float = option(
         1e-8,
-        "added to the root of the mean of 'muon2', and to the sums of squares of 'muoneq', of a matrix whose largest "
-        "element is one",
+        "term added to the root of the mean of 'muon2', and to the sums of squares of 'muoneq', of a matrix "
+        "whose largest element is one",
         f"{MUONEQ}; dion",
         gt=0,
     )
     renormalize: Renormalize = option(
         "none",
-        "scaling after Newton-Schulz. 'row', 'col', 'row_col', 'col_row': rows or columns, or first the ones and then "
-        "the others, divided by their norms; 'frobenius': the whole matrix has the norm sqrt(min(rows, columns))",
+        "scaling after Newton-Schulz. 'row', 'col': divide rows or columns by their norms; 'row_col', "
+        "'col_row': both, in this order; 'frobenius': scale the whole matrix to the norm sqrt(min(rows, "
+        "columns))",
         f"{MUON_PLUS}; nanochat",
     )
     hyperball: bool = option(
         False,
-        "keep the weight's Frobenius norm, in place of weight decay: a step of lr times that norm along the update, "
-        "then back to the norm. MuonH, with 'normuon' NorMuonH. A matrix of zeros stays zero",
+        "keep the weight's Frobenius norm, in place of weight decay: step along the update by lr times the "
+        "norm, then scale back to the norm. This is MuonH, or with 'normuon' NorMuonH. A matrix of zeros "
+        "stays zero",
         HYPERBALL,
     )
     per_head: bool = option(
         False,
-        "every head of attention's query, key and value weights is a matrix by itself, in fused weights and in MLA's "
-        "q_b_proj and kv_b_proj, too. Found from the attention modules and the model's config; an error if these do "
-        "not tell, and 'atoms' then says it",
+        "make every attention head's query, key and value weights a matrix, also in fused weights and in "
+        "MLA's q_b_proj and kv_b_proj. The heads are read from the attention modules and the model's config; "
+        "if neither has them, an error asks for 'atoms'",
         PER_HEAD,
     )
     uw_floor: float = option(
         0.0,
-        "least ratio of the norm of the update, with the factor by shape, to that of the weight; smaller updates are "
-        "made longer, 0.35 in the source",
+        "smallest ratio of the norm of the update, with the factor by shape, to the norm of the weight; "
+        "smaller updates are scaled up. The source uses 0.35",
         FLOOR,
         ge=0,
     )
     block_period: int = option(
         1,
-        "steps from one update of whole matrices to the next, 5 in the paper. In those between, each rank "
-        "orthogonalizes its own block of a matrix, rows or a rectangle, and nothing travels; other ranks have other "
-        "blocks. Matrices that are cut inside a row are updated whole in every step",
+        "number of steps from one update of whole matrices to the next; the paper uses 5. In the steps "
+        "between, each rank orthogonalizes the block of a matrix that it stores, rows or a rectangle, and "
+        "nothing travels. Matrices that are cut inside a row are updated whole in every step",
         MUONBP,
         ge=1,
     )
     block_lr_scale: float = option(
         1.0,
-        "the second learning rate, of blocks, over lr, so that a schedule of lr moves both; the factor by shape is the "
-        "block's own",
+        "learning rate of blocks, as a multiple of lr, so that a schedule of lr moves both; the factor by "
+        "shape is that of the block",
         MUONBP,
         ge=0,
     )

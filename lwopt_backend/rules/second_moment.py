@@ -31,13 +31,16 @@ class SecondMomentMuon(Muon, OwnerStateRule):
     """
 
     nesterov: bool = option(False, NESTEROV, TORCH)
-    beta2: float = option(0.95, "of the moving average of the update's squares", f"{NORMUON}; {ADAMUON}", ge=0, lt=1)
-    second_moment_eps: float = option(1e-8, "added to the root of that average", "dion", ge=0)
+    beta2: float = option(
+        0.95, "decay rate of the average of the update's squares", f"{NORMUON}; {ADAMUON}", ge=0, lt=1
+    )
+    second_moment_eps: float = option(1e-8, "term added to the root of the average of squares", "dion", ge=0)
     update_norm: Literal["match_rms", "preserve", "none"] = option(
         "match_rms",
-        "the update's length: a root mean square of 0.2, in place of the factor by shape; or the Frobenius norm that "
-        "it had before the division, as in dion and, since 0.3.0, in Emerging-Optimizers' NorMuon; or what the "
-        "division gave, as in its AdaMuon. 0.2.0 of it is 'none' with adjust_lr_fn 'none' in both",
+        "length of the update. 'match_rms': a root mean square of 0.2, in place of the factor by shape; "
+        "'preserve': the Frobenius norm before the division, as in dion and, since 0.3.0, in "
+        "Emerging-Optimizers' NorMuon; 'none': the length that the division gives, as in Emerging-Optimizers' "
+        "AdaMuon and, with adjust_lr_fn 'none', in both rules of its 0.2.0",
         f"{NORMUON}; {ADAMUON}; dion; Emerging-Optimizers",
     )
 
@@ -89,7 +92,8 @@ class NorMuon(SecondMomentMuon):
 
     second_moment_of: Literal["rows", "longer_side"] = option(
         "rows",
-        "a second moment for every row, an output neuron; or for every line of the longer side, as Emerging-Optimizers",
+        "'rows': one second moment for every row (an output neuron); 'longer_side': one for every line of the "
+        "longer side, as in Emerging-Optimizers",
         f"{NORMUON}; Emerging-Optimizers",
     )
     # nanochat scales so; modded-nanogpt's rows alone.
@@ -114,7 +118,9 @@ class AdaMuon(SecondMomentMuon):
     """
 
     sign_momentum: bool = option(
-        True, "orthogonalize the signs of the momentum; false: the momentum, as Emerging-Optimizers", ADAMUON
+        True,
+        "orthogonalize the signs of the momentum; if false, the momentum itself, as in Emerging-Optimizers",
+        ADAMUON,
     )
     defined: ClassVar[Mapping[str, Sequence[str]]] = {"none": ("none",)}
 
