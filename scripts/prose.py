@@ -26,7 +26,7 @@ INSTEAD = {
     rf"{START}[A-Z][a-z]+(?:ed|den|own) (?:is|are)\b": "the subject first",
     r", too\b": "also, before the verb",
     r"\bnot finite\b": "non-finite",
-    r"\b(?:ours|theirs)\b": "the noun",
+    r"\b(?:ours|theirs)\b(?!-)": "the noun",
     r"\b(?:an)?other numbers? of\b": "a different number of",
     r"\bthat there (?:is|are)\b": "nothing, or 'existing'",
     r"\b(?:has|have|with) most\b": "the most",
@@ -34,7 +34,7 @@ INSTEAD = {
     r"\bcannot be told\b": "cannot be determined",
 }
 CHECKS = {**DEFAULT["checks"], "typography": False}  # straight quotes and three dots are what code has
-PENDING = {"comparison", "optimizers", "peers", "planner"}  # not mended yet
+PENDING = {"comparison", "peers"}  # not mended yet
 
 
 def prose(page: str) -> str:
