@@ -21,9 +21,11 @@ from lwopt_backend.optimizer import LayerWiseOptimizer
 
 @dataclass
 class LayerWiseConfig(OptimizerConfig):  # type: ignore[misc]
-    """A rule for matrices and a rule for the rest, both with ``lr`` and ``weight_decay`` (``at_one_rate``), and
-    further ``arguments`` of ``LayerWiseOptimizer``. ``adjust_lr`` is Muon's ``adjust_lr_fn``: Automodel's recipes look
-    up values of keys that end in ``_fn`` as names of functions."""
+    """``LayerWiseOptimizer`` with ``lr`` and ``weight_decay`` for both rules (``at_one_rate``).
+
+    ``arguments`` are further arguments of ``LayerWiseOptimizer``. ``adjust_lr`` is Muon's ``adjust_lr_fn``: Automodel's
+    recipes look up values of keys that end in ``_fn`` as names of functions.
+    """
 
     supports_megatron_fsdp_sharding: ClassVar[bool] = False  # which flattens matrices
 

@@ -13,11 +13,17 @@ from lwopt_backend.integrations.deepspeed.owned import OwnedLayerWise
 
 
 def register() -> None:
-    """Register both types with DeepSpeed for ds_config.json. Call it once, before ``deepspeed.initialize``, on all
-    ranks.
+    """Register "LayerWise" and "LayerWiseMuon" as types of optimizers in ds_config.json.
 
-    On a CPU it also keeps DeepSpeed from compiling an op that training does not use. Raises ImportError if the
-    installed DeepSpeed is not supported (``deepspeed.versions``).
+    Call it once, on all ranks, before ``deepspeed.initialize``. On a CPU it also keeps DeepSpeed from compiling an op
+    that training does not use.
+
+    Raises:
+        ImportError: if the installed version of DeepSpeed is not supported.
+
+    Examples:
+        >>> deepspeed_zero.register()
+        >>> engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
     """
     versions.check()
     engine.compile_nothing()
@@ -25,23 +31,48 @@ def register() -> None:
 
 
 def LayerWise(params: Iterable[Any], **options: Any) -> EngineOptimizer:
-    """A rule for matrices and a rule for the rest; one data-parallel rank updates each whole matrix.
+    """Optimizer of any matrix rule and any element-wise rule. One data-parallel rank updates each matrix whole.
 
-    ``params`` is what every torch optimizer takes: parameters, or groups with their own ``lr`` and ``weight_decay``.
-    The options are the sections ``matrix`` and ``elementwise``, each a rule's name or its options with ``name``; the
-    list ``overrides``, of such sections with globs in ``params``; and those of ``ZeROConfig``, of which ``storage``
-    selects the optimizer's class.
+    Name it in ds_config.json, or pass it to ``deepspeed.initialize(optimizer=...)``, itself or from a callable. The
+    engine knows the model, so parameters are routed when the engine takes the optimizer, on all ranks.
 
-    Constructed from ds_config.json, passed to ``deepspeed.initialize(optimizer=...)``, or returned by a callable passed
-    there. Parameters are routed when the engine takes the optimizer, because only then is the model known. Raises
-    ValueError for wrong options; an unsupported model or configuration raises on every rank when the engine is built.
+    Args:
+        params: parameters, or param groups with their own ``lr`` and ``weight_decay``, as in torch.optim.
+        **options: ``matrix`` and ``elementwise``, each a rule's name or a mapping with ``name`` and options;
+            ``overrides``, a list of such sections with globs in ``params``; ``include``, ``exclude``, ``atoms``,
+            ``allow_no_matrix``, ``exchange_dtype`` and ``report``; ``storage``, "zero" or "owned". Storage "zero" has
+            ``policy``, ``bucket_numel`` and ``ns_device``; "owned" has ``layout``, ``bucket_mb`` and ``group_size``.
+
+    Returns:
+        An optimizer for one engine.
+
+    Raises:
+        ValueError: for wrong options. An unsupported model or configuration raises on all ranks when the engine is
+            built.
+
+    Examples:
+        >>> optimizer = LayerWise(model.parameters(), matrix={"name": "muon", "lr": 0.02}, elementwise="adamw")
     """
     return _made("LayerWise", params, *settings_of(ZeROConfig, options, "LayerWise", entry="LayerWise"))
 
 
 def LayerWiseMuon(params: Iterable[Any], **options: Any) -> EngineOptimizer:
-    """Muon for matrices, AdamW for the rest: short for ``LayerWise``. Its options are those of ``LayerWiseMuonConfig``:
-    torch.optim.Muon's arguments, a section ``adamw`` with torch.optim.AdamW's, and ours."""
+    """``LayerWise`` with Muon for matrices and AdamW for all other parameters, whose options need no sections.
+
+    Args:
+        params: parameters, or param groups, as in ``LayerWise``.
+        **options: the options of rule ``muon``; ``adamw``, a section with the options of rule ``adamw``; ``overrides``
+            and the other options of ``LayerWise``.
+
+    Returns:
+        An optimizer for one engine.
+
+    Raises:
+        ValueError: as ``LayerWise``.
+
+    Examples:
+        >>> optimizer = LayerWiseMuon(model.parameters(), lr=0.02, adamw={"lr": 3e-4})
+    """
     return _made("LayerWiseMuon", params, *muon_settings(options, "LayerWiseMuon"))
 
 

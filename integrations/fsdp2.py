@@ -19,8 +19,20 @@ def at_one_rate(
     adjust_lr_fn: str = "match_rms_adamw",
     **more: Any,
 ) -> dict[str, Any]:
-    """``LayerWiseOptimizer``'s arguments in a trainer with one rate and one weight decay, chosen for AdamW: both rules
-    have them, unless their sections have others, and Muon's updates have the size of AdamW's."""
+    """Arguments of ``LayerWiseOptimizer`` for a trainer with one learning rate and one weight decay, chosen for AdamW.
+
+    Args:
+        lr: learning rate of both rules, unless a section has another.
+        weight_decay: weight decay of both rules, unless a section has another.
+        matrix: matrix rule, as in ``LayerWiseOptimizer``.
+        elementwise: element-wise rule, as in ``LayerWiseOptimizer``.
+        elementwise_lr: learning rate of the element-wise rule. Default: ``lr``.
+        adjust_lr_fn: Muon's factor by shape. The default makes updates as large as AdamW's.
+        **more: further arguments of ``LayerWiseOptimizer``.
+
+    Returns:
+        The arguments by name.
+    """
     of_both = {"lr": lr, "weight_decay": weight_decay}
     rules = {"matrix": ("muon", of_both, matrix), "elementwise": ("adamw", {**of_both}, elementwise)}
     if elementwise_lr is not None:

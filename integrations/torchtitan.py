@@ -28,10 +28,11 @@ SPEED_ONLY = ("foreach", "fused")  # which change no result
 
 
 class LayerWiseOptimizers(OptimizersContainer):  # type: ignore[misc]
-    """One ``LayerWiseOptimizer`` for each model part of a rank, which has several under pipeline parallelism.
+    """One ``LayerWiseOptimizer`` for each model part of a rank, which has several parts under pipeline parallelism.
 
-    Made by the trainer after it has sharded the model. ``arguments`` are ``LayerWiseOptimizer``'s. Without any, those
-    of ``from_recipe``. A part without a matrix, such as a stage with only the embedding, is trained element-wise.
+    The trainer makes it on all ranks after it has sharded the model. ``arguments`` are ``LayerWiseOptimizer``'s, by
+    default those of the recipe. A part without a matrix, such as a stage with only the embedding, is trained
+    element-wise.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -55,7 +56,15 @@ class LayerWiseOptimizers(OptimizersContainer):  # type: ignore[misc]
 
 @override(target=OptimizersContainer.Config, description="LayerWiseOptimizer for all parameters")  # type: ignore[untyped-decorator]
 def layer_wise(config: OptimizersContainer.Config, **arguments: Any) -> LayerWiseOptimizers.Config:
-    """The recipe's optimizer replaced by ours, with these arguments of ``LayerWiseOptimizer`` or as the recipe says."""
+    """Replace a recipe's optimizer by ``LayerWiseOptimizers``.
+
+    Args:
+        config: the recipe's optimizer.
+        **arguments: ``LayerWiseOptimizer``'s. Default: those of the recipe.
+
+    Returns:
+        A configuration to put in place of ``config``.
+    """
     made: LayerWiseOptimizers.Config = derive(config, LayerWiseOptimizers.Config, arguments=arguments)
     return made
 

@@ -23,11 +23,22 @@ from lwopt_backend.optimizer import LayerWiseOptimizer
 def LayerWise(
     params: Iterator[nn.Parameter], *, lr: float, weight_decay: float = 0.01, **options: Any
 ) -> LayerWiseOptimizer:
-    """A rule for matrices and a rule for the rest, both with verl's ``lr`` and ``weight_decay`` (``at_one_rate``).
+    """``LayerWiseOptimizer`` at verl's ``lr`` and ``weight_decay`` for both rules (``at_one_rate``).
 
-    Called by verl's ``build_optimizer`` on all ranks. ``params`` is ``module.parameters()``: this generator knows its
-    module, whose names route the parameters; a list would not. The options are verl's ``override_optimizer_config``.
-    Raises TypeError for anything else than such a generator, and ValueError for a module that FSDP2 has not sharded.
+    verl's ``build_optimizer`` calls it on all ranks.
+
+    Args:
+        params: ``module.parameters()``. This generator knows its module, whose names route the parameters.
+        lr: learning rate of both rules.
+        weight_decay: weight decay of both rules.
+        **options: further arguments of ``at_one_rate``, from verl's ``override_optimizer_config``.
+
+    Returns:
+        A ``LayerWiseOptimizer``.
+
+    Raises:
+        TypeError: for ``params`` that is not such a generator, such as a list.
+        ValueError: for a module that FSDP2 has not sharded.
     """
     module = inspect.getgeneratorlocals(params).get("self") if inspect.isgenerator(params) else None
     if not isinstance(module, nn.Module):

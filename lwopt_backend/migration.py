@@ -25,9 +25,19 @@ BUFFER = "momentum_buffer"
 
 
 def convert_momentum(buffer: Tensor, momentum: float, *, source: Form, target: Form) -> Tensor:
-    """A new momentum buffer of form ``target`` from one of form ``source``, with the same shape and dtype.
+    """Convert a momentum buffer between "ema" and "sum", which differ by the factor 1 - momentum.
 
-    Raises ValueError for an unknown form, and for a ``momentum`` outside [0, 1).
+    Args:
+        buffer: the momentum, which is not changed.
+        momentum: decay rate, in [0, 1).
+        source: form of ``buffer``.
+        target: form to return.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: for an unknown form, and for a ``momentum`` outside [0, 1).
     """
     return buffer.detach() * factor(momentum, source, target)
 
@@ -37,8 +47,17 @@ def convert_named_momentum(
 ) -> dict[str, dict[str, Tensor]]:
     """``convert_momentum`` for every momentum buffer in a state by parameter name; other state is returned as it is.
 
-    ``momentum`` is one number, or one for each parameter with a buffer. Raises ValueError as above, and for a parameter
-    that ``momentum`` lacks.
+    Args:
+        named: state by parameter name.
+        momentum: decay rate, one for all, or one for each parameter with a buffer.
+        source: form of the buffers.
+        target: form to return.
+
+    Returns:
+        New state by parameter name.
+
+    Raises:
+        ValueError: as ``convert_momentum``, and for a parameter that ``momentum`` lacks.
     """
     converted = {name: dict(state) for name, state in named.items()}
     for name, state in converted.items():
@@ -76,22 +95,43 @@ Group = Mapping[str, Any]
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, named: Named, *, strict: bool = True) -> list[str]:
-    """Replace state by whole tensors, given by parameter name, as ``from_checkpoint`` returns them.
+    """Replace an optimizer's state by whole tensors. Call it on all ranks, with the same tensors, between steps.
 
-    For ``LayerWiseOptimizer``; on a plain model, experts that only some ranks share are named as in its own
-    checkpoints. Hyperparameters do not change. With ``strict``, ``named`` must have every trained parameter and no
-    other; without it, parameters that it lacks keep their state, and their names are returned. Called on all ranks,
-    with the same tensors, between steps. Raises, on all of them and before anything is changed, for names, keys or
-    shapes that do not fit and for rules with owner state; TypeError for any other optimizer.
+    Hyperparameters do not change.
+
+    Args:
+        optimizer: a ``LayerWiseOptimizer``.
+        named: state by parameter name, as ``from_checkpoint`` returns it. On a plain model, experts that only some
+            ranks share are named as in its checkpoints.
+        strict: require every trained parameter and no other. If False, missing parameters keep their state.
+
+    Returns:
+        Names of parameters that kept their state.
+
+    Raises:
+        ValueError: on all ranks, before anything is changed, for names, keys or shapes that do not fit, and for rules
+            with owner state.
+        TypeError: for another optimizer.
+
+    Examples:
+        >>> saved = torch.load("muon.pt")
+        >>> load_named_state(optimizer, from_checkpoint(saved, names=["0.weight", "2.weight"]))
     """
     return load_into(_store_of(optimizer, WHAT), named, strict=strict)
 
 
 def change_momentum_form(optimizer: torch.optim.Optimizer, target: Form) -> None:
-    """Convert momentum to another form: the buffers, and ``momentum_form`` of all param groups that have that option.
+    """Convert momentum to another form: the buffers, and ``momentum_form`` of all param groups that have this option.
 
-    Uses a group's current momentum. For the optimizers of ``load_named_state``; called on all ranks, between steps.
-    Raises ValueError for an unknown form, TypeError for any other optimizer.
+    Call it on all ranks, between steps. It uses each group's current momentum.
+
+    Args:
+        optimizer: a ``LayerWiseOptimizer``.
+        target: form of momentum from now on, "ema" or "sum".
+
+    Raises:
+        ValueError: for an unknown form.
+        TypeError: for another optimizer.
     """
     check_form("target", target)
     change_form(_store_of(optimizer, "change_momentum_form"), target)
@@ -212,19 +252,23 @@ def from_checkpoint(
     momentum: float | None = None,
     momentum_form: Form = "ema",
 ) -> dict[str, dict[str, Tensor]]:
-    """The state in another optimizer's ``state_dict``, by parameter name, for ``load_named_state``.
+    """Read another optimizer's ``state_dict`` for ``load_named_state``. May run on any rank; does not communicate.
 
-    - ``state_dict``: a single process's, or a full one: whole tensors under ``state``, by number or by name.
-    - ``names``: the parameters' names in the order of the param groups; not needed if the state is by name, or if the
-      param groups have torch's ``param_names``.
-    - ``source``: the optimizer that wrote it, one of ``SOURCES``; AdamW's moments are found in all of them.
-    - ``momentum``: if it is not that in the param groups. Needed only if the form changes.
-    - ``momentum_form``: the form that our optimizer is set to.
+    Args:
+        state_dict: a single process's or a full one: whole tensors under ``state``, by number or by name.
+        names: the parameters' names in the order of the param groups; not needed if the state is by name, or if the
+            param groups have torch's ``param_names``.
+        source: the optimizer that wrote ``state_dict``, one of ``SOURCES``. AdamW's moments are found in all of them.
+        momentum: decay rate, if the param groups have none. Needed only if the form changes.
+        momentum_form: the form that the ``LayerWiseOptimizer`` is set to.
 
-    Returns new fp32 tensors: ``momentum_buffer`` for what Muon trains; ``exp_avg``, ``exp_avg_sq`` and ``step`` for
-    what AdamW trains. May be called on any rank; does not communicate. Raises ValueError for an unknown source or form,
-    for a wrong number of names or one that occurs twice, for state that is missing, sharded, of differing shapes or of
-    another optimizer, and if the momentum is not known.
+    Returns:
+        New fp32 tensors by parameter name: ``momentum_buffer`` for parameters of Muon; ``exp_avg``, ``exp_avg_sq`` and
+        ``step`` for parameters of AdamW.
+
+    Raises:
+        ValueError: for an unknown source or form, for a wrong number of names or a name that occurs twice, for state
+            that is missing, sharded, of differing shapes or of another optimizer, and if the momentum is not known.
     """
     if source not in SOURCES:
         raise ValueError(f"unknown source {source!r}; {suggestion(str(source), SOURCES)}")

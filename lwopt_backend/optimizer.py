@@ -1,17 +1,12 @@
 """``LayerWiseOptimizer(model)``: layer-wise matrix optimizers in plain PyTorch and on FSDP2.
 
-A plain model is trained by ``OwnedOptimizer``, in place of DDP and an optimizer: every rank runs the whole model on its
-share of a batch. Gradients are reduced in backward to the ranks that own them, each matrix is updated once, by its
-owner, and new parameters are sent to all ranks.
-
-A ``fully_shard`` model is trained by ``MeshOptimizer``. FSDP2 does what it always does: sharding, gradient reduction,
-mixed precision, offload. Parameters, gradients and state stay sharded DTensors; ``step()`` sends the pieces of every
-matrix to one rank of its mesh, updates the whole matrix there, and returns the pieces.
+``OwnedOptimizer`` trains a plain model: backward reduces gradients to their owners, ``step()`` sends new parameters to
+all ranks. ``MeshOptimizer`` trains a ``fully_shard`` model: tensors stay sharded DTensors; ``step()`` sends the pieces
+of each matrix to one rank of its mesh, and returns the pieces of the update.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -45,7 +40,7 @@ from lwopt_backend.engines.owned.state import OwnedStore, held_state, state_of, 
 from lwopt_backend.engines.owned.step import OwnedCore, Share, broadcast_untrained
 from lwopt_backend.groups.choices import Rules, settings_lines
 from lwopt_backend.groups.grouping import Given, Grouping, WatchedModel
-from lwopt_backend.groups.param_groups import ComparedOptions, ElementwiseGroups, Groups, small_rate, with_options
+from lwopt_backend.groups.param_groups import ComparedOptions, ElementwiseGroups, warn_of_small_rate, with_options
 from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps, with_torchs_keys
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
@@ -65,35 +60,41 @@ class Sharing(NamedTuple):
     expert_group_size: int | None = None
 
 
-def warn_of_small_rate(groups: Groups) -> None:
-    """Warn once of matrices that would hardly move."""
-    if (slow := small_rate(groups)) is not None:
-        warnings.warn(f"{NAME}: {slow}", stacklevel=4)
-
-
 class LayerWiseOptimizer(BaseOptimizer):
-    """A matrix rule for the model's matrices and an element-wise rule for the rest, on data-parallel ranks.
+    """Layer-wise optimizer of a plain model, in place of DDP, or of a ``fully_shard`` model.
 
-    For a model that ``fully_shard`` has sharded, this makes a ``MeshOptimizer``, for a plain one an ``OwnedOptimizer``.
+    A matrix rule (Muon by default) trains weight matrices, an element-wise rule (AdamW) trains all other parameters.
+    One data-parallel rank updates each matrix whole. ``param_groups`` has, for each group given, one group of matrices
+    and one of other parameters. Call the constructor and every method on all ranks.
 
-    - ``model``: the plain module, not wrapped in DDP, which this replaces; on FSDP2 the sharded module, or a list of
-      modules (pipeline stages of one rank).
-    - ``matrix``, ``lr``: the matrix rule and its learning rate; torch.optim.Muon's other arguments by their names.
-    - ``elementwise``, ``elementwise_lr``: the rule for all other parameters and its rate. Either rule may be given as a
-      mapping with its options: ``elementwise={"name": "adamw", "lr": 3e-4, "betas": (0.9, 0.95)}``.
-    - ``params``: param groups as torch.optim takes them, each with its own ``lr``, ``weight_decay`` and section
-      ``"adamw"``; by default all trainable parameters in one group.
-    - ``sharded_later``: the model is not sharded yet; Accelerate's ``prepare``, for example, will shard it and put the
-      sharded parameters into ``param_groups``.
-    - ``process_group``, for a plain model: the data-parallel ranks; by default all. Without torch.distributed, this
-      process trains alone.
-    - ``expert_params``, ``expert_process_group``, ``expert_group_size``, for a plain model: globs of the parameters
-      that only some of the ranks share, the process group of these ranks, and how many of them are one instance. Their
-      gradients, too, are means over ``process_group``.
-    - other options: those of ``OwnedConfig`` or ``FSDP2Config``.
+    Args:
+        model: a plain module without a DDP wrapper, a ``fully_shard`` module, or a list of the pipeline stages of this
+            rank, each of which ``fully_shard`` has sharded.
+        matrix: name of the matrix rule, or a mapping with its ``name`` and options.
+        lr: learning rate of the matrix rule. Default: the rule's.
+        elementwise: name of the rule of all other parameters, or a mapping like ``{"name": "adamw", "eps": 1e-6}``.
+        elementwise_lr: learning rate of the element-wise rule. Default: the rule's.
+        params: param groups as in torch.optim, each with its own ``lr``, ``weight_decay`` and section ``"adamw"``.
+            Default: one group of all trainable parameters.
+        overrides: other options for some parameters: mappings with ``params`` (globs on names) and ``matrix`` or
+            ``elementwise``.
+        sharded_later: plan at the first step, for a model that will be sharded later, as Accelerate's ``prepare`` does.
+        process_group: data-parallel ranks of a plain model. Default: all ranks, or this process alone.
+        expert_params: globs of the parameters that only some ranks of a plain model share. Their gradients are also
+            means over ``process_group``.
+        expert_process_group: ranks that share the parameters in ``expert_params``.
+        expert_group_size: number of ranks in ``expert_process_group`` that hold one instance of the experts.
+        **options: the matrix rule's options by name, and the engine's. Both engines have ``include``, ``exclude``,
+            ``atoms``, ``allow_no_matrix``, ``exchange_dtype``, ``clip_groups`` and ``report``. A ``fully_shard`` model
+            has ``bucket_matrices``, ``bucket_numel`` and ``state_dtype``. A plain model has ``layout``, ``bucket_mb``,
+            ``group_size``, ``grad_dtype``, ``keep_full_grads``, ``overlap_grad_reduce`` and ``overlap_param_gather``.
 
-    ``param_groups`` has, for each group given, a matrix half and an element-wise half. Every method is called on all
-    ranks. Raises TypeError or ValueError, on all of them, for a model or options that are not supported.
+    Raises:
+        TypeError, ValueError: on all ranks, if the model or an option is not supported.
+
+    Examples:
+        >>> fully_shard(model)
+        >>> optimizer = LayerWiseOptimizer(model, lr=0.02, elementwise_lr=3e-4, weight_decay=0.1)
     """
 
     config: Any
@@ -140,12 +141,18 @@ class LayerWiseOptimizer(BaseOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step with the gradients since the last one; returns the closure's result. Called on all ranks.
+        """Step with the gradients since the last step.
 
-        A parameter that has no gradient on any rank is left alone, state included; where only some ranks have one, the
-        others count as zero. Raises RuntimeError, on all ranks, if options differ, which every 64th step looks at; of a
-        plain model also if a backward pass failed on one, or if parameters were replaced or others are trained than
-        before. What else fails is raised on that rank alone; the others wait for it until its program is ended.
+        A parameter without a gradient on any rank keeps its value and state. If only some ranks have a gradient, the
+        gradients of the others count as zero.
+
+        Returns:
+            The closure's result.
+
+        Raises:
+            RuntimeError: on all ranks, if options differ between ranks, which every 64th step compares; for a plain
+                model also if a backward pass failed on any rank, or if other parameters are trained than before. Other
+                errors are raised on one rank, for which the others wait until its program is ended.
         """
         with one_call(self, begins=True, ends=True):
             loss = None if closure is None else torch.enable_grad()(closure)()
@@ -165,13 +172,14 @@ class LayerWiseOptimizer(BaseOptimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over all gradients, however they are stored. Called on all ranks.
+        """``torch.nn.utils.clip_grad_norm_`` over all gradients, however they are stored.
 
-        Returns the norm before clipping, a plain fp32 tensor that is the same on all ranks. For one mesh it has torch's
-        bits; owned storage adds up in fp64, without ``foreach``. Parameters on a mesh that leaves out some ranks count
-        once if those have copies, and together with theirs if they have others (experts).
+        A plain model adds up in fp64, without ``foreach``. If a mesh leaves out some ranks, its parameters count once
+        where those ranks hold copies, and are added where they hold other parameters (experts). Parameters in
+        ``clip_groups`` do not count: their groups' norms clip them, here or, without a call, in ``step``.
 
-        Parameters in ``clip_groups`` do not count: they are clipped by their groups' norms, here or else in the step.
+        Returns:
+            The norm before clipping, a plain fp32 scalar, equal on all ranks. For one mesh it has torch's bits.
         """
         limits = {**self._clip_groups.limits, None: max_norm}
         return self._clip(limits, norm_type, error_if_nonfinite, foreach)[None].float()
@@ -219,10 +227,14 @@ class LayerWiseOptimizer(BaseOptimizer):
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
         """Start the exchange of each bucket in the backward pass, as soon as its last gradient has been reduced.
 
-        The result is that of a step without it, bit for bit: a bucket whose gradients are changed after it was sent
-        (clipped, unscaled) is exchanged again, and early exchange pauses for a few steps. Costs the memory of the
-        buckets sent and received until the step. Returns a handle whose ``remove()`` removes the hooks. Called on all
-        ranks. Raises ValueError for a model other than the optimizer's.
+        Results do not change by a bit: a bucket whose gradients are changed after it was sent (clipped, unscaled) is
+        exchanged again, and early exchange pauses for a few steps. Buckets in flight cost memory until the step.
+
+        Returns:
+            A handle whose ``remove()`` removes the hooks.
+
+        Raises:
+            ValueError: for a model other than the optimizer's.
         """
         raise self._only_of(FSDP2Config, "attach")
 
@@ -245,18 +257,17 @@ class LayerWiseOptimizer(BaseOptimizer):
         raise self._only_of(OwnedConfig, "refresh_masters")
 
     def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
-        """Write weights, state and ``more`` into a folder that torch.distributed.checkpoint reads.
+        """Write weights, state and ``more`` to a folder that torch.distributed.checkpoint reads. For plain models.
 
-        All ranks must see the folder, which is for this checkpoint alone; an earlier one in it is replaced atomically.
-        An error on any rank is raised on all ranks. For plain models only.
+        All ranks must see the folder, which holds only this checkpoint; an earlier one is replaced atomically. An error
+        on any rank is raised on all ranks.
         """
         raise self._only_of(OwnedConfig, "save_state_dict")
 
     def load_state_dict_from(self, path: str | PathLike[str]) -> dict[str, Any]:
-        """Load weights and state from any engine's ``{"model": ..., "optimizer": ...}``, saved on any number of ranks.
+        """Load any engine's ``{"model": ..., "optimizer": ...}``, saved on any number of ranks. For plain models.
 
-        Returns what else is in the folder. What does not fit raises, on all ranks, before anything is changed. For
-        plain models only.
+        Returns the folder's other entries. What does not fit raises on all ranks, before anything is changed.
         """
         raise self._only_of(OwnedConfig, "load_state_dict_from")
 

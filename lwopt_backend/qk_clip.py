@@ -93,10 +93,13 @@ def _part(block: Block) -> str:
 
 @dataclass(frozen=True)
 class Heads:
-    """One attention layer, by the names of its parameters.
+    """One attention layer. Rows of the weights are ordered by head.
 
-    ``query`` and ``key`` may be one fused weight whose matrices are called ``"q"`` and ``"k"`` in the routing table.
-    ``heads`` is the number of query heads, ``key_heads`` of key heads if there are fewer; rows are ordered by head.
+    Attributes:
+        query: name of the query weight.
+        key: name of the key weight. One fused weight may be both, if the routing table names its matrices "q" and "k".
+        heads: number of query heads.
+        key_heads: number of key heads, if there are fewer.
     """
 
     query: str
@@ -108,12 +111,27 @@ class Heads:
 
 
 class QKClip:
-    """``clip = QKClip(optimizer, {"0": Heads(...), ...}, threshold=100.0)``; ``clip(max_logits)`` before every step.
+    """QK-Clip: scales query and key rows of heads whose largest logit exceeds a threshold, after the update.
 
-    ``optimizer`` is any of ours, including DeepSpeed's ``engine.basic_optimizer`` (with owned storage
-    ``engine.optimizer``). Constructed on all ranks that step the layers. Formula and limits:
-    ``rules.qk_clip.qk_clip_factors``. Raises TypeError for another optimizer; ValueError for parameters that are not
-    trained, whose outputs do not divide into heads, or whose query and key cannot be told apart.
+    Call ``clip(max_logits)`` before every step, on all ranks that step the layers; construct on the same ranks.
+    ``qk_clip_factors`` has the formula and its limits.
+
+    Args:
+        optimizer: a ``LayerWiseOptimizer``, or DeepSpeed's ``engine.basic_optimizer`` (with owned storage
+            ``engine.optimizer``).
+        layers: the attention layers, by any names.
+        threshold: largest logit that is not scaled.
+        query_share: share of a factor that the query takes, as an exponent; the key takes the rest.
+
+    Raises:
+        TypeError: for another optimizer.
+        ValueError: for parameters that are not trained, whose outputs do not divide into heads, or that do not show
+            which rows are query and key.
+
+    Examples:
+        >>> clip = QKClip(optimizer, {"0": Heads("0.q_proj.weight", "0.k_proj.weight", heads=12)})
+        >>> clip({"0": max_logits})  # (heads,) over all batches and ranks since the last step
+        >>> optimizer.step()
     """
 
     def __init__(

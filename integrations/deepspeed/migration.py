@@ -15,10 +15,21 @@ from lwopt_backend.runtime.state import StateStore
 def load_named_state(engine: DeepSpeedEngine, named: Named, *, strict: bool = True) -> list[str]:
     """``lwopt_backend.migration.load_named_state`` for an engine, at every stage and with both storages.
 
-    Best called right after ``deepspeed.initialize`` or ``load_checkpoint``, and only between steps; creates the state
-    that a first step would create. In a pipeline, every stage takes its own parameters, and every rank its own experts,
-    which are numbered through all ranks. Called on all ranks. Raises the same ValueErrors, and also for element-wise
-    parameters with different counts of steps, because DeepSpeed steps a param group as one tensor.
+    Call it on all ranks between steps, best right after ``deepspeed.initialize`` or ``load_checkpoint``. It creates the
+    state that a first step would create. In a pipeline, every stage takes its own parameters, and every rank its own
+    experts, which are numbered through all ranks.
+
+    Args:
+        engine: an engine with an optimizer of this package.
+        named: state by parameter name, as ``from_checkpoint`` returns it.
+        strict: require every trained parameter and no other.
+
+    Returns:
+        Names of parameters that kept their state.
+
+    Raises:
+        ValueError: as ``load_named_state``, and for element-wise parameters with different counts of steps, because
+            DeepSpeed steps a param group as one tensor.
     """
     return migration.load_into(_store(engine, migration.WHAT), named, strict=strict)
 

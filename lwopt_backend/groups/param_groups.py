@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, dtype, nn
 
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT, SHARED
-from lwopt_backend.config.hosts import HOSTS
+from lwopt_backend.config.hosts import HOSTS, NAME
 from lwopt_backend.config.options import glob_suggestion, nearest, option_suggestion
 from lwopt_backend.groups.choices import Choice, Rules
 from lwopt_backend.groups.registry import (
@@ -357,6 +358,12 @@ def small_rate(groups: Groups) -> str | None:
         f"{group.get('adjust_lr_fn') or 'original'!r}, at which matrices hardly move. Give it a rate for Muon, such as "
         "0.02; or keep the rate and set 'adjust_lr_fn' to 'match_rms_adamw', which makes updates as large as AdamW's"
     )
+
+
+def warn_of_small_rate(groups: Groups) -> None:
+    """Warn once of matrices that would hardly move."""
+    if (slow := small_rate(groups)) is not None:
+        warnings.warn(f"{NAME}: {slow}", stacklevel=4)
 
 
 def check_overrides(rules: Rules, names: Mapping[str, bool]) -> None:

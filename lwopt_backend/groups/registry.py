@@ -116,15 +116,28 @@ def register_rule(
     takes: Takes | None = None,
     source: str = "",
 ) -> None:
-    """Register a matrix rule under ``name``, for use in any configuration. Called on all ranks, before that.
+    """Register a matrix rule for use in any later configuration. Call it on all ranks.
 
-    - ``rule``: a subclass of ``MatrixRule``, or a function that makes one; called with the options by name.
-    - ``options``: their pydantic model; not needed for a dataclass, whose fields are the options.
-    - ``cost``: flops on a matrix of a shape, given the options; by default the matrix's number of elements.
-    - ``takes``: default routing: whether the 2-D parameter with this route is a matrix for this rule; None: as routed.
-      Globs in ``include`` and ``exclude`` take precedence.
+    Args:
+        name: name of the rule in configurations.
+        rule: a subclass of ``MatrixRule``, or a function that makes one; called with the options by name.
+        options: pydantic model of the options. Default: the fields of ``rule``, which must be a dataclass.
+        cost: flops on a matrix, from its (rows, columns) and the options. Default: the number of elements.
+        work: what ``cost`` counts, for tables.
+        takes: default routing: whether the 2-D parameter with this route is a matrix for this rule, or None to keep the
+            route. Globs in ``include`` and ``exclude`` take precedence.
+        source: publication or package, for tables.
 
-    Raises ValueError for a name that is taken.
+    Raises:
+        ValueError: for a name that is taken, and for a rule without options.
+
+    Examples:
+        >>> @dataclass
+        ... class SignSGD(MatrixRule):
+        ...     lr: float = 1e-3
+        ...     def transform(self, matrices):
+        ...         return matrices.sign()
+        >>> register_rule("signsgd", SignSGD)
     """
     flops = cost or (lambda shape, _: shape[0] * shape[1])
     MATRIX_RULES[name] = MatrixEntry(name, _model_of(name, rule, options), rule, flops, work, takes, source)
@@ -139,17 +152,22 @@ def register_elementwise(
     counters: CountersOf = lambda options: Counters(),
     source: str = "",
 ) -> None:
-    """Register a torch optimizer under ``name`` as a rule for element-wise parameters. Called on all ranks.
+    """Register a torch optimizer as a rule for element-wise parameters. Call it on all ranks.
 
-    Every rank steps the elements that it stores. So the update of an element must depend on no other element and not on
-    the shape, which is not checked: it would train otherwise on other numbers of ranks.
+    Every rank steps the elements that it stores. So the update of an element must not depend on other elements or on
+    the shape. This is not checked: such a class would train differently on a different number of ranks.
 
-    - ``optimizer``: the class, or a function that returns it from the options.
-    - ``options``: their pydantic model; by default the arguments of a class, as its signature has them.
-    - ``new_state``: the state of a flat tensor before the first step, given the options: tensors like it, and scalars.
-    - ``counters``: what the class keeps as Python numbers, in the state of a parameter or in its param group.
+    Args:
+        name: name of the rule in configurations.
+        optimizer: the class, or a function that returns the class from the options.
+        options: pydantic model of the options. Default: the arguments in the signature of the class.
+        new_state: from a flat tensor and the options, its state before the first step: tensors of its shape, and
+            scalars.
+        counters: what the class keeps as Python numbers, in the state of a parameter or in its param group.
+        source: publication or package, for tables.
 
-    Raises ValueError for a name that is taken.
+    Raises:
+        ValueError: for a name that is taken.
     """
     if options is None and isinstance(optimizer, type):
         options = _model(classes.path_of(optimizer))

@@ -27,12 +27,21 @@ def qk_clip_factors(
     scaled, and the queries take all of gamma, as the paper does for MLA's rotary part: only then is a head clipped
     without effect on the others. So with fewer ``key_heads`` than heads (grouped queries), all key factors are one.
 
-    - ``max_logits``: (heads,), each head's largest q k / sqrt(d) before the softmax since the last step, over all
-      (accumulated) batches and data-parallel ranks. Every rank must pass the same.
-    - Returns fp32 factors on the device of ``max_logits``. A head within the threshold has exactly one; a logit that is
-      not finite yields NaN, because a step that saw one should have been skipped.
+    Apply the factors after the update; momentum is not scaled.
 
-    Applied after the update; momentum is not scaled. Raises ValueError for a wrong shape, threshold or share.
+    Args:
+        max_logits: (heads,), each head's largest q k / sqrt(d) before the softmax since the last step, over all
+            (accumulated) batches and data-parallel ranks. Every rank must pass the same.
+        threshold: largest logit that is not reduced.
+        key_heads: number of key heads. Default: that of query heads.
+        query_share: exponent of gamma for the query.
+
+    Returns:
+        fp32 factors on the device of ``max_logits``, exactly one for a head within the threshold. A non-finite logit
+        yields NaN, because a step that saw one should have been skipped.
+
+    Raises:
+        ValueError: for a wrong shape, threshold or share.
     """
     if max_logits.ndim != 1 or not len(max_logits):
         raise ValueError(f"max_logits: expected one per head, (heads,); found shape {tuple(max_logits.shape)}")
@@ -54,11 +63,14 @@ def qk_clip_factors(
 def row_factors(parts: Sequence[tuple[int, Tensor | None]]) -> Tensor:
     """One factor per row of a projection, (rows,), whose rows are ordered by head.
 
-    ``parts`` are the rows of one head in order: their number, and their factors by head, or None for one. For attention
-    with d rows a head: ``[(d, factors.query)]`` for the query's projection, ``[(d, factors.key)]`` for the key's; for
-    MLA ``[(nope, factors.query), (rope, factors.rotary_query)]`` and ``[(nope, factors.key), (v, None)]``.
+    Args:
+        parts: the rows of one head in order: their number, and (heads,) factors, or None for a factor of one. For
+            attention with d rows a head: ``[(d, factors.query)]`` for the query's projection, ``[(d, factors.key)]``
+            for the key's; for MLA ``[(nope, factors.query), (rope, factors.rotary_query)]`` and
+            ``[(nope, factors.key), (v, None)]``.
 
-    Raises ValueError if no part has factors, or if their numbers of heads differ.
+    Raises:
+        ValueError: if no part has factors, or if their numbers of heads differ.
     """
     given = [factors for _, factors in parts if factors is not None]
     if not given or any(factors.shape != given[0].shape for factors in given):

@@ -36,15 +36,22 @@ Measured = dict[str, list[float]]  # by module
 
 
 class ModuleOptimizers(torch.optim.Optimizer):
-    """Steps the optimizers of several modules as one.
+    """Steps the optimizers of several modules as one optimizer. Call the constructor and every method on all ranks.
 
-    - ``optimizers``: the optimizer of each module, by name, or None on a rank that does not have the module. All ranks
-      give the same names in the same order. An optimizer is a ``LayerWiseOptimizer``, or any of torch's, whose module
-      is then on one rank only, or a copy on each of its ranks, as under DDP.
-    - ``process_group``: all ranks of all modules; by default all ranks.
+    ``modules`` has this rank's optimizers by name, ``names`` the names of all modules.
 
-    ``modules`` has this rank's optimizers by name, ``names`` all modules. Every method is called on all ranks. Raises
-    TypeError, ValueError or RuntimeError, on all of them, for modules that cannot be trained together.
+    Args:
+        optimizers: the optimizer of each module by name, or None on a rank without the module. All ranks give the same
+            names in the same order. An optimizer is a ``LayerWiseOptimizer`` or one of torch's. The module of torch's
+            optimizer is on one rank only, or each of its ranks has a copy, as under DDP.
+        process_group: all ranks of all modules. Default: all ranks.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: on all ranks, for modules that cannot be trained together.
+
+    Examples:
+        >>> vision = LayerWiseOptimizer(model.vision) if rank < 2 else None
+        >>> optimizer = ModuleOptimizers({"vision": vision, "text": LayerWiseOptimizer(model.text)})
     """
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer | None], *, process_group: Any = None) -> None:
@@ -86,7 +93,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, plain models' modules accumulate gradients on their ranks; hosts have switches of their own."""
+        """Accumulate gradients of plain models on each rank within this context; FSDP2 and DDP have own switches."""
         with ExitStack() as stack:
             for optimizer in self.modules.values():
                 if isinstance(optimizer, OwnedOptimizer):
@@ -111,15 +118,23 @@ class ModuleOptimizers(torch.optim.Optimizer):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Multiply all gradients by ``max_norm / (norm + 1e-6)``, if that is below 1, where ``norm`` is ``grad_norm``.
+        """Multiply all gradients by ``max_norm / (norm + 1e-6)`` if this is below 1, where ``norm`` is ``grad_norm``.
 
-        If ``max_norm`` is a mapping, each module has its own, over that same norm. ``foreach`` has no effect. Returns
-        the norm before clipping. If it is not finite, gradients are not changed (``step`` will use none of them), and
-        with ``error_if_nonfinite`` it raises RuntimeError. Raises ValueError for missing or unknown modules in
-        ``max_norm``.
+        Parameters in ``clip_groups`` do not count: the norm of each group, over all modules, clips the group here or,
+        without a call, in ``step``. A non-finite norm changes no gradient, and ``step`` uses none.
 
-        Parameters in ``clip_groups`` do not count: each group, of one name in all modules, is clipped by its own norm
-        over them, here or else in the step.
+        Args:
+            max_norm: largest norm; a mapping has one for each module, each compared with the norm of all modules.
+            norm_type: order of the norm.
+            error_if_nonfinite: raise for a non-finite norm.
+            foreach: no effect.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            RuntimeError: for a non-finite norm, with ``error_if_nonfinite``.
+            ValueError: if ``max_norm`` lacks a module, or has an unknown one.
         """
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(self.names, max_norm)
         check_names("max_norm", limits, self.names, self.names)
@@ -161,11 +176,17 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
-        """Step every module or none; returns whether all ranks have stepped.
+        """Step every module or none.
 
-        If any gradient on any rank is not finite, no module steps, all gradients are dropped, ``overflowed`` names the
-        modules with such gradients, and all ranks return False. Options of plain optimizers that differ, and what is
-        wrong with gradients, raise RuntimeError on all ranks before any module steps.
+        If any rank has a non-finite gradient, no module steps, all gradients are dropped, and ``overflowed`` names the
+        modules with such gradients.
+
+        Returns:
+            Whether the modules have stepped, on all ranks.
+
+        Raises:
+            RuntimeError: on all ranks and before any module steps, for wrong gradients, and for options of plain
+                optimizers that differ between ranks.
         """
         if closure is not None:
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
@@ -259,11 +280,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
         return saved(self, lambda: {name: self._parts[name].state_dict() for name in self.modules})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load each of this rank's modules; the state dict may have other ranks' modules, too.
+        """Load each of this rank's modules; the state dict may also have other ranks' modules.
 
-        Raises, on all ranks and before anything is changed, for unknown and for missing modules, for other parameters,
-        and for saved state that ``torch.distributed.checkpoint`` did not read, because a plain optimizer without a step
-        asks for none.
+        Raises, on all ranks and before anything is changed, for unknown modules, missing modules, other parameters, and
+        saved state that ``torch.distributed.checkpoint`` did not read, because a plain optimizer without a step asks
+        for none.
         """
         loaded(self, state_dict, self._take_state)
 
