@@ -1,7 +1,14 @@
-"""Draw docs/idea.svg, the idea of layer-wise sharding: `python scripts/pictures.py`."""
+"""Draw docs/idea.svg, the idea of layer-wise sharding, or docs/step.svg, a rank's step from a trace of the clock.
+
+python scripts/pictures.py
+python -m benchmarks.timeline --hf config.json --world-size 64 --engine fsdp2 --passes --trace step.json
+python scripts/pictures.py step.json
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +17,14 @@ WIDTH, HEIGHT, TOP, ROW = 600, 388, 74, 66
 COLUMNS, WIDE, HIGH = (92, 272, 452), 84, 12  # left edges; a slice
 OWNER, OWNED = 2, "BCAD"  # the rank that owns A; what each rank owns
 SLICES = ("#3b7dd8", "#2a9d8f", "#d9822b", "#a05bb5")
+COLORS = {"rule": SLICES[0], "out": SLICES[1], "back": SLICES[2], "elementwise": SLICES[3]}  # by a word of the name
 STYLE = """
 text { font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
+.on { fill: #ffffff; font-size: 11px }
 .card { fill: #f6f8fa } .quiet { fill: #59636e } .way { stroke: #59636e; fill: none; stroke-width: 1.5 }
 .other { fill: #e2e6ea; stroke: #b6bec7 } .frame { fill: none; stroke: #1f2328; stroke-width: 1.5 }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .card { fill: #161b22 } .quiet { fill: #9aa5b1 } .way { stroke: #9aa5b1 }
+  text { fill: #e6edf3 } .on { fill: #ffffff } .card { fill: #161b22 } .quiet { fill: #9aa5b1 } .way { stroke: #9aa5b1 }
   .other { fill: #30363d; stroke: #4c555f } .frame { stroke: #e6edf3 } }
 """
 
@@ -61,15 +70,41 @@ def idea() -> Iterator[str]:
     yield from words(WIDTH / 2, HEIGHT - 18, below, look='text-anchor="middle" class="quiet"')
 
 
-def main() -> None:
+def step(trace: Path, rank: int = 0, before: float = 2.0) -> Iterator[str]:
+    """Compute and wire of a rank, from ``before`` milliseconds before the first exchange on."""
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["pid"] == rank]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [(rows[e["tid"]], e["name"], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3) for e in events if e["ph"] == "X"]
+    zero = min(begin for _, name, begin, _ in spans if name.startswith("exchange")) - before
+    scale = (WIDTH - 100) / (max(end for *_, end in spans) - zero)
+    yield rectangle(0, 0, WIDTH, 150, 'rx="10" class="card"')
+    for number, row in enumerate(("compute", "wire")):
+        yield from words(16, 53 + 46 * number, row, look='class="quiet"')
+        for _, name, begin, end in (span for span in spans if span[0] == row and span[3] > zero):
+            x = 84 + (max(begin, zero) - zero) * scale
+            color = next((color for word, color in COLORS.items() if word in name), "#8a94a0")
+            label = name.removeprefix("exchange ").removeprefix("rule ")
+            width = (end - max(begin, zero)) * scale
+            yield rectangle(round(x, 1), 32 + 46 * number, round(width, 1), 30, f'rx="1" fill="{color}"')
+            if width > 5.9 * len(label):
+                yield from words(
+                    round(x + width / 2, 1), 52 + 46 * number, label, look='class="on" text-anchor="middle"'
+                )
+    for tick in range(0, int((WIDTH - 100) / scale) + 1, 5):
+        yield from words(round(84 + tick * scale, 1), 134, f"{tick} ms", look='class="quiet" text-anchor="middle"')
+
+
+def svg(height: int, lines: Iterator[str]) -> str:
     point = '<path d="M0 0 L8 4 L0 8 z" fill="#8a94a0"/>'
     arrow = (
         f'<marker id="end" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" markerHeight="7" orient="auto">{point}'
     )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">'
-    lines = [head, f"<style>{STYLE}</style>", f"<defs>{arrow}</marker></defs>", *idea(), "</svg>", ""]
-    (DOCS / "idea.svg").write_text("\n".join(lines))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">'
+    return "\n".join([head, f"<style>{STYLE}</style>", f"<defs>{arrow}</marker></defs>", *lines, "</svg>", ""])
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:]:
+        (DOCS / "step.svg").write_text(svg(150, step(Path(sys.argv[1]))))
+    else:
+        (DOCS / "idea.svg").write_text(svg(HEIGHT, idea()))
