@@ -8,7 +8,7 @@ import pytest
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.buffers.layout import LAYOUTS, Bucket, OwnedParam, Slot
 from lwopt_backend.plan.buffers.owned import Cuttable, OwnedPlan, arrange_cut, plan_owned
-from lwopt_backend.plan.cost import newton_schulz_flops
+from lwopt_backend.plan.cost import MACHINES, newton_schulz_flops
 from tests.cells import cells
 
 
@@ -176,3 +176,20 @@ def test_consecutive_matrices_are_cut_as_evenly_as_can_be(seed: int) -> None:
     )
     assert max(map(sum, zip(before, added))) == max(best, max(before))
     assert bucket.parts[0][0] == 0 and bucket.parts[-1][1] == bucket.numel == sum(numel for numel, _ in parts)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks", "on_nccl"),
+    [
+        ([(2304, 768), (768, 768), (3072, 768), (768, 3072)], 8, "padded"),  # 11 % of padding; eight owners a bucket
+        ([(2304, 768), (768, 768), (3072, 768), (768, 3072)], 64, "compact"),  # 78 %
+        ([(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)], 8, "compact"),  # 7 %; two owners a bucket
+    ],
+)
+def test_on_nccl_auto_is_padded_where_uneven_collectives_are_many_operations(
+    shapes: list[tuple[int, int]], ranks: int, on_nccl: str
+) -> None:
+    params = [matrix(f"{layer}.{n}", *shape) for layer in range(12) for n, shape in enumerate(shapes)]
+    for machine, layout in (("cuda", on_nccl), ("cpu", "compact")):
+        plan = plan_owned(params, ranks, "auto", 2**25, machine=MACHINES[machine])
+        assert {bucket.layout for bucket in plan.buckets} == {layout}, machine

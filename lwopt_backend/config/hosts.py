@@ -76,7 +76,7 @@ class OwnedStorageConfig(HostConfig):
     layout: Literal["auto", "padded", "compact"] = option(
         "auto",
         "layout of buckets: 'padded' (equal parts, fixed-size collectives), 'compact' (no padding, unequal "
-        "parts) or 'auto' (padded if padding adds at most 5 %, otherwise compact)",
+        "parts) or 'auto' (padded if padding adds little and pays, otherwise compact)",
     )
     bucket_mb: Positive = option(64.0, "MiB of gradients that close a bucket")
     group_size: Count | None = option(

@@ -285,6 +285,7 @@ def plan_owned_share(
         group_size=config.group_size,
         grad_dtype=_wide(config),
         base=base,
+        machine=setting.plans_for,
     )
     full = config.keep_full_grads
     more = transients(plan, members, grad_dtype=_wide(config), keep_full=full)

@@ -24,7 +24,7 @@ from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import end_to_end
 from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam
 from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
-from lwopt_backend.plan.cost import Shape
+from lwopt_backend.plan.cost import Machine, Shape, machine_of
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.rules import MatrixRule
@@ -74,15 +74,16 @@ def plan_members(
     group_size: int | None,
     grad_dtype: torch.dtype | None,
     base: Sequence[int] | None = None,
+    machine: Machine,
 ) -> OwnedPlan:
     """Plan ``members`` over ``ranks`` ranks, the same on every rank; slots name members by position.
 
-    ``base`` is each rank's work from other plans.
+    ``base`` is each rank's work from other plans; ``machine`` is what the plan is made for.
     """
     costs: list[dict[Shape, int]] = [{} for _ in groups]
     params = [_owned_param(member, groups[member.group], costs[member.group]) for member in members]
     gradient = (grad_dtype or members[0].param.dtype).itemsize
-    return plan_owned(params, ranks, layout, max(1, int(bucket_mb * 2**20 / gradient)), group_size, base)
+    return plan_owned(params, ranks, layout, max(1, int(bucket_mb * 2**20 / gradient)), group_size, base, machine)
 
 
 def _owned_param(member: Member, group: Mapping[str, Any], costs: dict[Shape, int]) -> OwnedParam:
@@ -340,6 +341,7 @@ class OwnedCore:
                 shared.ranks.world_size,
                 group_size=shared.group_size,
                 base=base,
+                machine=machine_of("cpu" if self.members[0].param.device.type in IMMEDIATE else "cuda"),
                 **options,
             )
 

@@ -19,6 +19,7 @@ from lwopt_backend.plan.buffers.layout import (
     check_choices,
     imbalance,
 )
+from lwopt_backend.plan.cost import MACHINES, Machine
 
 # Parameters with several matrices, concatenated in buckets that are cut between ranks where a matrix ends.
 #
@@ -114,6 +115,8 @@ def cut_buckets(
 
 
 MOST_PADDING = 0.05  # of the parameters' elements; with more, ``auto`` is compact
+MOST_PADDING_ON_NCCL = 0.25  # a limit of memory; below it, ``auto`` has the layout of the shorter modelled collectives
+ELEMENT_BYTES = 2  # on the wire, of a 16-bit parameter; the choice between layouts is the same within a factor of 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +148,13 @@ def plan_owned(
     bucket_numel: int,
     group_size: int | None = None,
     base: Sequence[int] | None = None,
+    machine: Machine = MACHINES["cpu"],
 ) -> OwnedPlan:
     """Plan ``params``, in model order, over groups of ``group_size`` ranks; None is all ``ranks``.
 
     Buckets are in the order in which backward completes them, and close at ``bucket_numel`` elements. The matrices in
     one parameter may have several owners, unless the layout is padded. ``base`` is each rank's work from other plans.
+    ``machine`` prices the collectives between which the layout ``auto`` chooses.
     Raises ValueError for an unknown layout or a group size that does not divide the ranks.
     """
     check_choices(layout, group_size, ranks)
@@ -166,7 +171,8 @@ def plan_owned(
         if params[index].atom is not None and not (cut and params[index].parts):
             by_dtype.setdefault(params[index].dtype, []).append(index)
     for dtype, members in by_dtype.items():
-        found, added = _matrix_buckets(params, members, layout, bucket_numel, [*map(sum, zip(before, loads))])
+        work = [*map(sum, zip(before, loads))]
+        found, added = _matrix_buckets(params, members, layout, bucket_numel, work, machine)
         buckets += found
         loads = [load + more for load, more in zip(loads, added)]
         choices.append(_told(found, dtype, added))
@@ -186,17 +192,26 @@ def plan_owned(
 
 
 def _matrix_buckets(
-    params: Sequence[OwnedParam], members: Sequence[int], layout: str, bucket_numel: int, before: Sequence[int]
+    params: Sequence[OwnedParam],
+    members: Sequence[int],
+    layout: str,
+    bucket_numel: int,
+    before: Sequence[int],
+    machine: Machine,
 ) -> tuple[list[Bucket], list[int]]:
     """The buckets of the matrices ``members`` of one dtype, in backward order, and the work that they add to each rank.
 
-    ``auto`` is padded if that adds at most ``MOST_PADDING``, else compact, as on one rank, which sends nothing.
+    ``auto`` is padded if that adds at most ``MOST_PADDING``; on NCCL at most ``MOST_PADDING_ON_NCCL``, and if padding
+    pays. Otherwise it is compact, as on one rank, which sends nothing.
     """
     if layout == "auto":
-        padded, added = _matrix_buckets(params, members, "padded", bucket_numel, before)
-        if len(before) > 1 and _padding(padded) <= MOST_PADDING:
-            return padded, added
-        return _matrix_buckets(params, members, "compact", bucket_numel, before)
+        padded = _matrix_buckets(params, members, "padded", bucket_numel, before, machine)
+        most = MOST_PADDING_ON_NCCL if machine.launch_seconds else MOST_PADDING
+        small = len(before) > 1 and _padding(padded[0]) <= most
+        if small and not machine.launch_seconds:
+            return padded
+        compact = _matrix_buckets(params, members, "compact", bucket_numel, before, machine)
+        return padded if small and _pays(padded[0], compact[0], len(before), machine) else compact
     ranks, loads = len(before), list(before)
     numels = [aligned(params[index].numel) for index in members]
     costs = [atom.cost for index in members if (atom := params[index].atom) is not None]
@@ -226,6 +241,21 @@ def _elementwise_bucket(
         if layout == "padded" or (ranks > 1 and _padding([padded]) <= MOST_PADDING):
             return padded
     return arrange_elementwise(sizes, ranks, "compact", dtype)
+
+
+def _pays(padded: Sequence[Bucket], compact: Sequence[Bucket], ranks: int, machine: Machine) -> bool:
+    """Whether sending the padding takes no longer than what the compact buckets' unequal parts cost.
+
+    NCCL makes an operation for every owner of an uneven collective (a reduce or a broadcast each), which takes longer
+    than the rounds of an even one if there are more owners than rounds.
+    """
+    uneven = even = 0.0
+    for bucket in compact:
+        owners = sum(stop > start for start, stop in bucket.parts)
+        uneven += machine.collective(1, ranks, operations=1 if bucket.even else owners)[1]
+        even += machine.collective(1, ranks)[1]
+    more = ELEMENT_BYTES * sum(bucket.padding for bucket in padded) * (ranks - 1) / ranks
+    return machine.collective(more, ranks)[0] <= uneven - even
 
 
 def _padding(buckets: Sequence[Bucket]) -> float:
