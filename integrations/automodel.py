@@ -47,7 +47,7 @@ class LayerWiseConfig(OptimizerConfig):  # type: ignore[misc]
         for decays in ([group["weight_decay"] for group in optimizer.param_groups] for optimizer in made):
             if decays[0] == 0.0 and any(decays):
                 raise ValueError(
-                    "automodel.LayerWiseConfig: expected a weight decay of the matrix rule, found 0.0 beside "
+                    "automodel.LayerWiseConfig: expected a weight decay of the matrix rule, found 0.0 and "
                     f"{max(decays)}; Automodel's scheduler keeps decays as multiples of the first group's"
                 )
         return made

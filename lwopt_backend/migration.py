@@ -336,7 +336,9 @@ class _Entry:
         buffer = self._tensor(theirs.buffer)
         source = theirs.form or self.group.get("momentum_form")
         if source is None:
-            raise self._error("is in a param group without 'momentum_form'; it is not the state of a Muon of ours")
+            raise self._error(
+                "is in a param group without 'momentum_form'; expected the state of a Muon of this package"
+            )
         if momentum is None:
             momentum = next((float(self.group[key]) for key in theirs.momentum if key in self.group), None)
         if source == form:

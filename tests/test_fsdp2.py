@@ -393,7 +393,7 @@ def test_what_saved_state_lacks_is_left_as_it_is(lacks: str) -> None:
         warnings.simplefilter("always")
         run.optimizer.load_state_dict(saved)
     told = [str(warning.message) for warning in caught if "checkpoint" in str(warning.message)]
-    one = ["the checkpoint has no state of ['layers.2.weight']; theirs is left as it is"]
+    one = ["the checkpoint has no state of ['layers.2.weight']; the state of these parameters stays as it is"]
     assert told == (one if lacks == "state of one" else [])
     matrix, other = (run.optimizer.state[run.param(name)] for name in ("layers.0.weight", "lm_head.weight"))
     fresh = bool((matrix["momentum_buffer"].to_local() == 0).all()) and float(other["step"]) == 0

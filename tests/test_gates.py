@@ -318,11 +318,11 @@ def test_the_rate_that_a_schedule_multiplies_is_the_warmups(group: dict[str, Any
     [
         (ADAM, MOMENTS, ds_config(adam_w_mode=False), "adds the weight decay"),
         ({**ADAM, "bias_correction": False}, MOMENTS, {}, "no bias correction"),
-        (ADAM, ("exp_avg",), {}, r"none of our rules keeps \['exp_avg'\]"),
-        (MUON, OF_MUON, {}, "whose momentum it is cannot be told"),
+        (ADAM, ("exp_avg",), {}, r"no rule of this package keeps \['exp_avg'\]"),
+        (MUON, OF_MUON, {}, "expected the options of a Muon with momentum"),
         (MUON, OF_MUON, {**MEGATRON, "muon_coefficient_type": "aol"}, "coefficient_type='aol' has no counterpart"),
         (MUON, OF_MUON, {**MEGATRON, "muon_scale_mode": "new"}, "adjust_lr_fn"),
-        ({"lr": 0.1, "momentum": 0.9}, OF_MUON, MEGATRON, "it has no weight_decay"),
+        ({"lr": 0.1, "momentum": 0.9}, OF_MUON, MEGATRON, "expected weight_decay in the param group"),
         (OF_DEEPSPEEDS, OF_MUON, ds_config(per_head_muon=True), "orthogonalized heads by themselves"),
     ],
 )

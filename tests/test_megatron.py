@@ -270,7 +270,11 @@ REFUSED_TORCH: list[tuple[TorchSetup, Damage, str]] = [
     (MUON, edited(swap, OWN_0, *FIRST[:3]), "layer_wise_optimizer_0.pt"),
     (MUON, edited(lambda m: m.view(torch.int32)[3, 5].add_(1 << 16), OWN_1, *FIRST), "that does not"),  # its last bit
     (SOLO, all_of(without(OWN_0, *NORMS), without(OWN_0, *NORM_NUMBERS)), "expected 2 parameters.*found 1 and 1"),
-    (ONE, edited(two_that_fit), "which of 3 param groups has embedding.word_embeddings.weight"),
+    (
+        ONE,
+        edited(two_that_fit),
+        "the options of 3 param groups do not show which group has embedding.word_embeddings.weight",
+    ),
     (ONE, updated(*STATE, max_exp_avg=torch.ones(2)), "'max_exp_avg'"),
     (ONE, updated(MODEL, "optimizer", other=1), r"found also \['other'\]"),
     (ONE, updated(*STATE, exp_avg=torch.ones(2)), r"found \(2,\)"),
@@ -278,7 +282,7 @@ REFUSED_TORCH: list[tuple[TorchSetup, Damage, str]] = [
     (ONE, arguments(num_layers=3), r"expected 3 layers \(args.num_layers\), found 2"),
     (ONE, arguments(tensor_model_parallel_size=None), "args.tensor_model_parallel_size"),
     (ONE, arguments(mtp_num_layers=1), "multi-token prediction"),
-    (ONE, arguments(data_parallel_size=10**12), "of so many ranks"),
+    (ONE, arguments(data_parallel_size=10**12), "an impossible number of ranks"),
     (ONE, updated(MODEL, args="--tensor-model-parallel-size 1"), "cannot be read as Megatron writes it"),
     (ONE, updated(MODEL, "model", **{OUTPUT: [1]}), "output_layer.weight to be a tensor, .* fp8"),
     (ONE, arguments(num_experts=2, expert_tensor_parallel_size=2), "expert tensor"),

@@ -345,7 +345,7 @@ def coupled(group: Group) -> Group:
 
 
 TRAINED = "param group 0 was trained with nesterov False (here True), extra_scale_factor 1.0 (here 0.5) where it comes "
-LACKS = "has no options of ours: the checkpoint's arguments lack muon_nesterov"
+LACKS = "does not fit a rule of this package: the checkpoint's arguments lack muon_nesterov"
 # What changes a group, or leaves an argument out; what is configured here; Muon's options then; what is said.
 SAID: dict[str, tuple[Callable[[Group], Group], str, dict[str, Any], dict[str, Any], list[str]]] = {
     "momentum": (under("momentum"), "", CONFIGURED, {"momentum": 0.75}, []),
@@ -363,7 +363,9 @@ SAID: dict[str, tuple[Callable[[Group], Group], str, dict[str, Any], dict[str, A
         "",
         CONFIGURED,
         {},
-        [f"/step: param group {number} has no options of ours: its Adam adds" for number in (1, 2)],  # once of each
+        [
+            f"/step: param group {number} does not fit a rule of this package: its Adam adds" for number in (1, 2)
+        ],  # once of each
     ),
 }
 

@@ -448,7 +448,7 @@ def test_what_it_cannot_be_used_for_says_so() -> None:
     scaler.scale(module(torch.ones(1, 2)).sum()).backward()
     for error, words, use in (
         (TypeError, "takes no closure", lambda: optimizers.step(lambda: 1.0)),
-        (RuntimeError, "add this one to a module's", lambda: optimizers.add_param_group({"params": []})),
+        (RuntimeError, "add this group to a module's optimizer", lambda: optimizers.add_param_group({"params": []})),
         (TypeError, "cannot be copied or pickled", lambda: pickle.dumps(optimizers)),
         (RuntimeError, r"use scale_grads\(\)", lambda: scaler.step(optimizers)),
         (ValueError, "unknown module 'aa'; did you mean 'a'", lambda: optimizers.clip_grad_norm_({"aa": 1.0})),
@@ -484,8 +484,11 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
         ("module 'vision': expected a torch.optim.Optimizer, or None on ", {"vision": vision} if rank == 3 else ours),
         ("expected a mapping from modules' names to optimizers, found {}", {}),
         ("modules 'vision' and 'language' share a parameter, '1 of group 0' of 'vision' is ", shared),
-        ("'vision', but those work on so many: {0: 4,", {"vision": None} if rank == 2 else elsewhere),
-        ("ranks [0, 1, 2, 3] have an optimizer of module 'vision', but those work on so many: {0: 2,", on(half)),
+        ("their process groups have other sizes: {0: 4,", {"vision": None} if rank == 2 else elsewhere),
+        (
+            "[0, 1, 2, 3] have an optimizer of module 'vision', but their process groups have other sizes: {0: 2,",
+            on(half),
+        ),
         ("module 'vision': ranks differ in parameter 4 of group 0", {"vision": adam(other)}),
         (
             "module 'vision': ranks differ in optimizer: 'OwnedOptimizer' on rank 0, 'Adam'",
@@ -663,7 +666,7 @@ def test_another_kinds_state_and_damaged_state_are_refused_on_all_ranks(tmp_path
     run.train(range(1))
     dcp.save({"optimizer": run.optimizers}, checkpoint_id=tmp_path / "of torch")
     load = functools.partial(dcp.load, {"optimizer": by_sgd}, checkpoint_id=tmp_path / "of torch")
-    fails_with("has made none yet; load it with load_state_dict_from", load)  # by_sgd has no state to load into
+    fails_with("has no state yet; load with load_state_dict_from", load)  # by_sgd has no state to load into
     on_fsdp2.save_state_dict(tmp_path)
     on_owned.load_state_dict_from(tmp_path)
     fails_with("expected parameter", lambda: by_sgd.load_state_dict_from(tmp_path))

@@ -155,7 +155,7 @@ def test_zeros_pieces_are_blocks_where_they_are_rows(tmp_path: Path, stage: int,
 
 @on_ranks(2)
 def test_stage_0_has_no_blocks_and_is_refused() -> None:
-    with pytest.raises(ValueError, match="at stage 0 every rank stores all of a matrix, and has no block of its own"):
+    with pytest.raises(ValueError, match="at stage 0 every rank stores whole matrices and no block"):
         build(settings_for("zero", 0, **OPTIONS))
 
 

@@ -527,7 +527,7 @@ def one(source: Any, target: Any, **more: Any) -> dict[str, Any]:
         ("{", "Expecting property name"),
         ([], "expected an object with 'target' and 'rules'; found list"),
         ({"target": "a", "rulse": []}, "unknown key 'rulse'; did you mean 'rules'?"),
-        ({"target": "a"}, "no rules, and no family"),
+        ({"target": "a"}, "expected 'rules', or a 'family' with rules"),
         ({"target": "a", "family": "hf-lama"}, "unknown family 'hf-lama'; did you mean 'hf-llama'?"),
         ({"target": "a", "family": "hf-llama", "source": "b"}, "is for 'megatron-core', but source is 'b'"),
         ({**one("x", "y"), "source": "a"}, "are both 'a'"),

@@ -95,7 +95,7 @@ def test_experts_that_are_not_named_and_groups_of_others_are_errors_on_every_ran
         (expert_optimizer, {"expert_params": ("expert.*",)}, "matches no parameter name"),
         (expert_optimizer, {"expert_params": ()}, "belong together"),
         (optimizer_in, {}, "ranks differ"),
-        (optimizer_in, {"expert_group_size": 2}, "no expert_params say"),
+        (optimizer_in, {"expert_group_size": 2}, "but expert_params is empty"),
         (optimizer_in, {"process_group": of_neighbour}, f"rank {rank} {outside}"),
         (expert_optimizer, {"expert_process_group": of_others}, f"{re.escape(told)}.*rank 0 {outside}"),
     ):

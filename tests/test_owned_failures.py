@@ -104,7 +104,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "gloo for other devices": (lambda: TorchCollectives().check_device(torch.device("cuda")), "cuda"),
     "an order of no norm": (lambda: passes(1).clip_grad_norm_(1.0, 0), "norm_type: expected a number above 0, or inf"),
     "a glob that matches nothing": (lambda: passes(1).grad_norm("middel.*"), "'middel.*' matches no parameter name;"),
-    "a second optimizer": (a_second_optimizer, "'first.weight' belongs to an earlier optimizer of ours, which is"),
+    "a second optimizer": (a_second_optimizer, "'first.weight' belongs to an earlier LayerWiseOptimizer that is"),
     "a group added later": (lambda: made()[1].add_param_group({}), "takes no param group after it was made"),
     "a copy": (lambda: copy.deepcopy(made()[1]), "cannot be copied or pickled"),
     "forward after a broken pass": (forward_after_a_broken_pass, "call optimizer.zero_grad() on all ranks before the"),
@@ -276,5 +276,5 @@ def test_other_numbers_of_backward_passes_are_an_error(
     errors = rank_pools[count].errors(one_rank_runs_more_passes, options)
     rank_pools[count].renew()  # their group is broken
     for error in errors:
-        few = "since the last step some ranks have reduced the gradients of 2 backward passes, others of 1" in error
+        few = "ranks ran different numbers of backward passes since the last step: 2 on some, 1 on others" in error
         assert few or "group_size" not in options, error

@@ -417,7 +417,7 @@ def test_what_torch_would_lose_is_refused(tmp_path: Path) -> None:
     model = OneExpert(dist.get_rank())
     group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     optimizer = optimizer_for(model, expert_params=["expert.*"], expert_process_group=group)
-    with pytest.raises(CheckpointException, match="'expert.weight' is one of expert_params, of which other ranks have"):
+    with pytest.raises(CheckpointException, match="'expert.weight' is one of expert_params, and other ranks have"):
         dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path)
     model = UnevenLM()
     optimizer = LayerWiseOptimizer(model, "soap", elementwise="adamw", report=False)

@@ -84,8 +84,8 @@ def rehearse(study: Study, rank: int, *, steps: int = 1) -> list[Rehearsal]:
     """
     if TorchVersion(torch.__version__) < "2.13":
         raise ValueError(
-            f"a rehearsal needs torch 2.13, whose collectives take tensors that are not there; found "
-            f"{torch.__version__}; rehearse in an environment that has it, or use lwopt plan alone"
+            f"a rehearsal needs torch 2.13 or newer (collectives on fake tensors); found "
+            f"{torch.__version__}; install a newer torch, or use lwopt plan alone"
         )
     deployment, setting = study.deployment, study.setting
     if not 0 <= rank < deployment.world_size:

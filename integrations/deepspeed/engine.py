@@ -157,7 +157,10 @@ def _cut(module: nn.Module, param: Tensor, ranks: int) -> Cut | None:
     """
     of_autotp = getattr(param, AUTOTP_MARK, None)
     if of_autotp is None and getattr(param, "sequence_parallel", False):
-        raise ValueError("is marked sequence_parallel, with which each rank has a gradient of its own; switch it off")
+        raise ValueError(
+            "is marked sequence_parallel, so that its gradients differ between tensor-parallel ranks, which is not "
+            "supported; disable sequence parallelism"
+        )
     if of_autotp is None and not is_model_parallel_parameter(param):
         return None
     if of_autotp is None:
@@ -173,8 +176,8 @@ def _cut(module: nn.Module, param: Tensor, ranks: int) -> Cut | None:
         return None
     widths, whole = of_autotp.get("sub_param_shard_widths") or (), of_autotp.get("partition_sizes") or ()
     if of_autotp["partition_dim"] is None or not (widths or whole):
-        why = of_autotp["conversion"].get("unsupported_reason") or "it notes no sizes of parts"
-        raise ValueError(f"is cut by AutoTP in a way that cannot be told: {why}")
+        why = of_autotp["conversion"].get("unsupported_reason") or "AutoTP records no sizes of the parts"
+        raise ValueError(f"is cut by AutoTP into unknown parts: {why}; exclude the layer from AutoTP, or use an mpu")
     cut = Cut(of_autotp["partition_dim"], ranks, bool(widths), tuple(of_part[0] for of_part in widths))
     sizes = [*widths, whole]
     if cut.whole(param.shape) != tuple(of_autotp["original_shape"]) or any(len(set(some)) > 1 for some in sizes):

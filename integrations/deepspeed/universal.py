@@ -217,7 +217,7 @@ def choose(
     or rules that do not fit, and, with ``load_module_strict``, for a frozen parameter or a buffer that is missing.
     """
     if asked["custom_load_fn"] is not None:
-        raise ValueError("checkpoint.load_universal is on, whose loader calls no custom_load_fn; leave it out")
+        raise ValueError("custom_load_fn is not supported with checkpoint.load_universal; leave custom_load_fn out")
     folder, checkpoint = opened
     trained, groups = {param.name: param for param in store.params}, store.groups
     others = _others(engine, trained)
@@ -305,7 +305,7 @@ def _facts_of_state(
         here[KEPT], there[KEPT] = list(range(len(ours))) if keeps else [], kept
     if keeps and by == rule and keep_any and {*kept} < {*range(len(ours))}:
         there[KEPT] = None
-        notes.append(f"{whose}: nothing was kept of {len(ours) - len(kept)} of {len(ours)} matrices; they begin anew")
+        notes.append(f"{whose}: {len(ours) - len(kept)} of {len(ours)} matrices have no saved state and start without")
     return here, there, notes
 
 

@@ -32,9 +32,8 @@ _MEGATRON = {  # our options and Megatron's arguments for them, some with older 
     "ns_steps": ("muon_num_ns_steps",),
 }
 ADAPTIVE_MUON = (
-    "moment2_buffer is kept, but our AdaMuon does not load it: with Emerging-Optimizers 0.2 it averages squares of "
-    "updates that have the factor by shape, since 0.3 of ones without it (as ours), and the checkpoint does not say "
-    "which"
+    "moment2_buffer is kept, but rule 'adamuon' does not load it: Emerging-Optimizers 0.2 averages squares of updates "
+    "with the factor by shape, 0.3 and this package without the factor, and the checkpoint does not record the version"
 )
 _PLACES = ("members", "from_group", "overrides")  # keys of our engines that are no options
 
@@ -72,7 +71,7 @@ def translated(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]
         except ValueError as error:
             found.append(dict(group))
             if number in members:
-                notes.append(f"param group {number} has no options of ours: {error}")
+                notes.append(f"param group {number} does not fit a rule of this package: {error}")
     return _with_one_rate(found), notes
 
 
@@ -113,7 +112,7 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
     elif states == {"momentum_buffer"}:
         rule, given, kept = MUON, _muon(group, checkpoint.arguments, of_deepspeed), dict(group)
     else:
-        raise ValueError(f"none of our rules keeps {sorted(states)} with the options {sorted(group)}")
+        raise ValueError(f"no rule of this package keeps {sorted(states)} with the options {sorted(group)}")
     # The base learning rate that a schedule multiplies: torch's ``initial_lr``.
     start = group.get("initial_lr", group.get("max_lr"))
     if start is None:
@@ -125,9 +124,9 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
 def _adamw(group: Mapping[str, Any], of_deepspeed: Mapping[str, Any]) -> dict[str, Any]:
     decoupled = group.get("decoupled_weight_decay", of_deepspeed.get("adam_w_mode", True))
     if not decoupled and group.get("weight_decay"):
-        raise ValueError("its Adam adds the weight decay to the gradient, which our AdamW does not")
+        raise ValueError("its Adam adds the weight decay to the gradient, and rule 'adamw' does not")
     if not group.get("bias_correction", True) or group.get("maximize"):
-        raise ValueError("its Adam has no bias correction, or maximizes, which our AdamW does not")
+        raise ValueError("its Adam has no bias correction, or maximizes, and rule 'adamw' does neither")
     wanted = ("lr", "betas", "eps", "weight_decay", "amsgrad")
     return {key: group[key] for key in wanted if group.get(key) is not None}
 
@@ -145,12 +144,12 @@ def _muon(group: Mapping[str, Any], arguments: Mapping[str, Any], of_deepspeed: 
         names = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
         more = {key: group[key] for key in names if key in group}
     else:
-        raise ValueError(f"whose momentum it is cannot be told from its options, {sorted(group)}")
+        raise ValueError(f"expected the options of a Muon with momentum, found {sorted(group)}")
     momentum = group.get("momentum", group.get("momentum_beta"))
     needed = {"lr": group.get("lr"), "weight_decay": group.get("weight_decay"), "momentum": momentum}
     missing = [key for key, value in needed.items() if value is None]
     if missing:
-        raise ValueError(f"it has no {missing[0]}, only {sorted(group)}")
+        raise ValueError(f"expected {missing[0]} in the param group, found only {sorted(group)}")
     return {**needed, **more}
 
 

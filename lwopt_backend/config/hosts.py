@@ -39,7 +39,7 @@ class HostConfig(Options):
     @property
     def without_blocks(self) -> str | None:
         """Why there is no ``block_period`` here; None where a rank may have its own block of a matrix."""
-        return "owned storage keeps every matrix whole at one rank, which has no other block of it"
+        return "owned storage keeps every matrix whole at one rank, so no rank has another block"
 
     @classmethod
     def lacks(cls, name: str, *others: type[HostConfig]) -> str:

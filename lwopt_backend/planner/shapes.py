@@ -138,7 +138,7 @@ def _config(path: Path, written: Mapping[str, Any], transformers: ModuleType) ->
         hint = f"did you mean {close!r}?" if close else "a newer transformers may have it."
         raise ValueError(
             f"{path}: model_type {kind!r} is not one of transformers {transformers.__version__}{own}; {hint} "
-            "Else list the model's shapes in a JSON file."
+            "Otherwise list the model's shapes in a JSON file."
         )
     try:
         return known[kind].from_dict(dict(written))

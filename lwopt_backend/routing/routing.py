@@ -39,7 +39,10 @@ def _on_each_rank(parts: Parts, outputs: int, ranks: int, whose: str) -> Parts:
     if any(run.count > 1 for _, run in parts):
         return parts
     if any(run.length % ranks for _, run in parts):
-        raise ValueError(f"{whose}: its parts, of {[run.length for _, run in parts]} outputs, do not divide by {ranks}")
+        raise ValueError(
+            f"{whose}: expected parts that {ranks} tensor-parallel ranks divide, found parts of "
+            f"{[run.length for _, run in parts]} outputs; correct the sizes, or exclude the parameter"
+        )
     of_one = [(name, Stripes(run.start // ranks, run.length // ranks)) for name, run in parts]
     return repeated(of_one, outputs // ranks, ranks)
 

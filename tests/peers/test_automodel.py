@@ -104,7 +104,7 @@ def test_stacked_experts_are_matrices_and_what_would_be_lost_is_refused() -> Non
     del optimizer, matrices
     for wrong, message in (
         ("param_group_overrides: [{pattern: down, lr_mult: 0.5}]", "write 'overrides' into arguments"),
-        ("weight_decay: 0.0", "found 0.0 beside 0.05; Automodel's scheduler"),
+        ("weight_decay: 0.0", "found 0.0 and 0.05; Automodel's scheduler"),
     ):
         text = RECIPE.replace("weight_decay: 0.1", wrong)
         with pytest.raises(ValueError, match=message):

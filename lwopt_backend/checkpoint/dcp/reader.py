@@ -332,7 +332,7 @@ def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
     try:
         return list(map(str, nested.rebuild(nested.description(described.read()), {})))
     except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{described.where}: it does not tell which matrices there are ({error!r})") from error
+        raise CheckpointError(f"{described.where}: the names of its matrices cannot be read ({error!r})") from error
 
 
 def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
@@ -458,14 +458,14 @@ class Saved:
                     raise CheckpointError(misshapen)
                 states[key] = tensor
             elif matrix is None and own is None:
-                raise CheckpointError(f"{misshapen}; state of other shapes is read only of rules of ours")
+                raise CheckpointError(f"{misshapen}; state of other shapes is read only for rules of this package")
             else:
                 matrix = key.rpartition(".")[0] if matrix is None else matrix.removesuffix(".")
                 number = re.fullmatch(r"\[(\d+)\]", matrix)
                 if matrix and number is None:
                     raise CheckpointError(
                         f"{tensor.where}: the owner of matrix {matrix!r} keeps state of a part of a fused parameter, "
-                        "and the checkpoint does not tell which rows it is; save it again where it was trained"
+                        "and the checkpoint does not record its rows; save the state again where it was trained"
                     )
                 of_owner = owners.setdefault(int(number[1]) if number else 0, {})
                 of_owner[key.removeprefix(f"{matrix}." if matrix else "")] = tensor

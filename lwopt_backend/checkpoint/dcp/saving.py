@@ -363,7 +363,7 @@ def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterat
         if place >= len(known):
             raise CheckpointError(
                 f"{name}: the owner of its matrix number {place} keeps state of a part of a fused parameter, and the "
-                "checkpoint does not tell which rows it is: resume on the engine that wrote it"
+                "checkpoint does not record its rows; resume on the engine that wrote the checkpoint"
             )
         for path, like in as_tensors(dict(param.owner_states[place])).items():
             key = owner_key(path, place, len(known))
@@ -385,8 +385,8 @@ def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             members.setdefault(param.group, []).append(name)
         elif set(param.states) - {MASTER} or param.owner_states:
             raise CheckpointError(
-                f"{param.best.where}: which of the {len(checkpoint.groups)} param groups has {name} is not known, and "
-                "the optimizer cannot load its state without; convert from a checkpoint that tells it"
+                f"{param.best.where}: the checkpoint does not record which of {len(checkpoint.groups)} param groups "
+                f"has {name}, which loading its state needs; convert from a checkpoint that records the group"
             )
     count = max([len(checkpoint.groups), *(number + 1 for number in members)])
     given: list[Mapping[str, Any]] = [*checkpoint.groups, *({} for _ in range(count - len(checkpoint.groups)))]

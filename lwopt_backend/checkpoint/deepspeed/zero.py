@@ -365,8 +365,8 @@ def _names_at_stage0(file: Path, optimizer: Any) -> list[list[str]]:
     """The parameters' names by param group. Raises CheckpointError for another optimizer's state, which has none."""
     if not isinstance(optimizer, Mapping) or ds.NAMES not in optimizer:
         raise CheckpointError(
-            f"{file}: at stage 0 DeepSpeed saves the optimizer's states without names, so which parameter each is of "
-            "cannot be told; load it where it was saved, and save it at ZeRO stage 1"
+            f"{file}: at stage 0 DeepSpeed saves the optimizer's states without names, so no state "
+            "can be assigned to a parameter; load the checkpoint where it was saved, and save it at ZeRO stage 1"
         )
     names: list[list[str]] = optimizer[ds.NAMES]
     return names

@@ -243,7 +243,7 @@ def replaced(found: Any, tensor: Callable[[Tensor, str], Any]) -> Any:
         if not isinstance(value, (Tensor, dict, list, tuple, Stub, _Array, _Dtype)):
             return value
         if id(value) in within:
-            raise ValueError(f"a {type(value).__name__} in it holds itself")
+            raise ValueError(f"a {type(value).__name__} in it contains itself")
         if id(value) not in done:
             within.add(id(value))
             done[id(value)] = value, made(value, key)

@@ -236,7 +236,7 @@ def world(arguments: Mapping[str, Any]) -> dict[str, int]:
     of_model = math.prod(found[short] for short in ("tp", "pp", "ep"))
     if min(found.values()) < 1 or max(of_model, *found.values()) > MOST_RANKS:
         sizes = ", ".join(f"{name} {found[short]}" for short, name in names.items())
-        raise CheckpointError(f"no checkpoint is of so many ranks as args say ({sizes}); copy it again")
+        raise CheckpointError(f"args give an impossible number of ranks ({sizes}); copy the checkpoint again")
     return found
 
 
@@ -294,7 +294,7 @@ def names_by_group(
     for name, number in groups_of({name: w.shape for name, w in weights.items()}, groups, arguments).items():
         if number is None:
             raise CheckpointError(
-                f"{where}: which of {len(groups)} param groups has {name} cannot be told from their options; save this "
+                f"{where}: the options of {len(groups)} param groups do not show which group has {name}; save this "
                 "checkpoint in the torch_dist format"
             )
         found[number].append(name)

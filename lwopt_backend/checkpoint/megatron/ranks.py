@@ -152,8 +152,8 @@ def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapp
             raise CheckpointError(
                 f"param group {local} of {inner.where}: expected {len(of_group)} parameters, {len(half)} with master "
                 f"weights, by the rules of Megatron's assignment ({', '.join(of_group[:3])}, ...), found "
-                f"{len(identifiers)} and {len(masters)}; names cannot be told: save this checkpoint in the torch_dist "
-                "format"
+                f"{len(identifiers)} and {len(masters)}; names cannot be assigned; save this checkpoint in the "
+                "torch_dist format"
             )
         master_of = dict(zip(half, masters))
         for name, identifier in zip(of_group, identifiers):

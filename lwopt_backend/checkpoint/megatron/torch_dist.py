@@ -358,7 +358,7 @@ def _unstacked(name: str, shape: Sequence[int], where: str) -> Iterator[tuple[st
     if len(shape) <= axes:
         raise CheckpointError(f"{where}: expected a stack of layers or experts, found shape {tuple(shape)}")
     if math.prod(shape[:axes]) > MOST_PARTS:
-        raise CheckpointError(f"{where}: no model has so many layers or experts as its shape {tuple(shape)} says")
+        raise CheckpointError(f"{where}: shape {tuple(shape)} gives an impossible number of layers or experts")
     for place in itertools.product(*map(range, shape[:axes])):
         one = name
         if layers is not None:

@@ -133,7 +133,7 @@ def from_buffers(
         if set(lengths.values()) != {sum(numels)}:
             raise CheckpointError(
                 f"{where}: expected {sum(numels)} elements in buckets of {numels}, by args.overlap_grad_reduce, "
-                f"ddp_num_buckets, ddp_bucket_size, found {lengths}; what lies where cannot be told: save as torch_dist"
+                f"ddp_num_buckets, ddp_bucket_size, found {lengths}; parameters cannot be located; save as torch_dist"
             )
         first = 0  # the buckets follow one another without padding
         for bucket in layout:

@@ -237,7 +237,7 @@ def read_map(path: Path, families: Mapping[str, NameMap]) -> NameMap:
         entries = [parse(RuleEntry, entry, f"rule {number}") for number, entry in enumerate(file.rules)]
         rules = tuple(rule(e.source, e.target, *e.do, optional=e.optional) for e in entries)
         if not rules + base.rules:
-            raise ValueError("no rules, and no family that has some")
+            raise ValueError("expected 'rules', or a 'family' with rules; found neither")
         replaced = {own.sources for own in rules if own.sources}
         others = tuple(of_family for of_family in base.rules if of_family.sources not in replaced)
         spelled, numbers = aliases(file.aliases) + base.aliases, parse(Numbers, file.numbers, "numbers")

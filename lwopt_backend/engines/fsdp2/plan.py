@@ -133,7 +133,7 @@ def sharding_of(name: str, param: Tensor) -> Sharding:
         if param.device_mesh.get_local_rank(dim) != place:
             raise ValueError(
                 f"{describe(name, param)}: the mesh's ranks do not ascend along dimension {dim}; this rank is at place "
-                f"{place} of the mesh and {param.device_mesh.get_local_rank(dim)} of its group, and FSDP2 goes by that"
+                f"{place} of the mesh and {param.device_mesh.get_local_rank(dim)} of its group, which FSDP2 uses"
             )
     planned, found = sharding.local_shape(tuple(coordinate)), tuple(local(param).shape)
     if planned != found:

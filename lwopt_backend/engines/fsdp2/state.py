@@ -87,7 +87,9 @@ def check_loadable(
     check_fits(WHAT, here, there, advice=ANEW)
     missing = [name for name, _ in params if name not in found]
     if missing:
-        warnings.warn(f"the checkpoint has no state of {missing}; theirs is left as it is", stacklevel=3)
+        warnings.warn(
+            f"the checkpoint has no state of {missing}; the state of these parameters stays as it is", stacklevel=3
+        )
 
 
 def _facts(

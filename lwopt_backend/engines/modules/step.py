@@ -322,7 +322,9 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises RuntimeError; add the group to a module's optimizer instead."""
-        raise RuntimeError(f"{NAME} has no param groups of its own; add this one to a module's: .modules[name]")
+        raise RuntimeError(
+            f"{NAME} has no separate param groups; add this group to a module's optimizer, .modules[name]"
+        )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -415,12 +417,12 @@ class Part:
         for ours, theirs in zip_longest(self._named_shapes(), saved[PARAMS]):
             if ours != theirs:
                 raise ValueError(
-                    f"{self.where}: expected parameter {ours}, found {theirs}; load what the same ones had"
+                    f"{self.where}: expected parameter {ours}, found {theirs}; load the state of the same parameters"
                 )
         if self.ours is None and saved[HAS_STATE] and not saved["state"]:
             raise ValueError(
-                f"{self.where} was saved with state, of which nothing was read, because its optimizer has made none "
-                "yet; load it with load_state_dict_from(folder)"
+                f"{self.where} was saved with state, but none was read, because the optimizer here has no state "
+                "yet; load with load_state_dict_from(folder)"
             )
 
     def _named_shapes(self) -> list[list[Any]]:
@@ -512,9 +514,9 @@ def check_held(
         places = {rank: has.place for rank, has in found.items() if has.place is not None}
         if places and sorted(places.values()) != [(place, len(found)) for place in range(len(found))]:
             raise ValueError(
-                f"{NAME}: ranks {[*found]} have an optimizer of module {name!r}, but those work on so many: "
-                f"{ {rank: size for rank, (_, size) in places.items()} }. All ranks of its process group give it, and "
-                "parts on other groups (pipeline stages) get names of their own"
+                f"{NAME}: ranks {[*found]} have an optimizer of module {name!r}, but their process groups "
+                f"have other sizes: { {rank: size for rank, (_, size) in places.items()} }. Pass the module on "
+                "all ranks of its process group, and give parts on other groups (pipeline stages) separate names"
             )
 
 
@@ -523,8 +525,8 @@ def difference(everyone: Collectives, name: str, lines: Sequence[str] | None) ->
     of_ranks = {rank: found for rank, found in enumerate(everyone.gather_objects(lines)) if found is not None}
     said = first_difference([*of_ranks.values()], [*of_ranks])
     return RanksDisagree(
-        f"{NAME}: module {name!r}: {said}. All its ranks have a copy, or their parts of one optimizer; what differs "
-        "between ranks gets names of its own, and None on the others"
+        f"{NAME}: module {name!r}: {said}. All its ranks must have a copy, or their parts of one optimizer. Give "
+        "modules that differ between ranks separate names, and pass None on the other ranks"
     )
 
 

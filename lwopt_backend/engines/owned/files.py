@@ -170,7 +170,7 @@ def open_folder(folder: Path, with_files: bool = True) -> DcpFolder:
     if not (folder / METADATA).is_file():
         raise FileNotFoundError(
             f"{folder} holds no checkpoint, or its saving was not finished: there is no {METADATA}, which is written "
-            "last. What another system wrote is brought here with lwopt convert --to dcp"
+            "last. Convert a checkpoint of another system with lwopt convert --to dcp"
         )
     return read_as_expected(lambda: DcpFolder(folder, with_files=with_files), folder, "DCP")
 

@@ -58,8 +58,8 @@ def check_model(model: nn.Module, caller: str = NAME) -> None:
             gc.collect()  # optimizers that only reference cycles keep alive
         if is_followed(param):
             raise ValueError(
-                f"{caller}: parameter {name!r} belongs to an earlier optimizer of ours, which is still in use; remove "
-                "every reference to that one first (del optimizer)"
+                f"{caller}: parameter {name!r} belongs to an earlier LayerWiseOptimizer that is still in use; remove "
+                "every reference to the earlier optimizer first (del optimizer)"
             )
         if param.dtype not in DTYPES:
             raise TypeError(
@@ -122,13 +122,15 @@ def check_options(
     if bool(expert_params) != (expert_process_group is not None):
         raise ValueError(f"{NAME}: expert_params and expert_process_group belong together; give both or neither")
     if expert_group_size is not None and not expert_params:
-        raise ValueError(f"{NAME}: expert_group_size is {expert_group_size}, but no expert_params say whose; name them")
+        raise ValueError(
+            f"{NAME}: expert_group_size is {expert_group_size}, but expert_params is empty; name the experts"
+        )
     by_name = {grouping.names[id(p)]: p for group in grouping.groups for p in group["params"]}
     narrow = [name for name, p in by_name.items() if p.dtype.itemsize < 4]
     if config.keep_full_grads and config.grad_dtype == "float32" and narrow:
         raise ValueError(
             f"{NAME}: keep_full_grads puts gradients into param.grad, which has the parameter's dtype, but grad_dtype "
-            f"is 'float32' and {narrow[0]!r} is narrower; leave one of both"
+            f"is 'float32' and {narrow[0]!r} is narrower; leave one of the two options out"
         )
 
 
@@ -199,8 +201,8 @@ class Backward:
         any_problem, any_drops, most, fewest, *options = presences[0].anywhere()[-6:]
         if most != -fewest:
             raise RuntimeError(
-                f"{self._name}: since the last step some ranks have reduced the gradients of {most} backward passes, "
-                f"others of {-fewest}, this rank of {passes}; run equally many on all, or accumulate under no_sync()"
+                f"{self._name}: ranks ran different numbers of backward passes since the last step: {most} on some, "
+                f"{-fewest} on others, {passes} on this rank; run equally many on all, or accumulate under no_sync()"
             )
         everyone = self._core.holdings[0].sharers.everyone
         if any_problem:

@@ -190,8 +190,8 @@ torch.serialization.add_safe_globals([Pieces])
 
 
 EXPERTS = (
-    "parameter {!r} is one of expert_params, of which other ranks have others under the same number; save with "
-    "optimizer.save_state_dict(folder)"
+    "parameter {!r} is one of expert_params, and other ranks have other parameters under the same number; save "
+    "with optimizer.save_state_dict(folder)"
 )
 
 

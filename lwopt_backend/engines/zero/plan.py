@@ -210,8 +210,8 @@ def _plan_atoms(
         )
     if matrix_rule.block_period > 1 and isinstance(stored, Replicas):
         raise ValueError(
-            f"block_period is {matrix_rule.block_period}, but at stage 0 every rank stores all of a matrix, and has no "
-            "block of its own; leave block_period out, or use stage 1, 2 or 3"
+            f"block_period is {matrix_rule.block_period}, but at stage 0 every rank stores whole matrices and "
+            "no block; leave block_period out, or use stage 1, 2 or 3"
         )
     plan = plan_spread(atoms, layout, limits, **more)
     return replace(plan, modelled=((plan.ownership.policy, modelled_time(plan, machine)),))
