@@ -145,7 +145,7 @@ def test_the_printed_plan(models: dict[str, Path], monkeypatch: pytest.MonkeyPat
         printed = " ".join(run("plan", "--shapes", models[model], *words).split())
         assert all(text in printed for text in expected), (expected, printed)
     on_fsdp2 = ("plan", "--shapes", models["large"], *ALONE_ON_8, "--engine", "fsdp2")
-    assert "Does not fit" in run(*on_fsdp2) and "Does not fit" not in run(*on_fsdp2, "--bucket-numel", 8 * 2**30)
+    assert "Does not fit" not in run(*on_fsdp2) and "Does not fit" in run(*on_fsdp2, "--option", "bucket_matrices=24")
     found = plan(models["experts"], *EXPERTS)
     assert [(part["name"], part["ranks"]) for part in found["parts"]] == [("dense", 16), ("experts", 2)]
     assert len(found["stages"]) == 2 and found["stages"][0]["padding_pct"]["experts"] == 0
