@@ -27,9 +27,9 @@ from lwopt_backend.runtime.agreement import setting
 
 KINDS: Mapping[str, Mapping[str, object]] = {"matrix": MATRIX_RULES, "elementwise": ELEMENTWISE_RULES}
 SECTIONS = {  # and what they mean
-    "matrix": "the rule of the matrices: its name, or a section with 'name' and options",
-    "elementwise": "the rule of everything else, likewise",
-    "overrides": "sections with 'params', globs on names, and in 'matrix' or 'elementwise' what holds for them instead",
+    "matrix": "rule for matrices: a name, or a section with 'name' and options",
+    "elementwise": "rule for all other parameters: a name, or a section with 'name' and options",
+    "overrides": "list of sections: 'params', globs on names, and their options in 'matrix' or 'elementwise'",
 }
 DEFAULTS = {"matrix": "muon", "elementwise": "adamw"}
 C = TypeVar("C", bound=HostConfig)

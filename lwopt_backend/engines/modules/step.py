@@ -93,7 +93,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients of plain models on each rank within this context; FSDP2 and DDP have own switches."""
+        """Accumulate gradients of plain models on each rank within this context; FSDP2 and DDP have other switches."""
         with ExitStack() as stack:
             for optimizer in self.modules.values():
                 if isinstance(optimizer, OwnedOptimizer):
