@@ -49,6 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links lead to places in the site; a block's title is the name of the file that it shows."""
     here = page.file.src_uri
+    if here == "index.md":
+        page.meta["hide"] = ["navigation"]  # the column would show nothing but "Home"
 
     def relinked(match: re.Match[str]) -> str:
         place = place_of(match[1], here)
@@ -58,6 +60,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     parts[::2] = [LINK.sub(relinked, part) for part in parts[::2]]
     parts[1::2] = [titled(part) for part in parts[1::2]]
     return "".join(parts)
+
+
+@event_priority(-100)  # after the search has written its index
+def on_post_build(config: MkDocsConfig) -> None:
+    """Without this script, a page opened without a server stops before the switch of colors works."""
+    search = Path(config.site_dir, "search")
+    (search / "search_index.js").write_text(f"var __index = {(search / 'search_index.json').read_text()}")
 
 
 def place_of(target: str, page: str) -> str | None:
