@@ -26,6 +26,7 @@ text { font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .on { fill: #ffffff } .card { fill: #161b22 } .quiet { fill: #9aa5b1 } .way { stroke: #9aa5b1 }
   .other { fill: #30363d; stroke: #4c555f } .frame { stroke: #e6edf3 } }
+@media (max-width: 450px) { text { font-size: 16px } }
 """
 
 
