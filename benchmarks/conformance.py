@@ -296,17 +296,20 @@ def shown(row: Row) -> str:
 
 
 def table(rows: Mapping[tuple[str, str], Row]) -> str:
-    """In Markdown: a line a system, and below what was said in the cells that have no number."""
-    peers = [peer for peer in PEERS if any((peer, case) in rows for case in CASES)]
-    lines = [["system", "version", *(case.about for case in CASES.values())], ["---"] * (2 + len(CASES))]
-    notes = []
-    for peer in peers:
-        cells = {case: rows[peer, case] for case in CASES if (peer, case) in rows}
-        versions = sorted({row["version"] for row in cells.values()})
-        lines.append([peer, ", ".join(versions), *(shown(cells[case]) if case in cells else "" for case in CASES)])
-        failed = [row for row in cells.values() if row["verdict"] in ("refused", "crashes", "hangs")]
-        notes += [f"- {peer}, `--case {row['case']}`: {row['verdict']}, `{row['said'][:200]}`" for row in failed]
-    return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", *notes])
+    """Two Markdown tables, a line a system, each as wide as a page; then the errors of the cells without a number."""
+    kept = [rows[peer, case] for peer in PEERS for case in CASES if (peer, case) in rows]
+    peers = list(dict.fromkeys(row["peer"] for row in kept))
+    lines = list[str]()
+    for cases in ([*CASES][:6], [*CASES][6:]):
+        cells = [["system", "version", *(CASES[case].about for case in cases)], ["---"] * (2 + len(cases))]
+        for peer in peers:
+            versions = sorted({row["version"] for row in kept if row["peer"] == peer})
+            figures = [shown(rows[peer, case]) if (peer, case) in rows else "" for case in cases]
+            cells.append([peer, ", ".join(versions), *figures])
+        lines += [*("| " + " | ".join(line) + " |" for line in cells), ""]
+    failed = [row for row in kept if row["verdict"] in ("refused", "crashes", "hangs")]
+    lines += [f"- {row['peer']}, `--case {row['case']}`: {row['verdict']}, `{row['said'][:200]}`" for row in failed]
+    return "\n".join(lines)
 
 
 BEGIN, END = "<!-- written by benchmarks/conformance.py --page -->\n", "<!-- end -->\n"
