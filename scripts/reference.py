@@ -21,8 +21,8 @@ COMMAND_LINE = f"""# The command line
 
 {MADE}
 
-`lwopt COMMAND --help` prints these tables. On wrong input, every command prints one line that names the input, and ends
-with exit code 2."""
+`lwopt COMMAND --help` prints these tables, with the type of each value. On wrong input, every command prints one line
+that names the input, and ends with exit code 2."""
 RULES = f"""# The rules and their options
 
 {MADE}

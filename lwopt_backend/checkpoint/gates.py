@@ -15,7 +15,7 @@ from lwopt_backend.checkpoint.names.core import EMBEDDING, HEAD
 
 SHOWN = 20  # problems that are listed
 ADVICE = (  # on master weights that do not round to the weights, in Megatron's checkpoints
-    "The optimizer state is not that of these weights. Megatron-LM up to 0.19.1 writes such checkpoints with "
+    "The optimizer state is not that of these weights. Megatron-LM up to 0.19.2 writes such checkpoints with "
     "--dist-ckpt-optim-fully-reshardable and several gradient buckets (--overlap-grad-reduce), and loads them "
     "silently; other states are wrong there too. Take a checkpoint that was saved without that option. The weights "
     "are good: to begin with these and a new optimizer, load them in Megatron with --no-load-optim, save again "

@@ -17,7 +17,7 @@ from lwopt_backend.cli.rules import rules
 
 app = typer.Typer(
     name="lwopt",
-    help="Plan layer-wise optimizers, and convert, inspect and compare checkpoints.",
+    help="Plan layer-wise optimizers; convert, inspect and compare checkpoints; list rules and versions.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

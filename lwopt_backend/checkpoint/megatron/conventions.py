@@ -73,8 +73,8 @@ STATES = ("momentum_buffer", SECOND, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 BY_NAME = {"fp32_param": MASTER, "param": MASTER, **{key: key for key in STATES}}  # in torch_dist, of each parameter
 FLAT = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # in the DistributedOptimizer's buffers
 States = Mapping[str, Mapping[str, LazyTensor]]  # by parameter and state
-SAVED_WHOLE = (  # up to 0.19.1 several gradient buckets make it write masters and moments of other parameters
-    "load it in Megatron and save with --dist-ckpt-optim-fully-reshardable (up to 0.19.1 without "
+SAVED_WHOLE = (  # up to 0.19.2 several gradient buckets make it write masters and moments of other parameters
+    "load it in Megatron and save with --dist-ckpt-optim-fully-reshardable (up to 0.19.2 without "
     "--overlap-grad-reduce, with which that option writes wrong state)"
 )
 
