@@ -14,6 +14,7 @@ from torch import Tensor
 from lwopt_backend.checkpoint.deepspeed.files import CUTS, MATRICES, NAMES, renumbered
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines import report
+from lwopt_backend.engines.base import machine_for
 from lwopt_backend.engines.zero.plan import (
     GroupPlan,
     GroupStepper,
@@ -31,9 +32,8 @@ from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline
 from lwopt_backend.integrations.deepspeed.pipeline import Stage
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
-from lwopt_backend.plan import Replicas, TensorShards, machine_of
+from lwopt_backend.plan import Replicas, TensorShards
 from lwopt_backend.routing.routing import Route, cut_of, named_parameters
-from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, StateStore, brought_here, check_fits
@@ -400,7 +400,7 @@ def _units(
 ) -> list[Unit]:
     """What DeepSpeed will step at a time, in its order."""
     by_group = {sharers.group: sharers for sharers in ranks}
-    machine = machine_of("cpu" if engine.device.type in IMMEDIATE else "cuda")
+    machine = machine_for(engine.device)
     found: list[Unit] = []
     earlier: dict[Collectives, Sequence[int]] = {}  # each rank's work in the units so far, by who shares them
     for number, group in enumerate(grouping.groups):

@@ -11,7 +11,14 @@ from lwopt_backend.config.hosts import NAME
 from lwopt_backend.config.versions import warn_if_newer
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.registry import LR_SCALE, effective_lr
+from lwopt_backend.plan.cost import Machine, machine_of
+from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.collectives import RECORDERS, Collectives, Recorder
+
+
+def machine_for(device: torch.device) -> Machine:
+    """The machine that an engine plans for whose parameters are on ``device``."""
+    return machine_of("cpu" if device.type in IMMEDIATE else "cuda")
 
 
 def saved(optimizer: torch.optim.Optimizer, state_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ nothing here reads a tensor, a process group or the clock.
 """
 
 from lwopt_backend.plan.atoms import Atom, Cut, TrainedParam
-from lwopt_backend.plan.cost import MACHINES, Machine, StepTime, machine_of
+from lwopt_backend.plan.cost import MACHINES, Machine, StepTime
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas
 from lwopt_backend.plan.mesh import MeshLayout, Sharding, TensorShards
@@ -31,7 +31,6 @@ __all__ = [
     "StepTime",
     "TensorShards",
     "Transfer",
-    "machine_of",
     "plan_matrices",
     "plan_spread",
 ]

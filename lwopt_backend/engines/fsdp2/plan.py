@@ -18,9 +18,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lwopt_backend.config.hosts import NAME, FSDP2Config
+from lwopt_backend.engines.base import machine_for
 from lwopt_backend.groups import registry
 from lwopt_backend.groups.grouping import Grouping, Member
-from lwopt_backend.plan import Machine, MatrixPlan, MeshLayout, Sharding, machine_of, plan_spread
+from lwopt_backend.plan import Machine, MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import View, unravel
 from lwopt_backend.plan.mesh import Coordinate
@@ -423,7 +424,7 @@ class MeshStepper:
         coordinates = mesh.coordinates if mesh else ((0,),)
         self._coordinate = coordinates[collectives.rank]
         self.device = mesh.device if mesh else (local(members[0].param).device if members else torch.device("cpu"))
-        machine = machine_of("cpu" if self.device.type in IMMEDIATE else "cuda")
+        machine = machine_for(self.device)
         self.planned = plan_mesh(
             self.members, groups, rules, config, coordinates, machine, loads=loads, earlier=earlier
         )

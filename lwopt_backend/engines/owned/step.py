@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config.hosts import HostConfig
+from lwopt_backend.engines.base import machine_for
 from lwopt_backend.engines.owned.bucket_manager import BucketManager
 from lwopt_backend.engines.owned.buckets import BucketBuffers, Sharers
 from lwopt_backend.engines.owned.gradients import OwnedGradients
@@ -24,7 +25,7 @@ from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import end_to_end
 from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam
 from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
-from lwopt_backend.plan.cost import Machine, Shape, machine_of
+from lwopt_backend.plan.cost import Machine, Shape
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.rules import MatrixRule
@@ -341,7 +342,7 @@ class OwnedCore:
                 shared.ranks.world_size,
                 group_size=shared.group_size,
                 base=base,
-                machine=machine_of("cpu" if self.members[0].param.device.type in IMMEDIATE else "cuda"),
+                machine=machine_for(self.members[0].param.device),
                 **options,
             )
 
