@@ -50,9 +50,8 @@ def config_of(name: str, lr: float, adamw_lr: float) -> dict[str, Any]:
 class Rules:
     """The runs of every rule, by the names of publications."""
 
-    def __init__(self, sweep: Sweep, names: list[str]) -> None:
+    def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
-        self.names = names
         self.best: dict[str, float] = {}  # the rate of each rule
 
     def loss(self, name: str, lr: float, seed: int = SEEDS[0]) -> float:
@@ -101,7 +100,7 @@ def compare_rules(folder: Path, names: list[str], passed_on: list[str]) -> None:
     names = ["AdamW", *(name for name in names or PUBLISHED if name != "AdamW")]
     rows = {}
     with tqdm(total=len(names), unit="rule") as bar:
-        rules = Rules(Sweep(folder, [*SMALL, *passed_on], bar, fsdp2=True), names)
+        rules = Rules(Sweep(folder, [*SMALL, *passed_on], bar, fsdp2=True))
         for name in names:
             rules.search(name)
             rows[name] = rules.row(name)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lwopt_backend.plan.atoms import Atom, matrices_of
 from lwopt_backend.plan.buckets import Stage, critical_path, cut_buckets, pipeline
 from lwopt_backend.plan.cost import MACHINES, Machine, newton_schulz_flops
-from lwopt_backend.plan.exchange import Segment, Transfer
+from lwopt_backend.plan.exchange import Segment, Transfer, offsets_of
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas, in_blocks
 from lwopt_backend.plan.mesh import MeshLayout, Sharding, TensorShards
 from lwopt_backend.plan.owners import (
@@ -206,7 +206,7 @@ def assert_arrives(ways: list[Transfer]) -> None:
     parts = []  # by sender, then by receiver
     for way in ways:
         buffer: list[tuple[int, int] | None] = [None] * sum(way.send_splits)
-        for segment, begin in zip(way.sends, way.send_offsets):
+        for segment, begin in zip(way.sends, offsets_of(way.sends)):
             place = slice(begin, begin + segment.numel)
             assert buffer[place] == [None] * segment.numel, "segments do not overlap, and there is room"
             buffer[place] = elements(segment.atom, segment)
@@ -215,7 +215,7 @@ def assert_arrives(ways: list[Transfer]) -> None:
     for rank, way in enumerate(ways):
         assert way.receive_splits == [len(of_sender[rank]) for of_sender in parts]
         received = list(itertools.chain(*(of_sender[rank] for of_sender in parts)))
-        for segment, begin in zip(way.receives, way.receive_offsets):
+        for segment, begin in zip(way.receives, offsets_of(way.receives)):
             assert received[begin : begin + segment.numel] == elements(segment.atom, segment)
         assert sum(segment.numel for segment in way.receives) == len(received) - received.count(None)
 

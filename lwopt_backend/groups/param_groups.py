@@ -125,7 +125,8 @@ def plain(value: Any) -> Any:
 # Param groups: every group of the user's is split by rule, and by the overrides that its parameters have.
 
 OURS = frozenset({"rule", "from_group", "overrides", "members"})  # written by us into the parts
-DECIDED = OURS | {"params", "per_head"}  # what no checkpoint changes
+UNSAVED = OURS | {"params"}  # what a checkpoint does not have among a group's options
+DECIDED = UNSAVED | {"per_head"}  # what no checkpoint changes
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

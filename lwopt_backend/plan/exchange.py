@@ -44,15 +44,6 @@ class Transfer:
     def receive_splits(self) -> list[int]:
         return self._splits(self.receives)
 
-    @property
-    def send_offsets(self) -> list[int]:
-        """The offset of every sent segment in the buffer."""
-        return offsets_of(self.sends)
-
-    @property
-    def receive_offsets(self) -> list[int]:
-        return offsets_of(self.receives)
-
     def within(self, ranks: Sequence[int]) -> Transfer:
         """What of it is sent between these ranks, which ascend; their all-to-all numbers them from 0."""
         number = {rank: place for place, rank in enumerate(ranks)}

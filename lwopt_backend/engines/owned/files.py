@@ -42,7 +42,7 @@ from lwopt_backend.engines.owned.state import (
 )
 from lwopt_backend.engines.owned.step import OwnedCore, broadcast_untrained, untrained
 from lwopt_backend.groups.grouping import Member
-from lwopt_backend.groups.param_groups import OURS, with_options
+from lwopt_backend.groups.param_groups import UNSAVED, with_options
 from lwopt_backend.groups.registry import rule_of
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime.agreement import agree, check_on_all, setting
@@ -126,7 +126,7 @@ def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]
     them back.
     """
     everyone = core.holdings[0].sharers.everyone
-    options = ({key: value for key, value in group.items() if key not in OURS | {"params"}} for group in groups)
+    options = ({key: value for key, value in group.items() if key not in UNSAVED} for group in groups)
     mine = {k: {**of, "rule": rule_of(g)} for k, of, g in zip(core.group_keys, options, groups)}
 
     def check() -> None:
