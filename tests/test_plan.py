@@ -173,6 +173,17 @@ def on_four(*dims: int | None, late: tuple[bool, bool] = (False, False)) -> Mesh
     return MeshLayout(coordinates, tuple(Sharding(shape, (2, 2), dims, late) for shape in SMALL))
 
 
+def test_rows_of_copies_own_equally_much_of_a_bucket() -> None:
+    shapes, mesh = [(64, 16)] * 8, (8, 2)
+    shardings = tuple(Sharding(shape, mesh, (None, 0), (False, False)) for shape in shapes)
+    plan = plan_spread(atoms_of(shapes), MeshLayout(tuple(itertools.product(range(8), range(2))), shardings), Limits(8))
+    rows = {owner // 2 for owner in plan.ownership.owners}
+    assert len(rows) == 8, "8 matrices on 16 ranks, a row each: parts of the all-gather in a column need no padding"
+    assert sum(plan.wire_bytes()) == 8 * 64 * 16 * 2 * (7 + 1), (
+        "all copies but the owner's row, and half the way in and out"
+    )
+
+
 def tensor_parallel(store: Callable[[tuple[int, ...]], FlatPartition | Replicas]) -> TensorShards:
     cut = tuple(numel % 2 == 0 for numel in NUMELS)
     shards = tuple(numel // (1 + halved) for numel, halved in zip(NUMELS, cut))

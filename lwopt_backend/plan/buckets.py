@@ -109,14 +109,16 @@ def deal_buckets(
     loads: Sequence[int],
     earlier: Sequence[int],
     homes: Sequence[int | None],
+    turns: Sequence[int],
 ) -> dict[int, int]:
     """Owners of what is in buckets. In a bucket, the costliest comes first, and goes to the rank that is ready first.
 
-    ``loads`` is each rank's work before the first bucket; among ranks that are ready at once, the one with the least
-    ``earlier`` work is taken. An atom goes to its home if that has no more to do in this bucket than a rank on average.
+    ``loads`` is each rank's work before the first bucket. Among ranks that are ready at once, the one with the least
+    ``earlier`` work is taken, and among these the one with the lowest of ``turns``. An atom goes to its home if that
+    has no more to do in this bucket than a rank on average.
     """
     done, total = list(loads), list(earlier)
-    heap = [(done[rank], total[rank], rank) for rank in range(len(done))]
+    heap = [(done[rank], total[rank], turns[rank], rank) for rank in range(len(done))]
     heapq.heapify(heap)  # an entry is stale once the rank's time grew
     found: dict[int, int] = {}
     slowest_before, slowest = 0, max(done)
@@ -128,10 +130,10 @@ def deal_buckets(
         for index in sorted(bucket, key=lambda i: (-atoms[i].cost, i)):
             owner, cost = homes[index], atoms[index].cost
             if owner is None or (max(done[owner], slowest_before) + cost) * len(done) > level:
-                while done[heap[0][2]] != heap[0][0]:
-                    rank = heap[0][2]
-                    heapq.heapreplace(heap, (done[rank], total[rank], rank))
-                owner = heap[0][2]
+                while done[heap[0][3]] != heap[0][0]:
+                    rank = heap[0][3]
+                    heapq.heapreplace(heap, (done[rank], total[rank], turns[rank], rank))
+                owner = heap[0][3]
             found[index] = owner
             done[owner] = max(done[owner], slowest_before) + cost
             total[owner] += cost

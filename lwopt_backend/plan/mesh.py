@@ -143,6 +143,14 @@ class Rows:
         rows, columns = map(set, zip(*self.of))
         return sorted(rows), sorted(columns)
 
+    def turns(self) -> list[int]:
+        """Per rank, its number if one counts column after column, so that consecutive numbers are in different rows.
+
+        A column's parts are padded to the longest, so rows should own equally much.
+        """
+        columns = self.groups()[1]
+        return [columns.index(column) * len(column) + column.index(rank) for rank, (_, column) in enumerate(self.of)]
+
 
 @dataclass(frozen=True)
 class MeshLayout:

@@ -187,11 +187,13 @@ def _exchanged(
         work[owner] += atoms[index].cost if whole[index] == owner else 0
     missing = work if any(work) else ()
     homes = _homes(atoms, layout) if chosen.policy != "stay" else ()
+    rows = layout.rows if isinstance(layout, MeshLayout) else None
+    turns = range(ranks) if rows is None else rows.turns()
 
     def planned(buckets: tuple[tuple[int, ...], ...]) -> MatrixPlan:
         owners, done = list(chosen.owners), list(work)
         if homes:
-            for index, owner in deal_buckets(atoms, buckets, work, earlier or [0] * ranks, homes).items():
+            for index, owner in deal_buckets(atoms, buckets, work, earlier or [0] * ranks, homes, turns).items():
                 owners[index] = owner
             left = (tuple(index for index in bucket if whole[index] != owners[index]) for bucket in buckets)
             buckets = tuple(filter(None, left))
