@@ -407,7 +407,7 @@ def test_what_cannot_be_before_and_after_sharding_is_refused() -> None:
 
 # The page
 def test_the_pages_optimizer_entry_is_complete() -> None:
-    (entry,) = blocks("start/hugging_face", "json")
+    entry, _ = blocks("start/hugging_face", "json")
     params = json.loads(f"{{{entry.text}}}")["optimizer"]["params"]
     assert {key for key, value in params.items() if value == "auto"} == {"lr", "weight_decay"}
     parse(LayerWiseMuonConfig, {**params, "lr": 0.02, "weight_decay": 0.1}, "the page")
