@@ -177,7 +177,7 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("start/hugging_face", 1): (PLAIN + FSDP2, TRAINER),
     ("start/hugging_face", 4): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),
     ("start/hugging_face", 5): (PLAIN + HUGGING_FACE, "assert optimizer.param_groups"),
-    ("start/trainers", 0): ("", ""),
+    ("start/trainers", 2): ("", ""),
     ("watching", 0): (OPTIMIZER, ""),
     ("watching", 1): (
         f"{OPTIMIZER}optimizer.record_metrics()\nstep(model, optimizer)\n",

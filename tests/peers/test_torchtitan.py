@@ -154,7 +154,7 @@ def test_the_pages_commands_and_configuration_are_taken() -> None:
     from torchtitan.config.override import apply_overrides
 
     made = []
-    for kind, _, text in blocks("start/torchtitan", "bash|python", "torchtitan"):
+    for kind, _, text in blocks("start/trainers", "bash|python", "torchtitan"):
         if kind == "python":
             recipe: dict[str, Any] = {}
             exec(text, recipe)
