@@ -72,10 +72,10 @@ def layer_wise(config: OptimizersContainer.Config, **arguments: Any) -> LayerWis
 def from_recipe(config: OptimizersContainer.Config, model: nn.Module) -> dict[str, Any]:
     """The arguments with which ``LayerWiseOptimizer`` trains a model part as ``config.param_groups`` say.
 
-    If they have AdamW alone, our routing finds the matrices, and Muon's updates have the size of AdamW's, for which
-    ``lr`` was chosen. If they have DistMuon, every parameter keeps its rule, and DistMuon's matrices are ours: whole
-    weights, equal blocks of rows (heads), slices of stacks. Raises ValueError for other optimizers, and for state in
-    bfloat16, which only Adam's would have.
+    If they have AdamW alone, the default routing finds the matrices, and Muon's updates have the size of AdamW's, for
+    which ``lr`` was chosen. If they have DistMuon, every parameter keeps its rule, and DistMuon's matrices are kept:
+    whole weights, equal blocks of rows (heads), slices of stacks. Raises ValueError for other optimizers, and for state
+    in bfloat16, which only Adam's would have.
     """
     if config.implementation == "fused_opt_states_bf16":
         raise ValueError("torchtitan: fused_opt_states_bf16 has no counterpart; pass arguments with 'state_dtype'")

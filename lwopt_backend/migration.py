@@ -87,8 +87,8 @@ def check_form(what: str, form: str) -> None:
         raise ValueError(f"{what}: unknown form of momentum {form!r}; {suggestion(str(form), get_args(Form))}")
 
 
-# Loading whole tensors by parameter name into our optimizers: every rank takes what it owns or stores. DeepSpeed's
-# engines have functions of their own, in ``lwopt_backend.integrations.deepspeed.migration``.
+# Loading whole tensors by parameter name into this package's optimizers: every rank takes what it owns or stores.
+# DeepSpeed's engines have their own functions, in ``lwopt_backend.integrations.deepspeed.migration``.
 
 WHAT = "load_named_state"
 Group = Mapping[str, Any]
@@ -217,7 +217,7 @@ class Source:
     """How an optimizer stores its state. ``form`` None means that its param groups have it, as ``momentum_form``.
 
     ``momentum`` are the keys of the momentum in param groups; ``buffer`` is the key of the buffer; ``moments`` are
-    Adam's keys by ours; ``step`` is the key of Adam's counter, which may be in the param group instead.
+    Adam's keys by this package's; ``step`` is the key of Adam's counter, which may be in the param group instead.
     """
 
     form: Form | None

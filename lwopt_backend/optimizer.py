@@ -238,7 +238,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         """
         raise self._only_of(FSDP2Config, "attach")
 
-    # Of a plain model
+    # For plain models
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank in backward passes within it; the next pass outside reduces them all."""

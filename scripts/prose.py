@@ -1,9 +1,14 @@
-"""Find phrases in the README and docs/ that are not English, and what proselint finds. `make check` runs it."""
+"""Find phrases that are not English in the README, docs/ and the words of the package; `make check` runs it.
+
+Pages are also read by proselint.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +18,7 @@ from proselint.registry import CheckRegistry
 from proselint.tools import LintFile
 
 ROOT = Path(__file__).resolve().parent.parent
+CODE = ("lwopt_backend", "integrations")
 START = r"(?:^(?:- |\d\. )?|(?<=[.!?:|]\s))"  # of a sentence, a cell or an item
 INSTEAD = {
     r"\bbeside\b": "compared with, next to, in addition to",
@@ -39,26 +45,54 @@ CHECKS = {**DEFAULT["checks"], "typography": False, "dates_times": False}  # str
 def prose(page: str) -> str:
     """``page`` without code and targets of links, line by line."""
     text = re.sub(r"^```.*?^```$", lambda block: "`X`" + "\n" * block[0].count("\n"), page, flags=re.M | re.S)
-    text = re.sub(r"`[^`]*`", lambda code: "`X`" + "\n" * code[0].count("\n"), text)
+    text = re.sub(r"`+[^`]+`+", lambda code: "`X`" + "\n" * code[0].count("\n"), text)
     text = re.sub(r"^(#.*)$", r"\1.", text, flags=re.M)
     return re.sub(r"\]\([^)]*\)", lambda link: "]" + "\n" * link[0].count("\n"), text)
 
 
-def found(path: Path) -> Iterator[tuple[int, str]]:
-    text = prose(path.read_text())
+def phrases(text: str) -> Iterator[tuple[int, str]]:
+    """Lines of ``text``, from 1, with what to write instead."""
     for pattern, instead in INSTEAD.items():
-        for match in re.finditer(pattern.replace(" ", r"\s"), text, re.MULTILINE):
+        for match in re.finditer(pattern.replace(" ", r"\s+"), text, re.MULTILINE):
             begin = match.start() + len(match[0]) - len(match[0].lstrip())
             yield text.count("\n", 0, begin) + 1, f"{' '.join(match[0].split())!r}: write {instead}"
+
+
+def in_page(path: Path) -> Iterator[tuple[int, str]]:
+    text = prose(path.read_text())
+    yield from phrases(text)
     for result in LintFile(str(path), text).lint({**DEFAULT, "checks": CHECKS}):
         if "'X X'" not in result.check_result.message:  # X times its transpose
             yield result.pos[0] - 1, result.check_result.message
 
 
+def words(path: Path) -> Iterator[tuple[int, str]]:
+    """Docstrings, strings of several words, and comments, each with its line; lines of one comment are joined."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "`X`" for part in node.values)
+    comments: dict[int, str] = {}  # by the last line
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                line, text = token.start[0], token.string.lstrip("# ")
+                comments[line] = f"{comments.pop(line - 1)}\n{text}" if line - 1 in comments else text
+    yield from ((line - text.count("\n"), text) for line, text in comments.items())
+
+
+def in_code(path: Path) -> Iterator[tuple[int, str]]:
+    for line, text in words(path):
+        yield from ((line + number - 1, instead) for number, instead in phrases(prose(text)))
+
+
 def main() -> None:
     CheckRegistry().register_many(__register__)
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    lines = [f"{path.relative_to(ROOT)}:{number}: {text}" for path in pages for number, text in sorted(found(path))]
+    found = {path: in_page(path) for path in pages}
+    found |= {path: in_code(path) for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))}
+    lines = [f"{path.relative_to(ROOT)}:{line}: {text}" for path in found for line, text in sorted({*found[path]})]
     sys.exit("\n".join(lines) if lines else 0)
 
 

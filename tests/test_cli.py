@@ -130,7 +130,7 @@ PRINTED: list[tuple[str, tuple[object, ...], list[str]]] = [
     ),
     ("odd[red]", ("--world-size", 2), ["odd[red].json", "w[bold]", "w[/red]"]),
     ("large", ALONE_ON_8, ["Does not fit: the fullest rank holds"]),
-    ("experts", EXPERTS, ["the one that takes longest of 2", "Plan of the experts matrices"]),
+    ("experts", EXPERTS, ["the slowest of 2", "Plan of the experts matrices"]),
     ("shapes", ("--help",), ['[["name", [rows, columns]], ...]']),
     *(
         ("stack", ("--world-size", 2, "--engine", engine), ["dense matrices: 5,", "4 stacked experts"])

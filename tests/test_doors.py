@@ -211,7 +211,7 @@ BEGIN = {
 }
 ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stands for anything
     *(((door,), given, f"{BEGIN[door]} ... {found}") for door, rows in OF_ONE.items() for given, found in rows),
-    (DOORS, {"max_grad_norm": 1.0}, "unknown key 'max_grad_norm'; gradient_clipping stands beside the optimizer"),
+    (DOORS, {"max_grad_norm": 1.0}, "unknown key 'max_grad_norm'; write gradient_clipping at the top level of"),
     (RULES, {"matrix": "adamw"}, OTHER_KIND),
     (RULES, {"elementwise": "muon"}, "elementwise: unknown rule 'muon'; 'muon' is a rule of the other kind"),
     ((layer_wise,), {"adamw": {"lr": 0.1}}, f"{ENTRY}; write {{'elementwise': {{'name': 'adamw', ...}}}}"),

@@ -297,12 +297,12 @@ def renumbered(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 LAST, PLUS_ONE, NO = "experts.2.linear_fc2.weight", "layernorm_zero_centered_gamma", Numbers()
 NO_EXPERT = re.escape(f"'{LAYER}.mlp.experts.local_{LAST}' is missing, which belongs with")
-NO_LAYERS = r"nothing was found of layer\(s\) .*8, but of others up to 9"
+NO_LAYERS = "expected layers 0 to 9, found none of .*8;"
 WRONG: list[tuple[str, Change | None, dict[str, Any], Numbers, str]] = [
     # the family, what is changed, what the arguments say otherwise, numbers, and what is said
     ("hf-llama", None, {"num_attention_heads": 31}, NO, "do not divide by heads"),
     ("hf-llama", None, {"num_attention_heads": "many"}, NO, "is 'many'; expected a number; give 'heads'"),
-    ("hf-llama", None, {"num_layers": 3}, NO, r"nothing was found of layer\(s\) 2, but of others up to"),
+    ("hf-llama", None, {"num_layers": 3}, NO, "expected layers 0 to .*, found none of 2;"),
     ("hf-llama", None, {"num_layers": 1}, NO, "there are 2 layers, but the arguments say 1"),
     ("hf-llama", None, {"rotary_interleaved": True}, NO, "rotary_interleaved"),
     ("hf-llama", None, {PLUS_ONE: True}, NO, PLUS_ONE),

@@ -41,7 +41,7 @@ class Saved:
     """A checkpoint's description of itself. ``groups`` has the parameters' names, one list per param group of the
     optimizer (stages 1 and 2) or per sub-group (stage 3); None at stage 0, where ``names`` has them. ``owned`` is the
     mark of owned storage, ``stranger`` describes another optimizer that wrote it, ``save_id`` is the same in all files
-    of one save of ours. ``shards`` is the number of tensor-parallel ranks, or of pipeline stages."""
+    of one save by this package. ``shards`` is the number of tensor-parallel ranks, or of pipeline stages."""
 
     world_size: int
     groups: list[list[str]] | None
@@ -205,7 +205,8 @@ def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
 
 
 def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:
-    """A description of the optimizer that wrote a checkpoint, if its param groups were read and are not ours."""
+    """A description of the optimizer that wrote a checkpoint, if its param groups were read and are of another
+    optimizer."""
     if isinstance(optimizer, Mapping) and "param_groups" not in optimizer:  # ZeRO's, which contains the inner one's
         optimizer = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
     if not isinstance(optimizer, Mapping) or not of_another_optimizer(optimizer.get("param_groups")):

@@ -278,8 +278,8 @@ def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
     """Make ``"scheduler": {"type": <a torch scheduler>}`` work under ZeRO.
 
     DeepSpeed builds a scheduler named in the configuration on its own wrapper, which torch's schedulers refuse
-    ("DeepSpeedZeroOptimizer is not an Optimizer"). It builds one given as a callable on ours, so this makes it one.
-    Raises ValueError for a scheduler that a configuration cannot describe.
+    ("DeepSpeedZeroOptimizer is not an Optimizer"). It builds one given as a callable on the inner optimizer, so this
+    makes it one. Raises ValueError for a scheduler that a configuration cannot describe.
     """
     name = engine.scheduler_name()
     if name is None or engine.client_lr_scheduler is not None or hasattr(lr_schedules, name):
@@ -324,8 +324,8 @@ def counts_cut_alone(engine: DeepSpeedEngine) -> bool:
 
 
 def zero_or_nan(grads: Iterable[Tensor]) -> Tensor:
-    """0, or NaN if any element is not finite: what gradients that another rank counts add to the norm, so that all
-    ranks learn of it without a collective of its own."""
+    """0, or NaN if any element is non-finite: what gradients that another rank counts add to the norm, so that all
+    ranks learn of it without an extra collective."""
     return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]).sum() * 0
 
 
@@ -354,7 +354,7 @@ def hear_of_copies(wrapper: Any) -> None:
 
 
 def count_on_every_rank(wrapper: BF16_Optimizer) -> None:
-    """Let ``wrapper`` take its norm on a rank that counts no gradient, too: DeepSpeed takes no norm of no tensors, for
+    """Let ``wrapper`` take its norm also on a rank that counts no gradient: DeepSpeed takes no norm of no tensors, for
     which the other ranks would wait, and 0.19.7 none that is 0. Under tensor parallelism, add ``zero_or_nan`` of what
     another rank counts."""
     counted = wrapper.get_grads_for_norm
@@ -376,7 +376,7 @@ def count_on_every_rank(wrapper: BF16_Optimizer) -> None:
 def grad_norm(engine: DeepSpeedEngine, params: Iterable[Tensor]) -> Tensor:
     """The norm of the gradients of ``params`` at stage 0; in a pipeline, of all stages, counting tied weights once;
     with experts, of those of all ranks; under tensor parallelism, of all shards, counting what is whole on every rank
-    once; NaN if a copy of it is not finite."""
+    once; NaN if a copy of it is non-finite."""
     dense: list[Tensor] = []
     copies: list[Tensor] = []
     experts: dict[str, list[Tensor]] = {}
@@ -402,7 +402,7 @@ def grad_norm(engine: DeepSpeedEngine, params: Iterable[Tensor]) -> Tensor:
 
 
 def when_wrapped(engine: DeepSpeedEngine, do: Callable[[Any], None]) -> None:
-    """Call ``do`` with the optimizer that DeepSpeed wraps ours in, as soon as it has."""
+    """Call ``do`` with the optimizer that DeepSpeed wraps this one in, as soon as it has."""
     configure = engine._configure_lr_scheduler  # the first method called after that
 
     @functools.wraps(configure)

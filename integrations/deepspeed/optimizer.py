@@ -191,7 +191,7 @@ class ZeROLayerWise(EngineOptimizer):
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
     def _compare_options(self, binding: Binding) -> None:
-        """Every 64th step, which exchanges two numbers for this; no other step has a message of ours for them."""
+        """Every 64th step, which exchanges two numbers for this; other steps exchange nothing."""
         flags, ranks = self._options.flags(self._all_groups), self._with_these_groups()
         if flags[0] == NONE:
             return

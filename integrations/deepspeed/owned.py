@@ -100,7 +100,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
     state of that piece. ``param.grad`` is None after backward; the owners have the mean gradients until the step.
 
     The engine tells when a backward pass ends and whether it completes a step; buffers, reduction, clipping, loss
-    scaling, masters and checkpoints are ours. Methods stand together by when the engine calls them.
+    scaling, masters and checkpoints are this class's. Methods stand together by when the engine calls them.
     """
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
@@ -207,7 +207,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
     def step(self) -> None:  # type: ignore[override]
         """One step with the gradients of the backward passes since the last one. Called on all ranks.
 
-        Gradients that are not finite are dropped and ``overflow`` is set, except for bf16 with
+        Non-finite gradients are dropped and ``overflow`` is set, except for bf16 with
         ``bf16.check_grad_overflow`` off. Raises RuntimeError outside an engine and, on all ranks, if a backward pass
         ended in an exception on one, the model's parameters were changed, or options are found to differ.
         """

@@ -49,7 +49,7 @@ def _stage(engine: DeepSpeedEngine) -> list[str]:
 
 
 def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
-    """Experts need a stage that shards them, and param groups of their own, each for the ranks that it names."""
+    """Experts need a stage that shards them, and separate param groups, each for the ranks that it names."""
     reasons = []
     if uses_auto_ep(engine):
         reasons.append(

@@ -137,7 +137,7 @@ def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     for number, member in enumerate(core.members):
         value = mine.get(number, torch.empty(0))
         assert value is not None
-        # An empty piece has a state, too: it shows the keys, and which of them are scalars.
+        # An empty piece also has a state: it shows the keys, and which of them are scalars.
         state = core.stepper.state[number] if number in mine else new_state(torch.empty(0), groups[member.group])
         weights.append(value.detach().clone())
         states[number] = dict(state)

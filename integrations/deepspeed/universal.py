@@ -1,7 +1,7 @@
 """What ``engine.load_checkpoint`` does: refuse what does not fit, and load universal checkpoints.
 
 DeepSpeed's own loader of universal checkpoints handles only AdamW at stage 3 and nothing at stage 0, matches param
-groups by position, and does not load buffers and frozen parameters. So ours replaces it: whole tensors by name, of
+groups by position, and does not load buffers and frozen parameters. So this one replaces it: whole tensors by name, of
 which every rank reads its pieces. What an engine takes is chosen and checked before any of it is loaded. A param
 group's hyperparameters are matched by the parameters in it: the checkpoint's groups may differ, or be in another order.
 """
@@ -50,11 +50,11 @@ Groups = Sequence[Group]
 def prepare_loading(
     engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Collectives], core: OwnedCore | None = None
 ) -> None:
-    """Make ``engine.load_checkpoint`` load universal checkpoints if configured, else check DeepSpeed's own first.
+    """Make ``engine.load_checkpoint`` load universal checkpoints if configured, otherwise check DeepSpeed's own first.
 
     Called once for an engine, on all ranks. From then on, ``load_checkpoint`` raises on every rank if a checkpoint does
-    not fit on one. ``optimizer`` is ours; ``ranks`` are the groups that share parameters with this rank; ``core`` is
-    the engine's owned storage, if it has that.
+    not fit on one. ``optimizer`` is this package's; ``ranks`` are the groups that share parameters with this rank;
+    ``core`` is the engine's owned storage, if it has that.
     """
     everyone = ranks_of()
     mark = optimizer.save_mark = SaveMark(engine, everyone)
@@ -240,7 +240,7 @@ def choose(
 
 def _others(engine: DeepSpeedEngine, trained: Mapping[str, TrainedParam]) -> dict[str, tuple[int, ...]]:
     """Names and whole shapes of the module's frozen parameters, and of the buffers that its state dict has."""
-    saved = engine.module.state_dict().keys()  # at stage 3, too: only the parameters' data is elsewhere
+    saved = engine.module.state_dict().keys()  # also at stage 3: only the parameters' data is elsewhere
     buffers = {name: tuple(buffer.shape) for name, buffer in engine.module.named_buffers() if name in saved}
     shapes = {name: full_shape(param) for name, param in engine.module.named_parameters()}
     first = first_experts(engine)

@@ -239,7 +239,7 @@ class StateKeys:
 def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, grouping: Grouping) -> None:
     """Check every state key that the parameters of ``engine`` are asked for at stages 1 and 2.
 
-    Called on all ranks, while DeepSpeed builds the engine; ``optimizer`` is ours, which DeepSpeed wraps next. Then a
+    Called on all ranks, while DeepSpeed builds the engine; ``optimizer`` is the one that DeepSpeed wraps next. Then a
     key that a parameter's rule does not keep raises ValueError, and a state before the first step RuntimeError.
     """
     known = StateKeys(grouping)

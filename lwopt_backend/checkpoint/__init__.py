@@ -1,1 +1,1 @@
-"""Checkpoints of other systems and of ours: read into one form, renamed, checked, written as another."""
+"""Checkpoints of this and other systems: read into one form, renamed, checked, written as another."""

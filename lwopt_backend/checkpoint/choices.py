@@ -24,7 +24,7 @@ _HERE = "lwopt_backend.checkpoint"
 @dataclass(frozen=True, slots=True)
 class Format:
     """A format: what --help says; the module that reads it, and the one that writes it, if it is written; what readers
-    call what that wrote; the file that names a step's folder beside it, if it has one, and how such a folder is named.
+    call what that wrote; the pointer file, if it has one, in the folder of steps; and how a step's folder is named.
 
     Modules are imported when needed: torch.distributed.checkpoint takes half a second."""
 

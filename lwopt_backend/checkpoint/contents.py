@@ -39,7 +39,8 @@ def unequal(one: Tensor, other: Tensor) -> Tensor:
 
 
 def infinite(values: Tensor) -> int:
-    """How many elements are not finite. A finite sum shows quickly that all are; an infinite one may be an overflow."""
+    """The number of non-finite elements. A finite sum shows quickly that all are; an infinite one may be an
+    overflow."""
     if not values.is_floating_point():
         return 0
     wide = values if values.dtype.itemsize >= 4 or values.dtype == torch.bfloat16 else values.float()
@@ -221,7 +222,7 @@ class Param:
 
     @property
     def best(self) -> LazyTensor:
-        """The master weight if there is one, else the weight."""
+        """The master weight if there is one, otherwise the weight."""
         found = self.states.get(MASTER, self.weight)
         assert found is not None
         return found

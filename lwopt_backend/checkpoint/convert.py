@@ -41,8 +41,8 @@ _PLACES = ("members", "from_group", "overrides")  # keys of our engines that are
 def as_ours(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with param groups as our optimizers have them, with ``rule``; those of matrix rules come first.
 
-    A group without a rule of ours, or with unknown options, stays as it is, and the notes say why; our optimizers will
-    not load it, because it lacks their options.
+    A group without a rule of this package, or with unknown options, stays as it is, and the notes say why; this
+    package's optimizers will not load it, because it lacks their options.
     """
     found, notes = translated(checkpoint)
     order = sorted(range(len(found)), key=lambda number: found[number].get("rule") not in MATRIX_RULES)
@@ -170,14 +170,15 @@ def _of_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """The destination of a checkpoint: a ``folder``, which is written whole, and pointers beside it, by file name."""
+    """The destination of a checkpoint: a ``folder``, which is written whole, and the pointers in its parent, by file
+    name."""
 
     folder: Path
     pointers: Mapping[str, str]
 
 
 def place_of(checkpoint: Checkpoint, target: str, destination: Path) -> Place:
-    """A step's folder in ``destination``, if the format has a pointer to it; else ``destination`` itself."""
+    """A step's folder in ``destination``, if the format has a pointer to it; otherwise ``destination`` itself."""
     format = FORMATS[target]
     if format.pointer is None:
         return Place(destination, {})
@@ -222,7 +223,7 @@ def _without_group(checkpoint: Checkpoint) -> list[str]:
 
 
 def _with_lions_steps(checkpoint: Checkpoint) -> Checkpoint:
-    """Megatron's Lion counts no steps; ours does, although no update depends on them."""
+    """Megatron's Lion counts no steps; this package's Lion does, although no update depends on them."""
 
     def counted(param: Param) -> Param:
         is_lion = param.step is None and set(param.states) - {MASTER} == OF_LION

@@ -96,7 +96,7 @@ def _missing(checkpoint: Checkpoint) -> Iterator[str]:
     of steps among them.
 
     If groups are not known, all parameters are compared. A state counts as missing only if another parameter has all of
-    this one's states, and more. Rules may keep all of theirs in owner_states.
+    this one's states, and more. A rule may keep its whole state in owner_states.
     """
     frozen = _frozen(checkpoint)
     trained = {name: param for name, param in checkpoint.params.items() if name not in frozen}
@@ -131,7 +131,7 @@ def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
 
 def _values(name: str, param: Param) -> tuple[list[str], dict[str, int], bool]:
     """What is wrong with a parameter's values, how many of each tensor's are infinite or no numbers, and whether there
-    is a master weight beside the weight."""
+    is a master weight in addition to the weight."""
     weight, master, tensors = param.weight, param.states.get(MASTER), param.tensors
     both = () if weight is None or master is None or weight.shape != master.shape else (WEIGHT, MASTER)
     odd = {key: sum(map(contents.infinite, t.blocks())) for key, t in tensors.items() if key not in both}

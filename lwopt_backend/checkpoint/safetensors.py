@@ -88,7 +88,7 @@ def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], work
     found = in_order((tensor.read for tensor in tensors.values()), workers)
     try:
         save_file(dict(zip(tensors, found)), path, {"format": "pt"})
-    except SafetensorError as error:  # it says so of a full disk, too
+    except SafetensorError as error:  # also raised for a full disk
         raise OSError(str(error)) from error
     files.add(name, crc_of(path))
 

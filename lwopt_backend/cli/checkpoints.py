@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
 
 
 def columns(rows: Sequence[tuple[str, str]]) -> Table:
-    """Labels with their values beside them; a long value wraps within its column."""
+    """Labels with their values to the right; a long value wraps within its column."""
     grid = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
     for row in rows:
         grid.add_row(*row)
@@ -435,7 +435,7 @@ def _under(
 
 
 def _notes(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """What differs beside tensors, where both say it."""
+    """Differences other than tensors, where both checkpoints have the fact."""
     from lwopt_backend.groups.registry import effective_lr
 
     pairs = [("Step", a.iteration, b.iteration), ("Samples", a.samples, b.samples)]

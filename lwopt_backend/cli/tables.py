@@ -33,7 +33,7 @@ def headline(study: Study) -> list[str]:
         f"work in flops of {MATRIX_RULES[setting.rules.matrix.rule].work}; cluster {setting.machine.name}"
     ]
     if len(study.stages) > 1:
-        sentences.append(f"Shown is stage {stage.index}, the one that takes longest of {len(study.stages)}.")
+        sentences.append(f"Stage {stage.index} is shown, the slowest of {len(study.stages)}.")
     sentences += [sentence for part in stage.parts for sentence in (_choice(part), *part.notes)]
     sentences += [sentence for part in stage.parts if (sentence := _uneven(part, setting))]
     time = stage.time
@@ -44,7 +44,7 @@ def headline(study: Study) -> list[str]:
     peak = max(fullest.peak, fullest.backward)
     if fullest.transient > max(fullest.workspace, fullest.long_lived // 4):
         sentences.append(
-            f"A backward pass needs {nbytes(fullest.transient)} beside what it keeps, for gradients on their way in "
+            f"A backward pass needs {nbytes(fullest.transient)} more than it keeps, for gradients on their way in "
             "buckets: a padded bucket has room for the largest matrix on every rank. --layout compact, with a smaller "
             "--bucket-mb, needs less."
         )

@@ -1,6 +1,6 @@
 """Keys of other optimizers in a configuration: an error that prints the whole configuration to write instead.
 
-No key of another optimizer is taken for one of ours: the same number under the same name trains otherwise there. The
+No key of another optimizer is accepted as an alias: the same number under the same name trains differently there. The
 values that are printed are what the other optimizer would use; docs/migration.md has the tables.
 """
 
@@ -39,7 +39,7 @@ GRANTED: dict[str, tuple[Any, str]] = {
     "fp32_optimizer_states": (True, "state has the dtype of the masters here"),
 }
 # What stands elsewhere.
-CLIP = "gradient_clipping stands beside the optimizer entry in ds_config.json; elsewhere call clip_grad_norm_"
+CLIP = "write gradient_clipping at the top level of ds_config.json; without DeepSpeed, call clip_grad_norm_"
 ROUTED = "the model's structure decides what is a matrix; 'include' and 'exclude' overrule it, by name"
 ADVICE = {
     **dict.fromkeys(("max_grad_norm", "clip_grad", "gradient_clipping"), CLIP),
@@ -103,7 +103,7 @@ def _halves(
     """The options of both halves, as the other optimizer has them. Our own keys count as said here."""
     matrix, elementwise = ({**halves[kind]} for kind in ("matrix", "elementwise"))
     both = {**{key: matrix[key] for key in SHARED if key in matrix}, **moved[""]}
-    if len(elementwise) > 1 or (matrix["name"], elementwise["name"]) != ("muon", "adamw"):  # the rest is ours
+    if len(elementwise) > 1 or (matrix["name"], elementwise["name"]) != ("muon", "adamw"):  # others are only here
         matrix.update(**moved[""], **moved["matrix"])
         return {"matrix": matrix, "elementwise": {**elementwise, **moved["elementwise"]}}
     more = matrix.keys() - {"name", "adjust_lr_fn", *SHARED}

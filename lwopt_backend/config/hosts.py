@@ -15,7 +15,7 @@ MEGATRON = "Megatron-Core"
 
 
 class ClipGroup(Options):
-    """Parameters, by globs on their names, whose gradients have a norm and a largest norm of their own."""
+    """Parameters, by globs on their names, whose gradients have a separate norm and maximum norm."""
 
     params: Annotated[Globs, Field(min_length=1)]
     max_norm: Positive

@@ -76,7 +76,7 @@ Globs = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isi
 EXPECTED = {"tuple_type": "input should be a list", "dict_type": "input should be a mapping"}
 NO_WORDS = ("float_type", "int_type", "tuple_type")
 ONLY_HUGGING_FACE = (
-    "which only Hugging Face's Trainer and Accelerate replace, where it stands beside the sections; write a value"
+    "which only Hugging Face's Trainer and Accelerate replace, and only outside the sections; write a value"
 )
 
 
@@ -120,6 +120,6 @@ def _problem(model: type[Options], detail: Mapping[str, Any]) -> str:
 
 
 def _sections(model: type[Options]) -> dict[str, type[Options]]:
-    """The options of a model that are sections with options of their own."""
+    """The options of a model that are sections, with their options."""
     kinds = {key: field.annotation for key, field in model.model_fields.items()}
     return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Options)}

@@ -85,7 +85,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         - ``seconds``: of the busiest rank, by part: exchange, rule, elementwise and norm
         - ``lr``: by param group, the effective learning rate, ``lr`` times ``lr_scale``
 
-        Other optimizers of the process that step meanwhile count, too. Raises RuntimeError without ``record_metrics``.
+        Steps of other optimizers in this process are included. Raises RuntimeError without ``record_metrics``.
         """
         if self._recorder is None:
             raise RuntimeError(f"{self.name}: call record_metrics() before the steps that metrics() is to measure")

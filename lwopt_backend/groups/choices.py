@@ -99,9 +99,9 @@ def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
 
 
 def settings_of(model: type[C], options: Mapping[str, Any], where: str, *, entry: str | None = None) -> tuple[Rules, C]:
-    """The rules in the sections ``matrix``, ``elementwise`` and ``overrides``, and the host's options beside them.
+    """The rules in the sections ``matrix``, ``elementwise`` and ``overrides``, and the host's options.
 
-    A ``lr`` or ``weight_decay`` beside the sections is the matrix rule's. ``entry`` is the type of an entry in
+    A ``lr`` or ``weight_decay`` outside the sections is the matrix rule's. ``entry`` is the type of an entry in
     ds_config.json. Raises ValueError for an unknown rule or option, for one of another optimizer, for a wrong value,
     and for an option that is given twice.
     """
@@ -132,7 +132,7 @@ def _refuse_foreign(
     where: str,
     entry: str | None,
 ) -> None:
-    """Raises ValueError for keys of other optimizers in ``rest``, what is beside the rules in ``given``."""
+    """Raises ValueError for keys of other optimizers in ``rest``, the part of ``given`` outside the rules."""
     theirs = {key: rest[key] for key in foreign.foreign_keys(rest, model.model_fields)}
     others = {key: value for key, value in rest.items() if key not in theirs}
     fields = _fields({}, given["matrix"], model, where)
@@ -224,7 +224,7 @@ def arguments_of(
     options: Mapping[str, Any],
     where: str,
 ) -> tuple[Rules, C]:
-    """``settings_of`` for arguments in Python, where the matrix rule's options may also stand beside the host's.
+    """``settings_of`` for arguments in Python, where the matrix rule's options may also be next to the host's.
 
     A section named as the element-wise rule, ``adamw={...}``, has options of that rule.
     """
@@ -274,7 +274,7 @@ def _fields(
     return rule.model(given, where).model_fields
 
 
-# ``"type": "LayerWiseMuon"``: Muon's options, AdamW's in a section, DeepSpeed's beside them, in one flat model.
+# ``"type": "LayerWiseMuon"``: Muon's options, AdamW's in a section, and DeepSpeed's, in one flat model.
 
 LayerWiseMuonConfig = create_model(
     "LayerWiseMuonConfig",
@@ -285,7 +285,7 @@ LayerWiseMuonConfig = create_model(
 
 
 def muon_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROConfig]:
-    """Raises ValueError that names every wrong key. Without ``adamw``, whose ``eps`` was meant cannot be told."""
+    """Raises ValueError that names every wrong key. Without ``adamw``, ``eps`` is ambiguous."""
     section = options.get("adamw", {})
     known = LayerWiseMuonConfig.model_fields.keys() - (set() if section else {"eps"})
     theirs = {key: options[key] for key in foreign.foreign_keys(options, known)}

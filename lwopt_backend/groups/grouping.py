@@ -158,7 +158,7 @@ class Grouping:
         )
 
     def parts(self, name: str, param: Tensor) -> tuple[int, ...]:
-        """As in ``TrainedParam``, also of a frozen one; a bias has those of the weight beside it."""
+        """As in ``TrainedParam``, also of a frozen one; a bias has those of its layer's weight."""
         cut, weight = cut_of(param), f"{name.rpartition('.')[0]}.weight"
         if cut is None or cut.dim > 0:
             return ()

@@ -14,7 +14,7 @@ from torch import nn
 
 from lwopt_backend.config.options import Options, install_command, option, suggestion
 
-DECAY_FORM = "weight_decay_form"  # an option of ours, no argument of a class
+DECAY_FORM = "weight_decay_form"  # an option of this package, not an argument of the class
 PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "deepspeed": "deepspeed"}  # by the module that each installs
 
 
@@ -61,7 +61,7 @@ def _is_optimizer(value: Any) -> TypeGuard[type[torch.optim.Optimizer]]:
 def options_of_class(path: str, *, with_class: bool, with_form: bool = False) -> type[Options]:
     """The arguments of a class as an options model: names and defaults as in its signature.
 
-    One with ``**kwargs`` takes those of its base class, too. Of one with weight decay it can be said how it decays.
+    A class with ``**kwargs`` also takes those of its base class. One with weight decay takes its form.
     """
     fields: dict[str, Any] = {"class": (str, ...)} if with_class else {}
     for name, parameter in _parameters(class_named(path)).items():

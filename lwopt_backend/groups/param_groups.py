@@ -189,7 +189,7 @@ def with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str
 
 
 def of_another_optimizer(saved: Any) -> bool:
-    """Whether these are a checkpoint's param groups, and none has the rule that ours write."""
+    """Whether these are a checkpoint's param groups, and none has the rule that this package writes."""
     groups = isinstance(saved, Sequence) and bool(saved) and all(isinstance(group, Mapping) for group in saved)
     return groups and not any("rule" in group for group in saved)
 
@@ -226,7 +226,7 @@ def split(
     """Each group's matrices, then its element-wise parameters, both in the group's order; empty parts are left out.
 
     ``is_matrix`` tells by ``id(parameter)``; parameters missing from it (frozen ones) are dropped. Parameters with
-    other overrides are parts of their own; ``names``, by id, say which those are. A group's own ``lr`` and
+    other overrides become separate parts; ``names``, by id, say which those are. A group's own ``lr`` and
     ``weight_decay`` hold for all its parts, its other options are the matrix rule's, those in the section
     ``"elementwise"`` or of that rule's name the other's; overrides come last. Keys that are no option stay in all
     parts. How many come out depends on the model and the user's groups only, never on the ranks.
@@ -262,10 +262,10 @@ def split(
 
 
 def _with_one_rate(parts: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
-    """The parts with ``rate`` as ``lr``, and with what makes it theirs as ``lr_scale``. Of a rate of 0 there are no
-    multiples: parts then have their own.
+    """The parts with ``rate`` as ``lr``, and with its ratio to each part's rate as ``lr_scale``. A rate of 0 has no
+    multiples, so the parts keep their rates.
 
-    No part leaves it out: torch.distributed.checkpoint loads the keys that there are, and would silently train with
+    No part leaves it out: torch.distributed.checkpoint loads only existing keys, and would silently train with
     another rate.
     """
     own = {"lr": rate} if rate else {}

@@ -298,7 +298,7 @@ def with_torchs_keys(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def check_torchs_keys(group: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError for an option of torch.optim.AdamW that ours would not follow."""
+    """Raises ValueError for an option of torch.optim.AdamW that this package's AdamW would ignore."""
     for key, value in torchs_keys().items():
         if key not in AdamWOptions.model_fields and group.get(key, value) != value:
             raise ValueError(
@@ -314,14 +314,14 @@ def optimizer_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_cautious(options: Mapping[str, Any]) -> bool:
-    """Whether an element-wise rule's decay is ours: only of elements that the update moves towards zero."""
+    """Whether an element-wise rule decays cautiously: only elements that the update moves towards zero."""
     return options.get(DECAY_FORM) == "cautious"
 
 
 def build_matrix_rule(group: Mapping[str, Any], config: HostConfig) -> MatrixRule:
     """The matrix rule of a param group with its current hyperparameters, in its current step of ``block_period``."""
     rule = MATRIX_RULES[rule_of(group)].build(**arguments(group))
-    object.__setattr__(rule, "rule_name", rule_name(group))  # a frozen dataclass, too
+    object.__setattr__(rule, "rule_name", rule_name(group))  # also on a frozen dataclass
     if rule.block_period > 1 and config.without_blocks:
         raise ValueError(f"block_period is {rule.block_period}, but {config.without_blocks}; leave block_period out")
     if config.exchange_dtype != "auto":

@@ -37,7 +37,7 @@ def gram_flops(
     segments: int | None = None,
     symmetric: bool = False,
 ) -> int:
-    """Newton-Schulz on the Gram matrix if the longer side is at least ``aspect`` times the shorter, else plain.
+    """Newton-Schulz on the Gram matrix if the longer side is at least ``aspect`` times the shorter, otherwise plain.
 
     Every segment of steps forms X X^T and applies the product of its polynomials once (4 s^2 l each). A step in between
     is four s x s products (8 s^3); a segment's first step saves one of them and its last step two (6 s^3 a segment).

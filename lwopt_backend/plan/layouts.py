@@ -501,7 +501,7 @@ class BlockPartition(Blocks, Partition):
 
 @dataclass(frozen=True)
 class BlockReplicas(Blocks):
-    """Every rank stores every parameter, in a tensor of its own, and so every block. A plan's ``Layout``."""
+    """Every rank stores every parameter, in a separate tensor, and so every block. A plan's ``Layout``."""
 
     storage: Replicas
 

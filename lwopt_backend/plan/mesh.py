@@ -181,7 +181,7 @@ class MeshLayout:
         return self._by_rank(index).get(rank)
 
     def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
-        """Of several copies, the one in the owner's own row of the mesh is sent: the nearest, its own if whole."""
+        """One of several copies is sent: that in the owner's row of the mesh, the nearest; its own if whole."""
         sharding = self.shardings[index]
         copy = tuple(self.coordinates[owner][i] for i in sharding.copied)
         if (sharding, copy) not in self._sent:
@@ -247,7 +247,7 @@ class TensorShards:
     """Matrices that tensor parallelism cuts, or copies. A rank stores its shards as ``storage`` says.
 
     ``places[rank]`` has the tensor- and the data-parallel rank of a rank of the exchange group. The elements of a
-    parameter that is ``cut`` are numbered shard by shard; ``blocks`` are numbered so, too, ``params`` has their
+    parameter that is ``cut`` are numbered shard by shard, in ``blocks`` as well; ``params`` has their
     parameters.
 
     ::
@@ -306,7 +306,7 @@ class TensorShards:
         return self.storage.fragment(param, data), self.blocks[index], shift
 
     def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
-        """Of copies, those of the owner's own tensor-parallel rank, and at stage 0 of its own data-parallel rank."""
+        """Among copies, those of the owner's tensor-parallel rank, and at stage 0 of its data-parallel rank."""
         return tuple(part for part in self.fragments(index) if self.is_source(index, part.rank, owner))
 
     def is_source(self, index: int, rank: int, owner: int) -> bool:

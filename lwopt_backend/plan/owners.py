@@ -177,7 +177,7 @@ def _exchanged(
     """The plan in which atoms that are whole at their ``chosen`` owner stay, and the others are exchanged.
 
     Unless everything is to stay, what is exchanged gets other owners, which have work at the same time. What is not
-    exchanged in every step has buckets of its own.
+    exchanged in every step has separate buckets.
     """
     ranks = layout.world_size
     whole = _whole_at(layout, len(atoms))
@@ -263,7 +263,7 @@ def exchange_seconds(plan: MatrixPlan, limits: Limits) -> float:
 
 
 def _batches(shapes: Mapping[tuple[int, int], int], batch_numel: int) -> int:
-    """The number of batches in which a rule takes so many matrices of each shape."""
+    """The number of batches in which a rule takes that many matrices of each shape."""
     return sum(-(-times // max(1, batch_numel // (m * n))) for (m, n), times in shapes.items())
 
 

@@ -123,7 +123,7 @@ class Setting:
         sections.
 
         ``dtype`` is bf16 by default; on FSDP2, whose shards are the masters, fp32. ``plans_for`` is a CPU on the
-        cluster of that name, else an accelerator. Raises ValueError for wrong options.
+        cluster of that name, otherwise an accelerator. Raises ValueError for wrong options.
         """
         given = {**({"grad_dtype": grad_dtype} if engine == "owned" else {}), **(options or {})}
         rules, config = settings_of(ENGINES[engine], given, f"{WHERE}, engine {engine!r}")
@@ -191,7 +191,7 @@ def share_of(routes: Sequence[Route], divided: Mapping[str, Divided], setting: S
 def _cut(
     routes: Sequence[Route], divided: Mapping[str, Divided], tp: int
 ) -> tuple[list[Route], dict[str, Divided], dict[str, Shape]]:
-    """What one of ``tp`` ranks stores: a part of every matrix in a parameter, as a parameter of its own."""
+    """What one of ``tp`` ranks stores: a part of every matrix in a parameter, as a separate parameter."""
     found: list[Route] = []
     parts: dict[str, Divided] = {}
     wholes: dict[str, Shape] = {}

@@ -75,7 +75,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 def read_hugging_face(path: str | os.PathLike[str], training: Training | None = None) -> ModelShapes:
     """The model that ``path``, a config.json or a folder with one, describes, as it would be trained.
 
-    ``training`` has the rules, by default ours. The class is the one that the configuration names; otherwise
+    ``training`` has the rules, by default Muon and AdamW. The class is the one that the configuration names; otherwise
     transformers' class for training it on text, or else its bare model. Code that comes with a checkpoint is never run.
     Raises ImportError without transformers, and ValueError for a file from which no model can be built.
     """

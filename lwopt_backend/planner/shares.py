@@ -170,7 +170,7 @@ def _timeline(placed: Placed, element_bytes: int, setting: Setting) -> list[Buck
 
 # ZeRO in a study: the plan of ``LayerWise`` under DeepSpeed for a data-parallel model.
 
-MASTER = 4  # bytes: DeepSpeed keeps fp32 partitions beside parameters of any dtype
+MASTER = 4  # bytes: DeepSpeed keeps fp32 partitions in addition to parameters of any dtype
 
 
 def zero_plans(shared: Share, ranks: int, setting: Setting) -> list[tuple[dict[str, Any], GroupPlan]]:
@@ -195,7 +195,7 @@ def zero_plans(shared: Share, ranks: int, setting: Setting) -> list[tuple[dict[s
 
 
 def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> Planned:
-    """The plan of ``LayerWise``, param group by param group; DeepSpeed's own collectives are counted, ours follow."""
+    """The plan of ``LayerWise``, param group by param group, after DeepSpeed's own collectives."""
     stage, plans = int(setting.engine[-1]), [plan for _, plan in zero_plans(shared, ranks, setting)]
     matrices = [plan for plan in plans if plan.matrices is not None]
     rest = [plan for plan in plans if plan.matrices is None]

@@ -221,7 +221,7 @@ class Study:
 
     @property
     def digest(self) -> str:
-        """The plan digest; of several stages, the digest of all theirs."""
+        """The plan digest; of several stages, the digest of their digests."""
         if len(self.stages) == 1:
             return self.stages[0].digest
         return plan_digest(f"stage {stage.index}: {stage.digest}" for stage in self.stages)

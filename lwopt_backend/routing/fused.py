@@ -223,7 +223,7 @@ def experts(module: Any, width: int) -> Outputs | None:
         outputs = torch.tensor([[0.5, 0.6, 0.7, 0.8]], requires_grad=True)
         try:
             (used,) = torch.autograd.grad(module._apply_gate(outputs)[0, 0], outputs)
-        except RuntimeError:  # an activation that has tensors of its own, elsewhere
+        except RuntimeError:  # an activation with tensors on another device
             return None
     expected = [True, False, True, False] if module.is_concatenated else [True, True, False, False]
     if (used[0] != 0).tolist() != expected:

@@ -51,9 +51,9 @@ class Heads:
     problem: str = ""
 
     def divide(self, parts: Parts, outputs: int, param: str) -> tuple[Parts, str]:
-        """Every head as a part of its own, and a description with their numbers; ``parts`` are those of a fused weight.
+        """Every head as a separate part, and a description with their numbers; ``parts`` are those of a fused weight.
 
-        Raises ValueError, naming parameter ``param``, if the heads cannot be told.
+        Raises ValueError, naming parameter ``param``, if the heads are unknown.
         """
         found: list[tuple[str, Stripes]] = []
         said = []
@@ -80,7 +80,7 @@ class Heads:
 
 
 def unknown(param: str, why: str) -> ValueError:
-    """The error for a weight whose heads cannot be told."""
+    """The error for a weight whose heads are unknown."""
     return ValueError(
         f"per_head: {param!r}: expected attention that tells its heads; {why}. Set the option atoms: "
         f"{{{param!r}: {{'heads': 12}}}} with the number of heads, in a fused weight those of q, k and v together; or "
@@ -140,7 +140,7 @@ class _Declared:
         return next((value for value in values if type(value) is int and value > 0), 0)
 
     def size(self, names: Sequence[str]) -> int:
-        """Of a head; 0 if only numbers of heads tell, or nothing."""
+        """The size of a head; 0 if only numbers of heads are given, or nothing."""
         found = self.first(names, [self.module])
         if found or self.number:
             return found

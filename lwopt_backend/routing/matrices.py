@@ -50,7 +50,7 @@ def divide(
     ``routes`` are those of all parameters of ``model``; if it is a part of a model, ``elsewhere`` are those of the
     other parts. ``per_head`` are the names of parameters of which the heads of queries, keys and values are matrices.
     Does not change the model; the same on all ranks. Raises ValueError for a glob that matches no such parameter, for
-    sizes that do not add up, and for heads that cannot be told.
+    sizes that do not add up, and for unknown heads.
     """
     settings = settings or AtomSettings()
     _check_globs(settings, [*routes, *elsewhere])

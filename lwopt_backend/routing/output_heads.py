@@ -132,13 +132,13 @@ def _linears(places: Sequence[Place]) -> list[tuple[Place, nn.Linear]]:
 
 
 def _repeated_blocks(model: nn.Module) -> frozenset[str]:
-    """Names of modules in a list of layers, or beside another of their kind (experts)."""
+    """Names of modules in a list of layers, or next to another of their kind (experts)."""
     blocks, own = set(), _own_modules(model)
     kinds_of = {id(place.outer): type(place.module) for place in own}
     for place in own:
         name, container = place.name, place.module
         children = list(container.named_children())
-        numbered = any(key.isdigit() for key, _ in children)  # a pipeline stage numbers its layers, too
+        numbered = any(key.isdigit() for key, _ in children)  # a pipeline stage also numbers its layers
         if not numbered and not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
         if name.rpartition(".")[2] in HEAD_NAMES | HEAD_NAMES_OUTSIDE_BLOCKS:

@@ -202,12 +202,12 @@ def _one_over_norm(x: Tensor, dim: int, eps: float) -> Tensor:
 class Muon(MatrixRule):
     """torch.optim.Muon's update as a matrix rule; its state is one ``momentum_buffer`` per element.
 
-    With ``precondition`` "muon2" there is a ``second_moment`` per element, too: V <- beta2 V + (1 - beta2) G^2, by
+    With ``precondition`` "muon2" there is also a ``second_moment`` per element: V <- beta2 V + (1 - beta2) G^2, by
     whose root, plus eps, the direction is divided before it is sent (Muon^2, arXiv 2604.09967). V has no bias
     correction, which would only scale the direction.
 
     ``momentum_form`` "ema" is what torch computes (its docstring shows the other form); it equals the sum times 1 -
-    momentum, in the buffer, too, so the forms' checkpoints are not interchangeable. If the iteration is in bfloat16, so
+    momentum, also in the buffer, so the forms' checkpoints are not interchangeable. If the iteration is in bfloat16, so
     is the exchange, without loss: the iteration begins with that cast and ends in that dtype. All forms of decay use
     the learning rate without the factor by shape.
     """
@@ -497,7 +497,7 @@ class Muon(MatrixRule):
         return self.hyperball or self.uw_floor > 0
 
     def factors(self, sums: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Of Hyperball, or with the floor under ||U|| / ||W||, where an update of zeros stays one."""
+        """Hyperball's, or with the floor under ||U|| / ||W||; an update of zeros stays zero."""
         if self.hyperball:
             return keeping_norms(sums, self.lr)
         squares, _, of_updates = sums.unbind(-1)

@@ -115,7 +115,7 @@ def _is_triple(given: object) -> TypeGuard[Triple]:
 
 
 def by_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
-    """One triple for each of ``steps`` steps. Raises ValueError if a table was made for another number of steps.
+    """One triple for each of ``steps`` steps. Raises ValueError if a table was made for a different number of steps.
 
     Published implementations disagree on steps after the end of a table: Emerging-Optimizers starts over,
     pytorch_optimizer repeats the last row, dion ignores the number of steps. So only tables whose authors say that the
@@ -171,8 +171,8 @@ def newton_schulz(
     X <- a X + (b A + c A^2) X with A = X X^T, starting from X / ||X||_F, on the transposed matrix if rows > columns
     (Keller Jordan, "Muon", 2024); a, b and c may differ from step to step. Computed and returned in ``dtype``. With one
     triple, the operations are those of torch.optim.Muon, so one matrix yields the same bits. The input is not changed.
-    With ``aol`` the iteration starts from ``almost_orthogonal``. Raises ValueError for coefficients for another number
-    of steps.
+    With ``aol`` the iteration starts from ``almost_orthogonal``. Raises ValueError for coefficients for a different
+    number of steps.
     """
     x, as_given = prepare(matrices, coefficients, eps, dtype)
     for step, (a, b, c) in enumerate(by_step(coefficients, steps)):
@@ -205,7 +205,7 @@ def normalize(x: Tensor, eps: float, margin: float = 1.0) -> Tensor:
 
     torch.optim.Muon divides by at least ``eps``, so a matrix that gradient clipping made tiny may start too small to
     end near one. If the norm is below that, or overflows, the matrix is first divided by its largest element; otherwise
-    by one, which changes no bit. Zero stays zero, and a matrix that is not finite becomes NaN. Does not synchronize
+    by one, which changes no bit. Zero stays zero, and a non-finite matrix becomes NaN. Does not synchronize
     with the device.
     """
     norm = _norm(x)
@@ -270,10 +270,10 @@ def segments(coefficients: Coefficients, steps: int, restarts: Sequence[int] | N
 
     Rounding makes small eigenvalues of R wrong, even negative, and every step multiplies them by the square of its
     slope at zero, a. So by default a segment ends before the product of its slopes would exceed a bound; that of the
-    first is larger, because the restart repairs what it leaves. Of 5 steps, that is 3 and 2 with Jordan's coefficients,
-    2 and 3 with the other tables. On ill-conditioned matrices in bfloat16, the largest singular value then ends at most
-    0.02 above the plain iteration's with Jordan's coefficients and 0.2 with the others; with 3 and 2 for all, it would
-    be 0.6 to 2.5 with the others, and without a restart it has no bound.
+    first is larger, because the restart repairs what it leaves. For 5 steps, that is 3 and 2 with Jordan's
+    coefficients, 2 and 3 with the other tables. On ill-conditioned matrices in bfloat16, the largest singular value
+    then ends at most 0.02 above the plain iteration's with Jordan's coefficients and 0.2 with the others; with 3 and 2
+    for all, it would be 0.6 to 2.5 with the others, and without a restart it has no bound.
     """
     triples = by_step(coefficients, steps)
     if restarts is None:
@@ -362,7 +362,7 @@ ALIGNED = 8  # elements of 16 bits: the kernels load rows from addresses that 16
 def quack_product(
     a: Tensor, b: Tensor, plus: Tensor | None = None, /, *, alpha: float = 1.0, beta: float = 1.0
 ) -> Tensor:
-    """A product with a symmetric result, by quack-kernels where its kernels take the sides, else by torch."""
+    """A product with a symmetric result, by quack-kernels where its kernels take the sides, otherwise by torch."""
     sides = a.shape[-2:]
     if min(sides) < LEAST_SIDE or any(side % ALIGNED for side in sides):
         return product(a, b, plus, alpha=alpha, beta=beta)

@@ -200,7 +200,7 @@ class WeightRule(MatrixRule):
         raise NotImplementedError(f"{type(self).__name__} has no step")
 
 
-# Hooks on optimizers' steps see one step: not those of optimizers inside ours, not each of several calls.
+# Hooks on optimizers' steps see one step: not those of inner optimizers, not each of several calls.
 
 BEFORE: MutableMapping[int, Any] = of_torch._global_optimizer_pre_hooks
 AFTER: MutableMapping[int, Any] = of_torch._global_optimizer_post_hooks
@@ -295,5 +295,5 @@ class TorchOptimizer(WeightRule):
 
 
 def _seen(values: Mapping[str, Any], *without: str) -> dict[str, str]:
-    """What values are now, to see later which have changed, in place, too."""
+    """The values as text, to see later which have changed, also in place."""
     return {key: repr(value) for key, value in values.items() if key not in without}

@@ -140,5 +140,5 @@ class AdaMuon(SecondMomentMuon):
 
 
 def _signs(matrices: Tensor) -> Tensor:
-    """The signs; elements that are not finite stay as they are, even infinities, so that they are noticed."""
+    """The signs; non-finite elements stay as they are, even infinities, so that they are noticed."""
     return torch.where(matrices.isfinite(), matrices.sign(), matrices)

@@ -273,7 +273,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# Groups of ours, by the default group in which they were made, and by their ranks and the ranks of the groups along
+# Groups made here, by the default group in which they were made, and by their ranks and the ranks of the groups along
 # which they met. Only where all of these are equal does every rank that would take part in making a group find it here.
 # Nothing refers to a group but torch: after destroy_process_group() its threads must have ended before Python does.
 # One that then takes the interpreter's lock, to free a tensor, ends the process: "terminate called without an active
@@ -319,7 +319,7 @@ def _new_group(ranks: Sequence[int], along: Sequence[dist.ProcessGroup]) -> dist
         numbers: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(numbers, number, group=group)
         number = max(numbers)
-    # Of the groups that meet here at once, which share the number, no two have a rank in common.
+    # Groups that meet here at once share the number, but no two have a rank in common.
     name = dist.distributed_c10d._process_group_name
     dist.distributed_c10d._process_group_name = lambda *_, **__: f"lwopt {number:016x} {min(ranks)}"  # type: ignore[assignment]
     try:

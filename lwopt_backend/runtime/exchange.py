@@ -15,7 +15,7 @@ from lwopt_backend.plan import MatrixPlan, Segment, Transfer
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Collectives, Pending, phase, sending
 from lwopt_backend.runtime.whole import filled_on, moved
 
-Segments = Sequence[tuple[Segment, Tensor]]  # with the flat part of a buffer that is theirs
+Segments = Sequence[tuple[Segment, Tensor]]  # with their flat part of a buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Arrival:
 
 
 class Beside:
-    """A stream beside that of its caller, where ``device`` has streams; on a CPU, the caller itself."""
+    """A side stream of its caller, where ``device`` has streams; on a CPU, the caller itself."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -30,8 +30,8 @@ class EarlyExchange:
     bucket is exchanged again. So the result always equals that of a step without early exchange. After such a
     repetition, early exchange pauses for 1 step, then for 2, up to 32.
 
-    Directions are computed beside the stream on which gradients become ready, so that the next gradients need not wait
-    for them.
+    Directions are computed on another stream than that on which gradients become ready, so that the next gradients need
+    not wait for them.
     """
 
     def __init__(self, stepper: MatrixStepper, buckets: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -176,7 +176,7 @@ class MatrixStepper:
         self._first = [bucket[0] for bucket in plan.buckets]
         self._buckets, self._device = plan.buckets, device
         owners = plan.ownership.owners
-        # Of a piece that several ranks store, one counts: the one that would send it to the owner.
+        # One rank counts a piece that several ranks store: the one that would send it to the owner.
         self._counted = [{a for a in bucket if plan.layout.is_source(a, rank, owners[a])} for bucket in plan.buckets]
         self.owned = [atom for atom, owner in enumerate(plan.ownership.owners) if owner == rank]
         self._new_matrices = partial(WholeMatrices, rule_device=rule_device or device, batch_numel=batch_numel)
@@ -361,7 +361,7 @@ class MatrixStepper:
         returning.wait(apply, _device_of(run.active_of(atoms), run.storage))
 
     def _sums(self, bucket: int, updates: Mapping[int, Tensor], run: _Run) -> Mapping[int, Tensor] | None:
-        """``sums_of`` the whole matrices of a bucket, added over the ranks, if its rules go by norms: 24 bytes each."""
+        """``sums_of`` the whole matrices of a bucket, added over the ranks, if its rules use norms: 24 bytes each."""
         atoms = [atom for atom in run.active_of(self._buckets[bucket]) if run.rules[atom].by_norms]
         if not atoms:
             return None
@@ -404,7 +404,7 @@ def _device_of(atoms: Sequence[int], storage: Storage) -> torch.device | None:
 
 
 def _cut_all(matrices: Mapping[int, Tensor], segments: Segments) -> tuple[list[Tensor], list[Tensor]]:
-    """The elements of the segments of these ``matrices``, and the parts of the buffer that are theirs, in their shapes.
+    """The elements of the segments of these ``matrices``, and their parts of the buffer, in their shapes.
 
     A matrix that its segments fill in order, as rows over ranks do, is cut by one call of the host.
     """

@@ -22,7 +22,7 @@ from lwopt_backend.runtime.state import OwnerState, step_first
 
 
 def owned_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which owners step parameters of ``dtype``: fp32 (masters) if it is narrower, else ``dtype``."""
+    """The dtype in which owners step parameters of ``dtype``: fp32 (masters) if it is narrower, otherwise ``dtype``."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
@@ -102,7 +102,7 @@ class WholeMatrices:
     """Runs rules on ``atoms``, up to ``batch_numel`` elements at once: on whole matrices of equal shape, and element by
     element on this rank's pieces of any.
 
-    Rules run on whole matrices on ``rule_device``, wherever they are stored; ``owner_state`` is on it, too.
+    Rules run on whole matrices on ``rule_device``, wherever they are stored; ``owner_state`` is also there.
     """
 
     def __init__(self, atoms: Sequence[Atom], rule_device: torch.device, *, batch_numel: int = 0) -> None:
@@ -234,7 +234,7 @@ class WholeMatrices:
     ) -> None:
         """Decay this rank's fragment of each atom, and apply the flat fragment of its update.
 
-        ``sums`` are those of the whole matrices, for rules that go by norms.
+        ``sums`` are those of the whole matrices, for rules that use norms.
         """
         for batch in self.batches(list(updates), rules, _numels(updates)):
             parts = [storage(atom) for atom in batch]
@@ -291,7 +291,7 @@ class WholeMatrices:
 
 
 def _dealt(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-    """The tensors in order, so many at a time."""
+    """The tensors in order, that many at a time."""
     every = iter(tensors)
     return [list(islice(every, count)) for count in counts]
 
@@ -405,7 +405,7 @@ def copy_alike(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def cast_all(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """The tensors in these dtypes; those that have theirs as they are."""
+    """The tensors in these dtypes; those that have it already, unchanged."""
     kinds = {*dtypes, *(tensor.dtype for tensor in tensors)}
     if len(kinds) == 1:
         return list(tensors)

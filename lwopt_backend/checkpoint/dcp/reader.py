@@ -76,7 +76,7 @@ class Entry:
 
 
 class DcpFolder:
-    """The tensors and objects of one step's folder. Raises CheckpointError for files that are missing, too short, or of
+    """The tensors and objects of one step's folder. Raises CheckpointError for files that are missing, truncated, or of
     another save than the manifest's, for content that DCP does not write, and for places outside the folder.
 
     ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where it
@@ -117,7 +117,7 @@ class DcpFolder:
         self._saved: dict[Stored, StoredTensor] = {}
 
     def _check_files(self) -> None:
-        """Raises CheckpointError for files that are missing, too short, or of another save."""
+        """Raises CheckpointError for files that are missing, truncated, or of another save."""
         folder, metadata = self.path, self.path / METADATA
         listed = manifest.check_files(folder)
         if listed is not None:
@@ -274,7 +274,7 @@ def _tensors(metadata: Any, stored: Mapping[tuple[str, Sizes | None], Stored]) -
         yield key, Entry(shape, dtype, tuple(chunks.values()))
 
 
-MARK = 64  # bytes at the start of a file of ours: the save that it is of, and the rank
+MARK = 64  # bytes at the start of a file of this package: its save and its rank
 
 
 def mark(save_id: str, rank: int) -> bytes:
@@ -282,7 +282,7 @@ def mark(save_id: str, rank: int) -> bytes:
 
 
 def is_marked(start: bytes) -> bool:
-    """Whether a file that begins with these bytes is ours, of whatever save."""
+    """Whether a file that begins with these bytes was written by this package, in any save."""
     return len(start) == MARK and start.startswith(b"lwopt save ")
 
 
@@ -347,14 +347,14 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
         raise CheckpointError(f"{weight.where}: its group's rule cannot be made ({error}): {dict(group)}") from error
 
 
-# Checkpoints of FSDP2 runs, ours and others', are made of torch's state dicts:
+# Checkpoints of FSDP2 runs, with or without this package, are made of torch's state dicts:
 #
 #     {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer), anything else}
 #
 # nested (``state.<parameter>.<key>``, ``param_groups.<number>.<option>``) or flattened
-# (``param_groups.<parameter>.<option>``), under whatever names. Parameters have the module's own names. Of anything
-# else ``iteration``, ``samples``, ``scheduler`` (a state dict), ``arguments`` and ``names`` are taken for what
-# ``Checkpoint`` calls so; our writer writes them under these keys, and training may.
+# # (``param_groups.<parameter>.<option>``), under whatever names. Parameters have the module's own names. Only
+# ``iteration``, ``samples``, ``scheduler`` (a state dict), ``arguments`` and ``names`` are read otherwise, and mean
+# what they mean in ``Checkpoint``; this package writes them under these keys, and training may.
 
 KNOWN = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
 GROUPS, STATE = "param_groups.", "state."

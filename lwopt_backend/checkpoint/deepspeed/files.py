@@ -124,7 +124,7 @@ def _complete(tag: Path, found: dict[int, str], first: str) -> list[Path]:
         raise CheckpointError(f"{tag} has no file {first}; is it the folder of a DeepSpeed checkpoint?")
     for rank in range(max(found) + 1):
         if rank not in found:
-            raise CheckpointError(f"{tag}: rank {rank}'s file is missing beside {found[max(found)]}; copy it again")
+            raise CheckpointError(f"{tag} has {found[max(found)]}, but rank {rank}'s file is missing; copy it again")
     return [tag / found[rank] for rank in range(len(found))]
 
 
@@ -162,7 +162,7 @@ class ModelStates:
         return found if found is not None and found.shape == shape else None
 
 
-# Weights in files of their own, of pipelines and of experts. A pipeline's parameters are named by their layer in the
+# Separate files of weights: pipelines' layers and experts. A pipeline's parameters are named by their layer in the
 # whole model; a layer that occurs several times is ``tied_modules.<key>``, and its files do not say the key.
 # deepspeed.moe numbers the experts that a rank has from 0, except in the names of these files and in what they hold.
 
@@ -308,7 +308,7 @@ CUTS = "lwopt.cuts"  # how tensor parallelism cuts parameters: by name the dimen
 def mark_of(saved: Mapping[str, Any], of: str = SAVE) -> Mapping[str, Any] | None:
     """Our optimizer's mark of the save, or what else it says, in a file's optimizer state; None if another optimizer
     wrote it."""
-    for key in ("base_optimizer_state", "optimizer_state_dict"):  # in which ZeRO's wrappers have ours
+    for key in ("base_optimizer_state", "optimizer_state_dict"):  # ZeRO's wrappers save the inner optimizer there
         if of not in saved and isinstance(saved.get(key), Mapping):
             saved = saved[key]
     found = saved.get(of)
@@ -530,7 +530,7 @@ def read_as_it_lay(state: Any) -> Any:
 
 
 def matrices_in(saved: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """By parameter, which elements its matrices have, if our optimizer saved that; else None."""
+    """By parameter, which elements its matrices have, if this package saved that; otherwise None."""
     if MATRICES not in saved:
         return None
     return {name: [elements for _, elements in matrices] for name, matrices in saved[MATRICES].items()}

@@ -1,4 +1,4 @@
-"""Universal checkpoints: those of ds_to_universal, of DeepSpeed 0.19.8, and ours, read and written."""
+"""Universal checkpoints: of DeepSpeed 0.19.8's ds_to_universal and of this package, read and written."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from lwopt_backend.checkpoint.files.torch_files import (
 
 #     latest_universal                             the tag
 #     <tag>/mp_rank_00_model_states.pt             stage 3: zero_pp_rank_0_mp_rank_00_...
-#     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; ours adds ``OURS``, which says
+#     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; this package adds ``OURS``:
 #                                                  what all files below have, and where, so that a loader opens one file
 #     <tag>/zero/<parameter>/fp32.pt, <key>.pt     {"param": the whole tensor, ...}; from stage 3 the flat tensor itself
 #     <tag>/zero/<parameter>/step.pt               the number itself
-#     <tag>/owner_state/<parameter>.pt             ours: what owners keep of its matrices, by their place
+#     <tag>/owner_state/<parameter>.pt             this package: what owners keep of its matrices, by their place
 #
 # DeepSpeed takes every file in a parameter's folder whose name has ``pt`` in it for state of the parameter's size, so
 # what is not of that size is not in there.
 
 POINTER = "latest_universal"
-OWNERS = "owner_state"  # the folder beside "zero"
+OWNERS = "owner_state"  # a sibling of the folder "zero"
 OURS = "lwopt"  # the key in optimizer_state.pt for what the format has no place for
 FILES, CRCS = "files", "crc32"  # in it, by parameter: each state's shape, dtype, place, and where its checksums are
 
@@ -234,7 +234,7 @@ def state_in(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTenso
     if shape is None or math.prod(shape) != tensor.numel:
         raise CheckpointError(
             f"{file} holds a flat tensor of {tensor.numel} elements, as stage 3 writes it, and the model states say "
-            f"that its shape is {shape}; copy the *_model_states.pt files of the same checkpoint beside the folder zero"
+            f"that its shape is {shape}; copy the *_model_states.pt files of this checkpoint next to the folder zero"
         )
     return tensor.view(shape)
 

@@ -59,7 +59,7 @@ def read(tag: Path) -> Checkpoint:
 
 def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
     """The files of a tag, by pipeline stage or tensor-parallel rank; at stage 0 of ZeRO by expert-parallel rank, where
-    each has an optimizer of its own. Raises CheckpointError."""
+    each has its own optimizer. Raises CheckpointError."""
     ds.check_layers(tag)
     rank, *others = ds.model_parallel_ranks(tag) or [0]
     names, first = ds.names_in(tag), ds.model_files(tag, rank)
@@ -311,8 +311,8 @@ def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     return ds.checkpoint_of(states, f"deepspeed zero {stage}", gathered, base["param_groups"], first, matrices)
 
 
-# Checkpoints of our owned storage under DeepSpeed, ``"storage": "owned"``, stages 0 to 2; see the mark in the file.
-# At stages 1 and 2 a rank's file has the pieces of parameters that it owns, each in a group of its own; at stage 0 the
+# Checkpoints of owned storage under DeepSpeed, ``"storage": "owned"``, stages 0 to 2; see the mark in the file.
+# At stages 1 and 2 a rank's file has the pieces of parameters that it owns, each in its own group; at stage 0 the
 # file of model states has everything whole. Both name parameters, and say which matrices are in them.
 
 MARK = "lwopt.owned"  # the key of a checkpoint's description of itself

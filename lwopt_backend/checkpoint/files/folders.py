@@ -61,7 +61,7 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 # Folders that are written whole or not at all, and the small files that point to them.
-# A folder is filled under a temporary name beside its own, flushed to disk, and renamed; no folder is replaced.
+# A folder is filled under a temporary name in the same parent, flushed to disk, and renamed; no folder is replaced.
 # Pointers (``latest``, ``latest_universal``) are written last. Temporary names begin with a dot and end in
 # ``.lwopt-new``; no pointer may name one. A program that is killed leaves its temporary folder, which is never read.
 
@@ -69,7 +69,7 @@ FLUSHES = 8  # files that are flushed at a time: a file system commits what wait
 
 
 def write_folder(target: Path, fill: Callable[[Path], None], *, pointers: Mapping[str, str] | None = None) -> None:
-    """Make ``target`` a folder with what ``fill`` writes to an empty one; then write ``pointers`` beside it.
+    """Make ``target`` a folder with what ``fill`` writes to an empty one; then write ``pointers`` to its parent.
 
     Pointers are texts by file name, written in order. Raises CheckpointError if the target exists, and for a
     name that leads elsewhere; also raises what ``fill`` raises. After an error, nothing of the new folder is left.
@@ -116,7 +116,7 @@ def refuse_existing(target: Path) -> None:
 
 
 def read_pointer(path: Path) -> Path:
-    """The folder that a pointer names, which must lie beside it. Raises CheckpointError if there is none."""
+    """The folder that a pointer names, in the pointer's own folder. Raises CheckpointError if there is none."""
     try:
         name = path.read_bytes()[:4096].decode().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -125,7 +125,7 @@ def read_pointer(path: Path) -> Path:
     found = path.with_name(name)
     if not found.is_dir():
         raise CheckpointError(
-            f"{path}: expected the name of a folder beside it, found {name!r}; give one step's folder"
+            f"{path}: expected the name of a folder in {path.parent}, found {name!r}; give one step's folder"
         )
     return found
 

@@ -1,6 +1,6 @@
 """Manifests: the files that one save wrote, with their sizes and CRC32s, so that readers notice any other file.
 
-``lwopt_manifest.json`` lies beside the files and is written last::
+``lwopt_manifest.json`` is in the folder of the files and is written last::
 
     {"save_id": "9f0c...", "step": 100, "world": 2,
      "files": {"zero/wte.weight/fp32.pt": {"bytes": 4736, "crc32": "8d1f...", "rank": 0}, ...},

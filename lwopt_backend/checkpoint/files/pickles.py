@@ -151,8 +151,8 @@ _lock = threading.Lock()  # torch has one list of names for all threads
 
 @contextmanager
 def _standing_for(made: list[tuple[Any, str]]) -> Iterator[None]:
-    """Within it, torch's reader takes these objects for these names. Megatron and DeepSpeed allow classes of their own
-    (``add_safe_globals``), of which torch would take theirs or ours by chance."""
+    """Within it, torch's reader takes these objects for these names. Megatron and DeepSpeed also allow classes of these
+    names (``add_safe_globals``), and torch would take one or the other by chance."""
     names = {name for _, name in made}
     allowed = torch.serialization.get_safe_globals()
     others = [one for one in allowed if (one[1] if isinstance(one, tuple) else _name_of(one)) in names]

@@ -424,8 +424,9 @@ def _write(
 class Sums:
     """The CRC32s of ``nbytes`` bytes, one for every ``block``; data is added in any lengths.
 
-    Blocks are small beside a tensor, because at stage 3 a rank reads a part of every tensor, and checks all blocks that
-    it reads from; and there are at most ``MOST_BLOCKS`` of them, because the CRC32s of all tensors are read at once.
+    Blocks are small compared with a tensor, because at stage 3 a rank reads a part of every tensor, and checks all
+    blocks that it reads from; and there are at most ``MOST_BLOCKS`` of them, because the CRC32s of all tensors are read
+    at once.
     """
 
     def __init__(self, nbytes: int) -> None:

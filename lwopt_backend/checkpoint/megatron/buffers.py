@@ -64,7 +64,7 @@ def bucket_numel(arguments: Mapping[str, Any], *, parameters: int, pipeline_rank
 
 
 def own_buckets(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Parameters with a bucket of their own: the two copies of a tied embedding, if there are two."""
+    """Parameters with a separate bucket: the two copies of a tied embedding, if there are two."""
     several = int(arguments.get("pipeline_model_parallel_size") or 1) > 1
     return conventions.EMBEDDINGS if several and conventions.is_tied(arguments) else ()
 

@@ -241,8 +241,8 @@ def world(arguments: Mapping[str, Any]) -> dict[str, int]:
 
 
 def of_matrices(groups: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Which groups are of the matrices' own optimizer: Muon's, without ``betas``, beside Adam's or Lion's; with
-    ``--optimizer lion`` Lion's, without ``eps``, beside Adam's."""
+    """Which groups belong to the optimizer of the matrices: Muon's, without ``betas``, where others are Adam's or
+    Lion's; with ``--optimizer lion`` Lion's, without ``eps``, where others are Adam's."""
     for key in ("betas", "eps"):
         if len({key in group for group in groups}) > 1:
             return [key not in group for group in groups]
@@ -257,7 +257,7 @@ def groups_of(
     A group's options say whether it is of sharded experts, of Muon or Lion (see ``of_matrices``), with weight decay
     (``wd_mult``), and with the usual learning rate. Muon gets the matrices except word embeddings and output layer, but
     including learned positions and routers (``get_megatron_muon_optimizer`` in megatron/core/optimizer/muon.py,
-    ``_get_param_groups`` and ``get_standard_config_overrides`` beside it).
+    ``_get_param_groups`` and ``get_standard_config_overrides`` in the same folder).
     """
     matrices = of_matrices(groups)
     mixed = any(matrices)  # else one optimizer for all

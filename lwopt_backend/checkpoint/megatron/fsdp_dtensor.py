@@ -80,7 +80,7 @@ def read(step: Path) -> Checkpoint:
         if weight.dtype != torch.float32:
             raise CheckpointError(f"{weight.where}: expected fp32, as Megatron-FSDP has weights, found {weight.dtype}")
         made = None if number is None else groups[number].get("step")
-        # What the model computes with is not saved: the master weight is the weight, too.
+        # The weights that the model computes with are not saved: the master weight also serves as the weight.
         kept = {MASTER: weight, **states.get(name, {})}
         params[name] = Param(weight, kept, None if made is None else float(made), number)
     saved = plain(folder.object("iteration")) if "iteration" in folder.objects else None

@@ -254,8 +254,8 @@ def read_ranks(step: Path) -> Ranks:
     if missing or extra:
         said = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise CheckpointError(
-            f"{step}: expected {len(expected)} folders of ranks ({said}), found {len(folders)}, missing are "
-            f"{_some(missing)}, too many {_some(extra)}; copy one checkpoint"
+            f"{step}: expected {len(expected)} folders of ranks ({said}), found {len(folders)}, missing "
+            f"{_some(missing)}, unexpected {_some(extra)}; copy one whole checkpoint"
         )
     saved = {expected[numbers]: found for numbers, found in loaded.items()}
     files = {expected[numbers]: folder / MODEL_FILE for numbers, folder in folders.items()}
@@ -288,8 +288,8 @@ def _arguments(saved: Mapping[str, Any], step: Path) -> Mapping[str, Any]:
         inner, outer = found.get("expert_tensor_parallel_size"), found["tensor_model_parallel_size"]
         if inner is not None and inner != outer:
             raise CheckpointError(
-                f"{step}: expert tensor parallel size {inner} beside tensor parallel size {outer} is not read from "
-                "torch checkpoints, which miss some experts then; save as torch_dist"
+                f"{step}: expected equal tensor and expert tensor parallel sizes, found {outer} and {inner}; "
+                "a torch checkpoint then misses some experts, so save as torch_dist"
             )
     groups, tensor = found.get("num_query_groups"), found["tensor_model_parallel_size"]
     if found.get("group_query_attention") and isinstance(groups, int) and groups % tensor:
@@ -344,7 +344,7 @@ def _first_layers(
     """The number of the first layer of each (pipeline rank, virtual stage).
 
     Layers go through all ranks' first stages, then through their second ones: counting the layers that exist is right
-    for uneven splits, too (``get_transformer_layer_offset`` in transformer_layer.py).
+    for uneven splits (``get_transformer_layer_offset`` in transformer_layer.py).
     """
     counts: dict[tuple[int, int], int] = {}
     for place, chunks in models.items():

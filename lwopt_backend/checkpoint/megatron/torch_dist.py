@@ -73,8 +73,8 @@ def read(step: Path) -> Checkpoint:
         params[name] = Param(weights[name], kept, conventions.step_of(groups, number) if is_adam else None, number)
         if number is not None and "eps" in groups[number] and is_adam and "exp_avg_sq" not in kept:
             raise CheckpointError(
-                f"{folder.path}: Adam trains {name} beside Lion, and with --optimizer lion --use-distributed-optimizer "
-                "Megatron does not save Adam's exp_avg_sq; save without --use-distributed-optimizer"
+                f"{folder.path}: expected exp_avg_sq of {name}, which Adam trains; Megatron does not save it with "
+                "--optimizer lion --use-distributed-optimizer. Save without --use-distributed-optimizer"
             )
     notes = _notes(folder)
     if groups and not any(param.states for param in params.values()):

@@ -284,7 +284,7 @@ def read(step: Path) -> Checkpoint:
     if any(inner.others for inner in inners):
         notes.append("the loss scaler's state (grad_scaler) was left out")
     if any(inner.masters is None and inner.state for inner in inners):
-        notes.append("the optimizer has no master weights of its own, so states' names could not be checked by value")
+        notes.append("the optimizer has no master weights, so states' names could not be checked by value")
     keys = {str(key) for rank in ranks.ranks for key in rank.saved if not str(key).removeprefix("model").isdigit()}
     notes += [f"{key!r} in model_optim_rng.pt was left out" for key in sorted(keys - _READ - _NOT_OURS)]
     first = ranks.ranks[0].saved
@@ -319,8 +319,8 @@ def _optimizers(ranks: Ranks) -> tuple[dict[Coordinates, Kept], tuple[dict[str, 
     if is_layer_wise(ranks):
         if has_flat:
             raise CheckpointError(
-                f"{where}: a LayerWise optimizer beside a distributed one is not read from torch checkpoints, which no "
-                "Megatron writes whole; save with torch_dist, or with --no-use-layer-wise-param-layout"
+                f"{where}: expected a LayerWise optimizer alone, found a distributed optimizer as well, and Megatron "
+                "writes neither whole; save with torch_dist, or with --no-use-layer-wise-param-layout"
             )
         for rank, of_file, kept in from_layer_wise(ranks):
             found[rank.coordinates] = {**found[rank.coordinates], **kept}

@@ -99,8 +99,8 @@ def _layers(values: Iterable[Mapping[str, int | str]], numbers: Numbers) -> int 
     missing = sorted(set(range(max(count, numbers.layers or 0))) - seen)
     if missing:
         raise CheckpointError(
-            f"nothing was found of layer(s) {', '.join(map(str, missing[:SHOWN]))}, but of others up to {count - 1}; "
-            f"the checkpoint says that there are {numbers.layers or 'unknown'}; is a part of it missing?"
+            f"expected layers 0 to {count - 1}, found none of {', '.join(map(str, missing[:SHOWN]))}; the checkpoint "
+            f"says that it has {numbers.layers or 'an unknown number of'} layers: is a part of it missing?"
         )
     if numbers.layers not in (None, count):
         raise CheckpointError(
@@ -224,8 +224,9 @@ def _check_gates(source: Checkpoint, units: Sequence[Unit], family: str, numbers
     taken = [unit.names[0] for unit in units if any("qkv" in operation for operation in unit.rule.do)]
     if taken and is_gated(source, numbers):
         raise CheckpointError(
-            f"{taken[0]!r} has the gates of a gated attention beside q, k and v (Megatron's --attention-output-gate), "
-            f"for which {family} has no name; convert with --names megatron-core, for a model of your own"
+            f"{taken[0]!r} has the gates of a gated attention in addition to q, k and v (Megatron's "
+            f"--attention-output-gate), and {family} has no name for them; convert with --names megatron-core, for a "
+            "model with its own class"
         )
 
 

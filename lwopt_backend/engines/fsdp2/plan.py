@@ -297,7 +297,7 @@ Exchange = Sequence[tuple[Mesh, Collectives]]
 
 
 def exchange_groups(params: Iterable[Tensor]) -> list[tuple[Mesh, Collectives]]:
-    """The meshes of the parameters with exchange groups of their own, in the order in which all ranks use them.
+    """The meshes of the parameters, each with its own exchange group, in the order in which all ranks use them.
 
     Called on all ranks of the meshes. Raises ValueError if no parameter is a DTensor.
     """
@@ -323,8 +323,8 @@ def bind(
 ) -> list[MeshStepper]:
     """Plan the parameters of ``groups``, in the model's order. Called on all ranks of the meshes.
 
-    The work that a rank gets on one mesh counts when the next is planned. Plain tensors come last, in a stepper of
-    their own. An error on any rank is raised on all.
+    The work that a rank gets on one mesh counts when the next is planned. Plain tensors come last, in a separate
+    stepper. An error on any rank is raised on all.
     """
 
     order = {name: position for position, name in enumerate(grouping.names.values())}

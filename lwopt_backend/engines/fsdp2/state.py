@@ -72,7 +72,7 @@ def check_loadable(
     """Raises ValueError for groups with other rules or sizes, and for state with other keys, shapes or matrices than
     ``states``; warns of missing state."""
     saved, state = state_dict["param_groups"], state_dict["state"]
-    if not of_another_optimizer(saved):  # a group without a rule is trained by ours
+    if not of_another_optimizer(saved):  # a group without a rule is trained by the same group here
         saved = [{"rule": rule_of(group), **theirs} for group, theirs in zip(groups, saved)] + saved[len(groups) :]
     check_saved_groups(WHAT, groups, saved)
     if not state:

@@ -53,7 +53,7 @@ class StateOnceSharded:
         return optimizer.__dict__["state"]
 
     def __set__(self, optimizer: Any, state: Any) -> None:
-        optimizer.__dict__["state"] = state  # where Optimizer.__setstate__ writes it, too
+        optimizer.__dict__["state"] = state  # Optimizer.__setstate__ also writes it there
 
 
 def check_sharded(params: Iterable[Tensor]) -> None:
@@ -148,7 +148,7 @@ class Attachment:
 # One step of all steppers of a model: matrices mesh by mesh, the rest while the first bucket is on the wire.
 
 
-FLAGS = 2  # of a step, beside a member's: those of the options
+FLAGS = 2  # of a step, in addition to the members': those of the options
 
 
 def step_all(

@@ -31,7 +31,7 @@ from lwopt_backend.runtime.agreement import RanksDisagree, agree, check_on_all, 
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 
 NAME = "ModuleOptimizers"
-HAS_STATE, PARAMS = "has_state", "params"  # keys beside a module's state in a state dict
+HAS_STATE, PARAMS = "has_state", "params"  # keys in a module's state dict
 Measured = dict[str, list[float]]  # by module
 
 
@@ -66,7 +66,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         check_held(self._everyone, self.names, parts, held)
         self._parts = in_one_order(parts, held)
         found = [has for of_rank in held for has in of_rank.values()]
-        # Of clipping; None is the rest.
+        # Clip groups; None is the rest.
         self._groups = tuple(dict.fromkeys([None, *chain(*(has.groups for has in found))]))
         self._clipped, self._group_norms = False, dict[str, Tensor]()
         self.overflowed: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         self, found: Measured, norm_type: float, max_norms: Mapping[str, float] | None = None
     ) -> dict[str | None, Tensor]:
         """Clip each clip group by its norm, which this returns, and the rest (None) of each module by ``max_norms``, if
-        given; nothing, if a norm is not finite."""
+        given. A non-finite norm prevents all clipping."""
         norms = {group: _total(norms, norm_type) for group, norms in zip(self._groups, zip(*found.values()))}
         self._clipped, self._group_norms = True, {group: norm for group, norm in norms.items() if group is not None}
         finite = all(map(torch.isfinite, norms.values()))

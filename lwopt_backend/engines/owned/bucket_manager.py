@@ -323,7 +323,7 @@ class BucketManager:
         return next((name for name, param in zip(self.names, self.params) if param.grad is not None), None)
 
     def take_changed(self) -> None:
-        """Copy gradients that the user assigned in place of ours (``keep_full``)."""
+        """Copy gradients that the user assigned to param.grad (``keep_full``)."""
         if self._keep_full:
             for bucket in self.buckets:
                 bucket.take_changed()

@@ -66,7 +66,7 @@ class Ledger:
 
 
 # The two collectives of a bucket, on every transport: a reduce-scatter brings gradients to the parts' owners, and an
-# all-gather brings new parts to all ranks; of equal parts if the layout has them, else of a list of parts.
+# all-gather brings new parts to all ranks; of equal parts if the layout has them, otherwise of a list of parts.
 
 
 @dataclass
@@ -278,7 +278,7 @@ class BucketBuffers:
         param.grad = None
 
     def take_changed(self) -> None:
-        """With ``keep_full``, copy gradients that the user has assigned in place of ours."""
+        """With ``keep_full``, copy gradients that the user has assigned to param.grad."""
         for index, param in self._params.items():
             if param.grad is not None:
                 self._take_kept(param, self.view(self._full_buffer(), index))
@@ -320,7 +320,7 @@ class BucketBuffers:
     def arrive(self) -> None:
         """Wait for the reduction that ``launch`` started, and add the sum to that of earlier backward passes.
 
-        That is done beside the caller's stream, which waits because it may now be given the memory that was sent.
+        A side stream does this. The caller's stream waits, because it may now be given the memory that was sent.
         """
         assert self._way is not None
         way, self._way = self._way, None

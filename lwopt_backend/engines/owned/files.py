@@ -9,7 +9,7 @@
     <anything else>                                       what the program saves with it
 
 FSDP2's checkpoints have the same form (``checkpoint/dcp``). Every rank writes the pieces that it owns,
-as boxes of the whole tensors, into a file of its own.
+as boxes of the whole tensors, into its own file.
 """
 
 from __future__ import annotations

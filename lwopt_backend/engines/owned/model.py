@@ -147,7 +147,7 @@ class Backward:
         self._watched = WatchedModel(model, list(zip(core.manager.names, core.manager.params)), alone=True)
         self._passes = BackwardPasses(core.manager, model)
         self.options = ComparedOptions()
-        self._agreed: tuple[int, list[Presence]] | None = None  # after so many passes
+        self._agreed: tuple[int, list[Presence]] | None = None  # the number of passes before it
 
     def finish(self, groups: Groups) -> list[Presence]:
         """Which parameters have a gradient on any rank. Raises RuntimeError, on all ranks, if one is not well, or if
@@ -182,7 +182,7 @@ class Backward:
         """Bring on its way what is left of a backward pass, and hear from all ranks; what is wrong anywhere.
 
         All ranks call the same collectives in any case. A rank that ``drops`` its gradients may meet ranks here that
-        want to use theirs; those get a problem.
+        want to use their gradients; those get a problem.
         """
         manager = self._manager
         mine = self._watched.changes() or moved(manager.names, manager.params, manager.places)
@@ -367,7 +367,7 @@ def rank_memories(
 def transients(
     plan: OwnedPlan, members: Sequence[Member], *, grad_dtype: torch.dtype | None, keep_full: bool
 ) -> list[int]:
-    """Per rank of an instance, the bytes that a backward pass needs beside the gradients that it keeps.
+    """Per rank of an instance, the bytes that a backward pass needs in addition to the gradients that it keeps.
 
     By ``BucketManager``'s rules, if gradients come one after another from the last parameter to the first. Buckets then
     leave in the plan's order from the first backward pass on.

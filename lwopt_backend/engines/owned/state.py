@@ -38,7 +38,7 @@ Found = Tensor | LazyTensor
 
 
 def state_pieces(core: OwnedCore) -> list[StatePiece]:
-    """This rank's pieces: ranges of flattened parameters. Masters of 16-bit parameters are in ``tensors``, too."""
+    """This rank's pieces: ranges of flattened parameters. ``tensors`` has masters of 16-bit parameters."""
     return [piece for bucket in core.manager.buckets for piece in core.stepper.pieces(bucket)]
 
 

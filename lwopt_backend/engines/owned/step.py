@@ -168,7 +168,7 @@ class OwnedStepper:
         self._row_scaling.clear()
 
     def pieces(self, bucket: BucketBuffers) -> Iterator[StatePiece]:
-        """This rank's pieces of a bucket: ranges of flattened parameters. Masters are in ``tensors``, too."""
+        """This rank's pieces of a bucket: ranges of flattened parameters. ``tensors`` has the masters."""
         for piece, value in zip(bucket.pieces, bucket.owned_values()):
             tensors = {**self.state[piece.param], **({} if bucket.masters is None else {MASTER: value})}
             view = View.of_range(piece.start, piece.stop)

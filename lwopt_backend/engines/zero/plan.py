@@ -78,7 +78,7 @@ def unit_layouts(
         yield slice(None), FlatPartition.build(numels, ranks, param_alignment=param_alignment)
 
 
-# Plans of what a host steps at a time: a param group, or a sub-group with a flat tensor of its own.
+# Plans of what a host steps at a time: a param group, or a sub-group with its flat tensor.
 
 HostLayout = FlatPartition | ParameterPartition | Replicas
 
@@ -198,7 +198,7 @@ def _plan_atoms(
     machine: Machine,
     earlier: Sequence[int],
 ) -> MatrixPlan:
-    """Assign owners by the policy where a matrix is stored almost whole on one rank, else by work."""
+    """Assign owners by the policy where a matrix is stored almost whole on one rank, otherwise by work."""
     limits = Limits(numel=config.bucket_numel, machine=machine, batch_numel=BATCH_NUMEL)
     more: dict[str, Any] = {"earlier": earlier, **registry.wire_of(matrix_rule)}
     stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas, TensorShards)) else layout

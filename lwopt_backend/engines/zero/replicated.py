@@ -22,7 +22,7 @@ from lwopt_backend.runtime.whole import Slices, local_views
 
 # State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it.
 #
-# So it can be loaded with another number of ranks.
+# So it can be loaded on a different number of ranks.
 
 
 def gather_whole(
@@ -31,7 +31,8 @@ def gather_whole(
     """Every parameter's whole state, on the CPU of the first rank, or ``on_all``; None on the others. Called on all
     ``ranks``.
 
-    ``numbers`` are theirs in the plan. Under tensor parallelism, these are the ranks that have the same shards.
+    ``numbers`` are the numbers of ``tensors`` in the plan. Under tensor parallelism, these are the ranks that have the
+    same shards.
     """
     whole: list[dict[str, Any]] = [{} for _ in plan.params]
     for key, value in state.items():
