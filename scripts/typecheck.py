@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ROOT / ".make" / "typecheck"
 PACKAGE = "lwopt_backend"
-SCRIPTS = ("start/plain", "start/fsdp2", "start/deepspeed", "optimizers")  # of pages; other hosts have no types
+SCRIPTS = ("start/quickstart", "optimizers")  # of pages; other hosts have no types
 
 
 def main() -> None:

@@ -41,9 +41,9 @@ def table(page: str, heading: str, first: str = "") -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split(" |")] for row in (head, *rows)]
 
 
-def unpack_page(page: str, folder: Path, python: str | Path) -> str:
-    """Write the one script of a page into ``folder``; returns the command that the page gives, for that ``python``."""
-    (script,) = [block for block in blocks(page, "python") if block.name.endswith(".py")]
-    (command,) = blocks(page, "bash", "run")
+def unpack_page(page: str, name: str, folder: Path, python: str | Path) -> str:
+    """Write a page's script into ``folder``; returns the command that the page gives for it, for that ``python``."""
+    (script,) = blocks(page, "python", name)
+    (command,) = [block for block in blocks(page, "bash", "run") if name in block.text]
     (folder / script.name).write_text(script.text)
     return command.text.replace("torchrun", f"{python} -m torch.distributed.run")

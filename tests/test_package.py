@@ -129,9 +129,9 @@ def test_the_extra_all_is_every_extra_for_users(wheel: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", ["fsdp2", "plain"])
-def test_documented_scripts_train_without_a_warning(python: Path, tmp_path: Path, page: str) -> None:
-    command = shlex.split(unpack_page(f"start/{page}", tmp_path, python))
+@pytest.mark.parametrize("script", ["fsdp2_train.py", "owned_train.py"])
+def test_documented_scripts_train_without_a_warning(python: Path, tmp_path: Path, script: str) -> None:
+    command = shlex.split(unpack_page("start/quickstart", script, tmp_path, python))
     finished = run(command, tmp_path)
     assert re.search(r"loss [01]\.\d+ after 40 steps", finished.stdout)
     assert "warn" not in finished.stderr.lower(), finished.stderr

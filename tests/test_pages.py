@@ -38,14 +38,24 @@ from tests.ranks import RankPool
 from tests.rules import REGISTERED
 
 README, MIGRATION = PAGES["README"], PAGES["migration"]
-FILES = {block.name: block.text for block in blocks("start/deepspeed") if "." in block.name}
-RUNS = [block.text for block in blocks("start/deepspeed", "bash", "run")]
+FILES = {block.name: block.text for block in blocks("start/quickstart") if "." in block.name}
+RUNS = [block.text for block in blocks("start/quickstart", "bash", "run") if block.text.startswith("deepspeed ")]
 SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write, which another rank's cannot cut in two
 SAYS = {
-    "start/fsdp2": (2, r"loss [01]\.\d+ after 40 steps", "Routing: 4 of 11 trained parameters are matrices"),
-    "start/plain": (2, r"loss [01]\.\d+ after 40 steps", "Storage: owned by 2 data-parallel ranks"),
-    "modules": (4, r"loss 0\.\d+ after 40 steps, gradient norm \d\.\d+ over both modules", ""),
-    "migration": (2, r"largest difference after 10 more steps: 0\.0", ""),
+    "fsdp2_train.py": (
+        "start/quickstart",
+        2,
+        r"loss [01]\.\d+ after 40 steps",
+        "Routing: 4 of 11 trained parameters are matrices",
+    ),
+    "owned_train.py": (
+        "start/quickstart",
+        2,
+        r"loss [01]\.\d+ after 40 steps",
+        "Storage: owned by 2 data-parallel ranks",
+    ),
+    "modules_train.py": ("modules", 4, r"loss 0\.\d+ after 40 steps, gradient norm \d\.\d+ over both modules", ""),
+    "move_a_run.py": ("migration", 2, r"largest difference after 10 more steps: 0\.0", ""),
 }
 
 
@@ -153,14 +163,14 @@ def test_the_module_runner_imports_transformers_only_when_the_script_does(tmp_pa
     assert "LayerWiseOptimizer {'lr': 0.5, 'sharded_later': True}\n" in printed
 
 
-@pytest.mark.parametrize("page", SAYS)
+@pytest.mark.parametrize("name", SAYS)
 def test_a_pages_script_runs_as_printed(
-    request: pytest.FixtureRequest, rank_pools: dict[int, RankPool], tmp_path: Path, page: str
+    request: pytest.FixtureRequest, rank_pools: dict[int, RankPool], tmp_path: Path, name: str
 ) -> None:
     """FSDP2's by the page's command, under torchrun; the others so in `make test-full` only."""
-    count, expected, also = SAYS[page]
-    command = unpack_page(page, tmp_path, sys.executable)
-    if page == "start/fsdp2" or request.config.getoption("full"):
+    page, count, expected, also = SAYS[name]
+    command = unpack_page(page, name, tmp_path, sys.executable)
+    if name == "fsdp2_train.py" or request.config.getoption("full"):
         output = succeeds(command, tmp_path)
     else:
         assert f"--nproc_per_node {count} " in command

@@ -142,7 +142,8 @@ def test_it_has_the_losses_of_torch_optim_and_resumes_with_them(tmp_path: Path, 
 
 
 def test_the_pages_script_trains(tmp_path: Path) -> None:
-    printed = succeeds(unpack_page("start/trainers", tmp_path, sys.executable), tmp_path)
+    command = unpack_page("start/trainers", "lightning_train.py", tmp_path, sys.executable)
+    printed = succeeds(command, tmp_path)
     assert re.search(r"loss [01]\.\d+ after 40 steps", printed) and "Routing: 1 of 5" in printed, printed
 
 
