@@ -1,4 +1,4 @@
-"""Write what is made from declarations in docs/: command_line.md, rule_options.md, versions.md; optimizers.md's table.
+"""Write what is made from declarations in docs/: command_line.md, rule_options.md; tables in optimizers.md, tested.md.
 
 `python scripts/reference.py` writes them; tests/test_pages.py fails if they are not what this would write.
 """
@@ -29,17 +29,7 @@ RULES = f"""# The rules and their options
 
 `lwopt rules` prints these tables. [Options](options.md) has the options of a whole optimizer, [choosing a
 rule](optimizers.md) helps to choose, and [the mathematics](rules.md) explains what a rule computes."""
-VERSIONS_PAGE = f"""# Versions
-
-{MADE}
-
-The versions that pip accepts, and those that the tests have run with. `make test` runs all tests with the torch that
-`make environment` installs; the command in each row runs what depends on the package with the others. A DeepSpeed
-outside the range is refused. A torch that is newer than the newest tested one is a warning. `lwopt env` prints what you
-have."""
-RUNS = """## What the runs showed
-
-`make test-versions` ran in November 2026, on CPUs, on two cores that other work shared:"""
+RUNS = "`make test-versions` ran in November 2026, on CPUs, on two cores that other work shared:"
 RAN = [
     ("deepspeed 0.19.7", "184 passed; 36 skipped, whose settings are refused on a CPU with this DeepSpeed", "318"),
     ("torch 2.9.0", "1,332 passed", "903"),
@@ -53,24 +43,28 @@ CLASSES = {"soap", "shampoo", "lion", "sgd", "torch_optimizer"}  # whose options
 
 def pages() -> dict[str, str]:
     """The text of each page, by the name of its file."""
-    whole = {"command_line.md": command_line(), "rule_options.md": rule_options(), "versions.md": versions()}
-    return {**whole, "optimizers.md": with_published()}
+    parts = {"optimizers.md": published(), "tested.md": versions()}
+    whole = {"command_line.md": command_line(), "rule_options.md": rule_options()}
+    return whole | {name: with_part(name, part) for name, part in parts.items()}
 
 
-def with_published() -> str:
-    """optimizers.md with its table of published rules, which stands between two comments."""
-    before, _, rest = (DOCS / "optimizers.md").read_text().partition(MADE)
-    _, _, after = rest.partition(END)
+def with_part(name: str, part: str) -> str:
+    """A page with the part that is made, which stands between two comments."""
+    before, _, rest = (DOCS / name).read_text().partition(MADE)
+    return f"{before}{MADE}\n\n{part}\n\n{END}{rest.partition(END)[2]}"
+
+
+def published() -> str:
     found = rule_facts(None)["published"]
     rows = [{**of, "rule": f"`{of['rule']}`", "options": f"`{of['options']}`" * bool(of["options"])} for of in found]
     head = ("published as", "rule", "options", "state", "sent", "equals one process")
-    return f"{before}{MADE}\n\n{table(head, [row.values() for row in rows])}\n\n{END}{after}"
+    return table(head, [row.values() for row in rows])
 
 
 def versions() -> str:
     rows = [[name, f"`{of.supported}`", ", ".join(of.tested), f"`{of.command}`"] for name, of in VERSIONS.items()]
     declared = table(("package", "supported", "tested", "the command"), rows)
-    return "\n\n".join([VERSIONS_PAGE, declared, RUNS, table(("release", "tests", "seconds"), RAN)]) + "\n"
+    return "\n\n".join([declared, RUNS, table(("release", "tests", "seconds"), RAN)])
 
 
 def command_line() -> str:

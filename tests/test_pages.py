@@ -213,7 +213,7 @@ def test_pages_made_from_declarations_are_what_would_be_made_now() -> None:
     shipped = {name: rule for name, rule in ELEMENTWISE_RULES.items() if rule.source != REGISTERED}
     with mock.patch.dict(ELEMENTWISE_RULES, shipped, clear=True):
         made = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["pages"]()
-    assert {name.removesuffix(".md") for name in made} == {"command_line", "rule_options", "versions", "optimizers"}
+    assert {name.removesuffix(".md") for name in made} == {"command_line", "rule_options", "tested", "optimizers"}
     for name, text in made.items():
         assert text == (DOCS / name).read_text(), f"{name} is old: python scripts/reference.py"
 
@@ -233,7 +233,9 @@ def test_the_readmes_steps_take_what_the_clock_predicts() -> None:
 
 
 def test_every_page_is_in_the_navigation_and_the_readme_is_short() -> None:
-    listed = re.findall(r"^ .*: (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    titles, listed = zip(*re.findall(r"^ +- (.*): (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    headings = [text.partition("\n")[0] for text in PAGES.values()]
+    assert len(set(titles)) == len(titles) and len(set(headings)) == len(headings), "a title twice"
     assert sorted(listed) == sorted([*PAGES.keys() - {"README"}, "index", "contributing", "changelog"])
     assert len(README.splitlines()) <= 150
 
