@@ -15,9 +15,9 @@ from lwopt_backend.groups.registry import MATRIX_RULES, arguments, new_state, ru
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.state import StateStore, check_fits, keeps_state, put
 
-# Muon's momentum has two forms: a moving average of gradients, or their sum. Starting from zero, B <- mu B + (1 - mu) G
-# equals 1 - mu times M <- mu M + G, as long as mu does not change. If mu was changed during a run, no factor is exact;
-# that of the current mu is right for the gradients since the change.
+# # Muon's momentum has two forms: a moving average of gradients, or their sum. Starting from zero, B <- mu B + (1 - mu)
+# G equals 1 - mu times M <- mu M + G, as long as mu does not change. If mu was changed during a run, no factor is
+# exact; the current mu's factor is right for the gradients since the change.
 
 Form = Literal["ema", "sum"]
 Named = Mapping[str, Mapping[str, Tensor]]  # by parameter name, its state in whole tensors
@@ -64,7 +64,7 @@ def convert_named_momentum(
         if BUFFER not in state:
             continue
         if isinstance(momentum, Mapping) and name not in momentum:
-            raise ValueError(f"momentum: expected a number for {name!r}, found those of {list(momentum)}")
+            raise ValueError(f"momentum: expected a number for {name!r}, found numbers for {list(momentum)}")
         mu = momentum[name] if isinstance(momentum, Mapping) else momentum
         state[BUFFER] = convert_momentum(state[BUFFER], mu, source=source, target=target)
     return converted
@@ -176,8 +176,8 @@ def load_into(store: StateStore, named: Named, *, strict: bool) -> list[str]:
 def _select(store: StateStore, named: Named, strict: bool) -> dict[str, dict[str, Tensor]]:
     """The state in ``named`` of the parameters in ``store``.
 
-    Raises ValueError, if ``strict``, for a parameter that only one side has; and always for other keys or shapes than
-    its rule's, for a rule with owner state, and for different counters in one unit.
+    Raises ValueError, if ``strict``, for a parameter that only one side has. Always raises it for keys or shapes other
+    than its rule's, for a rule with owner state, and for different counters in one unit.
     """
     names = {param.name for param in store.params} & named.keys()
     taken = {name: {key: torch.as_tensor(value) for key, value in named[name].items()} for name in names}
@@ -190,14 +190,14 @@ def _select(store: StateStore, named: Named, strict: bool) -> dict[str, dict[str
         rule, like = rule_of(group), new_state(torch.empty(1, device="meta"), group)
         if given and rule in MATRIX_RULES and keeps_state(MATRIX_RULES[rule].build(**arguments(group))):
             whose = f"{WHAT}: parameter {given[0].name!r}, which {rule!r} trains"
-            raise ValueError(f"{whose}: this rule keeps state at the matrix's owner, which no other optimizer's has")
+            raise ValueError(f"{whose}: expected a rule without owner state, which has no counterpart; leave it out")
         has_counters = any(not tensor.ndim for tensor in like.values())
         for param in unit if strict or given and has_counters else given:
             counters = there[given[0].name]["counters"] if given and has_counters else None
             shapes = {key: param.shape if tensor.ndim else () for key, tensor in like.items()}
             of_param = _facts({key: torch.empty(shape, device="meta") for key, shape in shapes.items()})
             here[param.name] = {**of_param, "counters": counters}
-    check_fits(WHAT, here, there, advice="with strict=False what only one side has is left as it is")
+    check_fits(WHAT, here, there, advice="strict=False ignores parameters that only one side has")
     return taken
 
 
@@ -207,14 +207,14 @@ def _facts(state: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"state": sorted(state), **shapes, "counters": counters}
 
 
-# What other optimizers' ``state_dict`` has, by parameter name and under our keys.
+# The contents of other optimizers' ``state_dict``, by parameter name and under this package's keys.
 
 MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "max_exp_avg_sq": "max_exp_avg_sq"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """How an optimizer stores its state. ``form`` None means that its param groups have it, as ``momentum_form``.
+    """How an optimizer stores its state. If ``form`` is None, its param groups have it as ``momentum_form``.
 
     ``momentum`` are the keys of the momentum in param groups; ``buffer`` is the key of the buffer; ``moments`` are
     Adam's keys by this package's; ``step`` is the key of Adam's counter, which may be in the param group instead.
@@ -297,8 +297,8 @@ def _names(
         names = [name for group in groups for name in group["param_names"]]
     if names is None:
         raise ValueError(
-            f"the state dict of {source!r} knows its parameters by number; pass their names in the order of its param "
-            "groups"
+            f"expected names, because the state dict of {source!r} has parameters by number; pass their names in the "
+            "order of its param groups"
         )
     names = list(names)
     if len(names) != len(indices):
@@ -309,7 +309,7 @@ def _names(
         )
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ValueError(f"names: {twice[0]!r} occurs twice")
+        raise ValueError(f"names: expected each name once, found {twice[0]!r} twice")
     return names
 
 
@@ -357,7 +357,7 @@ class _Entry:
             raise self._error(f"has moments of different shapes, {shapes}")
         step = self.state.get(theirs.step, self.group.get("step"))
         if step is None:
-            raise self._error(f"has no {theirs.step!r}, nor has its param group a 'step'")
+            raise self._error(f"has no counter, neither {theirs.step!r} nor 'step' in its param group")
         return {**moments, "step": torch.tensor(float(step))}
 
     def _tensor(self, key: str) -> Tensor:
@@ -371,7 +371,7 @@ class _Entry:
             raise self._error(f"{key!r}: expected a tensor, found {value!r}")
         if hasattr(value, "full_tensor"):
             raise self._error(
-                f"{key!r} is a DTensor, of which every rank has a part; save it whole, with "
+                f"{key!r}: expected a whole tensor, found a DTensor; save the state with "
                 "get_optimizer_state_dict(options=StateDictOptions(full_state_dict=True))"
             )
         return value.detach().to(torch.float32, copy=True)

@@ -188,7 +188,7 @@ class LayerWiseOptimizer(BaseOptimizer):
     def _clip(
         self, limits: Mapping[str | None, float], norm_type: float = 2.0, finite: bool = False, foreach: Any = None
     ) -> dict[str | None, Tensor]:
-        """Clip each of these clip groups by its norm, which this returns; None is the rest. Called on all ranks."""
+        """Clip each of these clip groups by its norm, and return the norms; None is the rest. Called on all ranks."""
         gradients, order = self.gradients, checked_order(norm_type)
         norms = self._clip_groups.measure(limits, lambda pick: gradients.norm(order, pick, foreach))
         for norm in norms.values():
@@ -464,7 +464,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         def decide() -> tuple[tuple[Rules, FSDP2Config, Grouping], list[list[str]]]:
             for name, value in sharing._asdict().items():
                 if value is not None and value != ():
-                    raise ValueError(f"{NAME}: {FSDP2Config.lacks(repr(name), OwnedConfig)}: meshes say who shares")
+                    raise ValueError(f"{NAME}: {FSDP2Config.lacks(repr(name), OwnedConfig)}; meshes define the ranks")
             rules, config, grouping = given.decide(FSDP2Config, module)
             lines = [*settings_lines(rules, config), *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes)]
             return (rules, config, grouping), [lines for _ in exchange]
@@ -492,7 +492,7 @@ class MeshOptimizer(LayerWiseOptimizer):
             self._attachment.remove()
             self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
         if exchange[-1][1].rank == 0:
-            warn_of_small_rate(self._grouping.groups)  # as configured: a schedule may have written others since
+            warn_of_small_rate(self._grouping.groups)  # as configured, before a schedule changes them
             if self.config.report:
                 mesh_stepping.show(self._grouping.routes, self._grouping.groups, self._steppers, self.plan_digest)
 
@@ -557,7 +557,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         )
 
     def _owner_shards(self) -> list[mesh_state.OwnerShards]:
-        """The owner state, if any rule keeps some; then called on all ranks.
+        """The owner state. Called on all ranks if any rule keeps some.
 
         Plans parameters that were sharded later, which otherwise waits for the first step: owner state needs owners.
         """
@@ -586,7 +586,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         if self.state:
             shards = self._owner_shards()
             mesh_state.check_loadable(state_dict, self.param_groups, self._names, self.state, shards)
-            if not state_dict["state"]:  # saved before there was any: start fresh
+            if not state_dict["state"]:  # saved before the first state: start fresh
                 self.state = {}
                 self._make_state()
             held = [group["params"] for group in self.param_groups]
@@ -594,6 +594,6 @@ class MeshOptimizer(LayerWiseOptimizer):
         elif state_dict["state"]:
             raise ValueError(
                 "load_state_dict: the model is not sharded yet, so there is no state to load into; call it after "
-                "fully_shard, or after prepare() of what shards the model for you"
+                "fully_shard, or after the prepare() that shards the model"
             )
         self.set_groups(map(with_options, self.param_groups, deepcopy(state_dict["param_groups"])))

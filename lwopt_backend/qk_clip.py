@@ -87,7 +87,7 @@ QUERY, KEY = "q", "k"  # names of the matrices in a fused weight
 
 
 def _part(block: Block) -> str:
-    """The part of a fused weight that a matrix is of: itself, or one of its heads, ``"q.head0"``."""
+    """The part of a fused weight that contains a matrix: the matrix itself, or that of a head, ``"q.head0"``."""
     return block.name.partition(".")[0]
 
 
@@ -223,8 +223,8 @@ class QKClip:
         places = torch.tensor(found) if found else torch.arange(outputs)  # of the query or of the key
         if len(places) % len(by_head):
             raise ValueError(
-                f"layer {layer!r}: {name!r} has {len(places)} outputs for {part!r}, which do not divide into "
-                f"{len(by_head)} heads"
+                f"layer {layer!r}: expected outputs of {part!r} that divide into {len(by_head)} heads, found "
+                f"{len(places)} in {name!r}; correct the number of heads"
             )
         factors = torch.ones(outputs, device=by_head.device)
         factors[places.to(by_head.device)] = row_factors([(len(places) // len(by_head), by_head)])

@@ -1,11 +1,12 @@
-"""Run an unmodified training script with our optimizers.
+"""Run an unmodified training script with this package's optimizers.
 
     deepspeed --module lwopt_backend.run train.py --deepspeed --deepspeed_config ds_config.json
     torchrun -m lwopt_backend.run --optimizer='{"lr": "auto", "adamw": {"lr": 3e-4}}' run_clm.py --fsdp --output_dir ...
 
-They are registered with DeepSpeed. With ``--optimizer=``, Hugging Face's Trainer gets a ``LayerWiseOptimizer`` with
-these arguments instead; transformers is imported by the script alone, after the environment variables that it sets. The
-launcher puts its own ``--local_rank=N`` before the script's name; it is handed on to the script.
+The script finds them registered with DeepSpeed. With ``--optimizer=``, Hugging Face's Trainer gets a
+``LayerWiseOptimizer`` with these arguments instead. Only the script imports transformers, after it has set its
+environment variables. The launcher puts its own ``--local_rank=N`` before the script's name; it is passed on to the
+script.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ USAGE = f"usage: python -m lwopt_backend.run [{OPTIMIZER}JSON] SCRIPT.py [its ar
 
 
 def main(arguments: list[str]) -> None:
-    """Register, then run the first argument that is not an option as ``__main__`` with all the others."""
+    """Register, then run the first argument that is no option as ``__main__``, with the remaining arguments."""
     position = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), None)
     if position is None:
-        raise SystemExit(f"{USAGE}\nno script was given; found only {arguments}")
+        raise SystemExit(f"{USAGE}\nexpected a script, found only {arguments}")
     script = arguments[position]
     if not os.path.isfile(script):
         raise SystemExit(f"{USAGE}\nno such script: {script}")
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> None:
 
 
 def give_to_the_trainer(text: str) -> None:
-    """Every Trainer that is given no optimizer makes a ``LayerWiseOptimizer`` with the arguments in this JSON.
+    """Make every Trainer without an optimizer use a ``LayerWiseOptimizer`` with the arguments in this JSON.
 
     "auto" as ``lr`` and ``weight_decay`` is the Trainer's ``learning_rate`` and ``weight_decay``. Imports neither
     torch nor transformers: the Trainer is changed when the script imports it. Raises SystemExit for what is not an

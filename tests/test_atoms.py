@@ -680,18 +680,18 @@ def test_parameters_of_more_dimensions_become_matrices_where_a_setting_says_how(
     found = divide(model, routes, settings)
     (kernel,) = found["conv.weight"].blocks
     assert kernel.shape == (8, 12) and kernel.is_everything and len(found["back.weight"].blocks) == 24
-    with pytest.raises(ValueError, match=r"atoms '\*': 'back.weight' is of a transposed convolution"):
+    with pytest.raises(ValueError, match=r"atoms '\*': 'back.weight' belongs to a transposed convolution"):
         divide(model, [each for each in routes if "back" in each.name], AtomSettings.parse({"*": "flatten"}))
 
 
-FITS_NOT = r"atoms 'a.\*': 'a.weight' of shape \(12, 4\) has 12 outputs, "
+FITS_NOT = r"atoms 'a.\*': 'a.weight' of shape \(12, 4\): expected "
 WRONG: Any = [
     ({"a.wieght": "whole"}, r"atoms: 'a.wieght' matches no parameter name; did you mean 'a.weight'\?"),
     ({"a.bias": "whole"}, r"'a.bias' matches only parameters that no matrix rule updates, such as 'a.bias' \(elem"),
-    ({"a.*": {"qkv": [8, 2, 3]}}, rf"{FITS_NOT}but 8\+2\+3 are 13"),
-    ({"a.*": {"qkv": [2, 1, 1], "groups": 4}}, rf"{FITS_NOT}but 2\+1\+1, 4 times, are 16"),
-    ({"a.*": {"heads": 5}}, rf"{FITS_NOT}which do not divide into 5 equal parts"),
-    ({"odd.*": {"gate_up": "halves"}}, r"has 7 outputs, which do not divide into 2 equal parts"),
+    ({"a.*": {"qkv": [8, 2, 3]}}, rf"{FITS_NOT}sizes whose sum is its 12 outputs, found 8\+2\+3; correct"),
+    ({"a.*": {"qkv": [2, 1, 1], "groups": 4}}, rf"{FITS_NOT}sizes whose sum is its 12 outputs, found 2\+1\+1, 4 times"),
+    ({"a.*": {"heads": 5}}, rf"{FITS_NOT}5 equal parts, found 12 outputs"),
+    ({"odd.*": {"gate_up": "halves"}}, r"expected 2 equal parts, found 7 outputs"),
     ({"a.*": {"head": 3}}, r"atoms 'a.\*': 1 wrong option\(s\)\n  unknown key 'head'; did you mean 'heads'\?"),
     ({"a.*": {"qkv": [8, 4]}}, r"atoms 'a.\*': 1 wrong option\(s\)\n  qkv"),
     ({"a.*": {"qkv": [8, 2, "2"]}}, r"qkv.2: input should be a valid integer; found '2'"),
@@ -699,7 +699,7 @@ WRONG: Any = [
     ({"a.*": {"heads": 2, "gate_up": "halves"}}, r"expected one of .*; found 'heads' and 'gate_up'"),
     ({"a.*": {"split_sizes": []}}, r"expected one of 'split_sizes', .* with sizes; found 'split_sizes'"),
     ({"a.*": {}}, r"expected one of 'split_sizes', 'heads', 'qkv', 'gate_up', with sizes; found none"),
-    ({"a.*": {"heads": 2, "groups": 2}}, r"'groups' goes with 'qkv' or 'split_sizes'; found it with 'heads'"),
+    ({"a.*": {"heads": 2, "groups": 2}}, r"expected 'groups' with 'qkv' or 'split_sizes' only, found it with 'heads'"),
     ({"a.*": "hole"}, r"atoms 'a.\*': unknown word 'hole'; did you mean 'whole'\?"),
     ({"a.*": 12}, r"atoms 'a.\*': expected one of 'whole', 'stack', 'flatten' or a mapping .*; found 12"),
     ({"a.weight": "stack"}, r"shape \(12, 4\): 'stack' is for parameters of three dimensions or more"),
@@ -763,14 +763,14 @@ def apart(**attributes: Any) -> nn.Module:
 
 
 UNKNOWN_HEADS: list[tuple[nn.Module, str]] = [
-    (Jordans(), "'0.c_attn.weight': expected attention that tells its heads; Jordans is not known by how it lays out"),
+    (Jordans(), "'0.c_attn.weight': expected attention with known heads, but Jordans is not known by how it lays out"),
     (
         apart(),
         "ModuleDict has 32 outputs, and neither it nor a configuration has the size of a head. Set the ",
     ),
     (apart(head_dim=5), "ModuleDict has 32 outputs, which heads of 5 do not divide"),
     (apart(head_dim=8, num_heads=2), "ModuleDict has 32 outputs, 4 heads of 8, but 2 heads are declared"),
-    (nn.Linear(8, 8), "none of its matrices ('0.weight', ...) is a query, key or value weight of a known kind; say w"),
+    (nn.Linear(8, 8), "expected a query, key or value weight of a known kind, found none in '0.weight', ...; name th"),
 ]
 
 

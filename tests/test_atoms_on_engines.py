@@ -236,7 +236,7 @@ TWO_WEIGHTS = "'out.bias' is query_bias and key_bias, but query and key are two 
 OTHER_BIAS = "expected a bias of 24 outputs, as 'mix.weight' has; found 'qkv.bias' with 40"
 WRONG_LAYERS: list[tuple[dict[str, Any], Heads, str]] = [
     ({}, Heads("qvk.weight", "down.weight", 2), "no trained parameter is named 'qvk.weight'; did you mean 'qkv.we"),
-    ({}, Heads("qkv.weight", "qkv.weight", 5), "'qkv.weight' has 24 outputs for 'q', which do not divide into 5 he"),
+    ({}, Heads("qkv.weight", "qkv.weight", 5), "expected outputs of 'q' that divide into 5 heads, found 24 in 'qkv"),
     ({}, Heads("mix.weight", "out.weight", 6, key_heads=4), "layer 'fused': key_heads: expected a divisor of the 6"),
     ({}, Heads("mix.weight", "down.weight", 2, query_bias="out.bias", key_bias="out.bias"), TWO_WEIGHTS),
     ({}, Heads("mix.weight", "down.weight", 2, query_bias="qkv.bias"), f"layer 'fused': {OTHER_BIAS}"),

@@ -164,7 +164,7 @@ def test_params_may_have_names_and_are_checked() -> None:
     assert [id(p) for p in group["params"]] == [id(p) for p in model.parameters()]
     for params, error, message in [
         (torch.zeros(2), TypeError, "found a single tensor"),
-        ([], ValueError, "params is empty"),
+        ([], ValueError, "expected at least one parameter, found none"),
         (["weight"], TypeError, "param group 0, position 0 of 'params': expected a parameter, found a str"),
         ([{"lr": 1.0}], ValueError, "param group 0: expected a key 'params', found 'lr'"),
         ([{"params": []}, torch.zeros(2)], TypeError, "param group 1: expected a dictionary .* found a Tensor"),
@@ -172,7 +172,7 @@ def test_params_may_have_names_and_are_checked() -> None:
         (
             [{"params": [weight]}, {"params": weight}],
             ValueError,
-            "param group 1, position 0 of 'params': this parameter of shape",
+            "param group 1, position 0 of 'params': the parameter of shape",
         ),
     ]:
         with pytest.raises(error, match=message):

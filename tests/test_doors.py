@@ -110,7 +110,7 @@ def test_options_of_another_optimizer_beside_our_sections_move_into_them() -> No
 
 OTHER_KIND = "matrix: unknown rule 'adamw'; 'adamw' is a rule of the other kind; known here:"
 ENTRY = "ValueError: LayerWise: unknown key 'adamw'"
-AUTO = "lr: input should be a valid number; found 'auto', which only Hugging Face's Trainer and Accel"
+AUTO = "lr: input should be a valid number; found 'auto': only Hugging Face's Trainer and Accel"
 SECTION = "expected a section with 'params', a glob on names or several"
 GLOBS = "expert_params: expected a glob on names, or a list of them"
 GROUP = "expected None or a process group, such as torch.distributed.new_group(ranks) returns; found 5"
@@ -118,13 +118,13 @@ ADAM = "torch.optim.Adam"
 OWNED = {"storage": "owned"}
 CLIPPED = {"params": "1.*", "max_norm": 1.0}
 PATH = "class: expected an optimizer's class or its path"
-NO_COUNTERPART = "which has no counterpart; "
+ONLY_TRUE = "expected True, found False; "
 FOREIGN: list[Wrong] = [
-    ({"betas": [0.9, 0.9], "adam_w_mode": False}, f"adam_w_mode is False, {NO_COUNTERPART}register torch.optim.Adam"),
+    ({"betas": [0.9, 0.9], "adam_w_mode": False}, f"adam_w_mode: {ONLY_TRUE}register torch.optim.Adam"),
     ({"muon_lr": 0.1, "per_head_muon": True}, '"per_head": true'),
-    ({"betas": [0.9, 0.9], "fp32_optimizer_states": False}, "fp32_optimizer_states is False, which has no"),
+    ({"betas": [0.9, 0.9], "fp32_optimizer_states": False}, f"fp32_optimizer_states: {ONLY_TRUE}"),
     ({"muon_lr": 0.1, "ns_method": "grim"}, "ns_method: input should be 'standard', 'gram', 'auto'"),
-    ({"betas": "auto", "lr": "auto"}, "lr: input should be a valid number; found 'auto', which only Hugging Face's"),
+    ({"betas": "auto", "lr": "auto"}, "lr: input should be a valid number; found 'auto': only Hugging Face's"),
 ]
 WRONG_VALUES: dict[str, list[Any]] = {  # of options of LayerWiseMuon
     "lr": [float("nan"), True, -0.1],
@@ -151,9 +151,9 @@ OF_ONE: dict[Door, list[Wrong]] = {
         ({"foreach": True}, "unknown key 'foreach'; did you mean 'adamw.foreach'?"),
         ({"betas": [0.9, 0.9], "momentun": 0.9}, "unknown key 'momentun'; did you mean 'momentum'?"),
         ({"adamw": {"foreach": True, "fused": True}}, "foreach and fused are both true, but torch supports one of"),
-        ({"adamw": {"lr": "auto"}}, "adamw.lr: input should be a valid number; found 'auto', which only Hugging Face"),
-        ({"bucket_mb": 1.0}, "'bucket_mb': only for \"storage\": \"owned\", but the storage is 'zero'"),
-        ({**OWNED, "policy": "stay"}, "'policy': only for \"storage\": \"zero\", but the storage is 'owned'"),
+        ({"adamw": {"lr": "auto"}}, "adamw.lr: input should be a valid number; found 'auto': only Hugging Face"),
+        ({"bucket_mb": 1.0}, "'bucket_mb': expected only with \"storage\": \"owned\", found 'zero'"),
+        ({**OWNED, "policy": "stay"}, "'policy': expected only with \"storage\": \"zero\", found 'owned'"),
         ({**OWNED, "layout": "dense"}, "layout: input should be 'auto', 'padded' or 'compact'; found 'dense'"),
         ({**OWNED, "bucket_mb": 0.0}, "bucket_mb: input should be greater than 0; found 0.0"),
     ],
@@ -189,7 +189,7 @@ OF_ONE: dict[Door, list[Wrong]] = {
     owned: [
         ({"bucket_md": 1.0}, "unknown key 'bucket_md'; did you mean 'bucket_mb'?"),
         ({"matrix": {"name": "muon", "lr": 0.1}, "lr": 0.02}, "'lr' is given twice"),
-        ({"matrix": {"name": "torch_optimizer", "class": Demanding}}, "Demanding refuses these arguments: "),
+        ({"matrix": {"name": "torch_optimizer", "class": Demanding}}, "Demanding: expected the argument 'momentum'"),
         ({"matrix": {"name": "torch_optimizer"}, "alpha": 0.9}, "matrix: expected 'class', the path of an"),
         ({"elementwise": {"name": ["adamw"]}}, "elementwise: name: expected one of adamw, "),
         ({"elementwise": "lion", "lion": None}, "lion: expected a section of options; found None"),
@@ -229,7 +229,7 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
     (DOORS, {"overrides": "1.*"}, "overrides: expected a list of sections with 'params'; found '1.*'"),
     (DOORS, {"overrides": [5]}, f"overrides[0]: {SECTION}; found 5"),
     (DOORS, {"params": 5}, "TypeError: ... found 5; pass model.parameters() or a list of param groups"),
-    (DOORS, {"params": set(model().parameters())}, "TypeError: ... in an order that all ranks share; found a set"),
+    (DOORS, {"params": set(model().parameters())}, "TypeError: ... in one order on all ranks; found a set"),
     (DOORS, {"params": model()}, "TypeError: ... found a Sequential; pass model.parameters()"),
     (DOORS, {"params": [{"params": 5}]}, "TypeError: ... group 0: params: expected a list of parameters, found 5"),
     (
@@ -237,8 +237,8 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
         overriding("*.wieght", matrix={"lr": 1.0}),
         "overrides[0]: '*.wieght' matches no trained parameter; did",
     ),
-    ((owned,), overriding("*.bias", matrix={"lr": 1.0}), "all that match are trained by 'elementwise'"),
-    ((owned,), overriding("*.weight", elementwise={"lr": 1.0}), "all that match are trained by 'matrix'"),
+    ((owned,), overriding("*.bias", matrix={"lr": 1.0}), "but only match parameters of 'elementwise'"),
+    ((owned,), overriding("*.weight", elementwise={"lr": 1.0}), "but only match parameters of 'matrix'"),
     ((owned,), {"expert_params": [1]}, f"ValueError: {GLOBS}; found [1]"),
     ((owned,), {"process_group": 5}, f"TypeError: process_group: {GROUP}"),
     ((owned,), {"expert_params": "1.*", "expert_process_group": 5}, f"TypeError: expert_process_group: {GROUP}"),

@@ -166,7 +166,7 @@ def test_named_states_are_converted_by_parameter() -> None:
         ({"target": "total"}, "target: unknown form of momentum 'total'; known: 'ema', 'sum'"),
         ({"momentum": 1.0}, r"momentum: expected a number in \[0, 1\), found 1.0"),
         ({"momentum": -0.1}, r"momentum: expected a number in \[0, 1\), found -0.1"),
-        ({"momentum": {"b": 0.9}}, r"momentum: expected a number for 'a', found those of \['b'\]"),
+        ({"momentum": {"b": 0.9}}, r"momentum: expected a number for 'a', found numbers for \['b'\]"),
     ],
 )
 def test_wrong_conversions(how: dict[str, Any], message: str) -> None:
@@ -242,9 +242,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (state_of(), {"source": "sgd"}, "unknown source 'sgd'; known: 'torch.optim.Muon'"),
     (state_of(), {"momentum_form": "som"}, "momentum_form: unknown form of momentum 'som'; did you mean 'sum'?"),
     ({"optimizer": {}}, {}, r"expected keys 'state' and 'param_groups', found \['optimizer'\]"),
-    (state_of(), {"names": None}, "knows its parameters by number; pass their names"),
+    (state_of(), {"names": None}, "has parameters by number; pass their names"),
     (state_of(), {"names": ["a", "b"]}, r"names: expected 1, .* \(1\); found 2"),
-    (state_of(params=[0, 0]), {"names": ["a", "a"]}, "names: 'a' occurs twice"),
+    (state_of(params=[0, 0]), {"names": ["a", "a"]}, "expected each name once, found 'a' twice"),
     ({**state_of(), "state": {}}, {}, "parameter 'a' has no state; it has had no gradient yet"),
     (state_of(), {"source": "dion"}, r"has no 'momentum', only \['momentum_buffer'\]; the source may be one of"),
     (state_of(), {"source": "lwopt_backend"}, "in a param group without 'momentum_form'"),
@@ -252,7 +252,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (state_of({"momentum_buffer": 3.0}), {}, "'momentum_buffer': expected a tensor, found 3.0"),
     (NO_MOMENTUM, SUM, "in a param group without 'momentum'; pass momentum, to convert 'ema' to 'sum'"),
     (state_of({**MOMENTS, "exp_avg": torch.ones(3), "step": 1}), {}, "has moments of different shapes"),
-    (state_of(MOMENTS), {}, "has no 'step', nor has its param group a 'step'"),
+    (state_of(MOMENTS), {}, "has no counter, neither 'step' nor 'step' in"),
     (state_of({"exp_avg_sq": torch.ones(2), "step": 1}), {}, r"has no 'exp_avg', only \['exp_avg_sq', 'step'\]"),
 ]
 

@@ -100,7 +100,7 @@ def test_deepspeeds_client_optimizer_runs_as_printed(ranks: RankPool, tmp_path: 
 def test_the_module_runner_hands_on_its_arguments_and_needs_a_script(tmp_path: Path) -> None:
     script, seen = tmp_path / "seen.py", tmp_path / "seen.json"
     script.write_text(f"import json, sys\njson.dump(sys.argv[1:], open({str(seen)!r}, 'w'))\n")
-    none = "no script was given; found only"
+    none = "expected a script, found only"
     refused = {(): f"{none} []", ("--local_rank=1",): f"{none} ['--local_rank=1']"}
     refused |= {("nowhere.py",): "no such script: nowhere.py"}
     with surroundings_kept():

@@ -46,7 +46,7 @@ class Division(Options):
             found = " and ".join(map(repr, forms)) or "none"
             raise ValueError(f"expected one of 'split_sizes', 'heads', 'qkv', 'gate_up', with sizes; found {found}")
         if self.groups > 1 and forms[0] in ("heads", "gate_up"):
-            raise ValueError(f"'groups' goes with 'qkv' or 'split_sizes'; found it with {forms[0]!r}")
+            raise ValueError(f"expected 'groups' with 'qkv' or 'split_sizes' only, found it with {forms[0]!r}")
         return self
 
     def parts(self, outputs: int, whose: str) -> Parts:
@@ -54,16 +54,15 @@ class Division(Options):
         if self.heads is not None or self.gate_up is not None:
             count = self.heads or 2
             if outputs % count:
-                raise ValueError(f"{whose} has {outputs} outputs, which do not divide into {count} equal parts")
+                raise ValueError(f"{whose}: expected {count} equal parts, found {outputs} outputs; correct the number")
             if self.heads is not None:
                 return equal(count, outputs // count, "head")
             halves = self.gate_up == "halves"
             return grouped(("gate", "up"), *(([outputs // 2] * 2, 1) if halves else ((1, 1), outputs // 2)))
         sizes = self.qkv or self.split_sizes or ()
         if sum(sizes) * self.groups != outputs:
-            times = f", {self.groups} times," if self.groups > 1 else ""
-            together = f"{'+'.join(map(str, sizes))}{times} are {sum(sizes) * self.groups}"
-            raise ValueError(f"{whose} has {outputs} outputs, but {together}")
+            found = f"{'+'.join(map(str, sizes))}{f', {self.groups} times' if self.groups > 1 else ''}"
+            raise ValueError(f"{whose}: expected sizes whose sum is its {outputs} outputs, found {found}; correct them")
         names = ("q", "k", "v") if self.qkv else [f"part{number}" for number in range(len(sizes))]
         return grouped(names, sizes, self.groups)
 
@@ -76,7 +75,7 @@ class AtomSettings:
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> AtomSettings:
-        """Raises ValueError for a value that is not a division, with the glob, what was expected and what was found."""
+        """Raises ValueError for a value that is not a division."""
         if not isinstance(settings, Mapping):
             raise ValueError(f"atoms: expected a mapping of globs to divisions; found {settings!r}")
         found: list[tuple[str, Word | Division]] = []
@@ -95,7 +94,7 @@ class AtomSettings:
 
     @classmethod
     def checked(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """``settings`` as they are. Raises ValueError as ``parse``."""
+        """``settings`` unchanged. Raises ValueError as ``parse`` does."""
         cls.parse(settings)
         return settings
 

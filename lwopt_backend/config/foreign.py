@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-# By key of DeepSpeed, Keller Jordan's Muon, dion, Moonlight, Megatron and Hugging Face: the half and the option that
-# the key means here. A rate or a decay without a half is that of both.
+# # By key of DeepSpeed, Keller Jordan's Muon, dion, Moonlight, Megatron and Hugging Face: the half and the option that
+# the key means here. A rate or a decay without a half holds for both.
 MEANT = {
     "learning_rate": "lr",
     "wd": "weight_decay",
@@ -27,7 +27,7 @@ MEANT = {
     **dict.fromkeys(("eps", "epsilon", "adam_eps", "adamw_eps", "adam_epsilon"), "elementwise.eps"),
     "amsgrad": "elementwise.amsgrad",
 }
-# What holds here anyway, and what to do about another value. None: the value has no effect on training.
+# The only value supported here, and what to do about another one. None: the value has no effect on training.
 GRANTED: dict[str, tuple[Any, str]] = {
     "torch_adam": (None, ""),
     "save_muon_momentum_buffer_in_memory": (None, ""),
@@ -38,7 +38,7 @@ GRANTED: dict[str, tuple[Any, str]] = {
     "bias_correction": (True, "AdamW's averages are always corrected here"),
     "fp32_optimizer_states": (True, "state has the dtype of the masters here"),
 }
-# What stands elsewhere.
+# Keys that belong elsewhere.
 CLIP = "write gradient_clipping at the top level of ds_config.json; without DeepSpeed, call clip_grad_norm_"
 ROUTED = "the model's structure decides what is a matrix; 'include' and 'exclude' overrule it, by name"
 ADVICE = {
@@ -46,7 +46,7 @@ ADVICE = {
     **dict.fromkeys(("use_muon", "algorithm", "muon_params", "adamw_params"), ROUTED),
     **dict.fromkeys(("num_heads", "split_sizes", "flatten"), "say it by name in 'atoms' (docs/matrices.md)"),
 }
-# What DeepSpeed 0.19's Muon, its AdamW and torch.optim.AdamW use where an entry does not say it.
+# What DeepSpeed 0.19's Muon, its AdamW and torch.optim.AdamW use by default.
 Half = dict[str, Any]
 OF_MUON: tuple[Half, Half] = (
     {"lr": 0.02, "weight_decay": 0.0},
@@ -72,15 +72,15 @@ def refuse(
 ) -> None:
     """Raises ValueError for ``foreign`` keys, with the configuration to write instead as JSON, if there are any.
 
-    ``halves`` has, for "matrix" and "elementwise", the options that were given by our keys. ``entry`` is the type of an
-    entry in ds_config.json. ``written`` makes options of both halves; ``check`` raises ValueError for options that are
-    not accepted, so that those that are printed always are.
+    ``halves`` has, for "matrix" and "elementwise", the options that were given by this package's keys. ``entry`` is the
+    type of an entry in ds_config.json. ``written`` makes options of both halves; ``check`` raises ValueError for
+    options that are not accepted, so that the printed ones are always accepted.
     """
     if not foreign:
         return
     for key, (only, instead) in GRANTED.items():
         if only is not None and foreign.get(key, only) != only:
-            raise ValueError(f"{where}: {key} is {foreign[key]!r}, which has no counterpart; {instead}")
+            raise ValueError(f"{where}: {key}: expected {only!r}, found {foreign[key]!r}; {instead}")
     moved: dict[str, dict[str, Any]] = {"": {}, "matrix": {}, "elementwise": {}}
     for key, value in foreign.items():
         if key.lower() in MEANT:
@@ -100,7 +100,7 @@ def refuse(
 def _halves(
     halves: Mapping[str, Mapping[str, Any]], moved: Mapping[str, Mapping[str, Any]], decay: float
 ) -> dict[str, dict[str, Any]]:
-    """The options of both halves, as the other optimizer has them. Our own keys count as said here."""
+    """The options of both halves, as the other optimizer has them. This package's keys keep their values."""
     matrix, elementwise = ({**halves[kind]} for kind in ("matrix", "elementwise"))
     both = {**{key: matrix[key] for key in SHARED if key in matrix}, **moved[""]}
     if len(elementwise) > 1 or (matrix["name"], elementwise["name"]) != ("muon", "adamw"):  # others are only here

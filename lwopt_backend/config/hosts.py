@@ -33,7 +33,7 @@ def _clip_groups(given: Any) -> dict[str, ClipGroup]:
 class HostConfig(Options):
     """Options that every host has."""
 
-    whose: ClassVar[str]  # for errors, if an option of this host is given to another: whose it is, and what to do
+    whose: ClassVar[str]  # for errors, if an option of this host is given to another
     advice: ClassVar[str] = "leave it out"
 
     @property
@@ -60,7 +60,7 @@ class HostConfig(Options):
 
 
 class ClippingConfig(HostConfig):
-    """Options of hosts whose gradients we clip ourselves."""
+    """Options of hosts whose gradients this package clips."""
 
     clip_groups: Annotated[dict[str, ClipGroup], BeforeValidator(_clip_groups)] = option(
         {},
@@ -124,7 +124,7 @@ class ZeROConfig(OwnedStorageConfig):
         wrong = [key for key in options[other] if key in self.model_fields_set]
         if wrong:
             names = ", ".join(map(repr, wrong))
-            raise ValueError(f'{names}: only for "storage": "{other}", but the storage is {self.storage!r}')
+            raise ValueError(f'{names}: expected only with "storage": "{other}", found {self.storage!r}; leave it out')
         return self
 
 

@@ -65,18 +65,18 @@ def option_suggestion(name: str, known: Iterable[str], spelled: Callable[[str], 
     return suggestion(name, inside or known, spelled)
 
 
-# What all options are made of. Strict: a number in quotes, or true for 1, is a slip that should be seen.
+# What all options are made of. Strict: a number in quotes, or true for 1, is an error.
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Globs = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
 
-# What pydantic calls otherwise than a configuration does, by its names of errors.
+# By pydantic's names of errors, the words of a configuration.
 EXPECTED = {"tuple_type": "input should be a list", "dict_type": "input should be a mapping"}
 NO_WORDS = ("float_type", "int_type", "tuple_type")
 ONLY_HUGGING_FACE = (
-    "which only Hugging Face's Trainer and Accelerate replace, and only outside the sections; write a value"
+    "only Hugging Face's Trainer and Accelerate replace it, and only outside the sections; write a value"
 )
 
 
@@ -116,7 +116,7 @@ def _problem(model: type[Options], detail: Mapping[str, Any]) -> str:
         return f"unknown key {key!r}; {option_suggestion(name, [*model.model_fields, *inside])}"
     expected = EXPECTED.get(detail["type"], f"{detail['msg'][0].lower()}{detail['msg'][1:]}")
     found = f"{key}: {expected}; found {detail['input']!r}"
-    return f"{found}, {ONLY_HUGGING_FACE}" if detail["input"] == "auto" and detail["type"] in NO_WORDS else found
+    return f"{found}: {ONLY_HUGGING_FACE}" if detail["input"] == "auto" and detail["type"] in NO_WORDS else found
 
 
 def _sections(model: type[Options]) -> dict[str, type[Options]]:

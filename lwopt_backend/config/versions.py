@@ -36,7 +36,7 @@ VERSIONS = {
 
 
 def requirement(package: str) -> str:
-    """What pip is told, e.g. ``"torch>=2.9"``."""
+    """The requirement for pip, e.g. ``"torch>=2.9"``."""
     return package + VERSIONS[package].supported
 
 

@@ -48,7 +48,7 @@ class Choice:
         return getattr(self.options, "lr", 0.0)
 
     def changed(self, given: Mapping[str, Any], where: str) -> Choice:
-        """With the options ``given`` in place of these; of another rule, if a ``name`` is among them, with its own
+        """This choice with the options ``given`` replaced. A ``name`` among them chooses another rule, with its own
         defaults."""
         if not given:
             return self
@@ -59,14 +59,14 @@ class Choice:
         return Choice(rule, options_of(rule, {**(self.options.model_dump() if keeps else {}), **given}, where))
 
     def _has_class(self, given: str | None) -> bool:
-        """Whether the options are of the class ``given``, if any is. Another class's mean other things."""
+        """Whether the options are those of the class ``given``, or none is given. Another class's mean other things."""
         own = getattr(self.options, "class", None)
         if given is None or own is None or given == own:
             return True
         try:
             return class_named(given) is class_named(own)  # a class may have several paths
         except ValueError:
-            return False  # what is wrong with it, the options' model says
+            return False  # the options' model reports the problem
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Rules:
 
 
 def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
-    """One line for each setting that all ranks must have alike. Whether to print may differ."""
+    """One line for each setting that must be equal on all ranks, which excludes ``report``."""
     lines = [setting("torch.__version__", str(torch.__version__))]
     for kind, choice in (("matrix", rules.matrix), ("elementwise", rules.elementwise)):
         lines.append(setting(kind, choice.rule))
@@ -187,10 +187,11 @@ def _rule_of(kind: str, name: object, where: str) -> str:
 
 
 def merged(options: Mapping[str, Any], more: Mapping[str, Any], what: str, where: str) -> dict[str, Any]:
-    """Both together. Raises ValueError for a key that both have."""
+    """The union. Raises ValueError for a key that both have."""
     for key, value in more.items():
         if key in options:
-            raise ValueError(f"{where}: {key!r} is given twice, as {options[key]!r} and in {what!r} as {value!r}")
+            given = f"{key!r} is given twice, as {options[key]!r} and in {what!r} as {value!r}"
+            raise ValueError(f"{where}: {given}; leave one out")
     return {**options, **more}
 
 

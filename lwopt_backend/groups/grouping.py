@@ -81,7 +81,7 @@ class WatchedModel:
         new = [name for name in trained if name not in replaced]
         said = []
         if replaced:
-            said.append(f"{_are(replaced)} no longer in the model (replaced), and no step reaches what is there now")
+            said.append(f"{_are(replaced)} no longer in the model (replaced), so no step changes the replacement")
         if new:
             since = "when the optimizer was made (new, or requires_grad set since)"
             said.append(f"{_are(new)} trained now, but not {since}, so no step uses the gradient")

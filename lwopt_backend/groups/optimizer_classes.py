@@ -25,8 +25,8 @@ def path_of(given: Any) -> str:
     if isinstance(given, type):
         if "." in given.__qualname__:
             raise ValueError(
-                f"class: {given.__qualname__} is defined inside a function or class; expected one at the top of a "
-                "module, from which every rank can import it"
+                f"class: expected one at the top of a module, which every rank can import; found {given.__qualname__}, "
+                "defined inside a function or class; move it"
             )
         return f"{given.__module__}.{given.__qualname__}"
     raise ValueError(
@@ -93,17 +93,17 @@ def check_arguments(path: str, model: type[Options], given: Mapping[str, Any]) -
     """Raises ValueError for arguments that the class itself refuses."""
     named = {key: value for key, value in given.items() if key != "class"}
     if not set(named) <= set(model.model_fields):
-        return  # the model tells which are unknown
+        return  # the model reports unknown ones
     fields = {key: field for key, field in model.model_fields.items() if key != "class"}
     defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
     missing = [key for key in fields if key not in defaults and key not in named]
     if missing:
-        raise ValueError(f"{path} refuses these arguments: {missing[0]!r} is missing")
+        raise ValueError(f"{path}: expected the argument {missing[0]!r}, found none; add it")
     arguments = {key: value for key, value in named.items() if key != DECAY_FORM}
     error = _error_of(path, arguments)
     if error is not None:
         said = str(error)
-        if not isinstance(error, ValueError):  # Python's, of a value that the class does not expect: say which it is
+        if not isinstance(error, ValueError):  # Python's own, without the argument's name
             needed = {key: value for key, value in arguments.items() if key not in defaults}
             alone = [key for key in arguments if _error_of(path, {**needed, key: arguments[key]})] or list(arguments)
             likes = {key: f"; expected a value like {defaults[key]!r}" for key in alone if key in defaults}

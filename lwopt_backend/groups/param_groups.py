@@ -48,9 +48,9 @@ class ElementwiseGroups:
         parts: Sequence[Slices],
         weights: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
-        """One step of ``parts``, of param group ``number``, with the options that it has now.
+        """One step of ``parts``, of param group ``number``, with its current options.
 
-        ``weights`` returns the weights in them, where there is more.
+        ``weights`` returns the weights in them, if state is stepped as well.
         """
         options = arguments(group)
         given = optimizer_arguments(options)
@@ -66,14 +66,14 @@ class ElementwiseGroups:
                 stepper.step(given, parts)
 
 
-# The options of param groups at a step, which must be the same on all ranks.
+# Param groups' options at a step must be the same on all ranks.
 
 COMPARED_EVERY = 64  # steps, beginning with the first
 NONE = 2**31 - 1  # above every hash: the flag of a rank that compares nothing in this step, so that no rank does
 
 
 class ComparedOptions:
-    """The hash of the options, as two of the flags of which a step finds the largest of all ranks."""
+    """The hash of the options as two flags. A step takes the maximum of every flag over all ranks."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -94,7 +94,7 @@ class ComparedOptions:
     def differ(largest: Sequence[int]) -> bool:
         """Whether ranks have different options, by the largest flags of all ranks; not if any rank compares nothing.
 
-        So if this is true, all ranks compare, all read the flags, and all come to this answer.
+        If this is true, all ranks compare, all read the flags, and all reach this result.
         """
         return largest[0] != NONE and largest[0] != -largest[1]
 
@@ -109,7 +109,7 @@ def option_lines(groups: Groups) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """Spell equal values alike: 1 and 1.0, a tensor and its number, a list and a tuple. A value that cannot be spelt,
+    """Spell equal values alike: 1 and 1.0, a tensor and its number, a list and a tuple. A value without a spelling,
     such as a function, becomes the name of its type."""
     if isinstance(value, Tensor):
         value = value.item() if value.numel() == 1 else value.tolist()
@@ -124,26 +124,28 @@ def plain(value: Any) -> Any:
 
 # Param groups: every group of the user's is split by rule, and by the overrides that its parameters have.
 
-OURS = frozenset({"rule", "from_group", "overrides", "members"})  # written by us into the parts
-UNSAVED = OURS | {"params"}  # what a checkpoint does not have among a group's options
-DECIDED = UNSAVED | {"per_head"}  # what no checkpoint changes
+OURS = frozenset({"rule", "from_group", "overrides", "members"})  # added to the parts
+UNSAVED = OURS | {"params"}  # options of a group that no checkpoint has
+DECIDED = UNSAVED | {"per_head"}  # options that no checkpoint changes
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """``params`` as torch.optim takes it (parameters, named parameters, or group dictionaries) as a list of groups.
 
-    Names are not kept, the model's own are used. Raises TypeError for anything else, ValueError for no parameter at all
-    or one that occurs twice.
+    Names are dropped in favor of the model's. Raises TypeError for anything else, ValueError for no parameter at all or
+    one that occurs twice.
     """
     if isinstance(params, Tensor) or not _is_ordered(params):
         found = "a single tensor" if isinstance(params, Tensor) else _kind(params)
         raise TypeError(
-            f"params must be an iterable of parameters or of param groups, in an order that all ranks share; found "
+            f"params: expected an iterable of parameters or of param groups, in one order on all ranks; found "
             f"{found}; pass model.parameters() or a list of param groups"
         )
     items = list(params)
     if not items:
-        raise ValueError("params is empty; pass model.parameters() or a list of param groups")
+        raise ValueError(
+            "params: expected at least one parameter, found none; pass model.parameters() or a list of param groups"
+        )
     if not any(isinstance(item, Mapping) for item in items):
         items = [{"params": items}]
     for number, group in enumerate(items):
@@ -164,9 +166,9 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
             if not isinstance(param, Tensor):
                 raise TypeError(f"{place}: expected a parameter, found {_kind(param)}")
             if id(param) in seen:
-                raise ValueError(f"{place}: this parameter of shape {tuple(param.shape)} was given before")
+                raise ValueError(f"{place}: the parameter of shape {tuple(param.shape)} was given before; remove one")
             seen.add(id(param))
-        kept = {key: value for key, value in group.items() if key != "param_names"}  # torch's, of the whole group
+        kept = {key: value for key, value in group.items() if key != "param_names"}  # torch adds it
         groups.append({**kept, "params": params})
     return groups
 
@@ -205,7 +207,7 @@ def check_saved_groups(
     if of_another_optimizer(saved) and any(rule_of(group) != "adamw" for group in groups):
         raise ValueError(
             f"{where}: the checkpoint was written by another optimizer: its param groups have no 'rule'; load the "
-            "model's weights alone and begin with new state, or take that of another Muon along with "
+            "model's weights alone and begin with new state, or load another Muon's state with "
             "lwopt_backend.migration"
         )
     sides = ({n: {"rule": rule_of(g), **facts(g)} for n, g in enumerate(some)} for some in (groups, saved))
@@ -227,9 +229,10 @@ def split(
 
     ``is_matrix`` tells by ``id(parameter)``; parameters missing from it (frozen ones) are dropped. Parameters with
     other overrides become separate parts; ``names``, by id, say which those are. A group's own ``lr`` and
-    ``weight_decay`` hold for all its parts, its other options are the matrix rule's, those in the section
-    ``"elementwise"`` or of that rule's name the other's; overrides come last. Keys that are no option stay in all
-    parts. How many come out depends on the model and the user's groups only, never on the ranks.
+    ``weight_decay`` hold for all its parts. Its other options are the matrix rule's; those in the section
+    ``"elementwise"``, or in the section of that rule's name, are the element-wise rule's. Overrides come last. Keys
+    that are no option stay in all parts. The number of parts depends on the model and the user's groups only, never on
+    the ranks.
 
     Where the matrix rule trains anything, on any pipeline stage (``trains_matrices``), all parts have one rate as
     ``lr``, which schedules write, and their own is ``lr`` times ``lr_scale``. The one rate is the matrix rule's, or the
@@ -273,7 +276,7 @@ def _with_one_rate(parts: list[dict[str, Any]], rate: float) -> list[dict[str, A
 
 
 def overrides_of(name: str, kind: str, rules: Rules) -> tuple[int, ...]:
-    """Which overrides say something of the rule of a parameter."""
+    """The numbers of the overrides that change a parameter's rule."""
     return tuple(
         number
         for number, override in enumerate(rules.overrides)
@@ -323,7 +326,7 @@ def _check_foreign(key: str, rules: Rules, where: str) -> None:
 def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
     """The rule of each param group, the number of its parameters, its effective learning rate and its weight decay.
 
-    Groups alike in these are one. A value that the rule has by default is marked, for nobody may have meant it.
+    Groups alike in these are one. Default values are marked, because they may not be intended.
     """
     counts: dict[tuple[str, str, str], int] = {}
     for group in groups:
@@ -380,4 +383,4 @@ def check_overrides(rules: Rules, names: Mapping[str, bool]) -> None:
         for kind, wanted in (("matrix", True), ("elementwise", False)):
             if getattr(override, kind) and wanted not in matching:
                 other = "elementwise" if wanted else "matrix"
-                raise ValueError(f"{where} have options in {kind!r}, but all that match are trained by {other!r}")
+                raise ValueError(f"{where} have options in {kind!r}, but only match parameters of {other!r}")

@@ -1,7 +1,7 @@
 """The rules by name, in one table: options, cost, state, and the class that does the work.
 
 ``register_rule`` adds a matrix rule, ``register_elementwise`` an optimizer for everything that is not a matrix. The
-options of a rule are the fields of its dataclass; those of AdamW, which is torch's, stand here.
+options of a rule are the fields of its dataclass; AdamW is torch's, so its options are here.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def arguments(group: Mapping[str, Any]) -> dict[str, Any]:
 
 class _WithoutGroups(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Torch's own imports its compiler, which takes longer than to read and write a gigabyte."""
+        """Replaces torch's, which imports the compiler: that takes longer than reading and writing a gigabyte."""
 
 
 @functools.cache
@@ -286,8 +286,8 @@ def torchs_keys() -> Mapping[str, Any]:
 def with_torchs_keys(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Groups of AdamW alone with torch.optim.AdamW's keys, as other groups are.
 
-    torch.distributed.checkpoint reads a flattened state dict by the keys that the groups have, so that state dicts go
-    from one optimizer to the other. Options that torch lacks are there where they are not the default.
+    torch.distributed.checkpoint reads a flattened state dict by the groups' keys, so these make state dicts
+    interchangeable with torch's. Options that torch lacks are included unless they have their default.
     """
     if any(rule_of(group) != "adamw" for group in groups):
         return [dict(group) for group in groups]
@@ -377,7 +377,7 @@ def wire_of(rule: MatrixRule) -> Wire:
 def atoms_of(param: TrainedParam, group: Mapping[str, Any], costs: dict[Shape, int] | None = None) -> list[Atom]:
     """The matrices in a parameter, with the costs of its param group's rule; none in an element-wise one.
 
-    ``costs`` has those of shapes that were met in the group's other parameters, and is filled.
+    ``costs`` is a cache of costs by shape, for the group's parameters.
     """
     costs = {} if costs is None else costs
     for block in param.blocks:
@@ -437,8 +437,8 @@ register_rule(
 register_rule("adamh", AdamH, work="Adam, element by element", source="Hyperball, arXiv 2606.16899")
 
 
-# Optimizers of torch and of pytorch-optimizer as rules: ``torch_optimizer`` takes any class for matrices, ``{"name":
-# "torch_optimizer", "class": "my_package.MyOptimizer", ...}``; the others are those of a ``path``.
+# # Optimizers of torch and of pytorch-optimizer as rules: ``torch_optimizer`` takes any class for matrices, ``{"name":
+# "torch_optimizer", "class": "my_package.MyOptimizer", ...}``; the others have a fixed class.
 
 
 def _path(path: str | None, options: Mapping[str, Any]) -> str:
@@ -493,8 +493,8 @@ def _of_lion(flat: Tensor, options: Mapping[str, Any]) -> State:
 def _options_of_sgd(given: Mapping[str, Any], where: str) -> type[Options]:
     if where and given.get("momentum") and given.get("dampening"):
         raise ValueError(
-            f"{where}: dampening is {given['dampening']!r}, but torch's momentum begins with a gradient that is not "
-            "dampened, and here with zeros; leave it out"
+            f"{where}: dampening: expected 0, because momentum starts with zeros here and with an undampened gradient "
+            f"in torch; found {given['dampening']!r}; leave it out"
         )
     return _model(SGD, with_form=True)(given, where)
 

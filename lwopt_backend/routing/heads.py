@@ -1,9 +1,9 @@
 """The heads in attention's weights, for the option ``per_head``: which of a weight's outputs are one head's.
 
 A module is attention if it has weights of queries, keys and values by the names below, a fused weight of them, or those
-of latent attention (MLA). A head's size is an attribute of the module; if it has none, the outputs over the number of
-heads, or what the configuration says. Nothing is guessed: the number of heads that follows must be one that the module
-or a configuration declares, and everything else is an error that names the setting ``atoms``.
+of latent attention (MLA). A head's size is an attribute of the module, or the outputs over the number of heads, or the
+configuration's. Nothing is guessed: the resulting number of heads must be one that the module or a configuration
+declares. Everything else is an error that names the setting ``atoms``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMES = {
     "latent": "kv_b_proj wkv_b",  # keys and values of all heads
 }
 KIND: Mapping[str, str] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
-# Attributes with a head's size, the first one counts; with numbers of heads, and of those of keys and values
+# Attributes with a head's size, in order of preference; with numbers of heads; with those of keys and values
 SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "dim_head")
 OF_VALUES, OF_KEYS = ("head_v_dim", "v_head_dim", *SIZES), ("head_k_dim", "qk_head_dim", *SIZES)
 COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_attn_heads", "num_head", "heads")
@@ -38,9 +38,9 @@ OF_FEWER = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads", "
 class Heads:
     """How many outputs a head has in every part of a weight, by the part's name, ``""`` if it is not fused.
 
-    Of a part without a size, ``number`` heads share the outputs. ``as_one``: a head's outputs are those of all parts,
-    as they come in MLA. ``counts`` are the numbers of heads that are declared, ``whose`` the module's class;
-    ``problem`` is why nothing is known.
+    ``number`` heads share the outputs of a part without a size. ``as_one``: a head's outputs are those of all parts, as
+    in MLA. ``counts`` are the declared numbers of heads, ``whose`` the module's class; ``problem`` is why nothing is
+    known.
     """
 
     whose: str
@@ -82,7 +82,7 @@ class Heads:
 def unknown(param: str, why: str) -> ValueError:
     """The error for a weight whose heads are unknown."""
     return ValueError(
-        f"per_head: {param!r}: expected attention that tells its heads; {why}. Set the option atoms: "
+        f"per_head: {param!r}: expected attention with known heads, but {why}. Set the option atoms: "
         f"{{{param!r}: {{'heads': 12}}}} with the number of heads, in a fused weight those of q, k and v together; or "
         "'whole', to leave it one matrix"
     )
@@ -92,8 +92,8 @@ def none_found(names: Iterable[str]) -> ValueError:
     """The error for matrices ``names`` of which none is known to be attention's."""
     some = ", ".join(map(repr, [*names][:3]))
     return ValueError(
-        f"per_head is set, but none of its matrices ({some}, ...) is a query, key or value weight of a known kind; say "
-        "which have heads with the option atoms, {'*.query.weight': {'heads': 12}}, or leave per_head out"
+        f"per_head: expected a query, key or value weight of a known kind, found none in {some}, ...; name those that "
+        "have heads in the option atoms, {'*.query.weight': {'heads': 12}}, or leave per_head out"
     )
 
 

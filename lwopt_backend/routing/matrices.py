@@ -48,8 +48,8 @@ def divide(
     matrices, of others whose rows tensor parallelism cuts.
 
     ``routes`` are those of all parameters of ``model``; if it is a part of a model, ``elsewhere`` are those of the
-    other parts. ``per_head`` are the names of parameters of which the heads of queries, keys and values are matrices.
-    Does not change the model; the same on all ranks. Raises ValueError for a glob that matches no such parameter, for
+    other parts. ``per_head`` names parameters whose heads of queries, keys and values are matrices. Does not change the
+    model; the result is the same on all ranks. Raises ValueError for a glob that matches no such parameter, for
     sizes that do not add up, and for unknown heads.
     """
     settings = settings or AtomSettings()
@@ -82,8 +82,8 @@ def divide(
         setting = settings.of(route.names)
         if setting is not None and setting[1] == "flatten" and id(params[route.name]) in reversed_kernels:
             raise ValueError(
-                f"atoms {setting[0]!r}: {route.name!r} is of a transposed convolution, whose outputs are not its first "
-                "dimension; it cannot be flattened"
+                f"atoms {setting[0]!r}: {route.name!r} belongs to a transposed convolution; expected outputs in "
+                "the first dimension for 'flatten': exclude it"
             )
         of_route = _divided(route, settings, fused.get(id(params[route.name])), by_head.get(route.name))
         check_cover(route.name, of_route.blocks)
@@ -103,7 +103,7 @@ def _is_divided(route: Route) -> bool:
 def _check_heads(
     by_head: Mapping[str, object], settings: AtomSettings, routes: Sequence[Route], elsewhere: Sequence[Route]
 ) -> None:
-    """Raises ValueError if of the parameters in ``by_head`` none has heads, by itself, by the settings or elsewhere."""
+    """Raises ValueError if no parameter in ``by_head`` has heads, from its module, a setting or another part."""
     wanted = [route for route in routes if route.name in by_head]
     set_so = any(setting is not None and setting[1] != "whole" for setting in (settings.of(r.names) for r in wanted))
     if wanted and not (any(by_head.values()) or set_so or any(named_as_heads(route.name) for route in elsewhere)):
@@ -113,12 +113,12 @@ def _check_heads(
 def divide_by_name(
     routes: Sequence[Route], settings: AtomSettings, per_head: Collection[str] = ()
 ) -> dict[str, Divided]:
-    """``divide`` without modules, by which fused weights and heads are known: by the settings and by shape."""
+    """``divide`` by settings and shapes alone: without modules, fused weights and heads are unknown."""
     _check_globs(settings, routes)
     wanted = [route for route in routes if route.name in per_head]
     for route in wanted:
         if named_as_heads(route.name) and settings.of(route.names) is None:
-            raise unknown(route.name, f"its shape {route.shape} alone does not")
+            raise unknown(route.name, f"its shape {route.shape} alone does not show them")
     _check_heads(dict.fromkeys(route.name for route in wanted), settings, wanted, ())
     return {route.name: _divided(route, settings, None) for route in routes if route.kind == "matrix"}
 
@@ -168,9 +168,8 @@ def _check_cut(route: Route, blocks: Sequence[Block]) -> None:
     """Raises ValueError for matrices that tensor parallelism cuts in a way that has no plan."""
     if route.cut is not None and (len(route.shape) > 2 or (route.cut.dim == 1 and len(blocks) > 1)):
         raise ValueError(
-            f"parameter {route.name!r} of shape {route.shape} ({route.reason}) has {route.cut} and is "
-            f"{_described(blocks)}; tensor parallelism may cut a parameter that is one matrix, or whose rows are those "
-            "of several: leave this one to the element-wise rule with 'exclude'"
+            f"parameter {route.name!r} of shape {route.shape} ({route.reason}) has {route.cut}; expected one matrix "
+            f"or the rows of several, found {_described(blocks)}: leave it to the element-wise rule with 'exclude'"
         )
 
 

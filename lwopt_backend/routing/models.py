@@ -44,22 +44,21 @@ def _no_module(given: Any, caller: str, wanted: str) -> TypeError:
 
 
 # What PEFT adds to a model: the parameters of its adapters; and which modules are the model's own.
-#
-# Where a module's classes are defined decides whether it is PEFT's: subclasses by FSDP2 or users count, and PEFT is
-# never imported. The attribute of the layer that has an adapter's parameter says what that parameter is; the adapter's
-# own name, which users choose, says nothing.
+# # Where a module's class is defined decides whether it is PEFT's: subclasses by FSDP2 or users count, and PEFT is
+# never imported. The attribute of the layer that has an adapter's parameter shows what that parameter is. The adapter's
+# own name, chosen by users, does not.
 
-# Attributes in which PEFT's modules have the model's own: a module in its place, copies of it by adapter, all of them.
+# Attributes in which PEFT's modules keep the model's: the replaced module, its copies by adapter, or all of them.
 IN_PLACE = frozenset({"base_layer", "original_module", "token_adapter"})
 COPIES = frozenset({"modules_to_save", "ln_tuning_layers"})
 MODELS = frozenset({"model", "base_model", "lora_model", "word_embeddings"})
 
-LORA = {"lora_A": "lora_B", "lora_B": "lora_A"}  # the factors by the attribute that holds them, each with the other's
+LORA = {"lora_A": "lora_B", "lora_B": "lora_A"}  # each factor's attribute, with the other factor's
 
 
-# What other attributes hold. In LoRA activations go through A and then through B, as through two linears. That is true
-# of nothing here: LoHa multiplies its factors element by element, LoKr's map activations that are reshaped, DeLoRA
-# divides by their norms, HiRA multiplies by the weight.
+# # Other attributes. In LoRA, activations pass through A and then B, as through two linears. None of these does that:
+# LoHa multiplies its factors element by element, LoKr maps reshaped activations, DeLoRA divides by norms, HiRA
+# multiplies by the weight.
 _ADAPTERS = {
     "LoRA of an embedding": "lora_embedding_A lora_embedding_B",
     "AdaLoRA's singular values": "lora_E",
@@ -87,10 +86,10 @@ ADAPTERS: Mapping[str, str] = {name: what for what, names in _ADAPTERS.items() f
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A module of a model, under its name without PEFT: base layers and copies have that of their layer.
+    """A module of a model, under its name without PEFT: base layers and copies have their layer's name.
 
     ``outer`` is the outermost PEFT layer in the module's place, or the module itself. ``added_by`` is the full name of
-    the PEFT module that this is a part of, or is; None for the model's own.
+    the PEFT module that this is or belongs to; None for the model's own.
     """
 
     name: str

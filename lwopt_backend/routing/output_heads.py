@@ -17,13 +17,13 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "unembed", "output_projection", "logits", "to_logits"})
 # ... and one with this name is a head outside repeated blocks, in which the word means something else.
 HEAD_NAMES_OUTSIDE_BLOCKS = frozenset({"head", "heads", "output", "output_layer", "classifier", "score", "qa_outputs"})
-# Words that begin like this name tables of positions and segments; a head as wide as these is so by chance.
+# Words that begin like this name tables of positions and segments; a head of equal width is a coincidence.
 NOT_A_VOCABULARY = re.compile(r"(^|[._])(pos|wpe|type|segment)")
 
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """What a model, or a pipeline stage of one, says about heads as wide as a vocabulary."""
+    """What a model, or a pipeline stage of one, shows about heads as wide as a vocabulary."""
 
     rows: frozenset[int]  # of its embeddings
     outputs: frozenset[int]  # of those linears that may be a head
@@ -34,8 +34,8 @@ def output_heads(model: nn.Module, rows: frozenset[int] | None = None) -> dict[i
     """The ids of the output heads' weights, with the reason for each.
 
     A head of several layers (a classifier with a hidden one) is its last linear; a list of heads is the last linear of
-    each. A head tied to an embedding may be missing, because it is the embedding. What PEFT put in a head's place also
-    is one: copies of it, and what changes it. ``rows`` are those of the embeddings that heads are compared with, if
+    each. A head tied to an embedding may be missing, because it is the embedding. PEFT's replacements of a head are
+    also heads: its copies and its adapters. ``rows`` are those of the embeddings that heads are compared with, if
     ``model`` is a part of one: see ``rows_for_heads``.
     """
     if rows is None:
@@ -77,7 +77,7 @@ def rows_for_heads(parts: Sequence[Widths]) -> list[frozenset[int]]:
 
 
 def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
-    """A layer's own parameters; of a list, those of each member; of anything else, those of its last linear.
+    """The parameters of a layer, of each member of a list, or of the last linear of anything else.
 
     A last linear that keeps the width is a hidden layer before the actual head (ModernBERT's ``head.dense``).
     """
@@ -86,7 +86,7 @@ def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from _last_weights(member)
         return
     if isinstance(module, nn.Linear):
-        yield from module.parameters()  # and of a low-rank change that is part of it, as in torchtitan's LoRA
+        yield from module.parameters()  # also a low-rank change inside it, as in torchtitan's LoRA
         return
     linears = _linears(_own_modules(module))
     if not linears:

@@ -1,4 +1,4 @@
-"""Routes each parameter to a rule, with the reason; the setting ``atoms``, which matrices are in a parameter."""
+"""Routes each parameter to a rule, with the reason, and applies the setting ``atoms``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, output_heads, pl
 def blocks_of(
     name: str, shape: Sequence[int], transposed: bool, glob: str, setting: Word | Division, cut: Cut | None = None
 ) -> tuple[Block, ...]:
-    """The blocks of parameter ``name`` by a setting. Raises ValueError if it does not fit the shape, or the ``cut``."""
+    """The blocks of parameter ``name`` by a setting. Raises ValueError if the setting does not fit the shape or the
+    ``cut``."""
     whose = f"atoms {glob!r}: {name!r} of shape {tuple(shape)}"
     if setting in ("stack", "flatten") and len(shape) < 3:
         raise ValueError(f"{whose}: {setting!r} is for parameters of three dimensions or more")
@@ -35,7 +36,7 @@ def blocks_of(
 
 
 def _on_each_rank(parts: Parts, outputs: int, ranks: int, whose: str) -> Parts:
-    """``parts``, if each of ``ranks`` has a part of every one; those that come in groups are cut between groups."""
+    """``parts``, if each of ``ranks`` has a share of every one; groups of parts are cut between groups."""
     if any(run.count > 1 for _, run in parts):
         return parts
     if any(run.length % ranks for _, run in parts):
@@ -184,7 +185,7 @@ def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: str | None) -
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    """Whether it is torch's, or one of Megatron's or AutoTP's that tensor-parallel ranks share."""
+    """Whether ``module`` is torch's embedding, or a tensor-parallel one of Megatron or AutoTP."""
     return isinstance(module, EMBEDDINGS) or type(module).__name__.endswith("ParallelEmbedding")
 
 
@@ -237,7 +238,8 @@ def named_as_stack(name: str, shape: Sequence[int]) -> bool:
 
 
 def _stored_transposed(module: nn.Module) -> bool:
-    """Whether it is Hugging Face's Conv1D (GPT-2's linear), Llama 4's experts, or experts with such an attribute."""
+    """Whether ``module`` is Hugging Face's Conv1D (GPT-2's linear), Llama 4's experts, or experts with such an
+    attribute."""
     return type(module).__name__ in ("Conv1D", "Llama4TextExperts") or getattr(module, "is_transposed", False) is True
 
 
