@@ -335,6 +335,13 @@ def test_buckets_are_as_many_as_make_the_modelled_step_shortest() -> None:
     chosen, cut = (plan_spread(atoms, few, limits) for limits in (modelled, Limits()))
     assert max(chosen.exchange_bytes()) <= max(*cut.exchange_bytes(), 2**28), "one bucket would take 7 times as much"
     assert exchange_seconds(chosen, modelled) <= exchange_seconds(cut, modelled)
+    experts = atoms_of(
+        [(256, 512)] * 6000
+    )  # 600 buckets of two matrices a rank: the host launches longer than ranks work
+    chosen, cut = (
+        plan_spread(experts, rows_over([atom.shape for atom in experts], 5), limits) for limits in (modelled, Limits())
+    )
+    assert exchange_seconds(chosen, modelled) < 0.5 * exchange_seconds(cut, modelled)
     small = atoms_of(GPT[:48])
     assert len(plan_spread(small, rows_over(GPT[:48], 4), modelled).buckets) == 1, "on a tie, the fewest"
 

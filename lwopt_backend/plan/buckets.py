@@ -145,7 +145,7 @@ def deal_buckets(
 # Seconds of a step. Nothing hides the way in of the first bucket and the way out of the last, which are short if there
 # are many; then ranks wait for each other more often, and their devices for launches of small batches.
 
-NUMBERS = (1, 2, 3, 4, 6, 8)  # of buckets that are tried
+NUMBERS = (1, *(number << more for more in range(8) for number in (2, 3)))  # of buckets that are tried, up to 384
 FREE_BYTES = 2**28  # that the buffers of a rank may take, however few those of ``cut_buckets`` take
 BUCKET_LAUNCHES = 25  # of a bucket: momentum, packing, unpacking, the update, and two collectives at 5 each
 BATCH_LAUNCHES = 26  # of a batch of equal matrices, in five steps of Newton-Schulz

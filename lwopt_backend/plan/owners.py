@@ -220,23 +220,31 @@ def _fastest(
 ) -> MatrixPlan:
     """The plan of least modelled seconds among ``plan`` and those of ``cuts``, of these the one with fewest buckets.
 
-    Only plans count whose buffers take no more than those of ``plan``, or ``FREE_BYTES``.
+    Only plans count whose buffers take no more than those of ``plan``, or ``FREE_BYTES``. ``cuts`` have more and more
+    buckets; the search ends when two in a row are slower than the best before.
     """
 
     def largest(buckets: Sequence[Sequence[int]]) -> int:
         return max(sum(plan.atoms[index].numel for index in bucket) for bucket in buckets)
 
     taken, numel = max(plan.exchange_bytes()), largest(plan.buckets)
-    most = max(taken, FREE_BYTES)
-    found = [plan]
+    most, slower = max(taken, FREE_BYTES), 0
+    best: tuple[float, MatrixPlan] | None = None
     for cut in cuts:
-        if taken * largest(cut) <= 1.5 * most * numel:  # else it cannot fit
-            candidate = planned(cut)
-            if candidate.buckets and max(candidate.exchange_bytes()) <= most:
-                found.append(candidate)
-    if len(found) == 1:
+        if taken * largest(cut) > 1.5 * most * numel:  # it cannot fit
+            continue
+        candidate = planned(cut)
+        if not candidate.buckets or max(candidate.exchange_bytes()) > most:
+            continue
+        seconds = exchange_seconds(candidate, limits)
+        slower = 0 if best is None or seconds < best[0] else slower + 1
+        best = best if slower else (seconds, candidate)
+        if slower == 2:
+            break
+    if best is None:
         return plan
-    return min(found, key=lambda each: (exchange_seconds(each, limits), len(each.buckets)))
+    timed = [(exchange_seconds(plan, limits), plan), best]
+    return min(timed, key=lambda each: (each[0], len(each[1].buckets)))[1]
 
 
 def exchange_seconds(plan: MatrixPlan, limits: Limits) -> float:
