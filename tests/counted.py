@@ -13,11 +13,12 @@ from lwopt_backend.runtime.collectives import TorchCollectives
 
 class Counted:
     """Counts all-to-alls on this rank while it is open, ``calls`` with even and uneven parts, and all-gathers of parts;
-    among which ``groups`` of ranks, and what is in flight."""
+    among which ``groups`` of ranks, and what is in flight. Of all-to-alls also the bytes received, and the most bytes
+    of one, sent and received."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
-        self.sent_bytes = 0
+        self.sent_bytes = self.received_bytes = self.most_bytes = 0
         self.in_flight = 0
         self.most_in_flight = 0
         self.dtypes: set[torch.dtype] = set()
@@ -37,10 +38,18 @@ class Counted:
             return _Waited(pending, counted)
 
         def to_all(self: TorchCollectives, received: Any, sent: Any, into: Any, out: Any) -> Any:
-            splits = out or [sent.numel() // self.world_size] * self.world_size
-            numel = sum(n for peer, n in enumerate(splits) if peer != self.rank)
+            incoming, outgoing = (
+                sum(
+                    n
+                    for peer, n in enumerate(splits or [whole // self.world_size] * self.world_size)
+                    if peer != self.rank
+                )
+                for splits, whole in ((into, received.numel()), (out, sent.numel()))
+            )
+            counted.received_bytes += incoming * received.itemsize
+            counted.most_bytes = max(counted.most_bytes, received.nbytes + sent.nbytes)
             pending = all_to_all(self, received, sent, into, out)
-            return started(self, "uneven" if out else "even", sent, numel, pending)
+            return started(self, "uneven" if out else "even", sent, outgoing, pending)
 
         def gather(self: TorchCollectives, parts: Any, whole: Any) -> Any:
             numel = (self.world_size - 1) * parts[self.rank].numel()

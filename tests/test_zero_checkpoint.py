@@ -13,13 +13,19 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor
 
+from lwopt_backend.plan import Atom
+from lwopt_backend.runtime import owner_state
+from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.state import OwnerState
 from tests.cells import cells
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import changed, scheduled, snapshot
 from tests.command_line import refused
+from tests.counted import Counted
 from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
+from tests.rules import layer_wise
 from tests.zero import ROWS, batch_shares, engine_for, settings_for, train
 
 OF_SAVES = ["fp32", "bf16", "bf16+fp32", "fp16", "autocast"]
@@ -366,3 +372,89 @@ def test_a_pointer_that_was_emptied_and_not_written_is_refused_with_the_tags(ran
     (tmp_path / "latest").touch()
     for error in ranks.errors(load, str(tmp_path), "zero", 2, {}):
         assert "latest is empty: the save that wrote it was interrupted" in error and error.endswith(": global_step7")
+
+
+# State of owners that have changed
+MATRIX = [f"layers.{number}.weight" for number in range(6)]
+SAVED_ON = {0: [0, 1, 2, 5], 1: [3, 4, 5]}  # the last one on both
+OWNED_NOW = {0: [0], 1: [1, 4], 2: [2, 3, 5], 3: []}
+
+
+def owner_state_of(number: int) -> dict[str, Any]:
+    """Of other sizes than any other matrix has, nested, in several dtypes; one tensor lies by columns, one in parts."""
+    seeded = torch.Generator().manual_seed(number)
+    left, right, wide = (torch.randn(3 + number, size, generator=seeded) for size in (5, 7, 9))
+    factors = [left.T, right.bfloat16(), wide[:, ::2], torch.empty(0, 3)]
+    return {"GG": factors, "count": number, "last": (torch.tensor(2.0), None, "word")}
+
+
+def bring_to_new_owners(harm: str = "none") -> tuple[dict[str, Any], Counted]:
+    ranks = TorchCollectives()
+    held = OwnerState([Atom(name, (4, 4), 1) for name in MATRIX], torch.device("cpu"))
+    saved = {MATRIX[number]: owner_state_of(number) for number in SAVED_ON.get(ranks.rank, [])}
+    if harm == "no state on rank 1":
+        saved = {} if ranks.rank == 1 else saved
+    elif harm != "none" and ranks.rank == 0:
+        saved[MATRIX[2]] = "a word" if harm == "no dict" else {"GG": [{3}]}
+    for atom in (before := OWNED_NOW[ranks.rank]):
+        held.put(atom, {"before": torch.ones(2)})
+    owned = {MATRIX[number]: (held, number) for number in before}
+    with Counted() as counted, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner_state, "BUCKET_BYTES", 300)
+        try:
+            owner_state.bring("a load", [ranks], [owned], saved)
+        except (ValueError, TypeError, RuntimeError):
+            assert {*map(str, held.by_name().values())} <= {str({"before": torch.ones(2)})} and not counted.calls
+            raise
+    return held.by_name(), counted
+
+
+@on_ranks(4)
+def test_an_owner_receives_the_state_that_it_has_not_and_no_more_at_once() -> None:
+    rank = torch.distributed.get_rank()
+    found, counted = bring_to_new_owners()
+    assert repr(found) == repr({MATRIX[number]: owner_state_of(number) for number in OWNED_NOW[rank]})
+    for name, state in found.items():
+        expected = owner_state_of(MATRIX.index(name))["GG"][0]
+        assert state["GG"][0].stride() == expected.stride() == (1, 5)
+    numels = {number: 4 * (3 + number) * 5 + 2 * (3 + number) * 7 + 4 * (3 + number) * 5 + 4 for number in range(6)}
+    new = [number for number in OWNED_NOW[rank] if number not in SAVED_ON.get(rank, [])]
+    assert counted.received_bytes == sum(numels[number] for number in new)
+    assert counted.most_bytes <= 600 and counted.most_in_flight == 1 and counted.calls["uneven"] == 4
+
+
+REFUSED_STATE = {
+    "no state on rank 1": "matrix 'layers.4.weight': expected owner state, as others have, found none; a file is dam",
+    "no dict": "owner state of matrix 'layers.2.weight': expected a dict, found 'a word'; a file is damaged",
+    "a set": "the optimizer's state has a set at 'layers.2.weight.GG.0', which checkpoints do not hold",
+}
+
+
+@pytest.mark.parametrize("harm", REFUSED_STATE)
+def test_owner_state_that_is_lost_or_no_state_is_refused_on_all_ranks(
+    rank_pools: dict[int, RankPool], harm: str
+) -> None:
+    for error in rank_pools[4].errors(bring_to_new_owners, harm):
+        assert REFUSED_STATE[harm].split(": ")[0] in error and REFUSED_STATE[harm].split("; ")[0] in error, error
+
+
+@on_ranks()
+def test_a_checkpoint_without_the_state_of_one_owner_is_never_taken(tmp_path: Path) -> None:
+    settings = settings_for("zero", 1, rows=ROWS // 2) | {"optimizer": layer_wise("soap", policy="balance")}
+    with engine_for(settings) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+    if torch.distributed.get_rank() == 0:
+        *_, file = sorted(tmp_path.rglob("*optim_states.pt"))
+        saved = torch.load(file, weights_only=False)
+        saved["optimizer_state_dict"]["base_optimizer_state"]["owner_state"] = {}
+        torch.save(saved, file)
+    torch.distributed.barrier()
+    with engine_for(settings) as engine:
+        engine.load_checkpoint(tmp_path)
+        for _ in range(2):
+            with pytest.raises(
+                (ValueError, RuntimeError), match="load_checkpoint.* failed with|matrix 'layers"
+            ) as raised:
+                engine.basic_optimizer.state_store()
+            assert "expected owner state, as others have, found none" in str(raised.value)

@@ -220,13 +220,14 @@ class ZeROLayerWise(EngineOptimizer):
             raise self._no_engine()
         if self._steppers:
             return binding
+        steppers: dict[int, UnitStepper[Any]] = {}
         for unit, tensor in zip(binding.units, binding.stored(self._all_groups), strict=True):
             stepper = binding.stepper(unit, tensor, self.config)
             stepper.fill_state(self._all_groups[unit.group], self.state[tensor])
-            self._steppers[id(tensor)] = stepper
-        if self._keeps_owner_state:
-            zero.take_owner_states(binding, list(self._steppers.values()), self._owner_state)
-            self._owner_state = {}
+            steppers[id(tensor)] = stepper
+        rules = build_matrix_rules(self._all_groups, self.config)  # of this pipeline stage: others may keep state
+        zero.take_owner_states(binding, list(steppers.values()), self._owner_state, rules)
+        self._steppers, self._owner_state = steppers, {}
         return binding
 
     def state_dict(self) -> dict[str, Any]:

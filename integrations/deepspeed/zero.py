@@ -34,9 +34,19 @@ from lwopt_backend.integrations.deepspeed.pipeline import Stage
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
 from lwopt_backend.plan import Replicas, TensorShards
 from lwopt_backend.routing.routing import Route, cut_of, named_parameters
+from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
-from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, StateStore, brought_here, check_fits
+from lwopt_backend.runtime.owner_state import bring
+from lwopt_backend.runtime.state import (
+    CHECKPOINT_KEY,
+    OwnerState,
+    OwnerStates,
+    StatePiece,
+    StateStore,
+    check_fits,
+    keeps_state,
+)
 
 
 @dataclass(frozen=True)
@@ -188,13 +198,18 @@ def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -
     return {**found, CHECKPOINT_KEY: held}
 
 
-def take_owner_states(binding: Binding, steppers: Sequence[Stepper], saved: Mapping[str, dict[str, Any]]) -> None:
-    """Send what ``owner_states`` returned, on any ranks, to the current owners. Called on all ranks."""
+def take_owner_states(
+    binding: Binding, steppers: Sequence[Stepper], saved: Mapping[str, dict[str, Any]], rules: Mapping[int, MatrixRule]
+) -> None:
+    """Send what ``owner_states`` returned, on any ranks, to the current owners. ``rules`` are by param group. Called on
+    all ranks."""
+    owned: list[dict[str, tuple[OwnerState, int]]] = [{} for _ in binding.ranks]
     for unit, stepper in zip(binding.units, steppers):
-        if stepper.matrices is not None and unit.plan.matrices is not None:
-            names = {atom: unit.plan.matrices.atoms[atom].name for atom in stepper.matrices.owned}
-            found = brought_here(saved, list(names.values()), unit.ranks)
-            stepper.matrices.owner_state.take({atom: found.get(name) for atom, name in names.items()})
+        planned, matrices = unit.plan.matrices, stepper.matrices
+        if planned is not None and matrices is not None and keeps_state(rules[unit.group]):
+            names = {planned.atoms[atom].name: (matrices.owner_state, atom) for atom in matrices.owned}
+            owned[binding.ranks.index(unit.ranks)].update(names)
+    bring(f"{binding.name}: {WHAT}", binding.ranks, owned, saved)
 
 
 def load_whole(binding: Binding, saved: States) -> dict[Tensor, dict[str, Any]]:

@@ -32,6 +32,15 @@ def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         )
 
 
+def tensors(state: Any) -> Iterator[Tensor]:
+    """Yield every tensor, in an order that depends on the structure alone."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, (dict, list, tuple)):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from tensors(value)
+
+
 def check(state: Any) -> None:
     """Raises TypeError as ``leaves`` does."""
     for _ in leaves(state):
@@ -106,7 +115,7 @@ def rebuilt(stored: Tensor) -> Any:
 def plain(state: Any) -> Any:
     """The state in containers that ``torch.load(weights_only=True)`` reads. Raises TypeError as ``leaves`` does."""
     check(state)
-    return _mapped(state, lambda leaf: leaf)
+    return mapped(state, lambda leaf: leaf)
 
 
 def to_device(state: Any, device: torch.device | str) -> Any:
@@ -117,13 +126,14 @@ def to_device(state: Any, device: torch.device | str) -> Any:
             return leaf
         return leaf.detach().to(device if leaf.ndim else leaf.device, copy=True)
 
-    return _mapped(state, moved)
+    return mapped(state, moved)
 
 
-def _mapped(state: Any, change: Callable[[Any], Any]) -> Any:
+def mapped(state: Any, change: Callable[[Any], Any]) -> Any:
+    """The state with its leaves changed."""
     if isinstance(state, dict):
-        return {key: _mapped(value, change) for key, value in state.items()}
+        return {key: mapped(value, change) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        parts = [_mapped(value, change) for value in state]
+        parts = [mapped(value, change) for value in state]
         return tuple(parts) if isinstance(state, tuple) else parts
     return change(state)

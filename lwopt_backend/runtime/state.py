@@ -274,8 +274,23 @@ class OwnerState:
 
     def put(self, atom: int, state: Mapping[str, Any]) -> None:
         """Replace an atom's state by a copy of ``state``."""
+        self.hold(atom, nested.to_device(dict(state), self._device))
+
+    def hold(self, atom: int, state: dict[str, Any]) -> None:
+        """Replace an atom's state by ``state`` itself."""
         self._tried.discard(atom)
-        self._held[atom] = nested.to_device(dict(state), self._device)
+        self._held[atom] = state
+
+    def empty_like(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` with uninitialized tensors, where this rank keeps them."""
+
+        def made(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return torch.empty_like(leaf, device=self._device if leaf.ndim else "cpu")
+
+        found: dict[str, Any] = nested.mapped(state, made)
+        return found
 
     def tensors(self, atom: int, *, ordered: bool = False) -> dict[str, Tensor]:
         """A matrix's state ``as_tensors``. Called after ``make``."""
@@ -319,19 +334,6 @@ def as_tensors(state: dict[str, Any], *, stepped: bool = True, ordered: bool = T
         found[STRUCTURE] = nested.described(state)
         found[STEPPED] = torch.tensor([stepped])
     return found
-
-
-def brought_here(
-    saved: Mapping[str, dict[str, Any]], wanted: Sequence[str], ranks: Collectives
-) -> dict[str, dict[str, Any]]:
-    """The states of the matrices ``wanted`` on this rank, from the ranks that have ``saved`` them. Called on all ranks.
-
-    The owners may have changed since: states that other ranks saved are fetched. Those that no rank saved are left out.
-    """
-    missing = {name for names in ranks.gather_objects([n for n in wanted if n not in saved]) for name in names}
-    offers = ranks.gather_objects({name: saved[name] for name in missing if name in saved}) if missing else []
-    found = {name: state for offer in offers for name, state in offer.items()}
-    return {name: saved[name] if name in saved else found[name] for name in wanted if name in saved or name in found}
 
 
 def owner_key(path: str, place: int, matrices: int) -> str:

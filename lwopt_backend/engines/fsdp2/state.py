@@ -22,7 +22,8 @@ from lwopt_backend.plan.owners import Ownership
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import check_on_all
-from lwopt_backend.runtime.exchange import Arrival, Segments, Way, ways_back, ways_to_owners
+from lwopt_backend.runtime.exchange import Segments, Way, ways_back, ways_to_owners
+from lwopt_backend.runtime.owner_state import BUCKET_BYTES, exchange
 from lwopt_backend.runtime.state import (
     MATRICES,
     StatePiece,
@@ -138,7 +139,6 @@ def as_shard(part: Tensor, made: DTensor) -> DTensor:
 # with a matrix's place in it, ``"[1].GG.0"``. If its shape does not tell which elements these have (q, k and v, say), a
 # further key does.
 
-BUCKET_BYTES = 2**26  # of state in one all-to-all when it is saved or loaded
 Groups = Sequence[Sequence[Tensor]]
 
 
@@ -191,8 +191,11 @@ class OwnerShards:
         def fetch(segment: Segment, entry: Entry) -> Tensor:
             return _bytes(tensors[entry.atom][entry.path])[segment.start : segment.stop]
 
-        for arrival in self._exchange(ways_back, fetch):
-            arrival.passed_on().wait(lambda segments: [parts[self._moving[s.atom]].copy_(data) for s, data in segments])
+        def deliver(segments: Segments) -> None:
+            for segment, data in segments:
+                parts[self._moving[segment.atom]].copy_(data)
+
+        self._exchange(ways_back, fetch, deliver)
         for entry in self.entries:
             rows = torch.empty_like(entry.like, device=self._device)
             if entry in parts:
@@ -214,20 +217,19 @@ class OwnerShards:
                 entry = self._moving[segment.atom]
                 _bytes(arrived[entry.atom][entry.path])[segment.start : segment.stop].copy_(data)
 
-        for arrival in self._exchange(ways_to_owners, fetch):
-            arrival.wait(deliver)
+        self._exchange(ways_to_owners, fetch, deliver)
         for atom, tensors in arrived.items():
             self._held.put_tensors(atom, tensors)
 
-    def _exchange(self, ways: Callable[..., list[Way]], fetch: Callable[[Segment, Entry], Tensor]) -> Iterator[Arrival]:
-        """Yield the buckets on their way, each when the one before has arrived, so that no more are in memory."""
-
-        def pack(segments: Segments) -> None:
-            for segment, target in segments:
-                target.copy_(fetch(segment, self._moving[segment.atom]))
-
-        for way in ways(self._plan, self._ranks, self._device) if self.entries else ():
-            yield way.start(torch.uint8, lambda segment: True, pack)
+    def _exchange(
+        self,
+        ways: Callable[..., list[Way]],
+        fetch: Callable[[Segment, Entry], Tensor],
+        deliver: Callable[[Segments], object],
+    ) -> None:
+        if self.entries:
+            buckets = ways(self._plan, self._ranks, self._device)
+            exchange(buckets, lambda segment: fetch(segment, self._moving[segment.atom]), deliver)
 
 
 def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> MatrixPlan:
