@@ -184,6 +184,17 @@ def test_rows_of_copies_own_equally_much_of_a_bucket() -> None:
     )
 
 
+def test_seconds_of_copies_are_those_of_links_in_a_row_and_along_a_column() -> None:
+    machine = Machine("m", 1e30, 10.0, 0.0, node_size=2, node_bytes_per_second=100.0)
+    sharding = Sharding((64, 16), (2, 2), (None, 0), (False, False))
+    layout = MeshLayout(tuple(itertools.product(range(2), range(2))), (sharding,))
+    plan = plan_spread(atoms_of([(64, 16)]), layout, Limits(1))
+    half = 64 * 16 * 2 / 2  # bytes: in the node to the owner and back, and each rank's half along the column
+    assert exchange_seconds(plan, Limits(machine=replace(machine, launch_seconds=0.0))) == pytest.approx(
+        2 * half / 100 + half / 10
+    )
+
+
 def tensor_parallel(store: Callable[[tuple[int, ...]], FlatPartition | Replicas]) -> TensorShards:
     cut = tuple(numel % 2 == 0 for numel in NUMELS)
     shards = tuple(numel // (1 + halved) for numel, halved in zip(NUMELS, cut))

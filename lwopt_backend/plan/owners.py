@@ -252,11 +252,20 @@ def exchange_seconds(plan: MatrixPlan, limits: Limits) -> float:
     machine, ranks = limits.machine, plan.layout.world_size
     assert machine is not None
     rate, launch = machine.flops_per_second, machine.launch_seconds
+    row, column = (range(ranks), range(1)) if plan.rows is None else plan.rows.of[0]
+
+    def seconds(nbytes: int, among: Sequence[int], *, direct: bool) -> float:
+        stride = among[1] - among[0] if len(among) > 1 else 1
+        return sum(machine.collective(nbytes, len(among), stride=stride, of=ranks, direct=direct))
+
     stages = []
     for number, bucket in enumerate(plan.buckets):
         forth, back = map(max, replace(plan, buckets=(bucket,)).bytes_forth_and_back())
         stays = plan.stays(number)
-        ways = [sum(machine.collective(nbytes, ranks, direct=True)) for nbytes in (max(forth, back), back)]
+        copied = copied_numels(bucket, plan.ownership.owners, plan.layout, plan.rows)
+        passed_on = max(copied, default=0) * (plan.copies - 1) * plan.element_bytes
+        ways = [seconds(nbytes, row, direct=True) for nbytes in (max(forth, back - passed_on), back - passed_on)]
+        along = seconds(passed_on, column, direct=False)
         owners: dict[int, Counter[tuple[int, int]]] = {}
         for index in bucket:
             owners.setdefault(plan.ownership.owners[index], Counter())[plan.atoms[index].shape] += 1
@@ -265,7 +274,7 @@ def exchange_seconds(plan: MatrixPlan, limits: Limits) -> float:
             owner: (costs[owner] / rate, launch * BATCH_LAUNCHES * _batches(shapes, limits.batch_numel))
             for owner, shapes in owners.items()
         }
-        stages.append(Stage(0.0 if stays else ways[0], ways[1] if stays else ways[0], work))
+        stages.append(Stage(0.0 if stays else ways[0], ways[stays] + along, work))
     local = [load / rate for load in plan.loads_before]
     return pipeline(stages, local, BUCKET_LAUNCHES * launch)
 
