@@ -28,7 +28,8 @@ MEMORY = {
     "exchange": "#f0e442",
 }
 SPANS = {"reduce": ("gradients arrive", "#e69f00"), "work": ("owners work", "#009e73"), "back": ("updates", "#0072b2")}
-WORK, INK = "#009e73", "#1f2328"
+WORK, INK, GREY = "#009e73", "#1f2328", "#7b838d"  # grey can be read on a white page and on a dark one
+TEXT = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
 MAX_BARS = 32  # more ranks are drawn as one outline
 NEAR = 2.5  # the machine's memory is drawn if it is at most 2.5 times the peak
 
@@ -81,7 +82,7 @@ def _draw_work(axes: Axes, document: Mapping[str, Any], order: Sequence[int]) ->
     milliseconds = 1e3 * document["seconds_parts"]["compute"] / max(1, *loads)  # of a unit of load
     heights = [milliseconds * loads[rank] for rank in order]
     _bars(axes, heights, [0.0] * len(heights), "work", WORK)
-    axes.axhline(sum(heights) / len(heights), color=INK, linestyle="--", linewidth=1, label="mean")
+    _line(axes, sum(heights) / len(heights), "mean")
     _finish(axes, f"Work per rank, ms ({document['options']['matrix']})", order)
 
 
@@ -94,7 +95,7 @@ def _draw_memory(axes: Axes, document: Mapping[str, Any], order: Sequence[int]) 
             _bars(axes, heights, bottom, kind, color)
             bottom = [low + height for low, height in zip(bottom, heights)]
     if 0 < limit <= NEAR * document["peak_bytes"]:
-        axes.axhline(limit / 2**30, color=INK, linestyle="--", linewidth=1, label="machine")
+        _line(axes, limit / 2**30, "machine")
     _finish(axes, "Memory per rank at the peak of a step, GiB", order)
 
 
@@ -105,6 +106,14 @@ def _bars(axes: Axes, heights: Sequence[float], bottom: Sequence[float], label: 
     else:
         tops = [low + height for low, height in zip(bottom, heights)]
         axes.stairs(tops, range(len(heights) + 1), baseline=bottom, fill=True, color=color, label=label)
+
+
+def _line(axes: Axes, height: float, label: str) -> None:
+    """A dashed line with a white rim: over bars and over a dark page."""
+    from matplotlib.patheffects import withStroke
+
+    rim = [withStroke(linewidth=2.5, foreground="white")]
+    axes.axhline(height, color=INK, linestyle="--", linewidth=1, label=label, path_effects=rim)
 
 
 def _finish(axes: Axes, title: str, order: Sequence[int]) -> None:
@@ -132,10 +141,11 @@ def _draw_buckets(axes: Axes, document: Mapping[str, Any]) -> None:
 
 
 def _style() -> Any:
-    """matplotlib's own settings in place of the user's, with text as text: a model's name may hold dollars."""
+    """matplotlib's own settings in place of the user's, without a background; a model's name may hold dollars."""
     try:
         import matplotlib.style
     except ImportError as missing:
         told = f"pictures of plans need matplotlib ({missing}); run: {install_command('matplotlib')}"
         raise ImportError(told) from missing
-    return matplotlib.style.context(["default", {"text.parse_math": False, "font.size": 9.0}])
+    own = {"text.parse_math": False, "font.size": 9.0, "savefig.transparent": True, "legend.labelcolor": INK}
+    return matplotlib.style.context(["default", own | dict.fromkeys(TEXT, GREY)])
