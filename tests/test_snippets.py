@@ -168,7 +168,7 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ),
     ("rates", 1): (PLAIN + PREDICTION, "assert optimizer.clip_group_norms.keys() == {'mtp'}"),
     ("rates", 2): (HEADS, ""),
-    ("performance", 0): (
+    ("launches", 0): (
         f"{PLAIN}model.layers = torch.nn.ModuleList(model.children())\n",
         "assert all(block._compiled_call_impl for block in model.layers)",
     ),
