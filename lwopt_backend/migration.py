@@ -15,9 +15,9 @@ from lwopt_backend.groups.registry import MATRIX_RULES, arguments, new_state, ru
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.state import StateStore, check_fits, keeps_state, put
 
-# # Muon's momentum has two forms: a moving average of gradients, or their sum. Starting from zero, B <- mu B + (1 - mu)
-# G equals 1 - mu times M <- mu M + G, as long as mu does not change. If mu was changed during a run, no factor is
-# exact; the current mu's factor is right for the gradients since the change.
+# Muon's momentum has two forms: a moving average of gradients, or their sum. Starting from zero, B <- mu B + (1 - mu) G
+# equals 1 - mu times M <- mu M + G, as long as mu does not change. If mu was changed during a run, no factor is exact;
+# the current mu's factor is right for the gradients since the change.
 
 Form = Literal["ema", "sum"]
 Named = Mapping[str, Mapping[str, Tensor]]  # by parameter name, its state in whole tensors

@@ -237,9 +237,9 @@ def test_a_part_without_few_views_is_refused_with_what_to_do() -> None:
     for dim, parts, block, shape, message in [
         (1, 2, q18, (8, 18), "'a', block 'q': sharded as 8x18 over 2 of dim 1, .* cuts runs of columns"),
         (1, 5, q24, (8, 24), r"the part \(\(0, 8\), \(15, 5\)\) cuts runs of columns apart"),
-        (2, 2, kernel, (4, 3, 2, 2), "parameter 'a', block '': .* cuts dimensions that are flattened"),
+        (2, 2, kernel, (4, 3, 2, 2), "parameter 'a', block '': .* cuts a dimension flattened into columns"),
         (0, 2, left, (4, 3, 2, 2), r"the part \(\(0, 2\), \(0, 3\), .* cuts runs of columns apart"),
-        (0, 2, striped, (4, 3, 2, 2), "columns .* of flattened dimensions cannot be a block of their own"),
+        (0, 2, striped, (4, 3, 2, 2), "columns .* of flattened dimensions cannot be a separate block"),
     ]:
         with pytest.raises(ValueError, match=message):
             Sharding(shape, (parts,), (dim,), (False,), block).check("a")

@@ -183,7 +183,7 @@ REFUSED = {
     "hyperball": {"hyperball": True, "weight_decay": 0.0},
     "precondition and per_head": {"precondition": "muoneq_r", "per_head": True},
     "the second moments of NorMuon": {"matrix": "normuon"},
-    "without block_period there are no blocks": {"block_period": 1},
+    "expected 1 without block_period": {"block_period": 1},
     "owned storage keeps every matrix whole": {},
 }
 

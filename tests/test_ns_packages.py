@@ -118,12 +118,12 @@ def test_a_package_is_refused_where_it_cannot_run(name: str, monkeypatch: pytest
             rule.check_device(device)
         return str(caught.value)
 
-    assert f"{kinds} of NVIDIA, not for a device of type 'cpu'" in refusal(torch.device("cpu"))
+    assert f"expected {kinds} by NVIDIA for its kernels, found a device of type 'cpu'" in refusal(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    assert f"{kinds}, but Tesla T4 has compute capability 7.5" in refusal(cuda)
+    assert f"expected {kinds} for its kernels, found Tesla T4 with compute capability 7.5" in refusal(cuda)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert "not for an AMD GPU" in refusal(cuda)
+    assert "found an AMD GPU" in refusal(cuda)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for module in packages.PACKAGES[name].modules:

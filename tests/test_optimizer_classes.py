@@ -85,10 +85,10 @@ class NeedsClosure(Own):
 
 
 REFUSED = [
-    (Forgetful, "it keeps something in its attribute 'velocity'; expected all of it in state"),
+    (Forgetful, "which checkpoints save; found more in its attribute 'velocity'"),
     (Opaque, "the optimizer's state has a object at 'state.helper', which checkpoints do not hold"),
-    (History, "it keeps something in its attribute 'history'; expected all of it in state"),
-    (OwnSchedule, "it changes its argument 'lr' itself, which a schedule or checkpoint would undo"),
+    (History, "which checkpoints save; found more in its attribute 'history'"),
+    (OwnSchedule, "expected an unchanged argument 'lr', found a class that changes it"),
     (NeedsClosure, "missing 1 required positional argument: 'closure'"),
 ]
 CALLS = [  # the parts that are stepped together, call by call, and how many steps each part then has made

@@ -61,9 +61,12 @@ def test_partitions_cut_parameters_where_deepspeed_does() -> None:
 
 def test_what_cannot_be_planned_is_named() -> None:
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: FlatPartition.build([4, 0], 2), "parameter 1 has 0 elements"),
-        (lambda: FlatPartition(2, (4, 4), (0, 3), 8), "parameter 1 starts at 3 but element 4 is next"),
-        (lambda: FlatPartition(2, (4, 4), (0, 4), 3), "parameters end at 8, beyond 2 partitions of 3"),
+        (
+            lambda: FlatPartition.build([4, 0], 2),
+            "parameter 1: expected at least one element in a flat partition, found 0",
+        ),
+        (lambda: FlatPartition(2, (4, 4), (0, 3), 8), "parameter 1: expected a start from 4 on, found 3"),
+        (lambda: FlatPartition(2, (4, 4), (0, 4), 3), "expected an end within 2 partitions of 3 elements, found 8"),
         (lambda: plan_of(SHAPES, 2, "spread"), "unknown policy 'spread'; expected one of auto, stay, balance"),
     ]
     for make, message in wrong:

@@ -48,8 +48,11 @@ def test_world_size_counts_all_ranks_and_numbers_that_do_not_divide_are_refused(
     assert (deployment.stage_ranks, deployment.dp, deployment.expert_dp) == (128, 64, 4)
     for numbers, message in [
         ({"world_size": 0}, "world_size: expected at least 1, found 0"),
-        ({"world_size": 12, "pp": 5}, "12 is not a multiple of tp x pp = 1 x 5.*60 for 12 data-parallel"),
-        ({"world_size": 128, "pp": 16, "ep": 64}, "ep 64 does not divide the 8 ranks of a pipeline stage"),
+        ({"world_size": 12, "pp": 5}, "expected a multiple of tp x pp = 1 x 5, found 12.*60 for 12 data-parallel"),
+        (
+            {"world_size": 128, "pp": 16, "ep": 64},
+            "ep: expected a divisor of the 8 ranks of a pipeline stage, found 64",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             Deployment(**numbers)
@@ -61,7 +64,7 @@ def test_stages_are_whole_layers_and_the_earlier_ones_longer() -> None:
     assert [route.name for stage in split for route in stage] == [route.name for route in routes]
     assert split[0][0].name == "embed" and split[1][-1].name == "head"
     assert {r.name.split(".")[1] for r in split[0][1:]} == {"0", "1", "2"}
-    with pytest.raises(ValueError, match="pp 6.*only 5 layers"):
+    with pytest.raises(ValueError, match="pp: expected at most 5"):
         stages(routes, 6)
 
 
@@ -73,9 +76,9 @@ def test_a_rank_holds_its_share_of_every_layers_experts() -> None:
     divided = {stack[0].name: Divided(matrices_of(stack[0].shape))}
     (part,), parts = local_experts(stack, divided, 4, "*.experts.*")
     assert part.shape == (2, 16, 32) and parts[part.name].blocks == matrices_of((2, 16, 32))
-    with pytest.raises(ValueError, match="ep 3 does not divide the 8 experts"):
+    with pytest.raises(ValueError, match="ep: expected a divisor of the 8 experts"):
         local_experts(layers(1, MOE), {}, 3, "*.experts.*")
-    with pytest.raises(ValueError, match="'layers.0.mlp.experts.w'.*neither one numbered expert"):
+    with pytest.raises(ValueError, match="expected one numbered expert .* found 'layers.0.mlp.experts.w'"):
         local_experts(stack, {}, 3, "*.experts.*")
 
 

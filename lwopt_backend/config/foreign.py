@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-# # By key of DeepSpeed, Keller Jordan's Muon, dion, Moonlight, Megatron and Hugging Face: the half and the option that
+# By key of DeepSpeed, Keller Jordan's Muon, dion, Moonlight, Megatron and Hugging Face: the half and the option that
 # the key means here. A rate or a decay without a half holds for both.
 MEANT = {
     "learning_rate": "lr",

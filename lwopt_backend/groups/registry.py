@@ -437,7 +437,7 @@ register_rule(
 register_rule("adamh", AdamH, work="Adam, element by element", source="Hyperball, arXiv 2606.16899")
 
 
-# # Optimizers of torch and of pytorch-optimizer as rules: ``torch_optimizer`` takes any class for matrices, ``{"name":
+# Optimizers of torch and of pytorch-optimizer as rules: ``torch_optimizer`` takes any class for matrices, ``{"name":
 # "torch_optimizer", "class": "my_package.MyOptimizer", ...}``; the others have a fixed class.
 
 

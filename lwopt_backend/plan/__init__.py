@@ -1,7 +1,7 @@
 """Plans: who owns which matrix, and which elements are exchanged.
 
-Pure functions of names and shapes, standard library only. Every rank computes the same plan on its own;
-nothing here reads a tensor, a process group or the clock.
+Pure functions of names and shapes, standard library only. Every rank computes the same plan independently; nothing here
+reads a tensor, a process group or the clock.
 """
 
 from lwopt_backend.plan.atoms import Atom, Cut, TrainedParam

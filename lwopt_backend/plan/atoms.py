@@ -12,8 +12,8 @@ from itertools import accumulate, chain
 class Cut:
     """Dimension ``dim`` of a parameter is cut into equal parts, one for each of ``ranks`` tensor-parallel ranks.
 
-    ``shared``: of a fused weight, each rank has a part of every matrix in it, e.g. of q, k and v; ``parts`` are its
-    rows of each, if the host tells them.
+    ``shared``: each rank has a part of every matrix in a fused weight, e.g. of q, k and v; ``parts`` are its rows of
+    each, if the host provides them.
     """
 
     dim: int
@@ -65,7 +65,7 @@ class TrainedParam:
 
     @property
     def matrices(self) -> list[str]:
-        """Which elements of the whole parameter its matrices have; of those of which each rank has a part, in order."""
+        """The elements of the whole parameter in each matrix; in order, where each rank has a part of every matrix."""
         if self.cut is None or len(self.parts) != len(self.blocks):
             return list(map(str, self.blocks))
         pairs = zip(accumulate(self.parts, initial=0), self.parts)
@@ -89,7 +89,7 @@ class Atom:
     """One independent matrix, stored in ``shape`` (rows, columns), whose update costs ``cost`` flops at its owner.
 
     A matrix rule expects (outputs, inputs); a ``transposed`` matrix is stored as (inputs, outputs). Elements are
-    numbered as they are stored: of a matrix in ``tiles``, equal parts of the columns, one part after the other.
+    numbered as they are stored: a matrix in ``tiles``, equal parts of the columns, is stored part after part.
     """
 
     name: str
@@ -116,8 +116,8 @@ class Atom:
 #     q k v of two groups, sizes 4, 2, 2:   q q q q k k v v q q q q k k v v      q: Stripes(0, 4, count=2, pitch=8)
 #     gate and up, interleaved:             g u g u g u g u                      up: Stripes(1, 1, count=4, pitch=2)
 #
-# The elements of a block, row by row, are in their order in the flattened parameter: a contiguous range of the
-# parameter has a contiguous range of the block.
+# The elements of a block, row by row, keep their order in the flattened parameter: a contiguous range of the parameter
+# has a contiguous range of the block.
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +134,14 @@ class Grid:
         return cls(math.prod(shape[:lead]), shape[lead], math.prod(shape[lead + 1 :]))
 
     def lead(self, shape: Sequence[int]) -> int:
-        """The number of dimensions of ``shape`` that are slices. Raises ValueError for a shape of another grid.
+        """The number of dimensions of ``shape`` that are slices. Raises ValueError for the shape of a different grid.
 
         Dimensions of size 1 allow several numbers; returns the largest, which flattens the fewest dimensions.
         """
         for lead in reversed(range(len(shape) - 1)):
             if Grid.of(shape, lead) == self:
                 return lead
-        raise ValueError(f"a parameter of shape {tuple(shape)} is no {self}")
+        raise ValueError(f"a parameter of shape {tuple(shape)} is not {self}")
 
     @property
     def slice_numel(self) -> int:
@@ -249,7 +249,7 @@ class Block:
         return f"slice {self.slice} rows {self.rows} columns {self.columns} of {self.grid}"
 
 
-# Divisions of a matrix's outputs: a name and indices for every part
+# Divisions of a matrix's outputs: a name and indices for every part.
 
 Parts = Sequence[tuple[str, Stripes]]
 
@@ -271,8 +271,8 @@ def undivided(size: int) -> Parts:
 def grouped(names: Sequence[str], sizes: Sequence[int], groups: int = 1) -> Parts:
     """``groups`` times a run of every part, of length ``sizes``; one group is the parts one after the other.
 
-    q, k and v in block order are one group, interleaved by query group or by head as many groups; alternating gate and
-    up have sizes (1, 1) and as many groups as each has outputs.
+    Block order is one group; interleaving q, k and v by query group or by head makes as many groups. Alternating gate
+    and up have sizes (1, 1) and as many groups as each has outputs.
     """
     pitch, start, parts = sum(sizes), 0, []
     for name, size in zip(names, sizes, strict=True):
@@ -320,7 +320,7 @@ def end_to_end(blocks: Sequence[Block]) -> bool:
 def check_cover(param: str, blocks: Sequence[Block]) -> None:
     """Raises ValueError, naming the parameter, for elements outside of it, in no block or in two blocks.
 
-    Works on runs of rows and columns, and only once for all slices that are divided alike.
+    Works on runs of rows and columns, once for all slices with equal divisions.
     """
     if not blocks:
         raise ValueError(f"parameter {param!r}: expected at least one block")

@@ -1,7 +1,7 @@
 """Buckets of the matrices that are exchanged: where they are cut, owners bucket by bucket, and seconds.
 
-Two buckets are in flight, and the ranks take part in every exchange in one order. So a bucket arrives when all ranks
-are done with the last but one before it. If a bucket has less work for some ranks than for others, those wait.
+Two buckets are in flight, and all ranks take part in every exchange in one order. A bucket therefore arrives when all
+ranks are done with the last but one before it. Ranks with less work in a bucket than others wait.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lwopt_backend.plan.atoms import Atom
 
-MATRICES_A_RANK = 2  # in a bucket, at least
+MATRICES_A_RANK = 2  # the minimum of a bucket
 
 
 def cut_buckets(
@@ -24,12 +24,12 @@ def cut_buckets(
     numel: int | None = None,
     before: Sequence[int] = (),
 ) -> tuple[tuple[int, ...], ...]:
-    """Consecutive atoms in buckets, of which each has work for all ``ranks`` at the same time.
+    """Consecutive atoms in buckets, each with work for all ``ranks`` at the same time.
 
     A bucket closes once it has two matrices a rank, and as much work as if every rank had its costliest matrix. The
-    first one also makes up for the work ``before`` that some ranks have less of than others. What is left at the end
-    joins the last bucket, unless it has a matrix a rank and as much work. A user's limits come first: ``matrices``
-    close a bucket, and one never exceeds ``numel`` elements, unless a single matrix does.
+    first one also balances the work ``before``, which differs between ranks. The remaining atoms join the last bucket,
+    unless they are a matrix a rank and as much work. A user's limits take precedence: ``matrices`` close a bucket, and
+    one never exceeds ``numel`` elements, unless a single matrix does.
 
     Buckets are filled from the first atom on or from the last, whichever makes the largest bucket smaller.
     """
@@ -89,9 +89,9 @@ def critical_path(
 ) -> int:
     """Work (flops) until the last rank is done. ``loads`` is each rank's work before the first bucket.
 
-    A bucket is sent when its predecessor is about to be computed, so it arrives when all ranks have got that far.
+    A bucket is sent when its predecessor is about to be computed, so it arrives when all ranks have reached that point.
     """
-    done = list(loads)  # of the ranks that have had work since, when they were done with it
+    done = list(loads)  # per rank, the end of its last work
     slowest_before, slowest = 0, max(loads)
     for bucket in buckets:
         work: dict[int, int] = {}
@@ -111,11 +111,11 @@ def deal_buckets(
     homes: Sequence[int | None],
     turns: Sequence[int],
 ) -> dict[int, int]:
-    """Owners of what is in buckets. In a bucket, the costliest comes first, and goes to the rank that is ready first.
+    """Owners of the atoms in buckets. In a bucket, the costliest comes first, and goes to the rank that is ready first.
 
     ``loads`` is each rank's work before the first bucket. Among ranks that are ready at once, the one with the least
     ``earlier`` work is taken, and among these the one with the lowest of ``turns``. An atom goes to its home if that
-    has no more to do in this bucket than a rank on average.
+    has at most the mean work of a rank in this bucket.
     """
     done, total = list(loads), list(earlier)
     heap = [(done[rank], total[rank], turns[rank], rank) for rank in range(len(done))]
@@ -142,17 +142,18 @@ def deal_buckets(
     return found
 
 
-# Seconds of a step. Nothing hides the way in of the first bucket and the way out of the last, which are short if there
-# are many; then ranks wait for each other more often, and their devices for launches of small batches.
+# Seconds of a step. The transfers of the first bucket to the owners and of the last one back are not hidden. With many
+# buckets both are short, but ranks wait for each other more often, and their devices wait for launches of small
+# batches.
 
-NUMBERS = (1, *(number << more for more in range(8) for number in (2, 3)))  # of buckets that are tried, up to 384
-FREE_BYTES = 2**28  # that the buffers of a rank may take, however few those of ``cut_buckets`` take
+NUMBERS = (1, *(number << more for more in range(8) for number in (2, 3)))  # of buckets to try, up to 384
+FREE_BYTES = 2**28  # always allowed for the buffers of a rank, even if those of ``cut_buckets`` take less
 BUCKET_LAUNCHES = 25  # of a bucket: momentum, packing, unpacking, the update, and two collectives at 5 each
 BATCH_LAUNCHES = 26  # of a batch of equal matrices, in five steps of Newton-Schulz
 
 
 def equal_buckets(atoms: Sequence[Atom], travelling: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Consecutive atoms in at most ``count`` buckets of nearly equal work, which the last atom of each completes."""
+    """Consecutive atoms in at most ``count`` buckets of nearly equal work; a bucket's last atom completes its share."""
     total, done = sum(atoms[index].cost for index in travelling), 0
     found: list[list[int]] = [[] for _ in range(count)]
     for index in travelling:
@@ -164,7 +165,7 @@ def equal_buckets(atoms: Sequence[Atom], travelling: Sequence[int], count: int) 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One bucket on its way: seconds of the wire to the owners and back, and by owner of its device and its host."""
+    """One bucket on its way: seconds on the wire to the owners and back, and by owner on its device and its host."""
 
     out: float
     back: float
@@ -172,10 +173,12 @@ class Stage:
 
 
 def pipeline(stages: Sequence[Stage], local: Sequence[float], host: float) -> float:
-    """Seconds of a step, from when all gradients are there to when the last update has returned to all ranks.
+    """Seconds of a step, from the time when all gradients are ready until all ranks have the last update.
 
-    As ``MatrixStepper`` goes: two buckets leave, then ranks work for ``local`` seconds, and for every bucket they wait
-    for it, work on it, send it back, and wait for the one before; the wire has one collective at a time, which begins
+    This follows ``MatrixStepper``: two buckets leave, then ranks work for ``local`` seconds. For every bucket they wait
+    for it, work on it, send it back, and wait for the one before. The wire carries one collective at a time, which
+    begins when all ranks have started it. ``host`` are each rank's host seconds for a bucket; the host waits for no
+    device.
     when all ranks have started it. ``host`` are a bucket's seconds of every rank's host, which waits for no device.
     """
     arrives, wire = [], 0.0

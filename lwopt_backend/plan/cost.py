@@ -15,7 +15,7 @@ Shape = tuple[int, int]
 GRAM_ASPECT = 1.5  # at this aspect, both forms cost the same, for any number of steps
 SOAP_FREQUENCY = 10  # steps between two updates of the eigenbases, SOAP's default
 SHAMPOO_FREQUENCY = 100  # steps between two inverse roots, Distributed Shampoo's advice for large models
-ADAM_FLOPS = 12  # per element of Adam's step; the only cost if both sides are too long
+ADAM_FLOPS = 12  # per element of Adam's step; the whole cost if both sides are too long
 SECOND_MOMENT_FLOPS = 9  # per element: square, average (3), root and sum, division, norm (2), product
 LARGEST_PRECONDITIONER = 10_000  # a longer side keeps the identity, SOAP's and Distributed Shampoo's usual limit
 
@@ -39,10 +39,10 @@ def gram_flops(
 ) -> int:
     """Newton-Schulz on the Gram matrix if the longer side is at least ``aspect`` times the shorter, otherwise plain.
 
-    Every segment of steps forms X X^T and applies the product of its polynomials once (4 s^2 l each). A step in between
-    is four s x s products (8 s^3); a segment's first step saves one of them and its last step two (6 s^3 a segment).
+    Every segment of steps forms X X^T and applies the product of its polynomials once (4 s^2 l each). Each further step
+    is four s x s products (8 s^3); a segment saves one of them in its first step and two in its last (6 s^3 a segment).
     The default segments are those of Jordan's coefficients: 3 steps, then 2 each. With ``aspect`` None, all are plain.
-    With ``symmetric``, products whose result is symmetric, all but the last of a step or segment, cost half.
+    With ``symmetric``, all products with a symmetric result, which excludes the last of a step or segment, cost half.
     """
     short, long = sorted(shape)
     saved = 2 if symmetric else 1
@@ -82,7 +82,7 @@ def shampoo_flops(shape: Shape, frequency: int = SHAMPOO_FREQUENCY, largest: int
 
 
 def per_rank(owners: Iterable[int], amounts: Iterable[int], ranks: int) -> list[int]:
-    """Per rank, the sum of ``amounts`` over what it owns."""
+    """Per rank, the sum of its owned ``amounts``."""
     sums = [0] * ranks
     for owner, amount in zip(owners, amounts):
         sums[owner] += amount
@@ -98,7 +98,7 @@ class Machine:
 
     ``bytes_per_second`` is a rank's share of the network; between the ``node_size`` ranks of one node it is
     ``node_bytes_per_second``. ``memory_bytes`` is a rank's memory, 0 if unknown. ``launch_seconds`` is 0 where the host
-    computes itself, and collectives are gloo's, not NCCL's.
+    computes itself, and collectives are gloo's instead of NCCL's.
     """
 
     name: str
@@ -123,10 +123,9 @@ class Machine:
         """Seconds on the wire, and of latency, of a collective in which a rank sends or receives ``nbytes`` at most.
 
         The ranks are ``stride`` apart; groups of them follow one another from rank 0, ``of`` ranks in all (one group by
-        default). Between nodes a rank has one network card. If ``direct``, as an all-to-all is, the card carries what
-        its rank exchanges with other nodes, and there is one round. Else rings pass through all of a group's ranks in a
-        node and leave the node by all their cards, and there are log2 ``ranks`` rounds. Each of NCCL's ``operations``
-        costs a latency.
+        default). Between nodes a rank has one network card. If ``direct``, as in an all-to-all, the card carries the
+        rank's exchange with other nodes, in one round. Otherwise rings pass through all of a group's ranks in a node
+        and leave the node by all their cards, in log2 ``ranks`` rounds. Each of NCCL's ``operations`` costs a latency.
         """
         if ranks == 1 or not nbytes:
             return 0.0, 0.0
@@ -142,7 +141,7 @@ class Machine:
         return wire, self.latency_seconds * max(rounds, operations)
 
 
-# Clusters by name. Flops: 40 % of the dense bf16 peak, what batched Newton-Schulz reaches on large matrices. Wires:
+# Clusters by name. Flops: 40 % of the dense bf16 peak, the rate of batched Newton-Schulz on large matrices. Wires:
 # 80 % of a rank's network card (400 Gb/s NDR, 200 Gb/s HDR) and of its NVLink or Infinity Fabric, one direction.
 CLUSTERS = {
     machine.name: machine
@@ -157,8 +156,8 @@ CLUSTERS = {
     )
 }
 
-# What engines plan for: the same on every rank and not measured, because ranks that measured differently would choose
-# differently. cuda: any accelerator. cpu: one core's bf16 rate and gloo on loopback.
+# The engines' target machines: the same on every rank. They are not measured, because ranks with different measurements
+# would choose different plans. cuda: any accelerator. cpu: one core's bf16 rate and gloo on loopback.
 MACHINES = {
     "cuda": replace(CLUSTERS["h100-8x-ib"], name="cuda", memory_bytes=0.0),
     "cpu": Machine("cpu", 5e10, 1e9, 3e-4, launch_seconds=0.0),
@@ -196,12 +195,13 @@ class StepTime:
 class RankMemory:
     """Bytes of one rank. ``parameters`` to ``padding`` are kept between a backward pass and its step.
 
-    - ``gradients`` are gone after the step unless all ranks keep them; ``padding`` is that of parameters and gradients.
-    - ``workspace``: what a step's largest batch of matrices needs in addition, in a plan; ``exchange``: what the
-      buffers need at most in which a host's matrices travel.
-    - ``transient``: what backward passes need in addition on owned storage, for gradients on their way; in a run, what
-      they have needed. A flag per parameter is not counted.
-    - ``sent``: what a step with one backward pass sends.
+    - ``gradients`` are freed after the step unless all ranks keep them; ``padding`` is that of parameters and
+    gradients.
+    - ``workspace``: the planned additional need of a step's largest batch of matrices; ``exchange``: the peak of the
+      buffers in which a host's matrices are sent.
+    - ``transient``: the additional need of backward passes on owned storage, for gradients on their way; in a run, the
+      measured need. A flag per parameter is not counted.
+    - ``sent``: the bytes that a step with one backward pass sends.
     """
 
     parameters: int = 0

@@ -45,7 +45,7 @@ class Transfer:
         return self._splits(self.receives)
 
     def within(self, ranks: Sequence[int]) -> Transfer:
-        """What of it is sent between these ranks, which ascend; their all-to-all numbers them from 0."""
+        """The part between these ascending ranks; their all-to-all numbers them from 0."""
         number = {rank: place for place, rank in enumerate(ranks)}
         sends, receives = (
             tuple(replace(segment, peer=number[segment.peer]) for segment in segments if segment.peer in number)
@@ -61,7 +61,7 @@ class Transfer:
 
 
 def offsets_of(segments: Sequence[Segment]) -> list[int]:
-    """Where each of consecutive segments begins."""
+    """The start of each of consecutive segments."""
     return list(accumulate((segment.numel for segment in segments), initial=0))[:-1]
 
 
@@ -83,7 +83,7 @@ def to_owners(
 def to_fragments(
     bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int, rows: Rows | None = None
 ) -> Transfer:
-    """The transfer back, from the owners to every rank that stores a piece, copies included; or those of its row."""
+    """The transfer back, from the owners to every rank that stores a piece, copies included, or to those of its row."""
     sends, receives = [], []
     for atom in bucket:
         owner = owners[atom]
@@ -96,13 +96,13 @@ def to_fragments(
 
 
 def along_column(back: Transfer, rows: Rows, rank: int) -> list[list[Segment]]:
-    """Per rank of the column of ``rank``, the segments of its way ``back`` that come from owners in that rank's row."""
+    """Per rank of the column of ``rank``, its segments of ``back`` that come from owners in that rank's row."""
     members = (set(rows.of[member][0]) for member in rows.of[rank][1])
     return [[segment for segment in back.receives if segment.peer in row] for row in members]
 
 
 def copied_numels(bucket: Sequence[int], owners: Sequence[int], layout: Layout, rows: Rows | None) -> list[int]:
-    """Per rank, the elements of a part in the all-gather of its column: the most that one of its ranks has."""
+    """Per rank, the size of a part in its column's all-gather: the largest of its ranks'."""
     if rows is None:
         return []
     found = [0] * layout.world_size
@@ -126,7 +126,7 @@ def _transfer(layout: Layout, sends: list[Segment], receives: list[Segment], row
     return found if row is None else found.within(row)
 
 
-# Matrices that ranks update block by block (MuonBP): each rank's own fragment is a matrix by itself, and stays there.
+# Matrices that ranks update block by block (MuonBP): each rank's own fragment is a matrix by itself and is not sent.
 
 
 def own_block(atom: Atom, part: Fragment) -> Atom | None:
@@ -141,6 +141,6 @@ def own_block(atom: Atom, part: Fragment) -> Atom | None:
 
 
 def has_own_blocks(atom: Atom, index: int, layout: Layout) -> bool:
-    """Whether every rank that stores some of atom ``index`` has a block of it, and the state of that."""
+    """Whether every rank that stores some of atom ``index`` has a block of it, with the block's state."""
     parts = layout.fragments(index)
     return all(own_block(atom, part) is not None and layout.keeps_state(index, part.rank, 0) for part in parts)

@@ -12,12 +12,12 @@ from typing import Protocol
 from lwopt_backend.plan.atoms import Block, Stripes
 
 Span = tuple[int, int]  # offset, size
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # per dimension, the offset; and the size
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # the offset and the size, both per dimension
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Elements of a flattened tensor, from ``offset`` elements after its first, with ``sizes`` and ``strides``."""
+    """Elements of a flattened tensor, beginning at ``offset``, with ``sizes`` and ``strides``."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -44,7 +44,7 @@ class View:
         return self.offset, self.offset + last + 1
 
     def boxes(self, shape: Sequence[int]) -> list[Box]:
-        """The boxes of a tensor of ``shape`` that a range of its elements makes up, in order; or one box, as it is."""
+        """The boxes of a tensor of ``shape`` that make up a range of its elements, in order; a box stays one."""
         if len(self.sizes) <= 1:
             return boxes_of(shape, *self.span)
         return [(tuple(unravel(self.offset, shape)) if 0 not in self.sizes else (0,) * len(shape), self.sizes)]
@@ -75,7 +75,7 @@ def range_views(block: Block, start: int, stop: int, offset: int) -> tuple[View,
 def rectangle(block: Block, shape: Sequence[int], box: Sequence[Span]) -> tuple[Span, Span] | None:
     """The block's own rows and columns in a box of a parameter of ``shape``, or None.
 
-    Raises ValueError for a box that cuts dimensions that are flattened into columns, other than the first.
+    Raises ValueError for a box that cuts a dimension flattened into columns, except the first.
     """
     lead = block.grid.lead(shape)
     for place, (begin, size) in zip(unravel(block.slice, shape[:lead]), box):
@@ -91,8 +91,9 @@ def rectangle(block: Block, shape: Sequence[int], box: Sequence[Span]) -> tuple[
 def box_views(block: Block, shape: Sequence[int], box: Sequence[Span], strides: Sequence[int]) -> tuple[View, ...]:
     """The block's elements in a local tensor that is ``box`` of a parameter of ``shape``, with any ``strides``.
 
-    They are row by row the part of the block that ``rectangle`` returns. Their sizes do not depend on the strides.
-    Raises ValueError if the box cuts runs of columns apart, so that this order needs a view for every row.
+    The views give the part of the block that ``rectangle`` returns, row by row. Their sizes do not depend on the
+    strides. Raises ValueError if the box cuts runs of columns apart, because this order then needs a view for every
+    row.
     """
     held = rectangle(block, shape, box)
     if held is None:
@@ -168,9 +169,9 @@ def _flattened(block: Block, sizes: Sequence[int], box: Sequence[Span]) -> Span:
     """The columns that the box has, if dimensions are flattened into columns."""
     if len(box) > 1 and 0 not in (held for _, held in box):
         if any(span != (0, full) for span, full in zip(box[1:], sizes[1:])):
-            raise ValueError(f"the part {box} cuts dimensions that are flattened into columns, other than the first")
+            raise ValueError(f"the part {box} cuts a dimension flattened into columns, and only the first may be cut")
         if block.columns.count > 1:
-            raise ValueError(f"columns {block.columns} of flattened dimensions cannot be a block of their own")
+            raise ValueError(f"columns {block.columns} of flattened dimensions cannot be a separate block")
     return box[0][0] * math.prod(sizes[1:]), math.prod(held for _, held in box)
 
 
@@ -212,10 +213,10 @@ class Layout(Protocol):
     def world_size(self) -> int: ...
 
     def keeps_state(self, index: int, rank: int, owner: int) -> bool:
-        """Whether ``rank``, which has a fragment of parameter ``index``, keeps the state of that."""
+        """Whether ``rank``, which has a fragment of parameter ``index``, keeps the fragment's state."""
 
     def fragments(self, index: int) -> Sequence[Fragment]:
-        """Every rank's fragment of parameter ``index``, in rank order, copies included; empty ones are left out."""
+        """Every rank's fragment of parameter ``index``, in rank order, including copies, excluding empty ones."""
 
     def fragment(self, index: int, rank: int) -> Fragment | None:
         """The fragment of parameter ``index`` on ``rank``, or None."""
@@ -227,10 +228,10 @@ class Layout(Protocol):
         """Whether the fragment of ``rank`` is among ``sources(index, owner)``, if it has one."""
 
     def kind(self, index: int) -> Hashable:
-        """Equal for parameters that are stored alike."""
+        """A key that is equal for parameters with equal storage."""
 
     def place(self, index: int) -> str:
-        """Where parameter ``index`` is stored, in a spelling that ranks can compare."""
+        """The place of parameter ``index``, as text that ranks can compare."""
 
 
 class Partition:
@@ -242,7 +243,7 @@ class Partition:
         return True
 
     def span(self, index: int) -> tuple[int, int, int, int]:
-        """Where parameter ``index`` begins in what is cut, its elements, a rank's ``size``, and its base."""
+        """The start of parameter ``index`` in the cut storage, its elements, a rank's ``size``, and its base."""
         raise NotImplementedError
 
     def fragments(self, index: int) -> tuple[Fragment, ...]:
@@ -308,15 +309,13 @@ class FlatPartition(Partition):
         end = 0
         for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             if numel < 1:
-                raise ValueError(
-                    f"parameter {index} has {numel} elements; a flat partition holds parameters of at least one"
-                )
+                raise ValueError(f"parameter {index}: expected at least one element in a flat partition, found {numel}")
             if offset < end:
-                raise ValueError(f"parameter {index} starts at {offset} but element {end} is next; parameters overlap")
+                raise ValueError(f"parameter {index}: expected a start from {end} on, found {offset}; it overlaps")
             end = offset + numel
         if end > self.world_size * self.partition_numel:
             raise ValueError(
-                f"parameters end at {end}, beyond {self.world_size} partitions of {self.partition_numel} elements"
+                f"expected an end within {self.world_size} partitions of {self.partition_numel} elements, found {end}"
             )
 
     def span(self, index: int) -> tuple[int, int, int, int]:
@@ -356,7 +355,7 @@ class ParameterPartition(Partition):
         """Raises ValueError for a parameter without elements."""
         numels = tuple(numels)
         if 0 in numels:
-            raise ValueError(f"parameter {numels.index(0)} has no elements; a partition holds parameters of at least 1")
+            raise ValueError(f"parameter {numels.index(0)}: expected at least one element, found none")
         parts = tuple(-(-numel // world_size) for numel in numels)
         *bases, end = accumulate(parts, initial=0)
         return cls(world_size, numels, parts, tuple(bases), end)
@@ -408,7 +407,7 @@ class Replicas:
         return sum(self.numels)
 
 
-# Blocks of parameters in flat storage: which elements of a block a rank has, and where they are.
+# Blocks of parameters in flat storage: a rank's elements of a block, and their places.
 
 
 def in_blocks(
@@ -459,7 +458,7 @@ class BlockPartition(Blocks, Partition):
     _fragments: dict[int, tuple[Fragment, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def fragment(self, index: int, rank: int) -> Fragment | None:
-        """The fragment of block ``index`` on ``rank``, or None; it begins at ``offset``, ``views`` has all elements."""
+        """The fragment of block ``index`` on ``rank``, or None; ``offset`` is its start, ``views`` has all elements."""
         part, block = self.storage.fragment(self.params[index], rank), self.blocks[index]
         if part is None:
             return None
@@ -493,7 +492,7 @@ class BlockPartition(Blocks, Partition):
 
     @cached_property
     def _kinds(self) -> list[int]:
-        """The number of the first block that is stored alike: numbers compare faster than blocks."""
+        """Per block, the number of the first one with equal storage: numbers compare faster than blocks."""
         first: dict[Hashable, int] = {}
         keys = ((self.storage.kind(param), block) for param, block in zip(self.params, self.blocks))
         return [first.setdefault(key, index) for index, key in enumerate(keys)]

@@ -1,6 +1,6 @@
 """Parameters over a device mesh, as DTensors store them: every rank has one box of every parameter, or none.
 
-And over tensor- and data-parallel ranks, as ZeRO stores them: every rank has a part of its flat shard, or all of it.
+Also over tensor- and data-parallel ranks, as ZeRO stores them: every rank has a part of its flat shard, or the whole.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Sharding:
     """How a parameter of ``shape`` is sharded over a mesh of ``mesh_shape``.
 
     ``dims[i]`` is the tensor dimension that mesh dimension i cuts, or None if it replicates. Mesh dimensions cut from
-    left to right, those that are ``late`` after the others (FSDP2 on a tensor-parallel parameter: DTensor's
+    left to right, and those that are ``late`` after the others (FSDP2 on a tensor-parallel parameter: DTensor's
     ``_StridedShard``). A cut is that of ``torch.chunk``: equal parts of ceil(size / parts), the last ones shorter or
-    empty. The matrix is ``block`` of the parameter, or without one the parameter itself.
+    empty. The matrix is ``block`` of the parameter; without a block it is the parameter itself.
     """
 
     shape: tuple[int, ...]
@@ -144,9 +144,9 @@ class Rows:
         return sorted(rows), sorted(columns)
 
     def turns(self) -> list[int]:
-        """Per rank, its number if one counts column after column, so that consecutive numbers are in different rows.
+        """Per rank, its number in column order, so that consecutive numbers are in different rows.
 
-        A column's parts are padded to the longest, so rows should own equally much.
+        A column's parts are padded to the longest, so rows should own equal amounts.
         """
         columns = self.groups()[1]
         return [columns.index(column) * len(column) + column.index(rank) for rank, (_, column) in enumerate(self.of)]
@@ -181,7 +181,7 @@ class MeshLayout:
         return self._by_rank(index).get(rank)
 
     def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
-        """One of several copies is sent: that in the owner's row of the mesh, the nearest; its own if whole."""
+        """The copy in the owner's row of the mesh, the nearest, is sent; the owner's own if it is whole."""
         sharding = self.shardings[index]
         copy = tuple(self.coordinates[owner][i] for i in sharding.copied)
         if (sharding, copy) not in self._sent:
@@ -210,7 +210,7 @@ class MeshLayout:
         return self._held[sharding]
 
     def _near(self, sharding: Sharding) -> Sequence[int]:
-        """The ranks that store the first dimension where the matrix is: of many in a stack, few ranks have one."""
+        """The ranks that store the matrix's part of the first dimension: in a stack of many, few ranks have one."""
         block, ranks = sharding.block, range(self.world_size)
         lead = block.grid.lead(sharding.shape) if block is not None else 0
         if block is None or not lead:
@@ -223,7 +223,7 @@ class MeshLayout:
 
 
 def in_whole(param: TrainedParam, shard: int, start: int, stop: int) -> Iterator[View]:
-    """Where the elements [start, stop) of a tensor-parallel rank's flattened shard are in the whole parameter, in
+    """The place in the whole parameter of the elements [start, stop) of a tensor-parallel rank's flattened shard, in
     order."""
     if param.cut is None:
         yield View.of_range(start, stop)
@@ -300,7 +300,7 @@ class TensorShards:
         return self._views[index, rank]
 
     def _part(self, index: int, rank: int) -> tuple[Fragment | None, Block, int]:
-        """What ``rank`` stores of its shard of the block's parameter, and where that shard begins."""
+        """What ``rank`` stores of its shard of the block's parameter, and the shard's start."""
         param, (tensor, data) = self.params[index], self.places[rank]
         shift = tensor * self.storage.numels[param] if self.cut[param] else 0
         return self.storage.fragment(param, data), self.blocks[index], shift
@@ -314,7 +314,7 @@ class TensorShards:
         return near and self.keeps_state(index, rank, owner)
 
     def keeps_state(self, index: int, rank: int, owner: int) -> bool:
-        """At stage 0, only one of the ranks that store a shard, so that the ranks of every shard have its state."""
+        """At stage 0, one of the ranks that store a shard keeps its state, so every shard's ranks have it."""
         return isinstance(self.storage, FlatPartition) or self.places[rank][1] == self.places[owner][1]
 
     def kind(self, index: int) -> Hashable:

@@ -57,7 +57,7 @@ class Ownership:
 def longest_first(costs: Iterable[int], loads: Sequence[int]) -> int:
     """The busiest rank's work once all of ``costs`` are dealt to ranks that have ``loads``.
 
-    The costliest comes first, and goes to the least loaded rank: within 4/3 of the best deal there is (Graham 1969).
+    The costliest comes first, and goes to the least loaded rank: within 4/3 of the best deal (Graham 1969).
     """
     heap, busiest = list(loads), max(loads)
     heapq.heapify(heap)
@@ -77,11 +77,11 @@ def stay(atoms: Sequence[Atom], layout: Layout) -> Ownership:
 
 
 def balance(atoms: Sequence[Atom], layout: Layout, loads: Sequence[int] = ()) -> Ownership:
-    """Every atom stays where it is stored, as far as that delays nobody; the others go to the least loaded ranks.
+    """Every atom stays where it is stored, unless that delays a rank; the others go to the least loaded ranks.
 
-    Nobody is delayed while a rank has no more work than the busiest of a deal in which nothing stays. An atom's home is
-    the rank that stores all of it, or at least half. A rank with too much gives away costly atoms first, because these
-    have the most work for their bytes. ``loads`` is each rank's work in other plans.
+    No rank is delayed while it has no more work than the busiest of a deal in which nothing stays. An atom's home is
+    the rank that stores all of it, or at least half. A rank with too much work gives away costly atoms first, because
+    these have the most work for their bytes. ``loads`` is each rank's work in other plans.
     """
     loads = list(loads or [0] * layout.world_size)
     most = longest_first((atom.cost for atom in atoms), loads)
@@ -135,7 +135,7 @@ def _largest(parts: Sequence[Fragment]) -> Fragment:
 
 
 def _homes(atoms: Sequence[Atom], layout: Layout) -> list[int | None]:
-    """Per atom, the rank that alone stores all of it, or at least half; None where there is no such rank."""
+    """Per atom, the only rank that stores all of it, or at least half; None if no rank does."""
     of_kind: dict[Hashable, int | None] = {}
     for index, atom in enumerate(atoms):
         kind = layout.kind(index)
@@ -149,8 +149,8 @@ def _homes(atoms: Sequence[Atom], layout: Layout) -> list[int | None]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What cuts the exchanged matrices into buckets: a user's limits, as in ``cut_buckets``; or without any, the
-    modelled seconds on a ``machine`` whose rule takes ``batch_numel`` elements at once."""
+    """The limits of buckets: a user's, as in ``cut_buckets``; without any, the modelled seconds on a ``machine`` whose
+    rule takes ``batch_numel`` elements at once."""
 
     matrices: int | None = None
     numel: int | None = None
@@ -159,7 +159,7 @@ class Limits:
 
     @property
     def choose(self) -> bool:
-        """Whether seconds decide. On a CPU they do not: it has nothing to launch, and hides little."""
+        """Whether seconds decide. They do not on a CPU, which launches nothing and hides little."""
         machine = self.machine
         return machine is not None and machine.launch_seconds > 0 and self.matrices is None and self.numel is None
 
@@ -176,8 +176,8 @@ def _exchanged(
 ) -> MatrixPlan:
     """The plan in which atoms that are whole at their ``chosen`` owner stay, and the others are exchanged.
 
-    Unless everything is to stay, what is exchanged gets other owners, which have work at the same time. What is not
-    exchanged in every step has separate buckets.
+    Unless everything is to stay, exchanged atoms get new owners, which have work at the same time. Atoms that are not
+    exchanged in every step have separate buckets.
     """
     ranks = layout.world_size
     whole = _whole_at(layout, len(atoms))
@@ -218,10 +218,11 @@ def _fastest(
     planned: Callable[[tuple[tuple[int, ...], ...]], MatrixPlan],
     limits: Limits,
 ) -> MatrixPlan:
-    """The plan of least modelled seconds among ``plan`` and those of ``cuts``, of these the one with fewest buckets.
+    """The plan with the least modelled seconds among ``plan`` and those of ``cuts``, and with the fewest buckets on a
+    tie.
 
-    Only plans count whose buffers take no more than those of ``plan``, or ``FREE_BYTES``. ``cuts`` have more and more
-    buckets; the search ends when two in a row are slower than the best before.
+    A plan counts only if its buffers take no more than those of ``plan``, or ``FREE_BYTES``. ``cuts`` have increasing
+    numbers of buckets; the search ends when two in a row are slower than the best before.
     """
 
     def largest(buckets: Sequence[Sequence[int]]) -> int:
@@ -285,7 +286,7 @@ def _batches(shapes: Mapping[tuple[int, int], int], batch_numel: int) -> int:
 
 
 def _whole_at(layout: Layout, atoms: int) -> list[int | None]:
-    """Per atom, the only rank that stores any of it, if it stores all."""
+    """Per atom, the only rank that stores it, if that rank stores all."""
     of_kind: dict[Hashable, int | None] = {}
     for index in range(atoms):
         kind = layout.kind(index)
@@ -308,7 +309,8 @@ def plan_spread(
 ) -> MatrixPlan:
     """Plan matrices that hosts spread over all ranks (ZeRO-3, FSDP2), in the order in which they are exchanged.
 
-    ``loads`` is each rank's work before the first bucket; ``earlier`` is work after which the ranks have met.
+    ``loads`` is each rank's work before the first bucket; ``earlier`` is work before an earlier synchronization of the
+    ranks.
     """
     more: dict[str, Any] = {"element_bytes": element_bytes, "tensors": tensors, "block_period": block_period}
     more |= {"loads": loads, "earlier": earlier}
@@ -350,7 +352,7 @@ def plan_matrices(
 def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
     """Modelled seconds per step: work until the last rank is done, the busiest link's bytes, and the collectives.
 
-    Matrices that are not exchanged are updated first, so what a rank sends to owners meanwhile costs it nothing.
+    Matrices that are not exchanged are updated first, which hides a rank's transfers to owners.
     """
 
     def sent(nbytes: int) -> float:
@@ -364,7 +366,7 @@ def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
     return StepTime(plan.path / machine.flops_per_second, max(exposed), trips * machine.latency_seconds)
 
 
-FEW = 8  # pieces of a matrix, which are counted rank by rank
+FEW = 8  # pieces of a matrix; these are counted rank by rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,8 +380,8 @@ class _Parts:
 
 @dataclass(slots=True)
 class _Buffers:
-    """Elements of a bucket: of pieces on every rank, and of what returns to every rank; and by rank of further pieces,
-    of what it owns, and returns."""
+    """Elements of a bucket: of pieces on every rank, and of returns to every rank; and by rank, of further pieces,
+    owned matrices and their returns."""
 
     pieces: int
     landed: int
@@ -413,7 +415,7 @@ class MatrixPlan:
 
     @cached_property
     def between(self) -> MatrixPlan:
-        """What travels in a step in blocks."""
+        """The plan of the exchange in a step in blocks."""
         return replace(self, buckets=tuple(each for each in self.buckets if not self.in_blocks.issuperset(each)))
 
     @cached_property
@@ -514,7 +516,7 @@ class MatrixPlan:
         """Per rank, the bytes that it sends to owners in one step, and those that it returns or passes on."""
         forth, back = ([0] * self.layout.world_size for _ in range(2))
         for atom, owners in self._alike():
-            copies: list[tuple[Sequence[Fragment], Counter[int]]] = []  # what is sent, and the owners it is sent to
+            copies: list[tuple[Sequence[Fragment], Counter[int]]] = []  # pieces, and their owners
             for owner, times in owners.items():
                 for parts, served in copies:
                     if self.layout.is_source(atom, parts[0].rank, owner):
@@ -539,9 +541,9 @@ class MatrixPlan:
     def exchange_bytes(self) -> list[int]:
         """Per rank, the most bytes that the buffers of exchanges take at one time in a step.
 
-        While a bucket is updated: what was sent and received of it and of the next, its matrices and their updates, or
-        these and what returns, and what returns of the bucket before, with ``rows`` of the two before. A rank's pieces
-        are counted as the largest ones where many ranks have some.
+        An updated bucket's buffers are its own and the next one's sent and received pieces, with its matrices and their
+        updates; or its updates and returns, and the returns of the bucket before, with ``rows`` of the two before.
+        Every rank's pieces are counted as the largest ones where many ranks have some.
         """
         nothing = _Buffers(0, 0, Counter(), Counter(), Counter())
         buckets = [nothing, nothing, *map(self._buffers, self.buckets), nothing]
@@ -586,7 +588,7 @@ class MatrixPlan:
         return {}
 
     def _alike(self) -> Iterator[tuple[int, Counter[int]]]:
-        """Yield one of the exchanged atoms that are stored alike, and how many of them each rank owns."""
+        """Yield one of the exchanged atoms with equal storage, and how many of them each rank owns."""
         first: dict[Hashable, int] = {}
         counts: dict[int, Counter[int]] = {}
         for bucket in self.buckets:

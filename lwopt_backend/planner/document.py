@@ -26,12 +26,12 @@ def document(
     """The study as JSON-able data.
 
     ``digest`` is the name of the plan; ``stages`` has one for each pipeline stage. The figures at the top are those of
-    the stage that takes longest, over all its buffers of matrices: ``buckets`` (their number),
-    ``buffer_numel``, ``padding_pct``, ``cost_imbalance`` (max over mean of l s^2 per rank), ``flops_imbalance`` (of the
-    work), ``numel_imbalance``, ``path_over_longest_first`` (the cost until the last rank is done, over the busiest
-    rank's if all matrices were dealt at once, longest first), ``group_size`` (of the dense buffer), ``seconds``
-    (modelled, parts added). ``notes`` are sentences on the model. Memory is in bytes. Percentages have two decimal
-    places and ratios four; ``buffer_numel`` and ``numel`` are exact.
+    the slowest stage, over all its buffers of matrices: ``buckets`` (their number), ``buffer_numel``, ``padding_pct``,
+    ``cost_imbalance`` (max over mean of l s^2 per rank), ``flops_imbalance`` (of the work), ``numel_imbalance``,
+    ``path_over_longest_first`` (the cost until the last rank is done, over the busiest rank's if all matrices were
+    dealt at once, longest first), ``group_size`` (of the dense buffer), ``seconds`` (modelled, parts added). ``notes``
+    are sentences on the model. Memory is in bytes. Percentages have two decimal places and ratios four;
+    ``buffer_numel`` and ``numel`` are exact.
 
     With ``assignments`` there is a list of every matrix, its owner (the rank within its buffer's group) and its bucket,
     None if it is not exchanged: in the order of exchange, buckets numbered through all of a part's plans.
@@ -114,7 +114,7 @@ def _part(part: Part) -> dict[str, Any]:
 
 
 def _options(setting: Setting) -> dict[str, Any]:
-    """The engine's options, and what else a plan depends on."""
+    """The engine's options, and everything else that a plan depends on."""
     dtypes = {key: str(getattr(setting, key)).removeprefix("torch.") for key in ("dtype", "grad_dtype")}
     rules = {"matrix": setting.rules.matrix.rule, "elementwise": setting.rules.elementwise.rule}
     return setting.config.model_dump(mode="json", exclude={"report"}) | dtypes | rules

@@ -31,8 +31,8 @@ class Part:
     """The matrices that ``ranks`` ranks share, in instances of ``group_size``, each with its owner and bucket.
 
     ``loads`` (in the cost model's unit), ``owned_numels`` and ``memory`` are per rank of an instance. ``path`` is the
-    cost until the last rank is done, if ranks wait for buckets only, ``before`` each rank's in other parts, from which
-    it starts. ``notes`` are sentences on the plan.
+    cost until the last rank is done, if ranks wait for buckets only; ``before`` is each rank's earlier cost in other
+    parts. ``notes`` are sentences on the plan.
     """
 
     name: str  # "dense" or "experts"
@@ -113,7 +113,7 @@ class Planned:
 
     ``lines`` are those of the engine's plan, ``loads`` the work that it balanced, per rank of an instance. The plan is
     for ``shared``, in addition to each rank's work ``base``. ``before`` is the work of the ranks before each of an
-    engine's plans, where it makes several.
+    engine's plans, if it makes several.
     """
 
     name: str

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+# Okabe and Ito's colours, distinct for the colour-blind.
 MEMORY = {
     "parameters": "#0072b2",
     "gradients": "#e69f00",
@@ -45,7 +45,7 @@ def write_html(document: Mapping[str, Any], printed: Console, path: Path) -> Non
     shown = f'<title>{html.escape(document["source"])}: plan</title><img style="width: 100%; max-width: 75rem" '
     page = printed.export_html(inline_styles=True, clear=False)
     page = page.replace("<body>", f'<body>{shown} alt="The plan in one picture" src="data:image/png;base64,{picture}">')
-    write_whole(path, page.encode(errors="replace"))  # a name may have letters that UTF-8 does not
+    write_whole(path, page.encode(errors="replace"))  # a name may have letters outside UTF-8
 
 
 def png(document: Mapping[str, Any]) -> bytes:
@@ -141,7 +141,7 @@ def _draw_buckets(axes: Axes, document: Mapping[str, Any]) -> None:
 
 
 def _style() -> Any:
-    """matplotlib's own settings in place of the user's, without a background; a model's name may hold dollars."""
+    """matplotlib's own settings in place of the user's, without a background; a model's name may contain dollars."""
     try:
         import matplotlib.style
     except ImportError as missing:

@@ -45,16 +45,16 @@ class ClusterOptions(Options):
 
 
 class _WithoutAliases(yaml.SafeLoader):
-    """A few lines of aliases are billions of values."""
+    """YAML without aliases: a few lines of them can mean billions of values."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not read; write what they stand for")
+            raise yaml.YAMLError("expected no aliases (*name); write out their values")
         return super().compose_node(parent, index)
 
 
 def read_yaml(text: str) -> Any:
-    """Raises ValueError for what is no YAML, and for aliases."""
+    """Raises ValueError for text that is not YAML, and for aliases."""
     try:
         return yaml.load(text, Loader=_WithoutAliases)
     except (yaml.YAMLError, RecursionError) as error:
@@ -68,7 +68,7 @@ def cluster_named(name: str) -> Machine:
         return known[name]
     path = Path(name)
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
-        raise ValueError(f"unknown cluster {name!r}; {suggestion(name, known)} (or give a YAML file of one)")
+        raise ValueError(f"unknown cluster {name!r}; {suggestion(name, known)} or give a cluster in a YAML file")
     try:
         content = read_yaml(path.read_text())
     except (OSError, ValueError) as error:
@@ -92,8 +92,8 @@ class Setting:
     """What a model is planned for.
 
     - ``config``, ``rules``: the engine's options, with the engine's defaults.
-    - ``machine``: the cluster whose seconds are modelled. The plan is made for ``plans_for``: an engine knows whether
-      it is on CPUs, and no more.
+    - ``machine``: the cluster whose seconds are modelled. The plan is made for ``plans_for``: an engine knows only
+    whether it is on CPUs.
     - ``dtype``, ``grad_dtype``: of parameters, and of gradients as they are kept and sent.
     - ``sub_group_size``: ZeRO-3's.
     """
@@ -208,7 +208,7 @@ def _cut(
     return found, parts, wholes
 
 
-# What the command line was given, as the engine's own options.
+# The command line's arguments, as the engine's own options.
 
 OF_OWNED_STORAGE = ("storage", "layout", "bucket_mb", "group_size")  # fields of ZeROConfig that are for engine owned
 
@@ -230,8 +230,8 @@ def engine_options(engine: str, named: Mapping[str, Any], more: Sequence[str]) -
         if key not in fields_of(engine):
             engines = [name for name in ENGINES if key in fields_of(name)]
             raise ValueError(
-                f"--{key.replace('_', '-')} is for engine {' and '.join(map(repr, engines))}; "
-                f"{engine!r} has no such option"
+                f"expected --{key.replace('_', '-')} only with engine {' and '.join(map(repr, engines))}, found "
+                f"{engine!r}; leave it out"
             )
     for text in more:
         key, equals, value = text.partition("=")
@@ -239,7 +239,7 @@ def engine_options(engine: str, named: Mapping[str, Any], more: Sequence[str]) -
             raise ValueError(f"--option {text!r}: expected KEY=VALUE, such as keep_full_grads=true or matrix=soap")
         key = key.strip()
         if key in options:
-            raise ValueError(f"--option {text!r}: {key!r} is given twice")
+            raise ValueError(f"--option {text!r}: expected {key!r} once, found it twice")
         try:
             options[key] = read_yaml(value)
         except ValueError as error:

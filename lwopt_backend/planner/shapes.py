@@ -44,10 +44,10 @@ class ModelShapes:
     dtype: str | None = None
 
 
-# Reading a JSON file, with errors that a user can act on.
+# Reading a JSON file.
 
 Pairs = list[tuple[str, Any]]
-LARGEST = 2**60  # elements, whose bytes are still a number of torch's
+LARGEST = 2**60  # elements; their bytes still fit torch's integers
 
 
 def read_json(path: Path, expected: str, objects: Callable[[Pairs], Any] = dict) -> Any:
@@ -94,7 +94,7 @@ def read_hugging_face(path: str | os.PathLike[str], training: Training | None = 
         ) from error
     config = _config(path, written, transformers)
     model_class, notes = _model_class(path, config, transformers)
-    config._attn_implementation = "eager"  # the file's own choice may not be installed here
+    config._attn_implementation = "eager"  # the file's choice may not be installed here
     try:
         with torch.device("meta"):
             model: nn.Module = model_class(config)
@@ -114,7 +114,7 @@ def _dtype(path: Path, written: Mapping[str, Any]) -> str | None:
         if found is not None and found != "auto":
             name = str(found).removeprefix("torch.")
             if name not in DTYPES:
-                raise ValueError(f"{path}: dtype is {found!r}; expected one of {', '.join(DTYPES)}, or give --dtype")
+                raise ValueError(f"{path}: dtype: expected one of {', '.join(DTYPES)}, found {found!r}; give --dtype")
             return name
     return None
 
@@ -125,7 +125,7 @@ def _check_counts(path: Path, written: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             _check_counts(path, value)
         elif _COUNTS.search(str(key)) and isinstance(value, (int, float)) and value > MOST:
-            raise ValueError(f"{path}: {key} is {value}; expected at most {MOST}, correct the file")
+            raise ValueError(f"{path}: {key}: expected at most {MOST}, found {value}; correct the file")
 
 
 def _config(path: Path, written: Mapping[str, Any], transformers: ModuleType) -> Any:
@@ -142,7 +142,7 @@ def _config(path: Path, written: Mapping[str, Any], transformers: ModuleType) ->
         )
     try:
         return known[kind].from_dict(dict(written))
-    except Exception as error:  # every configuration class checks in its own way
+    except Exception as error:  # every configuration class has its own checks
         raise ValueError(_not_possible(path, f"read the {kind!r} configuration", error, transformers)) from error
 
 
@@ -200,7 +200,7 @@ def read_shapes_json(path: str | os.PathLike[str], training: Training | None = N
             first = list(routes).index(name)
             raise ValueError(
                 f"{path}: entry {index} ({name!r}): expected a new name, found that of entry {first}; "
-                "give every parameter a name of its own"
+                "give every parameter a unique name"
             )
         matrix = len(shape) == 2
         reason = "listed as a matrix" if matrix else f"{len(shape)}-D"
@@ -225,7 +225,7 @@ def _checked(entry: Any, pair: type[list[Any]] | type[tuple[Any, ...]], where: s
     return name, shape
 
 
-# The rules for which a model is read, and what they train if only names and shapes are known.
+# The rules for which a model is read, and what they train, given only names and shapes.
 
 
 @dataclass(frozen=True)

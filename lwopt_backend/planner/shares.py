@@ -38,8 +38,8 @@ from lwopt_backend.planner.seconds import (
 )
 from lwopt_backend.planner.setting import Setting, Share
 
-# A host's storage in a study: DeepSpeed's ZeRO and FSDP2 store parameters; we exchange what must be whole.
-# Its plan for what some ranks share: owners, buckets, bytes, memory of every rank, seconds.
+# A host's storage in a study: DeepSpeed's ZeRO and FSDP2 store parameters; this package exchanges the pieces of
+# matrices. Its plan for the parameters that some ranks share: owners, buckets, bytes, memory of every rank, seconds.
 
 
 def host_part(
@@ -97,8 +97,8 @@ def host_part(
 
 
 def _path(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, before: Sequence[int], *, meet: bool) -> int:
-    """The cost until the last rank is done: of all buckets as if they were one plan's; or, if the ranks ``meet`` after
-    each plan, whose updates have to return before the host goes on, of one plan after another."""
+    """The cost until the last rank is done: of all buckets as if they were one plan's; or of one plan after another, if
+    the ranks ``meet`` after each plan, because its updates have to return before the host continues."""
     path, loads = 0, list(before or [0] * plans[0].layout.world_size)
     atoms: list[Atom] = []
     owners: list[int] = []
@@ -118,8 +118,8 @@ def _path(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, before: 
 
 
 def _assignments(plans: Sequence[MatrixPlan]) -> Iterator[Assignment]:
-    """Every matrix in the order in which it is exchanged, with its bucket's number among those of all plans. In each
-    plan, those that are not exchanged come first."""
+    """Every matrix in the order of exchange, with its bucket's number among those of all plans. In each plan, those
+    that are not exchanged come first."""
     first = 0
     for plan in plans:
         owners, exchanged = plan.ownership.owners, {atom for bucket in plan.buckets for atom in bucket}
@@ -174,7 +174,7 @@ MASTER = 4  # bytes: DeepSpeed keeps fp32 partitions in addition to parameters o
 
 
 def zero_plans(shared: Share, ranks: int, setting: Setting) -> list[tuple[dict[str, Any], GroupPlan]]:
-    """What DeepSpeed steps at a time, in its order: the param group, and the plan."""
+    """DeepSpeed's successive steps: the param group, and the plan."""
     config, grouping = setting.config, shared.grouping
     assert isinstance(config, ZeROConfig)
     plans = []
@@ -341,12 +341,12 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
 
 
 def _batch(setting: Setting, numel: int) -> int:
-    """The elements that a rule takes at once where one takes ``numel`` on an accelerator; on a CPU, one matrix."""
+    """The elements that a rule takes at once: ``numel`` on an accelerator, one matrix on a CPU."""
     return 0 if setting.plans_for == MACHINES["cpu"] else numel
 
 
 def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, setting: Setting) -> Placed:
-    """Every matrix, in the model's order, at the rank whose part of the buffer has it."""
+    """Every matrix, in the model's order, at the rank whose part of the buffer contains it."""
     found: dict[int, list[tuple[Atom, int, int]]] = {}
     groups = shared.grouping.groups
     costs: list[dict[Shape, int]] = [{} for _ in groups]

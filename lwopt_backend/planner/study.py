@@ -1,4 +1,4 @@
-"""A model on a cluster: what tensor, pipeline and expert parallelism leave to each stage, and its plan."""
+"""A model on a cluster: the parameters of each stage under tensor, pipeline and expert parallelism, and its plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan_share(name: str, shared: Share, ranks: int, setting: Setting, base: Seq
     return plan_zero_share(name, shared, ranks, setting)
 
 
-# How tensor, pipeline and expert parallelism spread a model over ranks, and what is left to each.
+# How tensor, pipeline and expert parallelism spread a model over ranks.
 
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # one expert's number in its parameters' names
 
@@ -54,13 +54,13 @@ class Deployment:
                 raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
         if self.world_size % (self.tp * self.pp):
             raise ValueError(
-                f"world_size {self.world_size} is not a multiple of tp x pp = {self.tp} x {self.pp}; "
-                f"give the number of all ranks, e.g. {self.tp * self.pp * self.world_size} for {self.world_size} "
+                f"world_size: expected a multiple of tp x pp = {self.tp} x {self.pp}, found {self.world_size}; give "
+                f"the number of all ranks, e.g. {self.tp * self.pp * self.world_size} for {self.world_size} "
                 "data-parallel ranks"
             )
         if self.stage_ranks % self.ep:
             raise ValueError(
-                f"ep {self.ep} does not divide the {self.stage_ranks} ranks of a pipeline stage "
+                f"ep: expected a divisor of the {self.stage_ranks} ranks of a pipeline stage, found {self.ep} "
                 f"(world_size {self.world_size} / pp {self.pp}); world_size counts all ranks, not data-parallel ones"
             )
 
@@ -89,7 +89,7 @@ def stages(routes: Sequence[Route], pp: int) -> list[list[Route]]:
         return [list(routes)]
     layers = sorted({int(number.group()) for r in routes if (number := re.search(r"\d+", r.name))})
     if len(layers) < pp:
-        raise ValueError(f"pp {pp}: the parameters' names show only {len(layers)} layers to spread over the stages")
+        raise ValueError(f"pp: expected at most {len(layers)}, the layers in the parameters' names, found {pp}")
     sizes = [len(layers) // pp + (stage < len(layers) % pp) for stage in range(pp)]
     stage_of = dict(zip(layers, (stage for stage, size in enumerate(sizes) for _ in range(size))))
     found: list[list[Route]] = [[] for _ in range(pp)]
@@ -111,7 +111,7 @@ def is_expert(route: Route, pattern: str) -> bool:
 def local_experts(
     routes: Sequence[Route], divided: Mapping[str, Divided], ep: int, pattern: str
 ) -> tuple[list[Route], dict[str, Divided]]:
-    """What one rank of ``ep`` stores of the expert parameters among ``routes``: the first ``1/ep`` of every layer's.
+    """One rank's share of the expert parameters among ``routes``: the first ``1/ep`` of every layer's.
 
     Also returns their matrices from ``divided``. Experts are counted by the number behind ``.experts.`` in their names,
     or by the first dimension of a stack. All ranks store equally many, so one stands for all. Raises ValueError if
@@ -124,12 +124,12 @@ def local_experts(
     for route in stacked:
         if len(route.shape) < 3 or route.shape[0] % ep:
             raise ValueError(
-                f"ep {ep}: {route.name!r} of shape {route.shape} is neither one numbered expert "
-                f"(...experts.<number>...) nor a stack whose first dimension {ep} divides"
+                f"ep {ep}: expected one numbered expert (...experts.<number>...), or a stack whose first dimension "
+                f"{ep} divides; found {route.name!r} of shape {route.shape}"
             )
     count = 1 + max((int(number.group()) for number in numbers if number), default=-1)
     if count % ep:
-        raise ValueError(f"ep {ep} does not divide the {count} experts of a layer")
+        raise ValueError(f"ep: expected a divisor of the {count} experts of a layer, found {ep}")
     local = []
     parts = {}
     for route, number in zip(experts, numbers):
@@ -194,7 +194,7 @@ class Stage:
         ]
 
     def place(self, shared: Part | Planned, rank: int) -> int:
-        """The rank of an instance that a rank of the stage is. Neighbours differ in tp or ep first, then in dp."""
+        """The place of a stage's rank within its instance. Neighbours differ in tp or ep first, then in dp."""
         apart = self.deployment.ep if shared.name == "experts" else self.deployment.tp
         return rank // apart % shared.group_size
 
@@ -208,7 +208,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Study:
-    """All stages of a model on a deployment. ``worst``, the one that takes longest, is shown."""
+    """All stages of a model on a deployment. ``worst``, the slowest, is shown."""
 
     routes: tuple[Route, ...]
     deployment: Deployment
@@ -235,9 +235,9 @@ def plan_study(model: ModelShapes, deployment: Deployment, setting: Setting, *, 
     """
     if deployment.tp > 1 and setting.engine.startswith("zero"):
         raise ValueError(
-            f"--tp {deployment.tp} is not planned for engine {setting.engine!r}: under DeepSpeed all tensor- and "
-            "data-parallel ranks exchange a matrix, which is cut as the host marks it, and names and shapes do not "
-            + ("tell; stage 3 trains no such model." if setting.engine == "zero3" else "tell; a run prints its plan.")
+            f"--tp {deployment.tp} is not planned for engine {setting.engine!r}: names and shapes do not show how "
+            "DeepSpeed's tensor parallelism cuts a matrix; "
+            + ("stage 3 trains no such model." if setting.engine == "zero3" else "a run prints its plan.")
             + " Leave --tp out, or plan it for 'owned' or 'fsdp2'"
         )
     planned, divided = [], model.divided
@@ -267,6 +267,6 @@ def _plan_stage(index: int, dense: Share, spread: Share | None, deployment: Depl
     if dense.grouping.groups:
         planned.insert(0, plan_share("dense", dense, deployment.dp, setting, base))
     if not any(each.part for each in planned):
-        why = "name some with --include (of a list of shapes, add some to it), or train it with AdamW"
-        raise ValueError(f"stage {index} has no matrix to plan; {why}")
+        why = "name some with --include (add some to a list of shapes), or train it with AdamW"
+        raise ValueError(f"stage {index}: expected a matrix to plan, found none; {why}")
     return replace(stage, planned=tuple(planned))

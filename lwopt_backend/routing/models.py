@@ -44,9 +44,9 @@ def _no_module(given: Any, caller: str, wanted: str) -> TypeError:
 
 
 # What PEFT adds to a model: the parameters of its adapters; and which modules are the model's own.
-# # Where a module's class is defined decides whether it is PEFT's: subclasses by FSDP2 or users count, and PEFT is
-# never imported. The attribute of the layer that has an adapter's parameter shows what that parameter is. The adapter's
-# own name, chosen by users, does not.
+# Where a module's class is defined decides whether it is PEFT's: subclasses by FSDP2 or users count, and PEFT is never
+# imported. The attribute of the layer that has an adapter's parameter shows what that parameter is. The adapter's own
+# name, chosen by users, does not.
 
 # Attributes in which PEFT's modules keep the model's: the replaced module, its copies by adapter, or all of them.
 IN_PLACE = frozenset({"base_layer", "original_module", "token_adapter"})
@@ -56,7 +56,7 @@ MODELS = frozenset({"model", "base_model", "lora_model", "word_embeddings"})
 LORA = {"lora_A": "lora_B", "lora_B": "lora_A"}  # each factor's attribute, with the other factor's
 
 
-# # Other attributes. In LoRA, activations pass through A and then B, as through two linears. None of these does that:
+# Other attributes. In LoRA, activations pass through A and then B, as through two linears. None of these does that:
 # LoHa multiplies its factors element by element, LoKr maps reshaped activations, DeLoRA divides by norms, HiRA
 # multiplies by the weight.
 _ADAPTERS = {

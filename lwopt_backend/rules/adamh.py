@@ -28,9 +28,9 @@ def _is_beta(given: Any) -> bool:
 class AdamH(MatrixRule):
     """R Norm(W - lr R Norm(U)) with Adam's U = M / (sqrt(V) + eps) and R = ||W||: arXiv 2606.16899.
 
-    M and V have no bias correction. M's would only scale U, whose length does not count; V's would do the same but for
-    ``eps``, which is therefore larger by 1 / sqrt(1 - beta2^t) in step t than in the paper. U is element-wise, but its
-    norm is not: it is computed where the elements are, and goes to the owner in fp32 and back.
+    M and V have no bias correction. M's would only scale U, whose length has no effect. V's would also only scale it,
+    except for ``eps``, which is therefore larger by 1 / sqrt(1 - beta2^t) in step t than in the paper. U is
+    element-wise, but its norm is not: U is computed where the elements are, and is sent to the owner in fp32 and back.
     """
 
     lr: float = option(0.01, "share of the weight's norm that a step moves it by", HYPERBALL, ge=0)
@@ -46,7 +46,7 @@ class AdamH(MatrixRule):
         """Raises ValueError for a weight decay."""
         if self.weight_decay:
             raise ValueError(
-                f"AdamH keeps the weight's norm, but weight_decay is {self.weight_decay}; set weight_decay to 0"
+                f"weight_decay: expected 0, because AdamH keeps the weight's norm; found {self.weight_decay}"
             )
 
     @property

@@ -98,19 +98,20 @@ ScaleName = Literal[
 ]
 
 
-# The ways to compute Newton-Schulz, and which matrices take the s x s Gram matrix; l is the longer side.
+# The ways to compute Newton-Schulz, and which matrices use the s x s Gram matrix; l is the longer side.
 
 NsMethod = Literal["standard", "gram", "auto", "gram-newton-schulz", "quack-kernels"]
-# Flops that pass while a GPU moves one element of 16 bits; an H100's dense bf16 rate over its memory bandwidth is
-# 989e12 / 3.35e12 flops a byte. For every step but one a segment, the Gram matrix saves 4 s^2 l - 6 s^3 flops and the
-# traffic of 4 s l elements, and costs that of 10 s^2.
+# Flops in the time in which a GPU moves one element of 16 bits; an H100's dense bf16 rate over its memory bandwidth is
+# 989e12 / 3.35e12 flops a byte. Every step except one a segment saves 4 s^2 l - 6 s^3 flops and the traffic of 4 s l
+# elements with the Gram matrix, and costs the traffic of 10 s^2.
 FLOPS_PER_ELEMENT = 2 * 295
 
 
 def takes_gram(shape: Sequence[int], ns_method: str, gram_aspect: float | None) -> bool:
-    """Whether a matrix of ``shape`` takes Gram Newton-Schulz: from ``gram_aspect`` on; by ``ns_method`` if it is None.
+    """Whether a matrix of ``shape`` takes Gram Newton-Schulz: from ``gram_aspect`` on; by ``ns_method`` if that is
+    None.
 
-    With a package, half a product makes up for more products as soon as a matrix is not square.
+    A package computes half of each product, which compensates for more products as soon as a matrix is not square.
     """
     short, long = sorted(shape)
     if gram_aspect is not None:
@@ -138,7 +139,8 @@ def checked_restarts(given: Any) -> tuple[int, ...] | None:
     return tuple(given)
 
 
-# Scaling before and after Newton-Schulz. Rows and columns are those of the weight, also where the iteration turns it.
+# Scaling before and after Newton-Schulz. Rows and columns are those of the weight, also where the iteration transposes
+# it.
 
 MUONEQ, MUON_PLUS = "MuonEq, arXiv 2603.28254", "Muon+, arXiv 2602.21545"
 HYPERBALL, FLOOR = "Hyperball, arXiv 2606.16899", "modded-nanogpt, track 3, u/w-floor"
@@ -149,7 +151,7 @@ Precondition = Literal["none", "muoneq_r", "muoneq_c", "muoneq_rc", "aol", "muon
 Renormalize = Literal["none", "row", "col", "row_col", "col_row", "frobenius"]
 LINES = {"muoneq_r": (-1,), "muoneq_c": (-2,), "muoneq_rc": (-1, -2)}  # the dimensions that MuonEq sums over
 OF_MUON_PLUS = ("none", "row", "col", "row_col", "col_row")
-# What may follow what: MuonEq's code also runs Muon+'s modes, nanochat has "frobenius", after rows or alone.
+# Valid combinations: MuonEq's code also runs Muon+'s modes; nanochat has "frobenius", after rows or alone.
 DEFINED: Mapping[str, Sequence[str]] = {
     "none": (*OF_MUON_PLUS, "frobenius"),
     "muoneq_r": (*OF_MUON_PLUS, "frobenius"),
@@ -178,7 +180,7 @@ def equilibrate(matrices: Tensor, dims: Sequence[int], eps: float) -> Tensor:
 
 
 def renormalize(update: Tensor, mode: str) -> Tensor:
-    """Divide each row or column, or first the ones and then the others, by its norm: Muon+, arXiv 2602.21545.
+    """Divide each row, each column, or both in turn, by its norm: Muon+, arXiv 2602.21545.
 
     "frobenius" is nanochat's: the whole matrix has the norm of an orthogonal one, sqrt(min(rows, columns)). Computed in
     fp32; returns the dtype of ``update``, and leaves it as it is.
@@ -203,8 +205,8 @@ class Muon(MatrixRule):
     """torch.optim.Muon's update as a matrix rule; its state is one ``momentum_buffer`` per element.
 
     With ``precondition`` "muon2" there is also a ``second_moment`` per element: V <- beta2 V + (1 - beta2) G^2, by
-    whose root, plus eps, the direction is divided before it is sent (Muon^2, arXiv 2604.09967). V has no bias
-    correction, which would only scale the direction.
+    root, plus eps, the direction is divided before it is sent (Muon^2, arXiv 2604.09967). V has no bias correction,
+    which would only scale the direction.
 
     ``momentum_form`` "ema" is what torch computes (its docstring shows the other form); it equals the sum times 1 -
     momentum, also in the buffer, so the forms' checkpoints are not interchangeable. If the iteration is in bfloat16, so
@@ -345,7 +347,7 @@ class Muon(MatrixRule):
         restarts = self.gram_restarts or ()
         if list(restarts) != sorted(set(restarts)) or any(restart >= self.ns_steps for restart in restarts):
             raise ValueError(
-                f"gram_restarts: expected increasing numbers below ns_steps, {self.ns_steps}; found {restarts!r}"
+                f"gram_restarts: expected increasing numbers below ns_steps ({self.ns_steps}), found {restarts!r}"
             )
         if self.gram_restarts is not None and self.ns_method == "standard" and self.gram_aspect is None:
             raise ValueError(
@@ -366,8 +368,8 @@ class Muon(MatrixRule):
         if self.renormalize not in self.defined.get(self.precondition, ()):
             pairs = [f"{before!r} with {', '.join(map(repr, after))}" for before, after in self.defined.items()]
             raise ValueError(
-                f"precondition is {self.precondition!r} and renormalize is {self.renormalize!r}, which no publication "
-                f"combines in {type(self).__name__}; expected {'; '.join(pairs)}"
+                f"expected {'; '.join(pairs)}; found precondition {self.precondition!r} with renormalize "
+                f"{self.renormalize!r}, a combination without a publication for {type(self).__name__}"
             )
         if self.precondition == "aol" and self.ns_method == "gram-newton-schulz":
             raise ValueError(
@@ -387,7 +389,7 @@ class Muon(MatrixRule):
                 "leave them out"
             )
         if self.uw_floor and self.weight_decay_form == "cautious":
-            raise ValueError("uw_floor is set with weight_decay_form 'cautious', which no publication combines")
+            raise ValueError("uw_floor: expected 0 with weight_decay_form 'cautious'; no publication combines them")
 
     def _check_blocks(self) -> None:
         others = {"precondition": self.precondition != "none", "renormalize": self.renormalize != "none"}
@@ -396,12 +398,12 @@ class Muon(MatrixRule):
         if self.block_period > 1 and any(others.values()):
             found = " and ".join(name for name, there in others.items() if there)
             raise ValueError(
-                f"block_period is {self.block_period}, with {found}, which no publication combines; leave one out"
+                f"block_period: expected 1 with {found}, found {self.block_period}; no publication combines them"
             )
         if self.block_period == 1 and self.block_lr_scale != 1:
             raise ValueError(
-                f"block_lr_scale is {self.block_lr_scale}, but without block_period there are no blocks; set that, 5 "
-                "in the paper"
+                f"block_lr_scale: expected 1 without block_period, found {self.block_lr_scale}; set block_period, 5 in "
+                "the paper"
             )
 
     @property
@@ -458,7 +460,7 @@ class Muon(MatrixRule):
     def _over_roots(
         self, found: list[Tensor], grads: list[Tensor], moments: list[Tensor], *, advance: bool
     ) -> list[Tensor]:
-        """The directions ``found`` over the roots of the second moments, as ``accumulate`` and ``direction`` do it."""
+        """The directions ``found`` over the roots of the second moments, as in ``accumulate`` and ``direction``."""
         if advance:
             _multiply(moments, self.precondition_beta2)
             torch._foreach_addcmul_(moments, grads, grads, value=1 - self.precondition_beta2)
@@ -468,7 +470,7 @@ class Muon(MatrixRule):
 
     def transform(self, matrices: Tensor) -> Tensor:
         if self.precondition in LINES:
-            # First what travels: a matrix that its owner stores whole takes the same step.
+            # The dtype of the exchange comes first, so that a matrix that is not exchanged takes the same step.
             matrices = equilibrate(matrices.to(self.iterates_in), LINES[self.precondition], self.precondition_eps)
         update = self._orthogonalized(matrices)
         return update if self.renormalize == "none" else renormalize(update, self.renormalize)

@@ -88,7 +88,7 @@ TABLES = {
 
 
 def table_of(coefficients: Coefficients) -> Table:
-    """A table by name; from one triple, which every step uses; or from a list of one triple per step.
+    """A table by name, from one triple for all steps, or from a list of one triple per step.
 
     Raises ValueError for anything else.
     """
@@ -132,13 +132,13 @@ def by_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     return (table.triples + table.triples[-1:] * (steps - count))[:steps]
 
 
-IMMEDIATE = {"cpu"}  # kinds of devices that have done a call's work when it returns: nothing to batch or to wait for
+IMMEDIATE = {"cpu"}  # devices on which a call returns when its work is done: nothing to batch or to wait for
 
 
 class Product(Protocol):
     """``alpha`` a b, and ``beta`` times ``plus`` if that is given, of one matrix or of a batch; in any layout.
 
-    Iterations take another one than ``product`` where a result is known to be symmetric.
+    Iterations use a different one from ``product`` for symmetric results.
     """
 
     def __call__(
@@ -186,7 +186,7 @@ def newton_schulz(
 def prepare(
     matrices: Tensor, coefficients: Coefficients, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The iteration's start, and a function that restores the shape: cast, 2-D or 3-D, rows <= columns, norm one."""
+    """The start of the iteration (cast, 2-D or 3-D, rows <= columns, norm one), and a function to restore the shape."""
     x = matrices.to(dtype)
     batch = x.shape[:-2]
     x = x.flatten(0, -3) if len(batch) > 1 else x  # addmm and baddbmm take 2-D and 3-D tensors
@@ -211,18 +211,18 @@ def normalize(x: Tensor, eps: float, margin: float = 1.0) -> Tensor:
     norm = _norm(x)
     bounded = norm.clamp(max(eps, LEAST_NORM), torch.finfo(x.dtype).max)
     guarded = bounded != norm
-    if x.device.type not in IMMEDIATE or guarded.any():  # reading it is free only there
+    if x.device.type not in IMMEDIATE or guarded.any():  # only there is reading free
         largest = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=x.ndim > 2)
         x = x / torch.where(guarded, largest.clamp(min=torch.finfo(x.dtype).tiny), 1)
-        bounded = _norm(x).clamp(min=LEAST_NORM)  # where nothing was divided, this is the norm that there was
+        bounded = _norm(x).clamp(min=LEAST_NORM)  # the original norm where nothing was divided
     return x / (bounded if margin == 1 else bounded * margin)
 
 
 def almost_orthogonal(x: Tensor, gram: Tensor, margin: float) -> tuple[Tensor, Tensor]:
     """X and X X^T with every row of X divided by the root of its row's sum of |X X^T|, times ``margin``.
 
-    No singular value is then above one over the margin, and most are nearer to one than in X / ||X||_F: AOL,
-    arXiv 2208.03160, which Turbo-Muon, arXiv 2512.04632, takes in place of the norm, with one step fewer.
+    No singular value is then above one over the margin, and most are nearer to one than in X / ||X||_F: AOL, arXiv
+    2208.03160. Turbo-Muon, arXiv 2512.04632, uses it in place of the norm, with one step fewer.
     """
     sums = gram.abs().sum(-1, keepdim=True, dtype=torch.float32)
     rows = (sums.clamp_(min=torch.finfo(torch.float32).tiny).rsqrt_() / margin).to(x.dtype)  # of zeros: stay zeros
@@ -253,8 +253,8 @@ def gram_newton_schulz(
 
     Every step multiplies X by a polynomial of R = X X^T, so the product Q of several steps follows from R alone, and X
     is multiplied once (Zhang, Amsel, Chen and Dao, "Gram Newton-Schulz", 2026). It takes fewer flops if the longer side
-    is over 1.5 times the shorter, more if it is less. ``restarts`` are the numbers of steps after which X and R are
-    computed again.
+    is over 1.5 times the shorter, otherwise more. ``restarts`` are the numbers of steps after which X and R are
+    recomputed.
     """
     x, as_given = prepare(matrices, coefficients, eps, dtype)
     for number, triples in enumerate(segments(coefficients, steps, restarts)):
@@ -269,11 +269,11 @@ def segments(coefficients: Coefficients, steps: int, restarts: Sequence[int] | N
     """The coefficients of the steps from one restart to the next.
 
     Rounding makes small eigenvalues of R wrong, even negative, and every step multiplies them by the square of its
-    slope at zero, a. So by default a segment ends before the product of its slopes would exceed a bound; that of the
-    first is larger, because the restart repairs what it leaves. For 5 steps, that is 3 and 2 with Jordan's
+    slope at zero, a. By default a segment therefore ends before the product of its slopes would exceed a bound. The
+    bound of the first is larger, because the restart repairs its errors. For 5 steps, that is 3 and 2 with Jordan's
     coefficients, 2 and 3 with the other tables. On ill-conditioned matrices in bfloat16, the largest singular value
-    then ends at most 0.02 above the plain iteration's with Jordan's coefficients and 0.2 with the others; with 3 and 2
-    for all, it would be 0.6 to 2.5 with the others, and without a restart it has no bound.
+    then ends at most 0.02 above the plain iteration's with Jordan's coefficients, and 0.2 with the others. Segments of
+    3 and 2 for all would end 0.6 to 2.5 above it with the others; without a restart there is no bound.
     """
     triples = by_step(coefficients, steps)
     if restarts is None:
@@ -286,7 +286,7 @@ def segments(coefficients: Coefficients, steps: int, restarts: Sequence[int] | N
 
 
 def _steps_within(bound: float, triples: Sequence[Triple]) -> int:
-    """How many of these steps have slopes whose product is within the bound; at least one."""
+    """The number of first steps whose slopes have a product within the bound; at least one."""
     products: Iterable[float] = itertools.accumulate((abs(a) for a, _, _ in triples), operator.mul)
     return max(1, sum(product <= bound for product in products))
 
@@ -311,16 +311,16 @@ def _product_of_steps(gram: Tensor, triples: Sequence[Triple], symmetric: Produc
     return of_steps
 
 
-# Packages whose kernels compute one half of a symmetric product and mirror it. Neither is needed otherwise, so each is
-# imported where it is first used. No test of this project has run their kernels, for want of a GPU: gram-newton-schulz
-# is tested by its own path for CPUs, quack-kernels by a stand-in.
+# Packages whose kernels compute one half of a symmetric product and mirror it. Each is imported on first use, because
+# neither is needed otherwise. No test of this project has run their kernels on a GPU: gram-newton-schulz is tested by
+# its path for CPUs, quack-kernels by a stand-in.
 
 KERNELS = "quack.gemm_interface"
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """The modules that are used, and what they have kernels for: major compute capabilities, and their names."""
+    """The modules to import, and the devices of their kernels: major compute capabilities, and their names."""
 
     modules: tuple[str, ...]
     capabilities: tuple[int, ...]
@@ -341,22 +341,22 @@ def check_package(name: str, device: torch.device) -> None:
     otherwise = "set ns_method to 'auto'"
     if device.type != "cuda" or torch.version.hip is not None:
         kind = "an AMD GPU" if device.type == "cuda" else f"a device of type {device.type!r}"
-        raise ValueError(f"{where}, whose kernels are for {package.devices} of NVIDIA, not for {kind}; {otherwise}")
+        raise ValueError(f"{where}: expected {package.devices} by NVIDIA for its kernels, found {kind}; {otherwise}")
     capability = torch.cuda.get_device_capability(device)
     if capability[0] not in package.capabilities:
         raise ValueError(
-            f"{where}, whose kernels are for {package.devices}, but {torch.cuda.get_device_name(device)} has compute "
-            f"capability {'.'.join(map(str, capability))}; {otherwise}"
+            f"{where}: expected {package.devices} for its kernels, found {torch.cuda.get_device_name(device)} with "
+            f"compute capability {'.'.join(map(str, capability))}; {otherwise}"
         )
     try:
         for module in package.modules:
             importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"{where}, but {error}; `pip install {name}`, or {otherwise}") from error
+        raise ValueError(f"{where}: {error}; run `pip install {name}`, or {otherwise}") from error
 
 
 LEAST_SIDE = 256  # the kernels' tile; the product of smaller matrices takes no longer with torch's
-ALIGNED = 8  # elements of 16 bits: the kernels load rows from addresses that 16 bytes divide
+ALIGNED = 8  # elements of 16 bits: the kernels load rows from multiples of 16 bytes
 
 
 def quack_product(
@@ -369,7 +369,7 @@ def quack_product(
     if a.ndim == 2:  # Ampere's kernels take batches only
         return quack_product(a[None], b[None], None if plus is None else plus[None], alpha=alpha, beta=beta)[0]
     kernels: Any = importlib.import_module(KERNELS)
-    result: Tensor = kernels.gemm_symmetric(a, b, C=plus, alpha=float(alpha), beta=float(beta))  # an int is refused
+    result: Tensor = kernels.gemm_symmetric(a, b, C=plus, alpha=float(alpha), beta=float(beta))  # an int is an error
     return result
 
 
@@ -395,7 +395,7 @@ def packaged_newton_schulz(
 
 
 def _for_norm_one(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
-    """The coefficients by step. The package divides by the norm once more, so the first step divides by the margin."""
+    """The coefficients by step. The package also divides by the norm, so the first step divides by the margin."""
     (a, b, c), *rest = by_step(coefficients, steps)
     margin = table_of(coefficients).margin
     return ((a / margin, b / margin**3, c / margin**5), *rest)
@@ -403,7 +403,7 @@ def _for_norm_one(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
 
 @lru_cache(maxsize=64)
 def _iteration(triples: tuple[Triple, ...], ends: tuple[int, ...], on_gram: bool, kernels: bool) -> Any:
-    """The package's iteration, not compiled: torch.compile would compile, and keep graphs, for every shape."""
+    """The package's iteration, uncompiled: torch.compile would compile, and keep graphs, for every shape."""
     package: Any = importlib.import_module("gram_newton_schulz")
     return package.GramNewtonSchulz(
         ns_use_kernels=kernels,

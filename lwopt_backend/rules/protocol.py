@@ -26,7 +26,7 @@ def option(default: Any, meaning: str, source: str, *, check: Check | None = Non
     return field(default=default, metadata={"meaning": meaning, "source": source, "check": check, "bounds": bounds})
 
 
-# Methods that do the same as others on many pieces at once.
+# The methods for many pieces at once, by those for one piece.
 OF_MANY = {
     "directions": {"gradient", "accumulate", "direction"},
     "apply_all": {"apply"},
@@ -137,7 +137,8 @@ class MatrixRule:
             self.apply(value, update, shape)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that changes what happens to one piece takes pieces one by one, unless it says how to take many."""
+        """A subclass that overrides a method for one piece takes pieces one by one, unless it overrides that for
+        many."""
         super().__init_subclass__(**options)
 
         def place_of(method: str) -> int:
@@ -151,7 +152,7 @@ class MatrixRule:
 def sums_of(values: Sequence[Tensor], updates: Sequence[Tensor]) -> Tensor:
     """The sums of W^2, W U and U^2 over pieces of one matrix, of shape (3,): products in their dtype, sums in float64.
 
-    So the sums over any pieces add up to the same number within 1e-16 of it, which factors round to the weight's dtype.
+    So the sums over any pieces add up to the same number within 1e-16; factors round it to the weight's dtype.
     """
     pairs = [(value, update.to(value.device, value.dtype)) for value, update in zip(values, updates)]
     parts = [torch.stack([(a * b).sum(dtype=torch.float64) for a, b in ((w, w), (w, u), (u, u))]) for w, u in pairs]
@@ -226,10 +227,10 @@ def inner_steps() -> Iterator[None]:
 
 @contextmanager
 def one_call(optimizer: torch.optim.Optimizer, *, begins: bool, ends: bool) -> Iterator[None]:
-    """What torch does around ``step``, for an optimizer that a host calls several times a step.
+    """torch's hooks around ``step``, for an optimizer that a host calls several times a step.
 
-    Hooks hear of the call that begins the step, before it, and of the one that ends it, after it. ``step`` must have an
-    attribute ``hooked``, with which torch takes it as it is.
+    The pre-hooks run before the call that begins the step, the post-hooks after the one that ends it. ``step`` must
+    have an attribute ``hooked``, with which torch does not wrap it.
     """
     with record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
         for hook in chain(BEFORE.values(), optimizer._optimizer_step_pre_hooks.values()) if begins else ():
@@ -242,9 +243,9 @@ def one_call(optimizer: torch.optim.Optimizer, *, begins: bool, ends: bool) -> I
 class TorchOptimizer(WeightRule):
     """Runs an optimizer class on one matrix: made for every matrix and step, with ``arguments`` and the saved state.
 
-    Its only parameter is the whole weight, with the whole gradient as ``grad``. What it keeps in ``state`` of the
-    parameter, and counts in its param group, is the matrix's owner state. What it keeps elsewhere, or changes of its
-    arguments, would be lost: an error if the first step shows it.
+    Its only parameter is the whole weight, with the whole gradient as ``grad``. The matrix's owner state is what the
+    class keeps in ``state`` of the parameter, and counts in its param group. Any other state, and changes of its
+    arguments, would be lost: an error if the first step shows them.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], **arguments: Any) -> None:
@@ -281,7 +282,7 @@ class TorchOptimizer(WeightRule):
         """Raises TypeError for an optimizer with state that would be lost, or that changes its own arguments."""
         if rewritten := [key for key in counted if key in self._arguments]:
             raise TypeError(
-                f"it changes its argument {rewritten[0]!r} itself, which a schedule or checkpoint would undo"
+                f"expected an unchanged argument {rewritten[0]!r}, found a class that changes it; only schedules may"
             )
         others = [key for key in inner.state if key is not param]
         now = _seen(vars(inner), "state", "param_groups")
@@ -289,8 +290,8 @@ class TorchOptimizer(WeightRule):
         if others or changed:
             where = f"in its attribute {changed[0]!r}" if changed else f"under the key {others[0]!r} of its state"
             raise TypeError(
-                f"it keeps something {where}; expected all of it in state[parameter] and in the param group, which "
-                "checkpoints hold"
+                f"expected all state in state[parameter] and in the param group, which checkpoints save; found more "
+                f"{where}"
             )
 
 

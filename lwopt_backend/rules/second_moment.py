@@ -23,11 +23,10 @@ class SecondMomentMuon(Muon, OwnerStateRule):
     """Muon whose update O is divided, element by element, by the root of a moving average v of O's squares.
 
     v <- beta2 v + (1 - beta2) mean(O^2), in fp32, is owner state; ``mean_squares`` is the mean. Then O becomes O /
-    (sqrt(v) + second_moment_eps), and ``update_norm`` sets its length, by norms of the whole matrix, which the owner
-    has; a shard's norm would differ. With "match_rms" there is no factor by shape.
+    (sqrt(v) + second_moment_eps), and ``update_norm`` sets its length by norms of the whole matrix, which only the
+    owner has. With "match_rms" there is no factor by shape.
 
-    v has no bias correction: 'match_rms' and 'preserve' cancel it, and other implementations of 'none' have none
-    either.
+    v has no bias correction: 'match_rms' and 'preserve' cancel it, and other implementations of 'none' also have none.
     """
 
     nesterov: bool = option(False, NESTEROV, TORCH)
@@ -48,8 +47,8 @@ class SecondMomentMuon(Muon, OwnerStateRule):
         super().__post_init__()
         if self.update_norm == "match_rms" and self.adjust_lr_fn is not None:
             raise ValueError(
-                f"adjust_lr_fn is {self.adjust_lr_fn!r}, but with update_norm 'match_rms' there is no factor by shape; "
-                "leave adjust_lr_fn out, or choose update_norm 'preserve' or 'none'"
+                f"adjust_lr_fn: expected none with update_norm 'match_rms', which has no factor by shape; found "
+                f"{self.adjust_lr_fn!r}; leave it out, or choose update_norm 'preserve' or 'none'"
             )
 
     @property
@@ -96,7 +95,7 @@ class NorMuon(SecondMomentMuon):
         "longer side, as in Emerging-Optimizers",
         f"{NORMUON}; Emerging-Optimizers",
     )
-    # nanochat scales so; modded-nanogpt's rows alone.
+    # nanochat has both; modded-nanogpt scales rows alone.
     defined: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(("none", "muoneq_r"), ("none", "frobenius"))
 
     def mean_squares(self, update: Tensor) -> Tensor:
@@ -127,7 +126,7 @@ class AdaMuon(SecondMomentMuon):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.by_norms:
-            raise ValueError("no publication combines AdaMuon with hyperball or uw_floor; leave them out")
+            raise ValueError("expected AdaMuon without hyperball and uw_floor; no publication combines them")
 
     def transform(self, matrices: Tensor) -> Tensor:
         return super().transform(_signs(matrices.to(self.iterates_in)) if self.sign_momentum else matrices)
@@ -140,5 +139,5 @@ class AdaMuon(SecondMomentMuon):
 
 
 def _signs(matrices: Tensor) -> Tensor:
-    """The signs; non-finite elements stay as they are, even infinities, so that they are noticed."""
+    """The signs; non-finite elements stay as they are, so that they are noticed."""
     return torch.where(matrices.isfinite(), matrices.sign(), matrices)

@@ -352,7 +352,7 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
 #     {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer), anything else}
 #
 # nested (``state.<parameter>.<key>``, ``param_groups.<number>.<option>``) or flattened
-# # (``param_groups.<parameter>.<option>``), under whatever names. Parameters have the module's own names. Only
+# (``param_groups.<parameter>.<option>``), under whatever names. Parameters have the module's own names. Only
 # ``iteration``, ``samples``, ``scheduler`` (a state dict), ``arguments`` and ``names`` are read otherwise, and mean
 # what they mean in ``Checkpoint``; this package writes them under these keys, and training may.
 

@@ -66,8 +66,8 @@ def read(
         here = _flat(state_dict)
         some = {path[:3] for path, value in here.items() if isinstance(value, Pieces) and value.boxes}
         for key, path in opened.paths.items():
-            # # A parameter, or a matrix in it, that other ranks own: they have the state that this rank lacks. Any
-            # other key is unexpected, and the optimizer refuses it.
+            # A parameter, or a matrix in it, that other ranks own: they have the state that this rank lacks. Any other
+            # key is unexpected, and the optimizer refuses it.
             is_theirs = path[0] in owned and path[1] == STATE and path not in here
             if is_theirs and (path[3].startswith("[") or path[:3] not in some):
                 continue

@@ -1,6 +1,6 @@
 """Who owns which matrix of a buffer, and where its buckets close.
 
-All is arithmetic on integers in a fixed order, so every rank and every machine finds the same plan.
+Everything is integer arithmetic in a fixed order, so every rank and every machine finds the same plan.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 SOFT_MINIMUM = 0.9  # of a bucket's largest matrix times the ranks, as in Megatron-Core
-MORE_ROOM = (5, 1)  # percent that a rank's part may be longer than it must be, so that the work can be even
-MOST_PARTS = 2**16  # buckets times ranks; what planning takes grows with these
-Sizes = list[tuple[int, int]]  # a size, and how many have it
+MORE_ROOM = (5, 1)  # percent by which a rank's part may exceed its minimum, so that the work can be even
+MOST_PARTS = 2**16  # buckets times ranks; the time of planning grows with these
+Sizes = list[tuple[int, int]]  # a size, and its count
 
 
 def ends_where_even(numels: Sequence[int], ranks: int, bucket_numel: int) -> list[int]:
@@ -53,8 +53,8 @@ def ends_where_full(numels: Sequence[int], ranks: int, bucket_numel: int) -> lis
 def deal(numels: Sequence[int], costs: Sequence[int], loads: list[int], room: int) -> list[int]:
     """Owners of matrices: the costliest first, to the rank with the least work that has ``room`` (Graham 1969).
 
-    Equal matrices are dealt to ranks in turn, because a rank that has got one is no longer the first. A matrix for
-    which no rank has room goes to the rank with the fewest elements. ``loads``, each rank's work so far, is updated.
+    Equal matrices are dealt to ranks in turn, because a rank is no longer the first once it has one. A matrix for which
+    no rank has room goes to the rank with the fewest elements. ``loads``, each rank's work so far, is updated.
     """
     filled = [0] * len(loads)
     smallest = min(numels)
@@ -67,7 +67,7 @@ def deal(numels: Sequence[int], costs: Sequence[int], loads: list[int], room: in
         if numels[place] != size:
             size, ready, passed = numels[place], [*ready, *passed], []
             heapq.heapify(ready)
-        owner = None  # ranks that have room for nothing are dropped
+        owner = None  # ranks without any room are dropped
         while ready and owner is None:
             entry = heapq.heappop(ready)
             if filled[entry[1]] + size <= room:
@@ -88,8 +88,8 @@ def deal(numels: Sequence[int], costs: Sequence[int], loads: list[int], room: in
 def deal_padded(numels: Sequence[int], costs: Sequence[int], loads: list[int]) -> list[int]:
     """Owners of a padded bucket's matrices, by the best of three deals: two with ``MORE_ROOM``, one in bins.
 
-    The best has the least sum of two ratios: the longest part to the mean part, and the most work of a rank, with
-    that of earlier buckets, to the mean work. ``loads`` is updated.
+    The best has the least sum of two ratios: the longest part to the mean part, and a rank's maximum work, including
+    earlier buckets, to the mean work. ``loads`` is updated.
     """
     ranks, room = len(loads), least_room(numels, len(loads))
     work = max(1, sum(loads) + sum(costs))
@@ -109,7 +109,7 @@ def deal_padded(numels: Sequence[int], costs: Sequence[int], loads: list[int]) -
 
 
 def deal_bins(numels: Sequence[int], costs: Sequence[int], loads: list[int], room: int) -> list[int]:
-    """Owners of matrices that are packed first: the largest first, each into the first bin that has ``room``.
+    """Owners of matrices packed in bins: the largest first, each into the first bin that has ``room``.
 
     The costliest bin then goes to the rank with the least work. A matrix for which no bin has room goes into the
     emptiest. ``loads`` is updated.
@@ -135,9 +135,9 @@ def deal_bins(numels: Sequence[int], costs: Sequence[int], loads: list[int], roo
 
 
 def least_room(numels: Sequence[int], ranks: int) -> int:
-    """The room that a rank needs for its part of matrices of these sizes, by MULTIFIT (Coffman et al. 1978).
+    """The room that ranks need for matrices of these sizes, by MULTIFIT (Coffman et al. 1978).
 
-    At most 13/11 of what the best deal needs.
+    At most 13/11 of the best deal's.
     """
     sizes = sorted(Counter(numels).items(), reverse=True)
     low = max(sizes[0][0], -(-sum(numels) // ranks))
@@ -152,7 +152,7 @@ def least_room(numels: Sequence[int], ranks: int) -> int:
 
 def _fit(sizes: Sizes, ranks: int, room: int) -> bool:
     """Whether all fit if the largest come first, each to the first rank with room for it."""
-    alike = [(room, ranks)]  # ranks with the same room left, which are one entry
+    alike = [(room, ranks)]  # one entry for ranks with the same room left
     for size, count in sizes:
         after: Sizes = []
         for left, times in alike:

@@ -1,4 +1,4 @@
-"""Owned buffers: what is planned, buckets with slots and shards, and the arrangement of parameters."""
+"""Owned buffers: the planned parameters, buckets with slots and shards, and the arrangement of parameters."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ LAYOUTS = ("auto", "padded", "compact")
 def check_choices(layout: str, group_size: int | None, ranks: int) -> None:
     """Raises ValueError for an unknown layout, and for a group size that does not divide the ranks."""
     if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}; expected 'padded', 'compact' or 'auto'")
+        raise ValueError(f"layout: expected 'padded', 'compact' or 'auto', found {layout!r}")
     if group_size is not None and (group_size < 1 or ranks % group_size):
-        raise ValueError(f"group size {group_size} does not divide the {ranks} data-parallel ranks; expected a divisor")
+        raise ValueError(f"group_size: expected a divisor of the {ranks} data-parallel ranks, found {group_size}")
 
 
 ALIGNMENT = 64  # elements; every matrix starts on a multiple, as in Megatron-Core (cuBLASLt wants 128 bytes in bf16)
@@ -46,7 +46,7 @@ def aligned(numel: int) -> int:
 
 
 def shard_multiple(world_size: int) -> int:
-    """The multiple of a shard's size with which a bucket ends on lcm(world_size, 128) elements."""
+    """The multiple for a shard's size so that a bucket ends on a multiple of lcm(world_size, 128) elements."""
     return math.lcm(ALIGNMENT, math.lcm(world_size, 128) // world_size)
 
 
@@ -184,7 +184,7 @@ def arrange_matrices(
         of_ranks = [sorted(mine, key=lambda member: member[1] % ALIGNMENT > 0) for mine in of_ranks]
         sizes = [sum(numel for _, numel in mine) for mine in of_ranks]
         parts, end = [(0, 0)] * shards, 0
-        # Sizes that are no multiple of the alignment come last, so that they shift no other part.
+        # Unaligned sizes come last, so that they shift no other part.
         for rank in sorted(range(shards), key=lambda r: sizes[r] % ALIGNMENT > 0):
             parts[rank] = (end, end + sizes[rank])
             end += sizes[rank]

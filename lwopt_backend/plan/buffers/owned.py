@@ -1,4 +1,4 @@
-"""Plans of owned storage: matrices and element-wise parameters in buckets, cut between ranks where that pays."""
+"""Plans of owned storage: matrices and element-wise parameters in buckets, cut between ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) 
     parts = [part for member in members for part in member.parts]
     cost_before = [*accumulate((cost for _, cost in parts), initial=0)]
     low = max(*before, -(-(sum(before) + cost_before[-1]) // len(before)))
-    high = low + max(cost for _, cost in parts)  # if a matrix were left, every rank would have more than ``low``
+    high = low + max(cost for _, cost in parts)  # a matrix left over would mean that every rank has more than ``low``
     while low < high:  # bisection for the least largest sum, among the sums that ranks can have
         counts, fullest, fuller = _filled(cost_before, before, (low + high) // 2)
         low, high = (low, fullest) if sum(counts) == len(parts) else (fuller, high)
@@ -74,8 +74,8 @@ def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) 
 
 
 def _filled(cost_before: Sequence[int], before: Sequence[int], limit: int) -> tuple[list[int], int, int]:
-    """How many matrices each rank takes if it takes all that fit under the limit, which no load ``before`` is above;
-    the largest load then, and the least limit under which a rank would take more, if matrices are left."""
+    """The number of matrices that each rank takes if it takes all that fit under the limit, which no load ``before``
+    exceeds; the largest load then; and the least limit under which a rank would take more, if matrices are left."""
     counts, place, fullest, fuller = [], 0, 0, cost_before[-1] + limit
     for load in before:
         start = load - cost_before[place]
@@ -115,7 +115,7 @@ def cut_buckets(
 
 
 MOST_PADDING = 0.05  # of the parameters' elements; with more, ``auto`` is compact
-MOST_PADDING_ON_NCCL = 0.25  # a limit of memory; below it, ``auto`` has the layout of the shorter modelled collectives
+MOST_PADDING_ON_NCCL = 0.25  # for memory; below it, ``auto`` takes the layout with faster modelled collectives
 ELEMENT_BYTES = 2  # on the wire, of a 16-bit parameter; the choice between layouts is the same within a factor of 2
 
 
@@ -123,7 +123,7 @@ ELEMENT_BYTES = 2  # on the wire, of a 16-bit parameter; the choice between layo
 class OwnedPlan:
     """``buckets`` over ``group_size`` ranks, repeated in ``instances``; slots name parameters by their position.
 
-    ``loads`` is the work of each rank of an instance. ``choices`` are sentences that explain the plan.
+    ``loads`` is the work of each rank of an instance. ``choices`` explain the plan in sentences.
     """
 
     group_size: int
@@ -154,7 +154,7 @@ def plan_owned(
 
     Buckets are in the order in which backward completes them, and close at ``bucket_numel`` elements. The matrices in
     one parameter may have several owners, unless the layout is padded. ``base`` is each rank's work from other plans.
-    ``machine`` prices the collectives between which the layout ``auto`` chooses.
+    ``machine`` is the cost model by which the layout ``auto`` chooses.
     Raises ValueError for an unknown layout or a group size that does not divide the ranks.
     """
     check_choices(layout, group_size, ranks)
@@ -199,10 +199,10 @@ def _matrix_buckets(
     before: Sequence[int],
     machine: Machine,
 ) -> tuple[list[Bucket], list[int]]:
-    """The buckets of the matrices ``members`` of one dtype, in backward order, and the work that they add to each rank.
+    """The buckets of the matrices ``members`` of one dtype, in backward order, and the work added to each rank.
 
-    ``auto`` is padded if that adds at most ``MOST_PADDING``; on NCCL at most ``MOST_PADDING_ON_NCCL``, and if padding
-    pays. Otherwise it is compact, as on one rank, which sends nothing.
+    ``auto`` is padded if that adds at most ``MOST_PADDING``; on NCCL at most ``MOST_PADDING_ON_NCCL``, and only if
+    padding is no slower. Otherwise, and on a single rank, which sends nothing, it is compact.
     """
     if layout == "auto":
         padded = _matrix_buckets(params, members, "padded", bucket_numel, before, machine)
@@ -234,7 +234,7 @@ def _matrix_buckets(
 def _elementwise_bucket(
     params: Sequence[OwnedParam], members: Sequence[int], ranks: int, layout: str, dtype: str
 ) -> Bucket:
-    """A bucket of element-wise parameters; ``auto`` as of matrices."""
+    """A bucket of element-wise parameters; ``auto`` works as for matrices."""
     sizes = [(index, params[index].numel) for index in members]
     if layout != "compact":
         padded = arrange_elementwise(sizes, ranks, "padded", dtype)
@@ -244,10 +244,10 @@ def _elementwise_bucket(
 
 
 def _pays(padded: Sequence[Bucket], compact: Sequence[Bucket], ranks: int, machine: Machine) -> bool:
-    """Whether sending the padding takes no longer than what the compact buckets' unequal parts cost.
+    """Whether sending the padding takes no longer than the unequal parts of the compact buckets.
 
-    NCCL makes an operation for every owner of an uneven collective (a reduce or a broadcast each), which takes longer
-    than the rounds of an even one if there are more owners than rounds.
+    NCCL performs an uneven collective as one operation per owner (a reduce or a broadcast), which takes longer than the
+    rounds of an even one if there are more owners than rounds.
     """
     uneven = even = 0.0
     for bucket in compact:
