@@ -59,6 +59,7 @@ def document(
         "layout": stage.parts[0].layout,
         "seconds": stage.time.total,
         "seconds_parts": _seconds(stage.time),
+        "seconds_overlapped": stage.overlapped,
         "peak_bytes": max(memory.peak for memory in stage.memory()),
         "stage": stage.index,
         "stages": [_stage_line(each) for each in study.stages],

@@ -32,7 +32,8 @@ class Part:
 
     ``loads`` (in the cost model's unit), ``owned_numels`` and ``memory`` are per rank of an instance. ``path`` is the
     cost until the last rank is done, if ranks wait for buckets only; ``before`` is each rank's earlier cost in other
-    parts. ``notes`` are sentences on the plan.
+    parts. ``notes`` are sentences on the plan. ``overlapped`` is the modelled time (seconds) of the optimizer's step,
+    with transfers behind work where they can be; ``time`` adds everything, the host's own collectives included.
     """
 
     name: str  # "dense" or "experts"
@@ -49,6 +50,7 @@ class Part:
     path: int
     before: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    overlapped: float = 0.0
 
     @property
     def group_size(self) -> int:

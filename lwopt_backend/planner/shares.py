@@ -25,8 +25,8 @@ from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Shar
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buckets import critical_path
 from lwopt_backend.plan.buffers.owned import OwnedPlan
-from lwopt_backend.plan.cost import RankMemory, Shape, StepTime
-from lwopt_backend.plan.owners import MatrixPlan
+from lwopt_backend.plan.cost import RankMemory, Shape, StepTime, per_rank
+from lwopt_backend.plan.owners import Limits, MatrixPlan, exchange_seconds
 from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Planned, workspace
 from lwopt_backend.planner.seconds import (
     BucketTime,
@@ -93,7 +93,23 @@ def host_part(
         _path(plans, shared, setting, before, meet=False),
         tuple(before),
         tuple(sentence for plan in plans for sentence in on_blocks(plan)),
+        sum(
+            _seconds(plan, shared, setting, () if number else before, batch_numel) for number, plan in enumerate(plans)
+        ),
     )
+
+
+def _seconds(plan: MatrixPlan, shared: Share, setting: Setting, before: Sequence[int], batch_numel: int) -> float:
+    """Modelled seconds of a plan by itself: without each rank's work ``before``, and with one rank's share of TP."""
+    atoms = tuple(shared.shown(atom, setting) for atom in plan.atoms)
+    done = per_rank(plan.ownership.owners, [atom.cost for atom in plan.atoms], plan.layout.world_size)
+    alone = per_rank(plan.ownership.owners, [atom.cost for atom in atoms], plan.layout.world_size)
+    loads = tuple(
+        all_of_it - own - more + less
+        for all_of_it, own, more, less in zip(plan.ownership.loads, done, before or [0] * len(done), alone)
+    )
+    plan = replace(plan, atoms=atoms, ownership=replace(plan.ownership, loads=loads))
+    return exchange_seconds(plan, Limits(machine=setting.machine, batch_numel=batch_numel))
 
 
 def _path(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, before: Sequence[int], *, meet: bool) -> int:
@@ -323,6 +339,7 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
     works = [workspace(atoms, _batch(setting, owned.BATCH_NUMEL)) for atoms in placed.owned()]
     in_order = sorted(zip(placed.buckets, (atom.name for atom in placed.atoms), placed.owners), key=lambda row: row[0])
     machine, elements = setting.machine, setting.elements
+    times = timeline(placed, machine, instances=plan.instances, elements=elements)
     layouts = {bucket.layout for bucket in plan.buckets}
     return Part(
         name,
@@ -334,9 +351,10 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
         tuple(replace(memory, workspace=transient) for memory, transient in zip(held, works)),
         tuple(_collectives(plan, setting, config)),
         buffer_step(placed, machine, instances=plan.instances, elements=elements),
-        tuple(timeline(placed, machine, instances=plan.instances, elements=elements)),
+        tuple(times),
         tuple((name, owner, bucket) for bucket, name, owner in in_order),
         max(placed.loads()),
+        overlapped=times[-1].back[1],
     )
 
 

@@ -205,6 +205,11 @@ class Stage:
         busiest = max(self.setting.seconds(max(self.loads())), *(time.compute for time in both))
         return StepTime(busiest, sum(time.wire for time in both), sum(time.latency for time in both))
 
+    @property
+    def overlapped(self) -> float:
+        """The modelled seconds of the optimizer's own step, with transfers behind work where they can be."""
+        return sum(part.overlapped for part in self.parts)
+
 
 @dataclass(frozen=True)
 class Study:
