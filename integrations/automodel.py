@@ -23,8 +23,15 @@ from lwopt_backend.optimizer import LayerWiseOptimizer
 class LayerWiseConfig(OptimizerConfig):  # type: ignore[misc]
     """``LayerWiseOptimizer`` with ``lr`` and ``weight_decay`` for both rules (``at_one_rate``).
 
-    ``arguments`` are further arguments of ``LayerWiseOptimizer``. ``adjust_lr`` is Muon's ``adjust_lr_fn``: Automodel's
-    recipes look up values of keys that end in ``_fn`` as names of functions.
+    Attributes:
+        lr: learning rate of both rules.
+        weight_decay: weight decay of both rules.
+        adjust_lr: Muon's ``adjust_lr_fn``: Automodel's recipes look up values of keys that end in ``_fn`` as functions.
+        arguments: further arguments of ``LayerWiseOptimizer``.
+
+    Examples:
+        >>> config = LayerWiseConfig(lr=1e-4, arguments={"elementwise": {"betas": [0.9, 0.95]}})
+        >>> (optimizer,) = config.build(model)
     """
 
     supports_megatron_fsdp_sharding: ClassVar[bool] = False  # which flattens matrices
@@ -35,9 +42,18 @@ class LayerWiseConfig(OptimizerConfig):  # type: ignore[misc]
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def build(self, model: nn.Module, *, device_mesh: Any = None, is_peft: bool = False) -> list[LayerWiseOptimizer]:
-        """One for each model part of this rank. Called by the recipe on all ranks, after it has sharded the model.
+        """Make the optimizers. The recipe calls it on all ranks, after it has sharded the model.
 
-        Raises ValueError for Automodel's ``param_group_overrides``, and for a decay that its scheduler would drop.
+        Args:
+            model: the model, or an object with the ``parts`` of this rank.
+            device_mesh: no effect; the model has its mesh.
+            is_peft: no effect.
+
+        Returns:
+            One optimizer for each model part of this rank.
+
+        Raises:
+            ValueError: for ``param_group_overrides``, and for a decay that Automodel's scheduler would drop.
         """
         if self.param_group_overrides:
             raise ValueError("automodel.LayerWiseConfig: param_group_overrides: write 'overrides' into arguments")

@@ -32,6 +32,9 @@ def at_one_rate(
 
     Returns:
         The arguments by name.
+
+    Examples:
+        >>> optimizer = LayerWiseOptimizer(model, **at_one_rate(3e-4, weight_decay=0.1))
     """
     of_both = {"lr": lr, "weight_decay": weight_decay}
     rules = {"matrix": ("muon", of_both, matrix), "elementwise": ("adamw", {**of_both}, elementwise)}

@@ -30,9 +30,18 @@ SPEED_ONLY = ("foreach", "fused")  # which change no result
 class LayerWiseOptimizers(OptimizersContainer):  # type: ignore[misc]
     """One ``LayerWiseOptimizer`` for each model part of a rank, which has several parts under pipeline parallelism.
 
-    The trainer makes it on all ranks after it has sharded the model. ``arguments`` are ``LayerWiseOptimizer``'s, by
-    default those of the recipe. A part without a matrix, such as a stage with only the embedding, is trained
-    element-wise.
+    The trainer makes it on all ranks after it has sharded the model. A part without a matrix, such as a stage with only
+    the embedding, is trained element-wise.
+
+    Args:
+        config: its ``arguments`` are ``LayerWiseOptimizer``'s. Default: those of the recipe.
+        model_parts: the sharded parts of this rank.
+
+    Raises:
+        ValueError: for param groups with an optimizer that has no counterpart here.
+
+    Examples:
+        >>> optimizer = LayerWiseOptimizers.Config(arguments={"matrix": "muon", "lr": 0.02, "elementwise_lr": 8e-4})
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -64,6 +73,9 @@ def layer_wise(config: OptimizersContainer.Config, **arguments: Any) -> LayerWis
 
     Returns:
         A configuration to put in place of ``config``.
+
+    Examples:
+        >>> config.optimizer = layer_wise(config.optimizer, lr=0.02, elementwise_lr=8e-4)
     """
     made: LayerWiseOptimizers.Config = derive(config, LayerWiseOptimizers.Config, arguments=arguments)
     return made

@@ -39,6 +39,9 @@ def LayerWise(
     Raises:
         TypeError: for ``params`` that is not such a generator, such as a list.
         ValueError: for a module that FSDP2 has not sharded.
+
+    Examples:
+        >>> optimizer = LayerWise(module.parameters(), lr=1e-6, momentum=0.95)
     """
     module = inspect.getgeneratorlocals(params).get("self") if inspect.isgenerator(params) else None
     if not isinstance(module, nn.Module):

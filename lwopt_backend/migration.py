@@ -38,6 +38,9 @@ def convert_momentum(buffer: Tensor, momentum: float, *, source: Form, target: F
 
     Raises:
         ValueError: for an unknown form, and for a ``momentum`` outside [0, 1).
+
+    Examples:
+        >>> total = convert_momentum(average, 0.95, source="ema", target="sum")
     """
     return buffer.detach() * factor(momentum, source, target)
 
@@ -58,6 +61,9 @@ def convert_named_momentum(
 
     Raises:
         ValueError: as ``convert_momentum``, and for a parameter that ``momentum`` lacks.
+
+    Examples:
+        >>> named = convert_named_momentum(named, 0.95, source="sum", target="ema")
     """
     converted = {name: dict(state) for name, state in named.items()}
     for name, state in converted.items():
@@ -114,8 +120,7 @@ def load_named_state(optimizer: torch.optim.Optimizer, named: Named, *, strict: 
         TypeError: for another optimizer.
 
     Examples:
-        >>> saved = torch.load("muon.pt")
-        >>> load_named_state(optimizer, from_checkpoint(saved, names=["0.weight", "2.weight"]))
+        >>> load_named_state(optimizer, from_checkpoint(torch.load("muon.pt"), names=["0.weight", "2.weight"]))
     """
     return load_into(_store_of(optimizer, WHAT), named, strict=strict)
 
@@ -132,6 +137,9 @@ def change_momentum_form(optimizer: torch.optim.Optimizer, target: Form) -> None
     Raises:
         ValueError: for an unknown form.
         TypeError: for another optimizer.
+
+    Examples:
+        >>> change_momentum_form(optimizer, "sum")
     """
     check_form("target", target)
     change_form(_store_of(optimizer, "change_momentum_form"), target)
@@ -269,6 +277,10 @@ def from_checkpoint(
     Raises:
         ValueError: for an unknown source or form, for a wrong number of names or a name that occurs twice, for state
             that is missing, sharded, of differing shapes or of another optimizer, and if the momentum is not known.
+
+    Examples:
+        >>> saved = torch.load("muon.pt")
+        >>> named = from_checkpoint(saved, names=["0.weight", "2.weight"])
     """
     if source not in SOURCES:
         raise ValueError(f"unknown source {source!r}; {suggestion(str(source), SOURCES)}")

@@ -100,6 +100,11 @@ class Heads:
         key: name of the key weight. One fused weight may be both, if the routing table names its matrices "q" and "k".
         heads: number of query heads.
         key_heads: number of key heads, if there are fewer.
+        query_bias: name of the query projection's bias, if it has one.
+        key_bias: name of the key projection's bias, if it has one.
+
+    Examples:
+        >>> Heads("layers.0.q_proj.weight", "layers.0.k_proj.weight", heads=32, key_heads=8)
     """
 
     query: str

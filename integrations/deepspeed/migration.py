@@ -30,12 +30,28 @@ def load_named_state(engine: DeepSpeedEngine, named: Named, *, strict: bool = Tr
     Raises:
         ValueError: as ``load_named_state``, and for element-wise parameters with different counts of steps, because
             DeepSpeed steps a param group as one tensor.
+
+    Examples:
+        >>> engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
+        >>> load_named_state(engine, from_checkpoint(torch.load("muon.pt"), names=["0.weight", "2.weight"]))
     """
     return migration.load_into(_store(engine, migration.WHAT), named, strict=strict)
 
 
 def change_momentum_form(engine: DeepSpeedEngine, target: Form) -> None:
-    """``lwopt_backend.migration.change_momentum_form`` for an engine. Called on all ranks, between steps."""
+    """``lwopt_backend.migration.change_momentum_form`` for an engine. Call it on all ranks, between steps.
+
+    Args:
+        engine: an engine with an optimizer of this package.
+        target: form of momentum from now on, "ema" or "sum".
+
+    Raises:
+        ValueError: for an unknown form.
+        TypeError: for another optimizer.
+
+    Examples:
+        >>> change_momentum_form(engine, "sum")
+    """
     check_form("target", target)
     migration.change_form(_store(engine, "change_momentum_form"), target)
 

@@ -81,7 +81,13 @@ ONLY_HUGGING_FACE = (
 
 
 class Options(BaseModel):
-    """Base of all options: immutable, and an unknown key is an error."""
+    """Base of all options: immutable, and an unknown key is an error.
+
+    Examples:
+        >>> class SignOptions(Options):
+        ...     lr: float = 1e-3
+        >>> register_rule("sign", Sign, options=SignOptions)
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

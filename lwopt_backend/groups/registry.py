@@ -168,6 +168,11 @@ def register_elementwise(
 
     Raises:
         ValueError: for a name that is taken.
+
+    Examples:
+        >>> def new_state(flat, options):
+        ...     return {"step": torch.zeros(()), "square_avg": torch.zeros_like(flat)}
+        >>> register_elementwise("my_rmsprop", torch.optim.RMSprop, new_state=new_state)
     """
     if options is None and isinstance(optimizer, type):
         options = _model(classes.path_of(optimizer))

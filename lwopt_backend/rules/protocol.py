@@ -47,6 +47,19 @@ class MatrixRule:
 
     The defaults are decoupled weight decay and a step of ``-lr * scale(shape)`` along the result of ``transform``.
     ``shape`` is always the whole matrix's (rows, columns).
+
+    Examples:
+        >>> @dataclass
+        ... class SignMomentum(MatrixRule):
+        ...     lr: float = 1e-3
+        ...     state_keys = ("momentum",)
+        ...     def accumulate(self, grad, state):
+        ...         state["momentum"].lerp_(grad, 0.1)
+        ...     def direction(self, grad, state):
+        ...         return state["momentum"]
+        ...     def transform(self, matrices):
+        ...         return matrices.sign()
+        >>> register_rule("sign_momentum", SignMomentum)
     """
 
     lr: float
@@ -178,6 +191,16 @@ class OwnerStateRule(MatrixRule):
     """A matrix rule with owner state of any shapes, e.g. a matrix's second moments by row.
 
     ``transform_with`` replaces ``transform``, and takes one matrix at a time.
+
+    Examples:
+        >>> @dataclass
+        ... class RowScaled(OwnerStateRule):
+        ...     lr: float = 1e-3
+        ...     def new_owner_state(self, shape, device):
+        ...         return {"squares": torch.zeros(shape[0], 1, device=device)}
+        ...     def transform_with(self, matrix, state):
+        ...         state["squares"].lerp_(matrix.square().mean(1, keepdim=True), 0.05)
+        ...         return matrix / state["squares"].sqrt().clamp(min=1e-8)
     """
 
     def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
@@ -194,6 +217,14 @@ class WeightRule(MatrixRule):
 
     Both are sent to the owner in fp32, and the new weight is sent back. All state is owner state: anything that
     ``torch.save`` writes, in nested dictionaries and lists; its form is known after the first step.
+
+    Examples:
+        >>> @dataclass
+        ... class ByColumn(WeightRule):
+        ...     lr: float = 1e-3
+        ...     def step(self, value, grad, state):
+        ...         state["step"] = state.get("step", 0) + 1
+        ...         value.sub_(grad / grad.norm(dim=0).clamp(min=1e-8), alpha=self.lr)
     """
 
     def step(self, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:

@@ -42,6 +42,10 @@ def qk_clip_factors(
 
     Raises:
         ValueError: for a wrong shape, threshold or share.
+
+    Examples:
+        >>> qk_clip_factors(torch.tensor([50.0, 400.0])).query
+        tensor([1.0000, 0.5000])
     """
     if max_logits.ndim != 1 or not len(max_logits):
         raise ValueError(f"max_logits: expected one per head, (heads,); found shape {tuple(max_logits.shape)}")
@@ -61,7 +65,7 @@ def qk_clip_factors(
 
 
 def row_factors(parts: Sequence[tuple[int, Tensor | None]]) -> Tensor:
-    """One factor per row of a projection, (rows,), whose rows are ordered by head.
+    """One factor per row of a projection whose rows are ordered by head.
 
     Args:
         parts: the rows of one head in order: their number, and (heads,) factors, or None for a factor of one. For
@@ -69,8 +73,15 @@ def row_factors(parts: Sequence[tuple[int, Tensor | None]]) -> Tensor:
             for the key's; for MLA ``[(nope, factors.query), (rope, factors.rotary_query)]`` and
             ``[(nope, factors.key), (v, None)]``.
 
+    Returns:
+        A tensor of shape (rows,).
+
     Raises:
         ValueError: if no part has factors, or if their numbers of heads differ.
+
+    Examples:
+        >>> row_factors([(2, torch.tensor([1.0, 0.5]))])
+        tensor([1.0000, 1.0000, 0.5000, 0.5000])
     """
     given = [factors for _, factors in parts if factors is not None]
     if not given or any(factors.shape != given[0].shape for factors in given):

@@ -282,9 +282,10 @@ class ModuleOptimizers(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load each of this rank's modules; the state dict may also have other ranks' modules.
 
-        Raises, on all ranks and before anything is changed, for unknown modules, missing modules, other parameters, and
-        saved state that ``torch.distributed.checkpoint`` did not read, because a plain optimizer without a step asks
-        for none.
+        Raises:
+            ValueError: on all ranks and before anything is changed, for unknown modules, missing modules, other
+                parameters, and saved state that ``torch.distributed.checkpoint`` did not read, because a plain
+                optimizer without a step asks for none.
         """
         loaded(self, state_dict, self._take_state)
 
