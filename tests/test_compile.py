@@ -120,7 +120,7 @@ def test_a_model_that_ran_compiled_is_refused_where_its_hooks_would_be_ignored(h
     if ran:
         loss_of(compiled(rows(0, 0))).backward()
         model.zero_grad()
-        message = "'first.weight' has been used by code of torch.compile.*torch.compiler.reset"
+        message = "expected 'first.weight' before its first run in torch.compile.*torch.compiler.reset"
         with pytest.raises(ValueError, match=message):
             optimizer_in(model, "lazy return")
         optimizer_in(model, "plain")  # which needs no such hooks

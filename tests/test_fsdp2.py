@@ -393,7 +393,7 @@ def test_what_saved_state_lacks_is_left_as_it_is(lacks: str) -> None:
         warnings.simplefilter("always")
         run.optimizer.load_state_dict(saved)
     told = [str(warning.message) for warning in caught if "checkpoint" in str(warning.message)]
-    one = ["the checkpoint has no state of ['layers.2.weight']; the state of these parameters stays as it is"]
+    one = ["the checkpoint has no state of ['layers.2.weight']; the state of these parameters does not change"]
     assert told == (one if lacks == "state of one" else [])
     matrix, other = (run.optimizer.state[run.param(name)] for name in ("layers.0.weight", "lm_head.weight"))
     fresh = bool((matrix["momentum_buffer"].to_local() == 0).all()) and float(other["step"]) == 0
@@ -536,26 +536,32 @@ def of_rows(**options: Any) -> LayerWiseOptimizer:
 
 
 REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wrapped, see test_owned_failures.py
-    (lambda: LayerWiseOptimizer(DistributedDataParallel(UnevenLM()), sharded_later=True), "which shards nothing; call"),
+    (lambda: LayerWiseOptimizer(DistributedDataParallel(UnevenLM()), sharded_later=True), "found no shards; call"),
     (lambda: LayerWiseOptimizer(by_fsdp1(), sharded_later=True), "(FSDP1), which flattens matrices; call fully_shard"),
     (lambda: LayerWiseOptimizer(UnevenLM(), state_dtype="float32"), "'state_dtype' is for fully_shard models, but"),
     (lambda: LayerWiseOptimizer(UnevenLM()).attach(UnevenLM()), "attach is for fully_shard models, but this optimizer"),
-    (lambda: MeshOptimizer([UnevenLM()]), "no parameter of the model is a DTensor; call fully_shard(model) before"),
+    (lambda: MeshOptimizer([UnevenLM()]), "expected DTensors in the model, found none; call fully_shard(model) first"),
     (lambda: OwnedOptimizer(shard("rows", "fp32").model), "'embedding.weight' is a DTensor; for fully_shard models"),
     (lambda: of_rows(bucket_mb=1.0), "'bucket_mb' is for DeepSpeed and for plain models, but"),
     (lambda: of_rows(process_group=dist.group.WORLD), "'process_group' is for plain models, but this optimizer is for"),
     (lambda: of_rows().no_sync(), "no_sync is for plain models, but this optimizer is for fully_shard models"),
     (on_the_meta_device, "is on the meta device; call model.to_empty(device=...)"),
     (unreduced, "dimensions ('dp',): expected Shard or Replicate placements only"),
-    (of_other_shape, "these placements put a part of shape (32, 24) on this rank, found (40, 24)"),
+    (of_other_shape, "expected a part of shape (32, 24) on this rank by its placements, found (40, 24)"),
     (on_a_descending_mesh, "the mesh's ranks do not ascend along dimension 0"),
     (lambda: of_rows(ns_method="quack-kernels"), "'quack-kernels': expected Ampere and later"),
     (lambda: LayerWiseOptimizer(UnevenLM(), ns_method="gram-newton-schulz"), "found a device of type 'cpu'; set"),
     (lambda: of_rows(include=("layers.9.*",)), "include: 'layers.9.*' matches no parameter name"),
     (lambda: of_rows(exclude=("*",)), "none of the 11 trained parameters is a matrix"),
     (lambda: of_rows(**{"lr": "x"} if dist.get_rank() == 1 else {}), "lr: input should be a valid number; found 'x'"),
-    (lambda: of_rows().add_param_group({"params": [torch.zeros(2, 2)]}), "takes no param group after it was made"),
-    (lambda: of_rows().attach(shard("rows", "fp32").model), "attach: parameter 'layers.0.weight' of this optimizer is"),
+    (
+        lambda: of_rows().add_param_group({"params": [torch.zeros(2, 2)]}),
+        "expected all param groups in the constructor",
+    ),
+    (
+        lambda: of_rows().attach(shard("rows", "fp32").model),
+        "attach: expected the optimizer's model, found one without parameter 'layers.0.weight'",
+    ),
     (lambda: of_rows().clip_grad_norm_(1.0, 0), "norm_type: expected a number above 0, or inf; found 0"),
     (lambda: pickle.dumps(of_rows()), "cannot be copied or pickled; use state_dict()"),
     (sparse_gradient, "parameter 'layers.2.weight' of shape (41, 63): expected a dense gradient"),

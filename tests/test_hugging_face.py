@@ -399,9 +399,11 @@ def test_a_checkpoint_is_loaded_before_the_first_step(tmp_path: Path, kind: str,
 def test_what_cannot_be_before_and_after_sharding_is_refused() -> None:
     optimizer = LayerWiseOptimizer(small_llama(1, 32), **MUON, report=False, sharded_later=True)
     assert not optimizer.state
-    with pytest.raises(RuntimeError, match="no parameter in its param groups is a DTensor; check that prepare"):
+    with pytest.raises(
+        RuntimeError, match="expected DTensors in its param groups at the first step, found none; check that prepare"
+    ):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="takes no param group after it was made"):
+    with pytest.raises(RuntimeError, match="expected all param groups in the constructor"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
 
 

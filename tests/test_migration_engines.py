@@ -119,11 +119,11 @@ def assert_parts_alone_are_kept(optimizer: Any) -> None:
 
 # What does not fit
 OTHER, TURNED = torch.zeros(37, 24), torch.zeros(24, 63)
-RULE = "; let the rule train it that trained it there, with include, exclude or overrides"
+RULE = "; train it with the rule of the checkpoint, by include, exclude or overrides"
 EXPECTED = "'lm_head.weight': expected state ['exp_avg', 'exp_avg_sq', 'step'], the checkpoint has "
 WRONG: dict[str, tuple[dict[str, Any], str]] = {  # what takes a state's place, or None, and what is said
-    "unknown": ({"layers.0.wait": {}}, "'layers.0.wait' is in the checkpoint, and not trained here; here"),
-    "missing": ({"layers.5.weight": None}, "parameter 'layers.5.weight' is trained here, and not in the checkpoint"),
+    "unknown": ({"layers.0.wait": {}}, "'layers.0.wait' is in the checkpoint, but not trained here; here"),
+    "missing": ({"layers.5.weight": None}, "parameter 'layers.5.weight' is trained here, but not in the checkpoint"),
     "keys": ({"lm_head.weight": {"momentum_buffer": OTHER}}, f"{EXPECTED}['momentum_buffer']{RULE}"),
     "shape": (
         {"layers.0.weight": {"momentum_buffer": TURNED}},

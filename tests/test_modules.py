@@ -448,11 +448,11 @@ def test_what_it_cannot_be_used_for_says_so() -> None:
     scaler.scale(module(torch.ones(1, 2)).sum()).backward()
     for error, words, use in (
         (TypeError, "takes no closure", lambda: optimizers.step(lambda: 1.0)),
-        (RuntimeError, "add this group to a module's optimizer", lambda: optimizers.add_param_group({"params": []})),
+        (RuntimeError, "expected a module for this param group", lambda: optimizers.add_param_group({"params": []})),
         (TypeError, "cannot be copied or pickled", lambda: pickle.dumps(optimizers)),
         (RuntimeError, r"use scale_grads\(\)", lambda: scaler.step(optimizers)),
         (ValueError, "unknown module 'aa'; did you mean 'a'", lambda: optimizers.clip_grad_norm_({"aa": 1.0})),
-        (ValueError, "max_norm lacks module 'a'", lambda: optimizers.clip_grad_norm_({})),
+        (ValueError, "max_norm: expected module 'a'", lambda: optimizers.clip_grad_norm_({})),
         (ValueError, "norm_type: expected a number above 0", lambda: optimizers.grad_norm(0)),
     ):
         with pytest.raises(error, match=words):
@@ -474,16 +474,16 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
     def on(group: Any, **options: Any) -> dict[str, Any]:
         return {"vision": optimizer_for(model_of("vision"), process_group=group, **options)}
 
-    order = "all ranks name all modules in one order, with None for those that they do not have: ranks differ"
+    order = "expected all modules on all ranks, in one order, with None for modules on other ranks: ranks differ"
     ours, both = {"vision": adam(vision)}, [("vision", adam(vision)), ("language", adam(language))]
     shared, elsewhere = {**ours, "language": adam(language, *vision.layers[: rank == 1])}, on(everyone)
     given: list[tuple[str, dict[str, Any]]] = [
         (order, dict(both[:: -1 if rank == 2 else 1])),
         (order, ours if rank == 1 else {**ours, "language": None}),
-        ("no rank has an optimizer of module 'language'", {**ours, "language": None}),
+        ("module 'language': expected an optimizer on some rank, found none", {**ours, "language": None}),
         ("module 'vision': expected a torch.optim.Optimizer, or None on ", {"vision": vision} if rank == 3 else ours),
         ("expected a mapping from modules' names to optimizers, found {}", {}),
-        ("modules 'vision' and 'language' share a parameter, '1 of group 0' of 'vision' is ", shared),
+        ("expected every parameter in one module, found '1 of group 0' of 'vision' as ", shared),
         ("their process groups have other sizes: {0: 4,", {"vision": None} if rank == 2 else elsewhere),
         (
             "[0, 1, 2, 3] have an optimizer of module 'vision', but their process groups have other sizes: {0: 2,",
@@ -494,7 +494,10 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
             "module 'vision': ranks differ in optimizer: 'OwnedOptimizer' on rank 0, 'Adam'",
             on(half) if rank < 2 else ours,
         ),
-        ("is a DTensor, whose norm Adam cannot tell", {"vision": adam(sharded(model_of("vision"), everyone)[0])}),
+        (
+            "expected no DTensors with Adam, which cannot compute their norm",
+            {"vision": adam(sharded(model_of("vision"), everyone)[0])},
+        ),
     ]
     for words, optimizers in given:
         fails_with(words, lambda optimizers=optimizers: ModuleOptimizers(optimizers))
@@ -638,15 +641,15 @@ def on_first_rank(change: Callable[[], Any]) -> None:
 def test_state_that_is_not_all_there_is_refused_on_all_ranks(tmp_path: Path) -> None:
     folder, (_, optimizers) = tmp_path / "state", make("01|23")
     fails_with("'langauge'; did you mean 'language'?", lambda: optimizers.load_state_dict({"langauge": 0}))
-    fails_with("lacks module", lambda: optimizers.load_state_dict({}))
+    fails_with("expected module", lambda: optimizers.load_state_dict({}))
 
     def refuses(words: str, by: ModuleOptimizers = optimizers) -> None:
         fails_with(words, lambda: by.load_state_dict_from(folder))
 
-    refuses("holds no checkpoint")
+    refuses("expected a finished checkpoint")
     optimizers.save_state_dict(folder)
     misspelled = {new: optimizers.modules.get(name) for name, new in zip(NAMES, ("vision", "langauge"))}
-    refuses("has an unknown module 'language'; did you mean 'langauge'", ModuleOptimizers(misspelled))
+    refuses("unknown module 'language'; did you mean 'langauge'", ModuleOptimizers(misspelled))
     metadata = (folder / ".metadata").read_bytes()
     dist.barrier()  # all have read it before it is damaged
     on_first_rank(lambda: (folder / ".metadata").write_bytes(metadata[:-200]))
@@ -695,7 +698,9 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_removes_it(tmp_pat
     for group in run.optimizers.param_groups:
         if group["module"] == "language":
             group["note"] = lambda: None  # which no checkpoint can hold
-    fails_with("module 'language', param group 0: the value", lambda: run.optimizers.save_state_dict(tmp_path))
+    fails_with(
+        "module 'language', param group 0: expected values that", lambda: run.optimizers.save_state_dict(tmp_path)
+    )
     dist.barrier()
     assert sorted(tmp_path.iterdir()) == before
     run = run.resumed("0|123", tmp_path)

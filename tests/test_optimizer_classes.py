@@ -86,7 +86,7 @@ class NeedsClosure(Own):
 
 REFUSED = [
     (Forgetful, "which checkpoints save; found more in its attribute 'velocity'"),
-    (Opaque, "the optimizer's state has a object at 'state.helper', which checkpoints do not hold"),
+    (Opaque, "found a object at 'state.helper', which checkpoints do not hold"),
     (History, "which checkpoints save; found more in its attribute 'history'"),
     (OwnSchedule, "expected an unchanged argument 'lr', found a class that changes it"),
     (NeedsClosure, "missing 1 required positional argument: 'closure'"),

@@ -440,7 +440,9 @@ def test_a_copy_of_the_model_is_trained_by_itself() -> None:
 def test_weights_used_by_hand_are_there_after_synchronize_and_named_until_then() -> None:
     model, optimizer, expected = lazily()
     output = nn.functional.linear(rows(1, 0), model.first.weight)
-    with pytest.raises(RuntimeError, match=r"'first.weight' was used before its new value had come.*synchronize\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"'first.weight' was used before its new value had arrived.*synchronize\(\)"
+    ):
         output.sum().backward()
     model.zero_grad()
     optimizer.synchronize()

@@ -89,13 +89,13 @@ def test_experts_that_are_not_named_and_groups_of_others_are_errors_on_every_ran
     rank, model = dist.get_rank(), sharded()[0]
     of_neighbour = [dist.new_group([other]) for other in range(4)][rank - 1]
     of_others = sharers_of_experts() if rank else dist.GroupMember.NON_GROUP_MEMBER
-    outside = "is not in the process group given; make the optimizer on the group's ranks only"
+    outside = "in it, found it outside; make the optimizer on the group's ranks only"
     told = "rank 0 failed with ValueError(" if rank else ""
     for make, options, message in (
         (expert_optimizer, {"expert_params": ("expert.*",)}, "matches no parameter name"),
-        (expert_optimizer, {"expert_params": ()}, "belong together"),
+        (expert_optimizer, {"expert_params": ()}, "together, found one"),
         (optimizer_in, {}, "ranks differ"),
-        (optimizer_in, {"expert_group_size": 2}, "but expert_params is empty"),
+        (optimizer_in, {"expert_group_size": 2}, "expected expert_params with expert_group_size 2, found none"),
         (optimizer_in, {"process_group": of_neighbour}, f"rank {rank} {outside}"),
         (expert_optimizer, {"expert_process_group": of_others}, f"{re.escape(told)}.*rank 0 {outside}"),
     ):

@@ -87,15 +87,21 @@ def some_sparse() -> Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "DDP": (lambda: DDP(Branches()), "wrapped in DistributedDataParallel; pass the module inside"),
     "DDP within": (lambda: nn.Sequential(DDP(Branches())), "its module '0' is wrapped in DistributedDataParallel"),
-    "FSDP": (sharded_by_fsdp, "the model is sharded by FullyShardedDataParallel, which flattens matrices; pass the"),
+    "FSDP": (sharded_by_fsdp, "found the model sharded by FullyShardedDataParallel, which flattens matrices; pass the"),
     "float8": (float8, "'left.weight' is stored in float8_e4m3fn; expected float32, bfloat16, float16 or float64"),
     "float8 on one rank": (lambda: float8() if dist.get_rank() else Branches(), "float8_e4m3fn"),
-    "sparse": (lambda: nn.Sequential(nn.Embedding(7, 6, sparse=True)), "'0' makes sparse gradients, which no buffer"),
-    "meta": (on_meta, "'left.weight' is on the meta device and has no values yet"),
-    "frozen on meta": (lambda: with_buffer(torch.ones(2, device="meta")), "'there' is frozen or a buffer, and lies on"),
+    "sparse": (
+        lambda: nn.Sequential(nn.Embedding(7, 6, sparse=True)),
+        "expected dense gradients, found sparse ones of '0'",
+    ),
+    "meta": (on_meta, "'left.weight': expected values, found none on the meta device"),
+    "frozen on meta": (
+        lambda: with_buffer(torch.ones(2, device="meta")),
+        "found 'there', a torch.strided tensor on meta",
+    ),
     "sparse buffer on one rank": (
         lambda: with_buffer(some_sparse()),
-        "which the process group cannot send; move it to",
+        "where the process group can send it, found",
     ),
     "a buffer of another shape": (lambda: with_buffer(torch.ones(1 + dist.get_rank())), "there (1,) torch.float32"),
 }
@@ -105,10 +111,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "an order of no norm": (lambda: passes(1).clip_grad_norm_(1.0, 0), "norm_type: expected a number above 0, or inf"),
     "a glob that matches nothing": (lambda: passes(1).grad_norm("middel.*"), "'middel.*' matches no parameter name;"),
     "a second optimizer": (a_second_optimizer, "'first.weight' belongs to an earlier LayerWiseOptimizer that is"),
-    "a group added later": (lambda: made()[1].add_param_group({}), "takes no param group after it was made"),
+    "a group added later": (lambda: made()[1].add_param_group({}), "expected all param groups in the constructor"),
     "a copy": (lambda: copy.deepcopy(made()[1]), "cannot be copied or pickled"),
     "forward after a broken pass": (forward_after_a_broken_pass, "call optimizer.zero_grad() on all ranks before the"),
-    "several reentrant checkpoints": (lambda: passes(1, Repeated), "it is used in several reentrant checkpoints; use"),
+    "several reentrant checkpoints": (lambda: passes(1, Repeated), "several reentrant checkpoints use it. Use"),
 }
 
 
@@ -177,7 +183,7 @@ def test_gradients_that_one_rank_drops_are_used_by_none() -> None:
 # The model is changed behind the optimizer's back
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {  # "unfrozen" is in test_fsdp2.py
     "replaced": (lambda model: setattr(model, "left", nn.Linear(11, 7)), "are no longer in the model (replaced)"),
-    "cast": (lambda model: model.double(), "was moved or got other data (model.to(), param.data = ...)"),
+    "cast": (lambda model: model.double(), "was moved or has new data (model.to(), param.data = ...)"),
     "other data": (lambda model: setattr(model.right.weight, "data", torch.zeros(7, 11)), "'right.weight' was moved"),
     "added": (lambda model: model.add_module("new", nn.Linear(3, 3)), "'new.weight', 'new.bias' are trained now, but"),
 }

@@ -85,7 +85,9 @@ def test_a_gradient_that_no_backward_pass_made_is_an_error_on_every_rank() -> No
     optimizer = owned.optimizer_in(model, "plain")
     if dist.get_rank() == 1:
         model.left.weight.grad = torch.ones_like(model.left.weight)
-    with pytest.raises(RuntimeError, match=r"'left.weight' has a .grad that no .*set keep_full_grads=True.*\(rank 1\)"):
+    with pytest.raises(
+        RuntimeError, match=r"'left.weight': expected a .grad from a backward .*set keep_full_grads=True.*\(rank 1\)"
+    ):
         optimizer.step()
     model.zero_grad()
     owned.Turn(model, 0, 0).back(use="both")

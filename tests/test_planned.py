@@ -134,7 +134,7 @@ def test_before_there_is_a_plan_its_name_is_an_error() -> None:
     param = nn.Parameter(torch.zeros(4, 4))
     late = fsdp2.LayerWiseOptimizer(UnevenLM(), sharded_later=True, report=False)
     for optimizer in (LayerWise([param]), LayerWiseMuon([param], storage="owned"), late):
-        with pytest.raises(RuntimeError, match="has no plan yet, so plan_digest has no value.*ask after that"):
+        with pytest.raises(RuntimeError, match="has no plan yet, so plan_digest has no value.*after the first step"):
             _ = optimizer.plan_digest
 
 

@@ -64,7 +64,7 @@ def test_a_rank_that_fails_takes_the_others_with_it(failing: int) -> None:
 def test_a_setting_that_differs_is_named_with_both_values_and_nothing_else() -> None:
     ranks = [[setting("lr", 0.02), setting("betas", (0.9, beta)), setting("eps", 0)] for beta in (0.95, 0.95, 0.99)]
     found = first_difference(ranks)
-    assert found == "ranks differ in betas: (0.9, 0.95) on rank 0, (0.9, 0.99) on rank 2; give all ranks the same"
+    assert found == "ranks differ in betas: (0.9, 0.95) on rank 0, (0.9, 0.99) on rank 2; give all ranks the same value"
     assert first_difference([["a"], ["a"]]) == "all lines are equal"
     assert digest(["a", "b"]) == digest(["a", "b"]) != digest(["a", "c"])
 
@@ -108,7 +108,7 @@ def same(model: nn.Module) -> None:
 
 
 def both(name: str, first: str, other: str) -> str:
-    said = f"ranks differ in {name}: {first} on rank 0, {other} on rank 1; give all ranks the same"
+    said = f"ranks differ in {name}: {first} on rank 0, {other} on rank 1; give all ranks the same value"
     return rf"^(LayerWiseOptimizer|LayerWise): {re.escape(said)}$"
 
 
@@ -175,7 +175,9 @@ def change(engine: Engine, what: str) -> str:
     if dist.get_rank() == 1:
         group[key] = value
     name = f"{key} of param group {number} ({('muon', 'adamw')[number]})"
-    return re.escape(f"ranks differ in {name}: {before!r} on rank 0, {value!r} on rank 1; give all ranks the same")
+    return re.escape(
+        f"ranks differ in {name}: {before!r} on rank 0, {value!r} on rank 1; give all ranks the same value"
+    )
 
 
 @on_ranks(2)
@@ -460,7 +462,7 @@ assert len(groups) > 3 and alive == [], (len(groups), [gc.get_referrers(group) f
 try:
     modules.step()
 except RuntimeError as error:
-    assert "the optimizer's process group was destroyed; make the optimizer again" in str(error), error
+    assert "expected the optimizer's process group, found it destroyed; make the optimizer again" in str(error), error
 """
 
 

@@ -53,7 +53,7 @@ def on_meta(made: hf.PretrainedConfig) -> nn.Module:
 def test_models_whose_stacked_experts_are_no_matrices_say_how_little_is_one() -> None:
     model = on_meta(hf.MixtralConfig(**{**TINY, "intermediate_size": 128}))
     headline, note = routing_headline(route(model, exclude=["*.experts.*"]))
-    assert "elements lie in parameters of 3 and more dimensions (stacked experts" in note
+    assert "elements are in parameters of 3 and more dimensions (stacked experts" in note
     assert len(routing_headline(route(UnevenLM()))) == 1
 
 

@@ -124,7 +124,7 @@ def test_metrics_are_of_the_whole_model_and_cost_nothing_until_they_are_asked_fo
                 stack.enter_context(mock.patch.multiple(module, **there))
             without = [name for name in operations(trained, 4) if "record_function" not in name]
         assert [name for name in unasked if "record_function" not in name] == without
-        with pytest.raises(RuntimeError, match="call record_metrics"):
+        with pytest.raises(RuntimeError, match="expected record_metrics"):
             optimizer.metrics()
         optimizer.record_metrics()
         before = trained.weights()

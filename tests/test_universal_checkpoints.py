@@ -290,7 +290,7 @@ def keep(step: Path) -> None:
 
 
 MOMENTUM, OWNER = f"{GATE}/momentum_buffer.pt", "owner_state/gate.weight.pt"
-OF_ADAM = ["expected state ['momentum_buffer'], the checkpoint has ['exp_avg', 'exp_avg_sq']; let the rule train it"]
+OF_ADAM = ["expected state ['momentum_buffer'], the checkpoint has ['exp_avg', 'exp_avg_sq']; train it with the rule"]
 WITH_ATOMS = "with the 'atoms' it was saved with"
 COSINE = {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}}}
 

@@ -426,7 +426,7 @@ def test_an_owner_receives_the_state_that_it_has_not_and_no_more_at_once() -> No
 REFUSED_STATE = {
     "no state on rank 1": "matrix 'layers.4.weight': expected owner state, as others have, found none; a file is dam",
     "no dict": "owner state of matrix 'layers.2.weight': expected a dict, found 'a word'; a file is damaged",
-    "a set": "the optimizer's state has a set at 'layers.2.weight.GG.0', which checkpoints do not hold",
+    "a set": "found a set at 'layers.2.weight.GG.0', which checkpoints do not hold",
 }
 
 

@@ -203,7 +203,7 @@ def test_state_that_owners_keep_is_resumed_at_stage_0(tmp_path: Path) -> None:
         train(engine, range(7, 8))  # what it had before must not matter
         engine.load_checkpoint(tmp_path)
         assert train(engine, range(2, 4)) == losses
-    refused = pytest.raises(ValueError, match="is trained here, and not in the checkpoint, which has")
+    refused = pytest.raises(ValueError, match="is trained here, but not in the checkpoint, which has")
     with engine_of("soap", "fp32", 1, 0, False, universal=False) as engine, refused:
         engine.load_checkpoint(tmp_path)
 

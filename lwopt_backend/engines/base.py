@@ -1,4 +1,5 @@
-"""What all our optimizers share: their name in errors, hooks around state dicts, metrics, and fixed param groups."""
+"""What all optimizers of this package share: their name in errors, hooks around state dicts, metrics, and fixed param
+groups."""
 
 from __future__ import annotations
 
@@ -63,12 +64,12 @@ class BaseOptimizer(torch.optim.Optimizer):
         if self._plan_digest is None:
             raise RuntimeError(
                 f"this {self.name} has no plan yet, so plan_digest has no value; "
-                "under DeepSpeed it plans in deepspeed.initialize, with sharded_later in the first step: ask after that"
+                "read it after deepspeed.initialize, or with sharded_later after the first step"
             )
         return self._plan_digest
 
     def record_metrics(self, on: bool = True) -> None:
-        """From now on measure steps for ``metrics``, or stop. Off at first, and then nothing is measured."""
+        """Start or stop measuring steps for ``metrics``. Off by default."""
         self._recorder = Recorder() if on else None
         if self._recorder is not None:
             RECORDERS.add(self._recorder)
@@ -88,7 +89,9 @@ class BaseOptimizer(torch.optim.Optimizer):
         Steps of other optimizers in this process are included. Raises RuntimeError without ``record_metrics``.
         """
         if self._recorder is None:
-            raise RuntimeError(f"{self.name}: call record_metrics() before the steps that metrics() is to measure")
+            raise RuntimeError(
+                f"{self.name}: expected record_metrics() before the steps that metrics() reports; call it"
+            )
         norm, groups = self._norms_before_clipping()
         norms = {} if norm is None else {"grad_norm": float(norm)}
         named = {"clip_group_norms": {name: float(each) for name, each in groups.items()}} if groups else {}
@@ -96,7 +99,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         return {**norms, **named, **self._recorder.take(self._everyone()), **rates}
 
     def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
-        """That of the gradients in no clip group, None if nothing measured it, and those of the clip groups."""
+        """The norm of the gradients in no clip group, None if not measured, and the norms of the clip groups."""
         raise NotImplementedError
 
     def _everyone(self) -> Collectives:
@@ -104,7 +107,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _begin(self, rules: Rules, trains_matrices: bool) -> None:
-        """Set the ``defaults`` that schedulers read, and take no param group from now on.
+        """Set the ``defaults`` that schedulers read, and accept no further param group.
 
         ``trains_matrices`` is whether the matrix rule trains anything, on any pipeline stage. Then no momentum is among
         the defaults: both halves have one, under two names, and schedulers would cycle that of one half.
@@ -128,7 +131,10 @@ class BaseOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
         if self._made:
-            raise RuntimeError(f"{self.name} takes no param group after it was made; give the constructor all groups")
+            raise RuntimeError(
+                f"{self.name}: expected all param groups in the constructor, found one after it; give the constructor "
+                "all groups"
+            )
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:

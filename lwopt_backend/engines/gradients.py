@@ -1,4 +1,4 @@
-"""What the gradients of every engine share: which of them count, orders of norms, and groups that are clipped apart."""
+"""Shared by the gradients of all engines: which of them count, orders of norms, and clip groups."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def everything(name: str) -> bool:
 
 
 class ClipGroups:
-    """The groups of parameters that are clipped apart, by ``group_of`` a parameter's name, and the rest, None.
+    """The groups of parameters that are clipped separately, by ``group_of`` a parameter's name, and the rest, None.
 
-    ``norms`` has each group's before the last clipping.
+    ``norms`` has each group's norm before the last clipping.
     """
 
     def __init__(self, groups: Mapping[str, ClipGroup], group_of: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ MOST_RANKS = 16
 def show(routes: Sequence[Route], plans: Mapping[str, Sequence[GroupPlan]], groups: Groups, plan_digest: str) -> None:
     """Print the routing table, the plans, a table for each set of ranks, and the plan digest to standard output.
 
-    The keys of ``plans`` are sentences that say whose plans these are, or empty; ``groups`` are the param groups.
+    The keys of ``plans`` describe the ranks of the plans, or are empty; ``groups`` are the param groups.
     """
     console = standard_output()
     show_routing(console, routes, groups)
@@ -40,7 +40,7 @@ def show_digest(console: Console, plan_digest: str) -> None:
 
 
 def standard_output() -> Console:
-    """A console on standard output, wide enough if that is no terminal."""
+    """A console on standard output, with a minimum width outside a terminal."""
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
     return Console(file=sys.stdout, width=width, highlight=False, markup=False)
 
@@ -51,8 +51,8 @@ def numbers(*headings: str) -> list[Column]:
 
 
 def show_routing(console: Console, routes: Sequence[Route], groups: Groups) -> None:
-    """Print which rule trains each parameter, why, and at which rate and decay; and a note on owner state, which later
-    tables do not count."""
+    """Print each parameter's rule, the reason, its rate and decay; and a note on owner state, which later tables do not
+    count."""
     for sentence in routing_headline(routes):
         console.print(sentence)
     console.print(routing_table(routes))
@@ -63,8 +63,7 @@ def show_routing(console: Console, routes: Sequence[Route], groups: Groups) -> N
     rules = rules_with_owner_state(groups)
     if rules:
         console.print(
-            f"Note: what {' and '.join(rules)} keep{'' if rules[1:] else 's'} at the owners alone comes with the first "
-            "step; 'state' below does not count it."
+            f"Note: owner state of {' and '.join(rules)} is created in the first step; 'state' below does not count it."
         )
 
 
@@ -79,7 +78,7 @@ def routing_headline(routes: Sequence[Route]) -> list[str]:
     sentences = [f"Routing: {counts}, {share:.1%} of the elements"]
     if stacked > share:
         sentences.append(
-            f"Note: {stacked:.1%} of the elements lie in parameters of 3 and more dimensions (stacked experts, "
+            f"Note: {stacked:.1%} of the elements are in parameters of 3 and more dimensions (stacked experts, "
             "convolutions); the element-wise rule trains those."
         )
     return sentences
@@ -119,21 +118,21 @@ def choices(groups: Sequence[GroupPlan]) -> list[str]:
 
 
 def on_blocks(plan: MatrixPlan) -> list[str]:
-    """A sentence on what travels in steps that update each rank's blocks, and how many matrices have none."""
+    """A sentence on the traffic of steps that update each rank's blocks, and on matrices without blocks."""
     if plan.block_period == 1:
         return []
     always = sum(map(len, plan.between.buckets))
     rest = f"; {always} cut inside a row are updated whole in every step" if always else ""
     return [
         f"Blocks: in {plan.block_period - 1} of {plan.block_period} steps each rank updates its own block of "
-        f"{len(plan.in_blocks)} of {len(plan.atoms)} matrices, of which nothing travels{rest}. Such a step sends "
+        f"{len(plan.in_blocks)} of {len(plan.atoms)} matrices, without traffic{rest}. Such a step sends "
         f"{nbytes(max(plan.between.wire_bytes()))} from the busiest rank, a step of whole matrices "
-        f"{nbytes(max(plan.wire_bytes()))}. Other ranks have other blocks, and train otherwise."
+        f"{nbytes(max(plan.wire_bytes()))}. A different number of ranks has other blocks, and trains differently."
     ]
 
 
 def plan_table(groups: Sequence[GroupPlan]) -> Table:
-    """One row per rank: the atoms that it owns, their work, the state that it keeps, and what it sends.
+    """One row per rank: its owned atoms, their work, its state, and its traffic.
 
     Beyond 16 ranks, only the first few, the busiest and the least busy are shown.
     """
@@ -167,7 +166,7 @@ def plan_table(groups: Sequence[GroupPlan]) -> Table:
 
 
 def shown_ranks(loads: Sequence[int]) -> list[int]:
-    """All ranks, or if there are many the first few, the busiest and the least busy."""
+    """All ranks; of many, the first few, the busiest and the least busy."""
     ranks = range(len(loads))
     if len(loads) <= MOST_RANKS:
         return list(ranks)

@@ -247,8 +247,7 @@ class TensorShards:
     """Matrices that tensor parallelism cuts, or copies. A rank stores its shards as ``storage`` says.
 
     ``places[rank]`` has the tensor- and the data-parallel rank of a rank of the exchange group. The elements of a
-    parameter that is ``cut`` are numbered shard by shard, in ``blocks`` as well; ``params`` has their
-    parameters.
+    parameter that is ``cut`` are numbered shard by shard, in ``blocks`` as well; ``params`` has their parameters.
 
     ::
 

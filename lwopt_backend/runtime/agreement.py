@@ -28,7 +28,7 @@ class RanksDisagree(StepRefused):
 
 
 def agree(collectives: Collectives, what: str, decide: Callable[[], tuple[T, Sequence[str]]]) -> T:
-    """Run ``decide`` on every rank, check that all ranks decided alike, and return its first result.
+    """Run ``decide`` on every rank, check that all ranks decided the same, and return its first result.
 
     ``decide`` returns a value and the lines that describe it. Called on all ranks of the group. If it raises on any
     rank, all ranks raise: that rank its own error, the others a RuntimeError that quotes it. If the lines differ, all
@@ -129,7 +129,7 @@ def plan_digest(lines: Iterable[str]) -> str:
 
 
 def first_difference(all_lines: Sequence[Sequence[str]], ranks: Sequence[int] = ()) -> str:
-    """Describe the first line in which a rank differs from the first; for a ``setting``, its name and both values.
+    """Describe the first line in which a rank differs from the first; of a ``setting``, its name and both values.
 
     ``ranks`` are the numbers of the ranks that the lines are from, by default 0, 1, and so on.
     """
@@ -151,6 +151,6 @@ def _difference(first: str | None, other: str | None, first_rank: int, rank: int
     others_name, _, others_value = (other or "").partition(IS)
     if found and name == others_name:
         values = f"{value} on rank {first_rank}, {others_value} on rank {rank}"
-        return f"ranks differ in {name}: {values}; give all ranks the same"
+        return f"ranks differ in {name}: {values}; give all ranks the same value"
     has, others = ("nothing further" if line is None else repr(line) for line in (first, other))
     return f"ranks differ: rank {first_rank} has {has}, rank {rank} has {others}"

@@ -41,11 +41,11 @@ def rule_name(group: Mapping[str, Any]) -> str:
     return str(group.get("class") or group.get("rule", "adamw"))
 
 
-# What ``optimizer.metrics()`` returns, measured in the same parts. Without a recorder nothing of it is done.
+# What ``optimizer.metrics()`` returns, measured in the same parts. Nothing is measured without a recorder.
 
 
 class Recorder:
-    """What all steps of this process take while it records, since ``take`` was last called.
+    """Measures all steps of this process while it records, since the last call of ``take``.
 
     Seconds on a GPU are those of its current stream, and are read from it in ``take``.
     """
@@ -86,7 +86,7 @@ class Recorder:
         self.seconds[part] += begin.elapsed_time(end) / 1e3
 
     def take(self, everyone: Collectives) -> dict[str, Any]:
-        """What was recorded, over all ranks, all of which call it: the mean, or the busiest rank's; then begin anew."""
+        """The record over all ranks: the mean, or the busiest rank's value. Starts a new one. Called on all ranks."""
         for entry in self._events:
             self._add_seconds(*entry)
         changes = {rule: (float(squares), float(numel)) for rule, (squares, numel) in self._changes.items()}
@@ -114,7 +114,8 @@ def phase(label: str) -> AbstractContextManager[Any]:
     """A part of a step under its ``label``, in profiles and in recorders."""
     if RECORDERS:
         return _recorded(label)
-    # Without a profiler, ``record_function`` costs 9 microseconds, and 150 on a CPU whose caches a product has filled.
+    # Without a profiler, ``record_function`` costs 9 microseconds, and 150 on a CPU after a product has filled its
+    # caches.
     return record_function(label) if _profiler_enabled() else _RecordFunctionFast(label)
 
 
@@ -139,7 +140,7 @@ def _recorded(label: str) -> Iterator[None]:
 
 @contextmanager
 def changing(rule: str, weights: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
-    """Within it, a rule changes these weights. A recorder compares them with a copy."""
+    """Context in which a rule changes these weights. A recorder compares them with a copy."""
     values = weights() if RECORDERS else ()
     before = [value.clone() for value in values]
     yield
@@ -162,7 +163,7 @@ def sending(nbytes: int) -> None:
 
 
 def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
-    """Bytes that a rank sends in a ring all-reduce of ``nbytes``: twice the shares of all ``ranks`` but its own."""
+    """Bytes that a rank sends in a ring all-reduce of ``nbytes``: twice the shares of all other ranks."""
     return 2 * nbytes * (ranks - 1) // ranks
 
 
@@ -173,7 +174,7 @@ class Pending(Protocol):
 
 
 class _All:
-    """Several collectives, waited for together; none, for those that are done at once."""
+    """Several collectives, waited for together; an empty one is done at once."""
 
     def __init__(self, works: Sequence[Pending] = ()) -> None:
         self._works = works
@@ -197,7 +198,7 @@ class Collectives:
 
     @property
     def device(self) -> torch.device:
-        """Where small tensors that have no place of their own travel: the CPU, if the group has a backend for it."""
+        """The device for small tensors without a device: the CPU, if the group has a backend for it."""
         return torch.device("cpu")
 
     def part(self, parts: Sequence[Sequence[int]]) -> Collectives:
@@ -241,11 +242,11 @@ class Collectives:
     # For buffers that are cut into one part per rank
 
     def check_device(self, device: torch.device) -> None:
-        """Raises ValueError if the backend for ``device`` is gloo and the device is not the CPU: gloo reduces no parts
-        there."""
+        """Raises ValueError if the backend for ``device`` is gloo and the device is not the CPU: gloo has no
+        reduce-scatter there."""
 
     def sends(self, tensor: Tensor) -> bool:
-        """Whether the group has a backend for the tensor's device, and the tensor has its elements in memory."""
+        """Whether the group has a backend for the tensor's device, and the tensor is dense."""
         return True
 
     def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
@@ -254,7 +255,7 @@ class Collectives:
         return DONE
 
     def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
-        """Start filling every part with its own rank's; ``whole`` is the buffer if parts are equal."""
+        """Start filling every part with its owner's values; ``whole`` is the buffer if parts are equal."""
         return DONE
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
@@ -273,11 +274,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# Groups made here, by the default group in which they were made, and by their ranks and the ranks of the groups along
-# which they met. Only where all of these are equal does every rank that would take part in making a group find it here.
-# Nothing refers to a group but torch: after destroy_process_group() its threads must have ended before Python does.
-# One that then takes the interpreter's lock, to free a tensor, ends the process: "terminate called without an active
-# exception".
+# Groups made here, by the default group at that time, by their ranks, and by the ranks of the groups along which they
+# met. If all of these are equal, every rank that would take part in making a group finds it here. References are weak:
+# after destroy_process_group() a group's threads must end before Python does. A thread that then takes the
+# interpreter's lock, to free a tensor, ends the process: "terminate called without an active exception".
 _OwnGroups = dict[tuple[Any, ...], "weakref.ref[dist.ProcessGroup]"]
 _OWN_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, _OwnGroups] = weakref.WeakKeyDictionary()
 
@@ -310,9 +310,9 @@ def _splits() -> bool:
 def _new_group(ranks: Sequence[int], along: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
     """A group of these ranks, which ``along`` connects. Called on all of them, and on no other rank.
 
-    torch names a group that only its members make by its ranks and by how many groups this rank has made, which ranks
-    need not agree on. They would wait for each other under different names. Since torch 2.14 such a group also moves
-    the count that names the groups that all ranks make. So the ranks agree on a name here, and no count is used.
+    torch names a group that only its members make by its ranks and by this rank's count of groups. Ranks may have
+    different counts, and would wait for each other under different names. Since torch 2.14 such a group also increases
+    the count that names groups of all ranks. So the ranks agree on a name here, without a count.
     """
     number = secrets.randbits(62)
     for group in along:
@@ -353,7 +353,9 @@ class TorchCollectives(Collectives):
         if self._group is None:
             return None
         if (group := self._group()) is None:
-            raise RuntimeError("the optimizer's process group was destroyed; make the optimizer again in a new one")
+            raise RuntimeError(
+                "expected the optimizer's process group, found it destroyed; make the optimizer again in a new one"
+            )
         return group
 
     @property
@@ -371,7 +373,7 @@ class TorchCollectives(Collectives):
 
     def check_device(self, device: torch.device) -> None:
         if device.type != "cpu" and self._is_gloo(device):
-            raise ValueError(f"parameters are on {device}, for which the process group has gloo; use NCCL there")
+            raise ValueError(f"expected NCCL for parameters on {device}, found gloo in the process group; use NCCL")
 
     def _is_gloo(self, device: torch.device) -> bool:
         return self.process_group._get_backend(device).name() == "gloo"
@@ -411,8 +413,8 @@ class TorchCollectives(Collectives):
         elif _splits():
             if met != [ranks]:
                 raise ValueError(
-                    f"no communicator can be made for ranks {ranks}, some of {dist.get_world_size()}: "
-                    "init_process_group was given a device_id; leave it out"
+                    f"expected a communicator for ranks {ranks}, some of {dist.get_world_size()}; none can be made, "
+                    "because init_process_group was given a device_id: leave it out"
                 )
             group = along[0]
         else:
@@ -450,7 +452,7 @@ class TorchCollectives(Collectives):
     def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
         if whole is not None:
             return _started(_all_gather(whole, parts[self.rank], group=self.group, async_op=True))
-        if self._is_gloo(parts[0].device):  # has no all-gather of unequal parts; NCCL's is a broadcast of each as well
+        if self._is_gloo(parts[0].device):  # it has no all-gather of unequal parts; NCCL's is also a broadcast of each
             senders = [(rank, part) for rank, part in enumerate(parts) if part.numel()]
             works = [dist.broadcast(part, group=self.group, group_src=rank, async_op=True) for rank, part in senders]
             return _All([_started(work) for work in works])
@@ -485,7 +487,7 @@ class TorchCollectives(Collectives):
 
 
 def _started(work: Any) -> Pending:
-    """torch's handle; it is None on a rank that is not in the group."""
+    """torch's handle, which is None on a rank outside the group."""
     assert isinstance(work, dist.Work)
     return work
 
@@ -503,7 +505,8 @@ def ranks_of(group: dist.ProcessGroup | None = None, name: str = "process_group"
         )
     if group is not None and dist.get_rank(group) < 0:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the process group given; make the optimizer on the group's ranks only"
+            f"{name}: expected rank {dist.get_rank()} in it, found it outside; make the optimizer on the group's ranks "
+            "only"
         )
     return TorchCollectives(group) if group is not None or dist.is_initialized() else Collectives()
 

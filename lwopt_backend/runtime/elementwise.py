@@ -19,11 +19,11 @@ CHUNK = 2**22  # elements whose updates are in memory at a time
 def step_cautiously(
     stepper: ElementwiseStepper, arguments: Mapping[str, Any], decay: float, parts: Sequence[Slices]
 ) -> None:
-    """Step with ``arguments``, which have no decay; decay every element by ``decay`` that moves towards zero.
+    """Step with ``arguments``, which have no decay; decay by ``decay`` every element that moves towards zero.
 
     "Cautious Weight Decay", arXiv 2510.12402. The optimizer steps zeros instead of the weights, which yields its update
-    without rounding: the sign is right even if the update is too small to change the weight. So this works only for
-    optimizers whose update does not depend on the weight. Zero counts as towards zero.
+    without rounding: the sign is right even if the update is too small to change the weight. This requires an optimizer
+    whose update does not depend on the weight. Zero counts as towards zero.
     """
     for some in _chunks(parts):
         moves = [torch.zeros_like(part.value) for part in some]
@@ -54,7 +54,7 @@ def _chunks(parts: Sequence[Slices]) -> Iterator[list[Slices]]:
 
 
 def _pieces(part: Slices) -> Iterator[Slices]:
-    """Cut a part by rows. Every piece starts with the part's counters; those that the last piece leaves are kept."""
+    """Cut a part by rows. Every piece starts with the part's counters; the part keeps the last piece's."""
     rows = part.value.shape[0] if part.value.ndim else 1
     count = max(1, CHUNK * rows // max(1, part.value.numel()))
     if rows <= count:
@@ -73,9 +73,10 @@ def _pieces(part: Slices) -> Iterator[Slices]:
 
 @dataclass(frozen=True)
 class Counters:
-    """Counters that an optimizer keeps as Python numbers, and we keep as scalar tensors in every part's state.
+    """Counters that an optimizer keeps as Python numbers, and this package as scalar tensors in every part's state.
 
-    ``state`` maps keys of its state to their types; ``group`` maps keys of its param group to our key and the type.
+    ``state`` maps keys of its state to their types; ``group`` maps keys of its param group to this package's key and
+    the type.
     """
 
     state: Mapping[str, type] = field(default_factory=dict)
@@ -123,7 +124,7 @@ class ElementwiseStepper:
             inner.step()
         for part in parts:
             self._take(part.state, inner.state[part.value])
-        # Some optimizers count in the state of one parameter only; the counters of these parts were equal.
+        # Some optimizers count in one parameter's state only; the counters of these parts were equal.
         for key in self._counters.state:
             count = max(inner.state[value][key] for value in values)
             for part in parts:

@@ -29,7 +29,7 @@ class Arrival:
     column: Tensor | None = None
 
     def passed_on(self) -> Arrival:
-        """This arrival; where ranks of other rows store the same, wait, and return that of all rows' updates."""
+        """This arrival; if ranks of other rows store copies, wait, and return the arrival of all rows' updates."""
         if self.column is None:
             return self
         assert isinstance(self.way, Way) and self.way.copies is not None
@@ -38,14 +38,14 @@ class Arrival:
             return self.way.copies.start(self.column)
 
     def wait(self, deliver: Callable[[Segments], object], on: torch.device | None = None) -> None:
-        """Pass the received segments to ``deliver``; ``on`` a device, if given, to which all are moved in one copy."""
+        """Pass the received segments to ``deliver``; ``on`` a device, if given, with one copy."""
         with phase(self.way.label):
             self.discard()
             received = self.received if on is None else moved(self.received, on)
             deliver(self.way.received_in(received))
 
     def discard(self) -> None:
-        """Wait, and deliver nothing: a buffer must not be freed while the transport writes into it."""
+        """Wait without delivering: a buffer must not be freed while the transport writes into it."""
         self.pending.wait()
         device = self.received.device
         if device.type != "cpu":  # it may have been sent from another stream, in the backward pass
@@ -69,8 +69,8 @@ class Beside:
 
     @contextmanager
     def running(self, reads: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        """Within it, work follows what the caller's stream was given, which waits for none of it. ``reads`` returns
-        tensors of other streams that may be freed before the work is done."""
+        """Context in which work follows the earlier work of the caller's stream, which waits for none of it. ``reads``
+        returns tensors of other streams that may be freed before the work is done."""
         if self._streams is None:
             yield
             return
@@ -82,17 +82,17 @@ class Beside:
             yield
 
     def join(self) -> None:
-        """What the caller's stream is given from now on follows all work."""
+        """Later work on the caller's stream waits for all work here."""
         if self._streams is not None:
             self._streams.current_stream(self._device).wait_stream(self._own)
 
 
 def _in(buffer: Tensor, segments: Sequence[Segment], numels: list[int]) -> Segments:
-    return list(zip(segments, buffer.split_with_sizes(numels)))  # one call for the host; what is left is padding
+    return list(zip(segments, buffer.split_with_sizes(numels)))  # one call for the host; the rest is padding
 
 
 class Way:
-    """One bucket's transfer in one direction, ``label`` in profiles, to be passed on to ``copies``, if given.
+    """One bucket's transfer in one direction, named ``label`` in profiles and passed on to ``copies``, if given.
 
     Splits and sizes are computed once.
     """
@@ -126,7 +126,7 @@ class Way:
         pack: Callable[[Segments], object],
         on: torch.device | None = None,
     ) -> Arrival:
-        """Send the segments that this rank ``has`` (None: all), in ``dtype``, which ``pack`` fills; zeros for others.
+        """Send the segments that this rank ``has`` (None: all), in ``dtype``, filled by ``pack``; zeros for others.
 
         They are filled ``on`` a device, if given, and moved in one copy. Called on all ranks, bucket by bucket.
         """
@@ -152,7 +152,7 @@ class Way:
 class Copies:
     """A bucket's updates between the ranks of a column, which store the same pieces: an all-gather of equal parts.
 
-    ``pieces`` has those that each rank got from the owners of its row. A part is as long as the longest of them.
+    ``pieces`` has those that each rank got from the owners of its row. All parts have the length of the longest.
     """
 
     def __init__(self, pieces: Sequence[Sequence[Segment]], label: str, column: Collectives) -> None:
@@ -170,7 +170,7 @@ class Copies:
         return [each for part in parts for each in _in(*part)]
 
     def start(self, whole: Tensor) -> Arrival:
-        """Fill all parts of ``whole``, of which this rank's is there. Called on all ranks of the column."""
+        """Fill the other ranks' parts of ``whole``. Called on all ranks of the column."""
         parts = whole.view(self._column.world_size, self._part).unbind()
         sending((len(parts) - 1) * parts[0].nbytes)
         return Arrival(self, whole, whole, self._column.all_gather_parts(parts, whole))
@@ -197,7 +197,7 @@ def ways_back(plan: MatrixPlan, collectives: Collectives, device: torch.device) 
 
 
 def _row_and_column(plan: MatrixPlan, collectives: Collectives) -> tuple[Collectives, Collectives | None]:
-    """The ranks between which pieces travel, and those with the same pieces as this one, if other ranks have them.
+    """The ranks that exchange pieces, and the ranks with copies of this rank's pieces, if any.
 
     No rank of a large mesh should exchange with all others: NCCL keeps buffers for every peer.
     """

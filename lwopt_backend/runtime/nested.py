@@ -27,8 +27,8 @@ def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from leaves(value, f"{path}.{key}" if path else str(key))
     elif not (state is None or isinstance(state, str)):
         raise TypeError(
-            f"the optimizer's state has a {type(state).__name__} at {path!r}, which checkpoints do not hold; expected "
-            "tensors, numbers, strings, None, and dictionaries, lists and tuples of them"
+            f"the optimizer's state: expected tensors, numbers, strings, None, and dictionaries, lists and tuples of "
+            f"them, found a {type(state).__name__} at {path!r}, which checkpoints do not hold"
         )
 
 
@@ -48,7 +48,7 @@ def check(state: Any) -> None:
 
 
 def structure(state: Any) -> Any:
-    """What ``rebuild`` needs besides the leaves, as JSON values; its length does not depend on the leaves' values.
+    """The input of ``rebuild`` besides the leaves, as JSON values; its length does not depend on the leaves' values.
 
     For a tensor, this is the order of its dimensions in memory, on which the bits of a matrix product depend.
     """
@@ -108,7 +108,7 @@ def description(stored: Tensor) -> Any:
 
 
 def rebuilt(stored: Tensor) -> Any:
-    """What ``described`` stored, of a state without tensors."""
+    """The state that ``described`` stored, without tensors."""
     return rebuild(description(stored.cpu()), {})
 
 

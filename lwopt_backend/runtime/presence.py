@@ -1,4 +1,4 @@
-"""Which parameters have a gradient on any rank, and the largest value of all ranks."""
+"""Which parameters have a gradient on any rank, and the maximum of a value over all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lwopt_backend.runtime.collectives import Collectives, Pending
 def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
     """The maximum of a scalar tensor over all ranks; NaN if any rank's is NaN. Called on all ranks.
 
-    gloo's MAX compares, so it may drop a NaN, or the values before it, depending on the order of ranks.
+    gloo's MAX may drop a NaN, or the values before it, depending on the order of ranks.
     """
     both = torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf), value.isnan().to(value.dtype)])
     collectives.all_reduce_max(both).wait()
@@ -22,10 +22,10 @@ def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
 
 
 class Presence:
-    """Which parameters have a gradient on any rank, and the largest of the ranks' ``flags`` and ``more``, all int32.
+    """Which parameters have a gradient on any rank, and the maximum of the ranks' ``flags`` and ``more``, all int32.
 
-    Made on all ranks of the group, which starts the exchange. To ask for a parameter that has a gradient ``here`` does
-    not wait for it. Any rank may read what was found, whether others do or not: to read is no collective.
+    Made on all ranks of the group, which starts the exchange. A query for a parameter that has a gradient ``here`` does
+    not wait. Reading is no collective, so any rank may read the result, whether others do or not.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Presence:
         if collectives.world_size == 1 and more is None:
             self._found = mine
             return
-        self._flags = torch.tensor(mine, dtype=torch.int32).to(device, non_blocking=True)  # else a GPU's host waits
+        self._flags = torch.tensor(mine, dtype=torch.int32).to(device, non_blocking=True)  # so that no GPU host waits
         if more is not None:
             self._flags = torch.cat([self._flags, more])
         self._pending = collectives.all_reduce_max(self._flags)
@@ -72,7 +72,7 @@ class Presence:
 
 
 def read_at_once(presences: Sequence[Presence]) -> None:
-    """Wait for the exchanges, and read what all of them found in one copy to the host."""
+    """Wait for the exchanges, and read all results in one copy to the host."""
     unread = [presence for presence in presences if presence._found is None]
     if len(unread) < 2:
         for presence in unread:

@@ -17,9 +17,8 @@ from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives
 
-# What a rank stores of an optimizer's parameters, in one form for all engines.
-#
-# Code that has whole tensors by parameter name (a checkpoint, another optimizer's state) loads them with ``put``.
+# A rank's part of an optimizer's parameters, in one form for all engines. Code with whole tensors by parameter name (a
+# checkpoint, another optimizer's state) loads them with ``put``.
 
 
 class Lazy(Protocol):
@@ -42,7 +41,7 @@ OwnerStates = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by parameter name
 class StatePiece:
     """Elements of one parameter that a rank stores together, with their state. All tensors are views of the storage.
 
-    - ``member``: the parameter's number in the store; ``view``: which elements of the flattened parameter these are.
+    - ``member``: the parameter's number in the store; ``view``: these elements of the flattened parameter.
     - ``value``: the weights that are stepped (fp32 masters if the engine has them); None if another piece has them.
     - ``tensors``: the state by key, each of the view's shape; counters are scalars.
     - ``owner``: owner state, by the matrix's place in the parameter.
@@ -56,12 +55,12 @@ class StatePiece:
 
     @property
     def start(self) -> int:
-        """Where the piece begins in the flattened parameter."""
+        """The start of the piece in the flattened parameter."""
         return self.view.span[0]
 
     @property
     def stop(self) -> int:
-        """Where the span of its elements ends in the flattened parameter."""
+        """The end of the span of its elements in the flattened parameter."""
         return self.view.span[1]
 
     def boxes(self, tensor: Tensor, shape: Sequence[int]) -> dict[tuple[int, ...], Tensor]:
@@ -155,19 +154,19 @@ def part_of(whole: Whole, view: View) -> Tensor:
     return flat.as_strided(view.sizes, view.strides)
 
 
-# Does saved state fit? One comparison and one wording for all engines and formats.
+# The check that saved state fits, for all engines and formats.
 
-Facts = Mapping[Any, Mapping[str, Any]]  # by parameter; a fact that is missing or None is not known, and not compared
+Facts = Mapping[Any, Mapping[str, Any]]  # by parameter; a fact that is missing or None is not compared
 PARAM_GROUP = "the param group of"  # a fact: the first parameter in it
 SAME_MODEL = "load it into the model it was saved with"
-SAME_RULE = "let the rule train it that trained it there, with include, exclude or overrides"
+SAME_RULE = "train it with the rule of the checkpoint, by include, exclude or overrides"
 TO_DO = {
     "shape": SAME_MODEL,
     "dtype": SAME_MODEL,
     "rule": SAME_RULE,
     "state": SAME_RULE,
     "matrices": "load it with the 'atoms' it was saved with",
-    "counters": "DeepSpeed steps the parameters of a param group as one tensor; put them into groups of their own",
+    "counters": "DeepSpeed steps the parameters of a param group as one tensor; put them into separate groups",
     PARAM_GROUP: "make the param groups it was saved with",
 }
 
@@ -175,14 +174,14 @@ TO_DO = {
 def reasons(
     here: Facts, saved: Facts, *, advice: str = SAME_MODEL, to_do: Mapping[str, str] = TO_DO, what: str = "parameter"
 ) -> Iterator[str]:
-    """Yield a sentence for everything in which ``saved`` does not fit; nothing if it fits.
+    """Yield a sentence for each reason why ``saved`` does not fit; nothing if it fits.
 
-    Both sides have facts by parameter, or by ``what`` else has them: ``"shape"``, ``"state"`` (its keys), ``"'exp_avg'
-    as"`` (the form of a tensor). ``to_do`` says what to do about a fact, and ``advice`` about all others.
+    Both sides have facts by parameter, or by the thing that ``what`` names: ``"shape"``, ``"state"`` (its keys),
+    ``"'exp_avg' as"`` (the form of a tensor). ``to_do`` has the advice on a fact, and ``advice`` that on all others.
     """
     for name in [*(name for name in here if name not in saved), *(name for name in saved if name not in here)]:
         mine, known = name in here, saved if name in here else here
-        where = "is trained here, and not in the checkpoint" if mine else "is in the checkpoint, and not trained here"
+        where = "is trained here, but not in the checkpoint" if mine else "is in the checkpoint, but not trained here"
         close = get_close_matches(str(name), map(str, known), 1)
         there = f", which has {close[0]!r}" if close and mine else f"; here is {close[0]!r}" if close else ""
         yield f"{what} {name!r} {where}{there}; {advice}"
@@ -201,7 +200,7 @@ def check_fits(where: str, here: Facts, saved: Facts, **more: Any) -> None:
 
 
 def form_of(value: Any, boxes: Any = None) -> str:
-    """A tensor's kind, shape and placements, or any other value. ``boxes`` are those that this rank has of it."""
+    """A tensor's kind, shape and placements, or any other value. ``boxes`` are this rank's boxes of it."""
     if not isinstance(value, Tensor):
         return repr(value)
     placements = getattr(value, "placements", None)
@@ -209,16 +208,16 @@ def form_of(value: Any, boxes: Any = None) -> str:
     return f"{kind} of shape {tuple(value.shape)}" + (f" placed as {placements}" if placements else "")
 
 
-# Owner state: what only a matrix's owner keeps, whole, e.g. the factors of SOAP or Shampoo; any shapes, any number.
+# Owner state: state that only a matrix's owner keeps, e.g. the factors of SOAP or Shampoo; any shapes, any number.
 
 CHECKPOINT_KEY = "owner_state"  # its key in DeepSpeed's checkpoints
-STRUCTURE, STEPPED = "structure", "stepped"  # keys of state that is more than tensors by name
-MATRICES = "matrices"  # key of a parameter whose shape does not tell its matrices: which elements they have
+STRUCTURE, STEPPED = "structure", "stepped"  # keys of state with more than tensors by name
+MATRICES = "matrices"  # key of the elements of matrices that a parameter's shape does not define
 
 
 def step_first(rule: WeightRule, atom: Atom, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
-    """A matrix's first step, which shows whether checkpoints can hold what the rule keeps. Raises ValueError, also for
-    what the rule raises, with the names of the rule and of the matrix."""
+    """A matrix's first step, which shows whether checkpoints can hold the rule's state. Raises ValueError, also in
+    place of the rule's own errors, with the names of the rule and of the matrix."""
     try:
         rule.step(value, grad, state)
         nested.check(state)
@@ -234,7 +233,7 @@ class OwnerState:
         self._atoms = atoms
         self._device = device
         self._held: dict[int, dict[str, Any]] = {}
-        self._tried: set[int] = set()  # atoms whose state is of a trial step
+        self._tried: set[int] = set()  # atoms with the state of a trial step
 
     def of(self, atom: int, rule: MatrixRule) -> dict[str, Any]:
         """The state of a matrix for its next step; the rule changes it in place."""
@@ -297,7 +296,7 @@ class OwnerState:
         return as_tensors(self._held[atom], stepped=atom in self.held(), ordered=ordered)
 
     def put_tensors(self, atom: int, found: Mapping[str, Tensor]) -> None:
-        """Restore what ``tensors`` returned, here or on another rank; fresh state if that is nothing."""
+        """Restore the result of ``tensors``, from this or another rank; fresh state if it is empty."""
         found = dict(found)
         stepped, described = found.pop(STEPPED, None), found.pop(STRUCTURE, None)
         if stepped is not None and not stepped.item() or not found and described is None:
@@ -326,8 +325,8 @@ class OwnerState:
 
 
 def as_tensors(state: dict[str, Any], *, stepped: bool = True, ordered: bool = True) -> dict[str, Tensor]:
-    """Owner state as tensors of at least one dimension, by path; with its structure if it is more than that and, if
-    ``ordered``, if a tensor's dimensions lie in another order in memory. ``stepped``: not as before the first step."""
+    """Owner state as tensors of at least one dimension, by path. Adds its structure if it is more than that and, if
+    ``ordered``, for tensors in a different order in memory. ``stepped`` marks state after the first step."""
     found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
     in_order = not ordered or all(tensor.is_contiguous() for tensor in found.values())
     if not (nested.is_plain(state) and in_order):

@@ -16,7 +16,7 @@ from lwopt_backend.runtime.collectives import Collectives, all_reduce_nbytes, se
 from lwopt_backend.runtime.exchange import Arrival, Beside, Segments, ways_back, ways_to_owners
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_alike, filled_on
 
-# Early exchange: buckets sent in the backward pass, and used only if they carried what the step would have sent.
+# Early exchange: buckets sent in the backward pass, used only if they equal those that the step would send.
 
 LONGEST_PAUSE = 32  # steps
 
@@ -25,12 +25,12 @@ class EarlyExchange:
     """The buckets of one stepper that are exchanged before the step.
 
     A bucket is sent when the last of its gradients is ready, with the directions that follow from these gradients. The
-    state itself is advanced by the step, which computes the directions again and compares them with those sent, bit by
-    bit. If any rank finds a difference, because gradients were clipped, unscaled or otherwise changed in between, the
-    bucket is exchanged again. So the result always equals that of a step without early exchange. After such a
+    step advances the state, computes the directions again, and compares them with those sent, bit by bit. If any rank
+    finds a difference, because gradients were clipped, unscaled or otherwise changed in between, the bucket is
+    exchanged again. The result therefore always equals that of a step without early exchange. After such a
     repetition, early exchange pauses for 1 step, then for 2, up to 32.
 
-    Directions are computed on another stream than that on which gradients become ready, so that the next gradients need
+    Directions are computed on a different stream from that of the gradients, so that the next gradients need
     not wait for them.
     """
 
@@ -76,7 +76,7 @@ class EarlyExchange:
         self._waiting = [set(bucket) for bucket in self._buckets]
 
     def touched(self, rules: Sequence[MatrixRule], storage: Storage, missing: set[int]) -> Tensor:
-        """Advance the state of the buckets already sent, and compare what they carried with what the step would send.
+        """Advance the state of the buckets already sent, and compare them with what the step would send.
 
         Returns int32 flags of shape (buckets of the plan,), 1 where a bucket must be exchanged again.
 
@@ -113,7 +113,7 @@ class EarlyExchange:
 
 
 def copied(storage: Storage) -> Storage:
-    """Fragments with copies of their state, which may be advanced before the step. Keeps none."""
+    """Fragments with copies of their state, for an advance before the step."""
 
     def copies(index: int) -> list[Slices]:
         parts = storage(index)
@@ -142,9 +142,9 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class MatrixStepper:
-    """Steps the matrices of one plan. The rule takes up to ``batch_numel`` elements at once, as ``WholeMatrices`` does.
+    """Steps the matrices of one plan. The rule takes up to ``batch_numel`` elements at once, as in ``WholeMatrices``.
 
-    With 0, it takes matrices one by one: this yields the bits of an unsharded optimizer, and is faster on a CPU.
+    With 0, it takes matrices one by one, which yields the bits of an unsharded optimizer, and is faster on a CPU.
     Batching saves kernel launches on an accelerator. Matrices are exchanged on ``device``, wherever they are stored;
     the rule runs on ``rule_device``, by default the same.
 
@@ -164,7 +164,7 @@ class MatrixStepper:
         self._collectives = collectives
         self._to_owners = ways_to_owners(plan, collectives, device)
         self._back = ways_back(plan, collectives, device)
-        self._lag = 0 if plan.rows is None else 1  # updates are passed on while those of the next bucket are computed
+        self._lag = 0 if plan.rows is None else 1  # updates are passed on during the next bucket's computation
         self._local = plan.local_atoms(rank)
         self._owned = [[atom for atom in bucket if plan.ownership.owners[atom] == rank] for bucket in plan.buckets]
         sent = [{segment.atom for segment in way.transfer.sends} for way in self._to_owners]
@@ -250,7 +250,7 @@ class MatrixStepper:
         return self._new_matrices([self._own.get(i, atom) for i, atom in enumerate(self._plan.atoms)])
 
     def _step_own(self, atoms: Sequence[int], run: _Run) -> None:
-        """Update this rank's blocks, by the rule of blocks; one that is the whole matrix, by that of matrices."""
+        """Update this rank's blocks by the rule of blocks, a block that is the whole matrix by that of matrices."""
         rules = list(run.rules)
         for atom in atoms:
             blocks = rules[atom].blocks
@@ -271,7 +271,7 @@ class MatrixStepper:
     def advance_sent(
         self, bucket: int, rules: Sequence[MatrixRule], storage: Storage, arrival: Arrival
     ) -> list[Tensor]:
-        """Advance the state of a bucket that was sent before; returns what would be sent now."""
+        """Advance the state of a bucket that was sent before; returns the current directions."""
         now = torch.empty_like(arrival.data)
         with filled_on(_device_of(self.sent_atoms(bucket), storage) or now.device, now) as filled:
             into = {segment.atom: data for segment, data in arrival.sent(filled)}
@@ -281,7 +281,7 @@ class MatrixStepper:
         return [data for _, data in arrival.sent(now)]
 
     def _send(self, bucket: int, run: _Run, pack: Callable[[dict[int, Tensor]], None]) -> Arrival:
-        """Start an all-to-all to the owners; ``pack`` fills the flat tensors that it is given by atom."""
+        """Start an all-to-all to the owners; ``pack`` fills the given flat tensors, by atom."""
 
         def packed(segments: Segments) -> None:
             pack({segment.atom: target for segment, target in segments})
@@ -342,9 +342,7 @@ class MatrixStepper:
 
     def _apply_all_but(self, last: int, returning: list[tuple[int, Arrival]], run: _Run) -> None:
         """Pass the last bucket's updates on to copies, if there are any; apply all but those of the ``last`` buckets.
-
-        What is applied is no longer referred to.
-        """
+        Drops references to applied updates."""
         if returning:
             bucket, arrival = returning.pop()
             returning.append((bucket, arrival.passed_on()))
@@ -406,7 +404,7 @@ def _device_of(atoms: Sequence[int], storage: Storage) -> torch.device | None:
 def _cut_all(matrices: Mapping[int, Tensor], segments: Segments) -> tuple[list[Tensor], list[Tensor]]:
     """The elements of the segments of these ``matrices``, and their parts of the buffer, in their shapes.
 
-    A matrix that its segments fill in order, as rows over ranks do, is cut by one call of the host.
+    A matrix that its segments fill in order, such as rows over ranks, is cut by one call of the host.
     """
     of_atom: dict[int, list[tuple[Segment, Tensor]]] = {}
     for each in segments:

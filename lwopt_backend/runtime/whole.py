@@ -40,17 +40,17 @@ class Slices:
         return [Slices(value, grad, dict(zip(self.state, state))) for value, grad, *state in zip(*of_all)]
 
 
-# This rank's fragment of a matrix, by number, which is not empty, in one or several views. Concatenated, these have the
-# fragment's elements in row-major order.
+# This rank's fragment of a matrix, by number. It is not empty, and has one or several views, which concatenated have
+# the fragment's elements in row-major order.
 Storage = Callable[[int], Sequence[Slices]]
 
 
 class FlatPieces:
-    """Where the fragments of ``count`` matrices lie in a rank's flat partition, as ZeRO stores it. Found once."""
+    """The places of the fragments of ``count`` matrices in a rank's flat partition, as ZeRO stores it. Found once."""
 
     def __init__(self, layout: Partition | TensorShards, rank: int, count: int) -> None:
         self._views = [layout.views(index, rank) for index in range(count)]
-        self._sizes: list[int] = []  # of every view and of what lies before it, where all are ranges in order
+        self._sizes: list[int] = []  # of every view and of the gap before it, if all are ranges in order
         self._end = 0
         every = list(chain.from_iterable(self._views))
         for view in every:
@@ -61,8 +61,8 @@ class FlatPieces:
         self._in_order = len(self._sizes) == 2 * len(every)
 
     def storage(self, slices: Slices) -> Storage:
-        """Views of the partition during one step. They copy nothing; those in order are made by one call for each of
-        the ``slices``."""
+        """Views of the partition during one step, without copies; one call for each of the ``slices`` makes those in
+        order."""
         if not self._in_order:
             return cache(lambda index: slices.cut(partial(flat_views, views=self._views[index])))
         cut = iter(slices.cut(self._ranges))
@@ -131,7 +131,7 @@ class WholeMatrices:
         self._apply(rule, batch, parts, updates)
 
     def _stack(self, batch: Sequence[int], pieces: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The matrices of a batch, of which these are the pieces; a single contiguous piece is not copied."""
+        """The matrices of a batch from their pieces; a single contiguous piece is not copied."""
         if len(batch) == 1 and len(pieces[0]) == 1:
             return pieces[0][0].reshape(self._atoms[batch[0]].shape).contiguous()
         every = list(chain.from_iterable(pieces))
@@ -142,7 +142,7 @@ class WholeMatrices:
         return stack
 
     def empty(self, batch: Sequence[int], like: Tensor, device: torch.device | None = None) -> Tensor:
-        """Room for the matrices of a batch: one as a matrix, several as one tensor of them."""
+        """A tensor for the matrices of a batch: one as a matrix, several as a stack."""
         shape = self._atoms[batch[0]].shape
         return like.new_empty(shape if len(batch) == 1 else (len(batch), *shape), device=device)
 
@@ -159,7 +159,7 @@ class WholeMatrices:
                 update = rule.transform(stack)
             update = sampled(_name(rule), update)
             update = _in_tiles(update.mT if transposed else update, tiles)
-            if self._batch_numel:  # then all are copied on in one operation
+            if self._batch_numel:  # then all are copied in one operation
                 update = update.contiguous()
         return update.unbind(0) if len(atoms) > 1 else [update]
 
@@ -179,8 +179,8 @@ class WholeMatrices:
     ) -> Iterator[list[int]]:
         """Yield atoms of one rule, at most ``batch_numel`` elements or one atom at a time.
 
-        With ``pieces``, the elements that this rank has of each atom: only these count, and shapes may differ. Without,
-        atoms of equal shape and orientation, and one at a time if the rule takes no more.
+        With ``pieces``, the elements that this rank has of each atom, only these count, and shapes may differ. Without,
+        atoms have equal shape and orientation, and come one at a time if the rule takes no more.
         """
         found: dict[tuple[Any, ...], list[int]] = {}
         for atom in atoms:
@@ -264,7 +264,7 @@ class WholeMatrices:
             copy_all(values, moves)
             return
         shapes = [self._atoms[atom].rule_shape for atom, pieces in zip(batch, parts) for _ in pieces]
-        # Where the state is wider than the weight, the step is computed in the state's dtype and rounded once.
+        # If the state is wider than the weight, the step is computed in the state's dtype and rounded once.
         wide = cast_all(values, dtypes)
         if rule.by_norms:
             counts = [len(pieces) for pieces in parts]
@@ -308,7 +308,7 @@ def _name(rule: MatrixRule) -> str:
     return rule.rule_name or type(rule).__name__
 
 
-# On the pieces of a matrix that this rank stores, in order
+# For the pieces of a matrix that this rank stores, in order
 
 
 def advance(rule: MatrixRule, pieces: Sequence[Slices]) -> None:
@@ -320,7 +320,7 @@ def advance(rule: MatrixRule, pieces: Sequence[Slices]) -> None:
 def directions_of(rule: MatrixRule, pieces: Sequence[Slices], *, advance: bool) -> Sequence[Tensor]:
     """The direction of each piece, which the rule's ``transform`` takes.
 
-    ``advance`` first accumulates a piece's gradient into its state, which is then in the cache when it is read.
+    ``advance`` first accumulates a piece's gradient into its state, which is then read from the cache.
     """
     grads, values, states = ([getattr(part, of) for part in pieces] for of in ("grad", "value", "state"))
     return rule.directions(grads, values, states, advance=advance)
@@ -338,19 +338,19 @@ def _side_by_side(stack: Tensor, tiles: int) -> Tensor:
 
 
 def _in_tiles(stack: Tensor, tiles: int) -> Tensor:
-    """What ``_side_by_side`` puts in order."""
+    """The inverse of ``_side_by_side``."""
     if tiles == 1:
         return stack
     rows, columns = stack.shape[-2:]
     return stack.reshape(*stack.shape[:-2], rows, tiles, columns // tiles).transpose(-3, -2).reshape(stack.shape)
 
 
-# Between the CPU, where a host may store what it offloads, and an accelerator: in one copy.
+# Between an accelerator and the CPU, where a host may offload tensors: in one copy.
 
 
 @contextmanager
 def filled_on(device: torch.device, target: Tensor) -> Iterator[Tensor]:
-    """A tensor to fill on ``device``, ``target`` itself if that is there; ``target`` then has its elements."""
+    """A tensor to fill on ``device``, copied to ``target`` at the end; ``target`` itself if it is there."""
     if device.type == target.device.type:
         yield target
         return
@@ -360,7 +360,7 @@ def filled_on(device: torch.device, target: Tensor) -> Iterator[Tensor]:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on ``device``. The host waits for what comes to the CPU."""
+    """The tensor on ``device``. The host waits for copies to the CPU."""
     if tensor.device.type == device.type:
         return tensor
     if device.type == "cpu":
@@ -372,9 +372,9 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _beside(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of this shape and dtype on ``device``. On the CPU its memory is pinned: an accelerator copies that by
-    itself. torch keeps such memory when it is freed, in blocks of a power of two bytes, and gives it out again when the
-    copies from it are done."""
+    """A tensor of this shape and dtype on ``device``. On the CPU its memory is pinned, so that an accelerator can copy
+    it asynchronously. torch keeps freed pinned memory, in blocks of a power of two bytes, and reuses it when copies
+    from it are done."""
     pinned = device.type == "cpu" and torch.accelerator.is_available()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)
 
@@ -383,7 +383,7 @@ def _beside(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _like(tensor: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Views of consecutive elements in the shapes of ``pieces``. A tensor is flat, unless there is only one piece."""
+    """Views of consecutive elements in the shapes of ``pieces``. The tensor is flat unless there is only one piece."""
     if len(pieces) == 1:
         return [tensor.reshape_as(pieces[0])]
     return [flat.view_as(piece) for flat, piece in zip(tensor.split([p.numel() for p in pieces]), pieces)]
@@ -394,7 +394,7 @@ def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     if len({tensor.dtype for tensor in into}) == 1:
         copy_alike(into, tensors)
         return
-    for target, tensor in zip(into, tensors):  # CUDA, of some versions of torch, takes all for the first one's dtype
+    for target, tensor in zip(into, tensors):  # on CUDA, some versions of torch assume the first one's dtype for all
         target.copy_(tensor)
 
 

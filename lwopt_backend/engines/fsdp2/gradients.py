@@ -19,8 +19,9 @@ from lwopt_backend.runtime.presence import Presence, largest_of_all, read_at_onc
 def place_gradients(params: Iterable[Tensor]) -> None:
     """Give gradients the placements of their parameters: sum what is Partial, for example.
 
-    Each is a collective, of tensors that may have equal shapes. So all ranks call this for all parameters in one order,
-    before anything that ranks do in different orders. The model decides on placements, so they are equal on all ranks.
+    Each sum is a collective, of tensors that may have equal shapes. All ranks call this for all parameters in one
+    order, before anything that ranks do in different orders. Placements come from the model, so they are equal on all
+    ranks.
     """
     for param in params:
         grad = param.grad
@@ -30,9 +31,9 @@ def place_gradients(params: Iterable[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Scattered:
-    """Meshes of one stepper, each with some ranks of the largest mesh. ``firsts`` has the first rank of each of them.
+    """Meshes of one stepper, each with some ranks of the largest mesh. ``firsts`` has the first rank of each mesh.
 
-    The parameters on them have the same names; ``different`` tells those of experts from copies.
+    The parameters on them have the same names; ``different`` distinguishes those of experts from copies.
     """
 
     firsts: tuple[int, ...]
@@ -59,13 +60,13 @@ class MeshGradients:
         """The norm of the gradients of the parameters that ``pick`` selects, as one vector, each element counted once.
 
         Per mesh it is ``torch.nn.utils.get_total_norm``, so for a single mesh it equals that of ``clip_grad_norm_``,
-        bit for bit. Plain tensors are assumed to be copies. The host waits for nothing on a rank that has all
-        gradients, and else once, for those that other ranks have.
+        bit for bit. Plain tensors are assumed to be copies. On a rank with all gradients, the host does not wait; on
+        other ranks, it waits once, for the gradients of other ranks.
         """
         order = checked_order(norm_type)
         with phase(NORM):
             place_gradients(param for _, param in self.params())
-            if order == float("inf"):  # torch's own fails on ranks with an empty shard, while the other ranks wait
+            if order == float("inf"):  # torch's fails on ranks with an empty shard, while the other ranks wait
                 grads = [gradient(name, param) for name, param in self.params() if pick(name)]
                 largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
                 everywhere = _largest(self._steppers)
@@ -146,9 +147,9 @@ def _norm(stepper: MeshStepper, presence: Presence, norm_type: float, pick: Pick
 def _with_other_ranks(
     largest: MeshStepper, of_steppers: Sequence[Scattered | None], norms: Sequence[Tensor], norm_type: float
 ) -> list[Tensor]:
-    """Norms that are complete on every rank of the ``largest`` mesh: over all different parameters, or of copies the
-    largest. Called on all of these ranks."""
-    mine = torch.stack([norm.to(largest.device, torch.float64) for norm in norms])  # which holds each dtype's values
+    """Norms that are complete on every rank of the ``largest`` mesh: over all different parameters, or the largest of
+    copies. Called on all of these ranks."""
+    mine = torch.stack([norm.to(largest.device, torch.float64) for norm in norms])  # wide enough for every dtype
     everywhere = mine.new_empty(largest.collectives.world_size * len(norms))
     largest.collectives.all_gather(everywhere, mine)
     of_ranks = everywhere.view(-1, len(norms))

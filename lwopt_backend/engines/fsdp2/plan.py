@@ -36,7 +36,7 @@ from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import Slices, Storage, local_views
 
-# Reading an FSDP2 model: its parameters, their meshes, and which box of a parameter each rank stores.
+# Reading an FSDP2 model: its parameters, their meshes, and the box of a parameter that each rank stores.
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def sharded_module(model: Any, caller: str) -> nn.Module:
         which = f"module {name!r}" if name else "the model"
         if isinstance(inner, (DistributedDataParallel, DataParallel)):
             raise TypeError(
-                f"{caller}: {which} is wrapped in {type(inner).__name__}, which shards nothing; call "
+                f"{caller}: {which} is wrapped in {type(inner).__name__}, found no shards; call "
                 "fully_shard(model) instead of it, or pass the plain model.module without sharded_later"
             )
         if isinstance(inner, FullyShardedDataParallel):
@@ -118,7 +118,7 @@ def sharding_of(name: str, param: Tensor) -> Sharding:
     """How a parameter is sharded over its mesh; a plain tensor is whole on a single rank.
 
     Raises ValueError for placements other than Shard and Replicate, for a mesh that this rank is not in or whose ranks
-    do not ascend, and for a shard of another shape than the placements imply.
+    do not ascend, and for a shard whose shape differs from that of its placements.
     """
     shape = tuple(param.shape)
     if not isinstance(param, DTensor):
@@ -139,8 +139,8 @@ def sharding_of(name: str, param: Tensor) -> Sharding:
     planned, found = sharding.local_shape(tuple(coordinate)), tuple(local(param).shape)
     if planned != found:
         raise ValueError(
-            f"{describe(name, param)}: these placements put a part of shape {planned} on this rank, found {found}; "
-            "this way of sharding is not supported"
+            f"{describe(name, param)}: expected a part of shape {planned} on this rank by its placements, found "
+            f"{found}; this way of sharding is not supported"
         )
     return sharding
 
@@ -233,13 +233,13 @@ def plan_mesh(
     loads: Sequence[int] = (),
     earlier: Sequence[int] = (),
 ) -> MeshPlan:
-    """Plan ``members`` of one mesh, whose ``rules``, by param group, exchange in the same way.
+    """Plan ``members`` of one mesh, whose ``rules``, by param group, have equal exchanges.
 
     ``coordinates`` are the ranks' places in the mesh, ``loads`` and ``earlier`` as in ``plan_spread``.
     """
     costs: list[dict[tuple[int, int], int]] = [{} for _ in groups]
     atoms = [registry.atoms_of(member, groups[member.group], costs[member.group]) for member in members]
-    # Backward computes the last layers' gradients first, so these are sent first.
+    # Backward computes the last layers' gradients first.
     matrices = [(i, place) for i in reversed(range(len(members))) for place in range(len(members[i].blocks))]
     blocks = [members[i].blocks[place] for i, place in matrices]
     shardings = (sharding_in(members[i].sharding, block) for (i, _), block in zip(matrices, blocks))
@@ -261,7 +261,7 @@ def sharding_in(sharding: Sharding, block: Block) -> Sharding:
 
 
 def by_wire(members: Sequence[MeshMember], rules: Mapping[int, MatrixRule]) -> list[list[MeshMember]]:
-    """Group the members whose rules exchange in the same way; element-wise members join the first group."""
+    """Group the members whose rules have equal exchanges; element-wise members join the first group."""
     found: dict[tuple[object, ...], list[MeshMember]] = {}
     for member in members:
         if member.group in rules:
@@ -304,7 +304,7 @@ def exchange_groups(params: Iterable[Tensor]) -> list[tuple[Mesh, Collectives]]:
     meshes = {mesh for param in params if (mesh := mesh_of(param)) is not None}
     if not meshes:
         raise ValueError(
-            f"{NAME}: no parameter of the model is a DTensor; call fully_shard(model) before, or pass "
+            f"{NAME}: expected DTensors in the model, found none; call fully_shard(model) first, or pass "
             "sharded_later=True if Accelerate shards it in prepare()"
         )
     exchange: list[tuple[Mesh, Collectives]] = []
@@ -323,7 +323,7 @@ def bind(
 ) -> list[MeshStepper]:
     """Plan the parameters of ``groups``, in the model's order. Called on all ranks of the meshes.
 
-    The work that a rank gets on one mesh counts when the next is planned. Plain tensors come last, in a separate
+    A rank's work on one mesh counts when the next is planned. Plain tensors come last, in a separate
     stepper. An error on any rank is raised on all.
     """
 
@@ -344,7 +344,7 @@ def bind(
     for number, (mesh, of_mesh) in enumerate(exchange):
         for place, own in enumerate(by_wire([m for m in members if mesh_of(m.param) == mesh], rules)):
             loads = of_mesh.gather_objects(load)
-            work = {"earlier" if place else "loads": loads}  # the ranks of a mesh meet after a plan's exchange
+            work = {"earlier" if place else "loads": loads}  # the ranks of a mesh synchronize in a plan's exchange
             stepper = MeshStepper(mesh, of_mesh, own, groups, rules, config, **work)
             load = stepper.plan.ownership.loads[of_mesh.rank] + (load if place else 0)
             steppers.append(stepper)
@@ -360,13 +360,15 @@ def names_of(
 ) -> list[list[str]]:
     """Names of the parameters ``held``: those they were ``bound`` under, or by position if parameters were replaced.
 
-    Raises RuntimeError if the groups have other sizes than they were bound with.
+    Raises RuntimeError if the sizes of the groups have changed since.
     """
     known = {id(p): n for params, theirs in zip(bound, names) for p, n in zip(params, theirs)}
     if all(id(param) in known for params in held for param in params):
         return [[known[id(param)] for param in params] for params in held]
     if [len(params) for params in held] != [len(theirs) for theirs in names]:
-        raise RuntimeError(f"{NAME}: the param groups hold parameters that it was not made with; make a new one")
+        raise RuntimeError(
+            f"{NAME}: expected the parameters that it was made with, found others in the param groups; make a new one"
+        )
     return [list(theirs) for theirs in names]
 
 
@@ -374,7 +376,7 @@ def _members(
     groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], grouping: Grouping
 ) -> list[MeshMember]:
     members = []
-    checked: set[Sharding] = set()  # a check looks at every rank, and layers are alike
+    checked: set[Sharding] = set()  # a check looks at every rank, and many layers are equal
     for number, (group, group_names) in enumerate(zip(groups, names)):
         for name, param in zip(group_names, group["params"]):
             if param.is_meta:
@@ -401,7 +403,7 @@ States = Mapping[Tensor, dict[str, Any]]
 class MeshStepper:
     """Steps ``members`` of one ``mesh``; if it is None, plain tensors, of which every rank steps its own copy.
 
-    Their ``rules``, by param group, exchange in the same way. ``loads`` and ``earlier`` are as in ``plan_spread``. Made
+    Their ``rules``, by param group, have equal exchanges. ``loads`` and ``earlier`` are as in ``plan_spread``. Made
     on all ranks of the mesh.
     """
 
@@ -434,7 +436,7 @@ class MeshStepper:
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
 
     def presence(self, flags: Sequence[int] = (), more: Tensor | None = None) -> Presence:
-        """Start to find which members have a gradient on any rank, and the largest of ``flags`` and ``more``. Called on
+        """Start to find which members have a gradient on any rank, and the maximum of ``flags`` and ``more``. Called on
         all ranks of the mesh."""
         here = [member.param.grad is not None for member in self.members]
         return Presence(self.collectives, here, self.device, flags, more)
@@ -483,7 +485,7 @@ def piece(member: MeshMember, state: Mapping[str, Any]) -> Slices:
     Raises TypeError for a gradient that is not a dense tensor.
     """
     value = local(member.param)
-    shards = {key: local(tensor) for key, tensor in state.items() if not tensor.is_meta}  # the rest is owner state
+    shards = {key: local(tensor) for key, tensor in state.items() if not tensor.is_meta}  # meta tensors are owner state
     grad = gradient(member.name, member.param)
     if grad is None:
         grad = torch.zeros_like(value)
@@ -498,7 +500,7 @@ def piece(member: MeshMember, state: Mapping[str, Any]) -> Slices:
 def over_all_ranks(device_type: str, ranks: int, rank: int) -> DeviceMesh:
     """A mesh with one dimension, as ``fully_shard`` makes it by default, for a process that plays ``rank``.
 
-    torch takes equal meshes for each other, so those of one process that plays several ranks have different names.
+    torch identifies equal meshes, so those of a process that plays several ranks have different names.
     """
     return DeviceMesh(device_type, list(range(ranks)), mesh_dim_names=(f"of_rank_{rank}",))
 

@@ -60,7 +60,7 @@ class MeshStore(StateStore):
 # The check of a state dict before it is loaded.
 
 WHAT = "load_state_dict"
-ANEW = "load it with torch.distributed.checkpoint, which shards it anew, into the model it was saved with"
+ANEW = "load it into the same model with torch.distributed.checkpoint, which reshards it"
 
 
 def check_loadable(
@@ -89,14 +89,14 @@ def check_loadable(
     missing = [name for name, _ in params if name not in found]
     if missing:
         warnings.warn(
-            f"the checkpoint has no state of {missing}; the state of these parameters stays as it is", stacklevel=3
+            f"the checkpoint has no state of {missing}; the state of these parameters does not change", stacklevel=3
         )
 
 
 def _facts(
     found: Mapping[str, Any], made: Mapping[str, Tensor], matrices: list[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Facts of a parameter's state, here and in a state dict: shards are placed as here, or tensors are whole."""
+    """Facts of a parameter's state, here and in a state dict, which has equal shards or whole tensors."""
     here: dict[str, Any] = {"matrices": matrices, "state": sorted(made)}
     there: dict[str, Any] = {"state": sorted(found)}
     if matrices is not None and MATRICES in found:
@@ -111,13 +111,13 @@ def _facts(
 
 
 def view_of(tensor: Tensor) -> View:
-    """The elements of a tensor that this rank has: a box of a DTensor, all of a plain tensor."""
+    """This rank's elements of a tensor: a box of a DTensor, all of a plain tensor."""
     begin, sizes = box_of(tensor) if isinstance(tensor, DTensor) else ((0,) * tensor.ndim, tensor.shape)
     return View.of_box(tensor.shape, list(zip(begin, sizes)))
 
 
 def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's box of a DTensor begins, and its sizes."""
+    """The start and the sizes of this rank's box of a DTensor."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     box = placed(tensor).box(tuple(coordinate))
@@ -135,8 +135,8 @@ def as_shard(part: Tensor, made: DTensor) -> DTensor:
 
 # Owner state in an optimizer's state dict: DTensors, cut by rows over the parameter's mesh.
 #
-# So every rank saves its shards, and ranks with other owners load them. If a parameter has several matrices, keys begin
-# with a matrix's place in it, ``"[1].GG.0"``. If its shape does not tell which elements these have (q, k and v, say), a
+# Every rank saves its shards, and ranks with different owners load them. If a parameter has several matrices, keys
+# begin with a matrix's place in it, ``"[1].GG.0"``. If its shape does not define the matrices (q, k and v, say), a
 # further key does.
 
 Groups = Sequence[Sequence[Tensor]]
@@ -144,7 +144,7 @@ Groups = Sequence[Sequence[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A tensor of a matrix's owner state, at ``path`` of it and ``key`` of the parameter's; ``like`` is on meta."""
+    """A tensor of a matrix's owner state, at ``path`` in it and ``key`` in the parameter's; ``like`` is on meta."""
 
     atom: int
     path: str
@@ -156,7 +156,7 @@ class Entry:
 class OwnerShards:
     """The owner state of one mesh's matrices, cut into shards. Made on all ranks of the mesh.
 
-    ``matrices`` are those of parameters whose shape does not tell them.
+    ``matrices`` are those that a parameter's shape does not define.
     """
 
     def __init__(self, stepper: MeshStepper, rules: Mapping[int, MatrixRule]) -> None:
@@ -257,7 +257,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 def owner_shards(steppers: Sequence[MeshStepper], rules: Mapping[int, MatrixRule], states: States) -> list[OwnerShards]:
     """The owner state of each stepper's matrices, in shards. Called on all ranks of the meshes.
 
-    Adds its keys to ``states``, on meta: torch reads a flattened checkpoint by the keys that are there.
+    Adds its keys to ``states``, on meta: torch reads only the existing keys of a flattened checkpoint.
     """
     shards = [OwnerShards(stepper, rules) for stepper in steppers]
     for state in states.values():
@@ -298,7 +298,7 @@ def take_state(state_dict: Mapping[str, Any], groups: Groups, states: States, sh
             of_mesh.load({entry: _here(value, like) for entry, value, like in made})
     for param, of_param in found.items():
         for key, into in states[param].items():
-            if key in of_param and not into.is_meta:  # the rest is at the owner
+            if key in of_param and not into.is_meta:  # meta tensors are at the owner
                 local(into).copy_(_here(torch.as_tensor(of_param[key]), into))
 
 

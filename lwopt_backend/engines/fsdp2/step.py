@@ -1,6 +1,6 @@
 """FSDP2's steps, and state for parameters that are sharded after the optimizer is made, as by Accelerate's ``prepare``.
 
-What happens to the optimizer there, in this order:
+The order of events with ``prepare``:
 
 1. It is made for the plain model, and routes its parameters.
 2. ``prepare`` loads its own state dict into it, to move state to the device. It has no state yet.
@@ -8,7 +8,7 @@ What happens to the optimizer there, in this order:
 4. A checkpoint may be saved or loaded before the first step. ``torch.distributed.checkpoint`` reads ``state`` and,
    if it is empty, takes a step without gradients to create some: AdamW's counter would begin at 1.
 
-So state is created when it is first read after 3., which needs no other rank. Planning does, and waits for the step.
+So state is created when it is first read after 3., without other ranks. Planning needs them, and waits for the step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lwopt_backend.runtime.whole import Slices, Storage
 class StateOnceSharded:
     """An optimizer's attribute ``state``: created for the parameters of its param groups when they are DTensors.
 
-    The optimizer's ``_make_state`` creates what is missing; ``_stated`` lists the parameters for which it has done so.
+    The optimizer's ``_make_state`` creates missing state; ``_stated`` lists the parameters that have it.
     """
 
     def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
@@ -60,9 +60,9 @@ def check_sharded(params: Iterable[Tensor]) -> None:
     """Raises RuntimeError if none of the parameters is a DTensor at the first step."""
     if not any(isinstance(param, DTensor) for param in params):
         raise RuntimeError(
-            "LayerWiseOptimizer was made with sharded_later=True, and at the first step no parameter in its param "
-            "groups is a DTensor; check that prepare() was given the model and this optimizer together, and that "
-            "Accelerate runs with FSDP, fsdp_version 2 (on CPUs it falls back to DDP without a word)"
+            "LayerWiseOptimizer with sharded_later=True: expected DTensors in its param groups at the first step, "
+            "found none; check that prepare() was given the model and this optimizer together, and that Accelerate "
+            "runs with FSDP, fsdp_version 2 (on CPUs it silently falls back to DDP)"
         )
 
 
@@ -82,7 +82,9 @@ def check_is_of(module: nn.Module, params: Sequence[Sequence[Tensor]], names: Se
     for group, group_names in zip(params, names):
         for param, name in zip(group, group_names):
             if id(param) not in theirs:
-                raise ValueError(f"attach: parameter {name!r} of this optimizer is not the model's")
+                raise ValueError(
+                    f"attach: expected the optimizer's model, found one without parameter {name!r}; pass the model"
+                )
 
 
 class Attachment:
@@ -145,7 +147,7 @@ class Attachment:
         self.remove()
 
 
-# One step of all steppers of a model: matrices mesh by mesh, the rest while the first bucket is on the wire.
+# One step of all steppers of a model: matrices mesh by mesh, other parameters while the first bucket is in transit.
 
 
 FLAGS = 2  # of a step, in addition to the members': those of the options
@@ -165,8 +167,8 @@ def step_all(
 
     If ``options`` are found to differ, all ranks raise before any weight is changed.
 
-    The host reads what ranks told each other, and so waits for the backward pass, only where something depends on it:
-    in steps that compare options, with an ``attachment``, and on a rank that lacks a gradient, which other ranks may
+    The host reads the flags of other ranks, and so waits for the backward pass, only where something depends on them:
+    in steps that compare options, with an ``attachment``, and on a rank that lacks a gradient that other ranks may
     have. No rank's collectives depend on whether it reads.
     """
     place_gradients(member.param for stepper in steppers for member in stepper.members)
@@ -180,7 +182,7 @@ def step_all(
             return [None] * len(steppers)
         return [attachment.touched(number, *part) for number, part in enumerate(zip(steppers, of_steppers, into))]
 
-    # Nothing may have been advanced where a difference ends the step: it may be set right, and the step taken.
+    # A difference ends the step before state advances, so that the step can be repeated once it is corrected.
     touched = advance_sent([*map(copied, storages)] if compares else storages)
     presences = [stepper.presence(flags, more) for stepper, more in zip(steppers, touched)]
     if compares or any(more is not None for more in touched) or not all(each.complete for each in presences):

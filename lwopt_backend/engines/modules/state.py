@@ -1,10 +1,10 @@
-"""A state dict of all modules in a folder of torch.distributed.checkpoint, which any split of ranks can load.
+"""A state dict of all modules in a folder of torch.distributed.checkpoint, for any later split of ranks.
 
 ::
 
     <module>.state.<number>.<key>            each rank writes its boxes
     <module>.param_groups.<number>.<option>
-    <module>.<fact>                          what is compared before state is loaded
+    <module>.<fact>                          compared before state is loaded
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def save(everyone: Collectives, state_dict: Mapping[str, Mapping[str, Any]], fol
 def read(
     everyone: Collectives, owned: Collection[str], state_dict: Mapping[str, Any], folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """What ``save`` wrote: of all modules the names, and of those in this rank's ``state_dict`` what this rank has.
+    """The contents of a save: all modules' names, and this rank's part of the modules in its ``state_dict``.
 
     ``owned`` are modules in owned storage. Called on all ranks, which raise for a folder that cannot be read.
     """
@@ -96,7 +96,7 @@ def _flat(state_dict: Mapping[str, Mapping[str, Any]]) -> Flat:
 
 def _boxes_here(tensor: Tensor) -> Mapping[tuple[int, ...], Tensor]:
     """This rank's boxes of a tensor of owned storage, its box of a DTensor, or all of a plain tensor. Raises ValueError
-    for what cannot be saved together with other ranks' boxes."""
+    for a tensor that cannot be saved together with other ranks' boxes."""
     if isinstance(tensor, Pieces):
         tensor.check()
         return tensor.boxes
@@ -108,7 +108,7 @@ def _boxes_here(tensor: Tensor) -> Mapping[tuple[int, ...], Tensor]:
 
 
 def _read(folder: DcpFolder, key: str, like: Any) -> Any:
-    """What this rank has of what is saved, as of ``like``; all of it if that is no tensor."""
+    """This rank's part of a saved value, as of ``like``; the whole value if ``like`` is not a tensor."""
     if key in folder.objects:
         return folder.object(key)
     saved = folder.tensors[key]

@@ -1,7 +1,7 @@
 """One optimizer over modules on different ranks: ``ModuleOptimizers({"vision": ..., "language": None})``.
 
 Each module keeps its own optimizer, process groups and number of ranks. Decisions about all modules are made here:
-whether every gradient is finite, what their total norm is, whether all modules step.
+finite gradients, their total norm, and whether all modules step.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer | None], *, process_group: Any = None) -> None:
         self._everyone = ranks_of(process_group)
-        what = f"{NAME}: all ranks name all modules in one order, with None for those that they do not have"
+        what = f"{NAME}: expected all modules on all ranks, in one order, with None for modules on other ranks"
         parts = agree(self._everyone, what, lambda: (parts_of(optimizers), list(optimizers)))
         self.names = tuple(optimizers)
         self.modules = {name: part.optimizer for name, part in parts.items()}
-        # What a rank has may fail to be described: the others hear of it, and do not wait.
+        # Describing this rank's parts may fail: then all ranks raise, and none waits.
         here = agree(self._everyone, NAME, lambda: ({name: held_by(part) for name, part in parts.items()}, []))
         held = self._everyone.gather_objects(here)
         check_held(self._everyone, self.names, parts, held)
@@ -190,7 +190,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         if closure is not None:
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
-        hooked = bool(self._optimizer_step_post_hooks or AFTER)  # by hooks that may read parameters
+        hooked = bool(self._optimizer_step_post_hooks or AFTER)  # such hooks may read parameters
         with one_call(self, begins=True, ends=True):
             norms = self._norms(2.0, compare=self._steps % COMPARED_EVERY == 0)
             self._steps += 1
@@ -230,13 +230,13 @@ class ModuleOptimizers(torch.optim.Optimizer):
     def _measure(
         self, what: str, width: int, measure: Callable[[Part], Sequence[Tensor | float]], compare: bool = False
     ) -> Measured:
-        """By module ``width`` values of at least 0 that all of its ranks ``measure``, on all ranks; NaN if any rank's
-        is. Raises RuntimeError, on all ranks, where a module's ranks differ or failed; in options only if asked to
+        """By module, ``width`` values of at least 0 that all of its ranks ``measure``, on all ranks; NaN if any rank
+        has NaN. Raises RuntimeError, on all ranks, if a module's ranks differ or failed; options count only with
         ``compare``.
 
-        It is one all-reduce of the largest values and of the largest of their negatives, read by the host at once. The
-        last value is a hash of the options. A NaN, which gloo's MAX may drop, is infinity in both; a rank that failed
-        has it in all of them.
+        One all-reduce takes the maxima of the values and of their negatives, and the host reads them once. The last
+        value is a hash of the options. gloo's MAX may drop a NaN, so a NaN is sent as infinity in both; a rank that
+        failed sends infinity everywhere.
         """
         device = self._everyone.device
         table = torch.full((len(self.names), 2, width + 1), -math.inf, dtype=torch.float64, device=device)
@@ -244,7 +244,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         for name, part in self._parts.items():
             try:
                 number = float(int(digest(part.options())[:12], 16)) if compare else 0.0  # a double holds 48 bits
-                # A number that is filled in, unlike one that is copied to a GPU, makes no host wait.
+                # Unlike a copy to a GPU, filling in a number makes no host wait.
                 there = functools.partial(torch.full, (), dtype=torch.float64, device=device)
                 mine = [v.to(device, torch.float64) if isinstance(v, Tensor) else there(v) for v in measure(part)]
                 values = torch.stack([*mine, there(number)])
@@ -265,8 +265,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
                     most[number] = math.nan
                 elif math.isfinite(largest) and not math.isclose(largest, -negative, rel_tol=1e-5):
                     raise RuntimeError(
-                        f"{NAME}: {what} of module {name!r} is {-negative} on one of its ranks and {largest} on "
-                        "another; its ranks hold copies, so reduce their gradients before (DDP does)"
+                        f"{NAME}: {what} of module {name!r}: expected equal copies on its ranks, found {-negative} and "
+                        f"{largest}; reduce their gradients before (DDP does)"
                     )
         return {name: most for name, (most, _) in found.items()}
 
@@ -323,21 +323,21 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises RuntimeError; add the group to a module's optimizer instead."""
-        raise RuntimeError(
-            f"{NAME} has no separate param groups; add this group to a module's optimizer, .modules[name]"
-        )
+        raise RuntimeError(f"expected a module for this param group, because {NAME} has none; add it to .modules[name]")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Read by torch.amp.GradScaler. Raises RuntimeError, because it would skip a step on some ranks only."""
-        raise RuntimeError(f"{NAME}: GradScaler decides on each rank alone; use scale_grads(), and step() skips on all")
+        raise RuntimeError(
+            f"{NAME}: GradScaler would skip a step on some ranks only; use scale_grads(), and step() skips on all"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{NAME} holds process groups and cannot be copied or pickled; use state_dict()")
 
 
 def _total(norms: Sequence[float], norm_type: float) -> Tensor:
-    """The norm of what has these ``norms``, in fp32."""
+    """The total of these ``norms``, in fp32."""
     total: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), checked_order(norm_type))
     return total.float()
 
@@ -346,7 +346,7 @@ def _total(norms: Sequence[float], norm_type: float) -> Tensor:
 
 
 class CopiedGradients:
-    """The gradients of a plain torch optimizer, equal on all ranks that have a copy; calls no collective."""
+    """The gradients of a plain torch optimizer, equal on all ranks with a copy; calls no collective."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
@@ -365,8 +365,8 @@ class CopiedGradients:
 class Part:
     """A module's optimizer on a rank that has the module.
 
-    ``ours`` is a ``LayerWiseOptimizer``, whose ranks share the work; None for any other torch optimizer, of which each
-    rank of the module has a copy. Raises TypeError for what is neither.
+    ``ours`` is a ``LayerWiseOptimizer``, whose ranks share the work. It is None for any other torch optimizer, of which
+    each rank of the module has a copy. Raises TypeError for anything else.
     """
 
     def __init__(self, name: str, optimizer: Any) -> None:
@@ -381,8 +381,8 @@ class Part:
         sharded = [name for name, param in self.params() if self.ours is None and hasattr(param, "device_mesh")]
         if sharded:
             raise TypeError(
-                f"{self.where}: {sharded[0]!r} is a DTensor, whose norm {type(optimizer).__name__} cannot tell; use "
-                "lwopt_backend.LayerWiseOptimizer"
+                f"{self.where}: expected no DTensors with {type(optimizer).__name__}, which cannot compute their norm; "
+                f"found {sharded[0]!r}; use lwopt_backend.LayerWiseOptimizer"
             )
 
     def params(self) -> list[tuple[str, Tensor]]:
@@ -401,7 +401,7 @@ class Part:
         return CopiedGradients(self.optimizer) if self.ours is None else self.ours.gradients
 
     def options(self) -> list[str]:
-        """Lines of what all ranks of the module must have alike."""
+        """Lines that must be equal on all ranks of the module."""
         if self.ours is not None:
             return option_lines(self.ours.param_groups)
         groups = enumerate(self.optimizer.param_groups)
@@ -410,11 +410,11 @@ class Part:
         return [setting(f"{key} of param group {n}", plain(value)) for n, key, value in items if key not in known]
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, with facts that are compared before it is loaded."""
+        """The optimizer's state dict, with facts to compare before a load."""
         return {**self.optimizer.state_dict(), HAS_STATE: bool(self.optimizer.state), PARAMS: self._named_shapes()}
 
     def check_saved(self, saved: Mapping[str, Any]) -> None:
-        """Raises ValueError for a ``state_dict`` of other parameters, or one of which no state was read."""
+        """Raises ValueError for a ``state_dict`` of other parameters, or one without the saved state."""
         for ours, theirs in zip_longest(self._named_shapes(), saved[PARAMS]):
             if ours != theirs:
                 raise ValueError(
@@ -422,8 +422,8 @@ class Part:
                 )
         if self.ours is None and saved[HAS_STATE] and not saved["state"]:
             raise ValueError(
-                f"{self.where} was saved with state, but none was read, because the optimizer here has no state "
-                "yet; load with load_state_dict_from(folder)"
+                f"{self.where}: expected its saved state, found none, because the optimizer here has no state yet; "
+                "load with load_state_dict_from(folder)"
             )
 
     def _named_shapes(self) -> list[list[Any]]:
@@ -433,7 +433,7 @@ class Part:
         return [[names[id(param)], *param.shape] for param in params]
 
     def lines(self) -> list[str]:
-        """Lines of what all ranks of the module must have alike when it is made; copies are equal bit by bit."""
+        """Lines that must be equal on all ranks of the module at the start; copies are equal bit by bit."""
         params = self.params() if self.ours is None else []
         copies = (
             setting(f"parameter {name}", f"{tuple(p.shape)} {p.dtype} of sum {sum_of_bits(p.detach())}")
@@ -443,7 +443,7 @@ class Part:
 
 
 def parts_of(optimizers: Any) -> dict[str, Part]:
-    """This rank's modules by name. Raises TypeError or ValueError for what a rank can check alone."""
+    """This rank's modules by name. Raises TypeError or ValueError for problems visible on one rank."""
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise TypeError(f"{NAME}: expected a mapping from modules' names to optimizers, found {optimizers!r}")
     parts: dict[str, Part] = {}
@@ -456,8 +456,8 @@ def parts_of(optimizers: Any) -> dict[str, Part]:
             other, others_name = homes.setdefault(id(param), (module, name))
             if other != module:
                 raise ValueError(
-                    f"{NAME}: modules {other!r} and {module!r} share a parameter, {others_name!r} of {other!r} is "
-                    f"{name!r} of {module!r}; give it to one of them only"
+                    f"{NAME}: expected every parameter in one module, found {others_name!r} of {other!r} as {name!r} "
+                    f"of {module!r}; give it to one of them only"
                 )
     return parts
 
@@ -466,18 +466,18 @@ def check_names(what: str, found: Mapping[str, Any], names: Sequence[str], neede
     """Raises ValueError unless ``found`` has all modules that are ``needed``, and only those in ``names``."""
     for name in found:
         if name not in names:
-            raise ValueError(f"{NAME}: {what} has an unknown module {name!r}; {suggestion(str(name), names)}")
+            raise ValueError(f"{NAME}: {what}: unknown module {name!r}; {suggestion(str(name), names)}")
     missing = [name for name in needed if name not in found]
     if missing:
-        raise ValueError(f"{NAME}: {what} lacks module {missing[0]!r}; it has {sorted(found)}")
+        raise ValueError(f"{NAME}: {what}: expected module {missing[0]!r}, found {sorted(found)}; give all modules")
 
 
-# What each rank has of each module: compared by all ranks, and the order of their collectives.
+# The modules of each rank: compared by all ranks, and the order of their collectives.
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has of a module.
+    """A rank's part of a module.
 
     - ``place``: this rank, and the number of ranks that share the optimizer's work; None for copies.
     - ``numel``: of the gradients that owned storage sends in backward; infinite where DDP or FSDP2 sends them.
@@ -494,7 +494,7 @@ class Held:
 
 
 def held_by(part: Part) -> Held:
-    """What the other ranks must know of a part."""
+    """The facts that other ranks must know about a part."""
     everyone = None if part.ours is None else part.ours._everyone()
     place = None if everyone is None else (everyone.rank, everyone.world_size)
     in_backward = sum(param.numel() for _, param in part.params())
@@ -505,11 +505,13 @@ def held_by(part: Part) -> Held:
 def check_held(
     everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part], held: Sequence[Mapping[str, Held]]
 ) -> None:
-    """Compare what each rank has of each module. Called on all ranks; raises the same on all of them."""
+    """Compare the ranks' parts of each module. Called on all ranks; raises the same error on all of them."""
     for name in names:
         found = {rank: of_rank[name] for rank, of_rank in enumerate(held) if name in of_rank}
         if not found:
-            raise ValueError(f"{NAME}: no rank has an optimizer of module {name!r}; leave its name out")
+            raise ValueError(
+                f"{NAME}: module {name!r}: expected an optimizer on some rank, found none; leave its name out"
+            )
         if len({has.lines for has in found.values()}) > 1:
             raise difference(everyone, name, parts[name].lines() if name in parts else None)
         places = {rank: has.place for rank, has in found.items() if has.place is not None}
@@ -534,11 +536,11 @@ def difference(everyone: Collectives, name: str, lines: Sequence[str] | None) ->
 def in_one_order(parts: Mapping[str, Part], held: Sequence[Mapping[str, Held]]) -> dict[str, Part]:
     """The parts in the one order in which ranks call their collectives, those with the most elements first.
 
-    Two groups that share ranks must start collectives in one order on all of these. NCCL's kernels wait on the GPU, and
-    where one has to end before another begins (CUDA_DEVICE_MAX_CONNECTIONS=1), ranks with two orders wait for each
-    other. Backward passes come in any order. So of modules that share ranks only the first sends gradients in backward,
-    and the others in the next call, which all ranks make, after the first has sent what it has not. What FSDP2 and DDP
-    send, they send in backward.
+    Two groups that share ranks must start collectives in one order on all of these ranks. NCCL's kernels wait on the
+    GPU, and if one has to end before another begins (CUDA_DEVICE_MAX_CONNECTIONS=1), ranks with different orders wait
+    for each other. Backward passes come in any order. So among modules that share ranks, only the first sends gradients
+    in backward. The others send their gradients in the next call, which all ranks make, after the first has sent the
+    rest. FSDP2 and DDP always send in backward.
     """
     numel: dict[str, float] = {}
     ranks: dict[str, set[int]] = {}

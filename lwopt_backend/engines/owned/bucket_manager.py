@@ -23,7 +23,7 @@ class Hook:
     """Runs ``call(owner, *first, *args)`` with a hook's ``args`` while ``owner`` is alive; copies and pickles do
     nothing.
 
-    So a model with hooks can be copied and saved, and its hooks do not keep ``owner`` alive.
+    A model with hooks can therefore be copied and saved, and its hooks do not keep ``owner`` alive.
     """
 
     __slots__ = ("_owner", "_call", "_first")
@@ -62,7 +62,7 @@ class BackwardPasses:
     """Reports every gradient, and the end of every backward pass, to ``manager``.
 
     A pass begins at the output of ``model``, or with the first gradient if ``model`` was not called. Reentrant
-    checkpoints run nested passes; the hook on the output tells the outer pass from those. ``torch.autograd.grad`` also
+    checkpoints run nested passes; the hook on the output distinguishes the outer pass. ``torch.autograd.grad`` also
     runs that hook, but produces no ``param.grad``, so no pass begins for the manager.
     """
 
@@ -83,7 +83,7 @@ class BackwardPasses:
         return self._running and torch._C._current_graph_task_id() == -1
 
     def forget(self) -> None:
-        """End an interrupted pass. It counts as a pass, even without a gradient, because it does on other ranks."""
+        """End an interrupted pass. It counts even without a gradient, because it counts on other ranks."""
         if self._running and not self._told:
             self._manager.begin_backward()
         self._running = False
@@ -102,7 +102,7 @@ class BackwardPasses:
     def _before_forward(self, model: nn.Module, args: Sequence[Any]) -> None:
         if self.interrupted and torch.is_grad_enabled():
             raise RuntimeError(
-                "a backward pass ended in an exception, and some of its gradients are on their way; call "
+                "a backward pass ended in an exception while some of its gradients were in transit; call "
                 "optimizer.zero_grad() on all ranks before the next forward pass"
             )
 
@@ -128,15 +128,16 @@ class BackwardPasses:
 # ::
 #
 #     backward      gradients fill the buckets; a full bucket is sent to its owners at once, in one order on all ranks;
-#                   what has come is cast and added on a stream of its own
-#     end of it     the remaining buckets are sent as they are: a missing gradient is zero
+#                   arrived gradients are cast and added on a side stream
+#     end of it     the remaining buckets are sent; a missing gradient is zero
 #     step          bucket by bucket: wait -> its owners update it -> send the parameters to all ranks
 #
-# Every rank starts the same collectives in the same order, whatever gradients it has: every backward pass that reduces
-# sends each bucket exactly once. The order is the plan's until ranks have agreed on that in which buckets were full.
-
-# Buckets in flight to their owners. The stream of the backward pass waits for the one before them: what it allocates
-# next may be that one's memory. More in flight would take more memory, and hide no more communication.
+# Every rank starts the same collectives in the same order, with or without gradients: every backward pass that reduces
+# sends each bucket exactly once. The order is the plan's until ranks have agreed on the order in which buckets were
+# full.
+#
+# Buckets in flight to their owners. The stream of the backward pass waits for the one before them, because its next
+# allocations may reuse that bucket's memory. More in flight would take more memory, and hide no more communication.
 IN_FLIGHT = 2
 
 
@@ -144,8 +145,8 @@ class BucketManager:
     """The ``buckets`` of ``params`` in backward order; the ranks ``sharers[i]`` share ``buckets[i]``.
 
     Made on all ranks. Turns the parameters into views of the buckets' buffers. ``order`` is the numbers of the buckets
-    as they leave; ``filled`` is those that were full in a backward pass on this rank, in that order, and None once
-    ranks have agreed on an order. ``returning`` is those whose new values are still in flight to this rank.
+    as they leave. ``filled`` is those that were full in a backward pass on this rank, in that order; None once ranks
+    have agreed on an order. ``returning`` is those whose new values are still in flight to this rank.
     """
 
     def __init__(
@@ -224,13 +225,13 @@ class BucketManager:
         if self._reducing and number in self._left:
             raise RuntimeError(
                 f"parameter {self.names[index]!r} got another gradient in one backward pass after bucket {number} had "
-                "left with its first: it is used in several reentrant checkpoints; use checkpoint(..., "
+                "been sent with its first: several reentrant checkpoints use it. Use checkpoint(..., "
                 'use_reentrant=False), or overlap_grad_reduce=False (under DeepSpeed "overlap_comm": false)'
             )
         if number in self.returning:
             raise RuntimeError(
-                f"parameter {self.names[index]!r} was used before its new value had come, because its module was not "
-                "called; call optimizer.synchronize() before the forward pass, or switch overlap_param_gather off"
+                f"parameter {self.names[index]!r} was used before its new value had arrived, because its module was "
+                "not called; call optimizer.synchronize() before the forward pass, or switch overlap_param_gather off"
             )
         self._touched[index] = True
         with torch.no_grad():
@@ -301,7 +302,8 @@ class BucketManager:
     # Step
 
     def finish(self, passes: int = 1) -> None:
-        """Send what is unsent if gradients remain here, or if fewer than ``passes`` passes reduced since the last step.
+        """Send the unsent buckets if gradients remain here, or if fewer than ``passes`` passes reduced since the last
+        step.
 
         A rank that had fewer backward passes than the others takes part with zeros. Called on all ranks.
         """
@@ -317,7 +319,7 @@ class BucketManager:
         self._touched[index] = True
 
     def unused_grad(self) -> str | None:
-        """A parameter whose ``grad`` did not come by a backward pass, which would have taken it; None if none has."""
+        """A parameter with a ``grad`` from outside a backward pass (the manager takes those of passes), or None."""
         if self._keep_full:
             return None
         return next((name for name, param in zip(self.names, self.params) if param.grad is not None), None)

@@ -1,4 +1,4 @@
-"""The buffers of owned buckets on one rank, the ranks that share them, and what they send."""
+"""The buffers of owned buckets on one rank, the ranks that share them, and their collectives."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Ledger:
         self.sent: Counter[str] = Counter()
 
     def send(self, kind: str, nbytes: int) -> None:
-        """Count what leaves this rank."""
+        """Count sent bytes."""
         self.sent[kind] += nbytes
         sending(nbytes)
 
@@ -140,10 +140,10 @@ def return_parts(
 
 
 def predivisor(divisor: float) -> float:
-    """What gradients are divided by before they are summed: the least power of two that is not below ``divisor``.
+    """The divisor of gradients before they are summed: the least power of two that is not below ``divisor``.
 
-    So no partial sum is larger than the largest mean may be, as in DDP, which divides by ``divisor`` itself. A power of
-    two rounds nothing above the subnormal numbers; the rest is divided from the sum, in the dtype of the step.
+    No partial sum can exceed the largest mean, as in DDP, which divides by ``divisor`` itself. A power of two rounds
+    nothing above the subnormal numbers; the sum is divided by the rest, in the dtype of the step.
     """
     return float(2 ** math.ceil(math.log2(divisor)))
 
@@ -239,8 +239,8 @@ class BucketBuffers:
         return [self.mine.narrow(0, piece.offset - start, piece.numel) for piece in self.pieces]
 
     def stored_grads(self, pick: Callable[[int], bool] | None = None) -> list[Tensor]:
-        """The buffer of this rank's reduced gradients, padding included; with ``keep_full``, that of all gradients.
-        Of the parameters that ``pick`` selects, if given, one tensor each."""
+        """The buffer of this rank's reduced gradients, padding included; with ``keep_full``, that of all gradients. If
+        ``pick`` is given, one tensor for each parameter that it selects."""
         stored = self.full if self._keep_full else self.mine
         if stored is None or pick is None:
             return [] if stored is None else [stored]
@@ -251,7 +251,7 @@ class BucketBuffers:
     def refresh_masters(self) -> None:
         """Copy the parameters into the masters, except where a master already rounds to its parameter's value.
 
-        So weights and optimizer state may be loaded in either order, and masters keep their precision.
+        Weights and optimizer state may therefore be loaded in either order, and masters keep their precision.
         """
         if self.masters is not None:
             for piece, master in zip(self.pieces, self.owned_values()):
@@ -284,7 +284,7 @@ class BucketBuffers:
                 self._take_kept(param, self.view(self._full_buffer(), index))
 
     def _take_kept(self, param: Tensor, view: Tensor) -> None:
-        """autograd adds in place to an existing gradient, which is the view; without one, it makes a new tensor."""
+        """autograd adds to an existing gradient, the view, in place; otherwise it makes a new tensor."""
         assert param.grad is not None
         if param.grad.data_ptr() != view.data_ptr():
             view.copy_(param.grad)
@@ -340,7 +340,7 @@ class BucketBuffers:
             self._add(came)
 
     def settle(self) -> None:
-        """Wait for the sum, and that across instances, and make it a mean. Called on all ranks, after ``arrive``."""
+        """Wait for the sum, also across instances, and turn it into a mean. Called on all ranks, after ``arrive``."""
         self._beside.join()
         self._settle_across()
         if self.mine is not None and not self._averaged:
@@ -387,7 +387,7 @@ class BucketBuffers:
 
     def send_values(self) -> None:
         """Start sending each rank's part of the parameters to all others. Called on all ranks."""
-        # The parameters are views by ``.data``, so autograd does not see that they change.
+        # The parameters are views by ``.data``, so autograd does not see their changes.
         torch.autograd.graph.increment_version(self._params.values())
         self._back = return_parts(self.values, self.bucket, self.sharers.instance, self._ledger)
 

@@ -1,12 +1,12 @@
-"""Owned storage in a folder of torch.distributed.checkpoint, which any number of ranks with any layout can load.
+"""Owned storage in a folder of torch.distributed.checkpoint, for any later number of ranks and layout.
 
 ::
 
-    model.<parameter>                                     the weights, and all else in the model's state dict
+    model.<parameter>                                     the weights, and the rest of the model's state dict
     optimizer.state.<parameter>.<key>                     state, fp32 masters of 16-bit parameters, owner state
     optimizer.param_groups.<number>.<option>              hyperparameters; ``params`` are the parameters' names
-    lwopt_tied                                            further names of parameters, each with the one above
-    <anything else>                                       what the program saves with it
+    lwopt_tied                                            further names of parameters, each with the name above
+    <anything else>                                       other entries of the program
 
 FSDP2's checkpoints have the same form (``checkpoint/dcp``). Every rank writes the pieces that it owns,
 as boxes of the whole tensors, into its own file.
@@ -56,7 +56,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: Mapping[str, Any]) -> None:
     """Write weights and state of all ranks, and the first rank's ``more``, into ``folder``, which all ranks see.
 
-    Called on all ranks. An error on any rank is raised on all of them; the folder then has its earlier content.
+    Called on all ranks. An error on any rank is raised on all of them; the folder then keeps its earlier content.
     """
     everyone = core.holdings[0].sharers.everyone
     core.manager.receive_values()
@@ -68,7 +68,10 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
     def add() -> None:
         core.check_loaded()
         for key in {MODEL, OPTIMIZER} & set(more):
-            raise ValueError(f"{SAVING}: {key!r} is what weights and state are saved as; give it another name")
+            raise ValueError(
+                f"{SAVING}: expected entries with other names than the weights' and the state's, found {key!r}; rename "
+                "it"
+            )
         check_readable(SAVING, more)
         if everyone.rank == 0:
             shards.objects.update(flattened(more))
@@ -98,7 +101,7 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
 
 
 def _boxes(shape: Sequence[int], boxes: Mapping[tuple[int, ...], Tensor], where: str) -> Boxes:
-    """What this rank writes of a tensor, now or when others have been written."""
+    """This rank's part of a tensor, read when it is written."""
     return Boxes(tuple(shape), {place: later(box, box.shape, where) for place, box in boxes.items()})
 
 
@@ -109,7 +112,7 @@ def others_of(core: OwnedCore, model: nn.Module) -> dict[str, Any]:
 
 
 def _tied(core: OwnedCore, model: nn.Module, names: Names) -> dict[str, str]:
-    """The further names of trained parameters in a model's state dict, each with the name that it is saved as."""
+    """The further names of trained parameters in a model's state dict, each with its name in the checkpoint."""
     first = {id(member.param): number for number, member in enumerate(core.members)}
     found = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -156,8 +159,8 @@ def check_readable(where: str, values: Mapping[str, Any]) -> None:
             torch.load(stored, weights_only=True)
         except Exception as error:
             raise ValueError(
-                f"{where}: the value {value!r} of {key!r} cannot be read back with torch.load(weights_only=True); keep "
-                f"it elsewhere. {error}"
+                f"{where}: expected values that torch.load(weights_only=True) can read, found {value!r} of {key!r}; "
+                f"keep it elsewhere. {error}"
             ) from error
 
 
@@ -166,11 +169,11 @@ def check_readable(where: str, values: Mapping[str, Any]) -> None:
 
 def open_folder(folder: Path, with_files: bool = True) -> DcpFolder:
     """Open a checkpoint. Raises FileNotFoundError if there is none, ValueError if it is damaged or incomplete. One rank
-    looks at all files (``with_files``); the others open those that they load from."""
+    checks all files (``with_files``); the others open those that they load from."""
     if not (folder / METADATA).is_file():
         raise FileNotFoundError(
-            f"{folder} holds no checkpoint, or its saving was not finished: there is no {METADATA}, which is written "
-            "last. Convert a checkpoint of another system with lwopt convert --to dcp"
+            f"{folder}: expected a finished checkpoint, found no {METADATA}, which is written last; give another "
+            "folder, or convert a checkpoint of another system with lwopt convert --to dcp"
         )
     return read_as_expected(lambda: DcpFolder(folder, with_files=with_files), folder, "DCP")
 
@@ -178,11 +181,11 @@ def open_folder(folder: Path, with_files: bool = True) -> DcpFolder:
 def load(
     core: OwnedCore, groups: Groups, model: nn.Module, folder: Path
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Load weights and state; returns the param groups to use from now on, and what the program saved with them.
+    """Load weights and state; returns the param groups to use from now on, and the program's other entries.
 
-    Called on all ranks. A rank reads what it owns of state and weights, which then go to all ranks as after a step.
-    Raises, on all ranks and before anything is changed, for files that are missing or of different saves, and for other
-    parameters, rules or groups. A tensor whose checksum is wrong is found when it is to be copied: all ranks raise, and
+    Called on all ranks. A rank reads the state and weights that it owns; the weights then go to all ranks as after a
+    step. Raises, on all ranks and before anything is changed, for missing files, for files of different saves, and for
+    other parameters, rules or groups. A wrong checksum of a tensor is found when it is copied: all ranks raise, and
     take no step before a load succeeds.
     """
     everyone = core.holdings[0].sharers.everyone
@@ -206,8 +209,8 @@ def load(
                 fill(values[piece.start : piece.stop], saved.weights[key], View.of_range(piece.start, piece.stop))
 
     def reads(key: str) -> bool:
-        """Whether this rank reads what is no trained weight: of what all ranks get afterwards, the first that shares
-        it does. That is what is sent, and further names of trained weights, which their owners send."""
+        """Whether this rank reads an entry that is not a trained weight: the first rank that shares it does. This
+        includes broadcast tensors; further names of trained weights are read by the weights' owners."""
         mine = key not in from_first or core.share_of(key).ranks.rank == 0
         return mine and key in saved.weights
 
@@ -230,7 +233,7 @@ def _take(core: OwnedCore, take: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A folder that fits: this rank's ``state`` in it by member, the param ``groups`` from now on, and all else."""
+    """A folder that fits: this rank's ``state`` in it by member, the new param ``groups``, and other entries."""
 
     saved: Saved
     state: dict[int, dict[str, Found]]
@@ -246,15 +249,17 @@ def _fitting(
     elsewhere: Collection[str],
     folder: DcpFolder,
 ) -> Fitting:
-    """What this rank loads; ``others`` and ``elsewhere`` are what is no trained weight here and on any rank. Raises
-    ValueError for what does not fit, and for wrong checksums of state."""
+    """What this rank loads; ``others`` and ``elsewhere`` are the entries here and on any rank that are not trained
+    weights. Raises ValueError for a checkpoint that does not fit, and for wrong checksums of state."""
     saved = read_as_expected(lambda: Saved(folder, lambda value: value), folder.path, "DCP")
     where = f"{LOADING}: {folder.path}"
     check_fits(where, *_params_of(names, saved))
     known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
     for key in [*names.keys.values(), *others, *saved.weights]:
         if key not in known or key not in names.params and key not in elsewhere:
-            raise ValueError(f"the weight {key!r} is in {_side(key in known)}; load a checkpoint of the same model")
+            raise ValueError(
+                f"the weight {key!r} is only in {_side(key in known)}; load a checkpoint of the same model"
+            )
     for key, value in others.items():
         if isinstance(value, Tensor) and value.shape != saved.weights[key].shape:
             found = saved.weights[key].shape
@@ -272,7 +277,7 @@ def _fitting(
 
 
 def _state_in(saved: Saved, key: str, member: Member) -> dict[str, Any]:
-    """A member's state in a folder, with its matrices, and with masters of 16-bit weights, which may be the weights."""
+    """A member's state in a folder, with its matrices and masters of 16-bit weights, by default the weights."""
     found: dict[str, Any] = dict(saved.states.get(key, {}))
     if key in saved.matrices:
         found[MATRICES] = saved.matrices[key]
@@ -283,11 +288,11 @@ def _state_in(saved: Saved, key: str, member: Member) -> dict[str, Any]:
 
 
 def _side(in_checkpoint: bool) -> str:
-    return "the checkpoint, and not in this model" if in_checkpoint else "this model, and not in the checkpoint"
+    return "the checkpoint" if in_checkpoint else "this model"
 
 
 def _params_of(names: Names, saved: Saved) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Facts of all ranks' parameters, here and in the folder. Groups are known by the first parameter in them."""
+    """Facts of all ranks' parameters, here and in the folder. A group's key is its first parameter."""
     here: dict[str, dict[str, Any]] = {}
     there: dict[str, dict[str, Any]] = {key: {} for key in {**saved.group_of, **saved.states}}
     firsts: dict[Any, str] = {}

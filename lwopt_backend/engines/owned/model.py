@@ -1,4 +1,4 @@
-"""Checks of models that owned storage cannot train, hooks on models that it trains, what it prints, a rank's bytes."""
+"""Owned storage's checks of models, hooks on models, report, and bytes of a rank."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def check_model(model: nn.Module, caller: str = NAME) -> None:
         if isinstance(module, (DistributedDataParallel, DataParallel)):
             place = f"its module {name!r} is" if name else "it is"
             raise TypeError(
-                f"{caller} reduces gradients itself and takes a plain module, but {place} wrapped in "
+                f"{caller}: expected a plain module, because it reduces gradients itself; {place} wrapped in "
                 f"{type(module).__name__}; pass the module inside, model.module"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(f"{caller}: {name!r} makes sparse gradients, which no buffer holds; set sparse=False")
+            raise ValueError(f"{caller}: expected dense gradients, found sparse ones of {name!r}; set sparse=False")
     devices: dict[torch.device, str] = {}
     for name, param in named_parameters(model):
         if hasattr(param, "device_mesh"):
@@ -55,7 +55,7 @@ def check_model(model: nn.Module, caller: str = NAME) -> None:
         if not param.requires_grad:
             continue
         if is_followed(param):
-            gc.collect()  # optimizers that only reference cycles keep alive
+            gc.collect()  # optimizers in reference cycles
         if is_followed(param):
             raise ValueError(
                 f"{caller}: parameter {name!r} belongs to an earlier LayerWiseOptimizer that is still in use; remove "
@@ -68,35 +68,35 @@ def check_model(model: nn.Module, caller: str = NAME) -> None:
             )
         if param.device.type == "meta":
             raise ValueError(
-                f"{caller}: parameter {name!r} is on the meta device and has no values yet; materialize it"
+                f"{caller}: parameter {name!r}: expected values, found none on the meta device; materialize it"
             )
         devices.setdefault(param.device, name)
     for name, module in model.named_modules():
         if getattr(module, "_is_fsdp_managed_module", False):
             which = f"module {name!r}" if name else "the model"
             raise TypeError(
-                f"{caller}: {which} is sharded by FullyShardedDataParallel, which flattens matrices; pass the plain "
-                f"module, or shard it with fully_shard instead: {FSDP2}"
+                f"{caller}: expected a plain module, found {which} sharded by FullyShardedDataParallel, which flattens "
+                f"matrices; pass the plain module, or shard it with fully_shard instead: {FSDP2}"
             )
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(f"{caller}: parameters are on several devices, {places}; move the model to one")
+        raise ValueError(f"{caller}: expected parameters on one device, found {places}; move the model to one")
 
 
 def moved(names: Sequence[str], params: Sequence[Tensor], places: Sequence[int]) -> str | None:
-    """A sentence about a parameter that is no longer a view of our buffers; None if all are."""
+    """A sentence about a parameter that is no longer a view of its buffer; None if all are."""
     for name, param, place in zip(names, params, places):
         if param.data_ptr() != place:
-            return f"parameter {name!r} was moved or got other data (model.to(), param.data = ...); {ADVICE}"
+            return f"parameter {name!r} was moved or has new data (model.to(), param.data = ...); {ADVICE}"
     return None
 
 
 def check_not_compiled(model: nn.Module) -> None:
     """Raises ValueError if a module of the model has run in code of torch.compile, which is still cached.
 
-    torch.compile traces a module's hooks with the module, and does not look whether hooks were added since then
-    (``torch._dynamo.config.skip_nnmodule_hook_guards``). Such code would read parameters that are still in flight.
-    It leaves a mark on the parameters that it has read, which only ``torch.compiler.reset`` makes void.
+    torch.compile traces a module with its hooks, and does not check for hooks that are added later
+    (``torch._dynamo.config.skip_nnmodule_hook_guards``). Such code would read parameters that are still in flight. It
+    marks the parameters that it has read; only ``torch.compiler.reset`` makes the mark void.
     """
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     if compiler is None or not any(code() is not None for code in compiler.input_codes.seen):
@@ -104,10 +104,9 @@ def check_not_compiled(model: nn.Module) -> None:
     for name, param in named_parameters(model):
         if param.requires_grad and getattr(param, "_dynamo_static_input_type", None) is not None:
             raise ValueError(
-                f"{NAME}: {name!r} has been used by code of torch.compile, which does not see hooks that are added "
-                "later, and overlap_param_gather needs such hooks to wait for parameters; make the optimizer before "
-                "the compiled model first runs, or call torch.compiler.reset() before making the optimizer, or switch "
-                "overlap_param_gather off"
+                f"{NAME}: expected {name!r} before its first run in torch.compile, because overlap_param_gather adds "
+                "hooks that compiled code does not see; make the optimizer before the compiled model first runs, call "
+                "torch.compiler.reset() before making the optimizer, or switch overlap_param_gather off"
             )
 
 
@@ -120,10 +119,12 @@ def check_options(
 ) -> None:
     """Raises ValueError for options that exclude each other, or do not fit the parameters."""
     if bool(expert_params) != (expert_process_group is not None):
-        raise ValueError(f"{NAME}: expert_params and expert_process_group belong together; give both or neither")
+        raise ValueError(
+            f"{NAME}: expected expert_params and expert_process_group together, found one; give both or neither"
+        )
     if expert_group_size is not None and not expert_params:
         raise ValueError(
-            f"{NAME}: expert_group_size is {expert_group_size}, but expert_params is empty; name the experts"
+            f"{NAME}: expected expert_params with expert_group_size {expert_group_size}, found none; name the experts"
         )
     by_name = {grouping.names[id(p)]: p for group in grouping.groups for p in group["params"]}
     narrow = [name for name, p in by_name.items() if p.dtype.itemsize < 4]
@@ -134,7 +135,7 @@ def check_options(
         )
 
 
-# From backward to a step: all buckets are sent, no rank has an error, and all know which parameters have gradients.
+# From backward to a step: all buckets are sent, and ranks exchange errors and which parameters have gradients.
 
 
 class Backward:
@@ -142,7 +143,7 @@ class Backward:
 
     def __init__(self, core: OwnedCore, model: nn.Module, name: str = NAME) -> None:
         self._core = core
-        self._name = name  # of the optimizer, for errors
+        self._name = name  # for errors
         self._manager = core.manager
         self._watched = WatchedModel(model, list(zip(core.manager.names, core.manager.params)), alone=True)
         self._passes = BackwardPasses(core.manager, model)
@@ -150,13 +151,13 @@ class Backward:
         self._agreed: tuple[int, list[Presence]] | None = None  # the number of passes before it
 
     def finish(self, groups: Groups) -> list[Presence]:
-        """Which parameters have a gradient on any rank. Raises RuntimeError, on all ranks, if one is not well, or if
-        options in the param ``groups`` are found to differ."""
+        """Which parameters have a gradient on any rank. Raises RuntimeError, on all ranks, if one reports an error, or
+        if options in the param ``groups`` differ."""
         if self._agreed is None or self._agreed[0] != self._manager.passes or not self._manager.all_left:
             error = self._agree(groups)
             if error is not None:
                 self._agreed = None
-                if not isinstance(error, RanksDisagree):  # other options can be set right, and the step taken
+                if not isinstance(error, RanksDisagree):  # the step can be repeated with equal options
                     self._manager.drop_gradients()
                 raise error
         assert self._agreed is not None
@@ -179,10 +180,10 @@ class Backward:
         self._passes.remove()
 
     def _agree(self, groups: Groups, *, drops: bool = False) -> Exception | None:
-        """Bring on its way what is left of a backward pass, and hear from all ranks; what is wrong anywhere.
+        """Send the rest of a backward pass, exchange reports with all ranks, and return an error of any rank.
 
         All ranks call the same collectives in any case. A rank that ``drops`` its gradients may meet ranks here that
-        want to use their gradients; those get a problem.
+        want to use their gradients; those get an error.
         """
         manager = self._manager
         mine = self._watched.changes() or moved(manager.names, manager.params, manager.places)
@@ -190,8 +191,8 @@ class Backward:
             mine = "a backward pass ended in an exception; all gradients are dropped, on all ranks"
         if mine is None and not drops and (unused := manager.unused_grad()) is not None:
             mine = (
-                f"parameter {unused!r} has a .grad that no backward pass of the model made, and it would not be used; "
-                "set keep_full_grads=True to assign gradients"
+                f"parameter {unused!r}: expected a .grad from a backward pass of the model, found an assigned one, "
+                "which would not be used; set keep_full_grads=True to assign gradients"
             )
         self._passes.forget()
         manager.finish()
@@ -211,7 +212,7 @@ class Backward:
         if any_drops and not drops:
             return RuntimeError(
                 f"{self._name}: another rank has called zero_grad() where this one uses its gradients; all ranks drop "
-                "them"
+                "them. Call the same methods on all ranks"
             )
         if any_drops:
             return None
@@ -219,13 +220,13 @@ class Backward:
         return disagreement(everyone, self._name, option_lines(groups)) if self.options.differ(options) else None
 
 
-# Hooks on a model whose parameters are views of our buffers: whatever reads parameters waits for them first.
+# Hooks on a model whose parameters are views of buffers: every reader of parameters waits for them first.
 
 
 def wait_in_forward(model: nn.Module, manager: BucketManager) -> list[Any]:
     """A called module waits for the parameters that it reads; one that is saved, loaded or copied waits for all.
 
-    It reads its own, and those of submodules that were never called, because it may use their weights itself, as
+    A module reads its own, and those of submodules that were never called, because it may use their weights, as
     ``nn.MultiheadAttention`` uses those of its output projection.
     """
     numbers = {id(param): manager.bucket_of[index] for index, param in enumerate(manager.params)}
@@ -279,7 +280,7 @@ class _StateForCopies:
         return {key: value for key, value in state.items() if value is not self}
 
 
-# What is printed when owned storage is made: the routing, the layout and why, and what each rank owns.
+# What is printed when owned storage is made: the routing, the layout with its reason, and what each rank owns.
 
 
 def show(routes: Sequence[Route], core: OwnedCore, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -303,7 +304,7 @@ def show(routes: Sequence[Route], core: OwnedCore, groups: Sequence[Mapping[str,
 
 
 def plan_table(plan: OwnedPlan, memory: Callable[[int], RankMemory], members: Sequence[Member]) -> Table:
-    """One row per rank: what it owns, the work of it, its bytes between steps, and those that it sends in one."""
+    """One row per rank: its matrices and their work, its bytes between steps, and the bytes that it sends in a step."""
     headings = ("rank", "storage", "matrices", "GFLOP", "of all", "parameters", "masters", "state", "sent a step")
     table = Table(*report.numbers(*headings))
     for rank in report.shown_ranks(plan.loads):
@@ -337,7 +338,7 @@ def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]]) -> list[
 
 
 def memory_of(core: OwnedCore, groups: Sequence[Mapping[str, Any]], held: Holdings, rank: int) -> RankMemory:
-    """The bytes of ``rank`` of an instance for what ``held`` shares."""
+    """The bytes of ``rank`` of an instance for the members of ``held``."""
     plan, members = held.plan, [core.members[number] for number in held.numbers]
     state = partial(_state_nbytes, groups)
     of_buckets = (
@@ -372,14 +373,15 @@ def transients(
     By ``BucketManager``'s rules, if gradients come one after another from the last parameter to the first. Buckets then
     leave in the plan's order from the first backward pass on.
     """
-    buckets, in_place = plan.buckets, plan.group_size == 1 and not keep_full  # the buffer is its own sum
+    buckets, in_place = plan.buckets, plan.group_size == 1 and not keep_full  # the buffer is the sum
     bucket_of = {slot.param: number for number, bucket in enumerate(buckets) for slot in bucket.slots}
     waiting = [len(bucket.slots) for bucket in buckets]
-    kept = torch.zeros(plan.group_size, dtype=torch.int64)  # of what has come; and what is held, at most
+    kept = torch.zeros(plan.group_size, dtype=torch.int64)  # of arrived gradients; and the maximum held
     most, under_way, filling, opened, sent = kept.clone(), kept.clone(), 0, set[int](), 0
 
     def sizes(number: int) -> tuple[int, Tensor, Tensor, Tensor]:
-        """A bucket's buffer while it fills; what a rank adds to it under way, keeps, and widens once it has come."""
+        """Bytes of a bucket's buffer while it fills; and by rank, those added in transit, kept, and widened on
+        arrival."""
         bucket, dtype = buckets[number], members[buckets[number].slots[0].param].param.dtype
         wire, part = grad_dtype or dtype, torch.tensor([stop - start for start, stop in bucket.parts])
         owned, none = part * owned_dtype(dtype).itemsize, 0 * part

@@ -1,6 +1,6 @@
 """The state that a rank owns, piece by piece, and a ``state_dict`` of it.
 
-The ``state_dict`` has this rank's pieces and fits no other rank. What ``owned_files`` writes, any ranks can load.
+The ``state_dict`` has this rank's pieces and fits no other rank. Any ranks can load the folders of ``owned.files``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Names:
 
 
 def names_of(core: OwnedCore, groups: Groups) -> Names:
-    """A parameter's key is its name; if other ranks have other experts under that name, also the number of its set.
+    """A parameter's key is its name; with the number of its set if that name means other experts on other ranks.
 
     Sets are numbered by their lowest rank. Called on all ranks.
     """
@@ -114,16 +114,16 @@ def names_of(core: OwnedCore, groups: Groups) -> Names:
 
 WHAT = "load_state_dict"
 OTHER_RANKS = (
-    "This rank's pieces fit there alone, on as many ranks with the same layout, group size and bucket size. To change "
-    "any of these, save with torch.distributed.checkpoint or optimizer.save_state_dict(folder), and load with "
-    "optimizer.load_state_dict_from(folder)"
+    "This rank's pieces fit only there, on the same number of ranks with the same layout, group size and bucket size. "
+    "To change any of these, save with torch.distributed.checkpoint or optimizer.save_state_dict(folder), and load "
+    "with optimizer.load_state_dict_from(folder)"
 )
 
-FLAT = f"{SAME_RULE}; torch's flattened form leaves out what owners keep, save the nested one"
+FLAT = f"{SAME_RULE}; torch's flattened form lacks owner state, so save the nested one"
 
 
 class Pieces(Tensor):
-    """A tensor in a state dict, of which this rank has some boxes: views of what is stepped.
+    """A tensor in a state dict, of which this rank has some boxes: views of its stepped pieces.
 
     ``torch.distributed.checkpoint`` saves and loads it on any number of ranks; ``torch.save`` saves this rank's boxes.
     It can be detached, copied and moved to another device; any other operation raises TypeError.
@@ -157,10 +157,12 @@ class Pieces(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         aten, mine = torch.ops.aten, args[0]
-        if func is aten.new_empty.default:  # torch's asynchronous save fills it by its attributes
+        if func is aten.new_empty.default:  # torch's asynchronous save then sets its attributes
             return Pieces(args[1], (kwargs or {}).get("dtype") or mine.dtype, {}, mine.refused)
         if func not in (aten.detach.default, aten.clone.default, aten._to_copy.default):
-            raise TypeError(f"{func} of a tensor of which this rank has {len(mine.boxes)} boxes; use them, .boxes")
+            raise TypeError(
+                f"expected a whole tensor for {func}, found {len(mine.boxes)} boxes of it on this rank; use .boxes"
+            )
         boxes = {place: func(box, *args[1:], **(kwargs or {})) for place, box in mine.boxes.items()}
         dtype = (kwargs or {}).get("dtype") or mine.dtype
         return Pieces(mine.shape, dtype, boxes, mine.refused)
@@ -190,16 +192,16 @@ torch.serialization.add_safe_globals([Pieces])
 
 
 EXPERTS = (
-    "parameter {!r} is one of expert_params, and other ranks have other parameters under the same number; save "
-    "with optimizer.save_state_dict(folder)"
+    "expected a parameter that all ranks share, found {!r} in expert_params, which means other parameters on other "
+    "ranks; save with optimizer.save_state_dict(folder)"
 )
 
 
 def held_state(core: OwnedCore, groups: Groups) -> dict[Tensor, dict[str, Tensor]]:
     """By parameter, this rank's piece of its state; meta tensors if this rank owns none of it.
 
-    All ranks have all keys: torch.distributed.checkpoint steps an optimizer without state to create some, and reads a
-    flattened state dict by the keys that it has.
+    All ranks have all keys: torch.distributed.checkpoint steps an optimizer without state to create some, and reads
+    only the existing keys of a flattened state dict.
     """
     mine = {piece.member: piece.tensors for piece in state_pieces(core)}
     return {
@@ -258,7 +260,7 @@ def gathered(core: OwnedCore, groups: Groups) -> Iterator[tuple[int, str, Tensor
         for key in dict.fromkeys(key for of_member in kept.values() for key in of_member):
             whole = torch.zeros(bucket.bucket.numel, dtype=bucket.owned_dtype, device=bucket.values.device)
             for piece in bucket.pieces if bucket.sharers.replicas is None or bucket.sharers.replicas.rank == 0 else ():
-                if key in own[piece.param]:  # a counter goes to every element, because one rank or several own these
+                if key in own[piece.param]:  # a counter is spread over the elements, which several ranks may own
                     whole.narrow(0, piece.offset, piece.numel).copy_(own[piece.param][key])
             bucket.sharers.everyone.start_all_reduce(whole).wait()
             for number in (number for number in kept if key in kept[number]):
@@ -267,7 +269,7 @@ def gathered(core: OwnedCore, groups: Groups) -> Iterator[tuple[int, str, Tensor
 
 
 def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Load what ``state_of`` returned on this rank, or whole tensors; returns the param groups to use from now on.
+    """Load this rank's ``state_of``, or whole tensors; returns the param groups to use from now on.
 
     Parameters are matched by their place in the param groups. Called on all ranks. State that does not fit raises on
     all of them, before anything is changed.
@@ -289,7 +291,7 @@ def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -
 
 
 def put_state(core: OwnedCore, groups: Groups, taken: Mapping[int, Mapping[str, Found]]) -> None:
-    """Copy what ``checked_state`` returned into this rank's pieces, and give owners their state."""
+    """Copy the result of ``checked_state`` into this rank's pieces, and give owners their state."""
     for piece in state_pieces(core):
         found, shape = dict(taken[piece.member]), core.members[piece.member].param.shape
         for key, tensor in piece.tensors.items():
@@ -297,7 +299,7 @@ def put_state(core: OwnedCore, groups: Groups, taken: Mapping[int, Mapping[str, 
             if isinstance(value, Pieces):
                 for place, box in piece.boxes(tensor, shape).items():
                     box.copy_(value.boxes[place])
-            elif value is not None:  # without a master, that follows the weights
+            elif value is not None:  # a missing master follows the weights
                 fill(tensor, value, piece.view)
         core.stepper.take_owner_tensors(piece.member, groups, {key: _here(value) for key, value in found.items()})
 
@@ -312,7 +314,7 @@ def _here(value: Found) -> Tensor:
 def checked_state(
     core: OwnedCore, groups: Groups, where: str, found: Sequence[Mapping[str, Any]], *, anew: bool = False
 ) -> dict[int, dict[str, Found]]:
-    """By member, what this rank takes of the state ``found``. Raises ValueError for what does not fit.
+    """By member, this rank's part of the state ``found``. Raises ValueError for state that does not fit.
 
     Tensors are pieces as of ``state_of``, or whole, in memory or in a file. A matrix without owner state starts
     ``anew``, or is an error.
@@ -353,12 +355,12 @@ def checked_state(
 
 
 def _matrix_of(key: str) -> str:
-    """The start of a key of owner state that tells the matrix, if the parameter has several."""
+    """The start of a key of owner state that names the matrix, if the parameter has several."""
     return key[: key.index(".") + 1] if key.startswith("[") else ""
 
 
 def _forms(like: Tensor, value: Found, boxes: Mapping[tuple[int, ...], Tensor] | None) -> tuple[str, str]:
-    """The forms of a whole tensor, of which ``boxes`` are here, and of the ``value`` for it."""
+    """The forms of a whole tensor, with ``boxes`` on this rank, and of the ``value`` for it."""
     if isinstance(value, LazyTensor):
         return f"{like.dtype} of shape {tuple(like.shape)}", f"{value.dtype} of shape {value.shape}"
     if boxes is None or not isinstance(value, Pieces):

@@ -79,7 +79,7 @@ def plan_members(
 ) -> OwnedPlan:
     """Plan ``members`` over ``ranks`` ranks, the same on every rank; slots name members by position.
 
-    ``base`` is each rank's work from other plans; ``machine`` is what the plan is made for.
+    ``base`` is each rank's work from other plans; ``machine`` is the plan's target.
     """
     costs: list[dict[Shape, int]] = [{} for _ in groups]
     params = [_owned_param(member, groups[member.group], costs[member.group]) for member in members]
@@ -88,7 +88,7 @@ def plan_members(
 
 
 def _owned_param(member: Member, group: Mapping[str, Any], costs: dict[Shape, int]) -> OwnedParam:
-    """A member as planned: contiguous, to be a view; it may be cut between matrices that lie end to end."""
+    """A member as planned: contiguous, to be a view; it may be cut between adjacent matrices."""
     atoms = atoms_of(member, group, costs)
     whole = None
     if atoms:
@@ -131,8 +131,8 @@ class OwnedStepper:
         self._config = config
         mine = {piece.param: piece for bucket in manager.buckets for piece in bucket.pieces}
         self._atoms: list[Atom] = []
-        self._places: list[tuple[int, Sequence[View]]] = []  # by atom: its member, and its views in our piece of it
-        self._atoms_of: dict[int, dict[int, int]] = {}  # by member: the atoms that we own, by their place in it
+        self._places: list[tuple[int, Sequence[View]]] = []  # by atom: its member, and its views in this rank's piece
+        self._atoms_of: dict[int, dict[int, int]] = {}  # by member: this rank's atoms, by their place in it
         for number, member in enumerate(members):
             self._atoms_of[number] = {}
             for place, (atom, block) in enumerate(zip(atoms_of(member, groups[member.group]), member.blocks)):
@@ -144,7 +144,7 @@ class OwnedStepper:
         device = members[0].param.device
         self._whole = WholeMatrices(self._atoms, device, batch_numel=0 if device.type in IMMEDIATE else BATCH_NUMEL)
         self._elementwise = ElementwiseGroups()
-        self.last_first = False  # parameters return in the order of the next forward pass, the reverse of backward's
+        self.last_first = False  # parameters return in forward order, the reverse of backward
         self.state: dict[int, dict[str, Tensor]] = {}
         for bucket in manager.buckets:
             for piece, value in zip(bucket.pieces, bucket.owned_values()):
@@ -155,7 +155,7 @@ class OwnedStepper:
     def step(self, groups: Groups, active: Callable[[int], bool]) -> None:
         """Update every bucket and start its parameters' return. Called on all ranks, after ``manager.finish``.
 
-        A member that is not ``active`` stays as it is, state included; all ranks must say the same of it.
+        A member that is not ``active`` does not change, nor does its state; ``active`` must be equal on all ranks.
         """
 
         rules = self._rules(groups)
@@ -192,7 +192,7 @@ class OwnedStepper:
         return found
 
     def take_owner_tensors(self, number: int, groups: Groups, found: Mapping[str, Tensor]) -> None:
-        """Restore what ``owner_tensors`` returned on the rank that owned this piece."""
+        """Restore the result of ``owner_tensors`` on the rank that owned this piece."""
         for place, atom in self._made(number, groups).items():
             start = owner_key("", place, len(self._members[number].blocks))
             of_matrix = {key.removeprefix(start): found[key] for key in found if key.startswith(start)}
@@ -258,7 +258,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What one process group shares: the members' numbers, their plan, and the groups of ranks that use it."""
+    """The members that one process group shares, by number, their plan, and the groups of ranks that use it."""
 
     numbers: tuple[int, ...]
     plan: OwnedPlan
@@ -285,7 +285,7 @@ class OwnedCore:
     ) -> None:
         self.members, self.shares = members_of(grouping), shares
         self.config, self.grad_dtype, self.keep_full = config, grad_dtype, keep_full
-        # Equal on all ranks for the same half of a user's group, different for other groups.
+        # Equal on all ranks for the same half of a user's group, unique otherwise.
         self.group_keys = [f"{group['from_group']}.{group['rule']}" for group in grouping.groups]
         self.holdings = self._plan(grouping, shares, layout=layout, bucket_mb=bucket_mb, grad_dtype=grad_dtype)
         buckets: list[tuple[Bucket, Sharers]] = []
@@ -326,9 +326,9 @@ class OwnedCore:
             for shared, part in zip(shares, parts):
                 if not part:
                     raise ValueError(
-                        "no trained parameter is left for the dense ranks"
+                        "expected a trained parameter for the dense ranks, found none"
                         if shared.takes is None
-                        else f"no trained parameter is named like the experts; names look like {self.members[0].name!r}"
+                        else f"expected a trained parameter named like the experts, found {self.members[0].name!r}, ..."
                     )
             return parts, [[] for _ in shares]
 
@@ -354,7 +354,7 @@ class OwnedCore:
             plan = planned(0, base)
             return plan, self._lines(parts[0], plan)
 
-        # Few ranks can own an expert, so experts are planned first; dense matrices then go to the least loaded ranks.
+        # Experts have few possible owners, so they are planned first; dense matrices then go to the least loaded ranks.
         experts = agree_in_all(ranks, WHAT, plan_experts)
         mine = sum(plan.loads[s.ranks.rank % plan.group_size] for plan, s in zip(experts, shares[1:]))
         base = shares[0].ranks.gather_objects(mine) if experts else None
@@ -372,8 +372,8 @@ class OwnedCore:
         """Raises RuntimeError, on all ranks, if the last load ended in an error in between."""
         if self.half_loaded:
             raise RuntimeError(
-                "the last load_state_dict_from failed when some weights and state were loaded; load a checkpoint "
-                "again, or start again"
+                "the last load_state_dict_from failed after some weights and state had been loaded; load a checkpoint "
+                "again, or restart"
             )
 
     def refresh_masters(self) -> None:
@@ -383,7 +383,7 @@ class OwnedCore:
 
     @property
     def plan_digest(self) -> str:
-        """The digest of the plans of all that this rank shares."""
+        """The digest of the plans of all parameters that this rank shares."""
         return plan_digest(line for held in self.holdings for line in self._lines(held.numbers, held.plan))
 
     def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
@@ -392,7 +392,7 @@ class OwnedCore:
     def presences(self, more: Sequence[int]) -> list[Presence]:
         """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first.
 
-        Before them are, until ``order_buckets``, the places at which the first rank's buckets were full; 0 is never.
+        Until ``order_buckets``, the places of the first rank's full buckets precede them; 0 means never full.
         """
         device, filled = self.members[0].param.device, self.manager.filled
         found = []
@@ -405,12 +405,12 @@ class OwnedCore:
         return found
 
     def order_buckets(self, presences: Sequence[Presence]) -> None:
-        """Let buckets leave, once and for all, in the order in which they were full in the first rank's first backward
-        pass, as DDP does. Called on all ranks with ``presences``, after each pass, until that rank had one.
+        """Fix the order in which buckets leave: the order in which they were full in the first rank's first backward
+        pass, as in DDP. Called on all ranks with ``presences``, after each pass, until that rank had one.
 
-        A model may use layers in another order than it registers them. The first bucket would then hold back all others
-        until backward has ended. Experts' places are those of the first rank that has them; as all ranks compare
-        places, those who share a bucket agree on what goes before it.
+        A model may use layers in an order other than that of registration. The first bucket would then delay all others
+        until backward has ended. Experts' places are those of the first rank that has them. All ranks compare places,
+        so the ranks that share a bucket agree on its predecessors.
         """
         if self.manager.filled is None:
             return
@@ -503,8 +503,9 @@ def _batches(named: Sequence[tuple[str, Tensor]], ranks: Collectives) -> list[li
     for name, tensor in named:
         if not ranks.sends(tensor):
             raise ValueError(
-                f"{WHAT}: {name!r} is frozen or a buffer, and lies on {tensor.device} as a {tensor.layout} tensor, "
-                "which the process group cannot send; move it to the device of the trained parameters"
+                f"{WHAT}: expected every frozen parameter and buffer where the process group can send it, found "
+                f"{name!r}, a {tensor.layout} tensor on {tensor.device}; move it to the device of the trained "
+                "parameters"
             )
         nbytes = tensor.numel() * tensor.itemsize
         batch, held = room.get(tensor.device, ([], BROADCAST_NBYTES))

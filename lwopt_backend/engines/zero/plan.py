@@ -58,11 +58,11 @@ def unit_layouts(
     sub_group_size: int = SUB_GROUP_SIZE,
     param_alignment: int = 1,
 ) -> Iterator[tuple[slice, HostLayout]]:
-    """Yield which parameters of a group are stepped at a time, and their layout. ``numels`` are their sizes.
+    """Yield the parameters of a group that are stepped together, and their layout. ``numels`` are their sizes.
 
     ``param_alignment`` is that of ``FlatPartition.build``. ``is_matrix`` is whether a matrix rule steps them.
     """
-    if stage == 3:  # a sub-group closes with the parameter whose part brings a rank's elements to its size
+    if stage == 3:  # a sub-group closes once a rank's elements reach its size
         start, filled = 0, 0
         for place, numel in enumerate(numels):
             filled += -(-numel // ranks)
@@ -96,7 +96,7 @@ class GroupPlan:
     layout: HostLayout
     options: tuple[str, ...]  # the rule's, one line each
     matrices: MatrixPlan | None
-    state_bytes: tuple[int, ...]  # of the state of each rank
+    state_bytes: tuple[int, ...]  # of each rank's state
 
     def place(self, rank: int) -> int:
         """The rank in ``layout`` of a rank that exchanges these parameters."""
@@ -104,7 +104,7 @@ class GroupPlan:
         return of_matrices.places[rank][1] if isinstance(of_matrices, TensorShards) else rank
 
     def work(self, earlier: Sequence[int] = ()) -> Sequence[int]:
-        """Each rank's work on matrices, in addition to what it has done ``earlier``."""
+        """Each rank's work on matrices, in addition to its ``earlier`` work."""
         if self.matrices is None:
             return earlier
         loads = self.matrices.ownership.loads
@@ -115,7 +115,7 @@ class GroupPlan:
         return [*self.plan_lines(), *self.options]
 
     def plan_lines(self) -> list[str]:
-        """The lines of the plan, which do not depend on rates and other options of the rule."""
+        """The lines of the plan, without rates and other options of the rule."""
         return [*(param.line() for param in self.params), *(self.matrices.lines() if self.matrices else [])]
 
 
@@ -206,12 +206,13 @@ def _plan_atoms(
         return plan_matrices(atoms, layout, limits, policy=config.policy, machine=machine, **more)
     if config.policy == "stay" and layout.world_size > 1:
         raise ValueError(
-            "policy is 'stay', but here every rank stores a part or a copy of every matrix; use 'balance' or 'auto'"
+            "policy: expected 'balance' or 'auto', found 'stay', but here every rank stores a part or a copy of every "
+            "matrix"
         )
     if matrix_rule.block_period > 1 and isinstance(stored, Replicas):
         raise ValueError(
-            f"block_period is {matrix_rule.block_period}, but at stage 0 every rank stores whole matrices and "
-            "no block; leave block_period out, or use stage 1, 2 or 3"
+            f"block_period: expected 1 at stage 0, where every rank stores whole matrices, found "
+            f"{matrix_rule.block_period}; leave it out, or use stage 1, 2 or 3"
         )
     plan = plan_spread(atoms, layout, limits, **more)
     return replace(plan, modelled=((plan.ownership.policy, modelled_time(plan, machine)),))
@@ -282,7 +283,7 @@ class GroupStepper(UnitStepper[Tensor]):
         return self._stored
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
-        """The fragment of every parameter; some are empty, some of shards are in several pieces."""
+        """The fragment of every parameter; some are empty, and some of shards have several pieces."""
         for index, param in enumerate(self.params):
             held = self._plan.layout.fragment(index, self._plan.place(self._collectives.rank))
             offset, start, numel = (held.offset, held.start, held.numel) if held is not None else (0, 0, 0)
@@ -294,11 +295,11 @@ class GroupStepper(UnitStepper[Tensor]):
                 offset += held_here
 
     def _weights(self) -> list[Tensor]:
-        """What is not padding, which may hold anything."""
+        """The partition without padding, whose values are arbitrary."""
         return [piece.value for piece in self.pieces({}, 0) if piece.value is not None]
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """From the flat tensor's ``grad``."""
+        """One step from the flat tensor's ``grad``."""
         planned, grad = self._plan.matrices, self._stored.grad
         assert grad is not None
         if self.matrices is None or planned is None:

@@ -20,9 +20,8 @@ from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives, phase,
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
 from lwopt_backend.runtime.whole import Slices, local_views
 
-# State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it.
-#
-# So it can be loaded on a different number of ranks.
+# State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it, for
+# any later number of ranks.
 
 
 def gather_whole(
@@ -77,7 +76,8 @@ def _part(flat: Tensor, view: View, offset: int) -> Tensor:
 
 
 def _views(plan: GroupPlan, rank: int) -> Iterator[tuple[int, View, int]]:
-    """Yield what ``rank`` keeps state of: a parameter's number, elements of it, and where their state begins."""
+    """Yield the elements whose state ``rank`` keeps: a parameter's number, elements of it, and the start of their
+    state."""
     if plan.matrices is None:
         assert isinstance(plan.layout, FlatPartition)
         for index in range(len(plan.params)):
@@ -104,14 +104,14 @@ def _views(plan: GroupPlan, rank: int) -> Iterator[tuple[int, View, int]]:
 
 
 class ReplicatedStepper(UnitStepper[Sequence[Tensor]]):
-    """Base of both steppers: whole parameters, and flat state of what this rank steps."""
+    """Base of both steppers: whole parameters, and flat state of this rank's elements."""
 
     def _like(self) -> Tensor:
         numel = state_numel(self._plan, self._collectives.rank)
         return torch.zeros(numel, dtype=torch.float32, device=self._device)
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
-        """The whole weights of every parameter, with its counters; then the state of what this rank steps."""
+        """The whole weights of every parameter, with its counters; then the state of this rank's elements."""
         counters = {key: tensor for key, tensor in state.items() if not tensor.ndim}
         for index, (param, trained) in enumerate(zip(self._stored, self.params)):
             values = [param.data] if not trained.parts else param.data.split(trained.parts)
@@ -132,7 +132,7 @@ class ReplicatedStepper(UnitStepper[Sequence[Tensor]]):
         if param.cut is None:
             yield view
             return
-        starts = [view.offset]  # of its runs: of one row after another
+        starts = [view.offset]  # of its runs, row by row
         if len(view.sizes) > 1:
             starts = [view.offset + row * view.strides[0] for row in range(view.sizes[0])]
         for start in starts:
@@ -150,14 +150,14 @@ class MatrixReplicas(ReplicatedStepper):
         self._bases = kept_bases(self._plan.matrices, self._collectives.rank)
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """From the parameters' gradients, which are equal on all ranks."""
+        """One step from the parameters' gradients, which are equal on all ranks."""
         assert self.matrices is not None
         rule = build_matrix_rule(group, self._config)
         storage = cache(partial(self._slices, {key: state[key] for key in rule.state_keys}))
         self.matrices.step([rule] * len(self._places), storage)
 
     def _slices(self, state: Mapping[str, Tensor], atom: int) -> list[Slices]:
-        """A whole matrix, or the shard of one, with its state if this rank keeps that."""
+        """A whole matrix, or its shard, with its state if this rank keeps it."""
         param, block, shape, box = self._places[atom]
         values, grads = (local_views(t, block, shape, box) for t in (param.data, _grad(param)))
         base = self._bases.get(atom)
@@ -172,7 +172,7 @@ class MatrixReplicas(ReplicatedStepper):
 
 
 def _places(param: TrainedParam, shard: int) -> Iterator[tuple[Block, Sequence[int], Sequence[Span]]]:
-    """Where the matrices of a parameter are in its tensor, which is ``shard`` of it."""
+    """The places of a parameter's matrices in its tensor, which is ``shard`` of it."""
     if param.tiles > 1:  # the elements of a shard are in order, those of the matrix are in tiles
         (block,) = matrices_of(param.local_shape)
         yield block, param.local_shape, [(0, size) for size in param.local_shape]
@@ -198,7 +198,7 @@ class ElementwiseReplicas(ReplicatedStepper):
 
     @torch.no_grad()
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """From the parameters' gradients, which are equal on all ranks."""
+        """One step from the parameters' gradients, which are equal on all ranks."""
         value, grad = self._like(), self._like()
         for index, param in enumerate(self._stored):
             held = self._layout.fragment(index, self._collectives.rank)
