@@ -115,6 +115,27 @@ def test_the_planner_says_what_a_run_does(phi3: str, case: str) -> None:
     assert held == {kind: found["memory_per_rank"][dist.get_rank()][kind] for kind in held}
 
 
+@on_ranks(4)
+def test_the_planner_says_what_a_run_on_copies_of_shards_does(phi3: str) -> None:
+    model = model_in(phi3, "float32")
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh_of(2, 2, names=("copies", "shards")))
+    optimizer = fsdp2.LayerWiseOptimizer(model, report=False)
+    words = ("--world-size", 4, "--cluster", "cpu", "--engine", "fsdp2", "--dtype", "float32", "--group-size")
+    found = planned(phi3, *words, 2)
+    memory = found["memory_per_rank"][dist.get_rank()]
+    assert optimizer.plan_digest == found["digest"] != planned(phi3, *words, 4)["digest"]
+    assert memory["parameters"] == nbytes(list(model.parameters())) and memory["state"] == state_of(optimizer)
+    whole = found["numel"] * 4
+    assert [(each["ranks"], each["nbytes"]) for each in found["parts"][0]["collectives"][1:]] == [
+        (2, whole // 2),
+        (2, whole // 2),
+        (2, whole // 2),
+    ], "halves travel in a row, halves are summed along the column, and bf16 comes twice"
+    with pytest.raises(ValueError, match="group_size 3 does not divide the 4 ranks"):
+        planned(phi3, *words, 3)
+
+
 def test_a_plans_name_is_that_of_its_owners_and_stages_whatever_the_rates(phi3: str) -> None:
     options = [{}, {"matrix": {"name": "muon", "lr": 0.5}}, {"bucket_numel": 1000}, {"atoms": {"*qkv*": "whole"}}]
     words = ("--world-size", 2, "--engine", "zero2", "--cluster", "cpu", "--dtype", "float32")

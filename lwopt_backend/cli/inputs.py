@@ -53,7 +53,10 @@ PlannedLayout = Annotated[
 ]
 BucketMb = Annotated[float | None, of_plan(metavar="MIB", help="Bucket size in MiB of gradients (owned).")]
 BucketNumel = Annotated[int | None, of_plan(min=1, help="Maximum elements of an all-to-all (zero1-3, fsdp2).")]
-GroupSize = Annotated[int | None, of_plan(min=1, help="Number of ranks that own everything once (owned).")]
+GroupSize = Annotated[
+    int | None,
+    of_plan(min=1, help="Number of ranks that store one copy; the others hold more copies, as in HSDP (owned, fsdp2)."),
+]
 PlannedPolicy = Annotated[
     Policy | None,
     of_plan(help="Choice of owners: stay (fewest bytes), balance (even work), auto (faster by the model) (zero1-3)."),

@@ -16,11 +16,16 @@ from lwopt_backend.planner.setting import Share
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One kind of collective in a step: their number, and the bytes that the busiest rank sends in all of them."""
+    """One kind of collective in a step: their number, and the bytes that the busiest rank sends in all of them.
+
+    They are among ``ranks`` ranks, ``stride`` apart; 0 are all that share the parameters.
+    """
 
     what: str
     count: int
     nbytes: int
+    ranks: int = 0
+    stride: int = 1
 
 
 Assignment = tuple[str, int, int | None]  # a matrix, its owner, and its bucket, None if it is not exchanged

@@ -95,7 +95,7 @@ class Setting:
     - ``machine``: the cluster whose seconds are modelled. The plan is made for ``plans_for``: an engine knows only
     whether it is on CPUs.
     - ``dtype``, ``grad_dtype``: of parameters, and of gradients as they are kept and sent.
-    - ``sub_group_size``: ZeRO-3's.
+    - ``sub_group_size``: ZeRO-3's. ``shard_ranks``: ranks over which FSDP2 shards; the others hold copies (HSDP).
     """
 
     engine: str
@@ -106,6 +106,7 @@ class Setting:
     grad_dtype: torch.dtype
     plans_for: Machine
     sub_group_size: int = SUB_GROUP_SIZE
+    shard_ranks: int | None = None
 
     @classmethod
     def of(
@@ -118,6 +119,7 @@ class Setting:
         grad_dtype: str = "parameter",
         plans_for: Machine | None = None,
         sub_group_size: int = SUB_GROUP_SIZE,
+        shard_ranks: int | None = None,
     ) -> Setting:
         """The setting of an engine, with ``options`` as its optimizer takes them: the engine's own, and rules'
         sections.
@@ -131,7 +133,17 @@ class Setting:
         wide = (config.grad_dtype if isinstance(config, OwnedConfig) else grad_dtype) == "float32"
         plans_for = plans_for or (machine if machine == MACHINES["cpu"] else MACHINES["cuda"])
         grad = torch.float32 if wide else dtype
-        return cls(engine, config, rules, machine, dtype, grad, plans_for, sub_group_size)
+        return cls(engine, config, rules, machine, dtype, grad, plans_for, sub_group_size, shard_ranks)
+
+    def mesh(self, ranks: int) -> tuple[int, ...]:
+        """FSDP2's mesh of ``ranks`` ranks: all, or copies x shards. Raises ValueError if these do not divide."""
+        shards = self.shard_ranks or ranks
+        if ranks % shards:
+            raise ValueError(
+                f"group_size {shards} does not divide the {ranks} ranks that share a parameter; give a number of ranks "
+                "that store everything once, such as those of a node"
+            )
+        return (ranks,) if shards == ranks else (ranks // shards, shards)
 
     @property
     def training(self) -> Training:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buckets import critical_path
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.cost import RankMemory, Shape, StepTime, per_rank
+from lwopt_backend.plan.mesh import Coordinate
 from lwopt_backend.plan.owners import Limits, MatrixPlan, exchange_seconds
 from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Planned, workspace
 from lwopt_backend.planner.seconds import (
@@ -75,7 +77,12 @@ def host_part(
     machine = setting.machine
     time = StepTime(
         setting.seconds(_path(plans, shared, setting, before, meet=True)),
-        sum(machine.collective(each.nbytes, ranks, direct=each is moved[0])[0] for each in moved),
+        sum(
+            machine.collective(each.nbytes, each.ranks or ranks, stride=each.stride, of=ranks, direct=each is moved[0])[
+                0
+            ]
+            for each in moved
+        ),
         trips * machine.latency_seconds,
     )
     return Part(
@@ -416,7 +423,7 @@ def _collectives(plan: OwnedPlan, setting: Setting, config: OwnedConfig) -> list
     return found
 
 
-# FSDP2 in a study: the plan of ``LayerWiseOptimizer`` for a model whose rows are sharded over all ranks.
+# FSDP2 in a study: the plan of ``LayerWiseOptimizer`` for a model whose rows are sharded over all ranks, or over some.
 
 PARAMETER_BYTES = 2  # bf16 on the wire, for shards of any dtype
 
@@ -428,8 +435,9 @@ def plan_fsdp2_share(
     config, groups = setting.config, shared.grouping.groups
     assert isinstance(config, FSDP2Config)
     rules = build_matrix_rules(groups, config)
-    members = _members(shared, ranks)
-    coordinates = tuple((rank,) for rank in range(ranks))
+    shape = setting.mesh(ranks)
+    members = _members(shared, shape)
+    coordinates = tuple(itertools.product(*map(range, shape)))
     loads = tuple(base or (0,) * ranks)
     plans: list[MeshPlan] = []
     before = []
@@ -448,9 +456,9 @@ def plan_fsdp2_share(
             [planned.plan for planned in plans if planned.plan.atoms],
             shared,
             setting,
-            _memory(matrices, shared, setting, ranks),
+            _memory(matrices, shared, setting, coordinates),
             buffer_numel=_numel(matrices),
-            host=_traffic(matrices, setting, ranks),
+            host=_traffic(matrices, setting, shape),
             spread=True,
             batch_numel=_batch(setting, mesh.BATCH_NUMEL),
             before=() if base is None else base,
@@ -460,7 +468,9 @@ def plan_fsdp2_share(
         ranks,
         ranks,
         part,
-        Elementwise(_numel(rest), tuple(_memory(rest, shared, setting, ranks)), tuple(_traffic(rest, setting, ranks))),
+        Elementwise(
+            _numel(rest), tuple(_memory(rest, shared, setting, coordinates)), tuple(_traffic(rest, setting, shape))
+        ),
         tuple(line for planned in plans for line in planned.lines()),
         loads,
         shared,
@@ -469,7 +479,7 @@ def plan_fsdp2_share(
     )
 
 
-def _members(shared: Share, ranks: int) -> list[MeshMember]:
+def _members(shared: Share, shape: tuple[int, ...]) -> list[MeshMember]:
     """All trained parameters in the model's order, as ``fully_shard`` shards them."""
     grouping = shared.grouping
     group_of = {id(param): number for number, group in enumerate(grouping.groups) for param in group["params"]}
@@ -480,7 +490,8 @@ def _members(shared: Share, ranks: int) -> list[MeshMember]:
         if param is None:
             continue
         member = grouping.member(route.name, param, group_of[id(param)])
-        found.append(MeshMember(**vars(member), sharding=Sharding(member.shape, (ranks,), (0,), (False,))))
+        dims, late = (None,) * (len(shape) - 1) + (0,), (False,) * len(shape)
+        found.append(MeshMember(**vars(member), sharding=Sharding(member.shape, shape, dims, late)))
     return found
 
 
@@ -488,32 +499,40 @@ def _numel(members: Sequence[MeshMember]) -> int:
     return sum(member.param.numel() for member in members)
 
 
-def _memory(members: Sequence[MeshMember], shared: Share, setting: Setting, ranks: int) -> list[RankMemory]:
+def _memory(
+    members: Sequence[MeshMember], shared: Share, setting: Setting, coordinates: Sequence[Coordinate]
+) -> list[RankMemory]:
     """Per rank, its shards of parameters and gradients, and the optimizer's state for them."""
     config, groups = setting.config, shared.grouping.groups
     assert isinstance(config, FSDP2Config)
     alike: dict[tuple[tuple[int, ...], int], list[MeshMember]] = {}
     for member in members:
         alike.setdefault((member.sharding.shape, member.group), []).append(member)
-    numels, states = [0] * ranks, [0] * ranks
+    numels, states = [0] * len(coordinates), [0] * len(coordinates)
     for some in alike.values():
         seen: dict[int, int] = {}  # of a shard's elements, the bytes of its state
-        for rank in range(ranks):
-            numel = math.prod(some[0].sharding.local_shape((rank,)))
+        for rank, at in enumerate(coordinates):
+            numel = math.prod(some[0].sharding.local_shape(at))
             if numel not in seen:
-                seen[numel] = mesh_state_nbytes(some[:1], groups, config, (rank,))
+                seen[numel] = mesh_state_nbytes(some[:1], groups, config, at)
             numels[rank] += len(some) * numel
             states[rank] += len(some) * seen[numel]
     size = setting.dtype.itemsize
     return [RankMemory(numel * size, numel * size, 0, state) for numel, state in zip(numels, states)]
 
 
-def _traffic(members: Sequence[MeshMember], setting: Setting, ranks: int) -> list[Collective]:
+def _traffic(members: Sequence[MeshMember], setting: Setting, shape: tuple[int, ...]) -> list[Collective]:
     """FSDP2's own collectives."""
     if not members:
         return []
-    sent = _numel(members) * (ranks - 1) / ranks
-    return [
-        Collective("fsdp2's reduce-scatter of gradients", 1, int(sent * setting.grad_dtype.itemsize)),
-        Collective("fsdp2's all-gathers of parameters", 2, int(2 * sent * PARAMETER_BYTES)),
+    *copies, shards = shape
+    numel, wide = _numel(members), setting.grad_dtype.itemsize
+    sent = numel * (shards - 1) / shards
+    found = [
+        Collective("fsdp2's reduce-scatter of gradients", 1, int(sent * wide), shards),
+        Collective("fsdp2's all-gathers of parameters", 2, int(2 * sent * PARAMETER_BYTES), shards),
     ]
+    for number in copies:
+        across = 2 * numel // shards * (number - 1) // number
+        found.insert(1, Collective("fsdp2's all-reduce across copies", 1, across * wide, number, shards))
+    return found

@@ -263,9 +263,9 @@ def _plan_stage(index: int, dense: Share, spread: Share | None, deployment: Depl
     base = None
     if spread is not None:
         # Experts have their own ranks; a group size that the user gave is the dense buffer's.
-        own = setting
+        own = replace(setting, shard_ranks=None)
         if isinstance(setting.config, OwnedConfig):
-            own = replace(setting, config=setting.config.model_copy(update={"group_size": None}))
+            own = replace(own, config=setting.config.model_copy(update={"group_size": None}))
         experts = plan_share("experts", spread, deployment.expert_dp, own)
         planned.append(experts)
         base = [experts.loads[stage.place(experts, rank * deployment.tp)] for rank in range(deployment.dp)]
