@@ -698,7 +698,7 @@ emerging_optimizers_0_2 = partial(emerging_optimizers, factor_first=True)
 LONGER = {"second_moment_of": "longer_side", "nesterov": True}
 NO_SIGN = {"sign_momentum": False, "nesterov": True}
 SPECTRAL = {"adjust_lr_fn": "spectral"}
-WRITTEN_OUT: list[tuple[str, dict[str, Any], Callable[..., Tensor], float]] = [  # with the settings of docs/rules.md
+WRITTEN_OUT: list[tuple[str, dict[str, Any], Callable[..., Tensor], float]] = [  # with the settings of docs/variants.md
     ("normuon", {"lr": 0.05}, paper, 1e-5),
     ("adamuon", {"lr": 0.05}, paper, 1e-5),
     ("normuon", {"update_norm": "preserve", **SPECTRAL, **LONGER}, emerging_optimizers, 1e-4),
