@@ -267,7 +267,11 @@ class LayerWiseOptimizer(BaseOptimizer):
     def load_state_dict_from(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Load any engine's ``{"model": ..., "optimizer": ...}``, saved on any number of ranks. For plain models.
 
-        Returns the folder's other entries. What does not fit raises on all ranks, before anything is changed.
+        Returns:
+            The folder's other entries.
+
+        Raises:
+            ValueError: on all ranks, before anything is changed, for what does not fit.
         """
         raise self._only_of(OwnedConfig, "load_state_dict_from")
 
@@ -549,12 +553,8 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def state_store(self) -> mesh_state.MeshStore:
         self._ensure_bound()
-        return mesh_state.MeshStore(
-            self._steppers,
-            self.param_groups,
-            self.state,
-            any(each is not None and each.different for each in self._scattered),
-        )
+        different = any(each is not None and each.different for each in self._scattered)
+        return mesh_state.MeshStore(self._steppers, self.param_groups, self.state, different)
 
     def _owner_shards(self) -> list[mesh_state.OwnerShards]:
         """The owner state. Called on all ranks if any rule keeps some.

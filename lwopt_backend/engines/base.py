@@ -59,7 +59,8 @@ class BaseOptimizer(torch.optim.Optimizer):
     def plan_digest(self) -> str:
         """The name of this rank's plan: the ``digest`` of ``lwopt plan`` for the same model, ranks and options.
 
-        Raises RuntimeError before there is a plan.
+        Raises:
+            RuntimeError: before there is a plan.
         """
         if self._plan_digest is None:
             raise RuntimeError(
@@ -69,13 +70,17 @@ class BaseOptimizer(torch.optim.Optimizer):
         return self._plan_digest
 
     def record_metrics(self, on: bool = True) -> None:
-        """Start or stop measuring steps for ``metrics``. Off by default."""
+        """Start or stop measuring steps for ``metrics``. Off by default.
+
+        Args:
+            on: whether to measure.
+        """
         self._recorder = Recorder() if on else None
         if self._recorder is not None:
             RECORDERS.add(self._recorder)
 
     def metrics(self) -> dict[str, Any]:
-        """What the steps since the last call took, the same on all ranks, which all call it after a step.
+        """Measurements of the steps since the last call, by name. Call it on all ranks, after a step.
 
         - ``grad_norm``: before the last clipping, if this optimizer or DeepSpeed clipped or measured it; without the
           parameters in ``clip_group_norms``
@@ -86,7 +91,13 @@ class BaseOptimizer(torch.optim.Optimizer):
         - ``seconds``: of the busiest rank, by part: exchange, rule, elementwise and norm
         - ``lr``: by param group, the effective learning rate, ``lr`` times ``lr_scale``
 
-        Steps of other optimizers in this process are included. Raises RuntimeError without ``record_metrics``.
+        Steps of other optimizers in this process are included.
+
+        Returns:
+            Numbers, and objects and lists of numbers; equal on all ranks.
+
+        Raises:
+            RuntimeError: without ``record_metrics``.
         """
         if self._recorder is None:
             raise RuntimeError(

@@ -313,7 +313,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
         state.save(self._everyone, self.state_dict(), Path(path))
 
     def load_state_dict_from(self, path: str | PathLike[str]) -> None:
-        """Load what ``save_state_dict`` wrote; modules may be on other ranks now. Raises as ``load_state_dict``."""
+        """Load what ``save_state_dict`` wrote; modules may be on other ranks now.
+
+        Raises:
+            ValueError: as ``load_state_dict``.
+        """
         from lwopt_backend.engines.modules import state
 
         owned = [name for name, optimizer in self.modules.items() if isinstance(optimizer, OwnedOptimizer)]
@@ -322,7 +326,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
     # What it is not
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises RuntimeError; add the group to a module's optimizer instead."""
+        """Not supported: add the group to a module's optimizer.
+
+        Raises:
+            RuntimeError: always.
+        """
         raise RuntimeError(f"expected a module for this param group, because {NAME} has none; add it to .modules[name]")
 
     @property
