@@ -113,6 +113,12 @@ def words(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
+def spelled_out(name: str) -> list[str]:
+    """The names that ``name`` stands for: it may have braces, as in a shell."""
+    before, inside, after = re.fullmatch(r"([^{]*)(?:{(.*)})?(.*)", name).groups()  # type: ignore[union-attr]
+    return [f"{before}{word}{after}" for word in (inside or "").split(",")]
+
+
 def test_formats_names_operations_and_keys_in_the_tables_are_those_that_there_are() -> None:
     where = "formats", "What is read and written"
     assert [words(cells[0])[0] for cells in table(*where, "`--from`")[1:]] == list(choices.FORMATS)
@@ -128,9 +134,9 @@ def test_formats_names_operations_and_keys_in_the_tables_are_those_that_there_ar
 
 @pytest.mark.parametrize("family", ["hf-llama", "hf-gpt2"])
 def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
-    head, *rows = table("from_megatron", "Parameters", "`megatron-core`")
+    head, *rows = table("formats", "Names", "`megatron-core`")
     column = head.index(f"`{family}`")
-    pairs = {words(cells[0])[0]: words(cells[column]) for cells in rows if words(cells[column])}
+    pairs = {words(cells[0])[0]: spelled_out(*words(cells[column])) for cells in rows if words(cells[column])}
     # 24 rows, as 2 heads of 4 of q, k and v have.
     params = {name: Param(held(torch.zeros(8) if "norm" in name else torch.zeros(24, 8), name)) for name in pairs}
     checkpoint = Checkpoint("made up", "", "megatron-core", params)
