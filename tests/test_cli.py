@@ -158,7 +158,7 @@ WRONG = {
     "plan --shapes S --world-size 8 --cluster h100-8x": "did you mean 'h100-8x-ib'?",
     "plan --shapes S --world-size 8 --group-size auto": "'--group-size': Input should be a valid integer",
     "plan --shapes S --world-size 8 --engine zero2 --layout padded": "only with engine 'owned', found 'zero2'",
-    "plan --shapes S --world-size 8 --engine fsdp2 --group-size 4": "expected --group-size only with engine 'owned'",
+    "plan --shapes S --world-size 8 --engine zero2 --group-size 4": "--group-size only with engine 'owned' and 'fsdp2'",
     "plan --shapes S --world-size 8 --engine zero2 --tp 2": "--tp 2 is not planned for engine 'zero2': names and",
     "plan --shapes S --world-size 8 --bucket-numel 400": "only with engine 'zero1' and 'zero2' and",
     "plan --shapes S --world-size 8 --option layot=padded": "unknown key 'layot'; did you mean 'layout'?",

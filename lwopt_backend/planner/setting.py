@@ -240,7 +240,7 @@ def engine_options(engine: str, named: Mapping[str, Any], more: Sequence[str]) -
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     for key in options:
         if key not in fields_of(engine):
-            engines = [name for name in ENGINES if key in fields_of(name)]
+            engines = [name for name in ENGINES if key in fields_of(name) or (name, key) == ("fsdp2", "group_size")]
             raise ValueError(
                 f"expected --{key.replace('_', '-')} only with engine {' and '.join(map(repr, engines))}, found "
                 f"{engine!r}; leave it out"
