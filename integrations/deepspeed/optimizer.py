@@ -20,7 +20,7 @@ from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.param_groups import NONE, ComparedOptions, as_groups, option_lines, split, with_options
 from lwopt_backend.groups.registry import LR_SCALE, build_matrix_rules, count_block_steps
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
-from lwopt_backend.integrations.deepspeed import zero
+from lwopt_backend.integrations.deepspeed import missing, zero
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark
 from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import Binding, ZeROStore
@@ -135,8 +135,10 @@ class ZeROLayerWise(EngineOptimizer):
             deepspeed_engine.report_norm(engine, self)
         elif deepspeed_engine.uses_bf16_optimizer(engine):
             deepspeed_engine.when_wrapped(engine, deepspeed_engine.count_on_every_rank)
-        elif deepspeed_engine.counts_cut_alone(engine):
-            deepspeed_engine.when_wrapped(engine, deepspeed_engine.hear_of_copies)
+        else:
+            deepspeed_engine.when_wrapped(engine, missing.count_as_zero)
+            if deepspeed_engine.counts_cut_alone(engine):
+                deepspeed_engine.when_wrapped(engine, deepspeed_engine.hear_of_copies)
         self._take_groups(self._binding.groups(), self._binding.grouping.trains_matrices)
         deepspeed_engine.adopt_torch_scheduler(engine)
         prepare_loading(engine, self, self._binding.ranks)
