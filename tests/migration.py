@@ -14,11 +14,12 @@ from lwopt_backend.groups.choices import Rules, muon_settings, settings_of
 from tests.pages import blocks
 from tests.rule_steps import Trained, random, rule_of
 
-PEERS = ["torch", "keller_jordan", "dion", "deepspeed", "megatron", "moonlight", "pytorch_optimizer"]
+SETTINGS = {name: page for page in ("migration", "from_frameworks") for _, name, _ in blocks(page, "json") if name}
+PEERS = ["torch", "keller_jordan", "dion", "moonlight", "pytorch_optimizer", "deepspeed", "megatron"]
 
 
 def entry(peer: str) -> dict[str, Any]:
-    (block,) = blocks("migration", "json", peer)
+    (block,) = blocks(SETTINGS[peer], "json", peer)
     return json.loads(block.text)
 
 

@@ -323,7 +323,7 @@ def test_the_rate_that_a_schedule_multiplies_is_the_warmups(group: dict[str, Any
         (MUON, OF_MUON, {**MEGATRON, "muon_coefficient_type": "aol"}, "coefficient_type='aol' has no counterpart"),
         (MUON, OF_MUON, {**MEGATRON, "muon_scale_mode": "new"}, "adjust_lr_fn"),
         ({"lr": 0.1, "momentum": 0.9}, OF_MUON, MEGATRON, "expected weight_decay in the param group"),
-        (OF_DEEPSPEEDS, OF_MUON, ds_config(per_head_muon=True), "orthogonalized heads by themselves"),
+        (OF_DEEPSPEEDS, OF_MUON, ds_config(per_head_muon=True), "orthogonalized each head"),
     ],
 )
 def test_what_has_no_counterpart_stays_and_is_said(

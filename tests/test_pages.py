@@ -30,14 +30,14 @@ from lwopt_backend.rules.muon import SCALES
 from lwopt_backend.rules.newton_schulz import table_of
 from tests.fsdp2 import MODES, SHARDINGS
 from tests.launcher import ROOT, run_on_ranks, run_script, succeeds, surroundings_kept
-from tests.migration import PEERS, entry, rules_for
+from tests.migration import PEERS, SETTINGS, entry, rules_for
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.pages import DOCS, PAGES, blocks, section, table, unpack_page
 from tests.ranks import RankPool
 from tests.rules import REGISTERED
 
-README, MIGRATION = PAGES["README"], PAGES["migration"]
+README, MIGRATION = PAGES["README"], PAGES["migration"] + PAGES["from_frameworks"]
 FILES = {block.name: block.text for block in blocks("start/quickstart") if "." in block.name}
 RUNS = [block.text for block in blocks("start/quickstart", "bash", "run") if block.text.startswith("deepspeed ")]
 SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write, which another rank's cannot cut in two
@@ -45,7 +45,7 @@ SAYS = {
     "fsdp2_train.py": ("start/quickstart", 2, r"loss [01]\.\d+ after 40 steps", "Routing: 4 of 11 trained parameters"),
     "owned_train.py": ("start/quickstart", 2, r"loss [01]\.\d+ after 40 steps", "Storage: owned by 2 data-parallel"),
     "modules_train.py": ("modules", 4, r"loss 0\.\d+ after 40 steps, gradient norm \d\.\d+ over both modules", ""),
-    "move_a_run.py": ("migration", 2, r"largest difference after 10 more steps: 0\.0", ""),
+    "move_a_run.py": ("carrying_state", 2, r"largest difference after 10 more steps: 0\.0", ""),
 }
 
 
@@ -354,7 +354,7 @@ def test_the_entries_of_the_page_are_understood_and_every_rule_is_in_its_table()
 
 # -- docs/migration.md
 def test_every_peer_has_a_table_with_our_keys_and_settings_that_python_takes_too() -> None:
-    assert [block.name for block in blocks("migration", "json") if block.name] == PEERS
+    assert [*SETTINGS] == PEERS
     for peer in PEERS:
         optimizer, rules = LayerWiseOptimizer(UnevenLM(), **entry(peer)["params"], report=False), rules_for(peer)
         for group, choice in zip(optimizer.param_groups, (rules.matrix, rules.elementwise), strict=True):
@@ -390,12 +390,13 @@ def paired(names: list[str], cell: str) -> list[tuple[str, Any]]:
 CLASSES = {"torch.optim.Muon": torch.optim.Muon, "pytorch_optimizer": pytorch_optimizer.Muon}
 
 
-@pytest.mark.parametrize("heading", re.findall(r"^## (.*)$", MIGRATION, re.MULTILINE)[2:9])
+@pytest.mark.parametrize("heading", re.findall(r"^## (.*)$", MIGRATION, re.MULTILINE)[2:])
 def test_defaults_on_the_page_are_ours_and_theirs(heading: str) -> None:
+    page = "migration" if f"## {heading}\n" in PAGES["migration"] else "from_frameworks"
     models = {"matrix": MuonOptions(), "elementwise": AdamWOptions(), "adamw": AdamWOptions()}
     arguments = inspect.signature(CLASSES[heading]).parameters if heading in CLASSES else {}
     checked, of_theirs = set(), set()
-    for theirs, ours, their_cell, our_cell in table("migration", heading)[1:]:
+    for theirs, ours, their_cell, our_cell in table(page, heading)[1:]:
         tokens = [token.rpartition(".")[::2] for token in re.findall(r"`([\w.]+)`", ours)]
         options = [(kind or "matrix", key) for kind, key in tokens]
         known = [(kind, key) for kind, key in options if hasattr(models.get(kind), key)]

@@ -19,8 +19,8 @@ from lwopt_backend.groups.registry import LR_SCALE, MATRIX_RULES, options_of, ru
 
 # Param groups of other optimizers with our options, by whose names torch's DCP loads them.
 #
-# docs/migration.md lists the counterparts in Megatron and DeepSpeed. Torch's own options are kept and completed, so
-# that torch.optim.AdamW also finds its own.
+# docs/from_frameworks.md lists the counterparts. Torch's own options are kept and completed, so that torch.optim.AdamW
+# also finds its own.
 
 MUON, ADAMW, LION = "muon", "adamw", "lion"
 MOMENTS = {"exp_avg", "exp_avg_sq"}
@@ -135,7 +135,7 @@ def _muon(group: Mapping[str, Any], arguments: Mapping[str, Any], of_deepspeed: 
     more: dict[str, Any] = {}
     if "use_muon" in group:
         if of_deepspeed.get("per_head_muon"):
-            raise ValueError("per_head_muon orthogonalized heads by themselves; set 'per_head' (docs/migration.md)")
+            raise ValueError("per_head/from_frameworks.md)")
         if of_deepspeed.get("ns_method", "gram") != "standard":
             more = {"ns_dtype": "float32", "gram_aspect": 1.0, "gram_restarts": (2,)}
     elif "muon" in str(arguments.get("optimizer")):
@@ -163,7 +163,7 @@ def _of_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
         found[ours] = known[0]
     table = arguments.get("muon_coefficient_type", "quintic")  # the only one before it was an argument
     if table not in ("simple", "quintic"):
-        raise ValueError(f"muon_coefficient_type={table!r} has no counterpart by name; see docs/migration.md")
+        raise ValueError(f"muon_coefficient_type={table!r} has no counterpart by name; see docs/from_frameworks.md")
     exact = arguments.get("muon_fp32_matmul_prec", "medium") != "medium"
     return {**found, "ns_coefficients": table, "ns_dtype": "float32" if exact else "bfloat16"}
 
