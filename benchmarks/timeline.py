@@ -3,6 +3,7 @@
     python -m benchmarks.timeline --hf llama-70b/config.json --world-size 512 --engine zero3 --cluster h100-8x-ib
     python -m benchmarks.timeline --hf config.json --world-size 64 --engine fsdp2 --attach --trace step.json
     python -m benchmarks.timeline --table          the cells of docs/performance.md; --table llama3.1-8b, of some models
+    python -m benchmarks.timeline --peers --results FILE             peers beside ours, see benchmarks/clock/peers.py
 
 Options beside those below are those of `lwopt plan`. One rank is rehearsed as in benchmarks/rehearsal; what the others
 do is generated from the plan. Devices and wires are the cluster's; see benchmarks/clock/play.py.
@@ -24,11 +25,12 @@ from typing import Any
 
 import typer
 
+from benchmarks.clock import peers
 from benchmarks.clock.cells import CELLS, rows
 from benchmarks.clock.generate import records
 from benchmarks.clock.passes import Given, GivenPasses, ShardedPasses
 from benchmarks.clock.play import Played, Rates, play
-from benchmarks.clock.record import Session, opened
+from benchmarks.clock.record import Record, Session, opened
 from benchmarks.clock.shown import sentences, waits, write_trace
 from benchmarks.rehearsal.engines import MeshEngine, Passes
 from lwopt_backend.cli import main
@@ -40,8 +42,13 @@ from lwopt_backend.planner.study import Study
 
 
 def predicted(study: Study, *, given: Given | None = None, attach: bool = False, rates: Rates | None = None) -> Played:
-    """The step of all ranks of the stage that takes longest, with the passes ``given``. Raises ValueError for a stage
-    whose ranks share several sets of parameters, and where passes are not known."""
+    """The step of all ranks of the stage that takes longest, as ``recorded``."""
+    return play(recorded(study, given=given, attach=attach), rates or Rates.of(study.setting.machine))
+
+
+def recorded(study: Study, *, given: Given | None = None, attach: bool = False) -> list[tuple[Record, int]]:
+    """The records of all ranks of the stage that takes longest, with the passes ``given``. Raises ValueError for a
+    stage whose ranks share several sets of parameters, and where passes are not known."""
     stage = study.worst
     if len(stage.planned) > 1:
         raise ValueError("--ep is not played; leave it out")
@@ -53,8 +60,7 @@ def predicted(study: Study, *, given: Given | None = None, attach: bool = False,
             if not isinstance(session.engine, MeshEngine) or given is None:
                 raise ValueError("--attach is for engine fsdp2, with the model's passes")
             session.engine.attach()
-        found = list(records(session, session.record(passes)))
-    return play(found, rates or Rates.of(study.setting.machine))
+        return list(records(session, session.record(passes)))
 
 
 def recorded_rank(planned: Planned) -> int:
@@ -98,12 +104,17 @@ def run(words: Sequence[str]) -> None:
     parser.add_argument("--active", type=float, default=1.0)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--table", nargs="*", choices=sorted({model for model, _ in CELLS}))
+    parser.add_argument("--peers", nargs="*", choices=sorted({model for model, _ in peers.CELLS}))
+    parser.add_argument("--results", type=Path)
     own, of_plan = parser.parse_known_args(words)
     if own.table is not None:
         for row in rows(predicted, own.table):
             print(row, flush=True)
         return
-    del own.table
+    if own.peers is not None:
+        peers.show(recorded, own.peers, own.results)
+        return
+    del own.table, own.peers, own.results
     options = Own(**vars(own))
 
     @functools.wraps(plan)
