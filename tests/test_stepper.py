@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.rehearsal.absent_gpu import Recorder, absent_gpu, pretended
-from lwopt_backend.plan import FlatPartition, MatrixPlan, ParameterPartition, plan_matrices
+from lwopt_backend.plan import FlatPartition, MatrixPlan, ParameterPartition, Replicas, plan_matrices, plan_spread
 from lwopt_backend.plan.cost import MACHINES
 from lwopt_backend.plan.owners import Limits
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.muon import Muon
+from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.collectives import TorchCollectives
-from lwopt_backend.runtime.exchange import Beside
+from lwopt_backend.runtime.exchange import Beside, ways_back, ways_to_owners
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import FlatPieces, Slices, WholeMatrices
 from tests.cells import cells
@@ -72,6 +73,22 @@ def test_ranks_hold_the_bits_of_one_and_send_what_is_planned(
     assert counted.calls.total() == 3 * 2 * len(plan.buckets)
     # Two buckets: one or both on their way back as well.
     assert counted.most_in_flight <= 3 and (counted.most_in_flight >= 2 or len(plan.buckets) < 2)
+
+
+@on_ranks(2)
+def test_metrics_do_not_count_as_sent_what_its_owner_has() -> None:
+    atoms = atoms_of(SHAPES)
+    stored = Replicas(dist.get_world_size(), tuple(atom.numel for atom in atoms))
+    plan = plan_spread(atoms, stored, Limits(machine=MACHINES["cpu"]))
+    recorder = collectives.Recorder()
+    collectives.RECORDERS.add(recorder)
+    out, back = (ways(plan, TorchCollectives(), torch.device("cpu")) for ways in (ways_to_owners, ways_back))
+    for way in out:
+        way.start(torch.float32, None, lambda segments: None).discard()
+    assert sum(sum(way.send_splits) for way in out) > 0 and recorder.sent == 0
+    for way in back:
+        way.start(torch.float32, None, lambda segments: None).discard()
+    assert recorder.sent == 4 * plan.owned_numels()[dist.get_rank()]
 
 
 class Signs(Muon):

@@ -144,7 +144,8 @@ class Way:
                 if len(here) < len(segments):
                     filled.zero_()
                 pack(here)
-            sending((sent.numel() - self.send_splits[self._collectives.rank]) * sent.itemsize)
+            if self._collectives.world_size > 1:  # or it stays here
+                sending((sent.numel() - self.send_splits[self._collectives.rank]) * sent.itemsize)
             pending = self._collectives.all_to_all(received, sent, self.receive_splits, self.send_splits)
             return Arrival(self, received, sent, pending, column)
 
