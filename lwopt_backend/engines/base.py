@@ -22,6 +22,11 @@ def machine_for(device: torch.device) -> Machine:
     return machine_of("cpu" if device.type in IMMEDIATE else "cuda")
 
 
+def batch_numel_on(device: torch.device, numel: int) -> int:
+    """The elements that a rule takes at once: ``numel`` on an accelerator, those of one matrix on a CPU."""
+    return 0 if device.type in IMMEDIATE else numel
+
+
 def saved(optimizer: torch.optim.Optimizer, state_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """A state dict, with torch's hooks around ``state_of``, which makes it."""
     for before in optimizer._optimizer_state_dict_pre_hooks.values():

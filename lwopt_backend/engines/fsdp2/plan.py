@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lwopt_backend.config.hosts import NAME, FSDP2Config
-from lwopt_backend.engines.base import machine_for
+from lwopt_backend.engines.base import batch_numel_on, machine_for
 from lwopt_backend.groups import registry
 from lwopt_backend.groups.grouping import Grouping, Member
 from lwopt_backend.plan import Machine, MatrixPlan, MeshLayout, Sharding, plan_spread
@@ -28,7 +28,6 @@ from lwopt_backend.plan.mesh import Coordinate
 from lwopt_backend.plan.owners import Limits
 from lwopt_backend.routing.models import as_module
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
@@ -432,7 +431,7 @@ class MeshStepper:
         )
         self.plan = self.planned.plan
         self.matrices, self.places, self.blocks = self.planned.matrices, self.planned.places, self.planned.blocks
-        batch = 0 if self.device.type in IMMEDIATE else BATCH_NUMEL
+        batch = batch_numel_on(self.device, BATCH_NUMEL)
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
 
     def presence(self, flags: Sequence[int] = (), more: Tensor | None = None) -> Presence:

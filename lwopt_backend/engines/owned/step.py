@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config.hosts import HostConfig
-from lwopt_backend.engines.base import machine_for
+from lwopt_backend.engines.base import batch_numel_on, machine_for
 from lwopt_backend.engines.owned.bucket_manager import BucketManager
 from lwopt_backend.engines.owned.buckets import BucketBuffers, Sharers
 from lwopt_backend.engines.owned.gradients import OwnedGradients
@@ -29,7 +29,6 @@ from lwopt_backend.plan.cost import Machine, Shape
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
@@ -142,7 +141,7 @@ class OwnedStepper:
                     self._atoms.append(atom)
                     self._places.append((number, range_views(block, piece.start, piece.stop, 0)))
         device = members[0].param.device
-        self._whole = WholeMatrices(self._atoms, device, batch_numel=0 if device.type in IMMEDIATE else BATCH_NUMEL)
+        self._whole = WholeMatrices(self._atoms, device, batch_numel=batch_numel_on(device, BATCH_NUMEL))
         self._elementwise = ElementwiseGroups()
         self.last_first = False  # parameters return in forward order, the reverse of backward
         self.state: dict[int, dict[str, Tensor]] = {}

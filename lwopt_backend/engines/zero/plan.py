@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.hosts import ZeROConfig
+from lwopt_backend.engines.base import batch_numel_on
 from lwopt_backend.groups import registry
 from lwopt_backend.groups.param_groups import ElementwiseGroups
 from lwopt_backend.plan import (
@@ -31,7 +32,6 @@ from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockRepl
 from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.plan.owners import Limits, modelled_time
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import StatePiece
@@ -251,9 +251,9 @@ class UnitStepper(Generic[Stored]):
         self.matrices: MatrixStepper | None = None
         if plan.matrices is not None:
             rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
-            batch_numel = 0 if rule_device.type in IMMEDIATE else BATCH_NUMEL
+            batch = batch_numel_on(rule_device, BATCH_NUMEL)
             self.matrices = MatrixStepper(
-                plan.matrices, collectives, device, batch_numel=batch_numel, rule_device=rule_device
+                plan.matrices, collectives, device, batch_numel=batch, rule_device=rule_device
             )
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
