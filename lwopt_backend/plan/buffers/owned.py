@@ -88,7 +88,7 @@ def _filled(cost_before: Sequence[int], before: Sequence[int], limit: int) -> tu
     return counts, fullest, fuller
 
 
-def cut_buckets(
+def split_buckets(
     params: Sequence[OwnedParam], bucket_numel: int, before: Sequence[int]
 ) -> tuple[list[Bucket], list[int], list[str]]:
     """Buckets of the parameters with several matrices, in backward order; a bucket closes at ``bucket_numel``."""
@@ -165,7 +165,7 @@ def plan_owned(
     choices: list[str] = []
     cut = layout != "padded" and any(param.parts for param in params)
     if cut:
-        buckets, loads, choices = cut_buckets(params, bucket_numel, before)
+        buckets, loads, choices = split_buckets(params, bucket_numel, before)
     by_dtype: dict[str, list[int]] = {}
     for index in reversed(range(len(params))):
         if params[index].atom is not None and not (cut and params[index].parts):
