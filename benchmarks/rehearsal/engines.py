@@ -23,7 +23,8 @@ from lwopt_backend.engines.zero.plan import GroupStepper
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES
-from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer, Sharing
+from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
+from lwopt_backend.optimizer.layer_wise import Sharing
 from lwopt_backend.plan import MatrixPlan, Replicas
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting

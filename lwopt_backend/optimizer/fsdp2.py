@@ -1,0 +1,182 @@
+"""``LayerWiseOptimizer`` of a ``fully_shard`` model: ``step()`` sends each matrix's pieces to one rank, and back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor, nn
+
+from lwopt_backend.config.hosts import NAME, FSDP2Config, OwnedConfig
+from lwopt_backend.engines.base import loaded
+from lwopt_backend.engines.fsdp2 import plan as mesh
+from lwopt_backend.engines.fsdp2 import state as mesh_state
+from lwopt_backend.engines.fsdp2 import step as mesh_stepping
+from lwopt_backend.engines.fsdp2.gradients import MeshGradients, scattered
+from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
+from lwopt_backend.groups.choices import Rules, settings_lines
+from lwopt_backend.groups.grouping import Given, Grouping, WatchedModel
+from lwopt_backend.groups.param_groups import ComparedOptions, ElementwiseGroups, warn_of_small_rate, with_options
+from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps
+from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
+from lwopt_backend.rules import MatrixRule
+from lwopt_backend.runtime.agreement import StepRefused, agree_in_all, plan_digest
+from lwopt_backend.runtime.collectives import Collectives, ranks_of
+from lwopt_backend.runtime.state import keeps_state
+
+
+class MeshOptimizer(LayerWiseOptimizer):
+    """``LayerWiseOptimizer`` of a model that ``fully_shard`` has sharded, or will have by the first step.
+
+    Constructed on all ranks of the model's meshes. Raises, on all of them, for a model without DTensors or without a
+    matrix, and for placements that are not supported.
+    """
+
+    config: FSDP2Config
+    state = StateOnceSharded()
+
+    def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
+        module = mesh.sharded_module(model, NAME)
+        self._steppers: list[mesh.MeshStepper] = []
+        self._elementwise, self._options = ElementwiseGroups(), ComparedOptions()
+        self._attachment: Attachment | None = None
+        self._bound: list[list[Tensor]] = []
+        self._stated: list[Tensor] = []
+        self._model = module
+        mesh.reshard(module)
+        exchange = [] if sharded_later else mesh.exchange_groups(module.parameters())
+
+        def decide() -> tuple[tuple[Rules, FSDP2Config, Grouping], list[list[str]]]:
+            for name, value in sharing._asdict().items():
+                if value is not None and value != ():
+                    raise ValueError(f"{NAME}: {FSDP2Config.lacks(repr(name), OwnedConfig)}; meshes define the ranks")
+            rules, config, grouping = given.decide(FSDP2Config, module)
+            lines = [*settings_lines(rules, config), *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes)]
+            return (rules, config, grouping), [lines for _ in exchange]
+
+        rules, self.config, self._grouping = agree_in_all([c for _, c in exchange], NAME, decide)
+        self.row_scaling = self._grouping.row_scaling()
+        self._names = [[self._grouping.names[id(p)] for p in group["params"]] for group in self._grouping.groups]
+        self._take_groups(rules)
+        if not sharded_later:
+            self._bind(exchange)
+
+    def _bind(self, exchange: mesh.Exchange) -> None:
+        """Plan for the parameters now in the param groups, and create their state. Called on all ranks."""
+        held = [group["params"] for group in self.param_groups]
+        self._names = mesh.names_of(held, self._bound, self._names)
+        self._steppers = mesh.bind(exchange, self.param_groups, self._names, self._grouping, self.config)
+        self._plan_digest = plan_digest(line for stepper in self._steppers for line in stepper.planned.lines())
+        self._bound = [list(group["params"]) for group in self.param_groups]
+        trained = [(member.name, member.param) for stepper in self._steppers for member in stepper.members]
+        self._watched = WatchedModel(self._model, trained, restore=mesh.reshard)
+        self._make_state()
+        self._owner_shards()  # adds their keys to ``state``
+        self._scattered = scattered(self._steppers)
+        if self._attachment is not None and self._attachment.is_on:
+            self._attachment.remove()
+            self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
+        if exchange[-1][1].rank == 0:
+            warn_of_small_rate(self._grouping.groups)  # as configured, before a schedule changes them
+            if self.config.report:
+                mesh_stepping.show(self._grouping.routes, self._grouping.groups, self._steppers, self.plan_digest)
+
+    def _make_state(self) -> None:
+        """Create every parameter's missing state before the first step, so that every checkpoint has it."""
+        before: Mapping[Tensor, dict[str, Any]] = self.__dict__["state"]
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for group in self.param_groups:
+            for param in group["params"]:
+                state[param] = before.get(param) or mesh.new_state(param.detach(), group, self.config)
+        self.state, self._stated = state, list(state)
+
+    def _step(self) -> None:
+        self._ensure_bound()
+        if (changed := self._watched.changes()) is not None:
+            if self._attachment is not None:
+                self._attachment.remove()
+            raise StepRefused(f"{NAME}: {changed} (rank {ranks_of().rank})")
+        kept = (self._elementwise, self.state, self._attachment, self.row_scaling)
+        step_all(self._steppers, self.param_groups, self._matrix_rules(), *kept, self._options)
+        count_block_steps(self.param_groups)
+
+    def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
+        module = mesh.sharded_module(model, "attach")
+        self._ensure_bound()
+        mesh.reshard(module)
+        check_is_of(module, [group["params"] for group in self.param_groups], self._names)
+        if self._attachment is not None:
+            self._attachment.remove()
+        self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
+        return self._attachment
+
+    def _matrix_rules(self) -> dict[int, MatrixRule]:
+        return build_matrix_rules(self.param_groups, self.config)
+
+    @property
+    def gradients(self) -> MeshGradients:
+        self._ensure_bound()
+        return MeshGradients(self._steppers, self._scattered)
+
+    def _everyone(self) -> Collectives:
+        return self.gradients.everyone
+
+    def _ensure_bound(self) -> None:
+        """Plan again if the param groups have other parameters than were planned for."""
+        held = [group["params"] for group in self.param_groups]
+        if len(held) == len(self._bound) and all(map(same, held, self._bound)):
+            return
+        check_sharded(param for params in held for param in params)
+        self._bind(mesh.exchange_groups(param for params in held for param in params))
+
+    def named_params(self) -> list[tuple[str, Tensor]]:
+        return self.gradients.params()
+
+    def state_store(self) -> mesh_state.MeshStore:
+        self._ensure_bound()
+        different = any(each is not None and each.different for each in self._scattered)
+        return mesh_state.MeshStore(self._steppers, self.param_groups, self.state, different)
+
+    def _owner_shards(self) -> list[mesh_state.OwnerShards]:
+        """The owner state. Called on all ranks if any rule keeps some.
+
+        Plans parameters that were sharded later, which otherwise waits for the first step: owner state needs owners.
+        """
+        rules = self._matrix_rules()
+        if not any(map(keeps_state, rules.values())):
+            return []
+        self._ensure_bound()
+        return mesh_state.owner_shards(self._steppers, rules, self.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As every torch optimizer's, with owner state as DTensors; called on all ranks if there is any owner state."""
+        self._options.compare_next()
+        shards = self._owner_shards() if self.state else []
+        return mesh_state.with_owner_state(super().state_dict(), shards, self._bound)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned. Raises ValueError for state that does not fit, before anything is changed.
+
+        State keeps the dtype that it was created with, whatever the parameters'; rules are never loaded. This rank's
+        part of a whole tensor is copied.
+        """
+        self._options.compare_next()
+        loaded(self, state_dict, self._take_state)
+
+    def _take_state(self, state_dict: dict[str, Any]) -> None:
+        if self.state:
+            shards = self._owner_shards()
+            mesh_state.check_loadable(state_dict, self.param_groups, self._names, self.state, shards)
+            if not state_dict["state"]:  # saved before the first state: start fresh
+                self.state = {}
+                self._make_state()
+            held = [group["params"] for group in self.param_groups]
+            mesh_state.take_state(state_dict, held, self.state, shards)
+        elif state_dict["state"]:
+            raise ValueError(
+                "load_state_dict: the model is not sharded yet, so there is no state to load into; call it after "
+                "fully_shard, or after the prepare() that shards the model"
+            )
+        self.set_groups(map(with_options, self.param_groups, deepcopy(state_dict["param_groups"])))

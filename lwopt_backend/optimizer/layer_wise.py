@@ -1,0 +1,349 @@
+"""``LayerWiseOptimizer(model)``: layer-wise matrix optimizers in plain PyTorch and on FSDP2.
+
+``OwnedOptimizer`` trains a plain model: backward reduces gradients to their owners, ``step()`` sends new parameters to
+all ranks. ``MeshOptimizer`` trains a ``fully_shard`` model: tensors stay sharded DTensors; ``step()`` sends the pieces
+of each matrix to one rank of its mesh, and returns the pieces of the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lwopt_backend.config.hosts import NAME, FSDP2Config, HostConfig, OwnedConfig
+from lwopt_backend.engines.base import BaseOptimizer
+from lwopt_backend.engines.fsdp2.gradients import MeshGradients
+from lwopt_backend.engines.fsdp2.plan import is_sharded
+from lwopt_backend.engines.fsdp2.step import Attachment
+from lwopt_backend.engines.gradients import ClipGroups, check_finite, checked_order
+from lwopt_backend.engines.owned.gradients import OwnedGradients
+from lwopt_backend.groups.choices import Rules
+from lwopt_backend.groups.grouping import Given, Grouping
+from lwopt_backend.groups.registry import with_torchs_keys
+from lwopt_backend.plan.cost import RankMemory
+from lwopt_backend.rules.protocol import AFTER, one_call
+from lwopt_backend.runtime.state import StateStore
+
+
+class Sharing(NamedTuple):
+    """The arguments about which ranks share a plain model's parameters."""
+
+    process_group: Any = None
+    expert_params: Sequence[str] = ()
+    expert_process_group: Any = None
+    expert_group_size: int | None = None
+
+
+class LayerWiseOptimizer(BaseOptimizer):
+    """Layer-wise optimizer of a plain model, in place of DDP, or of a ``fully_shard`` model.
+
+    A matrix rule (Muon by default) trains weight matrices, an element-wise rule (AdamW) trains all other parameters.
+    One data-parallel rank updates each matrix whole. ``param_groups`` has, for each group given, one group of matrices
+    and one of other parameters. Call the constructor and every method on all ranks.
+
+    Args:
+        model: a plain module without a DDP wrapper, a ``fully_shard`` module, or a list of the pipeline stages of this
+            rank, each of which ``fully_shard`` has sharded.
+        matrix: name of the matrix rule, or a mapping with its ``name`` and options.
+        lr: learning rate of the matrix rule. Default: the rule's.
+        elementwise: name of the rule of all other parameters, or a mapping like ``{"name": "adamw", "eps": 1e-6}``.
+        elementwise_lr: learning rate of the element-wise rule. Default: the rule's.
+        params: param groups as in torch.optim, each with its own ``lr``, ``weight_decay`` and section ``"adamw"``.
+            Default: one group of all trainable parameters.
+        overrides: other options for some parameters: mappings with ``params`` (globs on names) and ``matrix`` or
+            ``elementwise``.
+        sharded_later: plan at the first step, for a model that will be sharded later, as Accelerate's ``prepare`` does.
+        process_group: data-parallel ranks of a plain model. Default: all ranks, or this process alone.
+        expert_params: globs of the parameters that only some ranks of a plain model share. Their gradients are also
+            means over ``process_group``.
+        expert_process_group: ranks that share the parameters in ``expert_params``.
+        expert_group_size: number of ranks in ``expert_process_group`` that hold one instance of the experts.
+        **options: the matrix rule's options by name, and the engine's. Both engines have ``include``, ``exclude``,
+            ``atoms``, ``allow_no_matrix``, ``exchange_dtype``, ``clip_groups`` and ``report``. A ``fully_shard`` model
+            has ``bucket_matrices``, ``bucket_numel`` and ``state_dtype``. A plain model has ``layout``, ``bucket_mb``,
+            ``group_size``, ``grad_dtype``, ``keep_full_grads``, ``overlap_grad_reduce`` and ``overlap_param_gather``.
+
+    Raises:
+        TypeError, ValueError: on all ranks, if the model or an option is not supported.
+
+    Examples:
+        >>> fully_shard(model)
+        >>> optimizer = LayerWiseOptimizer(model, lr=0.02, elementwise_lr=3e-4, weight_decay=0.1)
+    """
+
+    config: Any
+    _grouping: Grouping
+
+    def __new__(cls, model: Any = None, *args: Any, sharded_later: bool = False, **options: Any) -> LayerWiseOptimizer:
+        if cls is LayerWiseOptimizer:
+            from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
+
+            cls = MeshOptimizer if sharded_later or is_sharded(model) else OwnedOptimizer
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        matrix: str | Mapping[str, Any] = "muon",
+        lr: float | None = None,
+        elementwise: str | Mapping[str, Any] = "adamw",
+        elementwise_lr: float | None = None,
+        *,
+        params: Iterable[Any] | None = None,
+        overrides: Iterable[Mapping[str, Any]] = (),
+        sharded_later: bool = False,
+        process_group: Any = None,
+        expert_params: Sequence[str] = (),
+        expert_process_group: Any = None,
+        expert_group_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        given = Given(matrix, lr, elementwise, elementwise_lr, overrides, options, params)
+        sharing = Sharing(process_group, expert_params, expert_process_group, expert_group_size)
+        self._train(model, given, sharing, sharded_later)
+
+    def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
+        """Route, plan and create the state. Called on all ranks."""
+        raise TypeError(f"subclass OwnedOptimizer or MeshOptimizer, not {NAME}, which chooses one of them")
+
+    def _take_groups(self, rules: Rules) -> None:
+        """Start with the routed param groups, without the marks that engines compare."""
+        marks = ("from_group", "overrides")
+        groups = [{k: v for k, v in group.items() if k not in marks} for group in self._grouping.groups]
+        super().__init__(with_torchs_keys(groups), {})
+        self._begin(rules, self._grouping.trains_matrices)
+        self._clip_groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups)
+        self._clipped = False  # since the last step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step with the gradients since the last step.
+
+        A parameter without a gradient on any rank keeps its value and state. If only some ranks have a gradient, the
+        gradients of the others count as zero.
+
+        Args:
+            closure: computes the loss and its gradients again, as in torch.optim.
+
+        Returns:
+            The closure's result.
+
+        Raises:
+            RuntimeError: on all ranks, if options differ between ranks, which every 64th step compares; for a plain
+                model also if a backward pass failed on any rank, or if other parameters are trained than before. Other
+                errors are raised on one rank, for which the others wait until its program is ended.
+        """
+        with one_call(self, begins=True, ends=True):
+            loss = None if closure is None else torch.enable_grad()(closure)()
+            if self._clip_groups.limits and not self._clipped:
+                self._clip(self._clip_groups.limits)
+            self._clipped = False
+            self._step()
+            if self._optimizer_step_post_hooks or AFTER:  # which may read parameters
+                self.synchronize()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # see one_call
+
+    def _step(self) -> None:
+        raise NotImplementedError
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over all gradients, however they are stored.
+
+        A plain model adds up in fp64, without ``foreach``. If a mesh leaves out some ranks, its parameters count once
+        where those ranks hold copies, and are added where they hold other parameters (experts). Parameters in
+        ``clip_groups`` do not count: their groups' norms clip them, here or, without a call, in ``step``.
+
+        Args:
+            max_norm: largest norm after clipping.
+            norm_type: order of the norm; ``inf`` is the largest absolute value.
+            error_if_nonfinite: raise if the norm is NaN or infinite.
+            foreach: as in torch; for a ``fully_shard`` model.
+
+        Returns:
+            The norm before clipping, a plain fp32 scalar, equal on all ranks. For one mesh it has torch's bits.
+
+        Raises:
+            RuntimeError: on all ranks, for a non-finite norm with ``error_if_nonfinite``.
+            ValueError: for a ``norm_type`` that is not positive.
+        """
+        limits = {**self._clip_groups.limits, None: max_norm}
+        return self._clip(limits, norm_type, error_if_nonfinite, foreach)[None].float()
+
+    @torch.no_grad()
+    def _clip(
+        self, limits: Mapping[str | None, float], norm_type: float = 2.0, finite: bool = False, foreach: Any = None
+    ) -> dict[str | None, Tensor]:
+        """Clip each of these clip groups by its norm, and return the norms; None is the rest. Called on all ranks."""
+        gradients, order = self.gradients, checked_order(norm_type)
+        norms = self._clip_groups.measure(limits, lambda pick: gradients.norm(order, pick, foreach))
+        for norm in norms.values():
+            check_finite(norm, norm_type, finite)
+        for group, norm in norms.items():
+            gradients.clip(limits[group], norm, self._clip_groups.pick(group), foreach)
+        self._clipped = True
+        return norms
+
+    @property
+    def clip_group_norms(self) -> dict[str, Tensor]:
+        """The norm of each group in ``clip_groups`` before it was last clipped, fp32, the same on all ranks."""
+        return self._clip_groups.named
+
+    def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
+        return self._clip_groups.norms.get(None), self._clip_groups.named
+
+    @property
+    def gradients(self) -> MeshGradients | OwnedGradients:
+        """Norm and scaling of the reduced gradients. Read on all ranks."""
+        raise NotImplementedError
+
+    def named_params(self) -> list[tuple[str, Tensor]]:
+        """Name the trained parameters.
+
+        Returns:
+            Pairs of a name and a parameter.
+        """
+        raise NotImplementedError
+
+    def state_store(self) -> StateStore:
+        """Open this rank's weights and state for ``lwopt_backend.migration``.
+
+        Returns:
+            The store, which reads and writes them by name.
+        """
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Wait until the parameters of the last step are on this rank (``overlap_param_gather``)."""
+
+    # On FSDP2
+
+    def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
+        """Start the exchange of each bucket in the backward pass, as soon as its last gradient has been reduced.
+
+        Results do not change by a bit: a bucket whose gradients are changed after it was sent (clipped, unscaled) is
+        exchanged again, and early exchange pauses for a few steps. Buckets in flight cost memory until the step.
+
+        Args:
+            model: the model that the optimizer trains, or its pipeline stages on this rank.
+
+        Returns:
+            A handle whose ``remove()`` removes the hooks.
+
+        Raises:
+            ValueError: for a model other than the optimizer's.
+            TypeError: for a plain model.
+
+        Examples:
+            >>> handle = optimizer.attach(model)
+        """
+        raise self._only_of(FSDP2Config, "attach")
+
+    # For plain models
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients on this rank in backward passes within it; the next pass outside reduces them all.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            TypeError: for a ``fully_shard`` model, as do all methods below; see its ``set_requires_gradient_sync``.
+
+        Examples:
+            >>> with optimizer.no_sync():
+            ...     model(first).sum().backward()
+            >>> model(second).sum().backward()
+        """
+        raise self._only_of(OwnedConfig, "no_sync")
+
+    def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
+        """The norm of mean gradients, before ``step`` frees them.
+
+        Args:
+            names: a glob, or several, on names of parameters.
+            norm_type: order of the norm.
+
+        Returns:
+            The norm of the gradients of the parameters whose names match, an fp32 scalar, equal on all ranks.
+
+        Raises:
+            ValueError: for a glob that no name matches.
+        """
+        raise self._only_of(OwnedConfig, "grad_norm")
+
+    def count_zeros(self, names: str | Sequence[str] = "*") -> int:
+        """Count the elements of mean gradients that are exactly zero, before ``step`` frees them.
+
+        Args:
+            names: a glob, or several, on names of parameters.
+
+        Returns:
+            The number of elements, equal on all ranks.
+
+        Raises:
+            ValueError: for a glob that no name matches.
+        """
+        raise self._only_of(OwnedConfig, "count_zeros")
+
+    def refresh_masters(self) -> None:
+        """Copy the parameters' values into the fp32 masters of 16-bit parameters, after they were changed by hand."""
+        raise self._only_of(OwnedConfig, "refresh_masters")
+
+    def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
+        """Write weights, state and ``more`` to a folder that torch.distributed.checkpoint reads. For plain models.
+
+        All ranks must see the folder, which holds only this checkpoint; an earlier one is replaced atomically.
+
+        Args:
+            path: the folder.
+            **more: other entries: tensors, numbers, strings, and dicts and lists of these.
+
+        Raises:
+            OSError, ValueError: on all ranks, for an error on any rank.
+
+        Examples:
+            >>> optimizer.save_state_dict("checkpoints/100", step=100)
+        """
+        raise self._only_of(OwnedConfig, "save_state_dict")
+
+    def load_state_dict_from(self, path: str | PathLike[str]) -> dict[str, Any]:
+        """Load any engine's ``{"model": ..., "optimizer": ...}``, saved on any number of ranks. For plain models.
+
+        Args:
+            path: the folder that ``save_state_dict`` or torch.distributed.checkpoint wrote.
+
+        Returns:
+            The folder's other entries.
+
+        Raises:
+            ValueError: on all ranks, before anything is changed, for what does not fit.
+        """
+        raise self._only_of(OwnedConfig, "load_state_dict_from")
+
+    def memory_report(self) -> list[RankMemory]:
+        """Measure what each rank stores.
+
+        Returns:
+            Per rank of the process group, the bytes that it stores for this optimizer.
+        """
+        raise self._only_of(OwnedConfig, "memory_report")
+
+    def traffic(self) -> dict[str, int]:
+        """Count what this rank has sent.
+
+        Returns:
+            Bytes so far by kind, without flags and norms, which are a few bytes per parameter.
+        """
+        raise self._only_of(OwnedConfig, "traffic")
+
+    def _only_of(self, config: type[HostConfig], name: str) -> TypeError:
+        return TypeError(f"{NAME}: {type(self.config).lacks(name, config)}")

@@ -1,0 +1,193 @@
+"""``LayerWiseOptimizer`` of a plain model: backward reduces gradients to owners, ``step()`` sends parameters back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.config.hosts import NAME, OwnedConfig
+from lwopt_backend.engines.base import loaded, saved
+from lwopt_backend.engines.gradients import Pick, checked_order
+from lwopt_backend.engines.owned import model as owned_model
+from lwopt_backend.engines.owned.gradients import OwnedGradients
+from lwopt_backend.engines.owned.model import (
+    Backward,
+    check_model,
+    check_not_compiled,
+    check_options,
+    tell_when_loaded,
+    wait_in_forward,
+)
+from lwopt_backend.engines.owned.state import OwnedStore, held_state, state_of, take_state
+from lwopt_backend.engines.owned.step import OwnedCore, Share, broadcast_untrained
+from lwopt_backend.groups.choices import Rules, settings_lines
+from lwopt_backend.groups.grouping import Given, Grouping
+from lwopt_backend.groups.param_groups import warn_of_small_rate
+from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
+from lwopt_backend.plan.cost import RankMemory
+from lwopt_backend.routing.routing import as_globs, check_globs, named_like
+from lwopt_backend.runtime.agreement import agree
+from lwopt_backend.runtime.collectives import Collectives, ranks_of
+
+
+class OwnedOptimizer(LayerWiseOptimizer):
+    """``LayerWiseOptimizer`` of a plain model; copies all parameters and buffers from the group's first rank to all.
+
+    After backward, ``param.grad`` is None unless ``keep_full_grads`` is set: the owners have the mean gradients, which
+    ``step`` frees.
+    """
+
+    config: OwnedConfig
+
+    def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
+        everyone = ranks_of(sharing.process_group)
+
+        def decide() -> tuple[tuple[Rules, OwnedConfig, Grouping, list[Share]], list[str]]:
+            check_model(model)
+            rules, config, grouping = given.decide(OwnedConfig, model)
+            if config.overlap_param_gather:
+                check_not_compiled(model)
+            experts = as_globs(sharing.expert_params, "expert_params")
+            check_globs("expert_params", experts, grouping.routes, grouping.routes)
+            check_options(config, grouping, experts, *sharing[2:])
+            shares = [Share(everyone, everyone.world_size, config.group_size)]
+            if experts:
+                theirs = ranks_of(sharing.expert_process_group, "expert_process_group")
+                shares.append(Share(theirs, everyone.world_size, sharing.expert_group_size, named_like(experts)))
+            return (rules, config, grouping, shares), settings_lines(rules, config)
+
+        rules, self.config, self._grouping, shares = agree(everyone, NAME, decide)
+        broadcast_untrained(model, shares)
+        self.core = OwnedCore(
+            self._grouping,
+            shares,
+            self.config,
+            layout=self.config.layout,
+            bucket_mb=self.config.bucket_mb,
+            grad_dtype=torch.float32 if self.config.grad_dtype == "float32" else None,
+            keep_full=self.config.keep_full_grads,
+            overlap=self.config.overlap_grad_reduce,
+        )
+        self._plan_digest = self.core.plan_digest
+        self._take_groups(rules)
+        self.state.update(held_state(self.core, self.param_groups))
+        self._model = model
+        self._manager, self.row_scaling = self.core.manager, self.core.row_scaling
+        self._backward = Backward(self.core, model)
+        self._loaded = False
+        tell_when_loaded(model, self._take_loaded)
+        if self.config.overlap_param_gather:
+            wait_in_forward(model, self._manager)
+            self.core.stepper.last_first = True
+        if everyone.rank == 0:
+            warn_of_small_rate(self._grouping.groups)
+            if self.config.report:
+                owned_model.show(self._grouping.routes, self.core, self._grouping.groups)
+
+    # The loop
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._manager.no_sync()
+
+    def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
+        return self.gradients.norm(checked_order(norm_type), self._picked(names))
+
+    def count_zeros(self, names: str | Sequence[str] = "*") -> int:
+        return self.gradients.count_zeros(self._picked(names))
+
+    def _step(self) -> None:
+        self.core.check_loaded()
+        presences = self._backward.finish(self.param_groups)
+        if self._loaded:
+            self.refresh_masters()
+        self._manager.receive_values()
+        self.core.step(self.param_groups, presences)
+        if not self.config.overlap_param_gather:
+            self._manager.receive_values()
+        self._backward.stepped()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those of an interrupted backward pass included."""
+        self._backward.discard()
+
+    def synchronize(self) -> None:
+        self._manager.receive_values()
+
+    def refresh_masters(self) -> None:
+        self._manager.receive_values()
+        self.core.refresh_masters()
+        self._loaded = False
+
+    def _take_loaded(self) -> None:
+        self._loaded = True
+
+    @property
+    def gradients(self) -> OwnedGradients:
+        """Waits until all gradients are at their owners."""
+        self._backward.finish(self.param_groups)
+        return self.core.gradients
+
+    def _picked(self, names: str | Sequence[str]) -> Pick:
+        globs = [names] if isinstance(names, str) else list(names)
+        check_globs("names", globs, self._grouping.routes, self._grouping.routes)
+        return named_like(globs)
+
+    # Checkpoints
+
+    def named_params(self) -> list[tuple[str, Tensor]]:
+        return [(member.name, member.param) for member in self.core.members]
+
+    def state_store(self) -> OwnedStore:
+        return OwnedStore(self.core, self.param_groups)
+
+    def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
+        from lwopt_backend.engines.owned import files as owned_files
+
+        owned_files.save(self.core, self.param_groups, self._model, Path(path), more)
+
+    def load_state_dict_from(self, path: str | PathLike[str]) -> dict[str, Any]:
+        from lwopt_backend.engines.owned import files as owned_files
+
+        groups, more = owned_files.load(self.core, self.param_groups, self._model, Path(path))
+        self.take_groups(groups)
+        return more
+
+    def take_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Replace the param groups by those that were loaded with state."""
+        self.set_groups(groups)
+        self._backward.options.compare_next()
+        self._loaded = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's pieces of the state, which torch.distributed.checkpoint saves for any number of ranks."""
+        self._backward.options.compare_next()
+        return saved(self, lambda: state_of(self.core, self.param_groups))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a ``state_dict`` of this rank, or one of whole tensors. Called on all ranks.
+
+        What does not fit raises, on all of them, before anything is changed.
+        """
+        loaded(self, state_dict, lambda found: self.take_groups(take_state(self.core, self.param_groups, found)))
+
+    def memory_report(self) -> list[RankMemory]:
+        return owned_model.memory_of_all(self.core, self.param_groups)
+
+    def traffic(self) -> dict[str, int]:
+        return dict(self._manager.ledger.sent)
+
+    def _everyone(self) -> Collectives:
+        return self.core.holdings[0].sharers.everyone
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by torch.amp.GradScaler, which needs ``param.grad``. Raises RuntimeError unless ``keep_full_grads``."""
+        if not self.config.keep_full_grads:
+            raise RuntimeError(f"{NAME}: GradScaler unscales param.grad, which only owners have; set keep_full_grads")
+        return False
