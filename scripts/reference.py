@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -38,6 +39,7 @@ RAN = [
     ("torch 2.15.0", "1,338 passed", "393"),
 ]
 OPTION = ("option", "default", "meaning", "source")
+LONGEST = 100  # characters of a cell; what a meaning has beyond its first sentence then is below the table
 CLASSES = {"soap", "shampoo", "lion", "sgd", "torch_optimizer"}  # whose options others declare
 
 
@@ -86,14 +88,15 @@ def described(name: str, command: Any) -> str:
         if param.param_type_name == "option" and param.name != "help":
             panels.setdefault(param.rich_help_panel, []).append(option_row(param, hints[param.name]))
     for panel, rows in panels.items():
-        parts += [f"**{panel}**"] * bool(panel) + [table(OPTION[:3], rows)]
+        parts += [f"**{panel}**"] * bool(panel) + options_table(rows)
     return "\n\n".join(parts)
 
 
 def option_row(option: Any, hint: Any) -> tuple[str, str, str]:
     meaning = option.help.replace("\\[", "[")
     kinds = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
-    if choices := [choice for kind in kinds for choice in get_args(kind)]:
+    choices = [choice for kind in kinds for choice in get_args(kind)]
+    if any(choice not in meaning for choice in choices):
         meaning += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
     default = option.opts[0] if option.default is True else option.default
     written = "required" if option.required else "" if default in (None, False) else f"`{default}`"
@@ -114,16 +117,29 @@ def rule_options() -> str:
         if options is not muon and rule["for"] == "matrices":
             parts.append("As `muon`, except:")
             options = [option for option in options if option not in muon]
-        parts.append(table(OPTION, map(option_cells, options)))
+        parts += options_table(map(option_cells, options))
     names = "`, `".join(sorted(CLASSES))
     parts.append(f"## Rules that are classes\n\nThe options of `{names}` are the arguments of their class.")
     parts[-1] += " `lwopt rules soap`\nprints SOAP's."
-    parts += ["## A division in atoms", table(OPTION, map(option_cells, facts["atoms"]))]
+    parts += ["## A division in atoms", *options_table(map(option_cells, facts["atoms"]))]
     return "\n\n".join(parts) + "\n"
 
 
 def option_cells(option: Mapping[str, str]) -> tuple[str, ...]:
     return f"`{option['name']}`", f"`{option['default']}`", option["meaning"], option["source"]
+
+
+def options_table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """A table of options, and below it what is too long for a cell."""
+    cells, below = [], []
+    for name, default, meaning, *source in rows:
+        first, _, rest = meaning.partition(". ") if len(meaning.replace("`", "")) > LONGEST else (meaning, "", "")
+        if rest:
+            rest = f"- {name}: {rest.rstrip('.')}."
+            below.append(textwrap.fill(rest, 120, subsequent_indent="  ", break_on_hyphens=False))
+        cells.append((name, default, first, *source))
+    made = [table(OPTION[: len(cells[0])], cells)]
+    return [*made, "\n".join(below)] if below else made
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -148,12 +148,12 @@ SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 WORKERS = 2  # one thread computes checksums while another waits for the disk; each has a tensor in memory
 Text = str | None
 HELP = {
-    "names": f"Naming scheme of the output: {FAMILIES}, or a .json file. Default: keep names.",
+    "names": f"Naming scheme of the output. One of {FAMILIES}, or a .json file. Default: keep names.",
     "source names": "Naming scheme of the source, if the checkpoint does not record it.",
     "dtype": f"Dtype of weights in safetensors: {', '.join(DTYPES)}. Default: keep dtypes.",
     "workers": "Number of tensors processed in parallel. Memory holds that many.",
     "tied": "Treat the first name as another name of the second parameter, not as a frozen copy. Repeatable.",
-    "compared names": f"Naming scheme for the comparison: {FAMILIES}, or a .json file. Default: keep names, or "
+    "compared names": f"Naming scheme for the comparison. One of {FAMILIES}, or a .json file. Default: keep names, or "
     "megatron-core if the two schemes differ.",
     "names a": "Naming scheme of A, if A does not record it, as in a saved model.",
     "weights": "Compare weights only, e.g. with an export that has no optimizer state.",
@@ -164,7 +164,7 @@ def convert(
     source: Annotated[Path, typer.Argument(help="Folder of the checkpoint to convert.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
     to: Annotated[str, typer.Option(help=f"Format to write: {', '.join(TARGETS)}.")],
-    format: Annotated[str, typer.Option("--from", help=f"Format of the checkpoint: {FORMATS}.")] = AUTO,
+    format: Annotated[str, typer.Option("--from", help=f"Format of the checkpoint. One of {FORMATS}.")] = AUTO,
     vocabulary: Annotated[Text, typer.Option("--names", help=HELP["names"])] = None,
     source_names: Annotated[Text, typer.Option("--source-names", help=HELP["source names"])] = None,
     dtype: Annotated[Text, typer.Option(help=HELP["dtype"])] = None,
@@ -276,7 +276,7 @@ UNCHECKED = "Tensors were not read (--no-check), so that only missing ones were 
 
 def inspect(
     path: Folder,
-    format: Annotated[str, typer.Option("--from", help=f"Format of the checkpoint: {FORMATS}.")] = AUTO,
+    format: Annotated[str, typer.Option("--from", help=f"Format of the checkpoint. One of {FORMATS}.")] = AUTO,
     check: Annotated[bool, typer.Option(help="Read every tensor and look for problems.")] = True,
     as_json: AsJSON = False,
 ) -> None:

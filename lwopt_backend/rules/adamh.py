@@ -37,7 +37,7 @@ class AdamH(MatrixRule):
     betas: tuple[float, float] = option(
         (0.9, 0.95), "of the moving averages of gradients and squares", ADAM, check=checked_betas
     )
-    eps: float = option(1e-8, "added to the root of the mean square", ADAM, gt=0)
+    eps: float = option(1e-8, "term added to the root of the mean square", ADAM, gt=0)
     weight_decay: float = option(0.0, "none: the norm is kept", HYPERBALL, ge=0)
 
     state_keys = ("exp_avg", "exp_avg_sq")

@@ -79,11 +79,10 @@ MOONLIGHT = "Muon is Scalable for LLM Training, arXiv 2502.16982"
 CAUTIOUS = "Cautious Weight Decay, arXiv 2510.12402"
 NESTEROV = "use Nesterov momentum"
 SCALE = (
-    "factor on the learning rate, from a matrix's rows and columns. 'original' (Megatron: 'shape_scaling'): "
-    "sqrt(max(1, rows / columns)); 'match_rms_adamw' (dion: 'rms_norm'): 0.2 sqrt(max(rows, columns)); 'spectral': "
-    "Megatron's sqrt(max(rows, columns)); 'unit_rms_norm' (dion: 'spectral_norm'; torch since 2.14: "
-    "'spectral_unclamped'): sqrt(rows / columns); 'none': 1. 'spectral' and 'spectral_norm' "
-    "are two different factors. None: 'original'"
+    "factor on the learning rate, from a matrix's rows and columns; None is 'original'. 'original' and "
+    "'shape_scaling': sqrt(max(1, rows / columns)); 'match_rms_adamw' and 'rms_norm': 0.2 sqrt(max(rows, columns)); "
+    "'spectral': sqrt(max(rows, columns)); 'unit_rms_norm', 'spectral_norm' and 'spectral_unclamped': "
+    "sqrt(rows / columns); 'none': 1"
 )
 ScaleName = Literal[
     "original",
@@ -222,15 +221,15 @@ class Muon(MatrixRule):
     nesterov: bool = option(True, NESTEROV, TORCH)
     ns_coefficients: Coefficients = option(
         (3.4445, -4.7750, 2.0315),
-        "coefficients of the quintic Newton-Schulz iteration: three numbers, three numbers for every step, or "
-        "a published table: 'simple' (any number of steps; the default's numbers), 'quintic' (5 steps), "
-        "'polar_express' (any number), 'polar_express_5' (5 steps; dion's and nanochat's)",
+        "coefficients of Newton-Schulz: three numbers, a list of three for every step, or a table's name. "
+        "Tables: 'simple' (any number of steps; the default's numbers), 'quintic' (5 steps), 'polar_express' "
+        "(any number of steps), 'polar_express_5' (5 steps; dion's and nanochat's)",
         f"{TORCH}; quintic: Cesista, You and Jordan 2025; Polar Express, arXiv 2505.16932",
         check=checked_coefficients,
     )
     eps: float = option(
         1e-7,
-        "smallest norm that a matrix is divided by; a matrix below it is scaled up first, so that it is orthogonalized",
+        "smallest norm that a matrix is divided by; a matrix below this norm is scaled up first",
         TORCH,
         ge=0,
     )
@@ -241,13 +240,12 @@ class Muon(MatrixRule):
     )
     momentum_form: Literal["ema", "sum"] = option(
         "ema",
-        "'ema': B <- momentum B + (1 - momentum) G, as in torch; 'sum': B <- momentum B + G, as in dion and "
-        "Moonlight. Their checkpoints differ by the factor 1 - momentum",
+        "'ema': B <- momentum B + (1 - momentum) G, as in torch; 'sum': B <- momentum B + G, as in dion",
         f"{TORCH}; {MOONLIGHT}",
     )
     weight_decay_form: Literal["decoupled", "coupled", "cautious"] = option(
         "decoupled",
-        "'decoupled': decay the weight; 'coupled': add the decay to the gradient; 'cautious': decay only "
+        "what decays. 'decoupled': the weight; 'coupled': the decay is added to the gradient; 'cautious': only "
         "elements that the update moves towards zero",
         f"{TORCH}; {CAUTIOUS}",
     )
@@ -257,81 +255,69 @@ class Muon(MatrixRule):
     ns_method: NsMethod = option(
         "standard",
         "implementation of Newton-Schulz. 'standard': torch's iteration, bit for bit; 'gram': Gram "
-        "Newton-Schulz for all matrices; 'auto': by shape, the one that is faster by its flops and memory "
-        "traffic; 'gram-newton-schulz' or 'quack-kernels': with that package's kernels for symmetric "
-        "products, on NVIDIA GPUs",
+        "Newton-Schulz for all matrices; 'auto': the faster one for each shape, by flops and memory traffic; "
+        "'gram-newton-schulz' and 'quack-kernels': the kernels of that package, on NVIDIA GPUs",
         "torch.optim.Muon; Dao-AILab, Gram Newton-Schulz and QuACK",
     )
     gram_aspect: float | None = option(
         None,
-        "use Gram Newton-Schulz only for matrices whose longer side is at least this many times the shorter; "
-        "None: ns_method decides",
+        "smallest ratio of longer to shorter side for Gram Newton-Schulz; None: ns_method decides",
         "Dao-AILab, Gram Newton-Schulz",
         ge=1,
     )
     gram_restarts: tuple[int, ...] | None = option(
         None,
-        "numbers of steps after which Gram Newton-Schulz recomputes its matrices. None: where rounding needs "
-        "it, which is after 3 of 5 steps with torch's coefficients, and after 2 with a table",
+        "numbers of steps after which Gram Newton-Schulz recomputes its matrices. None: where rounding "
+        "requires a restart, after 3 of 5 steps with torch's coefficients, and after 2 with a table",
         "Dao-AILab, Gram Newton-Schulz; the default is this package's",
         check=checked_restarts,
     )
     precondition: Precondition = option(
         "none",
         "scaling before Newton-Schulz. 'muoneq_r', 'muoneq_c', 'muoneq_rc': divide rows, columns or both by "
-        "their norms; 'aol': divide rows of the shorter side by the roots of the sums of |XX^T|, in place of "
-        "the division by the norm; 'muon2': divide each element of the direction by the root of the mean of "
-        "its squared gradients, whose state is as large as the momentum",
+        "their norms; 'aol': divide rows of the shorter side by the roots of the sums of |XX^T|; 'muon2': "
+        "divide each element by the root of the mean of its squared gradients",
         f"{MUONEQ}; {TURBO}; {MUON2}",
     )
     precondition_beta2: float = option(0.95, "decay rate of the mean of 'muon2'", f"{MUON2}; dion", ge=0, lt=1)
     precondition_eps: float = option(
         1e-8,
-        "term added to the root of the mean of 'muon2', and to the sums of squares of 'muoneq', of a matrix "
-        "whose largest element is one",
+        "term added to the root of the mean of 'muon2', and to the sums of squares of 'muoneq'",
         f"{MUONEQ}; dion",
         gt=0,
     )
     renormalize: Renormalize = option(
         "none",
         "scaling after Newton-Schulz. 'row', 'col': divide rows or columns by their norms; 'row_col', "
-        "'col_row': both, in this order; 'frobenius': scale the whole matrix to the norm sqrt(min(rows, "
-        "columns))",
+        "'col_row': both, in this order; 'frobenius': scale the matrix to the norm sqrt(min(rows, columns))",
         f"{MUON_PLUS}; nanochat",
     )
     hyperball: bool = option(
         False,
-        "keep the weight's Frobenius norm, in place of weight decay: step along the update by lr times the "
-        "norm, then scale back to the norm. This is MuonH, or with 'normuon' NorMuonH. A matrix of zeros "
-        "stays zero",
+        "keep the weight's Frobenius norm, in place of weight decay: MuonH, or NorMuonH with 'normuon'",
         HYPERBALL,
     )
     per_head: bool = option(
         False,
-        "make every attention head's query, key and value weights a matrix, also in fused weights and in "
-        "MLA's q_b_proj and kv_b_proj. The heads are read from the attention modules and the model's config; "
-        "if neither has them, an error asks for 'atoms'",
+        "make every attention head's query, key and value weights a matrix, also in fused weights",
         PER_HEAD,
     )
     uw_floor: float = option(
         0.0,
-        "smallest ratio of the norm of the update, with the factor by shape, to the norm of the weight; "
-        "smaller updates are scaled up. The source uses 0.35",
+        "smallest ratio of the update's norm to the weight's norm; the source uses 0.35",
         FLOOR,
         ge=0,
     )
     block_period: int = option(
         1,
-        "number of steps from one update of whole matrices to the next; the paper uses 5. In the steps "
-        "between, each rank orthogonalizes the block of a matrix that it stores, rows or a rectangle, and "
-        "nothing travels. Matrices that are cut inside a row are updated whole in every step",
+        "number of steps from one update of whole matrices to the next; the paper uses 5. The steps between "
+        "orthogonalize the block of a matrix that each rank stores, and send no matrix",
         MUONBP,
         ge=1,
     )
     block_lr_scale: float = option(
         1.0,
-        "learning rate of blocks, as a multiple of lr, so that a schedule of lr moves both; the factor by "
-        "shape is that of the block",
+        "learning rate of blocks, as a multiple of lr; the factor by shape is that of the block",
         MUONBP,
         ge=0,
     )

@@ -37,9 +37,7 @@ class SecondMomentMuon(Muon, OwnerStateRule):
     update_norm: Literal["match_rms", "preserve", "none"] = option(
         "match_rms",
         "length of the update. 'match_rms': a root mean square of 0.2, in place of the factor by shape; "
-        "'preserve': the Frobenius norm before the division, as in dion and, since 0.3.0, in "
-        "Emerging-Optimizers' NorMuon; 'none': the length that the division gives, as in Emerging-Optimizers' "
-        "AdaMuon and, with adjust_lr_fn 'none', in both rules of its 0.2.0",
+        "'preserve': the Frobenius norm before the division; 'none': the length that the division gives",
         f"{NORMUON}; {ADAMUON}; dion; Emerging-Optimizers",
     )
 
@@ -91,8 +89,7 @@ class NorMuon(SecondMomentMuon):
 
     second_moment_of: Literal["rows", "longer_side"] = option(
         "rows",
-        "'rows': one second moment for every row (an output neuron); 'longer_side': one for every line of the "
-        "longer side, as in Emerging-Optimizers",
+        "'rows': a second moment for every row; 'longer_side': one for every line of the longer side",
         f"{NORMUON}; Emerging-Optimizers",
     )
     # nanochat has both; modded-nanogpt scales rows alone.
@@ -118,7 +115,7 @@ class AdaMuon(SecondMomentMuon):
 
     sign_momentum: bool = option(
         True,
-        "orthogonalize the signs of the momentum; if false, the momentum itself, as in Emerging-Optimizers",
+        "orthogonalize the signs of the momentum; if false, the momentum",
         ADAMUON,
     )
     defined: ClassVar[Mapping[str, Sequence[str]]] = {"none": ("none",)}
