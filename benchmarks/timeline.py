@@ -3,7 +3,7 @@
     python -m benchmarks.timeline --hf llama-70b/config.json --world-size 512 --engine zero3 --cluster h100-8x-ib
     python -m benchmarks.timeline --hf config.json --world-size 64 --engine fsdp2 --attach --trace step.json
     python -m benchmarks.timeline --table          the cells of docs/performance.md; --table llama3.1-8b, of some models
-    python -m benchmarks.timeline --peers --results FILE             peers beside ours, see benchmarks/clock/peers.py
+    python -m benchmarks.timeline --peers --results FILE             also peers, see benchmarks/clock/peers.py
 
 Options beside those below are those of `lwopt plan`. One rank is rehearsed as in benchmarks/rehearsal; what the others
 do is generated from the plan. Devices and wires are the cluster's; see benchmarks/clock/play.py.

@@ -1,4 +1,4 @@
-"""Hosts: how layer-wise sharding enters DeepSpeed and FSDP2. Installed as ``lwopt_backend.integrations``."""
+"""Layer-wise sharding in DeepSpeed, FSDP2 and trainers. Installed as ``lwopt_backend.integrations``."""
 
 if __name__ != "lwopt_backend.integrations":
     raise ImportError(

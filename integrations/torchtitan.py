@@ -24,7 +24,7 @@ from lwopt_backend.routing.output_heads import plain_name
 
 KINDS = {"DistMuon": "matrix", "AdamW": "elementwise"}
 RULES = {"matrix": "muon", "elementwise": "adamw"}
-SPEED_ONLY = ("foreach", "fused")  # which change no result
+SPEED_ONLY = ("foreach", "fused")  # without an effect on results
 
 
 class LayerWiseOptimizers(OptimizersContainer):  # type: ignore[misc]
@@ -56,7 +56,7 @@ class LayerWiseOptimizers(OptimizersContainer):  # type: ignore[misc]
             self.optimizers.append(LayerWiseOptimizer(part, **{"allow_no_matrix": True, **arguments}))
         names = {id(param): canonical_fqn(name) for part in model_parts for name, param in part.named_parameters()}
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for group in groups:  # by which torchtitan's checkpoints know state
+        for group in groups:  # torchtitan's checkpoints identify state by these
             group["param_names"] = [names[id(param)] for param in group["params"]]
         params = [param for group in groups for param in group["params"]]
         self._validate_params(params)
@@ -82,7 +82,7 @@ def layer_wise(config: OptimizersContainer.Config, **arguments: Any) -> LayerWis
 
 
 def from_recipe(config: OptimizersContainer.Config, model: nn.Module) -> dict[str, Any]:
-    """The arguments with which ``LayerWiseOptimizer`` trains a model part as ``config.param_groups`` say.
+    """The arguments of ``LayerWiseOptimizer`` for a model part with ``config.param_groups``.
 
     If they have AdamW alone, the default routing finds the matrices, and Muon's updates have the size of AdamW's, for
     which ``lr`` was chosen. If they have DistMuon, every parameter keeps its rule, and DistMuon's matrices are kept:
@@ -90,7 +90,7 @@ def from_recipe(config: OptimizersContainer.Config, model: nn.Module) -> dict[st
     in bfloat16, which only Adam's would have.
     """
     if config.implementation == "fused_opt_states_bf16":
-        raise ValueError("torchtitan: fused_opt_states_bf16 has no counterpart; pass arguments with 'state_dtype'")
+        raise ValueError("torchtitan: expected fused_opt_states_bf16 off; pass arguments with 'state_dtype'")
     left: dict[str, Tensor] = {
         plain_name(name): param for name, param in model.named_parameters() if param.requires_grad
     }
@@ -100,14 +100,14 @@ def from_recipe(config: OptimizersContainer.Config, model: nn.Module) -> dict[st
         options = {key: value for key, value in group.optimizer_kwargs.items() if key not in SPEED_ONLY}
         if group.optimizer_name not in KINDS:
             raise ValueError(
-                f"torchtitan: optimizer {group.optimizer_name!r} has no counterpart; expected AdamW or DistMuon, or "
-                "arguments of LayerWiseOptimizer"
+                f"torchtitan: expected AdamW or DistMuon, found optimizer {group.optimizer_name!r}; use one of these, "
+                "or pass arguments of LayerWiseOptimizer"
             )
         if mine:
             groups.append((KINDS[group.optimizer_name], options, mine))
     if any(kind == "matrix" for kind, _, _ in groups):
         if left:
-            raise ValueError(f"torchtitan: parameter {[*left][0]!r} and {len(left) - 1} more are in no param group")
+            raise ValueError(f"torchtitan: {[*left][0]!r} and {len(left) - 1} more: expected a param group; add one")
         return _as_divided(config, groups)
     params = []
     for _, options, mine in groups:

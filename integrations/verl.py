@@ -52,7 +52,7 @@ def LayerWise(
     if not is_sharded(module):
         first, param = next(iter(module.named_parameters()))
         raise ValueError(
-            f"verl.LayerWise: expected matrices sharded by FSDP2, found parameter {first!r} of shape "
-            f"{tuple(param.shape)}, which FSDP2 has not sharded (FSDP1 flattens matrices); set strategy to fsdp2"
+            f"verl.LayerWise: expected matrices sharded by FSDP2, found {first!r} of shape {tuple(param.shape)} "
+            "without shards (FSDP1 flattens matrices); set strategy to fsdp2"
         )
     return LayerWiseOptimizer(module, **at_one_rate(lr, weight_decay, **options))

@@ -5,8 +5,7 @@
 
 The script finds them registered with DeepSpeed. With ``--optimizer=``, Hugging Face's Trainer gets a
 ``LayerWiseOptimizer`` with these arguments instead. Only the script imports transformers, after it has set its
-environment variables. The launcher puts its own ``--local_rank=N`` before the script's name; it is passed on to the
-script.
+environment variables. The launcher puts its own ``--local_rank=N`` before the script's name; the script gets it.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_stage_0_of_another_optimizer_is_refused_as_its_state_has_no_names(tmp_p
     saved = torch.load(file)
     del saved["optimizer"][NAMES]
     torch.save(saved, file)
-    with pytest.raises(CheckpointError, match="without names.*, and save it at ZeRO stage 1"):
+    with pytest.raises(CheckpointError, match="expected the parameters' names.*, and save it at ZeRO stage 1"):
         read_zero.read(tmp_path)
 
 
@@ -200,11 +200,11 @@ def test_folders_that_are_not_whole_are_refused(ranks: RankPool, tmp_path: Path)
         del content["optimizer_state_dict"]["base_optimizer_state"][SAVE]
         torch.save(content, file)
     said = {
-        "tp": "of 2 tensor-parallel ranks, but mp_rank_00_model_states.pt was saved on 1",
+        "tp": "of 1 tensor-parallel ranks, as in mp_rank_00_model_states.pt, found 2",
         "pp": "layer_01-model_states.pt",
     }
-    said |= {"mixed": "it was saved after 2 steps, mp_rank_00_model_states.pt after 1"}
-    said |= {"unmarked": "'step' is 1.0 on the ranks before, 2.0 in"}
+    said |= {"mixed": "expected step 1, as in mp_rank_00_model_states.pt, found 2"}
+    said |= {"unmarked": "expected 'step' to be 1.0, as on the ranks before, found 2.0 in"}
     for case, words in said.items():
         with pytest.raises(CheckpointError, match=words):
             read_zero.read(tmp_path / case)
@@ -223,8 +223,8 @@ def with_state(name: str, size: int) -> dict[str, Any]:
     ("state", "message"),
     [
         ({"one": ONES, "two": ONES}, "expected one model's weights"),
-        (with_state("b", 2), "state of none of the model's parameters"),
-        (with_state("3", 2), "state of a numbered parameter"),
+        (with_state("b", 2), "expected state of a known parameter"),
+        (with_state("3", 2), "expected state by a parameter's name"),
         (with_state("a", 3), r"expected the weight's shape \(2,\), found \(3,\)"),
     ],
 )

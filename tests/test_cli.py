@@ -152,8 +152,8 @@ def test_the_printed_plan(models: dict[str, Path], monkeypatch: pytest.MonkeyPat
 
 
 WRONG = {
-    "plan --world-size 8": "give one of --hf and --shapes; found none",
-    "plan --shapes S --world-size 8 --hf x": "found --hf and --shapes",
+    "plan --world-size 8": "expected one of --hf and --shapes, found none",
+    "plan --shapes S --world-size 8 --hf x": "expected one of --hf and --shapes, found both",
     "plan --shapes missing.json --world-size 8": "missing.json",
     "plan --shapes S --world-size 8 --cluster h100-8x": "did you mean 'h100-8x-ib'?",
     "plan --shapes S --world-size 8 --group-size auto": "'--group-size': Input should be a valid integer",
@@ -165,7 +165,7 @@ WRONG = {
     "plan --shapes S --world-size 8 --option layout": "--option 'layout': expected KEY=VALUE, such as",
     "plan --shapes S --world-size 8 --layout padded --option layout=auto": "expected 'layout' once",
     "plan --shapes S --world-size 8 --option atoms={'nothing':'whole'}": "'nothing' matches no parameter",
-    "plan --shapes S --world-size 8 --include *": "--include and --exclude choose among a model's",
+    "plan --shapes S --world-size 8 --include *": "expected --include and --exclude with a model",
     "plan --shapes S --world-sizee 8": "--world-size",
     "rules moun": "unknown rule 'moun'; did you mean 'muon'?",
 }

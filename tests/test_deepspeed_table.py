@@ -44,7 +44,7 @@ def test_the_cell_says_what_happens(precision: str, stage: int, accumulation: in
     if "refuse" in says:
         with pytest.raises(Exception) as caught:
             build(settings)
-        by_us = "LayerWiseMuon cannot train with this configuration:"
+        by_us = "LayerWiseMuon does not support this configuration; change:"
         assert (caught.type is ValueError and str(caught.value).startswith(by_us)) == (says == "refused")
         return
     both = zero.Beside(Reference(), settings)

@@ -14,10 +14,10 @@ from tests.zero import Reference, batch_shares, engine_for, settings_for, train
 
 STORAGES: dict[str, dict[str, Any]] = {"zero": {"storage": "zero"}, "padded": {"storage": "owned", "layout": "padded"}}
 STORAGES |= {"compact": {"storage": "owned", "layout": "compact"}, "instances": {"storage": "owned", "group_size": 1}}
-OF_A_MATRIX = "^parameter 'gate.weight' has no optimizer state 'exp_avg'; it has 'momentum_buffer'"
-OF_OTHERS = "^parameter 'lm_head.weight' has no optimizer state {!r}; it has 'exp_avg', 'exp_avg_sq'"
-EARLY = "^parameter 'gate.weight' has no 'momentum_buffer' yet; the first step makes it"
-NO_GRADIENT = "^parameter 'gate.weight' has no gradient at its owner; ask after the backward pass that"
+OF_A_MATRIX = "^parameter 'gate.weight': expected a key in 'momentum_buffer', found 'exp_avg'"
+OF_OTHERS = "^parameter 'lm_head.weight': expected a key in 'exp_avg', 'exp_avg_sq', found {!r}"
+EARLY = "^parameter 'gate.weight' has no 'momentum_buffer' before the first step; take a step"
+NO_GRADIENT = "^parameter 'gate.weight': expected a gradient at its owner, found none; ask between the"
 CELLS = [*(("zero", s, "fp32") for s in (1, 2, 3)), ("zero", 1, "bf16+fp32"), *(("owned", s, "fp32") for s in range(3))]
 
 

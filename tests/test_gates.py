@@ -54,7 +54,7 @@ def refused(source: Checkpoint, *said: str, vocab_size: int | None = None) -> st
         check(source, vocab_size)
     for each in said:
         assert each in str(caught.value), str(caught.value)
-    assert str(caught.value).startswith(f"{len(said)} problem(s), so that nothing is written")
+    assert str(caught.value).startswith(f"{len(said)} problem(s), and nothing was written")
     return str(caught.value)
 
 
@@ -70,8 +70,13 @@ def test_a_whole_checkpoint_passes() -> None:
         (NORM, "exp_avg", None, f"{NORM!r} has no exp_avg, which {EMBEDDING!r} has"),
         (MATRIX, MOMENTUM, None, f"{MATRIX!r} has no optimizer state, while others have exp_avg and exp_avg_sq"),
         (HEAD, MASTER, None, f"{HEAD!r} has no master weight (fp32), which {EMBEDDING!r} has"),
-        (MATRIX, MOMENTUM, (6, 4), f"momentum_buffer of {MATRIX!r} has shape (6, 4), but the parameter (4, 6)"),
-        (NORM, MASTER, (5,), f"fp32 of {NORM!r} has shape (5,), but the parameter (4,)"),
+        (
+            MATRIX,
+            MOMENTUM,
+            (6, 4),
+            f"momentum_buffer of {MATRIX!r}: expected the parameter's shape (4, 6), found (6, 4)",
+        ),
+        (NORM, MASTER, (5,), f"fp32 of {NORM!r}: expected the parameter's shape (4,), found (5,)"),
     ],
 )
 def test_a_missing_state_and_one_of_another_shape_are_named(name: str, key: str, shape: Any, said: str) -> None:
@@ -139,11 +144,11 @@ def test_no_number_is_equal_to_no_number_and_is_counted() -> None:
     source = with_state(changed(source, MATRIX, weight=held(weight, "")), MATRIX, MASTER, master)
     source = with_state(source, MATRIX, MOMENTUM, torch.full((4, 6), torch.inf))
     assert check(source)[-1] == (
-        f"28 values are infinite or no numbers: 2 in weight of {MATRIX!r}, 2 in fp32 of {MATRIX!r}, "
+        f"28 values are infinite or NaN: 2 in weight of {MATRIX!r}, 2 in fp32 of {MATRIX!r}, "
         f"24 in momentum_buffer of {MATRIX!r}."
     )
     master[1, 1] = 1.0
-    refused(with_state(source, MATRIX, MASTER, master), "in 1 of 24 elements (element 7 is 1.0, but the weight nan")
+    refused(with_state(source, MATRIX, MASTER, master), "in 1 of 24 elements (element 7 is 1.0, the weight nan")
 
 
 def test_at_most_twenty_problems_are_listed_and_all_are_counted() -> None:
@@ -193,8 +198,10 @@ def test_a_vocabulary_that_is_wrong_is_refused(names: str, called: tuple[str, st
     source = dataclasses.replace(whole(), names=names, params=params)
     for enough in (None, 7, 8):
         check(source, enough)
-    refused(source, *(f"{name!r} has 8 rows, fewer than the vocabulary of 9" for name in called), vocab_size=9)
-    said = f"2 row(s) of {called[0]!r} beyond the given vocabulary of 5 were trained, such as row 5"
+    refused(
+        source, *(f"{name!r}: expected at least 9 rows, the given vocabulary, found 8" for name in called), vocab_size=9
+    )
+    said = f"{called[0]!r}: expected untrained rows beyond the given vocabulary of 5, found 2 trained, such as row 5"
     assert "give at least 7" in refused(source, said, vocab_size=5)
     tied = {name: param for name, param in params.items() if name != called[1]}  # all rows get gradients
     check(dataclasses.replace(source, params=tied, tied={called[1]: called[0]}), 5)
@@ -204,7 +211,7 @@ def test_a_vocabulary_without_the_last_rows_that_were_trained_is_refused() -> No
     """Megatron's argument vocab_size is 61 there, but row 61 was looked up, and trained."""
     source = formats.read(SAMPLES / "t16_lw_muon_dp2_torchdist")
     assert source.arguments["vocab_size"] == 61
-    refused(source, f"1 row(s) of {EMBEDDING!r} beyond the given vocabulary of 61", vocab_size=61)
+    refused(source, f"{EMBEDDING!r}: expected untrained rows beyond the given vocabulary of 61, found 1", vocab_size=61)
     check(source, 62)
     cut = translate(source, "hf-llama", Numbers(vocab_size=62))
     assert cut.params["lm_head.weight"].shape == cut.params["model.embed_tokens.weight"].shape == (62, 32)
@@ -316,9 +323,9 @@ def test_the_rate_that_a_schedule_multiplies_is_the_warmups(group: dict[str, Any
 @pytest.mark.parametrize(
     ("group", "states", "arguments", "words"),
     [
-        (ADAM, MOMENTS, ds_config(adam_w_mode=False), "adds the weight decay"),
-        ({**ADAM, "bias_correction": False}, MOMENTS, {}, "no bias correction"),
-        (ADAM, ("exp_avg",), {}, r"no rule of this package keeps \['exp_avg'\]"),
+        (ADAM, MOMENTS, ds_config(adam_w_mode=False), "expected decoupled weight decay"),
+        ({**ADAM, "bias_correction": False}, MOMENTS, {}, "expected bias correction"),
+        (ADAM, ("exp_avg",), {}, r"expected a known rule, found the state \['exp_avg'\]"),
         (MUON, OF_MUON, {}, "expected the options of a Muon with momentum"),
         (MUON, OF_MUON, {**MEGATRON, "muon_coefficient_type": "aol"}, "coefficient_type='aol' has no counterpart"),
         (MUON, OF_MUON, {**MEGATRON, "muon_scale_mode": "new"}, "adjust_lr_fn"),

@@ -106,7 +106,7 @@ def test_more_files_are_no_error(made: dict[str, Path], tmp_path: Path) -> None:
     harmed = flip(folder)
     found = lwopt("inspect", folder, "--json")
     assert found.code == 1 and harmed.name in found.out
-    assert "not there" in refused("inspect", tmp_path / "nothing")
+    assert "found nothing" in refused("inspect", tmp_path / "nothing")
 
 
 def test_a_manifest_that_is_damaged_or_leads_out_is_refused(made: dict[str, Path], tmp_path: Path) -> None:

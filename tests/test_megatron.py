@@ -273,29 +273,29 @@ REFUSED_TORCH: list[tuple[TorchSetup, Damage, str]] = [
     (
         ONE,
         edited(two_that_fit),
-        "the options of 3 param groups do not show which group has embedding.word_embeddings.weight",
+        "options show the group of embedding.word_embeddings.weight, found 3 that do not",
     ),
     (ONE, updated(*STATE, max_exp_avg=torch.ones(2)), "'max_exp_avg'"),
-    (ONE, updated(MODEL, "optimizer", other=1), r"found also \['other'\]"),
+    (ONE, updated(MODEL, "optimizer", other=1), r"only, found \['other'\] as well"),
     (ONE, updated(*STATE, exp_avg=torch.ones(2)), r"found \(2,\)"),
     (ONE, without(MODEL, "model", OUTPUT), "expected 9 parameters.*found 10"),
     (ONE, arguments(num_layers=3), r"expected 3 layers \(args.num_layers\), found 2"),
     (ONE, arguments(tensor_model_parallel_size=None), "args.tensor_model_parallel_size"),
     (ONE, arguments(mtp_num_layers=1), "multi-token prediction"),
-    (ONE, arguments(data_parallel_size=10**12), "an impossible number of ranks"),
+    (ONE, arguments(data_parallel_size=10**12), "expected a possible number of ranks"),
     (ONE, updated(MODEL, args="--tensor-model-parallel-size 1"), "cannot be read as Megatron writes it"),
-    (ONE, updated(MODEL, "model", **{OUTPUT: [1]}), "output_layer.weight to be a tensor, .* fp8"),
+    (ONE, updated(MODEL, "model", **{OUTPUT: [1]}), "output_layer.weight as a tensor, .* fp8"),
     (ONE, arguments(num_experts=2, expert_tensor_parallel_size=2), "expert tensor"),
     (ONE, updated(MODEL, model={"language_model": {}}), "language_model"),
     (ONE, updated(MODEL, "model", **{"encoder.x": torch.ones(1)}), "encoder.x: expected a parameter of a GPT"),
     (ONE, without(MODEL, "model"), "expected a model"),
     (ONE, arguments(use_distributed_optimizer=True), "distrib_optim.pt is missing"),
     (MUON, lambda step: torch.save({}, step / FLAT), "expected a LayerWise optimizer alone"),
-    (SOLO, arguments(context_parallel_size=2), "context parallel size 2.*overwrite"),
+    (SOLO, arguments(context_parallel_size=2), "expected context parallel size 1, found 2.*overwrite"),
     (ADAM, arguments(overlap_param_gather_with_optimizer_step=True), "not read: save as torch_dist"),
     (ADAM, updated(FLAT, buckets_coalesced=False), "'buckets_coalesced'"),
     (ADAM, edited(lambda s: s.update({1: s[0]}), FLAT), r"expected buffers \[0\], found \[0, 1\]"),
-    (ADAM, edited(lambda s: s.update({0: {}}), FLAT), "expected buffer 0 to hold torch.bfloat16"),
+    (ADAM, edited(lambda s: s.update({0: {}}), FLAT), "expected buffer 0 of torch.bfloat16"),
     (ADAM, updated(*BUFFER, max_exp_avg=torch.ones(2)), "found .*'max_exp_avg'"),
     (ADAM, updated(*BUFFER, exp_avg=torch.ones(2)), "'exp_avg': 2"),
     (IN_THREE, arguments(ddp_num_buckets=10**9), f"in .*{FLAT}: expected .* elements in buckets of"),
@@ -309,31 +309,39 @@ MASTER, SHAMPOO = f"optimizer.state.fp32_param.{OUTPUT}", f"optimizer.state.sham
 STATE_SPACE = "decoder.final_norm.weight"
 OTHER_LAYOUT = {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}
 GROUPS, FULLY = f"{GROUP}.optimizer/shard_0_1", "save with --dist-ckpt-optim-fully"
-NOT_KNOWN = "is optimizer state that is not known"
+NOT_KNOWN = "expected known state"
 REFUSED_DIST: list[tuple[Setup, Damage, str]] = [
-    (Setup(), lost(COMMON), "common.pt is missing"),
-    (Setup(), updated(COMMON, content_metadata=OTHER_LAYOUT), "gather_scatter' is not read.*0.19.2 without --overlap"),
+    (Setup(), lost(COMMON), "common.pt: expected this file"),
+    (
+        Setup(),
+        updated(COMMON, content_metadata=OTHER_LAYOUT),
+        "found 'dp_zero_gather_scatter'.*0.19.2 without --overlap",
+    ),
     (FLAT_DIST, arguments(COMMON, tensor_model_parallel_size=2), "buffers of 2 model-parallel ranks, found those of"),
-    (Setup(), added(**{SHAMPOO: torch.ones(3)}), f"{SHAMPOO} in .* is a state that is not known"),
-    (Setup(), resaved(lambda s: s.pop(OUTPUT)), "of output_layer.weight, which the model does not have"),
+    (Setup(), added(**{SHAMPOO: torch.ones(3)}), f"{SHAMPOO} in .*: expected a known state"),
+    (Setup(), resaved(lambda s: s.pop(OUTPUT)), "of output_layer.weight: expected a weight for it"),
     (Setup(), added(**{OUTPUT: torch.ones(3, 8)}), rf"{OUTPUT}: expected the weight's shape \(3, 8\), found \(16, 8\)"),
     (Setup(), added(**{MASTER: torch.ones(16, 8).bfloat16()}), "master weight of output_layer.weight: expected fp32"),
-    (PARTS, resaved(lambda s: s.pop(UP)), r"expected decoder.layers.1.mlp.linear_fc1.weight_w \(gate\)"),
-    (FLAT_DIST, added(**TOO_LONG), "do not hold the model's parameters"),
+    (PARTS, resaved(lambda s: s.pop(UP)), r"expected exactly decoder.layers.1.mlp.linear_fc1.weight_w \(gate\)"),
+    (FLAT_DIST, added(**TOO_LONG), "expected the model's parameters in the optimizer's buffers"),
     (FLAT_DIST, resaved(lambda s: s.pop(f"{BUCKET}.exp_avg")), "expected the same buckets"),
     (FLAT_DIST, resaved(lambda s: s.pop(f"{BUCKET}.exp_avg_sq")), r"that adam keeps \(fp32, exp_avg, exp_avg_sq\)"),
-    (FLAT_DIST, resaved(more_buffers), "as virtual pipelines make"),
+    (FLAT_DIST, resaved(more_buffers), "as of virtual pipelines"),
     (DIST["Adam"], added(**{f"{GROUP}.param_state/shard_0_1": [{0: 1}]}), f"param_state/shard_0_1 in .* {NOT_KNOWN}"),
     (FLAT_DIST, added(**{GROUPS: [{"groups": 1}]}), "dp_group_idx_0.optimizer/shard_0_1 in .*: expected param_groups"),
-    (FLAT_DIST, added(**{LATENT.format(""): torch.ones(3, 4, 8)}), f"the place of {LATENT.format('.0')}, .* {FULLY}"),
+    (FLAT_DIST, added(**{LATENT.format(""): torch.ones(3, 4, 8)}), f"found {LATENT.format('.0')}, .* {FULLY}"),
     (Setup(), updated(COMMON, args="--num-layers 3"), "iter_0000007 cannot be read as Megatron writes it"),
     (Setup(), added(**{STATE_SPACE: torch.ones(8)}), f"{STATE_SPACE}: expected a parameter of a GPT model"),
 ]
 NINTH = "decoder.layers.9.mlp.linear_fc1.weight"
 REFUSED_FSDP: list[tuple[None, Damage, str]] = [
-    (None, added_to_fsdp(f"optimizer.state.module.{NORM}.shampoo", torch.ones(3)), "neither a weight nor"),
-    (None, added_to_fsdp(f"model.module.{NORM}", torch.ones(8).bfloat16()), "expected fp32, as"),
-    (None, added_to_fsdp(f"optimizer.state.module.{NINTH}.exp_avg", torch.ones(3)), "which the model does not have"),
+    (
+        None,
+        added_to_fsdp(f"optimizer.state.module.{NORM}.shampoo", torch.ones(3)),
+        "expected a weight or a known state",
+    ),
+    (None, added_to_fsdp(f"model.module.{NORM}", torch.ones(8).bfloat16()), "expected fp32 of Megatron-FSDP"),
+    (None, added_to_fsdp(f"optimizer.state.module.{NINTH}.exp_avg", torch.ones(3)), "expected a weight for it"),
     (None, added_to_fsdp(f"model.module.{NINTH}_w", torch.ones(3, 8)), "ends in _w"),
     (None, added_to_fsdp("args", [1]), "cannot be read as Megatron writes it"),
 ]
@@ -456,7 +464,7 @@ OTHER_FORMS: dict[str, tuple[TorchSetup | Setup | None, Damage, Callable[[Checkp
     "a step that was not saved": (
         Setup(step_in="nowhere"),
         all_of(),
-        lambda found: steps_are(None)(found) and says("how many steps Adam made is not saved")(found),
+        lambda found: steps_are(None)(found) and says("Adam's count of steps is not saved")(found),
     ),
     "steps as tensors": (PLAIN, edited(tensor_steps, COMMON), steps_are(7.0)),
     "a common step as a tensor": (
@@ -468,7 +476,7 @@ OTHER_FORMS: dict[str, tuple[TorchSetup | Setup | None, Damage, Callable[[Checkp
     "no iteration": (Setup(), updated(COMMON, iteration=None), lambda found: found.iteration == 7),
     "weights alone": (PLAIN, all_of(resaved(without_states), without(COMMON, "optimizer")), lambda f: not f.groups),
     "fsdp, torch's Adam": (None, all_of(), of_torchs_adam),
-    "weights alone, and groups": (PLAIN, resaved(without_states), says("no state of a parameter is saved")),
+    "weights alone, and groups": (PLAIN, resaved(without_states), says("no parameter has state")),
 }
 OTHER_STATES: dict[str, dict[str, Any]] = {  # what other optimizers' arguments are
     "Lion": {"optimizer": "lion"},
@@ -683,7 +691,7 @@ def test_how_a_parameter_is_cut() -> None:
         assert cut_of(f"decoder.layers.3.{name}", gated=False) == not_gated, name
     with pytest.raises(CheckpointError, match="linear_kv_down_proj.*torch_dist"):
         cut_of(LATENT.format(".0"), gated=True)
-    with pytest.raises(ValueError, match="does not divide"):
+    with pytest.raises(ValueError, match="expected a shape with"):
         local_shape((6, 6), Cut("gated", 0), 2)
 
 
@@ -702,5 +710,5 @@ def test_the_order_of_modules_by_their_implementation() -> None:
     with pytest.raises(CheckpointError, match="decoder.layers.0.mixer.in_proj.weight"):
         module_order([*names, "decoder.layers.0.mixer.in_proj.weight"], {})
     assert local_spec("decoder.layers.0.mlp.experts.linear_fc1.weight3").endswith("local_experts.3.linear_fc1.weight")
-    with pytest.raises(CheckpointError, match="experts in one tensor"):
+    with pytest.raises(CheckpointError, match="expected separate experts, found one tensor"):
         local_spec("decoder.layers.0.mlp.experts.weight1")

@@ -356,7 +356,7 @@ SAID: dict[str, tuple[Callable[[Group], Group], str, dict[str, Any], dict[str, A
         "",
         OTHER,
         {"nesterov": True, "extra_scale_factor": 0.5, "momentum": 0.9},
-        [f"/step: {TRAINED}from, and goes on with what is configured here"],
+        [f"/step: {TRAINED}from, and continues with the options configured here"],
     ),
     "an Adam that is not ours": (
         coupled,
@@ -364,7 +364,7 @@ SAID: dict[str, tuple[Callable[[Group], Group], str, dict[str, Any], dict[str, A
         CONFIGURED,
         {},
         [
-            f"/step: param group {number} does not fit a rule of this package: its Adam adds" for number in (1, 2)
+            f"/step: param group {number} does not fit a rule of this package: expected decoupled" for number in (1, 2)
         ],  # once of each
     ),
 }

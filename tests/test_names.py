@@ -239,10 +239,10 @@ def test_two_numbers_divide_a_fused_matrix(known: tuple[str, ...]) -> None:
     assert_equal(there, {f"model.layers.0.self_attn.{n}_proj.weight": t for n, t in zip("qkv", parts)})
     for key in known:
         numbers = Numbers(**{key: sizes[key]})
-        with pytest.raises(CheckpointError, match="two of heads, query_groups and kv_channels must be known"):
+        with pytest.raises(CheckpointError, match="expected two of heads, query_groups and kv_channels"):
             apply(only, source, numbers)
         assert_equal(weights_of(apply(only.inverse(), checkpoint_of(there, "hf-llama"), numbers)), weights_of(source))
-    with pytest.raises(CheckpointError, match="one of heads, query_groups and kv_channels must be known"):
+    with pytest.raises(CheckpointError, match="expected one of heads, query_groups and kv_channels"):
         apply(only.inverse(), checkpoint_of(there, "hf-llama"))
 
 
@@ -254,12 +254,16 @@ def joined(rows: tuple[int, int, int], **numbers: int) -> Checkpoint:
 def test_parts_that_do_not_fit_each_other_are_refused() -> None:
     joined((24, 8, 8), query_groups=2, heads=6)
     for rows, numbers, said in [
-        ((24, 8, 4), {"query_groups": 2}, "k and v must be alike"),
+        ((24, 8, 4), {"query_groups": 2}, "expected k and v alike"),
         ((24, 8, 8), {"query_groups": 2, "heads": 5}, "do not divide by heads"),
         ((24, 8, 8), {"query_groups": 3}, "do not divide by heads"),
         ((24, 8, 8), {"query_groups": 2, "kv_channels": 2}, "do not divide by heads"),
-        ((12, 4, 4), {"query_groups": 1, "kv_channels": 8}, "20 rows of q, k and v do not divide"),
-        ((12, 8, 8), {"query_groups": 2}, "28 rows of q, k and v do not divide"),  # one and a half heads a group
+        ((12, 4, 4), {"query_groups": 1, "kv_channels": 8}, "rows of q, k and v, found 20, which do not divide"),
+        (
+            (12, 8, 8),
+            {"query_groups": 2},
+            "rows of q, k and v, found 28, which do not divide",
+        ),  # one and a half heads a group
     ]:
         with pytest.raises(CheckpointError, match=said):
             joined(rows, **numbers)
@@ -296,14 +300,14 @@ def renumbered(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 LAST, PLUS_ONE, NO = "experts.2.linear_fc2.weight", "layernorm_zero_centered_gamma", Numbers()
-NO_EXPERT = re.escape(f"'{LAYER}.mlp.experts.local_{LAST}' is missing, which belongs with")
+NO_EXPERT = re.escape(f"'{LAYER}.mlp.experts.local_{LAST}' is missing, although")
 NO_LAYERS = "expected layers 0 to 9, found none of .*8;"
 WRONG: list[tuple[str, Change | None, dict[str, Any], Numbers, str]] = [
     # the family, what is changed, what the arguments say otherwise, numbers, and what is said
     ("hf-llama", None, {"num_attention_heads": 31}, NO, "do not divide by heads"),
     ("hf-llama", None, {"num_attention_heads": "many"}, NO, "is 'many'; expected a number; give 'heads'"),
     ("hf-llama", None, {"num_layers": 3}, NO, "expected layers 0 to .*, found none of 2;"),
-    ("hf-llama", None, {"num_layers": 1}, NO, "there are 2 layers, but the arguments say 1"),
+    ("hf-llama", None, {"num_layers": 1}, NO, "expected 1 layers by the arguments, found 2"),
     ("hf-llama", None, {"rotary_interleaved": True}, NO, "rotary_interleaved"),
     ("hf-llama", None, {PLUS_ONE: True}, NO, PLUS_ONE),
     ("hf-gpt2", None, {PLUS_ONE: True}, NO, PLUS_ONE),
@@ -353,7 +357,7 @@ def test_names_that_fit_no_rule_and_parts_that_are_missing_are_listed_in_one_err
     there |= {"model.layers.0.extra.weight": torch.ones(2), "other": torch.ones(2)}
     with pytest.raises(CheckpointError) as caught:
         translate(checkpoint_of(there, "hf-llama", arguments), CORE)
-    said, missing = str(caught.value), "'model.layers.0.self_attn.k_proj.weight' is missing, which belongs with"
+    said, missing = str(caught.value), "'model.layers.0.self_attn.k_proj.weight' is missing, although"
     assert "4 problem(s)" in said and f"{missing} 'model.layers.0.self_attn.q_proj" in said
     assert "'model.layers.0.extra.weight' fits no rule" in said and "'other' fits no rule" in said
     assert "'model.norm.weight' fits no name" in said
@@ -373,9 +377,9 @@ def test_states_of_another_form_follow_a_rename_only() -> None:
     there = translate(changed(source, fc2, states=odd[fc2], owner_states=owned), "hf-llama")
     kept = there.params["model.layers.0.mlp.down_proj.weight"]
     assert kept.owner_states == owned and kept.states["second"].shape == (2,)
-    with pytest.raises(CheckpointError, match=r"what a rule keeps of its matrices \(owner_states\), which cannot fo"):
+    with pytest.raises(CheckpointError, match=r"found owner state of its matrices \(owner_states\); give a map"):
         translate(changed(source, fc1, owner_states=owned), "hf-llama")
-    with pytest.raises(CheckpointError, match=r"'second' of shape \(2,\), which cannot follow"):
+    with pytest.raises(CheckpointError, match=r"found 'second' of shape \(2,\); give a map"):
         translate(changed(source, fc1, states=odd[fc1]), "hf-llama")
     padded = changed(source, EMBEDDING, owner_states=owned)  # its padding stays, or is cut
     assert translate(padded, "hf-llama").params["model.embed_tokens.weight"].owner_states
@@ -401,9 +405,12 @@ def test_which_matrices_there_are_follows_a_rename_only() -> None:
 def test_parts_that_differ_are_not_joined(changes: dict[str, Any]) -> None:
     weights, arguments = core()
     there, name = translate(checkpoint_of(weights, CORE, arguments), "hf-llama"), "model.layers.0.mlp.up_proj.weight"
-    said = "are joined by rule .*, but differ in"
+    said = "expected equal .* which rule .* joins, found"
     if "weight" in changes:
-        changes, said = {"weight": there.params[name].weight.to(changes["weight"])}, "torch.bfloat16 .* cannot be join"
+        changes, said = (
+            {"weight": there.params[name].weight.to(changes["weight"])},
+            "expected tensors that can be joined, found .*torch.bfloat16",
+        )
     with pytest.raises(CheckpointError, match=said):
         translate(changed(there, name, **changes), CORE)
 
@@ -411,18 +418,20 @@ def test_parts_that_differ_are_not_joined(changes: dict[str, Any]) -> None:
 def test_names_made_twice_maps_of_other_names_and_stacks_of_other_sizes_are_refused() -> None:
     weights, arguments = core()
     weights[f"{LAYER}.self_attention.linear_qkv.layer_norm_weight"] = torch.ones(2)
-    with pytest.raises(CheckpointError, match=f"'{LAYER}.input_layernorm.weight'; one of them is too many"):
+    with pytest.raises(CheckpointError, match=f"'{LAYER}.input_layernorm.weight', found .* and another; drop one"):
         translate(checkpoint_of(weights, CORE, arguments), CORE)
     names = NameMap(CORE, "mine", (rule("a", "c"), rule("b", "c")))
     with pytest.raises(CheckpointError, match="two rules make 'c'"):
         apply(names, checkpoint_of({"a": torch.ones(1), "b": torch.ones(1)}, CORE))
-    with pytest.raises(CheckpointError, match="the map is from megatron-core to hf-llama, but .* names are model"):
+    with pytest.raises(
+        CheckpointError, match="expected names of megatron-core, from which the map to hf-llama starts, found model"
+    ):
         apply(find("hf-llama"), checkpoint_of({}, "model"))
     weights, arguments = core("Mixtral")
     there = translate(checkpoint_of(weights, CORE, arguments), "hf-moe-stacked")
-    with pytest.raises(CheckpointError, match="is a stack of 3; expected were 4 experts"):
+    with pytest.raises(CheckpointError, match="expected a stack of 4 experts, found 3"):
         translate(dataclasses.replace(there, arguments=arguments | {"num_experts": 4}), CORE)
-    with pytest.raises(ValueError, match=r"rule a -> b \+ c: 1 tensors, but 2 names for them"):
+    with pytest.raises(ValueError, match=r"rule a -> b \+ c: expected 1 targets, one for each tensor, found 2"):
         Rule((Pattern("a"),), (Pattern("b"), Pattern("c")))
 
 
@@ -534,15 +543,15 @@ def one(source: Any, target: Any, **more: Any) -> dict[str, Any]:
         ({"target": "a", "family": "hf-llama", "numbers": {"haeds": 3}}, "unknown key 'haeds'; did you mean 'heads'?"),
         ({"target": "a", "rules": [{"source": "x", "targte": 1}]}, "(?s)rule 0: .*unknown key 'targte'; did you mean"),
         (one("x", "y", do=["transpos"]), "did you mean 'transpose'?"),
-        (one("x", "y", do=["split_qkv"]), "3 tensors, but 1 names"),
-        (one("x", "y", do=["join_qkv"]), "takes 3 tensors, but .* 1"),
-        (one("x", [], do=["transpose"]), "needs no operations"),
-        (one("x{", "y"), "a brace is not closed"),
-        (one("x{A-b}", "y"), r"\{A-b\} is no field"),
-        (one("x{*}", "y"), "only numbers can be stacked over"),
-        (one("x{a}", "y{b}"), "only in the source"),
-        (one(["x{a}", "y"], ["x{a}", "y"]), "must have the same fields"),
-        (one("x", ["y", "z"]), "1 tensors, but 2 names"),
+        (one("x", "y", do=["split_qkv"]), "expected 3 targets, one for each tensor, found 1"),
+        (one("x", "y", do=["join_qkv"]), "expected 3 tensors for .* found 1"),
+        (one("x", [], do=["transpose"]), "expected no operations on a dropped name"),
+        (one("x{", "y"), "expected pairs of braces"),
+        (one("x{A-b}", "y"), r"expected a field .*, found \{A-b\}"),
+        (one("x{*}", "y"), "expected a number to stack over"),
+        (one("x{a}", "y{b}"), "expected extra fields on one side"),
+        (one(["x{a}", "y"], ["x{a}", "y"]), "expected equal fields, in one order"),
+        (one("x", ["y", "z"]), "expected 1 targets, one for each tensor, found 2"),
         (one("embeding.weight", "y"), "'embeding.weight' fits no name; did you mean 'embedding.weight'?"),
     ],
 )

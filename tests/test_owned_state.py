@@ -110,7 +110,8 @@ def test_a_save_over_another_programs_checkpoint_is_refused_before_it_writes(tmp
     dist.barrier()
     before = files_in(tmp_path)
     with pytest.raises(
-        (ValueError, RuntimeError), match=r"__0_\d\.distcp was not saved by this optimizer, .*another fold"
+        (ValueError, RuntimeError),
+        match=r"__0_\d\.distcp : expected a folder without other programs' files, .*another fold",
     ):
         optimizer.save_state_dict(tmp_path)
     dist.barrier()
@@ -148,7 +149,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "is damaged"),
     "no metadata": (lambda path: (path.parent / ".metadata").unlink(), "found no .metadata, which is written last"),
     "cut metadata": (lambda path: os.truncate(path.parent / ".metadata", 400), ".metadata"),
-    "hole": (without_a_chunk, "was every rank's file copied?"),
+    "hole": (without_a_chunk, "copy every rank's file"),
 }
 
 

@@ -39,7 +39,7 @@ FP16 = {"fp16": {"enabled": True}}
 OFFLOAD = "zero_optimization.offload_optimizer"
 OFF = "is on; switch it off"
 SUPPORTED, OLDEST = VERSIONS["deepspeed"].supported, VERSIONS["deepspeed"].tested[0]
-AT_STAGE_0 = "zero_optimization.stage is 0 and the model is trained in"
+AT_STAGE_0 = "zero_optimization.stage is 0 with a model trained in"
 
 
 def zero(**options: Any) -> dict[str, Any]:
@@ -68,18 +68,18 @@ OF_ZERO: list[tuple[dict[str, Any], str]] = [
     (zero(stage=3, offload_param=NVME), "zero_optimization.offload_param.device is 'nvme'"),
     (zero(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5}), f"{OFFLOAD}.ratio is 0.5"),
     (zero(stage=3, offload_optimizer={"device": "cpu", "super_offload": True}), f"{OFFLOAD}.super_offload is on"),
-    (zero(stage=0) | BF16, f"{AT_STAGE_0} bfloat16, for which DeepSpeed keeps full"),
-    (zero(stage=0) | FP16, f"{AT_STAGE_0} float16, for which DeepSpeed keeps full"),
+    (zero(stage=0) | BF16, f"{AT_STAGE_0} bfloat16: DeepSpeed then keeps full"),
+    (zero(stage=0) | FP16, f"{AT_STAGE_0} float16: DeepSpeed then keeps full"),
     (zero(stage=0) | BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}, f"{AT_STAGE_0} bfloat16"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype is float16"),
     (scheduler("ReduceLROnPlateau", factor=0.5), "call engine.step(lr_kwargs={'metrics': loss})"),
 ]
 OF_OWNED: list[tuple[dict[str, Any], str]] = [
-    (zero(stage=3), "zero_optimization.stage is 3, where DeepSpeed shards the parameters itself; use stage 0, 1 or 2"),
+    (zero(stage=3), "zero_optimization.stage is 3, and DeepSpeed then shards the parameters; use stage 0, 1 or 2"),
     (zero(offload_optimizer={"device": "cpu"}), f"{OFFLOAD}.device is 'cpu'"),
     (zero(parameter_alignment=True), f"zero_optimization.parameter_alignment {OFF}"),
     (zero(zero_quantized_gradients=True), f"zero_optimization.zero_quantized_gradients {OFF}"),
-    (BF16 | {"communication_data_type": "fp32"}, "communication_data_type is float32, but gradients travel as they"),
+    (BF16 | {"communication_data_type": "fp32"}, "communication_data_type is float32, but gradients are sent as"),
     (BF16 | {"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype is float16 and the model is"),
 ]
 SETTINGS = [*(("zero", *row) for row in (*OF_BOTH, *OF_ZERO)), *(("owned", *row) for row in (*OF_BOTH, *OF_OWNED))]
@@ -93,9 +93,12 @@ def test_settings_that_cannot_work_are_refused(storage: str, changes: dict[str, 
     error = str(caught.value)
     assert message in error
     if "scheduler" in changes:
-        assert f"scheduler.type is {changes['scheduler']['type']!r}" in error and "lr_scheduler=lambda optim" in error
+        assert (
+            f"without a metric, found {changes['scheduler']['type']!r}" in error
+            and "lr_scheduler=lambda optim" in error
+        )
     elif storage == "owned":
-        assert "LayerWiseMuon with owned storage cannot train with this configuration" in error
+        assert "LayerWiseMuon with owned storage does not support this configuration" in error
 
 
 # What is wrong without a model is in test_doors.py.
@@ -127,7 +130,7 @@ def test_errors_of_layer_wise_say_layer_wise(storage: str) -> None:
     options = {"matrix": {"name": "muon", "lr": 0.02}, "elementwise": {"name": "adamw", "lr": 3e-3}}
     entry = {"type": "LayerWise", "params": {**options, "storage": storage, "report": False}}
     settings = config(2) | {"optimizer": entry} | zero()
-    with pytest.raises(ValueError, match="^LayerWise .*cannot train with this configuration:"):
+    with pytest.raises(ValueError, match="^LayerWise .*does not support this configuration; change:"):
         build(settings | {"compile": {"deepcompile": True}})
     with pytest.raises(ValueError, match="^LayerWise: unknown key 'matrx'"):
         build(settings | {"optimizer": {**entry, "params": {"matrx": "muon"}}})
@@ -186,13 +189,13 @@ def stages(settings: dict[str, Any]) -> None:
     [
         (shards, config(3), "tensor parallelism of 2 at zero_optimization.stage 3; use stage 0, 1 or 2"),
         (shards, ON_OWNED, 'tensor parallelism of 2; use "storage": "zero"'),
-        (partial(shards, vocabulary=33), config(2), "is a shard of (33, 16), which AutoTP cuts into unequal parts"),
+        (partial(shards, vocabulary=33), config(2), "is an unequal shard of (33, 16) by AutoTP"),
         (marked(), ON_OWNED, 'tensor parallelism of 2; use "storage": "zero"'),
         (marked(tensor_model_parallel=True), config(2), f"{WEIGHT} is marked as tensor-parallel"),
         (marked(sequence_parallel=True), config(2), f"{WEIGHT} is marked sequence"),
-        (shards_without_marks, config(2), "'embedding.weight' has no mark of tensor parallelism"),
+        (shards_without_marks, config(2), "'embedding.weight': expected a mark of tensor parallelism"),
         (marked(ranks=1), config(2), "mpu.get_model_parallel_world_size() is 2, of which 1"),
-        (experts_by_auto_ep, config(2), "expert_parallel.enabled is true (AutoEP), whose expert layers were not tried"),
+        (experts_by_auto_ep, config(2), "expert_parallel.enabled is true (AutoEP), which is not tested"),
         (experts, ON_OWNED, "the model has DeepSpeed's expert layers"),
         (stages, ON_OWNED, "the model is a PipelineModule"),
     ],
@@ -269,13 +272,15 @@ def error_of(make: Callable[..., None], *args: Any, **kwargs: Any) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-OF_ANOTHER_OPTIMIZER = "^ValueError: AdamW was built on the param groups of LayerWise or LayerWiseMuon, "
+OF_ANOTHER_OPTIMIZER = (
+    "^ValueError: AdamW: expected the engine's parameters, found the param groups of LayerWise or LayerWiseMuon, "
+)
 UNTRAINABLE: Any = [
     (tags_for_deepspeeds_own_muon, "1 parameters, the first is 'layers.0.weight', carry use_muon=True"),
     (parameters_of_another_model, r"group 0, position 0: the parameter of shape \(37, 24\) is not in the model"),
     (another_optimizer_on_our_param_groups, OF_ANOTHER_OPTIMIZER),
-    (smaller_partitions_than_planned, r"^RuntimeError: muon: planned \d+ elements a rank, found \d+"),
-    (offloading_states, "owned storage cannot move its states"),
+    (smaller_partitions_than_planned, r"^RuntimeError: muon: expected \d+ planned elements, found \d+"),
+    (offloading_states, "offloading: expected .storage.: .zero., found .owned."),
     (state_of_other_partitions, "param group 0: expected number of elements of 'momentum_buffer' 2546, the ch"),
 ]
 
@@ -295,13 +300,13 @@ def test_a_failure_on_one_rank_stops_the_others_with_its_message() -> None:
             assert "include: 'nowhere' matches no parameter name" in error
         else:
             assert error.startswith("RuntimeError: LayerWiseMuon: rank 1 failed with ValueError(")
-    planned = "RuntimeError: parameter 'layers.5.weight': planned Fragment(rank=1"
+    planned = "RuntimeError: parameter 'layers.5.weight': expected Fragment(rank=1"
     assert ("rank 1 failed", planned)[dist.get_rank()] in error_of(storage_other_than_planned_on_rank_1)
 
 
 def test_an_optimizer_belongs_to_its_engine() -> None:
     optimizer = LayerWiseMuon(UnevenLM().parameters(), **MUON, adamw=ADAMW)
-    with pytest.raises(RuntimeError, match="this LayerWiseMuon has no engine; give it to deepspeed.initialize"):
+    with pytest.raises(RuntimeError, match="LayerWiseMuon: expected an engine; pass it to deepspeed.initialize"):
         optimizer.step()
     with pytest.raises(TypeError, match="cannot be copied or pickled; use state_dict"):
         copy.deepcopy(optimizer)
@@ -328,12 +333,14 @@ def test_names_that_are_missing_are_listed_at_once(monkeypatch: pytest.MonkeyPat
     versions.check.cache_clear()
     monkeypatch.delattr(DeepSpeedEngine, "zero_sub_group_size")
     monkeypatch.setitem(versions.NAMES, "deepspeed.gone", "anything")
-    missing = "deepspeed.runtime.engine.DeepSpeedEngine.zero_sub_group_size, deepspeed.gone. "
-    with pytest.raises(ImportError, match=f"DeepSpeed {deepspeed.__version__} .*: {missing}.*deepspeed{SUPPORTED}"):
+    missing = "deepspeed.runtime.engine.DeepSpeedEngine.zero_sub_group_size, deepspeed.gone, "
+    with pytest.raises(
+        ImportError, match=f"DeepSpeed {deepspeed.__version__}: expected {missing}.*deepspeed{SUPPORTED}"
+    ):
         deepspeed_zero.register()
 
 
-OLDER, NEWER = "an older one lacks what it needs", "a newer one may have moved what it replaces"
+OLDER, NEWER = "an older one lacks methods", "a newer one may have moved methods"
 REASONS = {"0.18.9": OLDER, "0.19.6": OLDER, "0.20.0rc1": NEWER, "0.20.0+cuda": NEWER, "1.0": NEWER}
 WRONG_ON_CPUS = {  # what 0.19.7 does there, by the settings that make it
     "zero_optimization.stage is 3 on a CPU, where DeepSpeed 0.19.7 uses parameters before all": config(3),
@@ -350,7 +357,7 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ImportError) as raised:
             versions.check.__wrapped__()
         message = str(raised.value)
-        assert f"DeepSpeed {version} is installed, but lwopt_backend supports {SUPPORTED}: {reason}" in message
+        assert f"expected DeepSpeed {SUPPORTED}, found {version}: {reason}" in message
         assert f"pip install 'deepspeed{SUPPORTED}'" in message
         assert ("a newer lwopt_backend" in message) == (reason == NEWER)
 

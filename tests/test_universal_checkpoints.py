@@ -246,7 +246,9 @@ def loads_in_part(settings: dict[str, Any], damaged: list[str], whole: str) -> l
                 engine.load_checkpoint(folder)
             said.append(str(refused.value))
         for forbidden in (lambda: train(engine, 1), lambda: engine.save_checkpoint(damaged[0])):
-            with pytest.raises(RuntimeError, match="load_checkpoint failed when some state and weights were loaded"):
+            with pytest.raises(
+                RuntimeError, match="load_checkpoint failed after some state and weights had been loaded"
+            ):
                 forbidden()
         engine.optimizer.zero_grad()
         engine.load_checkpoint(whole)
@@ -312,8 +314,8 @@ MISFITS: dict[str, tuple[Here, list[Case]]] = {
         Here(),
         [
             (MUON, without(MOMENTUM), {}, [f"{MOMENTUM} is missing; copy the whole folder"]),
-            (MUON, keep, {"tag": "step4"}, ["step4 is no universal checkpoint", "lwopt convert --to universal"]),
-            (MUON, forget_which, {}, ["is no universal checkpoint"]),
+            (MUON, keep, {"tag": "step4"}, ["step4, found no zero/optimizer_state.pt", "lwopt convert --to universal"]),
+            (MUON, forget_which, {}, ["expected a universal checkpoint"]),
             (MUON, keep, {"custom_load_fn": print}, ["custom_load_fn"]),
             (MUON, cut_in_half, {}, [f"{GATE}/fp32.pt"]),
             (MUON, take_anothers, {}, ["expected shape (2, 5)"]),
@@ -346,7 +348,7 @@ MISFITS: dict[str, tuple[Here, list[Case]]] = {
     ),
     "schedule": (
         Here(changes=COSINE),
-        [(MUON, keep, {}, ["expected the state of a scheduler like the one here", "['last_batch_it"])],
+        [(MUON, keep, {}, ["expected the state of this scheduler", "['last_batch_it"])],
     ),
     "parts": (Here("soap", build=FusedLM), [(FUSED, keep, {}, ["'qkv.weight': expected matrices", WITH_ATOMS])]),
 }

@@ -253,14 +253,14 @@ def only(name: str) -> dict[str, Any]:
 
 
 WEIGHTS_ONLY = {"load_optimizer_states": False}
-ON_2 = r"^ValueError: the checkpoint '\S+/b' was saved on 2 data-parallel ranks and is loaded on {}; load it on 2\. "
-UNIVERSAL = r"Another number of ranks needs DeepSpeed's universal format"
+ON_2 = r"^ValueError: the checkpoint '\S+/b': expected {} data-parallel ranks, found 2; load it on 2\. "
+UNIVERSAL = r"A different number of ranks needs DeepSpeed's universal format"
 STRANGER = (
-    r"^ValueError: the checkpoint '\S+/b' was written by another optimizer \(its ds_config says 'AdamW'\), whose state "
-    r"this one cannot continue with; load its weights alone, with .*load_optimizer_states=False"
+    r"^ValueError: the checkpoint '\S+/b': expected this optimizer's state, found .*its ds_config says 'AdamW'"
+    r".*; load the weights alone, with .*load_optimizer_states=False"
 )
 PLACED = r"^ValueError: the checkpoint '\S+/b': parameter '{}': expected place \d of group {} of 2, the checkpoint has"
-STAGE = "was saved at ZeRO stage {} and is loaded at stage {}"
+STAGE = "expected ZeRO stage {1}, found {0}"
 CONVERT = "lwopt convert SRC DST --to universal"
 THEIRS = "parameter 'layers.2.weight': expected rule adamw, the checkpoint has muon; "
 Row = tuple[tuple[Any, ...], tuple[Any, ...], int, dict[str, Any], str]
@@ -275,8 +275,8 @@ REFUSED: list[Row] = [
             (3, 4, ".*true}$"),  # DeepSpeed would wait for ever for the ranks that find no file of theirs
         )
     ),
-    (("zero", 3), ("zero", 3), 4, WEIGHTS_ONLY, "was saved on 2 data-parallel ranks and is loaded on 4"),
-    (("owned", 1), ("owned", 1), 4, {}, f"was saved on 2 data-parallel ranks and is loaded on 4.*{CONVERT}"),
+    (("zero", 3), ("zero", 3), 4, WEIGHTS_ONLY, "expected 4 data-parallel ranks, found 2"),
+    (("owned", 1), ("owned", 1), 4, {}, f"expected 4 data-parallel ranks, found 2.*{CONVERT}"),
     *(
         (("zero", there), ("zero", here), 2, {}, STAGE.format(named, here))
         for there, here, named in ((0, 2, "0"), (0, 3, "0, 1 or 2"), (2, 0, "1 or 2"), (2, 3, "0, 1 or 2"), (3, 1, "3"))
@@ -296,14 +296,17 @@ REFUSED: list[Row] = [
     *((("owned", stage), ("owned", stage, only("layers.2.weight")), 2, {}, THEIRS) for stage in (0, 1, 2)),
     *((("AdamW in our groups", stage), ("zero", stage), 2, {}, STRANGER) for stage in range(4)),
     *((("AdamW", s), (kind, s), 2, {}, STRANGER) for kind, s in (("zero", 1), ("zero", 3), ("owned", 0), ("owned", 2))),
-    *((("zero", s), ("owned", s), 2, {}, f'was not saved with "storage": "owned".*{CONVERT}') for s in range(3)),
+    *((("zero", s), ("owned", s), 2, {}, f'expected "storage": "owned", found another.*{CONVERT}') for s in range(3)),
     *((("owned", s), ("zero", s), 2, {}, 'was saved with "storage": "owned"; load it with that') for s in range(3)),
     (("owned", 1), ("owned", 1, {"group_size": 1}), 2, {}, f"expected elements .*layout, bucket_mb.*{CONVERT}"),
     (("owned", 1, {"precision": "bf16"}), ("owned", 1), 2, {}, "load it in the precision it was saved in"),
-    *((("zero", s), ("zero", s), 2, {"tag": "c"}, r"^ValueError: the checkpoint '\S+/c' has no file ") for s in (2, 3)),
+    *(
+        (("zero", s), ("zero", s), 2, {"tag": "c"}, r"^ValueError: the checkpoint '\S+/c': expected a file ")
+        for s in (2, 3)
+    ),
     (
         *(("zero", 3), ("zero", 3), 2, {"tag": "a", "load_module_only": True}),
-        "^ValueError: only the weights of tag 'a' are asked for, but at stage 3 ",
+        "^ValueError: expected tag 'a' in the file 'latest', from which DeepSpeed loads weights alone at stage 3",
     ),
 ]
 SWAPPED = "expected this rank's state, found that of .*; it was copied or renamed"
@@ -333,7 +336,7 @@ def test_files_of_other_ranks_or_saves_are_refused(
     shutil.copy(folder / "a" / harmed.name if attack == "of another step" else first, harmed)
     if attack == "swapped":
         first.write_bytes(kept)
-    message = "it was saved after 1 steps, .* after 2" if attack == "of another step" else SWAPPED
+    message = "expected step 2, as in .*, found 1" if attack == "of another step" else SWAPPED
     name = r"zero_pp_rank_\d_mp_rank_00_optim_states.pt" if attack == "swapped" else harmed.name
     for error in [*rank_pools[2].errors(load, str(folder), *engine, {}), refused("inspect", folder)]:
         assert re.search(f"{name}: {message}", error.replace("\n", " ")), error
@@ -371,7 +374,9 @@ def test_a_pointer_that_was_emptied_and_not_written_is_refused_with_the_tags(ran
     (tmp_path / "global_step7").mkdir()
     (tmp_path / "latest").touch()
     for error in ranks.errors(load, str(tmp_path), "zero", 2, {}):
-        assert "latest is empty: the save that wrote it was interrupted" in error and error.endswith(": global_step7")
+        assert "latest is empty, because the save that wrote it was interrupted" in error and error.endswith(
+            ": global_step7"
+        )
 
 
 # State of owners that have changed

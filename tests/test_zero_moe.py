@@ -183,9 +183,9 @@ def test_a_run_goes_on_with_other_numbers_of_expert_parallel_ranks(
     renewed = [i for i, (*_, rows) in enumerate(WAYS[precision]) if rows != WAYS[precision][i - 1][-1]]
     go_through(rank_pools[RANKS], tmp_path, legs, train_step, renewed)
     for leg, file, words in (
-        (0, "layer_0_expert_3_mp_rank_00_model_states.pt", "files of 3 experts moe.deepspeed_moe"),
-        (0, "layer_0_expert_1_mp_rank_00_model_states.pt", "has no file of expert 1 of moe.deepspeed_moe"),
-        *[(5, "expp_rank_1_mp_rank_00_optim_states.pt", "has no file expp_rank_.* with the state of .moe.deepspeed")]
+        (0, "layer_0_expert_3_mp_rank_00_model_states.pt", "files of as many experts moe.deepspeed_moe"),
+        (0, "layer_0_expert_1_mp_rank_00_model_states.pt", "expected a file of expert 1 of moe.deepspeed_moe"),
+        *[(5, "expp_rank_1_mp_rank_00_optim_states.pt", "expected a file expp_rank_.* with .moe.deepspeed")]
         * (precision == "fp32"),
     ):
         assert_missed(tmp_path / f"leg {leg}" / "global_step2", file, words)
@@ -216,7 +216,7 @@ def test_state_that_owners_keep_is_resumed_at_stage_0(tmp_path: Path) -> None:
         (Mixture, "misnamed", "param group 1 has 'moe': True and name 'ep_size_3'; the model has 'ep_size_2'"),
         (Mixture, "mixed", f"param group 1 has 'moe': True, but not only experts' parameters; {SPLIT}"),
         (TwoSizes, "two sizes", "param group 1 is named 'ep_size_2', but has experts of 'ep_size_4'; split"),
-        (UnevenLM, "no experts", "'moe': True and name 'e'; the model has none, because it has no deepspeed.moe"),
+        (UnevenLM, "no experts", "'moe': True and name 'e'; the model has none, as it has no deepspeed.moe"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )

@@ -214,9 +214,9 @@ def test_a_run_goes_on_with_other_numbers_of_stages(
     renewed = [i for i, (stages, _) in enumerate(numbers) if 0 in {stages, numbers[i - 1][0]}]
     go_through(rank_pools[RANKS], tmp_path, legs, train_step, renewed)
     for leg, file, words in (
-        (0, "mp_rank_01_model_states.pt", "has no file mp_rank_01_model_states.pt"),
-        (2, "mp_rank_03_model_states.pt", "has no file mp_rank_03_model_states.pt"),
-        (2, "layer_02-model_states.pt", "has no file of the layer with '2."),
+        (0, "mp_rank_01_model_states.pt", "expected a file mp_rank_01_model_states.pt"),
+        (2, "mp_rank_03_model_states.pt", "expected a file mp_rank_03_model_states.pt"),
+        (2, "layer_02-model_states.pt", "expected a file of the layer with '2."),
     ):
         assert_missed(tmp_path / f"leg {leg}" / "global_step2", file, words)
 
@@ -300,14 +300,14 @@ def model_to_refuse(kind: str) -> PipelineModule:
 
 
 FP32 = settings_for("fp32, stage 1")
-NO_MATRICES = "pipeline stage 0 has 1 param group(s) and another stage 2: it has no matrices, or nothing else"
+NO_MATRICES = "pipeline stage 0 has 1 param group(s) and another stage 2, because one of the given groups has"
 
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
-        (config(0) | BF16, "untied", "stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one"),
+        (config(0) | BF16, "untied", "stage is 0 in a pipeline trained in bfloat16: DeepSpeed then saves one"),
         (FP32, "embedding and head", "none of the 2 trained parameters is a matrix, so 'muon' would train nothing"),
         # Where DeepSpeed would wait forever.
         (FP32, "embedding first", NO_MATRICES),
@@ -359,4 +359,4 @@ def test_globs_may_match_on_any_stage_and_the_report_shows_the_whole_models_rout
         return
     assert f"Routing: 6 of {len(kinds)} trained parameters are matrices" in report
     assert re.search(r"3.weight .* output head, as wide as an embedding has rows", report)
-    assert "Pipeline: 2 stages, each planned for by itself; this is the plan of stage 0" in report
+    assert "Pipeline: 2 stages, each with its own plan; this is the plan of stage 0" in report

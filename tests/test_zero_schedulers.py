@@ -148,6 +148,6 @@ def test_scheduler_built_before_the_model_was_known_is_refused_where_groups_chan
     model = torch.nn.Sequential(torch.nn.Embedding(8, 6), torch.nn.Linear(6, 6, bias=False))
     optimizer = LayerWiseMuon(model.parameters(), **options)
     schedule = LambdaLR(optimizer, lambda step: 1.0)
-    told = "the lr_scheduler was built on 1 param groups, but routing the model makes 2.*lr_scheduler=lambda optimizer"
+    told = "the lr_scheduler: expected 2 param groups, as the routed model has, found 1.*lr_scheduler=lambda optimizer"
     with pytest.raises(ValueError, match=told):
         zero.build(settings, model, optimizer=optimizer, lr_scheduler=schedule)

@@ -96,7 +96,7 @@ def test_owned_storage_equals_one_process_on_whole_sequences(stage: int, prescal
 
 @on_ranks(2, 4)
 def test_fp32_accumulation_at_stage_1_is_refused() -> None:
-    message = "sequence parallelism of 2 with bf16 and fp32 accumulation at stage 1, where DeepSpeed counts"
+    message = "sequence parallelism of 2 with bf16 and fp32 accumulation at stage 1: DeepSpeed then counts"
     with pytest.raises(ValueError, match=message), sharing_engine(settings_of("zero", 1, "bf16+fp32")):
         pass
 
@@ -104,7 +104,7 @@ def test_fp32_accumulation_at_stage_1_is_refused() -> None:
 @on_ranks(2)
 @pytest.mark.usefixtures("ranks_to_spoil")
 def test_sequence_parallelism_by_mesh_is_refused() -> None:
-    with pytest.raises(ValueError, match="of 2 comes from mesh_param, with which DeepSpeed does not reduce"):
+    with pytest.raises(ValueError, match="of 2 comes from mesh_param: DeepSpeed then does not reduce"):
         build(config(2), mesh_param=(1, 2))
 
 

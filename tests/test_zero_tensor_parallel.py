@@ -354,13 +354,13 @@ def test_a_native_checkpoint_of_another_size_or_without_a_ranks_files_is_refused
     with sharded_engine(settings_of(1)) as engine:
         train_step(engine, 0)
         engine.save_checkpoint(tmp_path)
-    refused = "saved on 2 tensor-parallel ranks and is loaded on 1; load it on 2. Another number of ranks needs"
+    refused = "expected 1 tensor-parallel ranks, found 2; load it on 2. A different number of ranks needs"
     with sharded_engine(settings_of(1, shards=1), 1) as engine, pytest.raises(ValueError, match=refused):
         engine.load_checkpoint(tmp_path)
     if dist.get_rank() == 0:  # a copy without the first rank's files
         for file in (tmp_path / "global_step1").glob("*mp_rank_00_*"):
             file.unlink()
-        missing = "has the files of 1 tensor-parallel ranks, but mp_rank_01_model_states.pt was saved on 2"
+        missing = "expected the files of 2 tensor-parallel ranks, as in mp_rank_01_model_states.pt, found 1"
         with pytest.raises(CheckpointError, match=missing):
             zero.read(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Peers' steps on the same clock: their own code on tensors without memory, recorded and priced as ours is.
+"""Peers' steps on the same clock: their own code on tensors without memory, recorded and priced like this package.
 
 torch.optim.Muon and dion.Muon run whole, on the DTensors of FSDP2 or on whole matrices on every rank. DeepSpeed's
 engine needs a GPU to begin with; of it run the methods that update matrices, on an engine that is not initialized.
@@ -313,7 +313,7 @@ def newton_schulz(shape: Shape) -> int:
     return 5 * (4 * n * n * m + 2 * n**3)
 
 
-HEADINGS = ("model, ranks", "engine", "system", "ms", "over ours", "products ms", "redundancy", "collectives")
+HEADINGS = ("model, ranks", "engine", "system", "ms", "over this package", "products ms", "redundancy", "collectives")
 HEADINGS += ("wire ms", "launches")
 
 

@@ -1,8 +1,8 @@
-"""DeepSpeed's own checkpoints of our engines: all ranks refuse one that does not fit before it is loaded.
+"""DeepSpeed's own checkpoints of this package's engines: all ranks refuse one that does not fit before it is loaded.
 
-DeepSpeed finds out late and rank by rank: it compares world sizes after it has loaded the weights, and at stage 3,
-ranks whose files are missing leave while the others wait for them. Some checkpoints it silently loads in part. The
-file of model states says enough, and is read here without its tensors.
+DeepSpeed notices late and rank by rank: it compares world sizes after it has loaded the weights. At stage 3, ranks with
+missing files leave while the others wait for them. It loads some checkpoints in part without an error. The file of
+model states has enough facts, and is read here without its tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MARK = "lwopt.owned"  # the key of a checkpoint of owned storage
 CONVERT, CONVERT_OWNED = (
     f"{what} needs DeepSpeed's universal format: convert the folder with lwopt convert SRC DST --to universal, and set "
     '"checkpoint": {"load_universal": true}'
-    for what in ("Another number of ranks", "Another number of ranks or another layout")
+    for what in ("A different number of ranks", "A different number of ranks or layout")
 )
 AS_SAVED = "load it with the optimizer, the model, the param groups, 'include' and 'exclude' it was saved with"
 AS_LAID_OUT = "load it with the layout, bucket_mb and group_size it was saved with"
@@ -53,7 +53,7 @@ class Saved:
 
 
 class SaveMark:
-    """Marks our part of each file with the save that it belongs to, so that files of two saves are told apart.
+    """Marks this package's part of each file with its save, which distinguishes the files of two saves.
 
     Made on all ``ranks`` of an engine, including all pipeline stages. The mark is the run's random name, the number of
     ``loads`` since it began, and the step: saving needs no communication.
@@ -63,7 +63,7 @@ class SaveMark:
         self._engine, self._run, self.loads = engine, ranks.gather_objects(new_save_id())[0], 0
 
     def of_now(self) -> dict[str, Any]:
-        """The mark of a file that this rank saves now. Stage 0 has one file for everything; it is not named."""
+        """The mark of a file that this rank saves now. At stage 0 one file has everything, and is not named."""
         engine = self._engine
         step = engine.global_steps
         file = Path(engine._get_zero_ckpt_name("", "")).name if engine.zero_optimization_stage() else None
@@ -72,12 +72,12 @@ class SaveMark:
 
 
 def prepare_saving(engine: DeepSpeedEngine, optimizer: Any, ranks: Collectives) -> None:
-    """Make a save wait for the files of all ranks before DeepSpeed's rank 0 names it in ``latest``; DeepSpeed's own
-    does not wait, and a run that is killed meanwhile would leave ``latest`` at a checkpoint with files missing. The
-    ranks' options are compared before.
+    """Make a save wait for the files of all ranks before DeepSpeed's rank 0 names it in ``latest``. DeepSpeed does not
+    wait, and a run that is killed meanwhile would leave ``latest`` at a checkpoint with missing files. The ranks'
+    options are compared before.
 
-    At stage 0 with experts DeepSpeed asks only some ranks for the state of ``optimizer``, which all gather; so all do
-    first."""
+    At stage 0 with experts, DeepSpeed asks only some ranks for the state of ``optimizer``, but all gather it, so all do
+    that first."""
     save = engine.save_checkpoint
 
     @functools.wraps(save)
@@ -107,7 +107,7 @@ def check(
     engine: DeepSpeedEngine, core: OwnedCore | None, load_dir: str, tag: str | None, with_state: bool
 ) -> list[str]:
     """Raises ValueError for a checkpoint of another world size, ZeRO stage, storage or optimizer. Returns lines that
-    must be equal on all ranks. A missing checkpoint is left to DeepSpeed, which warns and returns (None, None).
+    must be equal on all ranks. For a missing checkpoint DeepSpeed warns and returns (None, None).
 
     ``core`` is the engine's owned storage, if it has that.
     """
@@ -118,7 +118,7 @@ def check(
     if tag is None and not named:  # DeepSpeed empties the file before it writes it
         tags = sorted(path.name for path in Path(load_dir).iterdir() if path.is_dir())
         raise ValueError(
-            f"{latest} is empty: the save that wrote it was interrupted; load one of the tags by its "
+            f"{latest} is empty, because the save that wrote it was interrupted; load one of the tags by its "
             f"name, load_checkpoint(..., tag=...): {', '.join(tags)}"
         )
     folder = Path(load_dir) / str(named if tag is None else tag)
@@ -126,23 +126,23 @@ def check(
     saved = _read(folder, engine, with_state)
     if not engine.pipeline_parallelism and saved.shards != engine.mp_world_size:
         raise ValueError(
-            f"the checkpoint {str(folder)!r} was saved on {saved.shards} tensor-parallel ranks and is loaded on "
-            f"{engine.mp_world_size}; load it on {saved.shards}. {CONVERT}"
+            f"the checkpoint {str(folder)!r}: expected {engine.mp_world_size} tensor-parallel ranks, found "
+            f"{saved.shards}; load it on {saved.shards}. {CONVERT}"
         )
     if with_state:
         _check_optimizer(folder, saved, core, stage)
     here, saved_on = engine.seq_dp_world_size, saved.world_size
-    by_weights = stage < 3 or here <= saved_on  # at stage 3, every rank reads a file of its own
+    by_weights = stage < 3 or here <= saved_on  # at stage 3, every rank reads its own file
     if stage != 0 and here != saved_on and (with_state or not by_weights):
         raise ValueError(
-            f"the checkpoint {str(folder)!r} was saved on {saved_on} data-parallel ranks and is loaded on {here}; load "
-            f"it on {saved_on}. {CONVERT if core is None else CONVERT_OWNED}"
+            f"the checkpoint {str(folder)!r}: expected {here} data-parallel ranks, found {saved_on}; load it on "
+            f"{saved_on}. {CONVERT if core is None else CONVERT_OWNED}"
             + ("; the weights alone can be loaded, with load_optimizer_states=False" if by_weights else "")
         )
     if stage == 3 and not with_state and folder.name != named:
         raise ValueError(
-            f"only the weights of tag {folder.name!r} are asked for, but at stage 3 DeepSpeed takes them from the tag "
-            f"that the file 'latest' names, here {named!r}; write {folder.name!r} into that file"
+            f"expected tag {folder.name!r} in the file 'latest', from which DeepSpeed loads weights alone at stage 3, "
+            f"found {named!r}; write {folder.name!r} into that file"
         )
     if with_state and core is not None:
         _check_owned(folder, saved.owned, core, stage)
@@ -161,9 +161,9 @@ def _check_optimizer(folder: Path, saved: Saved, core: OwnedCore | None, stage: 
     """Raises ValueError for the state of another optimizer, storage or stage."""
     if saved.stranger is not None:  # its state has other names and other groups
         raise ValueError(
-            f"the checkpoint {str(folder)!r} was written by another optimizer ({saved.stranger}), whose state this "
-            "one cannot continue with; load its weights alone, with engine.load_checkpoint(..., "
-            "load_optimizer_states=False). Another Muon's momentum is taken over by lwopt_backend.migration"
+            f"the checkpoint {str(folder)!r}: expected this optimizer's state, found another's ({saved.stranger}); "
+            "load the weights alone, with engine.load_checkpoint(..., load_optimizer_states=False). "
+            "lwopt_backend.migration can load another Muon's momentum"
         )
     if core is None and saved.owned is not None:
         raise ValueError(
@@ -183,7 +183,7 @@ def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
     if not file.is_file():
         if other.is_file():
             raise _wrong_stage(folder, "0, 1 or 2" if stage == 3 else "3", stage)
-        raise ValueError(f"the checkpoint {str(folder)!r} has no file {file.name!r}, so there is nothing to load")
+        raise ValueError(f"the checkpoint {str(folder)!r}: expected a file {file.name!r}; load another tag")
     states = _without_tensors(file)
     shapes = states.get("param_shapes")
     optimizer = states.get("optimizer")
@@ -205,8 +205,7 @@ def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
 
 
 def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:
-    """A description of the optimizer that wrote a checkpoint, if its param groups were read and are of another
-    optimizer."""
+    """A description of the optimizer that wrote a checkpoint, if its param groups are another optimizer's."""
     if isinstance(optimizer, Mapping) and "param_groups" not in optimizer:  # ZeRO's, which contains the inner one's
         optimizer = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
     if not isinstance(optimizer, Mapping) or not of_another_optimizer(optimizer.get("param_groups")):
@@ -217,7 +216,7 @@ def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:
 
 
 def _without_tensors(file: Path) -> Mapping[str, Any]:
-    """On the meta device no weights are kept, and of a mapped file none are read. Client states may be any objects;
+    """On the meta device, weights take no memory and a mapped file's are not read. Client states may be any objects;
     DeepSpeed unpickles the same file next."""
     try:
         states: Mapping[str, Any] = torch.load(file, map_location="meta", mmap=True, weights_only=False)
@@ -230,13 +229,13 @@ def _without_tensors(file: Path) -> Mapping[str, Any]:
 
 def _wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:
     return ValueError(
-        f"the checkpoint {str(folder)!r} was saved at ZeRO stage {saved_at} and is loaded at stage {stage}; load it "
-        "at the stage it was saved at (1 and 2 can load each other's)"
+        f"the checkpoint {str(folder)!r}: expected ZeRO stage {stage}, found {saved_at}; load it at the stage it was "
+        "saved at (1 and 2 can load each other's)"
     )
 
 
 def _check_groups(folder: Path, saved: list[list[str]], ours: list[list[str]]) -> None:
-    """DeepSpeed copies by position: it notices only different lengths, with an error about alignment."""
+    """DeepSpeed copies by position and notices only different lengths, with an error about alignment."""
     sides = (
         {
             name: {"place": f"{place} of group {number} of {len(groups)}"}
@@ -251,9 +250,9 @@ def _check_groups(folder: Path, saved: list[list[str]], ours: list[list[str]]) -
 def _check_owned(folder: Path, owned: Mapping[str, Any] | None, core: OwnedCore, stage: int) -> None:
     if owned is None:
         raise ValueError(
-            f'the checkpoint {str(folder)!r} was not saved with "storage": "owned", which holds the optimizer\'s state '
-            "in other pieces; load it with the storage it was saved with, convert it with lwopt convert SRC DST --to "
-            'universal and set "checkpoint": {"load_universal": true}, or load its weights alone, with '
+            f'the checkpoint {str(folder)!r}: expected "storage": "owned", found another, which has the optimizer\'s '
+            "state in other pieces; load it with the storage it was saved with, convert it with lwopt convert SRC DST "
+            '--to universal and set "checkpoint": {"load_universal": true}, or load its weights alone, with '
             "load_optimizer_states=False"
         )
     to_do = {**TO_DO, "place": AS_SAVED, "elements": f"{AS_LAID_OUT}. {CONVERT_OWNED}"}
@@ -263,7 +262,7 @@ def _check_owned(folder: Path, owned: Mapping[str, Any] | None, core: OwnedCore,
 
 
 def _facts(mark: Mapping[str, Any], in_parts: bool) -> dict[str, dict[str, Any]]:
-    """Facts of the parameters in a mark of owned storage. ``in_parts``: a rank saves what it owns of them."""
+    """Facts of the parameters in a mark of owned storage. ``in_parts``: a rank saves its own parts of them."""
     found: dict[str, dict[str, Any]] = {}
     for place, (name, shape, rule, matrices) in enumerate(mark["members"]):
         found[name] = {"shape": tuple(shape), "rule": rule, "matrices": matrices, "place": place}

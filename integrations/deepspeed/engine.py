@@ -1,4 +1,4 @@
-"""What we read of DeepSpeed's engine, and the methods we replace."""
+"""Reads DeepSpeed's engine, and replaces some of its methods."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ HOOKED = "_do_optimizer_sanity_check"  # ``versions`` lists what is replaced her
 def install(types: Mapping[str, Callable[..., Any]], classes: Iterable[type[torch.optim.Optimizer]]) -> None:
     """Register ``types``, functions that make optimizers, for ds_config.json, and ``bind`` instances of ``classes``.
 
-    The engine calls ``_do_optimizer_sanity_check`` right before it wraps the optimizer: only then are the module, the
-    parameter names and the configuration all known while the param groups may still be changed. Its result says how to
-    wrap; None leaves the optimizer as it is, which is right for one that is itself a ZeRO optimizer. A second call
-    changes nothing.
+    The engine calls ``_do_optimizer_sanity_check`` right before it wraps the optimizer. Only then are the module, the
+    parameter names and the configuration known while the param groups may still be changed. The result of the method
+    selects the wrapper; with None the optimizer stays unwrapped, as a ZeRO optimizer needs. A second call does nothing.
     """
     ours = tuple(classes)
     for name, make in types.items():
@@ -59,10 +58,10 @@ def install(types: Mapping[str, Callable[..., Any]], classes: Iterable[type[torc
                 return None
         elif any("from_group" in group for group in getattr(basic_optimizer, "param_groups", ())):
             raise ValueError(
-                f"{type(basic_optimizer).__name__} was built on the param groups of "
-                f"{' or '.join(types)}, which would train nothing with it; Accelerate "
-                "does so to an optimizer object under offload_optimizer: write the optimizer into ds_config.json, or "
-                'set "zero_force_ds_cpu_optimizer": false'
+                f"{type(basic_optimizer).__name__}: expected the engine's parameters, found the param groups of "
+                f"{' or '.join(types)}, with which it would train nothing; Accelerate passes an optimizer object so "
+                "under offload_optimizer: write the optimizer into ds_config.json, or set "
+                '"zero_force_ds_cpu_optimizer": false'
             )
         return original(self, basic_optimizer)
 
@@ -78,8 +77,8 @@ def param_alignment(engine: DeepSpeedEngine, params: Sequence[Tensor]) -> int:
 
 
 def uses_bf16_optimizer(engine: DeepSpeedEngine) -> bool:
-    """Whether DeepSpeed's BF16_Optimizer has the parameters, which shards as stage 1 does: stage 1 with bf16 parameters
-    and fp32 accumulation, not offloaded, and bf16 in a pipeline without ZeRO."""
+    """Whether DeepSpeed's BF16_Optimizer, which shards as stage 1 does, has the parameters: at stage 1 with bf16
+    parameters and fp32 accumulation, not offloaded, and with bf16 in a pipeline without ZeRO."""
     stage, dtypes = engine.zero_optimization_stage(), engine.get_data_types()
     if stage == 0:
         return bool(engine.pipeline_parallelism) and dtypes[0] == torch.bfloat16
@@ -100,8 +99,8 @@ def uses_auto_ep(engine: DeepSpeedEngine) -> bool:
 def process_groups(engine: DeepSpeedEngine) -> list[Any]:
     """The groups of ranks that share parameters with this one: first the data-parallel ranks, then those of experts.
 
-    Last all ranks (None), under tensor parallelism, and in a pipeline: its stages share no parameter, but raise errors
-    together.
+    Under tensor parallelism, and in a pipeline, the last is all ranks (None): pipeline stages share errors, not
+    parameters.
     """
     experts = engine.expert_data_parallel_group if engine.has_moe_layers else {}
     world = [None] if engine.pipeline_parallelism or tensor_ranks(engine) > 1 else []
@@ -136,15 +135,15 @@ def mark_cuts(engine: DeepSpeedEngine, ranks: Collectives) -> tuple[list[tuple[i
                 reasons.append(f"parameter {name!r} of shape {tuple(param.shape)} {error}")
     for _, param, cut in found.values():
         setattr(param, CUT, cut)
-        if cut is not None:  # by which DeepSpeed's norm counts; AutoTP forgets it on an embedding that it cuts
+        if cut is not None:  # DeepSpeed's norm uses it; AutoTP omits it on a sharded embedding
             setattr(param, CUT_MARK, True)
     copies = {name: _digest(param) for name, param, cut in found.values() if cut is None}
     place = bwc_tensor_model_parallel_rank(engine.mpu), engine.mpu.get_data_parallel_rank()
     of_ranks = ranks.gather_objects((place, copies))
     differ = [name for name, digest in copies.items() if any(digest != other.get(name) for _, other in of_ranks)]
     reasons += [
-        f"parameter {name!r} has no mark of tensor parallelism (tensor_model_parallel and partition_dim), but its "
-        "values differ between the tensor-parallel ranks: mark it, or make them equal"
+        f"parameter {name!r}: expected a mark of tensor parallelism (tensor_model_parallel and partition_dim), found "
+        "none, although its values differ between tensor-parallel ranks: mark it, or make them equal"
         for name in differ[:1]
     ]
     return [place for place, _ in of_ranks], reasons
@@ -153,7 +152,7 @@ def mark_cuts(engine: DeepSpeedEngine, ranks: Collectives) -> tuple[list[tuple[i
 def _cut(module: nn.Module, param: Tensor, ranks: int) -> Cut | None:
     """How tensor parallelism cuts a parameter of ``module``; None if all ranks have it whole.
 
-    Raises ValueError, with the end of a sentence about the parameter, if that cannot be known or has no plan.
+    Raises ValueError, with the end of a sentence about the parameter, if the cut is unknown or has no plan.
     """
     of_autotp = getattr(param, AUTOTP_MARK, None)
     if of_autotp is None and getattr(param, "sequence_parallel", False):
@@ -181,7 +180,7 @@ def _cut(module: nn.Module, param: Tensor, ranks: int) -> Cut | None:
     cut = Cut(of_autotp["partition_dim"], ranks, bool(widths), tuple(of_part[0] for of_part in widths))
     sizes = [*widths, whole]
     if cut.whole(param.shape) != tuple(of_autotp["original_shape"]) or any(len(set(some)) > 1 for some in sizes):
-        raise ValueError(f"is a shard of {tuple(of_autotp['original_shape'])}, which AutoTP cuts into unequal parts")
+        raise ValueError(f"is an unequal shard of {tuple(of_autotp['original_shape'])} by AutoTP; exclude its layer")
     return cut
 
 
@@ -201,7 +200,7 @@ def shard_of(engine: DeepSpeedEngine, param: Tensor, whole: Tensor) -> Tensor:
 
 
 def _digest(param: Tensor) -> int:
-    """The sum of a parameter's bits, which differs between most that differ; needs no memory."""
+    """The sum of a parameter's bits, which usually shows a difference; needs no memory."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.itemsize]
     return int(param.detach().contiguous().view(bits).sum(dtype=torch.int64))
 
@@ -251,7 +250,7 @@ def stored_fragment(param: Tensor, rank: int, sub_group: int | None) -> Fragment
     found, offset, size = zero.grad_position[zero.get_param_id(param)]
     if found != sub_group:
         shape = tuple(partitioned.ds_shape)
-        raise RuntimeError(f"a parameter of shape {shape} is in sub-group {found}, not in {sub_group}")
+        raise RuntimeError(f"a parameter of shape {shape}: expected sub-group {sub_group}, found {found}")
     start, stop = rank * size, min((rank + 1) * size, partitioned.ds_numel)
     return Fragment(rank, start, stop, offset) if start < stop else None
 
@@ -263,7 +262,7 @@ def zero_settings(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def warn(engine: DeepSpeedEngine, groups: Groups) -> None:
-    """Log a warning if matrices would hardly move, and if gradients are clipped although nothing says so."""
+    """Log a warning if matrices would hardly move, and if gradients are clipped by default."""
     if (slow := small_rate(groups)) is not None:
         logger.warning(slow)
     norm = engine.gradient_clipping()
@@ -289,9 +288,9 @@ def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
         return
     if name == "ReduceLROnPlateau":
         raise ValueError(
-            f"scheduler.type is {name!r}, which follows a metric; without one DeepSpeed gives it the batch size, so it "
-            f"would see no progress; give it as deepspeed.initialize(lr_scheduler=lambda optimizer: {name}(optimizer, "
-            "...)) and call engine.step(lr_kwargs={'metrics': loss})"
+            f"scheduler.type: expected a scheduler without a metric, found {name!r}: DeepSpeed would give it the batch "
+            f"size as metric; pass deepspeed.initialize(lr_scheduler=lambda optimizer: {name}(optimizer, ...)) and "
+            "call engine.step(lr_kwargs={'metrics': loss})"
         )
     params = engine.scheduler_params() or {}
     engine.client_lr_scheduler = lambda optimizer: scheduler_class(optimizer, **params)
@@ -319,13 +318,13 @@ def clip_whole(engine: DeepSpeedEngine, max_norm: float) -> Tensor:
 
 
 def counts_cut_alone(engine: DeepSpeedEngine) -> bool:
-    """Whether another tensor-parallel rank counts what is whole on every rank in the norm."""
+    """Whether another tensor-parallel rank counts the parameters that are whole on every rank in the norm."""
     return tensor_ranks(engine) > 1 and bwc_tensor_model_parallel_rank(engine.mpu) > 0
 
 
 def zero_or_nan(grads: Iterable[Tensor]) -> Tensor:
-    """0, or NaN if any element is non-finite: what gradients that another rank counts add to the norm, so that all
-    ranks learn of it without an extra collective."""
+    """0, or NaN if any element is non-finite. Added to the norm for gradients that another rank counts, so that all
+    ranks learn of a NaN without an extra collective."""
     return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]).sum() * 0
 
 
@@ -354,9 +353,9 @@ def hear_of_copies(wrapper: Any) -> None:
 
 
 def count_on_every_rank(wrapper: BF16_Optimizer) -> None:
-    """Let ``wrapper`` take its norm also on a rank that counts no gradient: DeepSpeed takes no norm of no tensors, for
-    which the other ranks would wait, and 0.19.7 none that is 0. Under tensor parallelism, add ``zero_or_nan`` of what
-    another rank counts."""
+    """Let ``wrapper`` take its norm also on a rank that counts no gradient: DeepSpeed skips the norm of no tensors,
+    while the other ranks wait, and 0.19.7 skips a norm of 0. Under tensor parallelism, add ``zero_or_nan`` of the
+    gradients that another rank counts."""
     counted = wrapper.get_grads_for_norm
     beside = bwc_tensor_model_parallel_rank(wrapper.mpu) > 0
 
@@ -374,9 +373,9 @@ def count_on_every_rank(wrapper: BF16_Optimizer) -> None:
 
 @record_function(NORM)
 def grad_norm(engine: DeepSpeedEngine, params: Iterable[Tensor]) -> Tensor:
-    """The norm of the gradients of ``params`` at stage 0; in a pipeline, of all stages, counting tied weights once;
-    with experts, of those of all ranks; under tensor parallelism, of all shards, counting what is whole on every rank
-    once; NaN if a copy of it is non-finite."""
+    """The norm of the gradients of ``params`` at stage 0. It covers all stages of a pipeline, counting tied weights
+    once; the experts of all ranks; and all tensor-parallel shards, counting parameters that are whole on every rank
+    once. NaN if a copy of these is non-finite."""
     dense: list[Tensor] = []
     copies: list[Tensor] = []
     experts: dict[str, list[Tensor]] = {}
@@ -414,10 +413,10 @@ def when_wrapped(engine: DeepSpeedEngine, do: Callable[[Any], None]) -> None:
 
 
 def compile_nothing() -> None:
-    """Keep DeepSpeed from compiling its shared-memory all-reduce; called before the first collective is set up.
+    """Keep DeepSpeed from compiling its shared-memory all-reduce; called before the first collective.
 
-    The op serves inference only, yet ``deepspeed.init_distributed`` builds it: without a compiler that fails, and
-    a build that was killed leaves a lock on which every later run waits for ever. Does nothing on an accelerator.
+    Only inference uses the op, yet ``deepspeed.init_distributed`` builds it. Without a compiler that fails, and a
+    killed build leaves a lock on which every later run waits forever. Does nothing on an accelerator.
     """
     import deepspeed.ops as ops
     from deepspeed.accelerator import get_accelerator

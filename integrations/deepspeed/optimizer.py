@@ -1,8 +1,8 @@
-"""Our optimizers inside DeepSpeed: their base class, and the one that DeepSpeed's ZeRO wraps.
+"""This package's optimizers inside DeepSpeed: their base class, and the one that DeepSpeed's ZeRO wraps.
 
-With ZeRO, DeepSpeed does what it always does: sharding, master weights, gradient reduction, clipping, loss scaling,
-checkpoints. The optimizer steps what each rank stores; matrices that are cut, or owned elsewhere, are sent to their
-owner and back. ``owned`` is the other storage.
+With ZeRO, DeepSpeed keeps its tasks: sharding, master weights, gradient reduction, clipping, loss scaling, checkpoints.
+The optimizer steps each rank's elements; matrices that are cut, or owned elsewhere, are sent to their owner and back.
+``owned`` is the other storage.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from lwopt_backend.runtime.state import CHECKPOINT_KEY, StateStore, keeps_state
 
 
 class EngineOptimizer(BaseOptimizer):
-    """An optimizer for an engine, which takes it with ``bind``; until then, groups are split by dimensions alone.
+    """An optimizer for an engine, which takes it with ``bind``; before, groups are split by dimensions alone.
 
     ``name`` is its type in ds_config.json. ``param_groups`` has, for each group given, a part for its matrices and one
     for the others, and more where overrides differ.
     """
 
     save_mark: SaveMark  # once it has an engine
-    gathered: dict[str, Any] | None = None  # its state dict while a save goes on that asks not all ranks for it
+    gathered: dict[str, Any] | None = None  # its state dict during a save that asks only some ranks for it
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         self.name, self.rules, self.config = name, rules, config
-        self.half_loaded = set[str]()  # "weights" and "state", of which the last load ended in an error in between
+        self.half_loaded = set[str]()  # "weights" and "state" that the last load replaced in part
         self._given = as_groups(params)
         trainable = [p for group in self._given for p in group["params"] if p.requires_grad]
         is_matrix = {id(p): len(full_shape(p)) == 2 for p in trainable}
@@ -65,7 +65,7 @@ class EngineOptimizer(BaseOptimizer):
             groups = [{**old, "params": new["params"], "members": new["members"]} for old, new in pairs]
         elif any("initial_lr" in group for group in self.param_groups):  # torch's schedulers write it
             raise ValueError(
-                f"the lr_scheduler was built on {len(before)} param groups, but routing the model makes {len(groups)}; "
+                f"the lr_scheduler: expected {len(groups)} param groups, as the routed model has, found {len(before)}; "
                 "pass a callable instead, lr_scheduler=lambda optimizer: ..., or under Accelerate make it on the "
                 "optimizer that prepare() returned"
             )
@@ -81,7 +81,7 @@ class EngineOptimizer(BaseOptimizer):
         agree(self._with_these_groups(), self.name, lambda: (None, option_lines(self.param_groups)))
 
     def _with_these_groups(self) -> Collectives:
-        """The ranks that have the same param groups: in a pipeline, those of this stage."""
+        """The ranks with equal param groups: in a pipeline, those of this stage."""
         raise NotImplementedError
 
     def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
@@ -95,15 +95,15 @@ class EngineOptimizer(BaseOptimizer):
         self.set_groups(map(with_options, self.param_groups, options))
 
     def check_loaded(self) -> None:
-        """Raises RuntimeError, on all ranks, if the last load ended in an error in between."""
+        """Raises RuntimeError, on all ranks, if an error ended the last load halfway."""
         if self.half_loaded:
             raise RuntimeError(
-                f"{self.name}: the last load_checkpoint failed when some {' and '.join(sorted(self.half_loaded))} were "
-                "loaded; load a checkpoint again, or start again"
+                f"{self.name}: the last load_checkpoint failed after some {' and '.join(sorted(self.half_loaded))} had "
+                "been loaded; load a checkpoint again, or restart"
             )
 
     def _no_engine(self) -> RuntimeError:
-        return RuntimeError(f"this {self.name} has no engine; give it to deepspeed.initialize(optimizer=...)")
+        return RuntimeError(f"{self.name}: expected an engine; pass it to deepspeed.initialize(optimizer=...)")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises ValueError if it was saved with other parameters or partitions."""
@@ -160,14 +160,14 @@ class ZeROLayerWise(EngineOptimizer):
 
     def set_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         super().set_groups(groups)
-        self._all_groups = self.param_groups  # DeepSpeed replaces our list by its own
+        self._all_groups = self.param_groups  # DeepSpeed replaces the list by its own
 
     def step(self) -> None:  # type: ignore[override]
-        """One step of what DeepSpeed has in ``param_groups``: everything (stage 0, BF16_Optimizer), a param group
+        """One step of the current ``param_groups`` of DeepSpeed: everything (stage 0, BF16_Optimizer), a param group
         (ZeRO-1/2) or a sub-group (ZeRO-3). Called on all ranks, without a closure.
 
-        Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned,
-        or if options are found to differ, before anything is changed.
+        Raises RuntimeError outside an engine, and on every rank, before anything is changed, if DeepSpeed's storage is
+        not as planned, or if options differ.
         """
         binding = self._prepare()
         self.check_loaded()
@@ -212,7 +212,7 @@ class ZeROLayerWise(EngineOptimizer):
         return ZeROStore(binding, self.param_groups, stepped)
 
     def _prepare(self) -> Binding:
-        """The binding. Before the first step, check that DeepSpeed stores what was planned, and create every state.
+        """The binding. Before the first step, compare DeepSpeed's storage with the plan, and create every state.
 
         All at once, because DeepSpeed links every group's state to its parameters after the first group has stepped.
         Raises RuntimeError outside an engine.
@@ -233,8 +233,8 @@ class ZeROLayerWise(EngineOptimizer):
         return binding
 
     def state_dict(self) -> dict[str, Any]:
-        """A state dict as torch's optimizers return it. At stage 0, where DeepSpeed saves one rank's, the first rank's
-        has every parameter's whole state, and it is called on all ranks."""
+        """A state dict as in torch's optimizers. At stage 0 DeepSpeed saves one rank's, so the first rank's has every
+        parameter's whole state. It is then called on all ranks."""
         if self.gathered is not None:
             return self.gathered
         state_dict = super().state_dict()
@@ -255,5 +255,5 @@ class ZeROLayerWise(EngineOptimizer):
             self.state.update(parts)
         else:
             super().load_state_dict(state_dict)
-        self._steppers = {}  # what was loaded may lack state if it was saved before the first step
+        self._steppers = {}  # a save from before the first step lacks state
         self._owner_state = state_dict.get(CHECKPOINT_KEY, {})

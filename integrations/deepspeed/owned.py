@@ -35,7 +35,7 @@ from lwopt_backend.runtime.agreement import agree_in_all, digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
 
-# Keys of zero_optimization that owned storage honours; all others are refused or have no effect on it.
+# Keys of zero_optimization that owned storage uses; all others are refused or have no effect.
 HONOURED = ("stage", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights")
 
 
@@ -71,12 +71,12 @@ def bind(
     name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig
 ) -> OwnedBinding:
     """Check settings, route parameters and compare ranks for the optimizer of type ``name``. Called on all ranks;
-    raises on all of them what is not supported."""
+    raises on all of them for unsupported settings."""
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
 
     def decide() -> tuple[OwnedBinding, Sequence[Sequence[str]]]:
         if reasons := reasons_to_refuse_owned(engine):
-            cannot = f"{name} with owned storage cannot train with this configuration:"
+            cannot = f"{name} with owned storage does not support this configuration; change:"
             raise ValueError("\n  ".join([cannot, *reasons]))
         check_model(engine.module, name)
         grouping = group_parameters(engine.module, given, rules, config)
@@ -96,11 +96,11 @@ def announce(binding: OwnedBinding, core: OwnedCore) -> None:
 class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
     """The optimizer for ``"storage": "owned"``. As a ZeRO optimizer, it scales losses and is told of backward passes.
 
-    ``param_groups`` have the model's parameters; ``state`` has, for those of which this rank owns a piece, the flat
-    state of that piece. ``param.grad`` is None after backward; the owners have the mean gradients until the step.
+    ``param_groups`` have the model's parameters. ``state`` has, for parameters with a piece on this rank, the piece's
+    flat state. ``param.grad`` is None after backward; the owners have the mean gradients until the step.
 
-    The engine tells when a backward pass ends and whether it completes a step; buffers, reduction, clipping, loss
-    scaling, masters and checkpoints are this class's. Methods stand together by when the engine calls them.
+    The engine reports the end of a backward pass, and whether it completes a step. Buffers, reduction, clipping, loss
+    scaling, masters and checkpoints are this class's. Methods are grouped by the time of the engine's call.
     """
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
@@ -149,7 +149,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             self.state[self.core.members[number].param] = state
         prepare_loading(engine, self, [binding.ranks], self.core)
         if self._stage == 0:
-            engine.clip_fp32_gradients = lambda: None  # the engine would clip its parameters' gradients itself
+            engine.clip_fp32_gradients = lambda: None  # the engine would also clip
         else:
             self.dp_process_group = binding.ranks.process_group  # with it the engine saves a file per rank
         if engine.global_rank == 0:
@@ -186,7 +186,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         return self._stage == 2 or bool(engine.is_gradient_accumulation_boundary())
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Send what the hooks have not sent; a rank without a gradient in this pass takes part with zeros.
+        """Send the buckets that hooks have not sent; a rank without a gradient in this pass takes part with zeros.
 
         Called at stage 1, at the end of a step's last backward pass; at stage 2, at the end of every one.
         """
@@ -201,7 +201,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         return [], {}
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Called at stage 2, before a step that the training loop itself decides on: all gradients are reduced."""
+        """Called at stage 2, before a step that the training loop decides on: all gradients are reduced."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -209,7 +209,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
 
         Non-finite gradients are dropped and ``overflow`` is set, except for bf16 with
         ``bf16.check_grad_overflow`` off. Raises RuntimeError outside an engine and, on all ranks, if a backward pass
-        ended in an exception on one, the model's parameters were changed, or options are found to differ.
+        ended in an exception on one, the model's parameters were changed, or options differ.
         """
         if self._owned is None:
             raise self._no_engine()
@@ -278,7 +278,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Raises RuntimeError: states cannot be moved to CPU memory between steps."""
-        raise RuntimeError('owned storage cannot move its states; use "storage": "zero" for offloading')
+        raise RuntimeError('offloading: expected "storage": "zero", found "owned", which cannot move its states')
 
     reload_states = offload_states
 
@@ -293,7 +293,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
     _restore_from_bit16_weights = refresh_fp32_params  # its name at stages 1 and 2
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank saves; at stage 0 the first rank saves everything, the others nothing. Called on all ranks."""
+        """This rank's part of a save; at stage 0 the first rank's has everything. Called on all ranks."""
         if self._owned is None:
             return super().state_dict()
         saved = (tensors.save_parts if self._stage else tensors.save_whole)(self.core, self.param_groups)

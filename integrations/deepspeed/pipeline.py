@@ -1,4 +1,4 @@
-"""What pipeline stages exchange before each of them plans for itself.
+"""The exchange between pipeline stages before each makes its own plan.
 
 A stage has a part of the model, which only its data-parallel ranks share. Decisions about the whole model need all
 stages: which linear is the output head (as wide as an embedding on another stage), whether a glob matches anything,
@@ -30,7 +30,7 @@ from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 class Stage:
     """A pipeline stage: its parameters' ``routes`` and those of the other stages. ``ranks`` has one rank of each stage.
 
-    ``groups`` has every stage's param groups, each as the number of the user's group and what is trained in it.
+    ``groups`` has every stage's param groups, each as the number of the user's group and its kind.
     """
 
     ranks: Collectives
@@ -47,13 +47,13 @@ class Stage:
     def note(self) -> str:
         """The report's sentence before the plan."""
         return (
-            f"Pipeline: {self.ranks.world_size} stages, each planned for by itself; this is the plan of stage "
+            f"Pipeline: {self.ranks.world_size} stages, each with its own plan; this is the plan of stage "
             f"{self.ranks.rank}, over its data-parallel ranks."
         )
 
 
 def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], rules: Rules, config: ZeROConfig) -> Stage | None:
-    """Route this stage's parameters with what the other stages report; None if the model is no pipeline.
+    """Route this stage's parameters with the other stages' reports; None if the model is not a pipeline.
 
     Called on all ranks. Raises nothing, so that no rank leaves the others waiting.
     """
@@ -100,8 +100,8 @@ def check(engine: DeepSpeedEngine, stage: Stage) -> None:
         return
     fewest = min(range(len(counts)), key=counts.__getitem__)
     raise ValueError(
-        f"pipeline stage {fewest} has {counts[fewest]} param group(s) and another stage {max(counts)}: it has no "
-        "matrices, or nothing else, in one of the groups given. ZeRO-1 sums the norm of the gradients over the stages "
-        "group by group, and they would wait for each other; choose a partition_method that gives every stage both, or "
+        f"pipeline stage {fewest} has {counts[fewest]} param group(s) and another stage {max(counts)}, because one of "
+        "the given groups has only matrices there, or none. ZeRO-1 sums the gradients' norm over the stages group by "
+        "group, so the stages would wait for each other; choose a partition_method that gives every stage both, or "
         "train in fp32 at stage 0, or in bf16 with data_types.grad_accum_dtype fp32"
     )

@@ -36,15 +36,15 @@ def _stage(engine: DeepSpeedEngine) -> list[str]:
             ]
     if stage == 0 and uses_bf16_optimizer(engine):
         return [
-            "zero_optimization.stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one rank's "
-            "part of the state and cannot load it again; use stage 1, which shards alike"
+            "zero_optimization.stage is 0 in a pipeline trained in bfloat16: DeepSpeed then saves one rank's part of "
+            "the state and cannot load it again; use stage 1, which shards equally"
         ]
     if stage > 0 or dtype == torch.float32:
         return []
     return [
-        f"zero_optimization.stage is 0 and the model is trained in {_spell(dtype)}, for which DeepSpeed keeps full "
-        "master weights on every rank and takes a step on zero gradients at start; use stage 1, or torch_autocast with "
-        "fp32 parameters"
+        f"zero_optimization.stage is 0 with a model trained in {_spell(dtype)}: DeepSpeed then keeps full master "
+        "weights on every rank and takes a step on zero gradients at start; use stage 1, or torch_autocast with fp32 "
+        "parameters"
     ]
 
 
@@ -53,8 +53,8 @@ def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> lis
     reasons = []
     if uses_auto_ep(engine):
         reasons.append(
-            "expert_parallel.enabled is true (AutoEP), whose expert layers were not tried with layer-wise matrices; "
-            "build the model with deepspeed.moe.layer.MoE"
+            "expert_parallel.enabled is true (AutoEP), which is not tested with layer-wise matrices; build the model "
+            "with deepspeed.moe.layer.MoE"
         )
     known = sorted({param.group_name for param in engine.module.parameters() if is_moe_param(param)})
     split = "split groups with deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer"
@@ -64,7 +64,7 @@ def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> lis
             if any(experts):
                 reasons.append(f"param group {number} has experts' parameters, but not 'moe': True; {split}")
         elif group.get("name") not in known:
-            names = ", ".join(map(repr, known)) or "none, because it has no deepspeed.moe layers"
+            names = ", ".join(map(repr, known)) or "none, as it has no deepspeed.moe layers"
             named = f"param group {number} has 'moe': True and name {group.get('name')!r}"
             reasons.append(f"{named}; the model has {names}")
         elif not all(experts):
@@ -88,14 +88,14 @@ def _parallelism(engine: DeepSpeedEngine) -> list[str]:
     reasons += _sequences(engine)
     if engine.sequence_parallel_size > 1 and uses_bf16_optimizer(engine):
         reasons.append(
-            f"sequence parallelism of {engine.sequence_parallel_size} with bf16 and fp32 accumulation at stage 1, "
-            "where DeepSpeed counts gradients on the first rank of a sequence only and fails on the others; use stage 2"
+            f"sequence parallelism of {engine.sequence_parallel_size} with bf16 and fp32 accumulation at stage 1: "
+            "DeepSpeed then counts gradients on the first rank of a sequence and fails on the others; use stage 2"
         )
     return reasons
 
 
 def _tensor_parallelism(engine: DeepSpeedEngine) -> list[str]:
-    """Tensor parallelism with what cannot be combined with it."""
+    """Tensor parallelism in unsupported combinations."""
     if engine.pipeline_parallelism or engine.mp_world_size == 1:  # a pipeline's stages count as model parallel
         return []
     count, stage = tensor_ranks(engine), engine.zero_optimization_stage()
@@ -120,8 +120,8 @@ def _sequences(engine: DeepSpeedEngine) -> list[str]:
     reasons = []
     if engine.sequence_parallel_size > 1 and engine.mesh_device is not None:
         reasons.append(
-            f"sequence parallelism of {engine.sequence_parallel_size} comes from mesh_param, with which DeepSpeed does "
-            "not reduce gradients over the sequence-parallel ranks; pass an mpu, e.g. "
+            f"sequence parallelism of {engine.sequence_parallel_size} comes from mesh_param: DeepSpeed then does not "
+            "reduce gradients over the sequence-parallel ranks; pass an mpu, e.g. "
             "deepspeed.runtime.sequence_parallel.parallel_state_sp"
         )
     return reasons
@@ -132,8 +132,8 @@ def _storage(engine: DeepSpeedEngine) -> list[str]:
     offload = engine.zero_offload_optimizer()
     if offload is not None and offload.ratio < 1:
         reasons.append(
-            f"zero_optimization.offload_optimizer.ratio is {offload.ratio}; DeepSpeed splits only its own CPU Adam so; "
-            "use 1.0"
+            f"zero_optimization.offload_optimizer.ratio is {offload.ratio}, which only DeepSpeed's own CPU Adam "
+            "supports; use 1.0"
         )
     empty = [name for name, param in engine.module.named_parameters() if 0 in full_shape(param)]
     if engine.zero_optimization_stage() == 3 and empty:
@@ -143,9 +143,9 @@ def _storage(engine: DeepSpeedEngine) -> list[str]:
         )
     reasons += _switches(engine)
     tagged = [name for name, param in engine.module.named_parameters() if getattr(param, "use_muon", False)]
-    if tagged:  # DeepSpeed would also orthogonalize these, because our class name contains "muon"
+    if tagged:  # DeepSpeed would also orthogonalize these, because this class's name contains "muon"
         reasons.append(
-            f"{len(tagged)} parameters, the first is {tagged[0]!r}, carry use_muon=True, which is for DeepSpeed's own "
+            f"{len(tagged)} parameters, the first is {tagged[0]!r}, carry use_muon=True, a mark of DeepSpeed's own "
             "Muon; delete the attribute"
         )
     return reasons
@@ -162,7 +162,7 @@ def _offload(engine: DeepSpeedEngine, allowed: Collection[str], advice: str) -> 
 
 
 def _switches(engine: DeepSpeedEngine, more: Mapping[str, Any] | None = None) -> list[str]:
-    """The switches that are on and must be off, ``more`` among them."""
+    """The switches that are on and must be off, including ``more``."""
     switches = {
         "zero_optimization.round_robin_gradients": engine.zero_round_robin_gradients(),
         "zero_optimization.elastic_checkpoint": engine.zero_elastic_checkpoint(),
@@ -176,7 +176,7 @@ def _switches(engine: DeepSpeedEngine, more: Mapping[str, Any] | None = None) ->
     reasons = [f"{key} is on; switch it off" for key, on in switches.items() if on]
     if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
         # torch's GradScaler skips the step on the ranks whose own fragment overflowed; the others would wait for them.
-        reasons.append("torch_autocast.dtype is float16, with which ranks may skip a step one by one; use bfloat16")
+        reasons.append("torch_autocast.dtype is float16, and single ranks would skip a step; use bfloat16")
     return reasons
 
 
@@ -186,7 +186,7 @@ def reasons_to_refuse_owned(engine: DeepSpeedEngine) -> list[str]:
     reasons = []
     if stage > 2:
         reasons.append(
-            f"zero_optimization.stage is {stage}, where DeepSpeed shards the parameters itself; use stage 0, 1 or 2, "
+            f"zero_optimization.stage is {stage}, and DeepSpeed then shards the parameters; use stage 0, 1 or 2, "
             'or "storage": "zero"'
         )
     if engine.pipeline_parallelism:
@@ -205,7 +205,7 @@ def reasons_to_refuse_owned(engine: DeepSpeedEngine) -> list[str]:
     wire = engine._config.communication_data_type
     if wire is not None and wire != accumulated:
         reasons.append(
-            f"communication_data_type is {_spell(wire)}, but gradients travel as they are accumulated, in "
+            f"communication_data_type is {_spell(wire)}, but gradients are sent as accumulated, in "
             f"{_spell(accumulated)}; set data_types.grad_accum_dtype, or leave the key out"
         )
     more = {

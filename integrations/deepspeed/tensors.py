@@ -28,8 +28,8 @@ class OwnedTensors:
     """Whole weights, gradients and states of ``core``, by parameter.
 
     ``deepspeed.utils.safe_get_full_fp32_param`` and related functions call methods that DeepSpeed's optimizers set on
-    the parameter. Ours take the same arguments and are also called on all ranks. A missing key or gradient raises on
-    all ranks.
+    the parameter. The methods here take the same arguments and are also called on all ranks. A missing key or gradient
+    raises there.
     """
 
     def __init__(self, core: OwnedCore, grouping: Grouping) -> None:
@@ -79,14 +79,14 @@ class OwnedTensors:
         number, manager = self._numbers[id(param)], self._core.manager
         if not manager.all_left:
             raise RuntimeError(
-                f"parameter {self._core.members[number].name!r} has no gradient at its owner; ask after the backward "
-                "pass that completes a step, and before the step"
+                f"parameter {self._core.members[number].name!r}: expected a gradient at its owner, found none; ask "
+                "between the backward pass that completes a step and the step"
             )
         list(manager.settled())
         return self._mine(number, BucketBuffers.owned_grads)
 
     def _mine(self, number: int, tensors: Callable[[BucketBuffers], Sequence[Tensor]]) -> Tensor | None:
-        """The parameter's own of ``tensors``, which are by piece of its bucket; None if this rank owns none of it."""
+        """The parameter's tensor in ``tensors``, which are by piece of its bucket; None if this rank owns none."""
         bucket = self._core.manager.buckets[self._core.manager.bucket_of[number]]
         return next((tensor for piece, tensor in zip(bucket.pieces, tensors(bucket)) if piece.param == number), None)
 
@@ -105,8 +105,8 @@ class OwnedTensors:
 
 
 # Owned storage in DeepSpeed's checkpoints. At stages 1 and 2, every rank writes its pieces, one group per parameter:
-# concatenated over the ranks, the pieces of a group are the parameter, in any layout. So DeepSpeed's ``zero_to_fp32``
-# can read them. At stage 0, the first rank writes everything, whole.
+# concatenated over the ranks, the pieces of a group are the parameter, in any layout. DeepSpeed's ``zero_to_fp32`` can
+# therefore read them. At stage 0, the first rank writes everything, whole.
 
 Groups = Sequence[dict[str, Any]]
 
@@ -179,9 +179,9 @@ def save_whole(core: OwnedCore, groups: Groups) -> dict[str, Any]:
 
 @torch.no_grad()
 def take_parts(core: OwnedCore, saved: Mapping[str, Any], *, weights: bool, state: bool) -> None:
-    """Load what ``save_parts`` returned on this rank: weights into masters, and state. Called on all ranks.
+    """Load this rank's ``save_parts``: weights into masters, and state. Called on all ranks.
 
-    Only the first instance saves, so it broadcasts what it loads to the others.
+    Only the first instance saves, so it broadcasts its loaded state to the others.
     """
     replicas, states = core.holdings[0].sharers.replicas, saved["base_optimizer_state"]["state"]
     for piece in state_pieces(core):

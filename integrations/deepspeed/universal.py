@@ -1,9 +1,9 @@
-"""What ``engine.load_checkpoint`` does: refuse what does not fit, and load universal checkpoints.
+"""The replacement of ``engine.load_checkpoint``: refuses what does not fit, and loads universal checkpoints.
 
 DeepSpeed's own loader of universal checkpoints handles only AdamW at stage 3 and nothing at stage 0, matches param
 groups by position, and does not load buffers and frozen parameters. So this one replaces it: whole tensors by name, of
-which every rank reads its pieces. What an engine takes is chosen and checked before any of it is loaded. A param
-group's hyperparameters are matched by the parameters in it: the checkpoint's groups may differ, or be in another order.
+which every rank reads its pieces. Everything that an engine takes is chosen and checked before anything is loaded. A
+param group's hyperparameters are matched by its parameters: the checkpoint's groups may differ, or be in another order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import TO_DO, StateStore, Whole, keeps_state, put, reasons
 
 WHAT = "load_checkpoint"
-PLACED = {"params", "name", "moe", *OURS}  # a group's keys that say what it is, not how it is trained
+PLACED = {"params", "name", "moe", *OURS}  # a group's keys that identify it, and are no options
 ALONE = "load the weights alone, with load_optimizer_states=False"
 KEPT = "owner state of the matrices"
 BY_CONVERT = "convert the checkpoint with lwopt convert, which takes owner state along, load it with its 'atoms'"
@@ -91,9 +91,9 @@ def _load(
 ) -> tuple[str, dict[str, Any]]:
     """Load what ``engine.load_checkpoint`` was ``asked`` for; returns the folder and the client state.
 
-    The first of ``everyone`` reads what there is, but no tensors, and sends that; a rank then opens the files that it
-    loads from. Raises, on every rank and before anything is changed, if it does not fit. Tensors are checked when they
-    are read: after an error then, which every rank raises, no rank takes a step before a load succeeds.
+    The first of ``everyone`` reads the contents without tensors, and sends them; each rank then opens the files that it
+    loads from. Raises, on every rank and before anything is changed, if the checkpoint does not fit. Tensors are
+    checked when they are read: after an error, which every rank raises, no rank takes a step before a load succeeds.
     """
     store: StateStore = optimizer.state_store()
     folder, checkpoint = from_first(everyone, WHAT, lambda: open_folder(asked))
@@ -136,8 +136,8 @@ def _put(store: StateStore, choice: Choice, with_state: bool) -> None:
 
 @torch.no_grad()
 def _put_rest(engine: DeepSpeedEngine, choice: Choice) -> None:
-    """Load buffers and frozen parameters, of those that tensor parallelism cuts this rank's shard; the first rank reads
-    those that stage 3 has cut. Called on all ranks, and raises at the end, as ranks gather them together."""
+    """Load buffers and frozen parameters: of tensor-parallel ones this rank's shard, while the first rank reads those
+    that stage 3 has partitioned. Called on all ranks, and raises at the end, because ranks gather them together."""
     first = first_experts(engine)
     named = [*engine.module.named_buffers(), *engine.module.named_parameters()]
     there = {renumbered(name, first): tensor for name, tensor in named}
@@ -157,7 +157,7 @@ def _put_rest(engine: DeepSpeedEngine, choice: Choice) -> None:
 
 
 def _go_on(engine: DeepSpeedEngine, choice: Choice, asked: Mapping[str, Any]) -> list[str]:
-    """Restore the engine's counters and the scheduler's state, if asked for; if not, advice about a scheduler that is
+    """Restore the engine's counters and the scheduler's state, if asked for; otherwise return advice about a scheduler
     at another step than the checkpoint."""
     checkpoint, scheduler = choice.checkpoint, engine.lr_scheduler
     engine.global_steps = checkpoint.iteration or 0
@@ -172,29 +172,29 @@ def _go_on(engine: DeepSpeedEngine, choice: Choice, asked: Mapping[str, Any]) ->
         here = getattr(scheduler, key, None)
         if here not in (None, there):
             return [
-                f"{choice.folder}: the scheduler's state is not loaded, so it goes on from its {key} {here}, but the "
-                f"checkpoint was saved after {steps} steps; to go on with the schedule from there, set its {key} to "
+                f"{choice.folder}: the scheduler's state is not loaded, so the scheduler continues from its {key} "
+                f"{here}, but the checkpoint was saved after {steps} steps; to continue its schedule, set {key} to "
                 f"{there} after loading"
             ]
     return []
 
 
 def open_folder(asked: Mapping[str, Any]) -> tuple[Path, Checkpoint]:
-    """The folder of the checkpoint that an engine is ``asked`` for, and what is in it. Raises CheckpointError."""
+    """The folder of the checkpoint that an engine is ``asked`` for, and its content. Raises CheckpointError."""
     root, tag = Path(asked["load_dir"]), asked["tag"]
     folder = tag_of(root, deepspeed_universal.POINTER) if tag is None else root / str(tag)
     if not deepspeed_universal.recognises(folder):
         raise CheckpointError(
-            f"checkpoint.load_universal is on, but {folder} is no universal checkpoint: it has no file "
-            "zero/optimizer_state.pt; switch it off, or convert the checkpoint first, with lwopt convert --to universal"
+            f"checkpoint.load_universal is on: expected a universal checkpoint in {folder}, found no "
+            "zero/optimizer_state.pt; switch it off, or convert the checkpoint with lwopt convert --to universal"
         )
     return folder, deepspeed_universal.read(folder)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``params`` are the trained ones, by our names; ``rest`` is frozen parameters and buffers. ``options`` are what
-    each param group takes over; ``notes`` are what rank 0 logs about options that it does not."""
+    """``params`` are the trained ones, by this model's names; ``rest`` is frozen parameters and buffers. ``options``
+    are the ones that each param group takes over; ``notes`` on others are logged on rank 0."""
 
     folder: Path
     checkpoint: Checkpoint
@@ -217,7 +217,7 @@ def choose(
     or rules that do not fit, and, with ``load_module_strict``, for a frozen parameter or a buffer that is missing.
     """
     if asked["custom_load_fn"] is not None:
-        raise ValueError("custom_load_fn is not supported with checkpoint.load_universal; leave custom_load_fn out")
+        raise ValueError("expected no custom_load_fn with checkpoint.load_universal; leave custom_load_fn out")
     folder, checkpoint = opened
     trained, groups = {param.name: param for param in store.params}, store.groups
     others = _others(engine, trained)
@@ -251,7 +251,7 @@ def _others(engine: DeepSpeedEngine, trained: Mapping[str, TrainedParam]) -> dic
 def _fitting(
     folder: Path, checkpoint: Checkpoint, store: StateStore, others: Collection[str], with_state: bool
 ) -> tuple[dict[str, Param], list[str]]:
-    """The trained parameters in the checkpoint, by our names, and sentences about what differs and may.
+    """The trained parameters in the checkpoint, by this model's names, and sentences about permitted differences.
 
     Raises CheckpointError for other parameters or shapes than here and, ``with_state``, for other state.
     """
@@ -272,7 +272,7 @@ def _fitting(
             here[param.name] |= {**mine, "counters": {STEP: first.step} if first and STEP in mine["state"] else None}
             there[param.name] |= {**theirs, "counters": {STEP: params[param.name].step}}
             notes += [f"{folder}: {note}" for note in more]
-    advice = f"its names are {checkpoint.names!r}; convert it with lwopt convert --names where the model's are others"
+    advice = f"its names are {checkpoint.names!r}; convert it with lwopt convert --names if the model's differ"
     to_do = {fact: text if fact in ("shape", "status") else f"{text}, or {ALONE}" for fact, text in TO_DO.items()}
     for reason in reasons(here, there, advice=advice, to_do={**to_do, KEPT: f"{BY_CONVERT}, or {ALONE}"}):
         raise CheckpointError(f"{folder}: {reason}")
@@ -282,9 +282,9 @@ def _fitting(
 def _facts_of_state(
     checkpoint: Checkpoint, group: Group, trained: TrainedParam, params: Mapping[str, Param], keep_any: bool
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Facts of a parameter's state, here and in the checkpoint, and sentences about what differs and may.
+    """Facts of a parameter's state, here and in the checkpoint, and sentences about permitted differences.
 
-    A matrix that never had a gradient has no owner state; if other matrices have some, that begins anew.
+    A matrix that never had a gradient has no owner state; if other matrices have some, it starts fresh.
     """
     param, ours, rule = params[trained.name], trained.matrices, trained.rule
     like = new_state(torch.empty(1, device="meta"), group)
@@ -293,14 +293,14 @@ def _facts_of_state(
     by = checkpoint.groups[number].get("rule") if number in range(len(checkpoint.groups)) else None
     here: dict[str, Any] = {"rule": rule, "state": sorted(key for key, t in like.items() if t.ndim or key == STEP)}
     there: dict[str, Any] = {"rule": by, "state": sorted({*param.states} - {MASTER} | steps)}
-    theirs = (checkpoint.arguments.get("matrices") or {}).get(checkpoint.name_of(trained.name))  # if it says
+    theirs = (checkpoint.arguments.get("matrices") or {}).get(checkpoint.name_of(trained.name))  # if recorded
     theirs, kept = None if theirs is None else list(theirs), sorted(param.owner_states)
     keeps = rule in MATRIX_RULES and keeps_state(MATRIX_RULES[rule].build(**arguments(group)))
     whose, notes = f"parameter {trained.name!r}, which {rule!r} trains", []
     if keeps and kept:
         here["matrices"], there["matrices"] = ours, theirs
     elif theirs not in (None, ours):
-        notes.append(f"{whose} as the matrices {ours}, was trained as {theirs}; their updates differ")
+        notes.append(f"{whose} as the matrices {ours}, was trained as {theirs}; the updates differ")
     if not keeps or checkpoint.iteration != 0:
         here[KEPT], there[KEPT] = list(range(len(ours))) if keeps else [], kept
     if keeps and by == rule and keep_any and {*kept} < {*range(len(ours))}:
@@ -322,8 +322,8 @@ def _rest(
             found[name] = tensor
         elif strict:
             raise CheckpointError(
-                f"{folder}: the files of model states have no {name!r}, which is frozen or a buffer; with "
-                "load_module_strict=False it keeps what it has"
+                f"{folder}: expected {name!r}, which is frozen or a buffer, in the files of model states, found none; "
+                "with load_module_strict=False it keeps its values"
             )
     return found
 
@@ -332,23 +332,23 @@ def _check_shape(file: Path, name: str, expected: Sequence[int], found: Sequence
     if tuple(expected) != tuple(found):
         raise CheckpointError(
             f"{file}, parameter {name!r}: expected shape {tuple(expected)}, found {tuple(found)}; load it into the "
-            "model it was saved with"
+            "same model"
         )
 
 
 def _options_of(
     folder: Path, checkpoint: Checkpoint, groups: Groups, members: Sequence[Mapping[str, Param]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The options that each of the param ``groups`` takes over, and sentences about those that it does not.
+    """The options that each of the param ``groups`` takes over, and sentences about those that it does not take.
 
-    ``members`` are, by group, its parameters in the checkpoint, by our names. Raises CheckpointError if they have other
-    rules, or options that one group cannot have.
+    ``members`` are, by group, its parameters in the checkpoint, by this model's names. Raises CheckpointError if they
+    have other rules, or options that one group cannot have.
     """
     translated, notes = translation.translated(checkpoint)
     # Megatron's Muon has used two names for its momentum.
     saved = [{"momentum": g["momentum_beta"], **g} if "momentum_beta" in g else g for g in checkpoint.groups]
     checkpoint = dataclasses.replace(checkpoint, groups=tuple(saved))
-    said: dict[str, None] = {}  # arguments of the other optimizer that its groups lack and that are others here
+    said: dict[str, None] = {}  # arguments of the other optimizer outside its groups, with other values here
     for number, (group, of_group) in enumerate(zip(groups, members)):
         for theirs in sorted({p.group for p in of_group.values() if p.group is not None and p.group < len(saved)}):
             made = translated[theirs]
@@ -358,7 +358,7 @@ def _options_of(
             listed = [f"{key} {made[key]!r} (here {group.get(key)!r})" for key in keys if made[key] != group.get(key)]
             if listed:
                 trained = f"param group {number} was trained with {', '.join(listed)} where it comes from"
-                said[f"{folder}: {trained}, and goes on with what is configured here"] = None
+                said[f"{folder}: {trained}, and continues with the options configured here"] = None
     notes = [*(f"{folder}: {note}" for note in notes), *said]
     numbered = enumerate(zip(groups, members))
     return [_options(folder, checkpoint, i, group, of_group, notes) for i, (group, of_group) in numbered], notes
@@ -369,8 +369,8 @@ def _options(
 ) -> dict[str, Any]:
     """The options that param group ``number`` takes over. ``members`` are its parameters in the checkpoint.
 
-    From our optimizers' groups, which name their rule, all keys but ``PLACED``; from others the rule's options, with
-    our ``lr_scale`` and the ``lr`` that makes the saved rate of it.
+    Groups of this package's optimizers name their rule, and give all keys but ``PLACED``. Others give the rule's
+    options, with this ``lr_scale`` and the ``lr`` that yields the saved rate.
     """
     numbers = sorted({p.group for p in members.values() if p.group is not None and p.group < len(checkpoint.groups)})
     theirs = [checkpoint.groups[n] for n in numbers]
@@ -386,7 +386,7 @@ def _options(
         whose = f"param group {number} here has parameters of the checkpoint's groups {numbers}"
         text = f"{folder}: {whose}, whose {key!r} are {values}"
         if ours:
-            raise CheckpointError(f"{text}; give the optimizer the param groups it was saved with, or {ALONE}")
+            raise CheckpointError(f"{text}; make the param groups of the checkpoint, or {ALONE}")
         notes.append(f"{text}; it keeps {group.get(key)}, as configured")
     if ours or LR_SCALE not in group:
         return taken
@@ -398,8 +398,8 @@ BY_GROUP = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas")  # lists
 
 
 def _by_group(state: Mapping[str, Any] | None, of_groups: Sequence[set[int | None]]) -> Mapping[str, Any] | None:
-    """A scheduler's state with an entry for each of our param groups, which may be others than the checkpoint's, as on
-    another pipeline stage. ``of_groups`` are the checkpoint's groups that have parameters of each."""
+    """A scheduler's state with an entry for each param group here. The checkpoint's may differ, as on another pipeline
+    stage: ``of_groups`` are its groups with parameters of each."""
     numbers = [sorted(number for number in of_group if number is not None)[:1] for of_group in of_groups]
     if state is None or not all(numbers):
         return state
@@ -409,14 +409,14 @@ def _by_group(state: Mapping[str, Any] | None, of_groups: Sequence[set[int | Non
 
 
 def _check_scheduler(folder: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> None:
-    """A scheduler loads any state, and later fails or continues with another scheduler's numbers; so check its form."""
+    """Check the form: a scheduler loads any state, and later fails or continues with another scheduler's numbers."""
 
     def form(state: Mapping[str, Any]) -> list[tuple[str, int | None]]:
         return sorted((key, len(value) if isinstance(value, list) else None) for key, value in state.items())
 
     if theirs is None or form(theirs) != form(ours):
         raise CheckpointError(
-            f"{folder}: expected the state of a scheduler like the one here, with {sorted(ours)}, found "
-            f"{'none' if theirs is None else sorted(theirs)}; use the scheduler and the param groups it was saved "
-            "with, or load_lr_scheduler_states=False"
+            f"{folder}: expected the state of this scheduler, with {sorted(ours)}, found "
+            f"{'none' if theirs is None else sorted(theirs)}; use the checkpoint's scheduler and param groups, or "
+            "load_lr_scheduler_states=False"
         )

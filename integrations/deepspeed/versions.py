@@ -1,4 +1,4 @@
-"""Whether the installed DeepSpeed is supported, and the undocumented names that we replace or call."""
+"""Whether the installed DeepSpeed is supported, and the undocumented names that are replaced or called here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAMES = {
 
 @functools.cache
 def check() -> None:
-    """Raises ImportError if the installed DeepSpeed is not supported, or lacks names that we use; lists these."""
+    """Raises ImportError if the installed DeepSpeed is not supported, or lacks names that are used; lists them."""
     import deepspeed
 
     found, supported = deepspeed.__version__, VERSIONS["deepspeed"].supported
@@ -45,14 +45,14 @@ def check() -> None:
     if not SpecifierSet(supported).contains(Version(found), prereleases=True):
         newer = Version(found).release > Version(VERSIONS["deepspeed"].tested[-1]).release
         raise ImportError(
-            f"DeepSpeed {found} is installed, but lwopt_backend supports {supported}: "
-            + ("a newer one may have moved what it replaces" if newer else "an older one lacks what it needs")
+            f"expected DeepSpeed {supported}, found {found}: "
+            + ("a newer one may have moved methods" if newer else "an older one lacks methods")
             + f"; run: {install}"
             + (", or a newer lwopt_backend if there is one" if newer else "")
         )
     if lacks := list(_missing()):
         raise ImportError(
-            f"DeepSpeed {found} is installed, but lacks what lwopt_backend uses of it: {', '.join(lacks)}. "
+            f"DeepSpeed {found}: expected {', '.join(lacks)}, which lwopt_backend uses, found none. "
             f"Reinstall a supported version: {install} --force-reinstall --no-deps"
         )
 

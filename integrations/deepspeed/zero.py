@@ -1,4 +1,4 @@
-"""ZeRO's storage: what DeepSpeed steps at a time, planned and compared with what it stores; state in checkpoints."""
+"""ZeRO's storage: the units that DeepSpeed steps, their plans and a check of the storage; state in checkpoints."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ class Unit:
         return layout.beside(self.ranks.rank) if isinstance(layout, TensorShards) else range(sharers.world_size)
 
     def check_stored(self, flat: Tensor, sub_group: int | None) -> None:
-        """Raises RuntimeError if DeepSpeed stores this rank's pieces elsewhere than planned.
+        """Raises RuntimeError if DeepSpeed stores this rank's pieces in other places than planned.
 
         ``flat`` is the tensor that it steps; ``sub_group`` is that tensor's number at stage 3.
         """
         rank, layout = self.plan.place(self.ranks.rank), self.plan.layout
         assert not isinstance(layout, Replicas)
         if flat.numel() != (planned := layout.partition_numel):
-            raise RuntimeError(f"{self.plan.rule}: planned {planned} elements a rank, found {flat.numel()}")
+            raise RuntimeError(f"{self.plan.rule}: expected {planned} planned elements, found {flat.numel()}")
         for index, (trained, param) in enumerate(zip(self.plan.params, self.params)):
             expected, found = layout.fragment(index, rank), deepspeed_engine.stored_fragment(param, rank, sub_group)
             if expected != found:
-                raise RuntimeError(f"parameter {trained.name!r}: planned {expected}, but DeepSpeed stores {found}")
+                raise RuntimeError(f"parameter {trained.name!r}: expected {expected}, but DeepSpeed stores {found}")
 
 
 Stepper = UnitStepper[Any]
@@ -170,8 +170,8 @@ def owner_states(steppers: Iterable[Stepper]) -> dict[str, dict[str, Any]]:
 
 
 def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -> dict[str, Any]:
-    """By parameter, its matrices' names and which elements they have, in order; and owner state by matrix name, if the
-    rules keep any: this rank's, ``held``, or if parameters are replicated that of all ranks, on the first, and the
+    """By parameter, its matrices' names and elements, in order. If the rules keep owner state, also that by matrix
+    name: this rank's, ``held``; or if parameters are replicated, on the first rank that of all ranks and the
     parameters' names by param group. Called on all ranks."""
     found: dict[str, Any] = {}
     if binding.replicated:
@@ -201,8 +201,7 @@ def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -
 def take_owner_states(
     binding: Binding, steppers: Sequence[Stepper], saved: Mapping[str, dict[str, Any]], rules: Mapping[int, MatrixRule]
 ) -> None:
-    """Send what ``owner_states`` returned, on any ranks, to the current owners. ``rules`` are by param group. Called on
-    all ranks."""
+    """Send the results of ``owner_states`` of all ranks to the current owners. ``rules`` are by param group."""
     owned: list[dict[str, tuple[OwnerState, int]]] = [{} for _ in binding.ranks]
     for unit, stepper in zip(binding.units, steppers):
         planned, matrices = unit.plan.matrices, stepper.matrices
@@ -227,9 +226,9 @@ def load_whole(binding: Binding, saved: States) -> dict[Tensor, dict[str, Any]]:
 
 # ``deepspeed.utils.safe_get_full_optimizer_state`` and related functions: a missing key raises on all ranks.
 #
-# At stages 1 and 2, only ranks that store a piece of the parameter look the key up; they raise, while the others wait
-# for them in an all-reduce. DeepSpeed also loses the states' places when a checkpoint is loaded. All ranks know a
-# parameter's keys from its rule, so they check here, before DeepSpeed is called. At stage 3 every rank looks them up.
+# At stages 1 and 2, only ranks that store a piece of the parameter look the key up. They raise while the others wait in
+# an all-reduce. DeepSpeed also loses the states' places when a checkpoint is loaded. All ranks know a parameter's keys
+# from its rule, so they check here, before DeepSpeed's call. At stage 3 every rank looks them up.
 
 OF_PARAMETERS = ("get_full_hp_param", "set_full_hp_param")  # DeepSpeed sets them whenever it links parameters
 
@@ -248,11 +247,11 @@ class StateKeys:
         """Raises ValueError if the parameter has no state ``key``."""
         if key not in self._keys[id(param)]:
             kept = ", ".join(map(repr, self._keys[id(param)]))
-            raise ValueError(f"parameter {self._names[id(param)]!r} has no optimizer state {key!r}; it has {kept}")
+            raise ValueError(f"parameter {self._names[id(param)]!r}: expected a key in {kept}, found {key!r}")
 
 
 def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, grouping: Grouping) -> None:
-    """Check every state key that the parameters of ``engine`` are asked for at stages 1 and 2.
+    """Check every state key in calls on the parameters of ``engine`` at stages 1 and 2.
 
     Called on all ranks, while DeepSpeed builds the engine; ``optimizer`` is the one that DeepSpeed wraps next. Then a
     key that a parameter's rule does not keep raises ValueError, and a state before the first step RuntimeError.
@@ -265,7 +264,7 @@ def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, 
                 known.check(param, key)
                 if not any(optimizer.state.values()):
                     name = grouping.names[id(param)]
-                    raise RuntimeError(f"parameter {name!r} has no {key!r} yet; the first step makes it")
+                    raise RuntimeError(f"parameter {name!r} has no {key!r} before the first step; take a step")
                 wrapper._lazy_init_hp_params_optimizer_state()
             return method(*args)
 
@@ -289,14 +288,14 @@ def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, 
     deepspeed_engine.when_wrapped(engine, guard)
 
 
-# Decisions made when an engine takes the optimizer: routing, groups, what is stepped at a time, and its plans.
+# Decisions made when an engine takes the optimizer: routing, groups, units and their plans.
 
 
 @dataclass(frozen=True)
 class Binding:
     """An optimizer's binding to the engine that has taken it."""
 
-    name: str  # of the optimizer's type, for errors
+    name: str  # the optimizer's type, for errors
     engine: DeepSpeedEngine
     grouping: Grouping
     ranks: list[Collectives]  # the groups of ranks that share parameters with this one
@@ -332,7 +331,7 @@ class Binding:
             deepspeed_engine.warn(self.engine, self.grouping.groups)
 
     def announcement(self) -> tuple[list[Route], dict[str, list[GroupPlan]], list[dict[str, Any]]]:
-        """What ``report.show`` prints: the whole model's routes, the plans by who shares them, and the param groups."""
+        """The arguments of ``report.show``: the whole model's routes, plans by their ranks, and param groups."""
         plans: dict[str, list[GroupPlan]] = {}
         for ranks in self.ranks:
             shared = [unit for unit in self.units if unit.ranks is ranks]
@@ -357,7 +356,7 @@ class Binding:
     def stored(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Per unit, the tensor that DeepSpeed steps; of replicated parameters the first. Called on all ranks.
 
-        Raises RuntimeError, on every rank, if DeepSpeed stores parameters elsewhere than planned. ``groups`` are the
+        Raises RuntimeError, on every rank, if DeepSpeed's storage is not as planned. ``groups`` are the
         optimizer's param groups.
         """
         if self.replicated:
@@ -378,8 +377,8 @@ class Binding:
 
 
 def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig) -> Binding:
-    """Route, plan and compare ranks for the optimizer of type ``name``. Called on all ranks; raises on all of them what
-    is not supported."""
+    """Route, plan and compare ranks for the optimizer of type ``name``. Called on all ranks, which raise for
+    unsupported settings."""
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
     stage = pipeline.meet(engine, given, rules, config)
     cut = deepspeed_engine.tensor_ranks(engine) > 1
@@ -387,7 +386,7 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
 
     def decide() -> tuple[Binding, list[list[str]]]:
         if reasons := [*reasons_to_refuse(engine, given), *unclear]:
-            raise ValueError("\n  ".join([f"{name} cannot train with this configuration:", *reasons]))
+            raise ValueError("\n  ".join([f"{name} does not support this configuration; change:", *reasons]))
         model = engine.module
         if stage is None:
             grouping = group_parameters(model, given, rules, config)
@@ -413,7 +412,7 @@ def _units(
     ranks: Sequence[TorchCollectives],
     places: Sequence[tuple[int, int]],
 ) -> list[Unit]:
-    """What DeepSpeed will step at a time, in its order."""
+    """DeepSpeed's successive steps, in its order."""
     by_group = {sharers.group: sharers for sharers in ranks}
     machine = machine_for(engine.device)
     found: list[Unit] = []

@@ -1,4 +1,4 @@
-"""What needs no torch: the error of all checkpoint code, formats and families by name, a model's numbers."""
+"""Choices without torch: the error of all checkpoint code, formats and families by name, a model's numbers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _HERE = "lwopt_backend.checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: what --help says; the module that reads it, and the one that writes it, if it is written; what readers
-    call what that wrote; the pointer file, if it has one, in the folder of steps; and how a step's folder is named.
+    """A format: its help; the modules that read and write it, the latter if it is written; its writer's name for
+    readers' errors; the pointer file, if it has one, in the folder of steps; and how a step's folder is named.
 
     Modules are imported when needed: torch.distributed.checkpoint takes half a second."""
 
@@ -36,8 +36,7 @@ class Format:
     step_folder: str = ""
 
 
-# In the order in which a folder is tested: Megatron's also look like any of torch's, and weights may be in one folder
-# with any optimizer's state.
+# In the order in which a folder is tested: Megatron's are also torch's formats, and weights may be next to any state.
 _MEGATRONS = "latest_checkpointed_iteration.txt"
 FORMATS = {
     "megatron-torch": Format("Megatron's --ckpt-format torch", f"{_HERE}.megatron.torch_format", pointer=_MEGATRONS),
@@ -84,7 +83,7 @@ ARGUMENTS = {  # their names in Megatron's arguments and Hugging Face's configs
 
 
 class Numbers(Options):
-    """Each may be left out if the checkpoint's arguments or shapes imply it."""
+    """A model's numbers, each optional if the checkpoint's arguments or shapes imply it."""
 
     layers: Count | None = option(None, "transformer layers", OURS)
     heads: Count | None = option(None, "attention heads of queries", OURS)
@@ -104,9 +103,9 @@ class Numbers(Options):
                     f"the checkpoint's argument {name!r} is {value!r}; expected a number; give {key!r}"
                 )
         grouped = arguments.get("group_query_attention")
-        if grouped is False:  # then Megatron's num_query_groups is 1, a default that is not used
+        if grouped is False:  # then Megatron's num_query_groups is 1, an unused default
             found["query_groups"] = found["heads"]
-        elif grouped is None and arguments.get("num_query_groups") == 1:  # a default, or not; shapes tell
+        elif grouped is None and arguments.get("num_query_groups") == 1:  # perhaps a default; shapes decide
             found["query_groups"] = None
         given = {key: value for key, value in found.items() if value is not None and getattr(self, key) is None}
         return self.model_copy(update=given)
@@ -130,11 +129,11 @@ class QKV:
 
 
 def qkv_of_fused(numbers: Numbers, rows: int, where: str) -> QKV:
-    """How the rows of a fused matrix divide, given two of heads, groups and channels. Raises CheckpointError."""
+    """The division of a fused matrix's rows, given two of heads, groups and channels. Raises CheckpointError."""
     heads, groups, channels = numbers.heads or 0, numbers.query_groups or 0, numbers.kv_channels or 0
     if (heads > 0) + (groups > 0) + (channels > 0) < 2:
         raise CheckpointError(
-            f"{where}: to divide q, k and v, two of heads, query_groups and kv_channels must be known; known is "
+            f"{where}: expected two of heads, query_groups and kv_channels, to divide q, k and v; found "
             f"{_known(numbers)}; give them"
         )
     if heads and groups:
@@ -147,11 +146,11 @@ def qkv_of_fused(numbers: Numbers, rows: int, where: str) -> QKV:
 
 
 def qkv_of_parts(numbers: Numbers, q: int, k: int, where: str) -> QKV:
-    """How rows of separate q and k divide, given one of heads, groups and channels. Raises CheckpointError."""
+    """The division of the rows of separate q and k, given one of heads, groups and channels. Raises CheckpointError."""
     heads, groups, channels = numbers.heads, numbers.query_groups, numbers.kv_channels
     if not (heads or groups or channels):
         raise CheckpointError(
-            f"{where}: to divide q, k and v, one of heads, query_groups and kv_channels must be known; known is "
+            f"{where}: expected one of heads, query_groups and kv_channels, to divide q, k and v; found "
             f"{_known(numbers)}; give them"
         )
     if not channels:
@@ -165,8 +164,8 @@ def _fitting(found: QKV, rows: int, numbers: Numbers, where: str) -> QKV:
     whole = min(found.groups, found.queries, found.channels) > 0 and found.queries % found.channels == 0
     if not whole or found.rows != rows or numbers.heads not in (None, heads):
         raise CheckpointError(
-            f"{where}: {rows} rows of q, k and v do not divide by {_known(numbers)}: expected "
-            "(heads + 2 * query_groups) * kv_channels; give the numbers of this model"
+            f"{where}: expected (heads + 2 * query_groups) * kv_channels rows of q, k and v, found {rows}, which do "
+            f"not divide by {_known(numbers)}; give the numbers of this model"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The form of a checkpoint between all readers and writers: parameters with lazy tensors, groups, counters."""
+"""The common form of a checkpoint for readers and writers: parameters with lazy tensors, groups, counters."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def unequal(one: Tensor, other: Tensor) -> Tensor:
 
 
 def infinite(values: Tensor) -> int:
-    """The number of non-finite elements. A finite sum shows quickly that all are; an infinite one may be an
-    overflow."""
+    """The number of non-finite elements. A finite sum proves quickly that all are; an infinite one proves nothing."""
     if not values.is_floating_point():
         return 0
     wide = values if values.dtype.itemsize >= 4 or values.dtype == torch.bfloat16 else values.float()
@@ -48,11 +47,11 @@ def infinite(values: Tensor) -> int:
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, where they are."""
+    """The bytes of a contiguous tensor, not copied."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-BLOCK = 2**19  # elements that are read at once to fill or compare a tensor: 2 MB of fp32; more costs page faults
+BLOCK = 2**19  # elements read at once to fill or compare a tensor: 2 MB of fp32; more costs page faults
 ReadRange = Callable[[int, int], Tensor]
 
 
@@ -60,11 +59,11 @@ ReadRange = Callable[[int, int], Tensor]
 class LazyTensor:
     """A tensor in a file. ``read`` returns it, contiguous and owned by the caller, and keeps nothing.
 
-    One of a file that torch.save wrote can be pickled, as can its pieces and views: ranks send one another such places.
+    One in a file of torch.save can be pickled, as can its pieces and views, so that ranks can exchange them.
 
     ``where`` describes it in messages: ``"exp_avg of decoder.layers.0... in __0_0.distcp"``. ``read_range`` returns the
     elements [start, stop), flat, if that costs less than reading all. ``stride`` is the saved tensor's, in elements,
-    and ``place`` the file and the byte where it begins, if known.
+    and ``place`` the file and its first byte, if known.
     """
 
     shape: tuple[int, ...]
@@ -84,7 +83,7 @@ class LazyTensor:
         return self.numel * self.dtype.itemsize
 
     def blocks(self) -> Iterator[Tensor]:
-        """Yield all elements in order, flat, ``BLOCK`` at a time; with ``read_range``, no more are in memory."""
+        """Yield all elements in order, flat, ``BLOCK`` at a time; with ``read_range``, no more is in memory."""
         for read in self.block_reads():
             yield from read().view(-1).split(BLOCK)
 
@@ -155,8 +154,8 @@ def joined(parts: Sequence[LazyTensor], function: Callable[[list[Tensor]], Tenso
 
 
 def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
-    """The elements of ``parts`` one after the other, in ``shape``, as torch.cat joins them along the first dimension.
-    It is filled part by part, from ranges if these can be read, so that no whole part is in memory besides."""
+    """The elements of ``parts`` one after the other, in ``shape``, as in torch.cat along the first dimension. It is
+    filled part by part, from ranges if these can be read, so that no whole part is in memory as well."""
     first = parts[0]
     if len(parts) == 1:
         return first.view(shape)
@@ -176,11 +175,11 @@ def _range_of(parts: Sequence[LazyTensor], ends: Sequence[int], start: int, stop
 
 
 def shape_of(sizes: Any) -> tuple[int, ...]:
-    """Sizes in a file as a shape. Raises ValueError if they are not, or have too many elements."""
+    """Sizes in a file as a shape. Raises ValueError for anything else, and for too many elements."""
     if type(sizes) not in (tuple, list, torch.Size) or len(sizes) > 32:  # numpy's own limit, up to version 1
-        raise ValueError("a shape is no tuple, or too long")
+        raise ValueError("expected a shape as a tuple of at most 32 sizes")
     if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(max(n, 1) for n in sizes) >= 2**48:
-        raise ValueError("a shape has sizes that cannot be")
+        raise ValueError("expected sizes of 0 or more and at most 2**48 elements")
     return tuple(sizes)
 
 
@@ -188,7 +187,7 @@ T = TypeVar("T")
 WEIGHT = "weight"
 MASTER = "fp32"  # the key of master weights, as in DeepSpeed's universal format
 LONGEST_NAME = 1000  # characters of a parameter's name or key; bounds the time of parsing names
-MATRICES = "matrices"  # the argument with each parameter's matrices, in order: which elements they have
+MATRICES = "matrices"  # the argument with the elements of each parameter's matrices, in order
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ class Param:
 
 
 class OwnerStates(UserDict[int, Any]):
-    """Owner state by a matrix's place in its parameter, made of functions that read it whenever it is accessed."""
+    """Owner state by a matrix's place in its parameter, whose values are read at each access."""
 
     def __getitem__(self, place: int) -> Any:
         return self.data[place]()
@@ -237,7 +236,7 @@ class OwnerStates(UserDict[int, Any]):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a reader found.
+    """The result of a reader.
 
     - ``format``: e.g. ``"megatron torch_dist"``; ``version``: of the program that wrote it, if known.
     - ``names``: the vocabulary of its parameter names: ``"megatron-core"``, ``"model"`` (the module's own), ...
@@ -248,8 +247,8 @@ class Checkpoint:
     - ``world``: sizes by name, e.g. ``{"dp": 2, "tp": 1}``.
     - ``replicas``: pairs of tensors that must be equal, e.g. a tied embedding's two copies, with a description.
     - ``tied``: further names of parameters, each with the name in ``params``.
-    - ``buffers``: the module's, by name. ``client``: what the user's program saved with it, as plain data.
-    - ``notes``: sentences on what was left out or looks odd, but is no reason to refuse.
+    - ``buffers``: the module's, by name. ``client``: other entries of the user's program, as plain data.
+    - ``notes``: sentences on omissions and oddities that are no reason to refuse.
     """
 
     format: str
@@ -269,15 +268,17 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
 
     def name_of(self, name: str) -> str:
-        """The name in ``params`` of a parameter with this name, which may be a further one."""
+        """The name in ``params`` of a parameter with this name, which may be one in ``tied``."""
         return name if name in self.params else self.tied.get(name, name)
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError if files have other types in place of names, numbers and dictionaries."""
+        """Raises CheckpointError if names, numbers and dictionaries have other types."""
         names = (*self.params, *self.tied, *self.tied.values(), *self.buffers)
         wrong = [name for name in names if type(name) is not str or len(name) > LONGEST_NAME]
         if wrong:
-            raise CheckpointError(f"{self.format}: a parameter's name is a {type(wrong[0]).__name__}, or a long one")
+            raise CheckpointError(
+                f"{self.format}: expected a parameter's name as text, found a {type(wrong[0]).__name__}, or a long one"
+            )
         nothing, mapping = type(None), (Mapping,)
         kinds: dict[str, tuple[type, ...]] = {
             **{"iteration": (int, nothing), "samples": (int, nothing), "scheduler": (Mapping, nothing)},
@@ -288,8 +289,8 @@ class Checkpoint:
         found += [(f"the number of {name} ranks", size, (int,)) for name, size in self.world.items()]
         for what, value, kind in found:
             if not isinstance(value, kind):
-                said = f"a {type(value).__name__}, no {kind[0].__name__}"
-                raise CheckpointError(f"{self.format}: {what} is {said}; copy it again")
+                said = f"expected {what} as a {kind[0].__name__}, found a {type(value).__name__}"
+                raise CheckpointError(f"{self.format}: {said}; copy it again")
 
 
 def reader(

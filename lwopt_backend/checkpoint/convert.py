@@ -1,4 +1,4 @@
-"""From one format to another: how param groups are translated, what is written where."""
+"""From one format to another: the translation of param groups, and the destination."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
 from lwopt_backend.groups.registry import LR_SCALE, MATRIX_RULES, options_of, rule_named, torchs_keys
 
-# Param groups of other optimizers with our options, by whose names torch's DCP loads them.
-#
-# docs/from_frameworks.md lists the counterparts. Torch's own options are kept and completed, so that torch.optim.AdamW
-# also finds its own.
+# Param groups of other optimizers with this package's options, under which torch's DCP loads them: see
+# docs/from_frameworks.md. Torch's own options are kept and completed, so that torch.optim.AdamW also finds its own.
 
 MUON, ADAMW, LION = "muon", "adamw", "lion"
 MOMENTS = {"exp_avg", "exp_avg_sq"}
 OF_LION = {"exp_avg"}
-_MEGATRON = {  # our options and Megatron's arguments for them, some with older names
+_MEGATRON = {  # options here, and Megatron's arguments for them, some with older names
     "nesterov": ("muon_nesterov", "muon_use_nesterov"),
     "adjust_lr_fn": ("muon_scale_mode",),
     "extra_scale_factor": ("muon_extra_scale_factor",),
@@ -35,11 +33,11 @@ ADAPTIVE_MUON = (
     "moment2_buffer is kept, but rule 'adamuon' does not load it: Emerging-Optimizers 0.2 averages squares of updates "
     "with the factor by shape, 0.3 and this package without the factor, and the checkpoint does not record the version"
 )
-_PLACES = ("members", "from_group", "overrides")  # keys of our engines that are no options
+_PLACES = ("members", "from_group", "overrides")  # keys of engines that are no options
 
 
 def as_ours(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with param groups as our optimizers have them, with ``rule``; those of matrix rules come first.
+    """The checkpoint with this package's param groups, with ``rule``; those of matrix rules come first.
 
     A group without a rule of this package, or with unknown options, stays as it is, and the notes say why; this
     package's optimizers will not load it, because it lacks their options.
@@ -57,8 +55,8 @@ def as_ours(checkpoint: Checkpoint) -> Checkpoint:
 def translated(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]:
     """The groups in order, with ``rule`` if they have a counterpart; and sentences on those that have none.
 
-    Beside matrices, groups have one ``lr``, so those that lack ``lr_scale`` get it: by their base rates, or by the
-    rates in use where there are none.
+    In a model with matrices, groups share one ``lr``, so groups without ``lr_scale`` get it: from their base rates, or
+    from the current rates if there are none.
     """
     members: dict[int, set[str]] = {}
     for param in checkpoint.params.values():
@@ -76,7 +74,7 @@ def translated(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]
 
 
 def _with_one_rate(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups, in all that have no ``lr_scale`` with the base rate of the first group of matrices, if any."""
+    """The groups; those without ``lr_scale`` get the base rate of the first group of matrices, if any."""
     ours = [group for group in groups if group.keys() >= {"rule", "lr"} and LR_SCALE not in group]
     base = "initial_lr" if all("initial_lr" in group for group in ours) else "lr"
     first = next((group[base] for group in ours if group["rule"] in MATRIX_RULES), None)
@@ -112,7 +110,7 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
     elif states == {"momentum_buffer"}:
         rule, given, kept = MUON, _muon(group, checkpoint.arguments, of_deepspeed), dict(group)
     else:
-        raise ValueError(f"no rule of this package keeps {sorted(states)} with the options {sorted(group)}")
+        raise ValueError(f"expected a known rule, found the state {sorted(states)}, the options {sorted(group)}")
     # The base learning rate that a schedule multiplies: torch's ``initial_lr``.
     start = group.get("initial_lr", group.get("max_lr"))
     if start is None:
@@ -124,9 +122,9 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
 def _adamw(group: Mapping[str, Any], of_deepspeed: Mapping[str, Any]) -> dict[str, Any]:
     decoupled = group.get("decoupled_weight_decay", of_deepspeed.get("adam_w_mode", True))
     if not decoupled and group.get("weight_decay"):
-        raise ValueError("its Adam adds the weight decay to the gradient, and rule 'adamw' does not")
+        raise ValueError("expected decoupled weight decay, found an Adam that adds it to the gradient")
     if not group.get("bias_correction", True) or group.get("maximize"):
-        raise ValueError("its Adam has no bias correction, or maximizes, and rule 'adamw' does neither")
+        raise ValueError("expected bias correction and no maximize, found an Adam that differs")
     wanted = ("lr", "betas", "eps", "weight_decay", "amsgrad")
     return {key: group[key] for key in wanted if group.get(key) is not None}
 
@@ -135,7 +133,7 @@ def _muon(group: Mapping[str, Any], arguments: Mapping[str, Any], of_deepspeed: 
     more: dict[str, Any] = {}
     if "use_muon" in group:
         if of_deepspeed.get("per_head_muon"):
-            raise ValueError("per_head/from_frameworks.md)")
+            raise ValueError("per_head_muon orthogonalized each head; set 'per_head' (docs/from_frameworks.md)")
         if of_deepspeed.get("ns_method", "gram") != "standard":
             more = {"ns_dtype": "float32", "gram_aspect": 1.0, "gram_restarts": (2,)}
     elif "muon" in str(arguments.get("optimizer")):
@@ -161,7 +159,7 @@ def _of_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if not known:
             raise ValueError(f"the checkpoint's arguments lack {theirs[0]}")
         found[ours] = known[0]
-    table = arguments.get("muon_coefficient_type", "quintic")  # the only one before it was an argument
+    table = arguments.get("muon_coefficient_type", "quintic")  # the only table in versions without the argument
     if table not in ("simple", "quintic"):
         raise ValueError(f"muon_coefficient_type={table!r} has no counterpart by name; see docs/from_frameworks.md")
     exact = arguments.get("muon_fp32_matmul_prec", "medium") != "medium"
@@ -170,8 +168,7 @@ def _of_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """The destination of a checkpoint: a ``folder``, which is written whole, and the pointers in its parent, by file
-    name."""
+    """The destination of a checkpoint: a ``folder``, which is written whole, and pointers in its parent, by name."""
 
     folder: Path
     pointers: Mapping[str, str]
@@ -195,8 +192,8 @@ def prepared(
 ) -> Checkpoint:
     """The checkpoint under the names of ``vocabulary``, by default its own. Everything but its values is checked.
 
-    For DCP, param groups get the options of our optimizers, which load them by these. Raises CheckpointError; nothing
-    is written before.
+    For DCP, param groups get this package's options, under which its optimizers load them. Raises CheckpointError;
+    nothing is written before.
     """
     vocabulary = vocabulary or source_vocabulary or (checkpoint.names if checkpoint.names in names.FAMILIES else None)
     _check_used(checkpoint, vocabulary, source_vocabulary, numbers.model_fields_set)
@@ -212,12 +209,12 @@ def prepared(
 
 
 def _without_group(checkpoint: Checkpoint) -> list[str]:
-    """A note on parameters that have state, but no group that is known."""
+    """A note on parameters with state, but without a known group."""
     names = [name for name, param in checkpoint.params.items() if param.states and param.group is None]
     if not names or not checkpoint.groups:
         return []
     return [
-        f"which param group has {', '.join(names[:3])}{', ...' * (len(names) > 3)} is not known ({len(names)} "
+        f"the param groups of {', '.join(names[:3])}{', ...' * (len(names) > 3)} are unknown ({len(names)} "
         "parameter(s) with state): param_shapes leaves them out, as DeepSpeed would give them another group's options"
     ]
 
@@ -237,11 +234,11 @@ def _check_used(checkpoint: Checkpoint, wanted: str | None, source: str | None, 
     of_shapes = given - {"vocab_size"}
     if wanted is None and given:
         raise CheckpointError(
-            f"{_options(given)} cannot be used, as it is not known what this checkpoint's names mean; say it with "
-            f"--source-names ({', '.join(names.FAMILIES)}, or a .json file)"
+            f"{_options(given)}: expected known names in this checkpoint, found none; give --source-names "
+            f"({', '.join(names.FAMILIES)}, or a .json file)"
         )
     if wanted == (source or checkpoint.names) and of_shapes:
-        raise CheckpointError(f"{_options(of_shapes)} is not used, as names stay as they are; leave it out")
+        raise CheckpointError(f"{_options(of_shapes)}: expected a change of names, found none; leave it out")
 
 
 def _options(fields: set[str]) -> str:
@@ -258,11 +255,11 @@ def write(
 ) -> None:
     """Write a checkpoint, ``workers`` tensors at a time. ``options``: safetensors' ``dtype``.
 
-    Pointers come last. A destination that is not there yet appears with its pointers, at once.
+    Pointers come last. A new destination appears with its pointers, at once.
     """
     name = FORMATS[target].writer if target in TARGETS else None
     if name is None:
-        raise CheckpointError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
+        raise CheckpointError(f"expected a target of {', '.join(TARGETS)}, found {target!r}")
     writer = importlib.import_module(name)
 
     def fill(folder: Path) -> None:

@@ -16,8 +16,8 @@ STEP, OWNER, BUFFER = "step", "owner", "buffer"
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor ``key`` of parameter ``name``, or its counter: ``what`` says how it differs, and is empty if equal. If
-    shapes are equal, ``elements`` differ, by at most ``largest``."""
+    """A tensor ``key`` of parameter ``name``, or its counter. ``what`` describes the difference, and is empty if equal.
+    If shapes are equal, ``elements`` differ, by at most ``largest``."""
 
     name: str
     key: str
@@ -29,7 +29,7 @@ class Compared:
 def differences(a: Checkpoint, b: Checkpoint, weights_only: bool = False) -> Iterator[Compared]:
     """Yield every tensor, counter and buffer of both. Parts of two tensors are in memory at a time.
 
-    Tensors are equal if they are so bit for bit after the narrower is widened; NaN equals NaN. Formats store weights in
+    Tensors are compared bit for bit, after the narrower is widened; NaN equals NaN. Formats store weights in
     one or two forms, so both are compared: ``weight`` in the narrower dtype, made from the master weight if a
     checkpoint has no other; ``fp32`` in the wider one, if it has master weights. So a bf16 weight with an fp32 master
     equals the fp32 weight of an FSDP2 checkpoint.

@@ -13,13 +13,13 @@ from lwopt_backend.checkpoint.files.threads import in_order
 from lwopt_backend.checkpoint.names import CORE, FAMILIES
 from lwopt_backend.checkpoint.names.core import EMBEDDING, HEAD
 
-SHOWN = 20  # problems that are listed
+SHOWN = 20  # problems in a message
 ADVICE = (  # on master weights that do not round to the weights, in Megatron's checkpoints
-    "The optimizer state is not that of these weights. Megatron-LM up to 0.19.2 writes such checkpoints with "
+    "The optimizer state does not belong to these weights. Megatron-LM up to 0.19.2 writes such checkpoints with "
     "--dist-ckpt-optim-fully-reshardable and several gradient buckets (--overlap-grad-reduce), and loads them "
-    "silently; other states are wrong there too. Take a checkpoint that was saved without that option. The weights "
-    "are good: to begin with these and a new optimizer, load them in Megatron with --no-load-optim, save again "
-    "without that option, and convert that"
+    "silently; other states are wrong there as well. Take a checkpoint that was saved without that option. The weights "
+    "are correct: to begin with them and a new optimizer, load them in Megatron with --no-load-optim, save again "
+    "without that option, and convert the result"
 )
 
 
@@ -30,7 +30,7 @@ class Refused(CheckpointError):
         more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         listed = "\n  ".join(problems[:SHOWN])
         super().__init__(
-            f"{len(problems)} problem(s), so that nothing is written:\n  {listed}{more}" + f"\n{advice}" * bool(advice)
+            f"{len(problems)} problem(s), and nothing was written:\n  {listed}{more}" + f"\n{advice}" * bool(advice)
         )
         self.problems, self.advice = tuple(problems), advice
 
@@ -41,8 +41,8 @@ def check(checkpoint: Checkpoint, vocab_size: int | None = None, workers: int = 
 
 
 def check_form(checkpoint: Checkpoint, vocab_size: int | None = None) -> None:
-    """Raises Refused for problems that show before values are read: states that are missing or of another shape than
-    their parameter; a ``vocab_size`` beyond the rows of the embedding, or short of trained rows."""
+    """Raises Refused for problems that are visible without values: missing states, states of another shape than their
+    parameter's, and a ``vocab_size`` beyond the rows of the embedding or below its trained rows."""
     if problems := _problems(checkpoint, vocab_size):
         raise Refused(problems, "")
 
@@ -55,7 +55,7 @@ def check_values(checkpoint: Checkpoint, workers: int = 1) -> list[str]:
 
 def _problems(checkpoint: Checkpoint, vocab_size: int | None) -> list[str]:
     misshapen = [
-        f"{key} of {name!r} has shape {state.shape}, but the parameter {param.shape} ({state.where})"
+        f"{key} of {name!r}: expected the parameter's shape {param.shape}, found {state.shape} ({state.where})"
         for name, param in checkpoint.params.items()
         for key, state in param.states.items()
         if state.shape != param.shape
@@ -87,13 +87,12 @@ def _check_values(checkpoint: Checkpoint, workers: int, problems: list[str]) -> 
         notes.append(f"All {len(checkpoint.replicas)} replicas are equal.")
     listed = ", ".join(f"{count} in {what}" for what, count in list(wrong.items())[:SHOWN])
     more = f" and others in {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-    values = f"{sum(wrong.values())} values are infinite or no numbers: {listed}{more}."
+    values = f"{sum(wrong.values())} values are infinite or NaN: {listed}{more}."
     return [*notes, values if wrong else "All values are finite."]
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield problems of parameters that lack some or all of the states that others of their param group have, the count
-    of steps among them.
+    """Yield problems of parameters that lack states, or a count of steps, that others of their param group have.
 
     If groups are not known, all parameters are compared. A state counts as missing only if another parameter has all of
     this one's states, and more. A rule may keep its whole state in owner_states.
@@ -130,8 +129,8 @@ def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
 
 
 def _values(name: str, param: Param) -> tuple[list[str], dict[str, int], bool]:
-    """What is wrong with a parameter's values, how many of each tensor's are infinite or no numbers, and whether there
-    is a master weight in addition to the weight."""
+    """Problems of a parameter's values, the number of infinite or NaN values by tensor, and whether there is a master
+    weight in addition to the weight."""
     weight, master, tensors = param.weight, param.states.get(MASTER), param.tensors
     both = () if weight is None or master is None or weight.shape != master.shape else (WEIGHT, MASTER)
     odd = {key: sum(map(contents.infinite, t.blocks())) for key, t in tensors.items() if key not in both}
@@ -148,7 +147,7 @@ def _values(name: str, param: Param) -> tuple[list[str], dict[str, int], bool]:
             count += int(differs.sum())
             if first is None and count:
                 at = int(differs.to(torch.uint8).argmax())
-                first = f"element {start + at} is {full[at].item()!r}, but the weight {saved[at].item()!r}"
+                first = f"element {start + at} is {full[at].item()!r}, the weight {saved[at].item()!r}"
         start += saved.numel()
     problem = (
         f"master weight of {name!r} does not round to the saved {weight.dtype} weight in {count} of {weight.numel} "
@@ -168,19 +167,19 @@ def _differing(what: str, one: LazyTensor, other: LazyTensor) -> list[str]:
 
 
 def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
-    """Padding rows are never looked up, so the rows of an untied embedding get no gradients there. If it is also the
-    output layer, all rows get gradients, and nothing can be checked."""
+    """Padding rows are never looked up, so they get no gradients in an untied embedding. If it is also the output
+    layer, all rows get gradients, and nothing can be checked."""
     if size is None:
         return
     embedding, head = EMBEDDING, HEAD
-    if checkpoint.names in FAMILIES and checkpoint.names != CORE:  # their names in that family, where it has them
+    if checkpoint.names in FAMILIES and checkpoint.names != CORE:  # their names in that family, if it has them
         rules = [rule for rule in FAMILIES[checkpoint.names].rules if rule.sources]
         names = {rule.sources[0].text: rule.targets[0].text for rule in reversed(rules) if rule.targets}
         embedding, head = names.get(EMBEDDING, EMBEDDING), names.get(HEAD, HEAD)
     for name in (embedding, head):
         if name in checkpoint.params and checkpoint.params[name].shape[0] < size:
             rows = checkpoint.params[name].shape[0]
-            yield f"{name!r} has {rows} rows, fewer than the vocabulary of {size} that was given; give the model's own"
+            yield f"{name!r}: expected at least {size} rows, the given vocabulary, found {rows}; give the model's"
     if embedding not in checkpoint.params or head not in checkpoint.params:
         return
     param = checkpoint.params[embedding]
@@ -193,7 +192,7 @@ def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
         trained = [size + int(row) for row in beyond.any(dim=1).nonzero()]
         if trained:
             yield (
-                f"{len(trained)} row(s) of {embedding!r} beyond the given vocabulary of {size} were trained, such "
-                f"as row {trained[0]} ({state.where} is not zero there); give at least {trained[-1] + 1}"
+                f"{embedding!r}: expected untrained rows beyond the given vocabulary of {size}, found {len(trained)} "
+                f"trained, such as row {trained[0]} ({state.where} is not zero there); give at least {trained[-1] + 1}"
             )
             return

@@ -21,7 +21,7 @@ from lwopt_backend.checkpoint.files.manifest import Files, crc_of
 from lwopt_backend.checkpoint.files.threads import in_order
 from lwopt_backend.checkpoint.files.torch_files import Record, Stored
 
-# Writes weights, without optimizer state, as safetensors, as ``from_pretrained`` reads them.
+# Writes weights, without optimizer state, as safetensors for ``from_pretrained``.
 #
 #     model.safetensors                                 or, if that would exceed the largest size of a file:
 #     model-00001-of-00002.safetensors, ...             and
@@ -46,14 +46,14 @@ def write(
 ) -> None:
     """Write to ``folder``, which is empty. All tensors of a file are in memory; ``workers`` are read at a time.
 
-    Weights are the model's; in ``dtype``, if given, they are made from master weights if there are any. Buffers stay as
-    they are. Tied names are left out, as in transformers. Raises CheckpointError for a dtype that the format lacks.
+    Weights are the model's; in ``dtype``, if given, they are made from master weights if there are any. Buffers do not
+    change. Tied names are left out, as in transformers. Raises CheckpointError for a dtype that the format lacks.
     """
     tensors = {name: exported(param, dtype) for name, param in checkpoint.params.items()} | dict(checkpoint.buffers)
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{tensor.where}: safetensors has no {tensor.dtype}, which {name} is; give a dtype")
-    files: list[dict[str, LazyTensor]] = [{}]  # tensors in order; one that is larger than a file may be is by itself
+            raise CheckpointError(f"{name}: expected a dtype of safetensors, found {tensor.dtype}; give --dtype")
+    files: list[dict[str, LazyTensor]] = [{}]  # tensors in order; one above the size of a file is alone
     size = 0
     for name, tensor in tensors.items():
         if files[-1] and size + tensor.nbytes > file_bytes:
@@ -98,8 +98,8 @@ def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], work
 #     model.safetensors, or files that model.safetensors.index.json names    weights and buffers
 #     config.json, where there is one                                       how the model was built
 #
-# The format has no checksums. Where a manifest has a file's, it is compared before the file's first tensor is used; a
-# damaged file of others shows only if its header does not fit its size.
+# The format has no checksums. If a manifest has a file's, it is compared before the file's first tensor is used. Damage
+# to other files shows only if the header does not fit the size.
 
 ONE_FILE, CONFIG = "model.safetensors", "config.json"
 _DTYPES = {word: dtype for dtype, word in DTYPES.items()}
@@ -126,8 +126,8 @@ def read(path: Path) -> Checkpoint:
             listed = {name for name, place in places.items() if place == file}
             if different := sorted(listed ^ set(of_file)):
                 where = "its header" if different[0] in listed else INDEX
-                said = f"{different[0]!r} is missing in {where}"
-                raise CheckpointError(f"{path / file}: {said}; the files are of different checkpoints")
+                said = f"expected {different[0]!r} in {where}, found none"
+                raise CheckpointError(f"{path / file}: {said}; copy all files of one checkpoint")
             found |= of_file
         tensors = {name: found[name] for name in places}
     config = _json(path / CONFIG) if (path / CONFIG).is_file() else {}
@@ -142,7 +142,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The dtypes, by the format's words, and shapes of one file's tensors by name, in the file's order, from its header
+    """The dtypes, in the format's words, and shapes of one file's tensors by name, in the file's order, from its header
     alone. Raises CheckpointError if it is damaged."""
     try:
         with safe_open(path, framework="numpy") as file:
@@ -166,7 +166,7 @@ def load(path: Path) -> dict[str, LazyTensor]:
     for name, (dtype, shape) in shapes(path).items():
         where = f"{name} in {path}"
         if dtype not in _DTYPES:
-            raise CheckpointError(f"{where} has the dtype {dtype}; known are {', '.join(_DTYPES)}")
+            raise CheckpointError(f"{where}: expected a dtype of {', '.join(_DTYPES)}, found {dtype}; copy it again")
         found[name] = LazyTensor(shape, _DTYPES[dtype], partial(_read, path, name, whole), where)
     return found
 
@@ -177,7 +177,7 @@ def _read(path: Path, name: str, whole: Record | None) -> Tensor:
         whole.check()
     with safe_open(path, framework="pt") as file:
         found: Tensor = file.get_tensor(name)
-        return found.clone()  # the library's may be the mapped file
+        return found.clone()  # the library's tensor may be the mapped file
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _json(path: Path) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-            raise ValueError(f"{name!r} is there twice")
+            raise ValueError(f"expected {name!r} once, found it twice")
         return found
 
     try:

@@ -1,4 +1,4 @@
-"""Ties: weights that a model has under several names. What of a checkpoint is one weight, and what is a copy."""
+"""Ties: weights under several names in a model. Decides which weights of a checkpoint are one, and which are copies."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param
 from lwopt_backend.routing.output_heads import HEAD_NAMES, HEAD_NAMES_OUTSIDE_BLOCKS
 
-# torch's model state dict has a tied weight under all its names, an optimizer's only under the first, and neither says
-# which are tied. Equal values do not say so: a frozen teacher equals its student at the start. So of copies that are
+# torch's model state dict has a tied weight under all its names, an optimizer's only under the first, and neither has
+# the ties. Equal values do not prove a tie: a frozen teacher equals its student at the start. So among copies that are
 # not trained, only a model's output head counts as its embedding.
 
-RECORD = "lwopt_tied"  # the key of our own torch.distributed.checkpoint folders for further names, each with the first
+RECORD = "lwopt_tied"  # the key in this package's DCP folders for further names, each with the first
 EMBEDDING = re.compile(r"embed|wte")
 
 
 def recorded(found: Any, params: Mapping[str, Param]) -> dict[str, str]:
-    """The ties that our save recorded. Raises CheckpointError if these are no names of ``params``."""
+    """The ties that a save of this package recorded. Raises CheckpointError unless these are names of ``params``."""
     if not isinstance(found, Mapping) or not all(type(n) is str for pair in found.items() for n in pair):
         raise CheckpointError(f"{RECORD}: expected names of tied parameters, found {found!r:.100}; copy it again")
     if missing := {*found, *found.values()} - params.keys():
-        raise CheckpointError(f"{RECORD} names {min(missing)!r}, which is not saved; copy all files again")
+        raise CheckpointError(f"{RECORD}: expected saved names, found {min(missing)!r}; copy all files again")
     return dict(found)
 
 
@@ -39,14 +39,14 @@ def heads(params: Mapping[str, Param]) -> tuple[dict[str, str], list[str]]:
         if param.states:
             trained.setdefault(_form(param), []).append(name)
 
-    @functools.cache  # read once, however many weights are compared
+    @functools.cache  # read once for all comparisons
     def begin(name: str) -> bytes:
         first = next(_blocks(params[name]), torch.empty(0)).contiguous().view(torch.uint8)
         return hashlib.blake2b(first.numpy().data).digest()
 
-    copies: dict[str, list[str]] = {}  # untrained weights by the trained one whose values they begin with
+    copies: dict[str, list[str]] = {}  # untrained weights by the trained one with the same first values
     for name, param in params.items():
-        if not param.states and param.group is None and len(param.shape) > 1:  # of vectors many are all ones
+        if not param.states and param.group is None and len(param.shape) > 1:  # many vectors are all ones
             for of in trained.get(_form(param), ()):
                 if begin(of) == begin(name):
                     copies.setdefault(of, []).append(name)
@@ -57,33 +57,33 @@ def heads(params: Mapping[str, Param]) -> tuple[dict[str, str], list[str]]:
             is_head = name not in found and not nearer and _is_head(name, of)
             if is_head and all(map(torch.equal, _blocks(params[of]), _blocks(params[name]))):
                 found[name] = of
-    notes = [f"{name}, an output head, has the values of {of}: taken for the same" for name, of in found.items()]
+    notes = [f"{name}, an output head, equals {of}: taken for the same weight" for name, of in found.items()]
     rest = {name: of for of, names in copies.items() for name in names if name not in found}
     if rest:
         name, of = next(iter(rest.items()))
         notes.append(
             f"{len(rest)} weight(s) without state begin like trained ones, e.g. {name} like {of}: kept as frozen "
-            f"copies; if that is one weight under two names, say --tied {name}={of}"
+            f"copies; if that is one weight under two names, give --tied {name}={of}"
         )
     return found, notes
 
 
 def declared(checkpoint: Checkpoint, pairs: Iterable[str]) -> Checkpoint:
-    """The checkpoint with the ties that a user declares, as ``"another name=name"``. Raises CheckpointError for names
-    that are not there, and for weights that are trained apart, or differ."""
+    """The checkpoint with the ties that a user declares, as ``"another name=name"``. Raises CheckpointError for unknown
+    names, and for weights that are trained separately or differ."""
     params, tied = dict(checkpoint.params), dict(checkpoint.tied)
     for pair in pairs:
         name, _, of = pair.partition("=")
         if tied.get(name) == of and of in params:
             continue
         if unknown := [each for each in (name, of) if each not in params]:
-            raise CheckpointError(f"--tied {pair}: {unknown[0]!r} is no parameter of the checkpoint; give NAME=NAME")
+            raise CheckpointError(f"--tied {pair}: expected NAME=NAME of parameters, found {unknown[0]!r}")
         if name == of or params[name].states or params[name].group is not None:
-            raise CheckpointError(f"--tied {pair}: {name} is trained, so that it is no other name; exchange the two")
+            raise CheckpointError(f"--tied {pair}: expected the trained {name} last; exchange the two")
         alias, weight = params.pop(name).best, params[of].weight or params[of].best
         same = (alias.shape, alias.dtype) == (weight.shape, weight.dtype)
         if not same or not all(map(torch.equal, alias.blocks(), weight.blocks())):
-            raise CheckpointError(f"--tied {pair}: {name} differs from {of}, so that they are not tied; leave it out")
+            raise CheckpointError(f"--tied {pair}: expected equal weights of {name} and {of}; leave it out")
         tied[name] = of
     return replace(checkpoint, params=params, tied=tied)
 
@@ -97,8 +97,8 @@ def _blocks(param: Param) -> Iterator[Tensor]:
 
 
 def _is_head(name: str, of: str) -> bool:
-    """Whether a weight that equals the weight ``of`` is an output head by its name, or else by that of an embedding
-    which it equals without being one (``routing.output_heads``)."""
+    """Whether a weight that equals the weight ``of`` is an output head by its own name, or by that of an embedding that
+    it equals without being one (``routing.output_heads``)."""
     if _named_as_head(of):
         return False
     in_a_block = any(part.isdecimal() for part in name.split("."))
@@ -113,6 +113,6 @@ def _named_as_head(name: str) -> bool:
 
 
 def _common(one: str, other: str) -> int:
-    """How many leading words two names share."""
+    """The number of leading words that two names share."""
     pairs = zip(one.split("."), other.split("."))
     return next((at for at, (a, b) in enumerate(pairs) if a != b), 0)

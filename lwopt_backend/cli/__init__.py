@@ -29,8 +29,7 @@ app.command()(env)
 
 
 def main(commands: Callable[[], None] = app) -> None:
-    """Run a command. An error that the user can fix is one line and exit code 2, not a traceback, which LWOPT_DEBUG=1
-    shows."""
+    """Run a command. An error that the user can fix is one line and exit code 2; LWOPT_DEBUG=1 shows its traceback."""
     try:
         commands()
     except (ValueError, OSError, ImportError, MemoryError) as error:

@@ -39,14 +39,14 @@ VocabSize = Annotated[int | None, of_model(help="Rows of the embedding and the o
 
 
 def numbers_of(**given: int | None) -> Numbers:
-    """Those that were given."""
+    """The numbers that were given."""
     return Numbers(**{name: value for name, value in given.items() if value is not None})
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """In it, modules are imported. Until torch is there, Python's garbage collector would look at all that they make
-    again and again, and once more when the program ends: a third of the time that starting takes."""
+    """Import modules within this context, without garbage collection. Until torch is there, Python's collector would
+    scan the new objects again and again, and once more at the end: a third of the startup time."""
     if "torch" in sys.modules:
         yield
         return
@@ -69,7 +69,7 @@ def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
 
 @contextmanager
 def progress(what: str, total: int, silent: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of ``total`` bytes on standard error, while that is a terminal. Yields what to call for each few bytes."""
+    """A bar of ``total`` bytes on standard error, if that is a terminal. Yields a function to call with read bytes."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     disable = silent or not console.is_terminal
@@ -113,7 +113,7 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def print_json(found: Mapping[str, Any]) -> None:
-    """Print ``found`` as JSON; what has no form in JSON becomes a string."""
+    """Print ``found`` as JSON; other values become strings."""
     typer.echo(json.dumps(_plain(found), indent=2, allow_nan=False))
 
 
@@ -141,7 +141,7 @@ def print_sentences(console: Console, heading: str, found: Sequence[str]) -> Non
         console.print(columns([("  -", sentence) for sentence in found]))
 
 
-# ``lwopt convert``: a checkpoint of one system as one of another.
+# ``lwopt convert``: from one system's checkpoint to another's.
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -213,9 +213,9 @@ def convert(
 def _options(to: str, dtype: str | None) -> dict[str, Any]:
     """The writer's options. Raises CheckpointError for unknown values and for options of another target."""
     if to not in TARGETS:
-        raise CheckpointError(f"unknown target {to!r} for --to; {suggestion(to, TARGETS)}")
+        raise CheckpointError(f"--to: unknown target {to!r}; {suggestion(to, TARGETS)}")
     if dtype is not None and to != "safetensors":
-        raise CheckpointError(f"--dtype is of --to safetensors, not of --to {to}, which keeps dtypes; leave it out")
+        raise CheckpointError(f"--dtype: expected --to safetensors, found --to {to}; leave it out")
     name = dtype and SHORT.get(dtype, dtype)
     if name is not None and name not in DTYPES:
         raise CheckpointError(f"unknown --dtype {dtype!r}; {suggestion(name, DTYPES)}")
@@ -268,10 +268,10 @@ def _show_conversion(summary: Mapping[str, Any]) -> None:
     console.print(f"\nWritten to {after['path']}." if after["written"] else "\nNothing was written (--dry-run).")
 
 
-# ``lwopt inspect``: what a checkpoint is, and whether it is whole.
+# ``lwopt inspect``: a checkpoint's facts and problems.
 
 OPTIONS = ("lr", "lr_scale", "weight_decay", "momentum", "momentum_beta", "betas", "eps", "rule")
-UNCHECKED = "Tensors were not read (--no-check), so that only missing ones were noticed."
+UNCHECKED = "Tensors were not read (--no-check), so only missing ones were noticed."
 
 
 def inspect(
@@ -360,7 +360,7 @@ def _said(value: object) -> str:
 # ``lwopt diff``: two checkpoints, tensor by tensor.
 
 SHOWN = 30
-UNNAMED = "model"  # names of checkpoints that do not say what they are
+UNNAMED = "model"  # the names of checkpoints that do not record them
 
 
 def diff(
@@ -397,8 +397,8 @@ def diff(
     theirs = _under(theirs, "b", vocabulary, names_b, numbers, notes)
     if not set(ours.params) & set(theirs.params):
         notes.append(
-            f"No parameter has the same name in both: A's are such as {next(iter(ours.params), 'none')}, B's such as "
-            f"{next(iter(theirs.params), 'none')}. Say what they are with --names-a and --names-b."
+            f"No parameter has the same name in both: A has names such as {next(iter(ours.params), 'none')}, B such as "
+            f"{next(iter(theirs.params), 'none')}. Give --names-a and --names-b."
         )
     for side, checkpoint in (("A", ours), ("B", theirs)):
         if not weights and not any(param.states for param in checkpoint.params.values()):
@@ -420,14 +420,14 @@ def diff(
 def _under(
     checkpoint: Checkpoint, side: str, vocabulary: str | None, source: str | None, numbers: Numbers, notes: list[str]
 ) -> Checkpoint:
-    """Rename to ``vocabulary``. Names of unknown origin are taken for that vocabulary's, with a note."""
+    """Rename to ``vocabulary``. Names of unknown origin are assumed to be of that vocabulary, with a note."""
     from lwopt_backend.checkpoint import names
 
     if source is None and vocabulary is not None and checkpoint.names == UNNAMED:
         source = vocabulary
         notes.append(
-            f"{side.upper()} does not say what its names are; they are taken for {vocabulary}'s. If they are others, "
-            f"say so with --names-{side}."
+            f"{side.upper()} does not record the vocabulary of its names; {vocabulary} is assumed. If it is another, "
+            f"give --names-{side}."
         )
     if vocabulary is None and source is None:
         return checkpoint

@@ -1,4 +1,4 @@
-"""``lwopt env``: what a report of a fault needs."""
+"""``lwopt env``: facts for a bug report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def env(
         Path | None, typer.Option(help="A file that `lwopt plan --json` wrote, to print its digest and options.")
     ] = None,
 ) -> None:
-    """Print what an issue needs: versions, devices, the world, and the digest of a plan.
+    """Print facts for an issue: versions, devices, the world, and the digest of a plan.
 
     Run it where training runs: under the launcher, it shows the world.
     """
@@ -80,6 +80,6 @@ def _plan(path: Path | None) -> Iterator[tuple[str, object]]:
         yield from ({"digest": digest} | named).items()
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"--plan {path}: expected the JSON that `lwopt plan --json` wrote, found something else ({error!r}); "
+            f"--plan {path}: expected the JSON that `lwopt plan --json` wrote, found other content ({error!r}); "
             "run: lwopt plan ... --json > plan.json"
         ) from error

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they stand for."""
+"""Options that several commands share, and the model that they name."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ PNG = Annotated[Path | None, of_output(metavar="FILE", help="Write the picture t
 def read_model(hf: Path | None, shapes: Path | None, training: Training) -> ModelShapes:
     """The model that ``hf`` or ``shapes`` names. Raises ValueError for none and for both."""
     if (hf is None) == (shapes is None):
-        raise ValueError(f"give one of --hf and --shapes; found {'--hf and --shapes' if hf else 'none'}")
+        raise ValueError(f"expected one of --hf and --shapes, found {'both' if hf else 'none'}; give one")
     from lwopt_backend.planner.shapes import read_hugging_face, read_shapes_json
 
     if hf:
         return read_hugging_face(hf, training=training)
     if training.config.include or training.config.exclude:
-        raise ValueError("--include and --exclude choose among a model's parameters; a list of shapes is all matrices")
+        raise ValueError("expected --include and --exclude with a model, found a list of shapes; leave them out")
     assert shapes
     return read_shapes_json(shapes, training)

@@ -1,4 +1,4 @@
-"""``lwopt plan``: what a step would cost, before a cluster is booked."""
+"""``lwopt plan``: the modelled cost of a step on a cluster."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plan(
 
     model, study = studied(given)
     if assignments and not as_json:
-        raise ValueError("--assignments is for --json, which prints them; add --json")
+        raise ValueError("--assignments: expected --json, which prints them, found none; add --json")
     content = document(study, source=model.source, notes=model.notes, assignments=assignments)
     _draw(content, html, png, lambda console: _print(console, model, study))
     if as_json:
@@ -103,7 +103,7 @@ def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
 
 
 def _draw(content: dict[str, Any], html: Path | None, png: Path | None, show: Callable[[Console], None]) -> None:
-    """Write the report, with what ``show`` prints, and the picture; what is None is not written."""
+    """Write the report, with the output of ``show``, and the picture, unless the path is None."""
     if html is None and png is None:
         return
     from lwopt_backend.cli import tables

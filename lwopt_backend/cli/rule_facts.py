@@ -63,7 +63,7 @@ def rule_facts(name: str | None) -> dict[str, list[Any]]:
 
 
 def published(name: str, as_rule: tuple[str, dict[str, Any]]) -> dict[str, str]:
-    """What a publication's rule is here, keeps and sends, and how near it is to one process on every engine."""
+    """A publication's rule here, its state and traffic, and its difference from one process on every engine."""
     rule, given = as_rule
     entry = rule_named(rule)
     found = {"name": name, "rule": rule, "options": ", ".join(f"{key} {json.dumps(given[key])}" for key in given)}
@@ -81,7 +81,7 @@ def published(name: str, as_rule: tuple[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def _sent(rule: MatrixRule | None) -> str:
-    """What of a matrix travels that its owner does not store."""
+    """The traffic of a matrix's elements that its owner does not store."""
     if rule is None:
         return "nothing"
     wire = wire_of(rule)
@@ -114,7 +114,7 @@ def described(entry: MatrixEntry | ElementwiseEntry) -> dict[str, Any]:
 
 
 def _options(fields: Mapping[str, FieldInfo], source: str) -> list[dict[str, str]]:
-    """Every option as plain data. What those of a class mean, help() of the class tells."""
+    """Every option as plain data. For the meaning of a class's arguments, see help() of the class."""
     options = []
     for name, field in fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}

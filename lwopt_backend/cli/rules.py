@@ -1,4 +1,4 @@
-"""``lwopt rules``: what a configuration may name."""
+"""``lwopt rules``: the rules and engines for configurations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rules(
             importlib.import_module(module)
         except (ImportError, TypeError, ValueError) as error:  # TypeError: of ".a"
             raise ImportError(f"--import {module!r}: cannot be imported: {error}") from error
-    with redirect_stdout(sys.stderr):  # a class may come from a package that prints when it is imported
+    with redirect_stdout(sys.stderr):  # some packages print when they are imported
         found = rule_facts(name)
     if as_json:
         print(json.dumps(found, indent=2, default=str))

@@ -1,4 +1,4 @@
-"""What ``lwopt plan`` prints."""
+"""The output of ``lwopt plan``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Stage, Study
 
 NONE = "–"
-UNEVEN = 1.25  # busiest rank over mean from which on the reason is given
+UNEVEN = 1.25  # busiest rank over mean that is explained
 
 
 def recording() -> Console:
-    """A console that records what is printed, for a page."""
+    """A console that records its output, for a page."""
     return Console(record=True, file=io.StringIO(), width=WIDTH_WITHOUT_TERMINAL, highlight=False, markup=False)
 
 
 def headline(study: Study) -> list[str]:
-    """What was planned for, and a sentence on each buffer's plan."""
+    """The deployment, and a sentence on each buffer's plan."""
     d, stage = study.deployment, study.worst
     cut = ", ".join(f"{name} {size}" for name, size in (("tp", d.tp), ("pp", d.pp), ("ep", d.ep)) if size > 1)
     setting = study.setting
@@ -43,7 +43,7 @@ def headline(study: Study) -> list[str]:
     work, wire, latency = (f"{1e3 * seconds:.3g}" for seconds in (time.compute, time.wire, time.latency))
     spelled = f"{1e3 * time.total:.4g} ms = {work} work + {wire} wire + {latency} latency"
     own = "" if setting.engine == "owned" else f", without {setting.engine}'s own collectives"
-    sentences.append(f"Modelled step: {1e3 * stage.overlapped:.4g} ms, transfers behind work where they can be{own}.")
+    sentences.append(f"Modelled step: {1e3 * stage.overlapped:.4g} ms, with transfers behind work where possible{own}.")
     sentences.append(f"Everything one after another: {spelled}.")
     fullest, limit = max(stage.memory(), key=lambda m: max(m.peak, m.backward)), setting.machine.memory_bytes
     peak = max(fullest.peak, fullest.backward)
@@ -103,7 +103,7 @@ def rank_table(stage: Stage) -> Table:
 
 
 def collective_table(stage: Stage) -> Table:
-    """What travels in a step, from the busiest rank."""
+    """The busiest rank's traffic in a step."""
     table = Table("of", "collective", *numbers("calls", "bytes a call", "bytes a step"), title="Per step")
     rows = [(part.name, one) for part in stage.parts for one in part.collectives]
     rows += [("element-wise", one) for each in stage.planned for one in each.elementwise.collectives]

@@ -1,5 +1,4 @@
-"""What all optimizers of this package share: their name in errors, hooks around state dicts, metrics, and fixed param
-groups."""
+"""What all optimizers of this package share: their name in errors, hooks around state dicts, metrics, fixed groups."""
 
 from __future__ import annotations
 

@@ -51,8 +51,7 @@ def numbers(*headings: str) -> list[Column]:
 
 
 def show_routing(console: Console, routes: Sequence[Route], groups: Groups) -> None:
-    """Print each parameter's rule, the reason, its rate and decay; and a note on owner state, which later tables do not
-    count."""
+    """Print each parameter's rule, the reason, its rate and decay; and a note on owner state."""
     for sentence in routing_headline(routes):
         console.print(sentence)
     console.print(routing_table(routes))

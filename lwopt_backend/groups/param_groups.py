@@ -132,8 +132,8 @@ DECIDED = UNSAVED | {"per_head"}  # options that no checkpoint changes
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """``params`` as torch.optim takes it (parameters, named parameters, or group dictionaries) as a list of groups.
 
-    Names are dropped in favor of the model's. Raises TypeError for anything else, ValueError for no parameter at all or
-    one that occurs twice.
+    Names are dropped in favor of the model's. Raises TypeError for anything else, ValueError for no parameter or
+    repeated ones.
     """
     if isinstance(params, Tensor) or not _is_ordered(params):
         found = "a single tensor" if isinstance(params, Tensor) else _kind(params)
@@ -231,8 +231,7 @@ def split(
     other overrides become separate parts; ``names``, by id, say which those are. A group's own ``lr`` and
     ``weight_decay`` hold for all its parts. Its other options are the matrix rule's; those in the section
     ``"elementwise"``, or in the section of that rule's name, are the element-wise rule's. Overrides come last. Keys
-    that are no option stay in all parts. The number of parts depends on the model and the user's groups only, never on
-    the ranks.
+    that are no option stay in all parts. The number of parts depends on the model and the user's groups, not on ranks.
 
     Where the matrix rule trains anything, on any pipeline stage (``trains_matrices``), all parts have one rate as
     ``lr``, which schedules write, and their own is ``lr`` times ``lr_scale``. The one rate is the matrix rule's, or the
@@ -268,8 +267,7 @@ def _with_one_rate(parts: list[dict[str, Any]], rate: float) -> list[dict[str, A
     """The parts with ``rate`` as ``lr``, and with its ratio to each part's rate as ``lr_scale``. A rate of 0 has no
     multiples, so the parts keep their rates.
 
-    No part leaves it out: torch.distributed.checkpoint loads only existing keys, and would silently train with
-    another rate.
+    No part leaves it out: torch.distributed.checkpoint loads only existing keys, and would train at another rate.
     """
     own = {"lr": rate} if rate else {}
     return [{**part, LR_SCALE: part["lr"] / rate if rate else 1.0, **own} for part in parts]

@@ -143,8 +143,7 @@ def deal_buckets(
 
 
 # Seconds of a step. The transfers of the first bucket to the owners and of the last one back are not hidden. With many
-# buckets both are short, but ranks wait for each other more often, and their devices wait for launches of small
-# batches.
+# buckets both are short, but ranks wait for each other more often, and their devices for launches of small batches.
 
 NUMBERS = (1, *(number << more for more in range(8) for number in (2, 3)))  # of buckets to try, up to 384
 FREE_BYTES = 2**28  # always allowed for the buffers of a rank, even if those of ``cut_buckets`` take less
@@ -177,9 +176,8 @@ def pipeline(stages: Sequence[Stage], local: Sequence[float], host: float) -> fl
 
     This follows ``MatrixStepper``: two buckets leave, then ranks work for ``local`` seconds. For every bucket they wait
     for it, work on it, send it back, and wait for the one before. The wire carries one collective at a time, which
-    begins when all ranks have started it. ``host`` are each rank's host seconds for a bucket; the host waits for no
-    device.
-    when all ranks have started it. ``host`` are a bucket's seconds of every rank's host, which waits for no device.
+    begins when all ranks have started it. ``host`` are each rank's host seconds for a bucket. when all ranks have
+    started it. ``host`` are a bucket's seconds of every rank's host, which waits for no device.
     """
     arrives, wire = [], 0.0
     for stage in stages[:2]:

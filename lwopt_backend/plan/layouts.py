@@ -92,8 +92,7 @@ def box_views(block: Block, shape: Sequence[int], box: Sequence[Span], strides: 
     """The block's elements in a local tensor that is ``box`` of a parameter of ``shape``, with any ``strides``.
 
     The views give the part of the block that ``rectangle`` returns, row by row. Their sizes do not depend on the
-    strides. Raises ValueError if the box cuts runs of columns apart, because this order then needs a view for every
-    row.
+    strides. Raises ValueError if the box cuts runs of columns apart, which would need a view for every row.
     """
     held = rectangle(block, shape, box)
     if held is None:

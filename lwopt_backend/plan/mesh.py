@@ -223,8 +223,7 @@ class MeshLayout:
 
 
 def in_whole(param: TrainedParam, shard: int, start: int, stop: int) -> Iterator[View]:
-    """The place in the whole parameter of the elements [start, stop) of a tensor-parallel rank's flattened shard, in
-    order."""
+    """The place in the whole parameter of the elements [start, stop) of a tensor-parallel rank's flat shard."""
     if param.cut is None:
         yield View.of_range(start, stop)
         return

@@ -218,8 +218,7 @@ def _fastest(
     planned: Callable[[tuple[tuple[int, ...], ...]], MatrixPlan],
     limits: Limits,
 ) -> MatrixPlan:
-    """The plan with the least modelled seconds among ``plan`` and those of ``cuts``, and with the fewest buckets on a
-    tie.
+    """The plan with the least modelled seconds among ``plan`` and those of ``cuts``, with the fewest buckets on a tie.
 
     A plan counts only if its buffers take no more than those of ``plan``, or ``FREE_BYTES``. ``cuts`` have increasing
     numbers of buckets; the search ends when two in a row are slower than the best before.
@@ -309,8 +308,7 @@ def plan_spread(
 ) -> MatrixPlan:
     """Plan matrices that hosts spread over all ranks (ZeRO-3, FSDP2), in the order in which they are exchanged.
 
-    ``loads`` is each rank's work before the first bucket; ``earlier`` is work before an earlier synchronization of the
-    ranks.
+    ``loads`` is each rank's work before the first bucket; ``earlier`` is work before an earlier synchronization.
     """
     more: dict[str, Any] = {"element_bytes": element_bytes, "tensors": tensors, "block_period": block_period}
     more |= {"loads": loads, "earlier": earlier}

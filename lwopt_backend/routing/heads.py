@@ -39,8 +39,8 @@ class Heads:
     """How many outputs a head has in every part of a weight, by the part's name, ``""`` if it is not fused.
 
     ``number`` heads share the outputs of a part without a size. ``as_one``: a head's outputs are those of all parts, as
-    in MLA. ``counts`` are the declared numbers of heads, ``whose`` the module's class; ``problem`` is why nothing is
-    known.
+    in MLA. ``counts`` are the declared numbers of heads, ``whose`` the module's class; ``problem`` is the reason if
+    unknown.
     """
 
     whose: str

@@ -21,8 +21,7 @@ from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, output_heads, pl
 def blocks_of(
     name: str, shape: Sequence[int], transposed: bool, glob: str, setting: Word | Division, cut: Cut | None = None
 ) -> tuple[Block, ...]:
-    """The blocks of parameter ``name`` by a setting. Raises ValueError if the setting does not fit the shape or the
-    ``cut``."""
+    """The blocks of parameter ``name`` by a setting. Raises ValueError if it does not fit the shape or ``cut``."""
     whose = f"atoms {glob!r}: {name!r} of shape {tuple(shape)}"
     if setting in ("stack", "flatten") and len(shape) < 3:
         raise ValueError(f"{whose}: {setting!r} is for parameters of three dimensions or more")
@@ -238,8 +237,7 @@ def named_as_stack(name: str, shape: Sequence[int]) -> bool:
 
 
 def _stored_transposed(module: nn.Module) -> bool:
-    """Whether ``module`` is Hugging Face's Conv1D (GPT-2's linear), Llama 4's experts, or experts with such an
-    attribute."""
+    """Whether ``module`` is Hugging Face's Conv1D (GPT-2's linear), Llama 4's experts, or such experts."""
     return type(module).__name__ in ("Conv1D", "Llama4TextExperts") or getattr(module, "is_transposed", False) is True
 
 

@@ -107,8 +107,7 @@ FLOPS_PER_ELEMENT = 2 * 295
 
 
 def takes_gram(shape: Sequence[int], ns_method: str, gram_aspect: float | None) -> bool:
-    """Whether a matrix of ``shape`` takes Gram Newton-Schulz: from ``gram_aspect`` on; by ``ns_method`` if that is
-    None.
+    """Whether a matrix of ``shape`` takes Gram Newton-Schulz: from ``gram_aspect`` on; by ``ns_method`` if None.
 
     A package computes half of each product, which compensates for more products as soon as a matrix is not square.
     """
@@ -138,8 +137,7 @@ def checked_restarts(given: Any) -> tuple[int, ...] | None:
     return tuple(given)
 
 
-# Scaling before and after Newton-Schulz. Rows and columns are those of the weight, also where the iteration transposes
-# it.
+# Scaling before and after Newton-Schulz. Rows and columns are those of the weight, also if the iteration transposes.
 
 MUONEQ, MUON_PLUS = "MuonEq, arXiv 2603.28254", "Muon+, arXiv 2602.21545"
 HYPERBALL, FLOOR = "Hyperball, arXiv 2606.16899", "modded-nanogpt, track 3, u/w-floor"

@@ -171,8 +171,7 @@ def newton_schulz(
     X <- a X + (b A + c A^2) X with A = X X^T, starting from X / ||X||_F, on the transposed matrix if rows > columns
     (Keller Jordan, "Muon", 2024); a, b and c may differ from step to step. Computed and returned in ``dtype``. With one
     triple, the operations are those of torch.optim.Muon, so one matrix yields the same bits. The input is not changed.
-    With ``aol`` the iteration starts from ``almost_orthogonal``. Raises ValueError for coefficients for a different
-    number of steps.
+    With ``aol`` the iteration starts from ``almost_orthogonal``. Raises ValueError for a wrong number of coefficients.
     """
     x, as_given = prepare(matrices, coefficients, eps, dtype)
     for step, (a, b, c) in enumerate(by_step(coefficients, steps)):
@@ -205,8 +204,7 @@ def normalize(x: Tensor, eps: float, margin: float = 1.0) -> Tensor:
 
     torch.optim.Muon divides by at least ``eps``, so a matrix that gradient clipping made tiny may start too small to
     end near one. If the norm is below that, or overflows, the matrix is first divided by its largest element; otherwise
-    by one, which changes no bit. Zero stays zero, and a non-finite matrix becomes NaN. Does not synchronize
-    with the device.
+    by one, which changes no bit. Zero stays zero, a non-finite matrix becomes NaN. Never synchronizes.
     """
     norm = _norm(x)
     bounded = norm.clamp(max(eps, LEAST_NORM), torch.finfo(x.dtype).max)
@@ -253,8 +251,7 @@ def gram_newton_schulz(
 
     Every step multiplies X by a polynomial of R = X X^T, so the product Q of several steps follows from R alone, and X
     is multiplied once (Zhang, Amsel, Chen and Dao, "Gram Newton-Schulz", 2026). It takes fewer flops if the longer side
-    is over 1.5 times the shorter, otherwise more. ``restarts`` are the numbers of steps after which X and R are
-    recomputed.
+    is over 1.5 times the shorter, otherwise more. ``restarts`` are the steps after which X and R are recomputed.
     """
     x, as_given = prepare(matrices, coefficients, eps, dtype)
     for number, triples in enumerate(segments(coefficients, steps, restarts)):

@@ -150,8 +150,7 @@ class MatrixRule:
             self.apply(value, update, shape)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A subclass that overrides a method for one piece takes pieces one by one, unless it overrides that for
-        many."""
+        """A subclass that overrides a method for one piece takes pieces one by one, unless it overrides both."""
         super().__init_subclass__(**options)
 
         def place_of(method: str) -> int:

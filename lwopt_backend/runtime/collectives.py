@@ -114,8 +114,7 @@ def phase(label: str) -> AbstractContextManager[Any]:
     """A part of a step under its ``label``, in profiles and in recorders."""
     if RECORDERS:
         return _recorded(label)
-    # Without a profiler, ``record_function`` costs 9 microseconds, and 150 on a CPU after a product has filled its
-    # caches.
+    # Without a profiler, ``record_function`` costs 9 microseconds, and 150 on a CPU with full caches.
     return record_function(label) if _profiler_enabled() else _RecordFunctionFast(label)
 
 
@@ -242,8 +241,8 @@ class Collectives:
     # For buffers that are cut into one part per rank
 
     def check_device(self, device: torch.device) -> None:
-        """Raises ValueError if the backend for ``device`` is gloo and the device is not the CPU: gloo has no
-        reduce-scatter there."""
+        """Raises ValueError if the backend for ``device`` is gloo and the device is not the CPU: gloo cannot reduce
+        there."""
 
     def sends(self, tensor: Tensor) -> bool:
         """Whether the group has a backend for the tensor's device, and the tensor is dense."""

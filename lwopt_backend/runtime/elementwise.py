@@ -75,8 +75,8 @@ def _pieces(part: Slices) -> Iterator[Slices]:
 class Counters:
     """Counters that an optimizer keeps as Python numbers, and this package as scalar tensors in every part's state.
 
-    ``state`` maps keys of its state to their types; ``group`` maps keys of its param group to this package's key and
-    the type.
+    ``state`` maps keys of its state to their types; ``group`` maps keys of its param group to the key here and the
+    type.
     """
 
     state: Mapping[str, type] = field(default_factory=dict)

@@ -30,8 +30,7 @@ class EarlyExchange:
     exchanged again. The result therefore always equals that of a step without early exchange. After such a
     repetition, early exchange pauses for 1 step, then for 2, up to 32.
 
-    Directions are computed on a different stream from that of the gradients, so that the next gradients need
-    not wait for them.
+    Directions are computed on a different stream from that of the gradients, so that gradients need not wait.
     """
 
     def __init__(self, stepper: MatrixStepper, buckets: Sequence[Sequence[int]], device: torch.device) -> None:

@@ -61,8 +61,7 @@ class FlatPieces:
         self._in_order = len(self._sizes) == 2 * len(every)
 
     def storage(self, slices: Slices) -> Storage:
-        """Views of the partition during one step, without copies; one call for each of the ``slices`` makes those in
-        order."""
+        """Views of the partition during one step, without copies; one call for each of the ``slices``."""
         if not self._in_order:
             return cache(lambda index: slices.cut(partial(flat_views, views=self._views[index])))
         cut = iter(slices.cut(self._ranges))
@@ -373,8 +372,8 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _beside(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of this shape and dtype on ``device``. On the CPU its memory is pinned, so that an accelerator can copy
-    it asynchronously. torch keeps freed pinned memory, in blocks of a power of two bytes, and reuses it when copies
-    from it are done."""
+    it asynchronously. torch keeps freed pinned memory, in blocks of a power of two bytes, and reuses it after the
+    copies."""
     pinned = device.type == "cpu" and torch.accelerator.is_available()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)
 

@@ -117,9 +117,7 @@ def test_it_refuses_flat_parameters_and_lists_by_name() -> None:
     for original in (False, True):
         flat = FullyShardedDataParallel(model_of(), device_id=torch.device("cpu"), use_orig_params=original)
         first = next(name for name, _ in flat.named_parameters())
-        with pytest.raises(
-            ValueError, match=f"found parameter '{first}' of shape .*FSDP1 flattens matrices.; set strategy"
-        ):
+        with pytest.raises(ValueError, match=f"found '{first}' of shape .*FSDP1 flattens matrices.; set strategy"):
             engine_of(flat)
     with pytest.raises(TypeError, match="expected module.parameters.., .* found list; call LayerWiseOptimizer"):
         LayerWise([*sharded().parameters()], lr=0.01)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""What torch.distributed.checkpoint writes: its folders, and FSDP2's checkpoints in them."""
+"""Folders of torch.distributed.checkpoint, and FSDP2's checkpoints in them."""

@@ -36,7 +36,7 @@ from lwopt_backend.plan.layouts import boxes_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.state import STEPPED, STRUCTURE
 
-# DCP's file ``.metadata``: a folder's tensors with their chunks, other objects, and where they are.
+# DCP's file ``.metadata``: a folder's tensors with their chunks, other objects, and their places.
 
 METADATA, FILE = ".metadata", ".distcp"
 Sizes = tuple[int, ...]
@@ -68,7 +68,7 @@ class Entry:
 
     @functools.cached_property
     def _rows(self) -> dict[int, list[Chunk]]:
-        """Chunks by their only row; those of several are under -1."""
+        """Chunks of one row by that row; others are under -1."""
         found: dict[int, list[Chunk]] = {-1: []}
         for chunk in self.chunks:
             found.setdefault(chunk.offsets[0] if chunk.sizes[0] == 1 else -1, []).append(chunk)
@@ -79,9 +79,9 @@ class DcpFolder:
     """The tensors and objects of one step's folder. Raises CheckpointError for files that are missing, truncated, or of
     another save than the manifest's, for content that DCP does not write, and for places outside the folder.
 
-    ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where it
-    was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors, None for other writers; ``stored`` are all
-    places. Without ``with_files`` the files are not looked at before they are read, because another rank does.
+    ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts in the nested state dict, if it was
+    flattened; ``extra`` is Megatron's note about tensors up to 0.15, None for other writers; ``stored`` are all places.
+    Without ``with_files`` the files are first checked when they are read, because another rank checks them.
     """
 
     def __init__(self, path: Path, with_files: bool = True) -> None:
@@ -93,7 +93,7 @@ class DcpFolder:
             saved = pickles.load_metadata(content, str(metadata))
         except OSError as error:
             raise CheckpointError(
-                f"{metadata} cannot be read ({error}); without it the folder's files are of no use"
+                f"{metadata} cannot be read ({error}), and the folder's other files need it; copy it again"
             ) from error
         try:
             stored = _stored(metadata, saved)
@@ -103,13 +103,13 @@ class DcpFolder:
             self.paths: dict[str, tuple[Any, ...]] = {}
             for key, parts in (saved.planner_data or {}).items():
                 if type(key) is not str or type(parts) is not tuple or not all(type(p) in (str, int) for p in parts):
-                    raise ValueError("the path of a key is not made of names and numbers")
+                    raise ValueError("expected the path of a key as names and numbers, found others")
                 self.paths.update({key: parts} if parts else {})
             self.extra = dict(saved.mcore_data or {}) if hasattr(saved, "mcore_data") else None
         except CheckpointError:
             raise
         except (AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{metadata} is not what DCP writes ({error}); copy it again") from error
+            raise CheckpointError(f"{metadata} is not what DCP writes: {error}; copy it again") from error
         self.stored = tuple(stored.values())
         self._check_chunks()
         if with_files:
@@ -126,7 +126,7 @@ class DcpFolder:
         used: dict[Path, int] = {}
         for place in self.stored:
             if place.offset < 0 or place.length < 0:
-                raise CheckpointError(f"{metadata} is damaged: a negative place in {place.path.name}")
+                raise CheckpointError(f"{metadata} is damaged: a negative place in {place.path.name}; copy it")
             ends[place.path] = max(ends.get(place.path, 0), place.offset + place.length)
             used[place.path] = used.get(place.path, 0) + place.length
         for path, end in sorted(ends.items()):
@@ -137,19 +137,19 @@ class DcpFolder:
             if size < end:
                 raise CheckpointError(f"{path} ends early: expected {end} bytes, found {size}; copy it again")
             if size < used[path]:
-                raise CheckpointError(f"{metadata} is damaged: several tensors are at one place in {path}")
+                raise CheckpointError(f"{metadata} is damaged: several tensors have one place in {path}; copy it again")
 
     def _check_chunks(self) -> None:
-        """Raises CheckpointError for tensors of which the metadata lacks a part."""
+        """Raises CheckpointError for tensors with parts that the metadata lacks."""
         folder, metadata = self.path, self.path / METADATA
         for key, entry in self.tensors.items():
             for chunk in entry.chunks:
                 if chunk.stored is None:
-                    raise CheckpointError(f"{metadata} does not say where {key} is; copy it again")
+                    raise CheckpointError(f"{metadata}: expected the place of {key}, found none; copy it again")
                 nbytes, found = math.prod(chunk.sizes) * entry.dtype.itemsize, chunk.stored.length
                 if nbytes > found:
                     raise CheckpointError(
-                        f"{metadata} is damaged: {key} has a chunk of {nbytes} bytes, but {found} are stored"
+                        f"{metadata} is damaged: {key}: expected a chunk of {nbytes} bytes, found {found}"
                     )
             saved = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if saved < math.prod(entry.shape):
@@ -201,7 +201,7 @@ class DcpFolder:
         return torch.empty(sizes, dtype=entry.dtype) if found is None else found
 
     def check_range(self, key: str, start: int, stop: int) -> None:
-        """Raises CheckpointError unless the elements [start, stop) of a tensor are as they were written."""
+        """Raises CheckpointError unless the elements [start, stop) of a tensor have their checksums."""
         entry, where = self.tensors[key], f"{key} in {self.path}"
         for offsets, sizes in boxes_of(entry.shape, start, stop):
             for chunk in entry.near(offsets, sizes):
@@ -210,10 +210,10 @@ class DcpFolder:
                     self._stored(chunk, entry, where).record.check()
 
     def object(self, key: str) -> Any:
-        """An object that is no tensor, with the tensors in it in memory."""
+        """An object other than a tensor, with the tensors in it in memory."""
         stored = self.objects[key]
         if stored is None:
-            raise CheckpointError(f"{self.path / METADATA} does not say where {key} is; copy it again")
+            raise CheckpointError(f"{self.path / METADATA}: expected the place of {key}, found none; copy it again")
         return torch_files.load_here(stored, f"{key} in {stored.path}")
 
     def _stored(self, chunk: Chunk, entry: Entry, where: str) -> StoredTensor:
@@ -226,7 +226,7 @@ class DcpFolder:
             found = f"{saved.dtype} of {saved.shape}" if isinstance(saved, StoredTensor) else type(saved).__name__
             raise CheckpointError(
                 f"{where}: expected {entry.dtype} of shape {chunk.sizes} at {chunk.offsets}, found {found} in "
-                f"{chunk.stored.path.name}; its files are not of one checkpoint"
+                f"{chunk.stored.path.name}; the files are of different checkpoints: copy one again"
             )
         return saved
 
@@ -235,19 +235,19 @@ def _stored(path: Path, metadata: Any) -> dict[tuple[str, Sizes | None], Stored]
     found = {}
     for index, info in metadata.storage_data.items():
         if type(index.fqn) is not str or not all(type(n) is int for n in (info.offset, info.length)):
-            raise ValueError("a place in a file is not a name and two numbers")
+            raise ValueError("expected a place in a file as a name and two numbers")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(
-                f"{index.fqn} in {path.parent} is compressed ({info.transform_descriptors}), which is not supported; "
-                "save it again without storage extensions"
+                f"{index.fqn} in {path.parent}: expected uncompressed data, found {info.transform_descriptors}, which "
+                "is not supported; save it again without storage extensions"
             )
         relative = info.relative_path
         if manifest.leads_out(relative):
             raise CheckpointError(
-                f"{path} says that {index.fqn} is in {relative!r}, outside the folder; no checkpoint is written so: do "
-                "not use it"
+                f"{path}: expected {index.fqn} in this folder, found the place {relative!r} outside of it, which no "
+                "writer of checkpoints makes; do not use it"
             )
-        offset = vars(index).get("offset")  # what is None is not pickled
+        offset = vars(index).get("offset")  # None is not pickled
         offset = None if offset is None else shape_of(offset)
         found[index.fqn, offset] = Stored(path.parent / relative, info.offset, info.length)
     return found
@@ -256,7 +256,7 @@ def _stored(path: Path, metadata: Any) -> dict[tuple[str, Sizes | None], Stored]
 def _tensors(metadata: Any, stored: Mapping[tuple[str, Sizes | None], Stored]) -> Iterator[tuple[str, Entry]]:
     for key, found in metadata.state_dict_metadata.items():
         if type(key) is not str or len(key) > contents.LONGEST_NAME:
-            raise ValueError(f"a key is a {type(key).__name__}, or a long one")
+            raise ValueError(f"expected a key as text, found a {type(key).__name__}, or a long one")
         if not hasattr(found, "chunks"):
             continue
         shape, whole = shape_of(found.size), stored.get((key, None))
@@ -265,12 +265,12 @@ def _tensors(metadata: Any, stored: Mapping[tuple[str, Sizes | None], Stored]) -
             offsets, sizes = shape_of(chunk.offsets), shape_of(chunk.sizes)
             inside = all(first + size <= end for first, size, end in zip(offsets, sizes, shape))
             if not len(offsets) == len(sizes) == len(shape) or not inside:
-                raise ValueError(f"{key} of shape {shape} has a chunk of {sizes} at {offsets}")
+                raise ValueError(f"expected chunks of {key} within shape {shape}, found {sizes} at {offsets}")
             place = stored.get((key, offsets), whole if len(found.chunks) == 1 else None)
             chunks[offsets, sizes] = Chunk(offsets, sizes, place)
         dtype, *_ = found.properties.stub_state  # TensorProperties pickles itself as a tuple
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{key} has a {type(dtype).__name__} for its dtype")
+            raise ValueError(f"expected a dtype of {key}, found a {type(dtype).__name__}")
         yield key, Entry(shape, dtype, tuple(chunks.values()))
 
 
@@ -287,7 +287,7 @@ def is_marked(start: bytes) -> bool:
 
 
 def _check_marks(listed: Manifest) -> None:
-    """Raises CheckpointError for a file of another save, or of another rank than its name says."""
+    """Raises CheckpointError for a file of another save or rank."""
     for name, entry in listed.files.items():
         if name.endswith(FILE):
             with (listed.folder / name).open("rb") as file:
@@ -302,10 +302,10 @@ def _check_marks(listed: Manifest) -> None:
 
 
 def incomplete(where: str, saved: int, sizes: Sequence[int], offsets: Sequence[int]) -> str:
-    """The sentence about a box of which only ``saved`` elements were saved."""
+    """The error for a box with only ``saved`` elements."""
     return (
-        f"{where}: the chunks saved have {saved} of the {math.prod(sizes)} elements at {tuple(offsets)}; was every "
-        "rank's file copied?"
+        f"{where}: expected {math.prod(sizes)} elements at {tuple(offsets)}, found {saved} in the saved chunks; copy "
+        "every rank's file"
     )
 
 
@@ -319,12 +319,12 @@ def _state_of(saved: Mapping[str, LazyTensor]) -> Mapping[str, Any]:
         return state
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
-            f"{described.where}: it does not describe what is there, {sorted(found)} ({error!r})"
+            f"{described.where}: expected the structure of {sorted(found)}, found another ({error!r}); copy it again"
         ) from error
 
 
 def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
-    """Pop and return which elements a parameter's matrices have; None if that is not saved."""
+    """Pop and return the elements of a parameter's matrices; None if they are not saved."""
     described = saved.get(MATRICES)
     if described is None or described.dtype != torch.uint8 or len(described.shape) != 1:
         return None
@@ -336,7 +336,7 @@ def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
 
 
 def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
-    """The keys of the rule's state of the parameter's shape; None if it keeps no other."""
+    """The keys of the rule's state with the parameter's shape; None if it has no other state."""
     if group.get("rule", "") in {"", *registry.ELEMENTWISE_RULES}:
         return None
     if "class" in group:  # the file names the class, which is not imported; all its state is owner state
@@ -344,7 +344,7 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
     try:
         return set(registry.new_state(torch.empty(weight.shape, device="meta"), group))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{weight.where}: its group's rule cannot be made ({error}): {dict(group)}") from error
+        raise CheckpointError(f"{weight.where}: the rule of its group fails ({error}): {dict(group)}") from error
 
 
 # Checkpoints of FSDP2 runs, with or without this package, are made of torch's state dicts:
@@ -362,7 +362,7 @@ MOST_OPTIMIZERS = 64  # every key is compared with all their names
 
 
 def recognises(path: Path) -> bool:
-    """Whether DCP wrote it; Megatron's formats, which DCP also writes, must be tested first."""
+    """Whether it is a folder of DCP. Megatron's formats, which DCP also writes, must be tested first."""
     try:
         return (path / METADATA).is_file()
     except OSError:
@@ -376,8 +376,8 @@ def read(path: Path) -> Checkpoint:
     saved = Saved(folder)
     if not saved.weights:
         raise CheckpointError(
-            f"{path}: expected one model's weights, best under 'model', found none; what ModuleOptimizers saved is "
-            "read by these alone"
+            f"{path}: expected one model's weights, best under 'model', found none; load a save of ModuleOptimizers "
+            "with ModuleOptimizers"
         )
     params = {name: saved.param(name, w) for name, w in saved.weights.items() if w.dtype.is_floating_point}
     others, notes = saved.others(), list[str]()
@@ -390,7 +390,7 @@ def read(path: Path) -> Checkpoint:
     steps = {int(param.step) for param in params.values() if param.step is not None}
     if "iteration" not in known and len(steps) == 1:
         count = known["iteration"] = steps.pop()
-        notes.append(f"{path} does not say how far training came: taken for {count}, the optimizer's count of steps")
+        notes.append(f"{path} has no iteration: {count} is assumed, the optimizer's count of steps")
     arguments = dict(known.get("arguments", {}))
     if saved.matrices:
         arguments[MATRICES] = {**(arguments.get(MATRICES) or {}), **saved.matrices}
@@ -412,7 +412,7 @@ def read(path: Path) -> Checkpoint:
 
 
 class Saved:
-    """What a folder has of one model and its optimizer.
+    """One model and its optimizer in a folder.
 
     ``weights`` are by parameter; ``states`` by parameter and key, owner state included; ``groups`` are the param
     groups' options; ``group_of`` is a parameter's group number; ``matrices`` are a parameter's, if saved. ``change``
@@ -435,17 +435,17 @@ class Saved:
         self.matrices = {name: matrices for name, matrices in found.items() if matrices is not None}
 
     def param(self, name: str, weight: LazyTensor) -> Param:
-        """All that is saved of a parameter. Raises CheckpointError for state whose shape or place is not known.
+        """A parameter's saved tensors. Raises CheckpointError for state of unknown shape or place.
 
         Owner state is saved as ``<key>``, or ``[<place>].<key>`` if the parameter has several matrices: one tensor
-        each, cut by rows. State that is more than tensors by name also has ``structure`` and ``stepped``, and a
-        parameter whose shape does not tell its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
+        each, cut by rows. State with more than tensors by name also has ``structure`` and ``stepped``, and a parameter
+        whose shape does not define its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
         """
         group, saved = self.group_of.get(name), dict(self.states.get(name, {}))
         counter, master = saved.pop("step", None), saved.pop(contents.MASTER, None)
         described = {key.removesuffix(STRUCTURE) for key in saved if key == STRUCTURE or key.endswith(f".{STRUCTURE}")}
         matrix_of = {key: max((m for m in described if key.startswith(m)), key=len, default=None) for key in saved}
-        own = None  # the keys of state that is not owner state, if the rule tells
+        own = None  # the keys of state other than owner state, if known from the rule
         if group is not None and (None in matrix_of.values() or "" in described):
             own = _own_keys(weight, self.groups[group])
         states = {} if master is None else {contents.MASTER: master}
@@ -464,8 +464,8 @@ class Saved:
                 number = re.fullmatch(r"\[(\d+)\]", matrix)
                 if matrix and number is None:
                     raise CheckpointError(
-                        f"{tensor.where}: the owner of matrix {matrix!r} keeps state of a part of a fused parameter, "
-                        "and the checkpoint does not record its rows; save the state again where it was trained"
+                        f"{tensor.where}: expected the rows of matrix {matrix!r} in a fused parameter, found none in "
+                        "the checkpoint; save the state again where it was trained"
                     )
                 of_owner = owners.setdefault(int(number[1]) if number else 0, {})
                 of_owner[key.removeprefix(f"{matrix}." if matrix else "")] = tensor
@@ -478,7 +478,7 @@ class Saved:
         return Param(weight, states, step, group, OwnerStates(real))
 
     def others(self) -> dict[str, Any]:
-        """What is neither the model's nor the optimizer's, nested as it was saved."""
+        """Entries other than the model's and the optimizer's, nested as they were saved."""
         folder, flat = self.folder, {}
         for key in self.keys.others:
             path = tuple(folder.paths.get(key, (key,)))
@@ -499,7 +499,7 @@ def by_paths(flat: Mapping[tuple[Any, ...], Any], folder: Path) -> dict[str, Any
         for part in path[:-1]:
             place = place.setdefault(part, _Node())
             if not isinstance(place, _Node):
-                raise CheckpointError(f"{folder}: {path} is both a value and a dictionary; copy it again")
+                raise CheckpointError(f"{folder}: expected {path} once, found a value and a dictionary; copy it again")
         place[path[-1]] = value
 
     def with_lists(value: Any) -> Any:
@@ -528,7 +528,7 @@ class _Keys:
         starts = (re.search(rf"(^|\.){re.escape(GROUPS)}", key) for key in every)
         optimizers = {start.string[: start.end() - len(GROUPS)] for start in starts if start}
         if len(optimizers) > MOST_OPTIMIZERS:
-            raise CheckpointError(f"{folder.path} has the param groups of {len(optimizers)} optimizers")
+            raise CheckpointError(f"{folder.path}: expected one optimizer's groups, found {len(optimizers)}")
         model: dict[tuple[Any, ...], dict[str, str]] = {}
         has_model = any(folder.paths.get(key, (key,))[:-1] == ("model",) for key in every if key in folder.tensors)
         for key in every:
@@ -559,16 +559,16 @@ def _split(rest: str, names: Mapping[str, Any], where: str) -> tuple[str, str]:
             return rest[:end], rest[end + 1 :]
     if rest.partition(".")[0].isdecimal():
         raise CheckpointError(
-            f"{where} is state of a numbered parameter; to convert it, save the state with torch's "
-            "get_optimizer_state_dict, which names them"
+            f"{where}: expected state by a parameter's name, found a number; save the state with torch's "
+            "get_optimizer_state_dict, which names parameters"
         )
-    raise CheckpointError(f"{where} is state of none of the model's parameters; are its weights saved under 'model'?")
+    raise CheckpointError(f"{where}: expected state of a known parameter; save the weights under 'model'")
 
 
 def _groups(
     folder: DcpFolder, options: Mapping[str, str], names: Mapping[str, Any], change: Callable[[Any], Any]
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The groups' options, and each parameter's group; if flattened, parameters with equal options are a group."""
+    """The groups' options, and each parameter's group; if flattened, equal options make a group."""
     numbered: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
     for key, rest in options.items():

@@ -1,4 +1,4 @@
-"""Writes what torch.distributed.checkpoint loads, one tensor in memory at a time; ``dcp.reader`` reads it.
+"""Writes folders for torch.distributed.checkpoint, one tensor in memory at a time; ``dcp.reader`` reads them.
 
 Metadata and the form of files are PyTorch's (torch/distributed/checkpoint/filesystem.py, ``_write_item``).
 """
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Boxes:
-    """A tensor of ``shape``, made of boxes by the place of their first element. They fill it, and have one dtype."""
+    """A tensor of ``shape``, made of boxes by the place of their first element, which fill it and have one dtype."""
 
     shape: tuple[int, ...]
     parts: Mapping[Place, LazyTensor]
@@ -57,20 +57,20 @@ class Boxes:
         return next(iter(self.parts.values())).dtype
 
     def sizes(self, part: LazyTensor) -> tuple[int, ...]:
-        """A box's size in each dimension; dimensions that it lacks are leading, of size 1."""
+        """A box's size in each dimension; missing leading dimensions have size 1."""
         return (1,) * (len(self.shape) - len(part.shape)) + part.shape
 
 
 @dataclass
 class Shards:
-    """What one rank writes, by path: its boxes of tensors, whose other boxes other ranks have, and objects."""
+    """One rank's part of a save, by path: its boxes of tensors, and objects."""
 
     tensors: dict[tuple[Any, ...], Boxes] = field(default_factory=dict)
     objects: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
 
 class _Writer(FileSystemWriter):
-    """PyTorch's writer, except that it keeps no box after it is written, and replaces the metadata atomically."""
+    """PyTorch's writer, except that it drops each written box, and replaces the metadata atomically."""
 
     def __init__(self, files: Files, name: str, save_id: str, rank: int, workers: int) -> None:
         super().__init__(files.folder)
@@ -82,7 +82,7 @@ class _Writer(FileSystemWriter):
         results = []
         with self._files.open(self._name) as file:
             file.write(mark(self.save_id, self._rank))
-            file.flush()  # the next save removes what bears our mark, if this one is killed
+            file.flush()  # if this save is killed, the next one removes files with the mark
             read = in_order((partial(planner.resolve_data, item) for item in plan.items), self._workers)
             for item, data in zip(plan.items, read):
                 start = file.tell()
@@ -118,10 +118,10 @@ class _Planner(DefaultSavePlanner):
         for path in (*shards.tensors, *shards.objects):
             if path not in keys:
                 other = paths[".".join(map(str, path))]
-                raise ValueError(f"{path} and {other} have one name in a checkpoint; rename one")
+                raise ValueError(f"expected different names, found one for {path} and {other}; rename one")
         self._tensors = {keys[path]: boxes for path, boxes in shards.tensors.items()}
         self._objects = {keys[path]: value for path, value in shards.objects.items()}
-        self._paths = paths if any(len(path) > 1 for path in keys) else None  # where a state dict was nested
+        self._paths = paths if any(len(path) > 1 for path in keys) else None  # if a state dict was nested
 
     def create_local_plan(self) -> SavePlan:
         items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
@@ -203,12 +203,12 @@ def save(
 ) -> None:
     """Write the shards of all ``ranks`` into ``folder``, which all of them see, replacing the checkpoint in it.
 
-    Called on all ranks; each writes its own boxes into its own file, and one of those that several have. ``workers``
-    boxes are in memory: one is written while others are read. An error on any rank is raised on all; the folder then
-    has its earlier checkpoint, and the next save removes the files of this one. Another program's checkpoint in the
-    folder is an error, before anything is written. The manifest takes rank 0's ``step``.
+    Called on all ranks; each writes its own boxes, and one of those that several ranks have, into its own file.
+    ``workers`` boxes are in memory: one is written while others are read. An error on any rank is raised on all; the
+    folder then has its earlier checkpoint, and the next save removes the files of this one. Another program's
+    checkpoint in the folder is an error before anything is written. The manifest takes rank 0's ``step``.
     """
-    target = folder if ranks is not None else None  # who converts writes into a temporary one, and names the target
+    target = folder if ranks is not None else None  # a conversion writes into a temporary folder, and names the target
     ranks = ranks or Collectives()
 
     def in_all(decide: Callable[[], T]) -> T:
@@ -253,21 +253,21 @@ def save(
 
 def _unused_number(folder: Path) -> int:
     """A number that no file of a save has. Raises CheckpointError for another program's files, which this save would
-    remove. Ours are those that our manifest is of, or, after a save that was interrupted, those that bear our mark."""
+    remove. This package's files are those of its manifest, or, after an interrupted save, those with its mark."""
     found = sorted(folder.glob(f"*{FILE}"))
     for path in [] if _has_manifest(folder) else found:
         with path.open("rb") as file:
             if not is_marked(file.read(MARK)):
                 raise CheckpointError(
-                    f"{path} was not saved by this optimizer, and this save would remove it; save to another folder, "
-                    "or remove what is in this one"
+                    f"{path}: expected a folder without other programs' files, because this save would remove them; "
+                    "save to another folder, or empty this one"
                 )
     numbers = [path.stem.rpartition("_")[2] for path in found]
     return max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
 
 
 def _has_manifest(folder: Path) -> bool:
-    """Whether there is a manifest, and of this metadata: another program replaces that and leaves the manifest."""
+    """Whether there is a manifest of this metadata: another program replaces only the metadata."""
     with suppress(CheckpointError, OSError, KeyError):
         listed = manifest.read(folder)
         return listed is not None and manifest.crc_of(folder / METADATA) == listed.files[METADATA].crc32
@@ -275,13 +275,13 @@ def _has_manifest(folder: Path) -> bool:
 
 
 def _naming(target: Path | None, decide: Callable[[], T]) -> T:
-    """Call ``decide``; an error of the disk names the target, because a full disk's error names no file."""
+    """Call ``decide``; add the target to errors of the disk, because a full disk's error names no file."""
     try:
         return decide()
     except OSError as error:
         if target is None:
             raise
-        raise type(error)(f"{target} is as it was, nothing is written: {error}") from error
+        raise type(error)(f"{target} is unchanged, and nothing was written: {error}") from error
 
 
 def _finish(writer: _Writer, folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -290,13 +290,13 @@ def _finish(writer: _Writer, folder: Path, metadata: Metadata, results: list[lis
     for info in (result.storage_data for of_rank in results for result in of_rank):
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     os.listdir(folder)
-    for name, end in ends.items():  # NFS may know an old folder or size until these are opened
+    for name, end in ends.items():  # NFS may cache an old folder or size until these are opened
         path = folder / name
         with suppress(FileNotFoundError), path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == end:
                 continue
-        raise FileNotFoundError(f"{path} is missing; the folder has to be the same one for all ranks")
-    (folder / manifest.NAME).unlink(missing_ok=True)  # it is of the save before: if this ends here, there is none
+        raise FileNotFoundError(f"{path}: expected a file of every rank; save to one folder that all see")
+    (folder / manifest.NAME).unlink(missing_ok=True)  # the last save's: an interruption here leaves none
     flush(folder)
     writer.finish(metadata, results)
     flush(folder)
@@ -305,7 +305,7 @@ def _finish(writer: _Writer, folder: Path, metadata: Metadata, results: list[lis
             path.unlink(missing_ok=True)
 
 
-# Whole checkpoints, loaded into an FSDP2 model and its optimizer by
+# Whole checkpoints, for an FSDP2 model and its optimizer, loaded by
 #
 #     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 #     torch.distributed.checkpoint.load(state, checkpoint_id=folder)
@@ -318,10 +318,9 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     """Write to ``folder``, which is empty. ``workers`` tensors, or the owner state of as many matrices, are in memory.
 
     Weights are the master weights if there are any: FSDP2's parameters are the masters, and loading rounds them to
-    parameters that are not. Besides ``model`` and ``optimizer`` it has ``iteration``, ``samples``, ``scheduler``,
-    ``arguments`` and what the user's program saved, as far as these exist. Raises CheckpointError for a parameter
-    without a known group, and for owner state of parts of a fused parameter if the checkpoint does not say which rows
-    they are (``arguments["matrices"]``).
+    narrower parameters. Besides ``model`` and ``optimizer`` it has ``iteration``, ``samples``, ``scheduler``,
+    ``arguments`` and the user's entries, if these exist. Raises CheckpointError for a parameter without a known group,
+    and for owner state of parts of a fused parameter whose rows are not in the checkpoint (``arguments["matrices"]``).
     """
     tensors: dict[tuple[Any, ...], LazyTensor] = {}
     for name, param in checkpoint.params.items():
@@ -340,7 +339,7 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     if groups := _groups(checkpoint):
         rest["optimizer"] = {"param_groups": groups}
     objects = flattened(rest)
-    if checkpoint.arguments:  # in one piece: no program loads them in place
+    if checkpoint.arguments:  # as one object: no program loads them in place
         objects["arguments",] = dict(checkpoint.arguments)
     objects[RECORD,] = dict(checkpoint.tied)
     shards = Shards({path: one_box(tensor) for path, tensor in tensors.items()}, objects)
@@ -348,8 +347,8 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
 
 
 def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the optimizer's state of a parameter, by key, without its master weight. ``matrices``: which elements the
-    parameter's matrices have, if known."""
+    """Yield the optimizer's state of a parameter, by key, without its master weight. ``matrices`` are the elements of
+    the parameter's matrices, if known."""
     for key, tensor in param.states.items():
         if key != MASTER:
             yield key, tensor
@@ -362,8 +361,8 @@ def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterat
     for place in param.owner_states:
         if place >= len(known):
             raise CheckpointError(
-                f"{name}: the owner of its matrix number {place} keeps state of a part of a fused parameter, and the "
-                "checkpoint does not record its rows; resume on the engine that wrote the checkpoint"
+                f"{name}: expected the rows of matrix number {place} in a fused parameter, found none in the "
+                "checkpoint; resume on the engine that wrote the checkpoint"
             )
         for path, like in as_tensors(dict(param.owner_states[place])).items():
             key = owner_key(path, place, len(known))
@@ -371,7 +370,7 @@ def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterat
 
 
 def _later(param: Param, place: int, key: str, like: Tensor, where: str) -> LazyTensor:
-    """One tensor of owner state, which is read again when it is written."""
+    """One tensor of owner state, read again for writing."""
     return LazyTensor(
         tuple(like.shape), like.dtype, lambda: as_tensors(dict(param.owner_states[place]))[key].contiguous(), where
     )
@@ -385,8 +384,8 @@ def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             members.setdefault(param.group, []).append(name)
         elif set(param.states) - {MASTER} or param.owner_states:
             raise CheckpointError(
-                f"{param.best.where}: the checkpoint does not record which of {len(checkpoint.groups)} param groups "
-                f"has {name}, which loading its state needs; convert from a checkpoint that records the group"
+                f"{param.best.where}: expected the param group of {name}, one of {len(checkpoint.groups)}, which "
+                "loading its state needs; the checkpoint does not record it; convert from a checkpoint that does"
             )
     count = max([len(checkpoint.groups), *(number + 1 for number in members)])
     given: list[Mapping[str, Any]] = [*checkpoint.groups, *({} for _ in range(count - len(checkpoint.groups)))]

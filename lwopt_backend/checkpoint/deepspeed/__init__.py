@@ -1,1 +1,1 @@
-"""DeepSpeed's checkpoints: its own of every ZeRO stage, those of our engines, and the universal format."""
+"""DeepSpeed's checkpoints: its own of every ZeRO stage, those of this package's engines, and the universal format."""

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: where they are, what they have, and state gathered from the ranks' parts."""
+"""The files of a DeepSpeed checkpoint: their places, their contents, and state gathered from the ranks' parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # The files of a DeepSpeed checkpoint, by DeepSpeed 0.19.8's names.
 #
-#     latest                                               the newest tag; latest_universal the same of universal ones
+#     latest                                               the newest tag; latest_universal: the newest universal one
 #     global_step100/                                      a tag
 #       mp_rank_00_model_states.pt                           stages 0-2: the module, counters; at stage 0 the optimizer
 #       zero_pp_rank_1_mp_rank_00_model_states.pt            stage 3: of every rank, the module without weights
@@ -40,7 +40,7 @@ LAYER = re.compile(r"layer_(\d+)-model_states\.pt")
 OF_EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_00_model_states\.pt")
 WITH_EXPERTS = re.compile(r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 UNIVERSAL_MARK = Path("zero", "optimizer_state.pt")
-CONVERT = "convert it with DeepSpeed's ds_to_universal first, where that can, and give the folder it makes"
+CONVERT = "convert it with DeepSpeed's ds_to_universal first, if that supports it, and give the new folder"
 
 
 def tag_of(path: Path, pointer: str) -> Path:
@@ -50,7 +50,7 @@ def tag_of(path: Path, pointer: str) -> Path:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The files in a folder; none if it is no folder."""
+    """The files in a folder; none if it is not a folder."""
     try:
         return sorted(entry.name for entry in folder.iterdir())
     except OSError:
@@ -64,8 +64,8 @@ def model_parallel_ranks(tag: Path) -> list[int]:
 
 def not_told(tag: Path, ranks: int) -> CheckpointError:
     return CheckpointError(
-        f"{tag} holds the parts of {ranks} model-parallel ranks; how they fit together is not in the checkpoint. "
-        f"{CONVERT.capitalize()}"
+        f"{tag}: expected one model-parallel rank, found {ranks}, and the checkpoint does not record how their parts "
+        f"fit together; {CONVERT}"
     )
 
 
@@ -76,7 +76,7 @@ def check_layers(tag: Path) -> None:
     if not all(map(LAYER.fullmatch, layers)):
         raise not_told(tag, max(2, len(model_parallel_ranks(tag))))
     if layers and any(map(OF_EXPERT.fullmatch, names)):
-        raise CheckpointError(f"{tag} is of a pipeline with experts, which is not read here; {CONVERT}")
+        raise CheckpointError(f"{tag}: expected a pipeline without experts, found experts; {CONVERT}")
 
 
 def model_files(tag: Path, part: int | None = None) -> list[Path]:
@@ -86,8 +86,8 @@ def model_files(tag: Path, part: int | None = None) -> list[Path]:
         check_layers(tag)
         if apart := [name for name in names_in(tag) if name.startswith("layer_")]:
             raise CheckpointError(
-                f"{tag} has parts of the model in files of their own ({apart[0]}), as pipelines and expert parallelism "
-                "write them; convert it with lwopt convert --to universal, and give the folder it makes"
+                f"{tag}: expected the whole model in one file, found separate files ({apart[0]}) of pipelines or "
+                "expert parallelism; convert it with lwopt convert --to universal, and give the new folder"
             )
         part, *others = model_parallel_ranks(tag) or [0]
         if others:
@@ -106,8 +106,8 @@ def optimizer_files(tag: Path, ranks: int, part: int = 0) -> list[Path]:
             continue
         if rank in found:
             raise CheckpointError(
-                f"{tag} has two files for rank {rank}, {found[rank]} and {match[0]}, of two savings; remove those of "
-                "the older one"
+                f"{tag}: expected one file of rank {rank}, found {found[rank]} and {match[0]}, of two saves; remove "
+                "those of the older one"
             )
         found[rank] = match[0]
     files = _complete(tag, found, f"zero_pp_rank_0_mp_rank_{part:02d}_optim_states.pt")
@@ -121,10 +121,10 @@ def optimizer_files(tag: Path, ranks: int, part: int = 0) -> list[Path]:
 
 def _complete(tag: Path, found: dict[int, str], first: str) -> list[Path]:
     if not found:
-        raise CheckpointError(f"{tag} has no file {first}; is it the folder of a DeepSpeed checkpoint?")
+        raise CheckpointError(f"{tag}: expected a file {first}, found none; give the folder of a DeepSpeed checkpoint")
     for rank in range(max(found) + 1):
         if rank not in found:
-            raise CheckpointError(f"{tag} has {found[max(found)]}, but rank {rank}'s file is missing; copy it again")
+            raise CheckpointError(f"{tag}: expected rank {rank}'s file next to {found[max(found)]}; copy it")
     return [tag / found[rank] for rank in range(len(found))]
 
 
@@ -163,8 +163,8 @@ class ModelStates:
 
 
 # Separate files of weights: pipelines' layers and experts. A pipeline's parameters are named by their layer in the
-# whole model; a layer that occurs several times is ``tied_modules.<key>``, and its files do not say the key.
-# deepspeed.moe numbers the experts that a rank has from 0, except in the names of these files and in what they hold.
+# whole model; a layer that occurs several times is ``tied_modules.<key>``, and its files lack the key. deepspeed.moe
+# numbers a rank's experts from 0, except in the names of these files and in their contents.
 
 TIED = re.compile(r"tied_modules\.([^.]+)\..+")
 EXPERT = re.compile(r"((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
@@ -173,8 +173,8 @@ EXPERT = re.compile(r"((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+
 def layers_in(tag: Path, shapes: Sequence[Mapping[str, tuple[int, ...] | None]]) -> list[dict[str, LazyTensor]]:
     """By pipeline stage, the module's tensors. ``shapes`` are those of the stages' parameters and buffers, if known.
 
-    The tensors of a layer of which no stage knows any are the first stage's. A tied layer that could be one of several
-    is left out. Raises CheckpointError if another layer's file is missing.
+    The tensors of an unknown layer are the first stage's. A tied layer that could be one of several is left out. Raises
+    CheckpointError if another layer's file is missing.
     """
     found: list[dict[str, LazyTensor]] = [{} for _ in shapes]
     for match in filter(None, map(LAYER.fullmatch, names_in(tag))):
@@ -193,7 +193,7 @@ def layers_in(tag: Path, shapes: Sequence[Mapping[str, tuple[int, ...] | None]])
             found[stage or 0].update(own)
     for known, tensors in zip(shapes, found):
         if missing := [name for name in known if name not in tensors and not TIED.fullmatch(name)]:
-            raise CheckpointError(f"{tag} has no file of the layer with {missing[0]!r}; copy the whole folder again")
+            raise CheckpointError(f"{tag}: expected a file of the layer with {missing[0]!r}; copy all files again")
     return found
 
 
@@ -206,8 +206,8 @@ def renumbered(name: str, first: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Experts:
-    """Where the experts of a checkpoint are. By the beginning of their names: ``tensors`` of them all, by whole name,
-    and how many there are and how many a rank has. ``ranks`` share the dense parameters."""
+    """The experts of a checkpoint. By the beginning of their names: all ``tensors``, by whole name, the number of
+    experts, and the number on a rank. ``ranks`` share the dense parameters."""
 
     tensors: Mapping[str, LazyTensor]
     count: Mapping[str, int]
@@ -216,7 +216,7 @@ class Experts:
     in_rows: bool  # use_data_before_expert_parallelism: neighbouring ranks have the same experts
 
     def first(self, rank: int) -> dict[str, int]:
-        """The number of the first expert that ``rank`` has."""
+        """The number of the first expert of ``rank``."""
         sizes = {prefix: count // self.local.get(prefix, count) for prefix, count in self.count.items()}
         places = {
             prefix: rank // (self.ranks // size) if self.in_rows else rank % size for prefix, size in sizes.items()
@@ -224,7 +224,7 @@ class Experts:
         return {prefix: place * self.local.get(prefix, 0) for prefix, place in places.items()}
 
     def all_of(self, name: str) -> list[str]:
-        """The names in the whole model of what a rank calls ``name``."""
+        """The names in the whole model for a rank's ``name``."""
         match = EXPERT.fullmatch(name)
         if match is None or match[1] not in self.count:
             return [name]
@@ -247,15 +247,15 @@ def experts_in(tag: Path, saved: Mapping[str, Any], names: Iterable[str]) -> Exp
     for prefix, found in numbers(tensors).items():
         missing = next(number for number in range(len(found) + 1) if number not in found)
         if missing < len(found):
-            raise CheckpointError(f"{tag} has no file of expert {missing} of {prefix}; copy the whole folder again")
+            raise CheckpointError(f"{tag}: expected a file of expert {missing} of {prefix}; copy all files again")
     count, local = ({prefix: len(found) for prefix, found in numbers(of).items()} for of in (tensors, names))
     ranks = int(saved.get("dp_world_size") or 1)
     for prefix, number in local.items():
         total = count.get(prefix, 0)
         if not total or total % number or ranks % (total // number):
             raise CheckpointError(
-                f"{tag} has files of {total} experts {prefix}, and ranks with {number} each, of {ranks} ranks; copy "
-                "the whole folder again"
+                f"{tag}: expected files of as many experts {prefix} as on {ranks} ranks with {number} each, found "
+                f"{total}; copy the whole folder again"
             )
     in_rows = bool((saved.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
     return Experts(tensors, count, local, ranks, in_rows)
@@ -267,47 +267,46 @@ def read_model_states(
     of_first: Mapping[str, Any] | None = None,
 ) -> ModelStates:
     """The first rank's model states, and the other ranks' fragments of frozen parameters. ``layers`` are a pipeline
-    stage's tensors, of other files; ``of_first`` is what the first file holds, if it was read before. Raises
+    stage's tensors, of other files; ``of_first`` is the content of the first file, if it was read before. Raises
     CheckpointError."""
     of_ranks = [load_mapping(files[0]) if of_first is None else of_first, *map(load_mapping, files[1:])]
     saved = of_ranks[0]
     for file, of_rank in zip(files, of_ranks):
         if layers is None and not isinstance(of_rank.get("module"), Mapping):
             raise CheckpointError(
-                f"{file}: expected the model under 'module', found {type(of_rank.get('module')).__name__}, as "
-                "with pipeline parallelism; is it a file of DeepSpeed's model states?"
+                f"{file}: expected the model under 'module', found {type(of_rank.get('module')).__name__}; give a file "
+                "of DeepSpeed's model states"
             )
         if of_rank.get("global_steps") != saved.get("global_steps"):
             counts = f"{of_rank.get('global_steps')} steps, {files[0].name} after {saved.get('global_steps')}"
-            raise CheckpointError(f"{file}: it was saved after {counts}; copy all files of one save again")
+            raise CheckpointError(f"{file}: expected one step, found {counts}; copy all files of one save")
     module = saved["module"] if layers is None else layers
     tensors = {name: value for name, value in module.items() if isinstance(value, LazyTensor)}
     buffers = {name: tensors[name] for name in saved.get("buffer_names") or () if name in tensors}
     listed = saved.get("param_shapes")
     shapes = None if listed is None else [{name: shape_of(shape) for name, shape in g.items()} for g in listed]
     tied = dict(saved.get("shared_params") or {})
-    if shapes is None and not tied:  # at stage 0 DeepSpeed lists none: names of tensors that are another one's bytes
+    if shapes is None and not tied:  # DeepSpeed lists none at stage 0: tensors with the bytes of another
         first: dict[Any, str] = {}
         named = {name: first.setdefault((t.place, t.shape), name) for name, t in tensors.items() if t.numel}
         tied = {name: other for name, other in named.items() if name != other}
     trained = {name for group in shapes or () for name in group}
     frozen = _frozen(files[0], of_ranks, tensors)
-    if shapes is not None:  # at stage 1 DeepSpeed does not list what is frozen, but the module has it
+    if shapes is not None:  # DeepSpeed lists no frozen parameters at stage 1, but the module has them
         known = {*trained, *buffers, *tied, *frozen}
         frozen.update({name: t for name, t in tensors.items() if name not in known and t.numel})
     return ModelStates(files[0], saved, shapes, tensors, buffers, frozen, tied)
 
 
-NAMES = "lwopt.names"  # the key in our state at stage 0: the parameters' names by param group
-SAVE = "lwopt.save"  # the key in our part of each file of the optimizer's state: which save it is of
+NAMES = "lwopt.names"  # the key in this package's state at stage 0: the parameters' names by param group
+SAVE = "lwopt.save"  # the key in this package's part of each file of the optimizer's state: its save
 
 
 CUTS = "lwopt.cuts"  # how tensor parallelism cuts parameters: by name the dimension, and the rows of each part of one
 
 
 def mark_of(saved: Mapping[str, Any], of: str = SAVE) -> Mapping[str, Any] | None:
-    """Our optimizer's mark of the save, or what else it says, in a file's optimizer state; None if another optimizer
-    wrote it."""
+    """This package's mark of the save, or its entry ``of``, in a file's optimizer state; None in other optimizers'."""
     for key in ("base_optimizer_state", "optimizer_state_dict"):  # ZeRO's wrappers save the inner optimizer there
         if of not in saved and isinstance(saved.get(key), Mapping):
             saved = saved[key]
@@ -317,9 +316,9 @@ def mark_of(saved: Mapping[str, Any], of: str = SAVE) -> Mapping[str, Any] | Non
 
 def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[tuple[Path, Mapping[str, Any]]]) -> None:
     """Raises CheckpointError for files of the optimizer's state that were swapped between ranks or copied over each
-    other, or that are of another save or another step than the others. Other optimizers' bear no marks.
+    other, or that are of another save or step than the others. Other optimizers' files have no marks.
 
-    ``model`` is what the file of model states holds.
+    ``model`` is the content of the file of model states.
     """
     marks = {file: mark_of(saved) for file, saved in of_ranks}
     first_file, first = next(((file, mark) for file, mark in marks.items() if mark is not None), (None, None))
@@ -328,13 +327,13 @@ def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[t
     for file, mark in marks.items():
         wrong = None
         if mark is None:
-            wrong = f"it does not say which save it is of, as {first_file} does"
+            wrong = f"expected a mark of its save, as in {first_file}, found none"
         elif mark.get("file") not in (None, file.name):
             wrong = f"expected this rank's state, found that of {mark.get('file')}; it was copied or renamed"
         elif mark.get("step") != model.get("global_steps"):
-            wrong = f"it was saved after {mark.get('step')} steps, {model_file.name} after {model.get('global_steps')}"
+            wrong = f"expected step {model.get('global_steps')}, as in {model_file.name}, found {mark.get('step')}"
         elif mark.get("save_id") != first.get("save_id"):
-            wrong = f"it is of the save {mark.get('save_id')}, {first_file} of {first.get('save_id')}"
+            wrong = f"expected the save {first.get('save_id')}, as in {first_file}, found {mark.get('save_id')}"
         if wrong:
             raise CheckpointError(f"{file}: {wrong}; copy all files of one save to {file.parent} again")
 
@@ -344,7 +343,7 @@ def load_mapping(file: Path, folder: Path | None = None) -> Mapping[str, Any]:
     saved = torch_files.load(file, folder)
     if isinstance(saved, Mapping):
         return saved
-    raise CheckpointError(f"{file}: expected a dictionary, found {type(saved).__name__}; it is none of DeepSpeed's")
+    raise CheckpointError(f"{file}: expected DeepSpeed's dictionary, found {type(saved).__name__}")
 
 
 def _frozen(file: Path, of_ranks: list[Mapping[str, Any]], module: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -440,8 +439,8 @@ STEP = "step"
 
 @dataclass
 class Gathered:
-    """What the ranks' files have of one parameter. ``pieces`` are (start, flat tensor) by key; ``copies`` by key are
-    whole and must be equal; ``numbers`` are the same on all ranks."""
+    """The ranks' data of one parameter. ``pieces`` are (start, flat tensor) by key; ``copies`` by key are whole and
+    must be equal; ``numbers`` are the same on all ranks."""
 
     name: str
     shape: tuple[int, ...]
@@ -456,8 +455,8 @@ class Gathered:
         return math.prod(self.shape)
 
     def add(self, state: Mapping[str, Any], first: int, numel: int, start: int, file: Path) -> None:
-        """Add a rank's ``state`` from ``file``: its numbers, and the ``numel`` elements from ``first`` of every flat
-        tensor, which are the parameter's from ``start``. Raises CheckpointError if these are too few."""
+        """Add a rank's ``state`` from ``file``: its numbers, and from every flat tensor the ``numel`` elements from
+        ``first``, which begin at the parameter's element ``start``. Raises CheckpointError if these are too few."""
         for key, value in state.items():
             if key == MASTER or isinstance(value, LazyTensor) and value.shape:
                 piece = cut(value, first, numel, f"{key} of {self.name!r}", file)
@@ -466,12 +465,12 @@ class Gathered:
                 self.add_number(key, value, file)
 
     def add_number(self, key: str, value: Any, file: Path) -> None:
-        """Raises CheckpointError if another rank has another number."""
+        """Raises CheckpointError if ranks have different numbers."""
         before, found = as_number(self.numbers.setdefault(key, value)), as_number(value)
         if before != found:
             raise CheckpointError(
-                f"parameter {self.name!r}: {key!r} is {before} on the ranks before, {found} in {file}; the files are "
-                "of different savings"
+                f"parameter {self.name!r}: expected {key!r} to be {before}, as on the ranks before, found {found} in "
+                f"{file}; copy all files of one save"
             )
 
     def param(self, states: ModelStates) -> Param:
@@ -483,8 +482,8 @@ class Gathered:
             for start, tensor in pieces:
                 if start != end:
                     raise CheckpointError(
-                        f"{what}: element {end} comes next, found a piece from {start} on ({tensor.where}); the files "
-                        "do not belong together"
+                        f"{what}: expected a piece from element {end} on, found one from {start} on ({tensor.where}); "
+                        "copy all files of one save"
                     )
                 end += tensor.numel
             if end != self.numel:
@@ -517,7 +516,7 @@ def owner_states(saved: Mapping[Any, Any]) -> contents.OwnerStates:
 
 
 def read_as_it_lay(state: Any) -> Any:
-    """``state`` with its lazy tensors read, in the memory layout in which they were saved."""
+    """``state`` with its lazy tensors read, in their saved memory layout."""
 
     def read(saved: LazyTensor) -> Tensor:
         tensor, stride = saved.read(), saved.stride
@@ -530,7 +529,7 @@ def read_as_it_lay(state: Any) -> Any:
 
 
 def matrices_in(saved: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """By parameter, which elements its matrices have, if this package saved that; otherwise None."""
+    """By parameter, the elements of its matrices, if this package saved them; otherwise None."""
     if MATRICES not in saved:
         return None
     return {name: [elements for _, elements in matrices] for name, matrices in saved[MATRICES].items()}
@@ -545,7 +544,7 @@ def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: Iterable[Mappi
         for matrix, state in (saved.get(CHECKPOINT_KEY) or {}).items():
             if matrix not in places:
                 raise CheckpointError(
-                    f"a file has owner state of {matrix!r}, which it does not list as a matrix; is it whole?"
+                    f"expected owner state of listed matrices, found {matrix!r}; copy the whole folder again"
                 )
             name, place = places[matrix]
             found.setdefault(name, {})[place] = state

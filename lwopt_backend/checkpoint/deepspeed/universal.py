@@ -44,18 +44,18 @@ from lwopt_backend.checkpoint.files.torch_files import (
 #     latest_universal                             the tag
 #     <tag>/mp_rank_00_model_states.pt             stage 3: zero_pp_rank_0_mp_rank_00_...
 #     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; this package adds ``OURS``:
-#                                                  what all files below have, and where, so that a loader opens one file
+#                                                  the contents and places of all files below, for loaders
 #     <tag>/zero/<parameter>/fp32.pt, <key>.pt     {"param": the whole tensor, ...}; from stage 3 the flat tensor itself
 #     <tag>/zero/<parameter>/step.pt               the number itself
-#     <tag>/owner_state/<parameter>.pt             this package: what owners keep of its matrices, by their place
+#     <tag>/owner_state/<parameter>.pt             this package: owner state of its matrices, by their place
 #
-# DeepSpeed takes every file in a parameter's folder whose name has ``pt`` in it for state of the parameter's size, so
-# what is not of that size is not in there.
+# DeepSpeed reads every file in a parameter's folder with ``pt`` in its name as state of the parameter's size, so it has
+# no other state.
 
 POINTER = "latest_universal"
 OWNERS = "owner_state"  # a sibling of the folder "zero"
-OURS = "lwopt"  # the key in optimizer_state.pt for what the format has no place for
-FILES, CRCS = "files", "crc32"  # in it, by parameter: each state's shape, dtype, place, and where its checksums are
+OURS = "lwopt"  # the key in optimizer_state.pt for data outside the format
+FILES, CRCS = "files", "crc32"  # in it, by parameter: each state's shape, dtype, place, and the place of its checksums
 
 
 def recognises(path: Path) -> bool:
@@ -72,13 +72,13 @@ def read(tag: Path) -> Checkpoint:
     common = load_mapping(tag / ds.UNIVERSAL_MARK, tag)
     if MARK in common:
         raise CheckpointError(
-            f"{tag} is of owned storage, and was converted by DeepSpeed, which loses what is not Adam's; convert the "
-            "checkpoint that was saved with lwopt convert --to universal"
+            f"{tag}: expected owned storage converted by lwopt, found a conversion by DeepSpeed, which loses state "
+            "other than Adam's; convert the original checkpoint with lwopt convert --to universal"
         )
     ours = plain(common.get(OURS) or {})
     states, parts = _model_states(tag)
     if ours and states.path.name.startswith("zero_pp"):
-        raise CheckpointError(f"{tag}: mp_rank_00_model_states.pt is missing; copy the whole folder again")
+        raise CheckpointError(f"{tag}: expected mp_rank_00_model_states.pt, found none; copy the whole folder again")
     optimizer = common.get("optimizer_state_dict") or {}
     stage3 = optimizer if "param_groups" in optimizer else None
     groups = common.get("param_groups") or (stage3 or {})["param_groups"]
@@ -99,7 +99,7 @@ def read(tag: Path) -> Checkpoint:
         params[name] = replace(param, weight=weight, step=known, group=group_of.get(name))
     missing = [name for name in shapes if name not in params]
     if missing:
-        raise CheckpointError(f"{tag} has no folder zero/{missing[0]}; copy the whole folder again")
+        raise CheckpointError(f"{tag}: expected a folder zero/{missing[0]}, found none; copy the whole folder again")
     notes = []
     if parts > 1:
         states = replace(states, frozen={}, buffers={})
@@ -117,14 +117,14 @@ def read(tag: Path) -> Checkpoint:
 
 
 def _model_states(tag: Path) -> tuple[ModelStates, int]:
-    """The model states of the first model-parallel rank, and the number of these ranks; of a pipeline, whose weights
-    ds_to_universal leaves behind, with the shapes of all stages."""
+    """The model states of the first model-parallel rank, and the number of these ranks. In a pipeline, whose weights
+    ds_to_universal omits, they have the shapes of all stages."""
     found: dict[int, dict[tuple[int, str], Path]] = {}
     for name in ds.names_in(tag):
         if m := ds.MODEL.fullmatch(name):
             found.setdefault(int(m[2]), {})[int(m[1] or -1), name] = tag / name
     if not found:
-        raise CheckpointError(f"{tag} has no file mp_rank_00_model_states.pt; copy the whole folder again")
+        raise CheckpointError(f"{tag}: expected a file mp_rank_00_model_states.pt; copy the whole folder")
     first = [path for _, path in sorted(found[min(found)].items())]
     if not first[0].name.startswith("zero_pp"):
         first = first[:1]
@@ -154,8 +154,8 @@ def _listed(
 
 
 def _listed_params(tag: Path, ours: Mapping[str, Any], has_manifest: bool) -> Iterator[tuple[str, Param]]:
-    """Parameters with their state, of which ``ours`` says where it is: no file of a parameter is opened before it is
-    read. Files are looked for unless a manifest lists them. Raises CheckpointError."""
+    """Parameters with their state at the places in ``ours``: no file of a parameter is opened before it is read. Files
+    are checked unless a manifest lists them. Raises CheckpointError."""
     file, crcs = tag / ds.UNIVERSAL_MARK, ours[CRCS].read().numpy().view("uint32")
     for name, listed in ours[FILES].items():
         check_name(name, f"a parameter in {file}")
@@ -166,7 +166,7 @@ def _listed_params(tag: Path, ours: Mapping[str, Any], has_manifest: bool) -> It
             place = Stored(path, offset, math.prod(shape_of(shape)) * dtype.itemsize, tag)
             stop = first + -(-place.length // block)
             if not 0 <= offset < 2**60 or not 0 <= first <= stop <= len(crcs):
-                raise CheckpointError(f"{file} is damaged: it has no place for {path}; copy it again")
+                raise CheckpointError(f"{file}: expected the place of {path}, found none; copy it again")
             if not has_manifest and not path.is_file():
                 raise CheckpointError(f"{path} is missing; copy the whole folder again")
             if not has_manifest and path.stat().st_size < offset + place.length:
@@ -183,7 +183,7 @@ def _listed_params(tag: Path, ours: Mapping[str, Any], has_manifest: bool) -> It
 
 @dataclass(frozen=True)
 class _Owners:
-    """A file of owner state, which is opened when some is read."""
+    """A file of owner state, opened when it is first read."""
 
     path: Path
     tag: Path
@@ -194,7 +194,7 @@ class _Owners:
 
     def read(self, place: int) -> Any:
         if place not in self._saved:
-            raise CheckpointError(f"{self.path} has no owner state of matrix {place}; copy the whole folder again")
+            raise CheckpointError(f"{self.path}: expected owner state of matrix {place}; copy the folder")
         return ds.read_as_it_lay(self._saved[place])
 
 
@@ -205,14 +205,14 @@ def _param(tag: Path, name: str, shape: tuple[int, ...] | None) -> Param:
     for file in ds.names_in(folder):
         key, dot, ending = file.rpartition(".")
         if not dot or ending != "pt":
-            raise CheckpointError(f"{folder / file} is no state of a parameter; remove it, or copy the folder again")
+            raise CheckpointError(f"{folder / file}: expected state of a parameter; remove it")
         saved = torch_files.load(folder / file, tag)
         if key == STEP:
             step = ds.as_number(saved)
         else:
             found[key] = state_in(saved, shape, folder / file)
     if MASTER not in found:
-        raise CheckpointError(f"{folder} has no file fp32.pt; copy the whole folder again")
+        raise CheckpointError(f"{folder}: expected a file fp32.pt, found none; copy the whole folder again")
     whole = found[MASTER].shape
     for key, tensor in found.items():
         if tensor.shape not in (whole, ()):
@@ -233,15 +233,15 @@ def state_in(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTenso
         return tensor
     if shape is None or math.prod(shape) != tensor.numel:
         raise CheckpointError(
-            f"{file} holds a flat tensor of {tensor.numel} elements, as stage 3 writes it, and the model states say "
-            f"that its shape is {shape}; copy the *_model_states.pt files of this checkpoint next to the folder zero"
+            f"{file}: expected shape {shape} by the model states, found a flat tensor of {tensor.numel} elements, as "
+            "of stage 3; copy the *_model_states.pt files of this checkpoint next to the folder zero"
         )
     return tensor.view(shape)
 
 
-# What is written for AdamW is one that DeepSpeed 0.19.8 loads at ZeRO 1, 2 and 3 at any world size: the first two read
+# DeepSpeed 0.19.8 can load an AdamW checkpoint written here at ZeRO 1, 2 and 3 at any world size: stages 1 and 2 read
 # ``param_groups``, stage 3 ``optimizer_state_dict`` and another file of model states. The loss scaler, an object of a
-# class of DeepSpeed, is left out, and begins anew there; our own key has its numbers.
+# class of DeepSpeed, is left out, and starts fresh there; this package's key has its numbers.
 
 LOADER_VERSION = "0.19.8"  # the version whose loader this fits; the loader requires version 0.3.17 or later
 UNIVERSAL_VERSION = 0.4  # DeepSpeed's UNIVERSAL_CHECKPOINT_VERSION_VALUE
@@ -255,8 +255,8 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     """
     trained = {name: param for name, param in checkpoint.params.items() if param.states or param.group is not None}
     for name in trained:
-        check_name(name, f"the parameter {name!r}, which becomes a folder's name")
-    # As torch's state dicts have them; the loaders pair them with the engine's by position.
+        check_name(name, f"the parameter {name!r}, used as a folder's name")
+    # As in torch's state dicts; the loaders pair them with the engine's by position.
     count = max([len(checkpoint.groups), *((param.group or 0) + 1 for param in trained.values())])
     given: list[Mapping[str, Any]] = [*checkpoint.groups, *[{}] * (count - len(checkpoint.groups))]
     groups = [{**group, "params": [number]} for number, group in enumerate(given)]
@@ -294,7 +294,7 @@ def _states_to_write(param: Param) -> dict[str, LazyTensor]:
 
 
 def _write_param(name: str, param: Param, files: Files, records: dict[str, Record]) -> None:
-    """Write a parameter's files, and add where its states are in them to ``records``."""
+    """Write a parameter's files, and add the places of its states to ``records``."""
     place = f"zero/{name}"
     (files.folder / place).mkdir(parents=True)
     for key, tensor in _states_to_write(param).items():
@@ -311,7 +311,7 @@ def _write_param(name: str, param: Param, files: Files, records: dict[str, Recor
 
 
 def _files_listed(trained: Mapping[str, Param], records: Mapping[str, Mapping[str, Record]]) -> dict[str, Any]:
-    """What ``_listed_params`` reads."""
+    """The entries that ``_listed_params`` reads."""
     crcs = array("I")
     files: dict[str, Any] = {}
     for name, param in trained.items():
@@ -353,7 +353,7 @@ def _common(
 def _model_states_to_write(
     checkpoint: Checkpoint, trained: Mapping[str, Param], frozen: Mapping[str, LazyTensor], groups: int
 ) -> dict[str, Any]:
-    shapes = [  # without those whose group is not known, which DeepSpeed would train with another group's options
+    shapes = [  # without those of unknown groups, which DeepSpeed would train with another group's options
         OrderedDict((name, torch.Size(p.shape)) for name, p in trained.items() if p.group == number)
         for number in range(groups)
     ]

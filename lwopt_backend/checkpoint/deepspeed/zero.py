@@ -1,4 +1,4 @@
-"""DeepSpeed's native checkpoints: stages 0 to 3, BF16_Optimizer, DeepSpeed's Muon, and our owned storage."""
+"""DeepSpeed's native checkpoints: stages 0 to 3, BF16_Optimizer, DeepSpeed's Muon, and owned storage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import Gathered, ModelStates
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
-# Names are the module's own. DeepSpeed itself is not needed, and no class of it is imported.
+# Names are the module's own. DeepSpeed is not imported.
 
 POINTER = "latest"
 
@@ -94,7 +94,7 @@ def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
     of_ranks = [(file, _whole_names(optimizer, mine)) for file, optimizer, mine in found]
     if missing := trained - {name for _, saved in of_ranks for group in saved[ds.NAMES] for name in group}:
         raise CheckpointError(
-            f"{tag} has no file expp_rank_..._optim_states.pt with the state of {min(missing)!r}; copy it again"
+            f"{tag}: expected a file expp_rank_..._optim_states.pt with {min(missing)!r}; copy it again"
         )
     return [(states, [of_rank]) for of_rank in of_ranks]
 
@@ -104,7 +104,7 @@ def _shards(tag: Path, first: tuple[ModelStates, OfRanks], others: Sequence[int]
     states, of_ranks = first
     if (count := 1 + len(others)) != (saved_on := states.saved.get("mp_world_size") or 1):
         raise CheckpointError(
-            f"{tag} has the files of {count} tensor-parallel ranks, but {states.path.name} was saved on {saved_on}; "
+            f"{tag}: expected the files of {saved_on} tensor-parallel ranks, as in {states.path.name}, found {count}; "
             "copy the whole folder again"
         )
     if others and ds.mark_of(of_ranks[0][1], ds.CUTS) is None:
@@ -128,13 +128,13 @@ def _of_ranks(tag: Path, states: ModelStates, part: int = 0) -> OfRanks:
     if states.shapes is None:
         optimizer = states.saved.get("optimizer")
         if not isinstance(optimizer, Mapping):
-            raise CheckpointError(f"{states.path} holds no optimizer; there is nothing to read but weights")
+            raise CheckpointError(f"{states.path}: expected an optimizer's state, found only weights")
         return [(states.path, optimizer)]
     found = []
     for file in ds.optimizer_files(tag, states.ranks, part):
         saved = ds.load_mapping(file).get("optimizer_state_dict")
         if not isinstance(saved, Mapping):
-            raise CheckpointError(f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state")
+            raise CheckpointError(f"{file}: expected 'optimizer_state_dict'; copy ZeRO's file again")
         found.append((file, saved))
     return found
 
@@ -173,14 +173,14 @@ def _read_part(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
 
 
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether param groups of two parts of a model are one. None is not known there, as of a rate in a single group."""
+    """Whether param groups of two parts of a model are one. None means unknown, e.g. a rate in a single group."""
     keys = {*one, *other} - {"members"}
     return all(one.get(key) == other.get(key) or None in (one.get(key), other.get(key)) for key in keys)
 
 
 def _joined(parts: Sequence[Checkpoint]) -> Checkpoint:
-    """The whole of what ``parts`` have: stages of a pipeline, or ranks with different experts. A parameter that several
-    have must be the same in all. Raises CheckpointError if the parts are of different steps."""
+    """The whole of ``parts``: stages of a pipeline, or ranks with different experts. A parameter in several parts must
+    be the same in all. Raises CheckpointError if the parts are of different steps."""
     first = parts[0]
     groups: list[Mapping[str, Any]] = []
     params: dict[str, Param] = {}
@@ -189,7 +189,7 @@ def _joined(parts: Sequence[Checkpoint]) -> Checkpoint:
     for part in parts:
         if part.iteration != first.iteration:
             counts = f"{first.iteration} and {part.iteration} steps"
-            raise CheckpointError(f"the files of model states were saved after {counts}; copy all of one save again")
+            raise CheckpointError(f"expected model states of one step, found {counts}; copy one save again")
         numbers: list[int] = []
         for group in part.groups:
             fits = [n for n, other in enumerate(groups) if n not in numbers and _alike(group, other)]
@@ -228,7 +228,7 @@ def _of_shards(tag: Path, parts: Sequence[Checkpoint], cuts: Mapping[str, Any]) 
     for name, param in first.params.items():
         of_parts = [part.params.get(name, param) for part in parts]
         if any(each.step != param.step or each.tensors.keys() != param.tensors.keys() for each in of_parts):
-            raise CheckpointError(f"{tag}: parameter {name!r} has other states on other ranks; copy all of one save")
+            raise CheckpointError(f"{tag}: expected states of {name!r} to agree; copy all of one save")
         tensors = {}
         for key, tensor in param.tensors.items():
             shards = [each.tensors[key] for each in of_parts]
@@ -247,7 +247,7 @@ def _of_shards(tag: Path, parts: Sequence[Checkpoint], cuts: Mapping[str, Any]) 
 
 
 def _uncut(shards: Sequence[LazyTensor], dim: int, parts: Sequence[int]) -> LazyTensor:
-    """The tensor that was cut in dimension ``dim``; of a fused one, every shard has ``parts``."""
+    """The tensor that was cut in dimension ``dim``; every shard of a fused one has ``parts``."""
     shape = [size * len(shards) if i == dim else size for i, size in enumerate(shards[0].shape)]
     if dim == 0 and not parts:
         return end_to_end(shards, shape)
@@ -260,10 +260,10 @@ def _uncut(shards: Sequence[LazyTensor], dim: int, parts: Sequence[int]) -> Lazy
 
 
 # ZeRO 1 and 2, BF16_Optimizer among them: a flat tensor per param group, cut over the ranks.
-# What lies where is in ``param_slice_mappings``: by group and parameter, where in the rank's part its elements begin,
-# and how many there are. A parameter's pieces follow each other in the order of the ranks. State lies as the weights
-# do, but for DeepSpeed's own Muon: a rank keeps momentum, in whole tensors and in the same order, of all parameters
-# of which it stores a part (stage_1_and_2.py, ``_get_flat_partition_unpadded``), unless optimizer state is offloaded.
+# ``param_slice_mappings`` has the places: by group and parameter, the start of its elements in the rank's part, and
+# their number. A parameter's pieces follow each other in the order of the ranks. State is placed like the weights,
+# except with DeepSpeed's own Muon: a rank keeps momentum, in whole tensors and in the same order, of all parameters
+# with elements in its part (stage_1_and_2.py, ``_get_flat_partition_unpadded``), unless optimizer state is offloaded.
 # Read in 0.19.8.
 
 BUFFER = "momentum_buffer"
@@ -278,8 +278,8 @@ def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
         base = saved["base_optimizer_state"]
         if not isinstance(base, Mapping):
             raise CheckpointError(
-                f"{file}: 'base_optimizer_state' is a list, as with zero_optimization.elastic_checkpoint, which is not "
-                "read; load it with DeepSpeed and save it with elastic_checkpoint off"
+                f"{file}: expected 'base_optimizer_state' as a dictionary, found a list, as written with "
+                "zero_optimization.elastic_checkpoint; load it with DeepSpeed and save it with elastic_checkpoint off"
             )
         # BF16_Optimizer, which saves no stage, cuts the momentum of DeepSpeed's Muon.
         keeps_whole = "zero_stage" in saved and offload.get("device", "none") == "none"
@@ -288,7 +288,7 @@ def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
             ordered = sorted(places.items(), key=lambda place: place[1].start)
             unknown = [name for name, _ in ordered if name not in gathered]
             if unknown:
-                raise CheckpointError(f"{file} holds parameter {unknown[0]!r}, which {states.path} does not list")
+                raise CheckpointError(f"{file}: {unknown[0]!r}: expected it in {states.path}; copy one save")
             params = [gathered[name] for name, _ in ordered]
             copied, buffer = None, state.get(BUFFER)
             use_muon = keeps_whole and base["param_groups"][number].get("use_muon")
@@ -313,7 +313,7 @@ def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
 
 # Checkpoints of owned storage under DeepSpeed, ``"storage": "owned"``, stages 0 to 2; see the mark in the file.
 # At stages 1 and 2 a rank's file has the pieces of parameters that it owns, each in its own group; at stage 0 the
-# file of model states has everything whole. Both name parameters, and say which matrices are in them.
+# file of model states has everything whole. Both have names of parameters, and their matrices.
 
 MARK = "lwopt.owned"  # the key of a checkpoint's description of itself
 
@@ -336,8 +336,8 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
                 if not weights.numel:
                     continue
                 if weights.numel != stop - start:
-                    says = f"of {name!r} it says it owns {stop - start} elements, and it has {weights.numel}"
-                    raise CheckpointError(f"{file}: {says}")
+                    expected = f"expected {stop - start} elements of {name!r}, found {weights.numel}"
+                    raise CheckpointError(f"{file}: {expected}; copy it again")
                 state = saved["base_optimizer_state"]["state"][number]
             kept = {MASTER: weights, **state}
             flat = {key: v.view((v.numel,)) if isinstance(v, LazyTensor) and v.shape else v for key, v in kept.items()}
@@ -346,7 +346,7 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
             owners.setdefault(name, {}).update(of_places)  # ranks may own matrices of one parameter
     for name, of_places in owners.items():
         gathered[name].owner = ds.owner_states(dict(sorted(of_places.items())))
-    if whole:  # at stage 0 DeepSpeed does not list what is frozen
+    if whole:  # DeepSpeed lists no frozen parameters at stage 0
         known = {*gathered, *states.buffers, *states.tied}
         states = replace(states, frozen={name: t for name, t in states.module.items() if name not in known})
     format = f"lwopt owned storage in deepspeed, stage {first.get('zero_stage')}"
@@ -358,29 +358,29 @@ def matrices_of_mark(mark: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 # Native checkpoints of stage 0: the first rank's optimizer, whole, in the file of model states.
-# State is by a parameter's number in the param groups. Our optimizer saves names; DeepSpeed saves none.
+# State is by a parameter's number in the param groups. This package saves names; DeepSpeed saves none.
 
 
 def _names_at_stage0(file: Path, optimizer: Any) -> list[list[str]]:
     """The parameters' names by param group. Raises CheckpointError for another optimizer's state, which has none."""
     if not isinstance(optimizer, Mapping) or ds.NAMES not in optimizer:
         raise CheckpointError(
-            f"{file}: at stage 0 DeepSpeed saves the optimizer's states without names, so no state "
-            "can be assigned to a parameter; load the checkpoint where it was saved, and save it at ZeRO stage 1"
+            f"{file}: expected the parameters' names, found none, because DeepSpeed saves states at stage 0 by number; "
+            "load the checkpoint where it was saved, and save it at ZeRO stage 1"
         )
     names: list[list[str]] = optimizer[ds.NAMES]
     return names
 
 
 def read_stage0(states: ModelStates, saved: Mapping[str, Any]) -> Checkpoint:
-    """Read a checkpoint of stage 0, of which our optimizer has ``saved``. Raises CheckpointError."""
+    """Read a checkpoint of stage 0, of which this package's optimizer has ``saved``. Raises CheckpointError."""
     gathered: dict[str, Gathered] = {}
     groups, state = saved["param_groups"], saved["state"]
     for number, (group, names) in enumerate(zip(groups, _names_at_stage0(states.path, saved))):
         for index, name in zip(group["params"], names):
             weight = states.module.get(name)
             if weight is None:
-                raise CheckpointError(f"{states.path} has the state of {name!r}, and no file its weights")
+                raise CheckpointError(f"{states.path}: expected a file with weights of {name!r}; copy it")
             found = gathered[name] = Gathered(name, weight.shape, number)
             found.copies[MASTER] = [weight]
             for key, value in state.get(index, {}).items():
@@ -396,15 +396,14 @@ def read_stage0(states: ModelStates, saved: Mapping[str, Any]) -> Checkpoint:
 
 # Native checkpoints of ZeRO 3: every parameter cut into equal flat parts, one for each rank, by sub-groups.
 # A rank's flat tensor of a sub-group holds its parts of the sub-group's parameters one after the other, each as long as
-# the first rank's; what the last ranks have too much is padding (stage3.py, ``_create_fp16_sub_groups``). Read in
-# 0.19.8.
+# the first rank's; the excess on the last ranks is padding (stage3.py, ``_create_fp16_sub_groups``). Read in 0.19.8.
 
 
 def read_stage3(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     assert states.shapes is not None
     file, first = of_ranks[0]
     if first.get("ds_zero_partition_groups"):
-        raise CheckpointError(f"{file} has experts on some ranks only (AutoEP), which is not read; see ds_to_universal")
+        raise CheckpointError(f"{file}: expected no experts on some ranks only (AutoEP); use ds_to_universal")
     optimizer, ranks = first["optimizer_state_dict"], len(of_ranks)
     groups = optimizer["param_groups"]
     group_of = {index: number for number, group in enumerate(groups) for index in group["params"]}
@@ -414,8 +413,8 @@ def read_stage3(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
         flats = saved["fp32_flat_groups"]
         if len(flats) != len(states.shapes):
             raise CheckpointError(
-                f"{file}: expected {len(states.shapes)} sub-groups, as {states.path} lists, found {len(flats)}; the "
-                "files are of different savings"
+                f"{file}: expected {len(states.shapes)} sub-groups, as in {states.path}, found {len(flats)}; copy all "
+                "files of one save"
             )
         for index, (flat, sub_group) in enumerate(zip(flats, states.shapes)):
             state = {MASTER: flat, **saved["optimizer_state_dict"]["state"].get(index, {})}

@@ -1,1 +1,1 @@
-"""Files and folders beneath all formats: read lazily and without running anything, written whole or not."""
+"""Files and folders of all formats: read lazily and without running code, written whole or not at all."""

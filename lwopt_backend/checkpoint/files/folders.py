@@ -1,4 +1,4 @@
-"""Files and folders: what they must not contain; writing them whole or not at all."""
+"""Files and folders: checks of their paths, and writing them whole or not at all."""
 
 from __future__ import annotations
 
@@ -48,31 +48,31 @@ def flush(path: Path) -> None:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Raises CheckpointError if a file that is about to be read is no file, as a pipe, at which reading would wait, or
-    lies outside of a checkpoint's ``folder``, behind a link. The folder itself may be a link, as to another disk."""
+    """Raises CheckpointError for a file about to be read that is not a regular file (a pipe would block), or that a
+    link places outside of a checkpoint's ``folder``. The folder itself may be a link, e.g. to another disk."""
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(folder)):
         raise CheckpointError(
-            f"{path} is, or lies behind, a link that leads out of the folder {folder}, to {real}; put what it leads to "
-            "in its place, if you know who made it"
+            f"{path}: expected a file in the folder {folder}, found a link to {real}; replace the link by the file, if "
+            "you know who made it"
         )
     if real.exists() and not real.is_file():
-        raise CheckpointError(f"{path} is no file; copy it again")
+        raise CheckpointError(f"{path}: expected a file, found something else; copy it again")
 
 
 # Folders that are written whole or not at all, and the small files that point to them.
 # A folder is filled under a temporary name in the same parent, flushed to disk, and renamed; no folder is replaced.
 # Pointers (``latest``, ``latest_universal``) are written last. Temporary names begin with a dot and end in
-# ``.lwopt-new``; no pointer may name one. A program that is killed leaves its temporary folder, which is never read.
+# ``.lwopt-new``; no pointer may name one. A killed program leaves its temporary folder, which is never read.
 
-FLUSHES = 8  # files that are flushed at a time: a file system commits what waits together
+FLUSHES = 8  # files flushed at a time: a file system commits waiting ones together
 
 
 def write_folder(target: Path, fill: Callable[[Path], None], *, pointers: Mapping[str, str] | None = None) -> None:
     """Make ``target`` a folder with what ``fill`` writes to an empty one; then write ``pointers`` to its parent.
 
-    Pointers are texts by file name, written in order. Raises CheckpointError if the target exists, and for a
-    name that leads elsewhere; also raises what ``fill`` raises. After an error, nothing of the new folder is left.
+    Pointers are texts by file name, written in order. Raises CheckpointError if the target exists, and for a name
+    outside the folder; also raises the errors of ``fill``. After an error, nothing of the new folder remains.
     """
     for name in (target.name, *(pointers or {})):
         check_name(name, "a folder's or a pointer's name")
@@ -98,19 +98,19 @@ def write_folder(target: Path, fill: Callable[[Path], None], *, pointers: Mappin
         with contextlib.suppress(OSError):
             for folder in missing:  # from the innermost to the first that is not empty
                 folder.rmdir()
-        if isinstance(error, OSError):  # that of a full disk names no file
-            raise CheckpointError(f"{target} is not written: {error}") from error
+        if isinstance(error, OSError):  # a full disk's error names no file
+            raise CheckpointError(f"{target} was not written: {error}") from error
         raise
     for name, text in (pointers or {}).items():
         path = target.with_name(name)
         try:
             write_whole(path, text.encode())
         except OSError as error:
-            raise CheckpointError(f"{path} is not written: {error}; it has to name {text!r}") from error
+            raise CheckpointError(f"{path} was not written: {error}; write {text!r} into it") from error
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises CheckpointError if there is anything at ``target``, a link to nothing included."""
+    """Raises CheckpointError if there is anything at ``target``, including a broken link."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} already exists, and nothing is replaced; choose another name, or remove it")
 
@@ -140,5 +140,5 @@ def check_name(name: str, where: str) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether it is the name of something unfinished."""
+    """Whether it is the name of an unfinished file or folder."""
     return name.startswith(".") and name.endswith(NEW)

@@ -6,8 +6,8 @@
      "files": {"zero/wte.weight/fp32.pt": {"bytes": 4736, "crc32": "8d1f...", "rank": 0}, ...},
      "crc32": "..."}                                                                of all the above
 
-The CRC32 of a file that torch.save writes is its directory's, which has the CRC32s of all that is in it, so that it is
-known without reading the tensors. Files that it does not list are ignored, because other tools may add some.
+The CRC32 of a file of torch.save is that of its directory, which has the CRC32s of its contents, so it is known without
+reading the tensors. Files that the manifest does not list are ignored, because other tools may add some.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lwopt_backend.checkpoint.choices import CheckpointError
 from lwopt_backend.checkpoint.files.folders import write_whole
 
 NAME = "lwopt_manifest.json"
-DEPTH = 4  # folders in which a file's manifest may be: <tag>/zero/<parameter>/<key>.pt has it in the third
+DEPTH = 4  # parent folders to search for a file's manifest: the third for <tag>/zero/<parameter>/<key>.pt
 CHUNK = 2**22  # bytes that are read at once
 
 
@@ -77,18 +77,18 @@ class Manifest:
         if crc32 == expected:
             return
         twin = next((other for other, entry in self.files.items() if entry.crc32 == crc32), None)
-        found = f"it is {twin}" if twin else f"its CRC32 is {crc32:08x}, {NAME} says {expected:08x}"
+        found = f"{twin}" if twin else f"CRC32 {crc32:08x}"
         raise CheckpointError(
-            f"{self.folder / name} is not the file that was saved: {found}. It is damaged, or of another save or rank; "
-            f"{self.advice}"
+            f"{self.folder / name}: expected the saved file with CRC32 {expected:08x}, found {found}; it is damaged, "
+            f"or of another save or rank; {self.advice}"
         )
 
 
-# Written: CRC32s are those of the bytes as they go to the file.
+# Writing: CRC32s are computed from the bytes as they are written.
 
 
 class Summing(io.BufferedWriter):
-    """A new file that computes the CRC32 of what is written to it."""
+    """A new file that computes its own CRC32."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -126,7 +126,7 @@ def new_save_id() -> str:
 def write(
     folder: Path, files: Mapping[str, Entry], step: int | None, *, save_id: str | None = None, world: int = 1
 ) -> None:
-    """Write the manifest of ``files``, all of which must exist. The default ``save_id`` is made of their entries."""
+    """Write the manifest of ``files``, all of which must exist. The default ``save_id`` is a hash of their entries."""
     listed = {n: {"bytes": e.nbytes, "crc32": f"{e.crc32:08x}", "rank": e.rank} for n, e in sorted(files.items())}
     save_id = save_id or hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
     content = {"save_id": save_id, "step": step, "world": world, "files": listed}
@@ -138,14 +138,14 @@ def _own_crc(content: Mapping[str, Any]) -> str:
 
 
 def read(folder: Path) -> Manifest | None:
-    """A folder's manifest; None if there is none. Raises CheckpointError for one that is damaged, or no file in it."""
+    """A folder's manifest; None if there is none. Raises CheckpointError for a damaged manifest."""
     path = folder / NAME
     try:
         found = path.stat()
     except OSError:
         return None
-    if not stat.S_ISREG(found.st_mode):  # reading from a pipe would wait forever
-        raise CheckpointError(f"{path} is no file; copy it again")
+    if not stat.S_ISREG(found.st_mode):  # a pipe would block
+        raise CheckpointError(f"{path}: expected a file, found something else; copy it again")
     return _parsed(path, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
@@ -159,7 +159,7 @@ def _parsed(path: Path, *_: int) -> Manifest:
         files = {name: Entry(of["bytes"], int(of["crc32"], 16), of["rank"]) for name, of in listed.items()}
         numbers = [world, *(n for entry in files.values() for n in (entry.nbytes, entry.rank)), step or 0]
         if not isinstance(save_id, str) or not all(type(number) is int for number in numbers):
-            raise ValueError("a number or the save's name is of another type")
+            raise ValueError("a number or the save's name has another type")
         for name in filter(leads_out, files):
             raise ValueError(f"it names {name!r}, outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -183,7 +183,7 @@ def check_files(folder: Path) -> Manifest | None:
 
 
 def check(path: Path, crc32: Callable[[], int]) -> None:
-    """Raises CheckpointError if a manifest names a file that is now another, by its CRC32."""
+    """Raises CheckpointError if a manifest lists the file with another CRC32."""
     for folder in path.parents[:DEPTH]:
         manifest = read(folder)
         if manifest is not None:

@@ -1,4 +1,4 @@
-"""What pickles become: plain data, tensors, arrays of numbers, and stubs of other programs' objects. Nothing runs."""
+"""Reads pickles as plain data, tensors, arrays of numbers, and stubs of other programs' objects. Runs no code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch._weights_only_unpickler import Unpickler, _remove_safe_globals, get_g
 
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, shape_of
 
-PLAIN_DTYPE = re.compile(r"[biufcSU][0-9]{1,9}")  # no objects, no fields: bytes of the file never become pointers
+PLAIN_DTYPE = re.compile(r"[biufcSU][0-9]{1,9}")  # no objects or fields: bytes of a file never become pointers
 
 
 class Stub:
@@ -39,7 +39,7 @@ class Stub:
         if type(state) is not dict:
             state = {"stub_state": state}
         if not all(type(key) is str for key in state):
-            raise ValueError(f"a {type(self).__name__} has attributes whose names are not strings")
+            raise ValueError(f"expected strings as names of a {type(self).__name__}'s attributes, found others")
         self.__dict__.update(state)
 
     def __repr__(self) -> str:
@@ -48,19 +48,19 @@ class Stub:
     stub_args: tuple[Any, ...]
 
 
-# numpy's objects. Its own functions, which trust what they are given, never see a file: arrays are made of their bytes.
+# numpy's objects. Arrays are built from their bytes, because numpy's own functions trust their input.
 
 
 class _Dtype:
     def __init__(self, kind: Any = None, *_: Any) -> None:
         if type(kind) is not str or not PLAIN_DTYPE.fullmatch(kind):
-            raise ValueError(f"numpy's dtype {str(kind)[:50]!r} is not one of plain numbers or text")
+            raise ValueError(f"expected a numpy dtype of plain numbers or text, found {str(kind)[:50]!r}")
         self.made = numpy.dtype(kind)
 
     def __setstate__(self, state: Any) -> None:
         _, order, *fields = state
         if order not in ("<", ">", "|", "=") or any(fields[:3]):
-            raise ValueError(f"numpy's dtype {self.made} has the state of another")
+            raise ValueError(f"expected the state of numpy's dtype {self.made}, found another's")
         self.made = self.made.newbyteorder(order)
 
 
@@ -73,11 +73,11 @@ class _Array:
 
 
 def _elements(dtype: Any, data: Any, shape: tuple[int, ...], order: Any = "C") -> numpy.ndarray[Any, Any]:
-    """An array of bytes. Raises ValueError unless there are exactly as many as it needs."""
+    """An array from bytes. Raises ValueError for a wrong number of bytes."""
     if type(dtype) is not _Dtype or type(data) is not bytes:
-        raise ValueError(f"numpy's array is made of a {type(dtype).__name__} and a {type(data).__name__}")
+        raise ValueError(f"expected numpy's dtype and bytes, found {type(dtype).__name__}, {type(data).__name__}")
     if len(data) != math.prod(shape) * dtype.made.itemsize:
-        raise ValueError(f"an array of {math.prod(shape)} elements of dtype {dtype.made} has {len(data)} bytes")
+        raise ValueError(f"expected the bytes of {math.prod(shape)} elements of dtype {dtype.made}, found {len(data)}")
     if not data:
         return numpy.empty(shape, dtype.made, order)
     return numpy.frombuffer(data, dtype.made).reshape(shape, order=order).copy(order="K")
@@ -88,16 +88,16 @@ def _scalar(dtype: Any, data: Any) -> Any:
 
 
 def _attribute(of: Any, name: Any) -> Any:
-    """Enums may be pickled by name, as attributes of their class."""
+    """A class's attribute, by which enums may be pickled."""
     if isinstance(of, type) and issubclass(of, Stub) and type(name) is str:
         return of(name)
-    raise ValueError("it asks for an attribute of something that is no class of another program")
+    raise ValueError("expected an attribute of a class of another program, found one of something else")
 
 
-# Names in pickles. What is named is never imported: torch's reader has its own of these, others are made by us, classes
-# of other programs become stubs, and everything else is refused.
+# Names in pickles. Nothing is imported by a name: torch's reader knows some of these, others have replacements below,
+# classes of other programs become stubs, and everything else is refused.
 
-# Classes of these are only looked at: an instance becomes a stub that has its attributes.
+# An instance of these packages' classes becomes a stub with its attributes.
 LOOKED_AT = ("megatron", "transformer_engine", "transformer_engine_torch", "nvidia_resiliency_ext", "apex", "deepspeed")
 DCP = "torch.distributed.checkpoint."
 STUBS = {
@@ -113,7 +113,7 @@ OURS: dict[str, Any] = {
     "builtins.list": lambda values=(): list(values),
     "builtins.tuple": lambda values=(): tuple(values),
     "builtins.frozenset": lambda values=(): frozenset(values),
-    "builtins.bytes": lambda: b"",  # how those that are empty are pickled up to protocol 2
+    "builtins.bytes": lambda: b"",  # how empty bytes are pickled up to protocol 2
     "builtins.getattr": _attribute,
     "numpy.ndarray": _Array,
     "numpy.dtype": _Dtype,
@@ -135,13 +135,13 @@ def _is_dtype(name: str) -> bool:
 
 
 def _made_by_us(name: str, where: str) -> Any:
-    """What a name stands for, if not what torch has for it. Raises CheckpointError."""
+    """The replacement for a name, if torch has none. Raises CheckpointError."""
     if name in OURS:
         return OURS[name]
     if name in STUBS or name.split(".")[0] in LOOKED_AT or name.startswith(DCP):
         return type(name.rpartition(".")[2], (Stub,), {"__module__": name.rpartition(".")[0]})
     raise CheckpointError(
-        f"{where} asks for {name[:200]}, which checkpoints have no use for and which is not imported; the file may be "
+        f"{where}: expected names that checkpoints use, found {name[:200]}, which is not imported; the file may be "
         "made to run code: do not load it with anything else either"
     )
 
@@ -169,11 +169,11 @@ def _name_of(allowed: Any) -> str:
 
 
 def load(data: bytes, where: str, storage: Callable[[str, int], torch.UntypedStorage]) -> Any:
-    """What torch.save pickled; ``storage`` makes a tensor's storage of its key and its number of bytes.
+    """The object that torch.save pickled; ``storage`` makes a tensor's storage from its key and its number of bytes.
 
-    Read by torch.load's reader with ``weights_only``, and not by torch.load itself, which up to 2.10 reads all tensors
-    with ``map_location="meta"``, and with FakeTensorMode takes 16 times as long. Raises CheckpointError for a name that
-    is not allowed, and for what that reader does not read, such as a pickle protocol above 2.
+    Uses torch.load's reader with ``weights_only``, but not torch.load itself, which up to 2.10 reads all tensors with
+    ``map_location="meta"``, and takes 16 times as long with FakeTensorMode. Raises CheckpointError for a name that is
+    not allowed, and for content that the reader does not support, such as a pickle protocol above 2.
     """
 
     def persistent_load(saved: Any) -> Any:
@@ -184,8 +184,8 @@ def load(data: bytes, where: str, storage: Callable[[str, int], torch.UntypedSto
 
     if data[:1] == pickle.PROTO and data[1:2] != b"\x02":
         raise CheckpointError(
-            f"{where} has pickle protocol {data[1:2].hex()}, and torch.load(weights_only=True) reads 2 alone; save it "
-            "again without pickle_protocol"
+            f"{where}: expected pickle protocol 2, which torch.load(weights_only=True) reads, found {data[1:2].hex()}; "
+            "save it again without pickle_protocol"
         )
     try:
         names = get_globals_in_pkl(io.BytesIO(data))
@@ -199,11 +199,11 @@ def load(data: bytes, where: str, storage: Callable[[str, int], torch.UntypedSto
         raise
     except Exception as error:  # a damaged pickle may raise anything
         reason = f"{type(error).__name__}: {error}"[:300]
-        raise CheckpointError(f"{where} cannot be unpickled ({reason}); is it whole?") from error
+        raise CheckpointError(f"{where} cannot be unpickled ({reason}); copy it again") from error
 
 
 class _OfDcp(pickle._Unpickler):
-    """The one in Python, because memory that the one in C takes is as large as a number in the file says."""
+    """The unpickler in Python: the one in C allocates as much memory as a number in the file asks for."""
 
     dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}
 
@@ -223,27 +223,27 @@ class _OfDcp(pickle._Unpickler):
 
 
 def load_metadata(data: bytes, where: str) -> Any:
-    """What torch.distributed.checkpoint pickled, with stubs of its classes. Raises CheckpointError."""
+    """The object that torch.distributed.checkpoint pickled, with stubs of its classes. Raises CheckpointError."""
     try:
         return _OfDcp(data, where).load()
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # a damaged pickle may raise anything
         reason = f"{type(error).__name__}: {error}"[:300]
-        raise CheckpointError(f"{where} cannot be unpickled ({reason}); is it whole?") from error
+        raise CheckpointError(f"{where} cannot be unpickled ({reason}); copy it again") from error
 
 
 def replaced(found: Any, tensor: Callable[[Tensor, str], Any]) -> Any:
-    """The structure with ``tensor(value, key)`` in place of each tensor, and with numpy's arrays; shared parts are made
-    once. Raises ValueError for a structure that holds itself."""
-    done: dict[int, tuple[Any, Any]] = {}  # by id, with what has it, which so stays
+    """The structure with ``tensor(value, key)`` in place of each tensor, and with numpy's arrays; shared parts are
+    converted once. Raises ValueError for a reference cycle."""
+    done: dict[int, tuple[Any, Any]] = {}  # by id, with the original, to keep it alive
     within: set[int] = set()
 
     def of(value: Any, key: str) -> Any:
         if not isinstance(value, (Tensor, dict, list, tuple, Stub, _Array, _Dtype)):
             return value
         if id(value) in within:
-            raise ValueError(f"a {type(value).__name__} in it contains itself")
+            raise ValueError(f"expected no reference cycle, found a {type(value).__name__} that contains itself")
         if id(value) not in done:
             within.add(id(value))
             done[id(value)] = value, made(value, key)
@@ -273,7 +273,7 @@ def replaced(found: Any, tensor: Callable[[Tensor, str], Any]) -> Any:
 
 def plain(value: Any, notes: list[str] | None = None) -> Any:
     """``value`` without objects of other programs' classes: namespaces become dictionaries, paths strings, enums
-    ``"AttnBackend(5)"``; adds a note for each. Numbers, texts, tensors, arrays and dtypes stay what they are."""
+    ``"AttnBackend(5)"``; adds a note for each. Numbers, texts, tensors, arrays and dtypes do not change."""
     if isinstance(value, Mapping):
         return {key: plain(entry, notes) for key, entry in value.items()}
     if type(value) in (list, tuple):
@@ -294,7 +294,7 @@ def plain(value: Any, notes: list[str] | None = None) -> Any:
 
 
 def scalar(value: Any) -> Any:
-    """A Python number of a tensor or an array that has one element, and of numpy's numbers; other values stay."""
+    """A Python number for a tensor or array of one element, or a numpy number; other values do not change."""
     if isinstance(value, LazyTensor) and value.numel == 1:
         value = value.read()
     if isinstance(value, (Tensor, numpy.ndarray, numpy.generic)) and math.prod(value.shape) == 1:
@@ -303,12 +303,12 @@ def scalar(value: Any) -> Any:
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group's options as plain data, without its parameters; those that are tensors or numpy's as numbers."""
+    """A param group's options as plain data, without its parameters; tensors and numpy's numbers as numbers."""
     return {key: scalar(plain(value)) for key, value in group.items() if key != "params"}
 
 
 def in_memory(value: Any) -> Any:
-    """``value`` with tensors that were read in place of lazy ones."""
+    """``value`` with its lazy tensors read."""
     if isinstance(value, LazyTensor):
         return value.read()
     if isinstance(value, Mapping):

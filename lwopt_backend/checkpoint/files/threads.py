@@ -32,7 +32,7 @@ def in_order(calls: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
 
 def all_done(calls: Iterable[Callable[[], object]], workers: int) -> None:
     """Run the calls, ``workers`` at a time; a long one does not delay the others. Raises the first error; calls that
-    have not started by then are not made."""
+    have not started by then are skipped."""
     if workers <= 1:
         for call in calls:
             call()

@@ -1,4 +1,4 @@
-"""The files that torch.save writes: read lazily, with their checksums, and written without all tensors in memory."""
+"""Files of torch.save: read lazily, with their checksums, and written without all tensors in memory."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from lwopt_backend.checkpoint.files import manifest, pickles
 from lwopt_backend.checkpoint.files.folders import check_inside
 from lwopt_backend.checkpoint.files.threads import in_order
 
-# The zip archives that torch.save writes, in a file or in a part of one: stored records, each with its checksum.
-# A local header, whose last two fields say how long name and padding after it are, then the record's bytes. Format:
+# The zip archives of torch.save, in a file or in a part of one: stored records, each with its checksum. The last two
+# fields of a local header are the lengths of the name and the padding after it; then come the record's bytes. Format:
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
-CHUNK = 2**22  # bytes that are read at once; they fit into the processor's cache
+CHUNK = 2**22  # bytes read at once; they fit into the processor's cache
 _HEADER = struct.Struct("<4s22xHH")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A place in a file: ``length`` bytes from ``offset`` on. If ``folder`` is given, the file has to lie in that, and
-    whoever reads it first makes sure."""
+    """A place in a file: ``length`` bytes from ``offset`` on. If ``folder`` is given, the file must be in it; the first
+    reader checks."""
 
     path: Path
     offset: int
@@ -47,15 +47,15 @@ class Stored:
 
 
 class Record:
-    """Bytes in a file with their CRC32s, one for every ``block`` bytes. Those of a block are read and checked once,
-    before its first use."""
+    """Bytes in a file with their CRC32s, one for every ``block`` bytes. A block is read and checked once, on first
+    use."""
 
     def __init__(self, stored: Stored, crcs: Sequence[int], block: int, where: str) -> None:
         self.stored, self.crcs, self.block, self._where = stored, crcs, block, where
         self._checked, self._lock = set[int](), threading.Lock()
 
     def check(self, start: int = 0, stop: int | None = None) -> None:
-        """Check the bytes [start, stop), by default all. Raises CheckpointError if they differ from those written."""
+        """Check the bytes [start, stop), by default all. Raises CheckpointError for a wrong checksum."""
         stop = self.stored.length if stop is None else stop
         with self._lock:
             for number in {*range(start // self.block, -(-stop // self.block))} - self._checked:
@@ -64,7 +64,7 @@ class Record:
                 self._compare(number, _crc_of(Stored(self.stored.path, self.stored.offset + first, length)))
 
     def check_read(self, data: memoryview) -> None:
-        """Check ``data``, all bytes, which were just read."""
+        """Check ``data``, the bytes of the whole record."""
         for number in range(len(self.crcs)):
             if number not in self._checked:
                 self._compare(number, zlib.crc32(data[number * self.block : (number + 1) * self.block]))
@@ -79,8 +79,8 @@ class Record:
 
 
 class Archive:
-    """The records of an archive, by name without their folder; ``crc32`` is its directory's, which has those of the
-    records. Raises CheckpointError for damage. Records of tensors, named ``data/...``, are not read."""
+    """The records of an archive, by name without their folder; ``crc32`` is that of its directory, which has the
+    records' checksums. Raises CheckpointError for damage. Records of tensors, named ``data/...``, are not read."""
 
     def __init__(self, stored: Stored, where: str) -> None:
         self.stored, self.where = stored, where
@@ -149,9 +149,9 @@ class _Part(io.RawIOBase):
 
 
 def _place(file: io.BufferedReader[_Part], entry: zipfile.ZipInfo, stored: Stored) -> Stored:
-    """The place of a record's bytes. Raises ValueError for an archive of another kind, OSError and struct.error."""
+    """The place of a record's bytes. Raises ValueError for another kind of archive, OSError and struct.error."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size or entry.flag_bits & 1:
-        raise ValueError(f"{entry.filename} is compressed or encrypted, as torch.save does not write it")
+        raise ValueError(f"expected {entry.filename} stored as torch.save does, found it compressed or encrypted")
     file.seek(entry.header_offset)
     signature, name, padding = _HEADER.unpack(file.read(_HEADER.size))
     if signature != b"PK\x03\x04" or file.read(name) != entry.orig_filename.encode():
@@ -180,7 +180,7 @@ def _damaged(where: str, reason: object) -> CheckpointError:
 
 
 # torch reads the pickled structure, with stubs for classes of other programs. Tensors become places in the file's
-# records, whose lengths must fit the tensors; each is read, and checked, when it is needed.
+# records, whose lengths must fit; each tensor is read and checked on first use.
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class StoredTensor:
     where: str
 
     def box(self, begin: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """Elements from number ``begin`` of it on. Raises CheckpointError for bytes that are not as they were saved."""
+        """Elements from number ``begin`` on. Raises CheckpointError for a wrong checksum."""
         start, stored = self.start + begin * self.dtype.itemsize, self.record.stored
         if stored.folder is not None:
             check_inside(stored.path, stored.folder)
@@ -223,11 +223,11 @@ def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def load(path: Path, folder: Path | None = None) -> Any:
-    """What is in a file, with a ``LazyTensor`` for every tensor and a ``Stub`` for objects of classes we do not have.
-    ``folder`` is the checkpoint's, in which the file has to lie; by default, the folder that the file is in.
+    """The content of a file, with a ``LazyTensor`` for every tensor and a ``Stub`` for objects of classes that are not
+    here. ``folder`` is the checkpoint's, which must contain the file; by default, the file's own folder.
 
-    A tensor's bytes are checked when they are read. Raises CheckpointError for a file that is damaged, or that asks
-    for something that is not allowed.
+    A tensor's bytes are checked when they are read. Raises CheckpointError for a file that is damaged, or that names a
+    class that is not allowed.
     """
     check_inside(path, folder or path.parent)
     archive = Archive(_whole(path), str(path))
@@ -236,7 +236,7 @@ def load(path: Path, folder: Path | None = None) -> Any:
 
 
 def load_part(stored: Stored, where: str) -> Any:
-    """What torch.save wrote into a part of a file, with a ``StoredTensor`` for every tensor."""
+    """The content of a part of a file, with a ``StoredTensor`` for every tensor."""
     return _load(Archive(stored, where), lambda tensor: tensor)
 
 
@@ -269,8 +269,8 @@ def _whole(path: Path) -> Stored:
         found = path.stat()
     except OSError as error:
         raise CheckpointError(f"{path} is missing") from error
-    if not stat.S_ISREG(found.st_mode):  # reading from a pipe would wait forever
-        raise CheckpointError(f"{path} is no file; copy it again")
+    if not stat.S_ISREG(found.st_mode):  # a pipe would block
+        raise CheckpointError(f"{path}: expected a file, found something else; copy it again")
     return Stored(path, 0, found.st_size)
 
 
@@ -278,7 +278,7 @@ def _load(archive: Archive, make: Callable[[StoredTensor], Any]) -> Any:
     stored, where = archive.stored, archive.where
     order = archive.bytes("byteorder").decode() if "byteorder" in archive.records else "little"
     if order != sys.byteorder:
-        raise CheckpointError(f"{where} was written on a machine of byte order {order}; save it again on one like this")
+        raise CheckpointError(f"{where}: expected this byte order, found {order}; save it again on such a machine")
 
     def storage(key: str, nbytes: int) -> torch.UntypedStorage:
         record = archive.records.get(f"data/{key}")
@@ -293,18 +293,18 @@ def _load(archive: Archive, make: Callable[[StoredTensor], Any]) -> Any:
     try:
         return pickles.replaced(found, lambda tensor, key: make(_place_of(tensor, f"{key} in {stored.path}")))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} cannot be unpickled ({error}); is it whole?") from error
+        raise CheckpointError(f"{where} cannot be unpickled ({error}); copy it again") from error
 
 
 def _place_of(tensor: Tensor, where: str) -> StoredTensor:
-    """Where a tensor's bytes are. Raises ValueError for one that has more elements than its record."""
+    """The place of a tensor's bytes. Raises ValueError for a tensor with more elements than its record."""
     shape, stride, itemsize = tuple(tensor.shape), tensor.stride(), tensor.dtype.itemsize
     record: Record | None = vars(tensor.untyped_storage()).get("record")
     if record is None:
-        raise ValueError(f"{where} has no record")
+        raise ValueError(f"expected a record of {where}, found none")
     end = tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in zip(shape, stride))
     if 0 not in shape and end * itemsize > record.stored.length:
-        raise ValueError(f"{where} of shape {shape} is said to have more elements than are stored")
+        raise ValueError(f"expected the elements of {where} of shape {shape}, found fewer")
     return StoredTensor(record, int(tensor.storage_offset()) * itemsize, shape, stride, tensor.dtype, where)
 
 
@@ -362,11 +362,11 @@ class Written:
 
 
 def save(content: Any, path: Path, workers: int = 1) -> Written:
-    """Write ``content``, in which tensors may be lazy: ``workers`` blocks of them, or whole ones where ranges cannot be
+    """Write ``content``, in which tensors may be lazy: ``workers`` blocks of them, or whole ones if ranges cannot be
     read, are in memory. They become contiguous.
 
-    The file is one that ``torch.load`` reads: an archive of stored records, each at a multiple of ``ALIGNMENT`` bytes,
-    as PyTorch's own (torch/serialization.py, ``_save``; caffe2/serialize/inline_container.cc).
+    ``torch.load`` reads the file: an archive of stored records, each at a multiple of ``ALIGNMENT`` bytes, as in
+    PyTorch's own (torch/serialization.py, ``_save``; caffe2/serialize/inline_container.cc).
     """
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
@@ -380,7 +380,7 @@ def save(content: Any, path: Path, workers: int = 1) -> Written:
             tensor = storage.tensor
             blocks = map(contents.memory, in_order(tensor.block_reads(), workers))
             records.append(_write(archive, path, f"data/{storage.key}", tensor.nbytes, blocks))
-            if hasattr(os, "posix_fadvise"):  # Linux starts to write what is declared unneeded (mm/fadvise.c)
+            if hasattr(os, "posix_fadvise"):  # Linux starts to write pages that are declared unneeded (mm/fadvise.c)
                 place = records[-1].stored
                 os.posix_fadvise(file.fileno(), place.offset, place.length, os.POSIX_FADV_DONTNEED)
     return Written(directory_crc(path), tuple(records))
@@ -392,7 +392,7 @@ def directory_crc(path: Path) -> int:
 
 
 def save_as_it_lies(content: Any, file: BinaryIO) -> None:
-    """``torch.save``, which keeps tensors' strides. Raises OSError if the disk is full, as all writing does."""
+    """``torch.save``, which keeps tensors' strides. Raises OSError if the disk is full."""
     try:
         torch.save(content, file)
     except RuntimeError as error:  # torch's writer raises it when it ends
@@ -408,7 +408,7 @@ def _write(
     """Write a record of blocks, which begins at a multiple of ``ALIGNMENT``."""
     entry = zipfile.ZipInfo(f"archive/{name}")
     entry.file_size = nbytes
-    is_large = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides
+    is_large = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as in zipfile
     header = _HEADER.size + len(entry.filename) + (_ZIP64.size if is_large else 0) + _PADDING.size
     padding = -(archive.start_dir + header) % ALIGNMENT
     entry.extra = _PADDING.pack(PADDING, padding) + bytes(padding)
@@ -424,9 +424,8 @@ def _write(
 class Sums:
     """The CRC32s of ``nbytes`` bytes, one for every ``block``; data is added in any lengths.
 
-    Blocks are small compared with a tensor, because at stage 3 a rank reads a part of every tensor, and checks all
-    blocks that it reads from; and there are at most ``MOST_BLOCKS`` of them, because the CRC32s of all tensors are read
-    at once.
+    Blocks are small compared with a tensor, because at stage 3 a rank reads a part of every tensor, and checks whole
+    blocks. There are at most ``MOST_BLOCKS``, because the CRC32s of all tensors are read at once.
     """
 
     def __init__(self, nbytes: int) -> None:

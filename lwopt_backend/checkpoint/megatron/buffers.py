@@ -13,9 +13,9 @@ from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.megatron import conventions
 from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, is_gated, local_shape, merge
 
-# Where each parameter is in the flat buffers of Megatron's DistributedOptimizer.
-# A buffer has the parameters of one dtype in reversed module order, in buckets (P = padding of a start to 64 elements,
-# E = padding of a bucket's end, which checkpoints leave out):
+# The places of parameters in the flat buffers of Megatron's DistributedOptimizer. A buffer has the parameters of one
+# dtype in reversed module order, in buckets (P = padding of a start to 64 elements, E = padding of a bucket's end,
+# which checkpoints leave out):
 #
 #     bucket 0                          bucket 1
 #     | last param |P| one before |E|   | the next |P| ... | first param |E|
@@ -29,7 +29,7 @@ ALIGNMENT = 64  # elements: 128 bytes at 16 bits
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Elements [start, stop) of a bucket are the parameter ``name``, of ``shape`` (one rank's part of it)."""
+    """Parameter ``name``, of ``shape`` (one rank's part of it), in elements [start, stop) of a bucket."""
 
     name: str
     start: int
@@ -46,7 +46,7 @@ class Bucket:
 
 
 def bucket_numel(arguments: Mapping[str, Any], *, parameters: int, pipeline_rank: int, chunk: int = 0) -> int | None:
-    """The number of elements at which a bucket is closed, or None for one bucket.
+    """The number of elements that closes a bucket, or None for one bucket.
 
     ``arguments`` are Megatron's ``args``; ``parameters`` is the elements of all of the rank's parameters, experts
     included; ``chunk`` is of a virtual pipeline. Only the first stage's first chunk has several buckets.
@@ -108,13 +108,13 @@ def buckets_of(shapes: Mapping[str, Sequence[int]], numels: Sequence[int]) -> tu
             index, start = index + 1, 0
         stop = start + math.prod(shape)
         if index >= len(numels) or stop > numels[index]:
-            raise ValueError(f"{name} of shape {tuple(shape)} does not fit: buckets of {list(numels)} elements")
+            raise ValueError(f"expected room for {name} of {tuple(shape)} in buckets of {list(numels)}, found none")
         found[index].append(Place(name, start, stop, tuple(shape)))
         start = stop
     ends = [_aligned(places[-1].stop) if places else 0 for places in found]
     short = [i for i, (end, numel) in enumerate(zip(ends, numels)) if end < numel]
     if short:
-        raise ValueError(f"buckets {short} of {list(numels)} elements are not filled by the parameters: {ends}")
+        raise ValueError(f"expected parameters that fill buckets {short} of {list(numels)} elements, found {ends}")
     return tuple(Bucket(numel, tuple(places)) for numel, places in zip(numels, found))
 
 
@@ -127,19 +127,19 @@ def _aligned(start: int) -> int:
     return -(-start // ALIGNMENT) * ALIGNMENT
 
 
-# The optimizer's state in ``dp_reshardable`` checkpoints: flat buckets, whose content is not described.
+# The optimizer's state in ``dp_reshardable`` checkpoints: flat buckets, whose contents the files do not describe.
 #
 #     [chained_<k>.]optimizer.distributed.dp_group_idx_<m>.gbuf_idx_<g>
 #         .dtype_(<of weights>, <of gradients>).bucket_idx_<b>.{param,exp_avg,exp_avg_sq}
 #
-# ``m`` counts model-parallel ranks, tensor parallel ones fastest, then (of experts' buffers) expert and pipeline
-# parallel ones. Optimizers whose state is saved by name have nothing in them.
+# ``m`` counts model-parallel ranks, tensor parallel ones fastest, then (for experts' buffers) expert and pipeline
+# parallel ones. Optimizers whose state is saved by name have no buffers.
 
 BUCKET = re.compile(
     r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
     r"\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
-Chain = tuple[int, ...]  # of an optimizer its number in the chain, in the chain in that, ...; () if it is alone
+Chain = tuple[int, ...]  # an optimizer's number in the chain, then in the chain in that, ...; () if it is alone
 States = dict[str, dict[str, LazyTensor]]  # by parameter and state
 Replicas = list[tuple[str, LazyTensor, LazyTensor]]
 _Buffer = Mapping[str, Sequence[str]]  # the keys of each state's buckets
@@ -166,7 +166,7 @@ def states_in_buckets(
         more, equal = _Optimizer(folder, chosen, ranks, experts, arguments).states()
         twice = sorted(found.keys() & more.keys())
         if twice:
-            raise CheckpointError(f"{folder.path}: {len(twice)} parameters are in two optimizers, e.g. {twice[0]}")
+            raise CheckpointError(f"{folder.path}: expected parameters in one optimizer, {twice[0]} is in two")
         found.update(more)
         replicas += equal
     return found, replicas
@@ -185,8 +185,8 @@ def _buffers(folder: DcpFolder, arguments: Mapping[str, Any]) -> dict[Chain, dic
         of_rank = found.setdefault(chain, {}).setdefault(rank, {})
         if dtype in of_rank:
             raise CheckpointError(
-                f"{folder.path}: a rank has several buffers of {dtype}, as virtual pipelines make; their optimizer "
-                f"state is not read from dp_reshardable; {conventions.SAVED_WHOLE}"
+                f"{folder.path}: expected one buffer of {dtype} on a rank, found several, as of virtual pipelines, "
+                f"which are not read from dp_reshardable; {conventions.SAVED_WHOLE}"
             )
         numbers = {state: sorted(states.get(state, {})) for state in (*wanted, *states)}
         if any(of_state != list(range(len(numbers[MASTER]))) for of_state in numbers.values()):
@@ -219,7 +219,7 @@ class _Optimizer:
         if len(ranks) != len(expected) or sorted(ranks) != list(expected):
             raise CheckpointError(
                 f"{folder.path}: expected the optimizer's buffers of {len(expected)} model-parallel ranks, found those "
-                f"of {sorted(ranks)}; was every rank's file copied?"
+                f"of {sorted(ranks)}; copy every rank's file"
             )
         self._order = conventions.module_order(weights, arguments)
         tied = own_buckets(arguments) if not experts else ()  # the first stage's, and its copy on the last
@@ -259,7 +259,7 @@ class _Optimizer:
         """Each stage's first layer and the next stage's: as many layers as fill its buckets exactly, in any split."""
         total = 1 + max((conventions.layer_of(name) or 0 for name in self._order), default=0)
         if total > 1 + len(self._order):
-            raise CheckpointError(f"{self._folder.path}: expected layers numbered without a gap, found {total - 1}")
+            raise CheckpointError(f"{self._folder.path}: expected layers without gaps, found {total - 1}")
         found: list[tuple[int, int]] = []
         for stage in range(self._stages):
             first = found[-1][1] if found else 0
@@ -275,8 +275,8 @@ class _Optimizer:
                     break
             else:
                 raise CheckpointError(
-                    f"{self._folder.path}: the optimizer's buffers on model-parallel rank {rank} do not hold the "
-                    f"model's parameters ({wrong}); {conventions.SAVED_WHOLE}"
+                    f"{self._folder.path}: expected the model's parameters in the optimizer's buffers on "
+                    f"model-parallel rank {rank} ({wrong}); {conventions.SAVED_WHOLE}"
                 )
         return found
 
@@ -296,15 +296,15 @@ class _Optimizer:
             weight = self._weights[name]
             dtype = str(weight.dtype).removeprefix("torch.")
             if dtype not in shapes:
-                raise ValueError(f"{name} is in {dtype}, the buffers hold {', '.join(shapes)}")
+                raise ValueError(f"expected a buffer of {dtype} for {name}, found those of {', '.join(shapes)}")
             shapes[dtype][name] = local_shape(weight.shape, self._cuts[name], self._tensor)
         found = {}
         for dtype, of_dtype in shapes.items():
             buffer, tensors = self._ranks[rank][dtype], self._folder.tensors
             saved = {state: [tensors[key].shape for key in keys] for state, keys in buffer.items()}
             if any(len(shape) != 1 for of_state in saved.values() for shape in of_state):
-                raise ValueError(f"the buckets of the states are not flat, but of shapes {saved}")
+                raise ValueError(f"expected flat buckets of states, found shapes {saved}")
             if any(of_state != saved[MASTER] for of_state in saved.values()):
-                raise ValueError(f"the buckets of the states are of different lengths, {saved}")
+                raise ValueError(f"expected states' buckets of one length, found {saved}")
             found[dtype] = buckets_of(of_dtype, [numel for (numel,) in saved[MASTER]])
         return found

@@ -1,4 +1,4 @@
-"""Megatron-core's parameter names, their order in groups, the folder of a step, and what states are called."""
+"""Megatron-core's parameter names, their order in groups, the folder of a step, and names of states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTenso
 from lwopt_backend.checkpoint.files.pickles import options, scalar
 from lwopt_backend.checkpoint.names.core import EMBEDDING, HEAD
 
-# Megatron-core's parameter names: a rank's own numbers made global, Transformer Engine's spelling the local spec's.
+# Megatron-core's parameter names in the local spec's spelling, with a rank's own numbers made global.
 
 EMBEDDINGS = (EMBEDDING, HEAD)  # "is_embedding_or_output_parameter"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -29,20 +29,20 @@ _BUFFERS = (".router.expert_bias", ".router.local_tokens_per_expert", ".inv_freq
 
 
 def local_spec(name: str) -> str:
-    """A parameter's name in Megatron's local spec, from that or Transformer Engine's; numbers stay. Raises
+    """A parameter's name in Megatron's local spec, from that or Transformer Engine's; numbers do not change. Raises
     CheckpointError for a name that is not of a GPT model."""
     for fused, separate in FUSED:
         name = name.replace(fused, separate)
     name = _GROUPED.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
     if not name.startswith(_KNOWN):
-        raise CheckpointError(f"{name}: expected a parameter of a GPT model of Megatron-core; others are not read")
+        raise CheckpointError(f"{name}: expected a parameter of a GPT model of Megatron-core; give one of these")
     if ".mlp.experts." in name and not EXPERT.search(name):
-        raise CheckpointError(f"{name}: experts in one tensor (legacy grouped GEMM) are not read; save as torch_dist")
+        raise CheckpointError(f"{name}: expected separate experts, found one tensor; save as torch_dist")
     return name
 
 
 def is_buffer(name: str) -> bool:
-    """Whether it is a module's buffer, which no optimizer trains."""
+    """Whether ``name`` is a module's buffer, which no optimizer trains."""
     return name.endswith(_BUFFERS)
 
 
@@ -62,18 +62,18 @@ def is_tied(arguments: Mapping[str, Any]) -> bool:
 
 
 def tied(names: Collection[str], arguments: Mapping[str, Any]) -> dict[str, str]:
-    """The output layer's name with the embedding's, which is among ``names``, if they are tied."""
+    """The output layer's name with that of the embedding in ``names``, if they are tied."""
     return {HEAD: EMBEDDING} if is_tied(arguments) and EMBEDDING in names and HEAD not in names else {}
 
 
-# The optimizer's states that are known, by the keys under which Megatron's files have them.
+# The optimizer's known states, by the keys in Megatron's files.
 
 SECOND = "moment2_buffer"  # adaptive_muon's
 STATES = ("momentum_buffer", SECOND, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 BY_NAME = {"fp32_param": MASTER, "param": MASTER, **{key: key for key in STATES}}  # in torch_dist, of each parameter
 FLAT = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # in the DistributedOptimizer's buffers
 States = Mapping[str, Mapping[str, LazyTensor]]  # by parameter and state
-SAVED_WHOLE = (  # up to 0.19.2 several gradient buckets make it write masters and moments of other parameters
+SAVED_WHOLE = (  # up to 0.19.2, with several gradient buckets, it writes masters and moments of other parameters
     "load it in Megatron and save with --dist-ckpt-optim-fully-reshardable (up to 0.19.2 without "
     "--overlap-grad-reduce, with which that option writes wrong state)"
 )
@@ -81,7 +81,7 @@ SAVED_WHOLE = (  # up to 0.19.2 several gradient buckets make it write masters a
 
 def flat_states(found: Collection[str], arguments: Mapping[str, Any]) -> dict[str, str]:
     """The states that flat buffers must have, of which some are ``found``: Lion keeps one moment, and in fp16 there is
-    none before the first step that did not overflow."""
+    none before the first step without an overflow."""
     if arguments.get("fp16") and set(found) <= {"param", MASTER}:
         return {"param": MASTER}
     lion = "lion" in (arguments.get("optimizer"), arguments.get("muon_scalar_optimizer"))
@@ -104,7 +104,7 @@ def check_states(states: States, weights: Mapping[str, LazyTensor]) -> None:
     for name, of_name in states.items():
         for state, tensor in of_name.items():
             if name not in weights:
-                raise CheckpointError(f"{tensor.where}: {state} of {name}, which the model does not have")
+                raise CheckpointError(f"{tensor.where}: {state} of {name}: expected a weight for it; copy it")
             if tensor.shape != weights[name].shape:
                 raise CheckpointError(
                     f"{tensor.where}: {state} of {name}: expected the weight's shape {weights[name].shape}, found "
@@ -119,7 +119,7 @@ def check_states(states: States, weights: Mapping[str, LazyTensor]) -> None:
 _IN_LAYER = re.compile(r"decoder\.layers\.\d+\.((?:mlp\.experts\.local_experts\.\d+\.)?(.+))")
 _BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings", "embedding.tokentype_embeddings")
 _AFTER = ("decoder.final_layernorm", "output_layer")
-# As constructors make them: TransformerLayer, Attention before SelfAttention, MoELayer, MLP.
+# In the order of the constructors: TransformerLayer, Attention before SelfAttention, MoELayer, MLP.
 _ATTENTION = ("self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.q_layernorm")
 _LOCAL = (
     *("input_layernorm", *_ATTENTION, "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.router"),
@@ -145,8 +145,8 @@ def module_order(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str
     unknown = sorted(name for name, key in keys.items() if key is None)
     if unknown:
         raise CheckpointError(
-            f"the place of {', '.join(unknown)} among the modules is not known, so flat buffers cannot be taken apart; "
-            + SAVED_WHOLE
+            f"expected names with a known place among the modules, found {', '.join(unknown)}; flat buffers cannot be "
+            "split: " + SAVED_WHOLE
         )
     return sorted(keys, key=lambda name: keys[name] or ())
 
@@ -172,7 +172,7 @@ def _key(name: str, modules: tuple[str, ...], grouped: bool) -> tuple[int, ...] 
     return (1, layer, place, known.index(rest), 0) if rest in known else None
 
 
-# Where Megatron keeps a checkpoint: the step's folder, and each rank's folder in it.
+# The folders of Megatron's checkpoints: the step's folder, and each rank's folder in it.
 #
 # latest_checkpointed_iteration.txt          a number, or the word "release"
 # iter_0000003/mp_rank_TT[_PPP][_EEE]/       tensor, pipeline (if > 1), expert parallel rank (if > 1)
@@ -198,7 +198,7 @@ def step_folder(path: Path) -> Path:
         raise CheckpointError(f"{pointer}: expected an iteration or 'release', found {text!r}; name the step's folder")
     found = path / (text if text == "release" else f"iter_{int(text):07d}")
     if not found.is_dir():
-        raise CheckpointError(f"{found} is missing, although {pointer} names it; copy it, or name another folder")
+        raise CheckpointError(f"{found}: expected this folder by {pointer}; copy it, or name another")
     return found
 
 
@@ -236,7 +236,7 @@ def world(arguments: Mapping[str, Any]) -> dict[str, int]:
     of_model = math.prod(found[short] for short in ("tp", "pp", "ep"))
     if min(found.values()) < 1 or max(of_model, *found.values()) > MOST_RANKS:
         sizes = ", ".join(f"{name} {found[short]}" for short, name in names.items())
-        raise CheckpointError(f"args give an impossible number of ranks ({sizes}); copy the checkpoint again")
+        raise CheckpointError(f"args: expected a possible number of ranks, found {sizes}; copy it again")
     return found
 
 
@@ -254,13 +254,13 @@ def groups_of(
 ) -> dict[str, int | None]:
     """The number of each parameter's group; None if no group, or more than one, fits it.
 
-    A group's options say whether it is of sharded experts, of Muon or Lion (see ``of_matrices``), with weight decay
+    A group's options show whether it is of sharded experts, of Muon or Lion (see ``of_matrices``), with weight decay
     (``wd_mult``), and with the usual learning rate. Muon gets the matrices except word embeddings and output layer, but
     including learned positions and routers (``get_megatron_muon_optimizer`` in megatron/core/optimizer/muon.py,
     ``_get_param_groups`` and ``get_standard_config_overrides`` in the same folder).
     """
     matrices = of_matrices(groups)
-    mixed = any(matrices)  # else one optimizer for all
+    mixed = any(matrices)  # otherwise one optimizer for all
     kinds = [
         (
             bool(group.get("is_expert_parallel", False)),
@@ -294,16 +294,16 @@ def names_by_group(
     for name, number in groups_of({name: w.shape for name, w in weights.items()}, groups, arguments).items():
         if number is None:
             raise CheckpointError(
-                f"{where}: the options of {len(groups)} param groups do not show which group has {name}; save this "
-                "checkpoint in the torch_dist format"
+                f"{where}: expected param groups whose options show the group of {name}, found {len(groups)} that do "
+                "not; save this checkpoint in the torch_dist format"
             )
         found[number].append(name)
     return found
 
 
 def common_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], where: str) -> tuple[dict[str, Any], ...]:
-    """The groups' options as plain data, each from a rank that has parameters in the group. On other ranks, its
-    counters may stand still. Raises CheckpointError if the ranks' numbers of groups differ."""
+    """The groups' options as plain data, each from a rank with parameters in the group, because other ranks' counters
+    may not advance. Raises CheckpointError if the ranks' numbers of groups differ."""
     if len({len(groups) for groups in ranks}) > 1:
         raise CheckpointError(
             f"{where}: expected the same param groups on all ranks, found {[len(groups) for groups in ranks]} of them; "
@@ -325,5 +325,5 @@ def step_of(groups: Sequence[Mapping[str, Any]], number: int | None) -> float | 
 
 
 def is_sharded_expert(name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether other ranks have other experts in its place."""
+    """Whether the parameter is an expert's, with other experts on other ranks."""
     return expert_of(name) is not None and int(arguments.get("expert_model_parallel_size") or 1) > 1

@@ -31,7 +31,7 @@ _SCHEDULER = "opt_param_scheduler."
 
 
 def recognises(path: Path) -> bool:
-    """Whether Megatron wrote it with DCP alone; a step's folder, or the folder of steps."""
+    """Whether Megatron-FSDP wrote it; a step's folder, or the folder of steps."""
     try:
         step = step_folder(path)
         is_step = (path / POINTER).is_file() or step.name == "release" or iteration_of(step) is not None
@@ -59,10 +59,10 @@ def read(step: Path) -> Checkpoint:
             options.setdefault(match[1], {})[match[2]] = folder.tensor(key).read().item()
         elif not _RANDOM.fullmatch(key):
             raise CheckpointError(
-                f"{key} in {step} is neither a weight nor a state that is known ({', '.join(STATES)}); "
-                "a checkpoint of another optimizer cannot be read"
+                f"{key} in {step}: expected a weight or a known state ({', '.join(STATES)}); a checkpoint of another "
+                "optimizer cannot be read"
             )
-    groups: list[Mapping[str, Any]] = []  # of those parameters whose options are equal
+    groups: list[Mapping[str, Any]] = []  # of parameters with equal options
     numbers = {}
     for name, of_name in options.items():
         if of_name not in groups:
@@ -78,7 +78,7 @@ def read(step: Path) -> Checkpoint:
     for name in ordered([name for name in whole if not is_buffer(name)], arguments):
         weight, number = whole[name], numbers.get(name)
         if weight.dtype != torch.float32:
-            raise CheckpointError(f"{weight.where}: expected fp32, as Megatron-FSDP has weights, found {weight.dtype}")
+            raise CheckpointError(f"{weight.where}: expected fp32 of Megatron-FSDP, found {weight.dtype}")
         made = None if number is None else groups[number].get("step")
         # The weights that the model computes with are not saved: the master weight also serves as the weight.
         kept = {MASTER: weight, **states.get(name, {})}
@@ -102,7 +102,7 @@ def read(step: Path) -> Checkpoint:
 
 
 def _objects(folder: DcpFolder) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any], tuple[str, ...]]:
-    """Each parameter's options, Megatron's arguments, the scheduler's state, and what was left out."""
+    """Each parameter's options, Megatron's arguments, the scheduler's state, and omissions."""
     options: dict[str, dict[str, Any]] = {}
     scheduler: dict[str, Any] = {}
     left_out: dict[str, None] = {}

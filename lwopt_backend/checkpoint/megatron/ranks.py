@@ -1,4 +1,4 @@
-"""Megatron's ranks: how parameters are cut over tensor-parallel ranks, and the content of each rank's files."""
+"""Megatron's ranks: the cuts of parameters over tensor-parallel ranks, and the content of each rank's files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.megatron import conventions
 from lwopt_backend.checkpoint.megatron.conventions import STATES, Coordinates, world
 
-# How Megatron-core cuts each parameter over its tensor-parallel ranks, and how the parts become one tensor again.
+# Megatron-core's cuts of parameters over tensor-parallel ranks, and merging the parts.
 
-# What stands before a role; experts and shared experts are cut as a dense MLP is.
+# The prefix of a role; experts and shared experts are cut like a dense MLP.
 _PREFIX = re.compile(
     r"^(?:decoder\.layers\.\d+\.)?(?:mlp\.(?:experts\.local_experts\.\d+|shared_experts)\.(?=linear_fc))?"
 )
@@ -46,7 +46,7 @@ class Cut:
 
 
 def cut_of(name: str, *, gated: bool) -> Cut:
-    """How a parameter, by its local-spec name, is cut; with ``gated``, fc1 has gate and up (SwiGLU).
+    """The cut of a parameter, by its local-spec name; with ``gated``, fc1 has gate and up (SwiGLU).
 
     The rules are those of Megatron's parameters (``partition_dim``, ``partition_stride``). Raises CheckpointError for a
     parameter that is not of a GPT model.
@@ -55,8 +55,8 @@ def cut_of(name: str, *, gated: bool) -> Cut:
     kind = next((kind for pattern, kind in _ROLES if re.fullmatch(pattern, role)), None)
     if kind is None:
         raise CheckpointError(
-            f"{name}: how it is cut over tensor-parallel ranks is not known; save with tensor parallel size 1, or in "
-            "the torch_dist format"
+            f"{name}: expected a parameter with a known cut over tensor-parallel ranks; save with tensor parallel size "
+            "1, or in the torch_dist format"
         )
     if kind == "fc1":
         return Cut("gated" if gated else "split", 0)
@@ -76,7 +76,7 @@ def merge(parts: Sequence[LazyTensor], cut: Cut) -> LazyTensor:
         if part.shape != first.shape or part.dtype != first.dtype:
             raise CheckpointError(
                 f"{part.where}: expected shape {first.shape} in {first.dtype}, as in {first.where}, "
-                f"found {part.shape} in {part.dtype}; the ranks' files are not of one checkpoint"
+                f"found {part.shape} in {part.dtype}; copy all ranks' files of one checkpoint"
             )
     if len(parts) == 1 or cut.kind == "whole":
         return first
@@ -87,7 +87,7 @@ def merge(parts: Sequence[LazyTensor], cut: Cut) -> LazyTensor:
     if cut.kind == "split":
         return end_to_end(parts, shape)
     if first.shape[0] % 2:
-        raise CheckpointError(f"{first.where}: expected gate and up of one size, found shape {first.shape}")
+        raise CheckpointError(f"{first.where}: expected gate and up of one size, found {first.shape}; copy it")
     half = first.numel // 2
     gates, ups = [part.piece(0, half) for part in parts], [part.piece(half, 2 * half) for part in parts]
     return end_to_end([*gates, *ups], shape)
@@ -99,11 +99,11 @@ def local_shape(shape: Sequence[int], cut: Cut, ranks: int) -> tuple[int, ...]:
         return tuple(shape)
     halves = 2 if cut.kind == "gated" else 1
     if shape[cut.dim] % (halves * ranks):
-        raise ValueError(f"shape {tuple(shape)} does not divide into {ranks} parts along dimension {cut.dim}")
+        raise ValueError(f"expected a shape with {ranks} equal parts along dimension {cut.dim}, found {tuple(shape)}")
     return tuple(size // ranks if dim == cut.dim else size for dim, size in enumerate(shape))
 
 
-Kept = Mapping[str, Param]  # what one rank's optimizer keeps of its parts of parameters; the weights are elsewhere
+Kept = Mapping[str, Param]  # one rank's optimizer state of its parts of parameters, without weights
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Inner:
 
 
 def inner_optimizers(saved: Any, where: str) -> list[Inner]:
-    """The torch optimizers in an optimizer's state_dict, which is a list of several, or one. Raises CheckpointError for
-    an unknown key."""
+    """The torch optimizers in an optimizer's state_dict, a list or a single one. Raises CheckpointError for unknown
+    keys."""
     found = []
     for number, entry in enumerate(saved if isinstance(saved, list) else [saved]):
         said = f"optimizer {number} in {where}"
@@ -131,7 +131,7 @@ def inner_optimizers(saved: Any, where: str) -> list[Inner]:
         unknown = sorted({*map(str, others)} - {"grad_scaler"} | {*map(str, inner)} - {"state", "param_groups"})
         if unknown or "param_groups" not in inner:
             expected = "param_groups, state and fp32_from_fp16_params"
-            raise CheckpointError(f"{said}: expected {expected}, found also {unknown}, not known")
+            raise CheckpointError(f"{said}: expected {expected} only, found {unknown} as well; save as torch_dist")
         found.append(Inner(said, inner.get("state", {}), inner["param_groups"], masters, others))
     return found
 
@@ -152,7 +152,7 @@ def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapp
             raise CheckpointError(
                 f"param group {local} of {inner.where}: expected {len(of_group)} parameters, {len(half)} with master "
                 f"weights, by the rules of Megatron's assignment ({', '.join(of_group[:3])}, ...), found "
-                f"{len(identifiers)} and {len(masters)}; names cannot be assigned; save this checkpoint in the "
+                f"{len(identifiers)} and {len(masters)}, so names cannot be assigned; save this checkpoint in the "
                 "torch_dist format"
             )
         master_of = dict(zip(half, masters))
@@ -168,8 +168,8 @@ def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapp
 
 
 def _rounding(master: LazyTensor, weight: LazyTensor, name: str) -> LazyTensor:
-    """A master weight. What is read of it is compared with the weight, bit for bit: a wrong name is an error then, and
-    mixes up no state. Raises CheckpointError at once for another shape."""
+    """A master weight, compared bit for bit with the weight when it is read: a wrong name is then an error and cannot
+    mix up state. Raises CheckpointError at once for another shape."""
 
     def wrong() -> CheckpointError:
         return CheckpointError(
@@ -196,8 +196,8 @@ def _check_states(states: Mapping[str, Any], name: str, weight: LazyTensor, wher
     for key, value in states.items():
         if key not in STATES:
             raise CheckpointError(
-                f"{where}: state {key!r} of {name} is not known, so it is not known how to convert it; "
-                f"known are {', '.join(STATES)}"
+                f"{where}: expected a known state of {name} ({', '.join(STATES)}), found {key!r}; save it with a "
+                "supported optimizer"
             )
         if not isinstance(value, LazyTensor) or value.shape != weight.shape:
             shape = value.shape if isinstance(value, LazyTensor) else type(value).__name__
@@ -240,13 +240,13 @@ def read_ranks(step: Path) -> Ranks:
     iteration or model, and if the format has too little information."""
     folders = conventions.rank_folders(step)
     if not folders:
-        raise CheckpointError(f"{step}: expected folders mp_rank_*, found none; name the folder that has them")
+        raise CheckpointError(f"{step}: expected folders mp_rank_*, found none; name their parent folder")
     loaded = {}
     for numbers, folder in folders.items():
         found = loaded[numbers] = torch_files.load(folder / MODEL_FILE, step)
         if not isinstance(found, dict) or "args" not in found:
             raise CheckpointError(
-                f"{folder / MODEL_FILE}: expected Megatron's checkpoint with args, found {type(found)}"
+                f"{folder / MODEL_FILE}: expected Megatron's args, found {type(found).__name__}; copy it again"
             )
     arguments = _arguments(next(iter(loaded.values())), step)
     sizes, expected = world(arguments), conventions.expected_folders(arguments)
@@ -283,7 +283,7 @@ def _arguments(saved: Mapping[str, Any], step: Path) -> Mapping[str, Any]:
     found: Mapping[str, Any] = plain(saved["args"])
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "num_layers"):
         if not isinstance(found.get(name), int):
-            raise CheckpointError(f"{step}: expected args.{name} to be a number, found {found.get(name)!r}")
+            raise CheckpointError(f"{step}: expected args.{name} as a number, found {found.get(name)!r}; copy it again")
     if found.get("num_experts"):
         inner, outer = found.get("expert_tensor_parallel_size"), found["tensor_model_parallel_size"]
         if inner is not None and inner != outer:
@@ -293,16 +293,16 @@ def _arguments(saved: Mapping[str, Any], step: Path) -> Mapping[str, Any]:
             )
     groups, tensor = found.get("num_query_groups"), found["tensor_model_parallel_size"]
     if found.get("group_query_attention") and isinstance(groups, int) and groups % tensor:
-        raise CheckpointError(f"{step}: {groups} query groups on {tensor} tensor parallel ranks are not read")
+        raise CheckpointError(f"{step}: expected {tensor} to divide {groups} query groups; save as torch_dist")
     if found.get("mtp_num_layers"):
-        raise CheckpointError(f"{step}: multi-token prediction (mtp_num_layers) is not read from torch checkpoints")
+        raise CheckpointError(f"{step}: expected no mtp_num_layers (multi-token prediction); save as torch_dist")
     return found
 
 
 def _check_one_checkpoint(
     saved: Mapping[Coordinates, Mapping[str, Any]], files: Mapping[Coordinates, Path], step: Path
 ) -> None:
-    advice = "the ranks' files are of different checkpoints: copy them again"
+    advice = "copy all ranks' files of one checkpoint"
     named, first = conventions.iteration_of(step), saved[min(saved)]
     expected = named if named is not None else first.get("iteration")
     sizes = world(plain(first["args"]))
@@ -321,7 +321,7 @@ def _models(saved: Mapping[str, Any], file: Path) -> tuple[Weights, ...]:
     """The rank's model, one per virtual stage, with its own layer and expert numbers."""
     keys = ["model"] if "model" in saved else [f"model{i}" for i in range(len(saved)) if f"model{i}" in saved]
     if not keys:
-        raise CheckpointError(f"{file}: expected a model, found only {sorted(map(str, saved))}")
+        raise CheckpointError(f"{file}: expected a model, found only {sorted(map(str, saved))}; copy it again")
     chunks = []
     for key in keys:
         found = {}
@@ -330,7 +330,7 @@ def _models(saved: Mapping[str, Any], file: Path) -> tuple[Weights, ...]:
                 continue
             if not isinstance(value, LazyTensor):
                 raise CheckpointError(
-                    f"{file}: expected {key}.{name} to be a tensor, found {type(value).__name__}; models of before "
+                    f"{file}: expected {key}.{name} as a tensor, found {type(value).__name__}; models of before "
                     "Megatron-core (--use-legacy-models), and weights in fp8, are not read"
                 )
             found[conventions.local_spec(name)] = value
@@ -343,8 +343,8 @@ def _first_layers(
 ) -> dict[tuple[int, int], int]:
     """The number of the first layer of each (pipeline rank, virtual stage).
 
-    Layers go through all ranks' first stages, then through their second ones: counting the layers that exist is right
-    for uneven splits (``get_transformer_layer_offset`` in transformer_layer.py).
+    Layers are numbered through all ranks' first stages, then through their second ones. Counting the existing layers is
+    right for uneven splits (``get_transformer_layer_offset`` in transformer_layer.py).
     """
     counts: dict[tuple[int, int], int] = {}
     for place, chunks in models.items():
@@ -353,12 +353,12 @@ def _first_layers(
             count = len(numbers)
             if numbers != set(range(count)):
                 raise CheckpointError(
-                    f"{files[place]}: expected layers numbered from 0, found {sorted(numbers)}; the file is not whole"
+                    f"{files[place]}: expected layers numbered from 0, found {sorted(numbers)}; copy the whole file"
                 )
             if counts.setdefault((place[1], chunk), count) != count:
                 raise CheckpointError(
-                    f"{files[place]}: expected {counts[place[1], chunk]} layers, as this pipeline rank's other files "
-                    f"have, found {count}; copy all of one checkpoint"
+                    f"{files[place]}: expected {counts[place[1], chunk]} layers, as in this pipeline rank's other "
+                    f"files, found {count}; copy all of one checkpoint"
                 )
     firsts, total = {}, 0
     for pipeline, chunk in sorted(counts, key=lambda key: (key[1], key[0])):

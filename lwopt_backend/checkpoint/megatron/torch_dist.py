@@ -3,7 +3,7 @@
     iter_0000003/.metadata, __<rank>_<n>.distcp   weights by name; the optimizer's state by name or in flat buckets
     iter_0000003/common.pt                        arguments, iteration, groups; from 0.19 on an object in the .distcp
 
-Everything that was sharded over ranks is whole here: tensors are read from chunks, one layer and expert at a time.
+Tensors that were sharded over ranks become whole: they are read from chunks, one layer and expert at a time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def read(step: Path) -> Checkpoint:
         kept, number = states.get(name, {}), numbers[name]
         is_adam = "exp_avg" in kept
         if number is not None and (not kept or ("betas" in groups[number]) != is_adam):
-            number = None  # its group's by the usual rules, which do not hold for another optimizer's states
+            number = None  # the usual rules for groups do not hold for another optimizer's states
         params[name] = Param(weights[name], kept, conventions.step_of(groups, number) if is_adam else None, number)
         if number is not None and "eps" in groups[number] and is_adam and "exp_avg_sq" not in kept:
             raise CheckpointError(
@@ -78,10 +78,10 @@ def read(step: Path) -> Checkpoint:
             )
     notes = _notes(folder)
     if groups and not any(param.states for param in params.values()):
-        notes.append("there are param groups, but no state of a parameter is saved")
+        notes.append("there are param groups, but no parameter has state")
     without = [name for name, param in params.items() if "exp_avg_sq" in param.states and param.step is None]
     if without:
-        notes.append(f"how many steps Adam made is not saved ({len(without)} parameters, e.g. {without[0]})")
+        notes.append(f"Adam's count of steps is not saved ({len(without)} parameters, e.g. {without[0]})")
     return Checkpoint(
         format="megatron torch_dist",
         version=_version(folder, arguments),
@@ -101,7 +101,7 @@ def read(step: Path) -> Checkpoint:
 
 
 def _common(folder: DcpFolder) -> Mapping[str, Any]:
-    """The objects that are no tensors: from common.pt, or from 0.19 on from an object in the folder's files."""
+    """Objects other than tensors: from common.pt, or from 0.19 on from an object in the folder's files."""
     path = folder.path / "common.pt"
     keys = [key for key in folder.objects if _COMMON.fullmatch(key)]
     if path.is_file():
@@ -110,13 +110,13 @@ def _common(folder: DcpFolder) -> Mapping[str, Any]:
         found = folder.object(keys[0])
         found = found[0] if isinstance(found, list) and len(found) == 1 else found
     else:
-        raise CheckpointError(f"{path} is missing, and {METADATA} has no common_state; copy all files of the folder")
+        raise CheckpointError(f"{path}: expected this file, or common_state in {METADATA}; copy all files")
     if not isinstance(found, Mapping):
         raise CheckpointError(f"common state of {folder.path}: expected a dictionary, found a {type(found).__name__}")
     layout = (found.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if layout not in LAYOUTS:
         raise CheckpointError(
-            f"{folder.path}: the optimizer's layout {layout!r} is not read, only {', '.join(map(str, LAYOUTS[1:]))}; "
+            f"{folder.path}: expected an optimizer's layout of {', '.join(map(str, LAYOUTS[1:]))}, found {layout!r}; "
             f"{SAVED_WHOLE}"
         )
     return found
@@ -134,7 +134,7 @@ def _tensors(
     for saved, keys in of_state.items():
         for name, tensor in parameters(folder, keys).items():
             if BY_NAME[saved] in states.setdefault(name, {}):
-                raise CheckpointError(f"{tensor.where}: {name} has two master weights; its files are of two savings")
+                raise CheckpointError(f"{tensor.where}: expected one master weight of {name}; copy one save")
             states[name][BY_NAME[saved]] = tensor
     replicas: Replicas = []
     if has_buckets:
@@ -160,8 +160,8 @@ def _keys(folder: DcpFolder) -> tuple[dict[str, str], dict[str, dict[str, str]],
             has_buckets = True
         elif plain_key.startswith("optimizer."):
             raise CheckpointError(
-                f"{key} in {folder.path} is a state that is not known (known: {', '.join(BY_NAME)}; flat buckets of "
-                "param, exp_avg, exp_avg_sq); save without precision-aware or other optimizers' own state"
+                f"{key} in {folder.path}: expected a known state ({', '.join(BY_NAME)}; flat buckets of param, "
+                "exp_avg, exp_avg_sq); save without precision-aware or other optimizers' own state"
             )
         elif not _LEFT_OUT.fullmatch(key):
             of_model[key] = key
@@ -180,20 +180,20 @@ def _version(folder: DcpFolder, arguments: Mapping[str, Any]) -> str:
 
 
 def _notes(folder: DcpFolder) -> list[str]:
-    """Notes on what was left out. Raises CheckpointError for unknown optimizer state, which must not be."""
+    """Notes on omissions. Raises CheckpointError for unknown optimizer state, which must not be omitted."""
     left_out: dict[str, int] = {}
     for key in folder.objects:
         plain_key = _CHAINED.sub("", key)
         if plain_key.startswith("optimizer.") and not _HELD_WITH_BUCKETS.fullmatch(plain_key):
-            raise CheckpointError(f"{key} in {folder.path} is optimizer state that is not known; {SAVED_WHOLE}")
+            raise CheckpointError(f"{key} in {folder.path}: expected known state; {SAVED_WHOLE}")
         if not _COMMON.fullmatch(key) and not _HELD_WITH_BUCKETS.fullmatch(plain_key):
             kind = key.partition("/")[0].rpartition(".")[2]
             left_out[kind] = left_out.get(kind, 0) + 1
     return [f"left out: {kind} ({count} objects)" for kind, count in sorted(left_out.items())]
 
 
-# The files have every group's options, but not which parameters are in it: ``conventions.groups_of`` tells. Chained
-# optimizers are numbered, and those that are chained in a chained one once more.
+# The files have every group's options, but not its parameters, which ``conventions.groups_of`` infers. Chained
+# optimizers are numbered, and so are those in a chained one.
 
 _OF_BUFFERS = re.compile(r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_.+")
 
@@ -228,7 +228,7 @@ def optimizers(folder: DcpFolder, common: Mapping[str, Any]) -> dict[Chain, tupl
 
 
 def _unchained(saved: Any, folder: DcpFolder, chain: Chain = ()) -> Iterator[tuple[Chain, dict[str, Any]]]:
-    """Yield the optimizers' states in a chain of them."""
+    """Yield the optimizers' states in a chain."""
     if isinstance(saved, (list, tuple)):
         saved = dict(enumerate(saved))
     if not isinstance(saved, Mapping):
@@ -240,7 +240,7 @@ def _unchained(saved: Any, folder: DcpFolder, chain: Chain = ()) -> Iterator[tup
         yield chain, plain(saved)
 
 
-# Keys of parameters: layers and experts are stacked into one tensor, gate and up may be apart.
+# Keys of parameters: layers and experts are stacked into one tensor, gate and up may be separate.
 #
 # decoder.layers.mlp.linear_fc1.weight (L, F, H)                    layers that are alike
 # decoder.layers.3.mlp.linear_fc1.weight (F, H)                     layers that differ
@@ -257,8 +257,8 @@ _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor of a folder in the model's shape. Up to 0.15, the optimizer's may be stored in another order: cut along
-    each axis into ``fragments``, each flat; the saved shape is (*fragments, elements in each)."""
+    """A tensor of a folder in the model's shape. Up to 0.15, the optimizer's may be stored in a different order: cut
+    along each axis into ``fragments``, each flat; the saved shape is (*fragments, elements in each)."""
 
     folder: DcpFolder
     key: str
@@ -266,7 +266,7 @@ class Stack:
     fragments: tuple[int, ...] | None = None
 
     def at(self, place: Sequence[int]) -> LazyTensor:
-        """The tensor at ``place`` along the first axes, which is all that is read; () is the whole tensor."""
+        """The tensor at ``place`` along the first axes; () is the whole tensor. Reads nothing else."""
         place = tuple(place)
         shape = self.shape[len(place) :]
         if self.fragments is None:
@@ -289,7 +289,7 @@ class Stack:
 
 
 def stack(folder: DcpFolder, key: str) -> Stack:
-    """The tensor ``key``. Raises CheckpointError if it is in pieces that do not make up its shape."""
+    """The tensor ``key``. Raises CheckpointError for pieces that do not make up its shape."""
     saved = folder.tensors[key].shape
     original = (folder.extra or {}).get(key, {}).get(_ORIGINAL_SHAPE)
     if original is None:
@@ -309,13 +309,13 @@ def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTens
         of_key = stack(folder, key)
         for name, place in _unstacked(fused, of_key.shape, f"{key} in {folder.path}"):
             if name in found:
-                raise CheckpointError(f"{key} in {folder.path}: {name} is there twice, also as {found[name].where}")
+                raise CheckpointError(f"{key} in {folder.path}: expected no second {name}, as {found[name].where}")
             found[name] = of_key.at(place)
     return with_gate_and_up(found)
 
 
 def ordered(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str]:
-    """Names in the order of the model's modules, or as they are if a place is unknown."""
+    """Names in the order of the model's modules; unchanged if a place is unknown."""
     names = list(names)
     try:
         return module_order(names, arguments)
@@ -324,7 +324,7 @@ def ordered(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str]:
 
 
 def whole_name(name: str) -> str:
-    """The local-spec name of a parameter, also if ``name`` is its gate or up alone."""
+    """The local-spec name of a parameter, of which ``name`` may be the gate or up alone."""
     half = _HALF.fullmatch(name)
     return local_spec(half[1] if half else name)
 
@@ -342,8 +342,8 @@ def with_gate_and_up(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]
         if len(of_name) == 1 or local_spec(name) in found:
             (has, tensor), *_ = of_name.items()
             raise CheckpointError(
-                f"{tensor.where}: expected {name}_w (gate) and {name}_v (up) and nothing else of it, found only the "
-                f"one that ends in _{has}, or {name} too; copy the checkpoint again"
+                f"{tensor.where}: expected exactly {name}_w (gate) and {name}_v (up), found only the one that ends in "
+                f"_{has}, or {name} as well; copy the checkpoint again"
             )
         gate, up = of_name["w"], of_name["v"]
         found[local_spec(name)] = end_to_end([gate, up], (gate.shape[0] + up.shape[0], *gate.shape[1:]))
@@ -358,7 +358,7 @@ def _unstacked(name: str, shape: Sequence[int], where: str) -> Iterator[tuple[st
     if len(shape) <= axes:
         raise CheckpointError(f"{where}: expected a stack of layers or experts, found shape {tuple(shape)}")
     if math.prod(shape[:axes]) > MOST_PARTS:
-        raise CheckpointError(f"{where}: shape {tuple(shape)} gives an impossible number of layers or experts")
+        raise CheckpointError(f"{where}: expected possible layers or experts, found {tuple(shape)}; copy it again")
     for place in itertools.product(*map(range, shape[:axes])):
         one = name
         if layers is not None:

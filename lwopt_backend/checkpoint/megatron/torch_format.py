@@ -21,11 +21,11 @@ from lwopt_backend.checkpoint.megatron.conventions import FLAT, Coordinates
 from lwopt_backend.checkpoint.megatron.ranks import Cut, Inner, Kept, Rank, Ranks
 from lwopt_backend.checkpoint.names.core import EMBEDDING, HEAD
 
-# Which rank of Megatron's LayerWiseDistributedOptimizer has which parameters, replayed.
-# The parameters of all param groups, one group after another and each in module order, are sorted by size (equal sizes
-# keep their order) and dealt to the ranks back and forth: 0, 1, ..., n-1, n-1, ..., 1, 0, 0, 1, ... Experts that are
-# sharded over expert-parallel ranks are dealt in the same way, separately, to the ranks that hold the same experts.
-# Source: ``shard_params`` in megatron/core/optimizer/layer_wise_optimizer.py of 0.16, the ping-pong path in later ones.
+# The assignment of parameters to ranks in Megatron's LayerWiseDistributedOptimizer, replayed. The parameters of all
+# param groups, one group after another and each in module order, are sorted by size (equal sizes keep their order) and
+# dealt to the ranks back and forth: 0, 1, ..., n-1, n-1, ..., 1, 0, 0, 1, ... Experts that are sharded over
+# expert-parallel ranks are dealt separately in the same way, to the ranks that hold the same experts. Source:
+# ``shard_params`` in megatron/core/optimizer/layer_wise_optimizer.py of 0.16, the ping-pong path in later ones.
 
 
 def dealt(
@@ -61,7 +61,7 @@ def is_layer_wise(ranks: Ranks) -> bool:
 
 
 def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], Kept]]:
-    """The state in every file, by parameter, with the rank whose folder has it and the file's optimizers.
+    """The state in every file, by parameter, with the rank of its folder and the file's optimizers.
 
     Data-parallel rank r is in the folder of expert-parallel rank r % ep, at place r // ep among those with the same
     experts. Raises CheckpointError for missing or extra files, for context parallelism, and for names that cannot be
@@ -70,11 +70,11 @@ def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], Kept]]:
     data, experts = ranks.world["dp"], ranks.world["ep"]
     if ranks.world["cp"] > 1:
         raise CheckpointError(
-            f"context parallel size {ranks.world['cp']}: with it, ranks overwrite one another's "
-            "layer_wise_optimizer_*.pt, so optimizer state is lost; save in the torch_dist format"
+            f"expected context parallel size 1, found {ranks.world['cp']}, with which ranks overwrite one another's "
+            "layer_wise_optimizer_*.pt and lose optimizer state; save in the torch_dist format"
         )
     if data % experts:
-        raise CheckpointError(f"expected a data parallel size that {experts} expert parallel ranks divide, not {data}")
+        raise CheckpointError(f"expected {experts} expert parallel ranks to divide data parallel size {data}")
     found = []
     for rank in ranks.ranks:
         files = _files(rank)
@@ -149,23 +149,23 @@ def _buffers(
 ) -> Iterator[tuple[str, Mapping[str, Any], dict[str, tuple[int, ...]], int]]:
     """Yield each buffer in the file: its key, its content, its parameters' shapes in module order, its virtual stage.
 
-    A file has a list of two if experts are sharded: the dense parameters' buffers, None if another rank has them, and
+    If experts are sharded, a file has a list of two: the dense parameters' buffers, None if another rank has them, and
     those of the rank's experts.
     """
     expected = 1 + (bool(arguments.get("num_experts")) and int(arguments.get("expert_model_parallel_size") or 1) > 1)
     entries = saved if isinstance(saved, list) else [saved]
     if len(entries) != expected or arguments.get("overlap_param_gather_with_optimizer_step"):
         raise CheckpointError(
-            f"{where}: expected the buffers of {expected} optimizers, found {len(entries)}; those split for "
-            "--overlap-param-gather-with-optimizer-step are not read: save as torch_dist"
+            f"{where}: expected the buffers of {expected} optimizers, found {len(entries)}; a split for "
+            "--overlap-param-gather-with-optimizer-step is not read: save as torch_dist"
         )
     for entry, sharded in zip(entries, (False, True)):
         if entry is None:
             continue
         if not isinstance(entry, dict) or not entry.get("buckets_coalesced"):
             raise CheckpointError(
-                f"{where}: expected buffers with 'buckets_coalesced', found none; files of before 2024 are not read: "
-                "load and save them with a newer Megatron"
+                f"{where}: expected buffers with 'buckets_coalesced', found none, as before 2024; load and save them "
+                "with a newer Megatron"
             )
         wanted: list[tuple[int, torch.dtype, dict[str, tuple[int, ...]]]] = []  # one of each virtual stage and dtype
         for chunk, weights in enumerate(rank.chunks):
@@ -180,7 +180,7 @@ def _buffers(
         for index, (chunk, dtype, shapes) in enumerate(wanted):
             keys = list(entry[index])
             if len(keys) != 1 or keys[0][0] != dtype:
-                raise CheckpointError(f"{where}: expected buffer {index} to hold {dtype}, found {keys}")
+                raise CheckpointError(f"{where}: expected buffer {index} of {dtype}, found {keys}; copy it again")
             yield f"buffer {index}", entry[index][keys[0]], shapes, chunk
 
 
@@ -221,8 +221,8 @@ def _param(
     cut = of_ranks.cut_of(name, gated=of_ranks.is_gated(ranks.arguments)) if size > 1 else Cut("whole")
     if len({place[1] for place in weights}) > 1:
         raise CheckpointError(
-            f"{name}: expected on one pipeline rank, found on {sorted({place[1] for place in weights})}; the ranks' "
-            "files are not of one checkpoint"
+            f"{name}: expected on one pipeline rank, found on {sorted({place[1] for place in weights})}; copy all "
+            "ranks' files of one checkpoint"
         )
     mine = {place: kept[place][name] for place in weights if name in kept[place]}
     keys = {key: None for found in mine.values() for key in found.states}
@@ -231,7 +231,7 @@ def _param(
     if len(steps) > 1 or len(groups) > 1:
         raise CheckpointError(
             f"{name}: expected one step and param group, found steps {sorted(map(str, steps))} and groups "
-            f"{sorted(map(str, groups))} on ranks {sorted(mine)}; the ranks' files are not of one checkpoint"
+            f"{sorted(map(str, groups))} on ranks {sorted(mine)}; copy all ranks' files of one checkpoint"
         )
     return Param(
         weight=_whole(f"weight of {name}", weights, size, cut, pairs),
@@ -249,8 +249,8 @@ def _whole(what: str, parts: Mapping[Coordinates, LazyTensor], size: int, cut: C
     missing = [rank for rank, copies in enumerate(by_rank) if not copies]
     if missing:
         raise CheckpointError(
-            f"{what}: expected a part on each of {size} tensor parallel ranks, none on {missing}; the ranks' files are "
-            "not of one checkpoint, or not whole: copy them again"
+            f"{what}: expected a part on each of {size} tensor parallel ranks, found none on {missing}; copy all "
+            "ranks' files of one checkpoint"
         )
     same = [[entry for copies in by_rank for entry in copies]] if cut.kind == "whole" else by_rank
     for copies in same:

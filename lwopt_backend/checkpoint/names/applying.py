@@ -14,13 +14,13 @@ from lwopt_backend.checkpoint.names.operations import OPERATIONS, stacked, unsta
 from lwopt_backend.checkpoint.names.rules import NameMap, Pattern, Rule, Values
 from lwopt_backend.config.options import suggestion
 
-SHOWN = 20  # problems that are listed
+SHOWN = 20  # problems in a message
 
 
 @dataclass(frozen=True)
 class Unit:
     """One use of a rule. ``sources`` are names by place in the stack (one place without a stack), one per source of the
-    rule; ``sizes`` are the stack's. ``values`` are those of the fields that both sides have."""
+    rule; ``sizes`` are the stack's. ``values`` are those of the fields on both sides."""
 
     rule: Rule
     values: Values
@@ -32,7 +32,7 @@ class Unit:
         return tuple(itertools.chain.from_iterable(self.sources))
 
     def targets(self, sizes: Sequence[int] = ()) -> tuple[tuple[str, ...], ...]:
-        """Names of the results, by place in a stack that is taken apart, with these ``sizes``."""
+        """Names of the results, by place in an unstacked tensor of these ``sizes``."""
         places = itertools.product(*map(range, sizes))
         filled = [{**self.values, **dict(zip(self.rule.unstacked_over, place))} for place in places]
         return tuple(tuple(pattern.format(values) for pattern in self.rule.targets) for values in filled)
@@ -40,17 +40,17 @@ class Unit:
 
 @dataclass
 class _Found:
-    """The names that matched one rule with the same values of the fields that both sides have."""
+    """The names that matched one rule with equal values of the fields on both sides."""
 
     values: dict[str, int | str]
     names: dict[tuple[int, ...], dict[int, str]] = field(default_factory=dict)  # by place, by number of the source
 
 
 def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
-    """Units for all names, in the order of their first name. Raises CheckpointError that lists what does not fit."""
+    """Units for all names, in the order of their first name. Raises CheckpointError with a list of problems."""
     found = list(found)
     patterns = [(at, number, each) for at, rule in enumerate(names.rules) for number, each in enumerate(rule.sources)]
-    matches = []  # with the numbers of the rule that takes a name and of the source in it, and the fields' values
+    matches = []  # with the numbers of the rule and of its source, and the fields' values
     for name in found:
         taken = ((at, number, each.match(name)) for at, number, each in patterns)
         matches.append((name, next(((at, number, values) for at, number, values in taken if values is not None), None)))
@@ -75,8 +75,8 @@ def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
     if problems:
         more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise CheckpointError(
-            f"names do not fit the map from {names.source} to {names.target}, {len(problems)} problem(s); give another "
-            "map, or a file with rules of your own (a rule with target [] drops a name):\n  "
+            f"expected names that fit the map from {names.source} to {names.target}, found {len(problems)} problem(s); "
+            "give another map, or a file with your own rules (a rule with target [] drops a name):\n  "
             + "\n  ".join(problems[:SHOWN])
             + more
         )
@@ -85,7 +85,7 @@ def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
 
 
 def canonical(pairs: Sequence[tuple[Pattern, Pattern]], name: str) -> str:
-    """The name that an alias stands for, or itself."""
+    """The name behind an alias, or ``name`` itself."""
     matches = ((meant, alias.match(name)) for alias, meant in pairs)
     return next((meant.format(values) for meant, values in matches if values is not None), name)
 
@@ -104,7 +104,7 @@ def _layers(values: Iterable[Mapping[str, int | str]], numbers: Numbers) -> int 
         )
     if numbers.layers not in (None, count):
         raise CheckpointError(
-            f"there are {count} layers, but the arguments say {numbers.layers}; is this one checkpoint?"
+            f"expected {numbers.layers} layers by the arguments, found {count}; copy all files of one checkpoint"
         )
     return count
 
@@ -128,7 +128,7 @@ def _units(
             for number, pattern in enumerate(rule.sources)
             if number not in each.names.get(place, {})
         ]
-        problems += [f"{name!r} is missing, which belongs with {some!r}" for name in missing]
+        problems += [f"{name!r} is missing, although {some!r} is there" for name in missing]
         if missing:
             continue
         sources = tuple(tuple(each.names[place][n] for n in range(len(rule.sources))) for place in places)
@@ -146,7 +146,7 @@ def _units(
 
 def is_gated(checkpoint: Checkpoint, numbers: Numbers) -> bool:
     """Whether Megatron-core's linear_qkv has the queries, gates, keys and values of each group in turn
-    (--attention-output-gate). Arguments say so; without them, shapes do: linear_proj has a column for every query."""
+    (--attention-output-gate). Arguments decide; without them, shapes: linear_proj has a column for every query."""
     if (said := checkpoint.arguments.get("attention_output_gate")) is not None or checkpoint.names != "megatron-core":
         return bool(said)
     for name, param in checkpoint.params.items():
@@ -160,7 +160,7 @@ def is_gated(checkpoint: Checkpoint, numbers: Numbers) -> bool:
 
 
 def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None) -> Checkpoint:
-    """The checkpoint in the map's target vocabulary, with notes on what was left out.
+    """The checkpoint in the map's target vocabulary, with notes on omissions.
 
     ``checkpoint.names`` must be the map's source. Given ``numbers`` take precedence over the map's, and these over the
     checkpoint's arguments. Reads no tensor. Raises CheckpointError for names that do not fit, listing all; for sizes
@@ -168,8 +168,8 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
     """
     if checkpoint.names != names.source:
         raise CheckpointError(
-            f"the map is from {names.source} to {names.target}, but the checkpoint's names are {checkpoint.names}; "
-            "give a map for these, or say in which vocabulary they are"
+            f"expected names of {names.source}, from which the map to {names.target} starts, found "
+            f"{checkpoint.names}; give a map for these, or name their vocabulary"
         )
     given = {} if numbers is None else numbers.model_dump(exclude_unset=True)
     arguments = checkpoint.arguments
@@ -178,14 +178,14 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
     for key, (value, why) in names.refused.items():
         if arguments.get(key) == value:
             raise CheckpointError(
-                f"the model was trained with {key}={value!r}: {why}; weights under names of {family} would mean "
-                "something else"
+                f"expected another value than {key}={value!r} in training: {why}; weights under names of {family} "
+                "would mean something else"
             )
     spelled: dict[str, Param] = {}
     for name, param in checkpoint.params.items():
         meant = canonical(names.aliases, name)
         if meant in spelled:
-            raise CheckpointError(f"{name!r} and another parameter are both {meant!r}; one of them is too many")
+            raise CheckpointError(f"expected one parameter {meant!r}, found {name!r} and another; drop one")
         spelled[meant] = param
     source = dataclasses.replace(checkpoint, params=spelled)
     units = plan(names, spelled, numbers)
@@ -196,8 +196,8 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
     for unit in units:
         if not_gated and {"split_gate_up", "join_gate_up"} & set(unit.rule.do):
             raise CheckpointError(
-                f"{unit.names[0]!r}: {unit.rule} divides gate and up, but the checkpoint's argument swiglu is False: "
-                "its fc1 is one matrix; give the map of another family"
+                f"{unit.names[0]!r}: expected a gated fc1, because {unit.rule} divides gate and up, found the argument "
+                "swiglu False: its fc1 is one matrix; give the map of another family"
             )
         for name, param in _made(source, unit, numbers).items():
             if name in params:
@@ -231,7 +231,7 @@ def _check_gates(source: Checkpoint, units: Sequence[Unit], family: str, numbers
 
 
 def _arguments(names: NameMap, arguments: Mapping[str, Any], unchanged: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments, with ``matrices`` by new names. A parameter that is split, joined or permuted loses its entry."""
+    """The arguments, with ``matrices`` by new names. Split, joined or permuted parameters lose their entries."""
     known = {canonical(names.aliases, name): matrices for name, matrices in (arguments.get(MATRICES) or {}).items()}
     renamed = {unchanged[name]: matrices for name, matrices in known.items() if name in unchanged}
     rest = {key: value for key, value in arguments.items() if key != MATRICES}
@@ -248,27 +248,27 @@ def _made(source: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Param]:
         for what, expected, other in [*pairs, ("param group", first.group, param.group)]:
             if expected != other:
                 raise CheckpointError(
-                    f"{unit.names[0]!r} and {name!r} are joined by {unit.rule}, but differ in {what}: {expected} and "
-                    f"{other}; give a map that keeps them apart"
+                    f"expected equal {what} of {unit.names[0]!r} and {name!r}, which {unit.rule} joins, found "
+                    f"{expected} and {other}; give a map that keeps them apart"
                 )
     moved = {keys[0]: _moved(unit, [param.tensors[keys[0]] for param in params], numbers)}
     if len(params) == 1 and moved[keys[0]] == [[first.tensors[keys[0]]]]:  # renamed: states of any form can stay
         return {unit.targets()[0][0]: first}
     for name, param in zip(unit.names, params):
         fixed = [f"{key!r} of shape {state.shape}" for key, state in param.states.items() if state.shape != param.shape]
-        fixed += ["what a rule keeps of its matrices (owner_states)"] if param.owner_states else []
+        fixed += ["owner state of its matrices (owner_states)"] if param.owner_states else []
         if fixed:
             raise CheckpointError(
-                f"{name!r} of shape {param.shape} has {', '.join(fixed)}, which cannot follow {unit.rule}; only states "
-                "of a parameter's own shape can be split, joined or permuted. Give a map that only renames it"
+                f"{name!r} of shape {param.shape}: expected only states of this shape, because {unit.rule} splits, "
+                f"joins or permutes them, found {', '.join(fixed)}; give a map that only renames the parameter"
             )
     moved |= {key: _moved(unit, [param.tensors[key] for param in params], numbers) for key in keys[1:]}
-    sizes = first.shape[: len(unit.rule.unstacked_over)]  # of a stack that is taken apart
+    sizes = first.shape[: len(unit.rule.unstacked_over)]  # of an unstacked tensor
     known = {"layer": numbers.layers, "expert": numbers.experts}
     for name, size in zip(unit.rule.unstacked_over, sizes):
         if known.get(name) not in (None, size):
             raise CheckpointError(
-                f"{unit.names[0]!r} of shape {first.shape} is a stack of {size}; expected were {known[name]} {name}s"
+                f"{unit.names[0]!r} of {first.shape}: expected a stack of {known[name]} {name}s, found {size}"
             )
     found = {}
     for place, targets in enumerate(unit.targets(sizes)):
@@ -280,7 +280,7 @@ def _made(source: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Param]:
 
 
 def _moved(unit: Unit, tensors: Sequence[LazyTensor], numbers: Numbers) -> list[list[LazyTensor]]:
-    """The resulting tensors: for each place of a stack that is taken apart, a list with one for every target."""
+    """The resulting tensors: for each place of an unstacked tensor, a list with one for every target."""
     rule, width = unit.rule, len(unit.rule.sources)
     if rule.unstacked_over:
         items = list(zip(*(unstacked(tensor, len(rule.unstacked_over)) for tensor in tensors), strict=True))

@@ -1,4 +1,4 @@
-"""Megatron-core's names, of its local spec: the vocabulary from which all tables start."""
+"""Megatron-core's names in its local spec: the vocabulary from which all tables start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALIASES = aliases(
     }
 )
 
-# Names stay as they are, whatever the model: only aliases and the vocabulary's padding change.
+# Names do not change: only aliases and the vocabulary's padding do.
 CORE_MAP = NameMap(
     "megatron-core",
     "megatron-core",

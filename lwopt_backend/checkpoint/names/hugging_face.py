@@ -7,7 +7,7 @@ from lwopt_backend.checkpoint.names.rules import NameMap, Rule, renamed, rule
 
 # Hugging Face's names for Llama, Mistral, Qwen2 (with biases of q, k and v) and Qwen3 (with norms of q and k).
 # Read from transformers 5.23, ``models/{llama,mistral,qwen2,qwen3}/modeling_*.py``. Both sides rotate halves of a head,
-# so that rows of q and k stay where they are.
+# so rows of q and k keep their places.
 
 LAYER = "model.layers.{layer}"
 
@@ -25,7 +25,7 @@ EMBEDDINGS: tuple[Rule, ...] = (
 
 
 def gated(source: str, target: str) -> Rule:
-    """A rule that splits gate and up, whose words replace "{}" in ``target``."""
+    """A rule that splits gate and up; their names replace "{}" in ``target``."""
     return rule(source, [target.replace("{}", part) for part in ("gate", "up")], "split_gate_up", optional=True)
 
 

@@ -1,6 +1,6 @@
-"""What rules do to tensors: split, join, permute, transpose, and pad or cut the vocabulary. All without reading them.
+"""Operations of rules on tensors: split, join, permute, transpose, and pad or cut the vocabulary, without reading.
 
-Nothing here computes with elements, so an operation on a weight is also right for every state of its shape.
+They do not compute with elements, so an operation on a weight is also right for every state of its shape.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _join_qkv(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
     q, k, v = tensors
     _check_alike(tensors, first_dimension=False)
     if k.shape != v.shape:
-        raise CheckpointError(f"{k.where} has shape {k.shape}, but {v.where} has {v.shape}; k and v must be alike")
+        raise CheckpointError(f"expected k and v alike, found {k.shape} of {k.where}, {v.shape} of {v.where}")
     groups = qkv_of_parts(numbers, q.shape[0], k.shape[0], q.where).groups
 
     def function(parts: list[Tensor]) -> Tensor:
@@ -79,7 +79,7 @@ def _split_gate_up(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
     fused = tensors[0]
     rows = fused.shape[0]
     if rows % 2:
-        raise CheckpointError(f"{fused.where}: {rows} rows are no gate and up of equal size; is this model gated?")
+        raise CheckpointError(f"{fused.where}: expected gate and up of equal size, found {rows} rows")
     return [_gathered(fused, [(0, rows // 2)]), _gathered(fused, [(rows // 2, rows)])]
 
 
@@ -90,7 +90,7 @@ def _join_gate_up(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
 
 
 def _transpose(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    """Transpose a matrix, or each of a stack; a bias stays."""
+    """Transpose a matrix, or each of a stack; a bias does not change."""
     tensor = tensors[0]
     if len(tensor.shape) < 2:
         return [tensor]
@@ -104,7 +104,7 @@ def _vocabulary(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
     kept = numbers.vocab_size or rows
     if kept > rows:
         raise CheckpointError(
-            f"{tensor.where} has {rows} rows, fewer than the vocabulary of {kept} that was given; give the model's own"
+            f"{tensor.where}: expected at least {kept} rows, the given vocabulary, found {rows}; correct it"
         )
     return [_gathered(tensor, [(0, kept)]) if kept < rows else tensor]
 
@@ -128,7 +128,7 @@ def stacked(tensors: Tensors, sizes: Sequence[int]) -> LazyTensor:
 
 
 def unstacked(tensor: LazyTensor, leading: int) -> list[LazyTensor]:
-    """The slices along the leading dimensions, each read alone if the file allows it."""
+    """The slices along the leading dimensions, each read separately if the file allows it."""
     shape = tensor.shape[leading:]
     size = math.prod(shape)
     starts = [number * size for number in range(math.prod(tensor.shape[:leading]))]
@@ -136,7 +136,7 @@ def unstacked(tensor: LazyTensor, leading: int) -> list[LazyTensor]:
 
 
 def _gathered(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTensor:
-    """The rows of these ranges, concatenated; only they are read if the file allows it."""
+    """The rows of these ranges, concatenated; only these are read if the file allows it."""
     inner = tensor.shape[1:]
     shape, width = (sum(stop - start for start, stop in ranges), *inner), math.prod(inner)
     if tensor.read_range is None:
@@ -151,6 +151,6 @@ def _check_alike(tensors: Tensors, first_dimension: bool = True) -> None:
     for other in tensors[1:]:
         if (other.dtype, other.shape[skipped:]) != (first.dtype, first.shape[skipped:]):
             raise CheckpointError(
-                f"{first.where} is {first.dtype} of shape {first.shape}, but {other.where} is {other.dtype} of shape "
-                f"{other.shape}; they cannot be joined"
+                f"expected tensors that can be joined, found {first.dtype} of shape {first.shape} in {first.where} and "
+                f"{other.dtype} of shape {other.shape} in {other.where}; give a map that keeps them apart"
             )

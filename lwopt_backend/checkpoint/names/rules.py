@@ -1,4 +1,4 @@
-"""Maps of names: patterns with numbers in them, and the rules that pair them."""
+"""Maps of names: patterns with numbers, and the rules that pair them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.names.operations import OPERATIONS
 from lwopt_backend.config.options import Options, option, parse, suggestion
 
-MOST_TEXTS = 2  # fields of any text in a pattern: each multiplies the ways to fit a name by its length
+MOST_TEXTS = 2  # {*} in a pattern: each multiplies the time of matching by the length of the name
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _NUMBER = re.compile(r"([a-z_]+)(?:\+([0-9]+))?")
 _WORDS = re.compile(r"[A-Za-z0-9_.]*(\|[A-Za-z0-9_.]*)+")
@@ -31,7 +31,7 @@ class Pattern:
     """A name with fields in braces: ``decoder.layers.{layer}.mlp.linear_fc2.{weight|bias}``. Raises ValueError for
     any other field.
 
-    - ``{layer}``, ``{layer+2}``: a number, which is larger in the name by the number after the plus.
+    - ``{layer}``, ``{layer+2}``: a number; in the name it is larger by the number after the plus.
     - ``{weight|bias}``: one of these words. The text in the braces is the field's name.
     - ``{*}``: any text.
     """
@@ -42,13 +42,13 @@ class Pattern:
         for field in _FIELD.findall(self.text):
             if field != "*" and not _NUMBER.fullmatch(field) and not _WORDS.fullmatch(field):
                 known = "{layer}, {layer+2}, {weight|bias} or {*}"
-                raise ValueError(f"{self.text!r}: {{{field}}} is no field; expected {known}")
+                raise ValueError(f"{self.text!r}: expected a field {known}, found {{{field}}}")
         if self.text.count("{*}") > MOST_TEXTS:
             raise ValueError(
-                f"{self.text!r}: expected {{*}} at most {MOST_TEXTS} times, as looking for more takes hours"
+                f"{self.text!r}: expected {{*}} at most {MOST_TEXTS} times, found more, whose matching takes hours"
             )
         if re.search(r"[{}]", _FIELD.sub("", self.text)):
-            raise ValueError(f"{self.text!r}: a brace is not closed, or not opened")
+            raise ValueError(f"{self.text!r}: expected pairs of braces, found one that is not closed or not opened")
 
     @functools.cached_property
     def fields(self) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class Pattern:
         return values
 
     def format(self, values: Values) -> str:
-        """The name with these values, of which there may be more."""
+        """The name with these values; others are ignored."""
 
         def filled(found: re.Match[str]) -> str:
             base, offset = _base(found[1])
@@ -99,8 +99,8 @@ def _base(field: str) -> tuple[str, int | None]:
 class Rule:
     """``sources`` become ``targets`` by ``do``; without targets they are dropped.
 
-    A number that only sources have is stacked over, after ``do``; one that only targets have is unstacked, before it.
-    The stack's dimensions lead, in the order of the numbers in the name. Raises ValueError for an inconsistent rule.
+    A number only in the sources is stacked over, after ``do``; one only in the targets is unstacked, before it. The
+    stack's dimensions come first, in the order of the numbers in the name. Raises ValueError for an inconsistent rule.
 
     - ``optional``: the names may be missing; otherwise every layer must have them.
     """
@@ -116,22 +116,24 @@ class Rule:
             if name not in OPERATIONS:
                 raise ValueError(f"{self}: unknown operation {name!r}; {suggestion(name, OPERATIONS)}")
             if count != OPERATIONS[name].takes:
-                raise ValueError(f"{self}: {name!r} takes {OPERATIONS[name].takes} tensors, but there are {count}")
+                raise ValueError(f"{self}: expected {OPERATIONS[name].takes} tensors for {name!r}, found {count}")
             count = OPERATIONS[name].gives
         if not (self.sources and self.targets):
             if self.do:
-                raise ValueError(f"{self}: what is dropped needs no operations")
+                raise ValueError(f"{self}: expected no operations on a dropped name, found some; leave 'do' out")
             return
         if count != len(self.targets):
-            raise ValueError(f"{self}: {count} tensors, but {len(self.targets)} names for them")
+            raise ValueError(f"{self}: expected {count} targets, one for each tensor, found {len(self.targets)}")
         for side in (self.sources, self.targets):
             if any(pattern.fields != side[0].fields for pattern in side):
-                raise ValueError(f"{self}: all names of one side must have the same fields, in the same order")
+                raise ValueError(f"{self}: expected equal fields, in one order, in the names of one side")
         if self.stacked_over and self.unstacked_over:
-            raise ValueError(f"{self}: {self.stacked_over} is only in the source, {self.unstacked_over} in the target")
+            raise ValueError(
+                f"{self}: expected extra fields on one side, found {self.stacked_over}, {self.unstacked_over}"
+            )
         for name in (*self.stacked_over, *self.unstacked_over):
             if name == "*" or "|" in name:
-                raise ValueError(f"{self}: only numbers can be stacked over, not {{{name}}}")
+                raise ValueError(f"{self}: expected a number to stack over, found {{{name}}}")
 
     @functools.cached_property
     def stacked_over(self) -> tuple[str, ...]:
@@ -151,7 +153,7 @@ class Rule:
 
 
 def _only_in(side: tuple[Pattern, ...], other: tuple[Pattern, ...]) -> tuple[str, ...]:
-    """Fields of one side that the other, if it has any, lacks."""
+    """Fields of one side that the other side lacks, if that has any."""
     if not side or not other:
         return ()
     return tuple(name for name in side[0].fields if name not in other[0].fields)
@@ -162,8 +164,8 @@ class NameMap:
     """From the vocabulary ``source`` to ``target``; the first rule that fits a name is used.
 
     - ``aliases``: other spellings of the source's names; ``target_aliases``: of the target's, for the inverse.
-    - ``refused``: values of Megatron's arguments with which weights of the other side would mean something else, and
-      why.
+    - ``refused``: values of Megatron's arguments with which weights of the other side mean something else, with the
+    reason.
     - ``numbers``: used if none are given.
     """
 
@@ -186,7 +188,7 @@ def rule(source: str | Sequence[str], target: str | Sequence[str], *do: str, **o
 
 
 def renamed(pairs: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Optional rules for names that are only spelled differently."""
+    """Optional rules for names that differ only in spelling."""
     return tuple(rule(source, target, optional=True) for source, target in pairs.items())
 
 

@@ -20,8 +20,7 @@ def place_gradients(params: Iterable[Tensor]) -> None:
     """Give gradients the placements of their parameters: sum what is Partial, for example.
 
     Each sum is a collective, of tensors that may have equal shapes. All ranks call this for all parameters in one
-    order, before anything that ranks do in different orders. Placements come from the model, so they are equal on all
-    ranks.
+    order, before anything that ranks do in different orders. Placements are equal on all ranks.
     """
     for param in params:
         grad = param.grad

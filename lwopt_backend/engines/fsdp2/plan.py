@@ -402,8 +402,8 @@ States = Mapping[Tensor, dict[str, Any]]
 class MeshStepper:
     """Steps ``members`` of one ``mesh``; if it is None, plain tensors, of which every rank steps its own copy.
 
-    Their ``rules``, by param group, have equal exchanges. ``loads`` and ``earlier`` are as in ``plan_spread``. Made
-    on all ranks of the mesh.
+    Their ``rules``, by param group, exchange equally. ``loads``, ``earlier`` are as in ``plan_spread``. Made on the
+    mesh's ranks.
     """
 
     def __init__(
@@ -435,8 +435,8 @@ class MeshStepper:
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
 
     def presence(self, flags: Sequence[int] = (), more: Tensor | None = None) -> Presence:
-        """Start to find which members have a gradient on any rank, and the maximum of ``flags`` and ``more``. Called on
-        all ranks of the mesh."""
+        """Start to find which members have a gradient on any rank, and the maximum of ``flags`` and ``more``. On all
+        ranks of the mesh."""
         here = [member.param.grad is not None for member in self.members]
         return Presence(self.collectives, here, self.device, flags, more)
 

@@ -136,8 +136,8 @@ def as_shard(part: Tensor, made: DTensor) -> DTensor:
 # Owner state in an optimizer's state dict: DTensors, cut by rows over the parameter's mesh.
 #
 # Every rank saves its shards, and ranks with different owners load them. If a parameter has several matrices, keys
-# begin with a matrix's place in it, ``"[1].GG.0"``. If its shape does not define the matrices (q, k and v, say), a
-# further key does.
+# begin with a matrix's place in it, ``"[1].GG.0"``. If its shape does not define the matrices (q, k, v), a further key
+# does.
 
 Groups = Sequence[Sequence[Tensor]]
 

@@ -231,8 +231,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
         self, what: str, width: int, measure: Callable[[Part], Sequence[Tensor | float]], compare: bool = False
     ) -> Measured:
         """By module, ``width`` values of at least 0 that all of its ranks ``measure``, on all ranks; NaN if any rank
-        has NaN. Raises RuntimeError, on all ranks, if a module's ranks differ or failed; options count only with
-        ``compare``.
+        has NaN. Raises RuntimeError, on all ranks, if a module's ranks differ or failed; with ``compare`` also in
+        options.
 
         One all-reduce takes the maxima of the values and of their negatives, and the host reads them once. The last
         value is a hash of the options. gloo's MAX may drop a NaN, so a NaN is sent as infinity in both; a rank that

@@ -133,8 +133,7 @@ class BackwardPasses:
 #     step          bucket by bucket: wait -> its owners update it -> send the parameters to all ranks
 #
 # Every rank starts the same collectives in the same order, with or without gradients: every backward pass that reduces
-# sends each bucket exactly once. The order is the plan's until ranks have agreed on the order in which buckets were
-# full.
+# sends each bucket exactly once. The order is the plan's until ranks have agreed on another.
 #
 # Buckets in flight to their owners. The stream of the backward pass waits for the one before them, because its next
 # allocations may reuse that bucket's memory. More in flight would take more memory, and hide no more communication.
@@ -302,8 +301,7 @@ class BucketManager:
     # Step
 
     def finish(self, passes: int = 1) -> None:
-        """Send the unsent buckets if gradients remain here, or if fewer than ``passes`` passes reduced since the last
-        step.
+        """Send the unsent buckets if gradients remain here, or if fewer than ``passes`` passes reduced so far.
 
         A rank that had fewer backward passes than the others takes part with zeros. Called on all ranks.
         """

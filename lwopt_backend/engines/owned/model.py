@@ -380,8 +380,7 @@ def transients(
     most, under_way, filling, opened, sent = kept.clone(), kept.clone(), 0, set[int](), 0
 
     def sizes(number: int) -> tuple[int, Tensor, Tensor, Tensor]:
-        """Bytes of a bucket's buffer while it fills; and by rank, those added in transit, kept, and widened on
-        arrival."""
+        """Bytes of a bucket's buffer while it fills; and by rank, those in transit, kept, and widened."""
         bucket, dtype = buckets[number], members[buckets[number].slots[0].param].param.dtype
         wire, part = grad_dtype or dtype, torch.tensor([stop - start for start, stop in bucket.parts])
         owned, none = part * owned_dtype(dtype).itemsize, 0 * part

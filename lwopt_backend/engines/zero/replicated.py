@@ -30,8 +30,7 @@ def gather_whole(
     """Every parameter's whole state, on the CPU of the first rank, or ``on_all``; None on the others. Called on all
     ``ranks``.
 
-    ``numbers`` are the numbers of ``tensors`` in the plan. Under tensor parallelism, these are the ranks that have the
-    same shards.
+    ``numbers`` are the numbers of ``tensors`` in the plan. Under tensor parallelism, these ranks have equal shards.
     """
     whole: list[dict[str, Any]] = [{} for _ in plan.params]
     for key, value in state.items():
@@ -76,8 +75,7 @@ def _part(flat: Tensor, view: View, offset: int) -> Tensor:
 
 
 def _views(plan: GroupPlan, rank: int) -> Iterator[tuple[int, View, int]]:
-    """Yield the elements whose state ``rank`` keeps: a parameter's number, elements of it, and the start of their
-    state."""
+    """Yield the elements whose state ``rank`` keeps: a parameter's number, elements, and their start."""
     if plan.matrices is None:
         assert isinstance(plan.layout, FlatPartition)
         for index in range(len(plan.params)):
