@@ -1,12 +1,13 @@
-"""What Muons do on several ranks, beside the same rule in one process: a cell, or the table of docs/peers.md.
+"""Muons on several ranks, compared with the same rule in one process: a cell, or the table of docs/peers.md.
 
     python benchmarks/conformance.py --peer torch --case uneven
     python benchmarks/conformance.py --peer dion veomni --source dion=FOLDER veomni=FOLDER
     python benchmarks/conformance.py --json benchmarks/results/conformance.json --page docs/peers.md
 
 A cell trains small matrices in fp32 for four steps on 2 or 4 ranks, which are processes here over gloo. All ranks have
-the same gradients, so that their mean has the same bits as in one process. Beside it, one process steps the peer's own
-rule (torch.optim.Muon's for ours and torch's) on whole matrices, clips and accumulates as torch does, and never stops.
+the same gradients, so that their mean has the same bits as in one process. For comparison, one process steps the peer's
+own rule (torch.optim.Muon's for this package and torch) on whole matrices, clips and accumulates as torch does, and
+never stops.
 
 A number                the largest ||W - W'|| / ||W' - W0|| of a matrix on any rank, W' being those of one process
 trains something else   the same, above 0.05, and nothing said so: roundings in bf16 give up to 0.03

@@ -210,7 +210,7 @@ class Peer:
 
 
 def entered(modules: str) -> Any:
-    """The last module, without the code of the packages that they all are in, which import all else of theirs."""
+    """The last module, without running its parent packages, which import everything."""
     parents = [itertools.accumulate(module.split(".")[:-1], "{}.{}".format) for module in modules.split()]
     for name in itertools.chain(*parents):
         folders = [Path(entry, *name.split(".")) for entry in sys.path]

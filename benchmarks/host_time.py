@@ -1,12 +1,13 @@
-"""Host time of a step outside torch's operations, at a commit beside this one.
+"""Host time of a step outside torch's operations, at another commit and this one.
 
     python -m benchmarks.host_time --against 3ed42a3
     python -m benchmarks.host_time --engine fsdp2 --rounds 20
 
-The rank of llama3.1-8b (224 matrices) with most work of 64 ranks is rehearsed: see benchmarks/rehearsal. Both commits
-take steps in turn, each in a process of its own; shown are the least milliseconds of ``--rounds`` steps. They are CPU
-seconds of the step without those inside functions of torch that Python calls, and without what it costs to see these
-calls, as measured at the beginning. Python in torch around such functions counts as outside: collectives, optimizers.
+The rank of llama3.1-8b (224 matrices) with the most work of 64 ranks is rehearsed: see benchmarks/rehearsal. Both
+commits take steps in turn, each in a separate process; the table has the least milliseconds of ``--rounds`` steps. They
+are CPU seconds of the step without those inside functions of torch that Python calls, and without what it costs to see
+these calls, as measured at the beginning. Python in torch around such functions counts as outside: collectives,
+optimizers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Our planner for owned storage beside Megatron-Core's, on every cell of its figures: padding and balance.
+"""The planner for owned storage compared with Megatron-Core's, on every cell of its figures: padding and balance.
 
     python benchmarks/planner.py                       all 216 cells by both measures of work, some minutes
     python benchmarks/planner.py --models gpt2-124m    some models
@@ -8,7 +8,7 @@
 
 ``megatron_planner.csv`` holds what Megatron-Core's own code planned (August 2026): buckets, elements with padding, cost
 imbalance (max over mean of l s^2 per rank), a longest-first deal of the whole model, and the lower bound of any.
-Megatron's plan is made again here, has to have those figures, and is then judged by Newton-Schulz's flops, too. Our
+Megatron's plan is made again here, has to have those figures, and is then also judged by Newton-Schulz's flops. Our
 plans balance the measure by which both are judged: flops, as in training, or l s^2. Both plan over all ranks.
 """
 
@@ -45,7 +45,7 @@ MEASURES: dict[str, Callable[[Shape], int]] = {"flops": newton_schulz_flops, "l 
 
 @dataclass(frozen=True)
 class Cell:
-    """Megatron's figures and ours by one measure of work, rounded as in the file."""
+    """Megatron's figures and this package's by one measure of work, rounded as in the file."""
 
     name: tuple[str, str, int, str]  # model, flavour, ranks, bucket size
     theirs: tuple[int, float, float]  # buckets, padding in %, imbalance
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def worse(self) -> tuple[float, float]:
-        """By how many points of padding, and how much balance, ours is worse; 0 where it is not."""
+        """The points of padding, and the balance, by which this package is worse; 0 where it is not."""
         return max(0.0, self.ours[1] - self.theirs[1]), max(0.0, self.ours[2] - self.theirs[2])
 
     @property
@@ -131,7 +131,7 @@ def time_model(cell: tuple[str, str, str]) -> tuple[int, float]:
 
 
 def time_models(pool: ProcessPoolExecutor, models: Sequence[str], console: Console) -> None:
-    """Print what planning takes for every public model, those without Megatron's figures, too."""
+    """Print the time of planning for every public model, also for those without Megatron's figures."""
     cells = [(model, flavour, layout) for model in models for flavour in FLAVOURS for layout in LAYOUTS]
     table = Table(title=f"Plans for {MOST_RANKS} ranks, buckets from {LEAST_BUCKET // 10**6} M elements")
     for heading in ("model", "flavour", "layout", "matrices", "seconds of CPU"):
@@ -220,13 +220,13 @@ def main() -> None:
         found = list(track(pool.map(plan_cell, rows), "planning", len(rows), console=Console(stderr=True)))
     enough = [report([cells[measure] for cells in found], measure, options.all_cells, console) for measure in MEASURES]
     if not all(enough):
-        raise SystemExit("not good enough beside Megatron-Core")
+        raise SystemExit("not good enough compared with Megatron-Core")
 
 
 def report(cells: Sequence[Cell], measure: str, all_cells: bool, console: Console) -> bool:
-    """Print the cells that are worse, or all, and a summary. Whether they are good enough beside Megatron-Core."""
+    """Print the cells that are worse, or all, and a summary. Returns whether they are good enough."""
     for cell in cells if all_cells else [cell for cell in cells if any(cell.worse)]:
-        console.print(f"{' '.join(map(str, cell.name))}: Megatron {cell.theirs}, ours {cell.ours}")
+        console.print(f"{' '.join(map(str, cell.name))}: Megatron {cell.theirs}, this package {cell.ours}")
     console.print(summary(cells, measure))
     console.print(f"slowest padded plan: {max(cell.seconds for cell in cells):.1f} s of CPU")
     worse = [cell.worse for cell in cells if any(cell.worse)]

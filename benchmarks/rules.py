@@ -1,4 +1,4 @@
-"""Newton-Schulz beside what else computes it: time of each variant by shape, batched and one by one.
+"""Newton-Schulz and its variants: time of each by shape, batched and one by one.
 
     python benchmarks/rules.py                          a minute or two on a CPU, shapes at an eighth of their sides
     python benchmarks/rules.py --scale 1 --json rules.json
@@ -6,7 +6,7 @@
 
 The peer is the iteration of torch.optim.Muon, which takes one matrix after the other. Ours: plain, with the same
 coefficients and, one by one, the same bits; on the Gram matrix; with Polar Express's coefficients, plain and Gram; and
-in fp32. On a GPU the packages gram-newton-schulz (in fp16) and quack-kernels are timed beside them where they are
+in fp32. On a GPU the packages gram-newton-schulz (in fp16) and quack-kernels are also timed where they are
 installed; square matrices take the standard iteration, and the row says so. Where one is not timed, a line says why.
 "One by one" takes some matrices of a shape one after the other, "batched" stacks them and takes them together, the
 stacking timed with it.
@@ -167,7 +167,7 @@ def difference(result: Tensor, expected: Tensor) -> float:
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    """One line per shape and variant, batched beside one by one."""
+    """One line per shape and variant, batched and one by one."""
     drawn = Table(title=title, title_justify="left")
     drawn.add_column("shape")
     drawn.add_column("variant", no_wrap=True)
@@ -195,7 +195,9 @@ def scaled(scale: float) -> dict[str, tuple[int, int]]:
 
 
 def main(
-    scale: Annotated[float | None, typer.Option(help="Of all sides; by default 1 on a GPU and 1/8 on a CPU.")] = None,
+    scale: Annotated[
+        float | None, typer.Option(help="Scale of all sides; by default 1 on a GPU and 1/8 on a CPU.")
+    ] = None,
     matrices: Annotated[int, typer.Option(min=1, help="In a stack.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Measured ones.")] = 9,
     threads: Annotated[int, typer.Option(min=1, help="On a CPU.")] = 1,
@@ -221,7 +223,7 @@ def main(
     for reason in why_not.values():
         console.print(f"not timed: {reason}", soft_wrap=True)
     if output:
-        import record  # beside this file, where Python finds it if this runs as a program
+        import record  # next to this file, where Python finds it for a program
 
         figures = [{"device": name, **asdict(row), "milliseconds": row.milliseconds} for row in rows]
         record.write(output, figures)

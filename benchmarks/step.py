@@ -1,7 +1,7 @@
-"""One training step, ours beside what else there is on every engine: time, bytes, memory or launches, and the result.
+"""One training step on every engine, compared with other Muons: time, bytes, memory or launches, and the result.
 
     python benchmarks/step.py --metric time --engine fsdp2 --ranks 2 4
-    python benchmarks/step.py --metric bytes --system ours
+    python benchmarks/step.py --metric bytes --system dion
     python benchmarks/step.py --metric launches --ranks 1 2 4 --layers 12 --width 64
     python benchmarks/step.py --metric memory --engine zero2 owned --json memory.json
 
@@ -11,13 +11,14 @@ embedding, the head and the norms AdamW's. Ranks are processes on this machine: 
 process, after as many steps. Peers that are not installed are left out.
 
 time      The systems take turns, so that a machine that slows down does so for all. Medians of ``--rounds`` steps on
-          the slowest rank, with their ratio to ours. A step is forward, backward and update between two barriers; the
-          update is the optimizer's part with the host's own work in it, and what DeepSpeed's Muon orthogonalizes in
-          backward. CPU time has the transport's threads in it and no waiting: with fewer cores than ranks, read that.
+          the slowest rank, with their ratio to this package's. A step is forward, backward and update between two
+          barriers; the update is the optimizer's part with the host's own work in it, and what DeepSpeed's Muon
+          orthogonalizes in backward. CPU time has the transport's threads in it and no waiting: with fewer cores than
+          ranks, read that.
 bytes     Collectives, as torch dispatches them, those of reductions and gathers as if they went around a ring, by the
-          rank that sends most; beside them, what the plan says of owned storage in plain PyTorch with one
+          rank that sends most; and for comparison, the plan's figures for owned storage in plain PyTorch with one
           micro-batch, and of FSDP2's two exchanges.
-memory    What the optimizer keeps between steps, by the rank with most; and the process's memory above that before the
+memory    What the optimizer keeps between steps, by the fullest rank; and the process's memory above that before the
           system was made: between steps, and at most in one.
 launches  Every operation on a GPU costs a launch, and so does all for which a host waits. Both are counted without one:
           ranks step in batches of equal shapes and read nothing, as on an accelerator. The model has matrices alone.
@@ -227,7 +228,7 @@ def cells(row: Row, ours: Row, setting: Setting, metric: str) -> dict[str, str]:
 
 
 def launched(row: Row, setting: Setting) -> dict[str, str]:
-    """By the rank with most operations; those by matrix of the model."""
+    """The operations of the rank with the most, and per matrix of the model."""
     most = max(row["by_rank"], key=operations)
     outside, inside = (sum(most[key].values()) / setting.matrices for key in ("operations", "newton_schulz"))
     return {
@@ -267,7 +268,7 @@ def table(rows: Sequence[Row], setting: Setting, metric: str) -> Table:
 
 
 def problems(rows: Sequence[Row], setting: Setting, metric: str) -> list[str]:
-    """What is promised of ours and not kept, in sentences."""
+    """The promises of this package that are not kept, in sentences."""
     found = []
     exact = setting.device == "cpu" and setting.ranks & (setting.ranks - 1) == 0  # sums of equal gradients are exact
     for row in rows:

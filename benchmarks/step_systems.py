@@ -103,7 +103,7 @@ class Setting:
 
     @property
     def muon(self) -> dict[str, Any]:
-        """Options of ours."""
+        """Options of this package's Muon."""
         return {**MUON, "report": False, **({"include": ["*"]} if self.matrices_only else {})}
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
@@ -151,7 +151,8 @@ Make = Callable[[], System]
 
 
 def systems(engine: str, setting: Setting) -> dict[str, Make]:
-    """What is compared on ``engine``, by name; ours is the first. Peers that are not installed are left out."""
+    """The systems to compare on ``engine``, by name; this package's is the first. Peers that are not installed are left
+    out."""
     if engine in ("plain", "modules", "fsdp2"):
         return _in_torch(engine, setting)
     if isinstance(imported("deepspeed"), str):

@@ -5,8 +5,8 @@
     python -m benchmarks.timeline --table          the cells of docs/performance.md; --table llama3.1-8b, of some models
     python -m benchmarks.timeline --peers --results FILE             also peers, see benchmarks/clock/peers.py
 
-Options beside those below are those of `lwopt plan`. One rank is rehearsed as in benchmarks/rehearsal; what the others
-do is generated from the plan. Devices and wires are the cluster's; see benchmarks/clock/play.py.
+Other options than those below are those of `lwopt plan`. One rank is rehearsed as in benchmarks/rehearsal; what the
+others do is generated from the plan. Devices and wires are the cluster's; see benchmarks/clock/play.py.
 
 With --passes (or --attach) the model's backward pass is before the step, and hooks start exchanges in it. On engine
 owned the next forward pass follows, which waits for the parameters. Passes have --tokens tokens a rank, and no products
@@ -64,7 +64,7 @@ def recorded(study: Study, *, given: Given | None = None, attach: bool = False) 
 
 
 def recorded_rank(planned: Planned) -> int:
-    """The rank to record: the busiest; of those that have matrices of their own, if some have."""
+    """The rank to record: the busiest; among those with local matrices, if there are any."""
     assert planned.part is not None
     placed, loads = planned.part.placed, planned.part.loads
     alone = {owner for owner, bucket in zip(placed.owners, placed.buckets) if bucket < 0}

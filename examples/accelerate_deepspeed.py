@@ -61,7 +61,7 @@ def train(
         rates = [group["lr"] * group["lr_scale"] for group in optimizer.param_groups]
         with accelerator.accumulate(model):
             loss = model(**batch).loss
-            accelerator.backward(loss)  # at the end of an accumulation it clips, steps and schedules, too
+            accelerator.backward(loss)  # at the end of an accumulation it also clips, steps and schedules
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

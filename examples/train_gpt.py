@@ -106,7 +106,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and stop there, as if interrupted")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--resume", action="store_true", help="continue from the run's checkpoint")
-    parser.add_argument("--metrics", action="store_true", help="write optimizer.metrics() of each step, too")
+    parser.add_argument("--metrics", action="store_true", help="also write optimizer.metrics() of each step")
     parser.add_argument("--layers", type=int, default=GPTConfig.layers)
     parser.add_argument("--width", type=int, default=GPTConfig.width)
     parser.add_argument("--context", type=int, default=GPTConfig.context)

@@ -1,8 +1,8 @@
-"""Environments of one's own beside the one that `make` prepared, in folders under .make; and what runs in them.
+"""Separate environments next to the one that `make` prepared, in folders under .make, and their commands.
 
     python scripts/beside.py docs         the site of docs/, into site/; further arguments are mkdocs'
     python scripts/beside.py faults       the fault campaign, tests/faults; further arguments are pytest's
-    python scripts/beside.py peers trl    our optimizer under clients, and beside peers, that are not ours; default: all
+    python scripts/beside.py peers trl    this optimizer in third-party clients, and peers; default: all
 
 FAULTS_SEED sets the seed of every attack, FAULTS_COUNT how many attacks each test makes in place of its own number.
 
@@ -48,7 +48,7 @@ PEERS = {  # what an environment has beyond the prepared one
     "dion": ["triton"],  # and its sources, see the test
     "deepspeed_muon": ["--no-build-isolation", "--upgrade", requirement("deepspeed")],
 }
-IN_MAKE_TEST = {  # peers that the prepared environment has, too
+IN_MAKE_TEST = {  # peers that are also in the prepared environment
     "hugging_face": ["test_hugging_face.py"],
     "pytorch_optimizer": ["test_migration_peers.py", "test_equality.py::test_every_rule_on_every_engine"],
 }
@@ -70,7 +70,7 @@ def environment(name: str, requirements: Sequence[str], *options: str) -> Path:
     venv.create(folder, symlinks=True)
     paths = {"base": str(folder), "platbase": str(folder)}
     sites = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    # A line that begins with "import" is run; addsitedir reads what the folders' own .pth files say, too.
+    # A line that begins with "import" is run; addsitedir also reads the folders' own .pth files.
     lines = ["import site", *(f"site.addsitedir({path!r})" for path in sites)]
     Path(sysconfig.get_path("purelib", "venv", paths), "prepared.pth").write_text("; ".join(lines) + "\n")
     (folder / "constraints.txt").write_text("".join(f"{line}\n" for line in constraint))
@@ -109,7 +109,7 @@ def faults(arguments: Sequence[str]) -> int:
 
 
 def cases(junit: Path) -> tuple[list[Any], list[str]]:
-    """Of pytest's results the test cases that ran, and in words those that were skipped."""
+    """The test cases that ran, from pytest's results, and a sentence for each that was skipped."""
     found = [*ElementTree.parse(junit).iter("testcase")] if junit.exists() else []
     skipped = {case: case.find("skipped") for case in found}
     texts = [f"{case.get('name')}: {why.get('message')}" for case, why in skipped.items() if why is not None]
@@ -117,7 +117,7 @@ def cases(junit: Path) -> tuple[list[Any], list[str]]:
 
 
 def peers(arguments: Sequence[str]) -> int:
-    """A peer none of whose tests ran fails, too, and every test that was skipped is named at the end."""
+    """A peer without a test that ran also fails, and every skipped test is named at the end."""
     chosen = arguments or list(PEERS)
     if unknown := set(chosen) - PEERS.keys():
         raise SystemExit(f"no such peer: {', '.join(sorted(unknown))}; known: {', '.join(PEERS)}")

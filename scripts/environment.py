@@ -1,7 +1,8 @@
 """Prepare a Python environment for `make`, and print the interpreter to use. Standard library only.
 
-An interpreter that has torch keeps it: packages are added under a constraint on the torch that is there, into its own
-environment if it is one (venv, conda), else into .venv on top of it. Without torch, .venv is made and torch installed.
+An interpreter with torch keeps it: packages are added under a constraint on the installed torch, into its own
+environment if it is one (venv, conda), otherwise into .venv on top of it. Without torch, .venv is made and torch
+installed.
 Runs again in a second when nothing has changed.
 """
 
@@ -63,7 +64,7 @@ def make_venv(with_site_packages: bool) -> Path:
     say(f"making {VENV}")
     shutil.rmtree(VENV, ignore_errors=True)
     VENV.mkdir()
-    write_whole(mark, "unfinished")  # so that an interrupted attempt is known to be ours
+    write_whole(mark, "unfinished")  # marks an interrupted attempt of this script
     extra = ["--system-site-packages"] if with_site_packages else []
     made = subprocess.run([sys.executable, "-m", "venv", *extra, VENV], stdout=sys.stderr)
     if made.returncode != 0:

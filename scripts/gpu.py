@@ -9,8 +9,8 @@ ran no test, or whose time is up, fails. The suite, `make test`, is on a CPU onl
 
 FOLDER has wheels of what this machine lacks of pyproject.toml's requirements with the extras deepspeed and test, of
 setuptools from 77 on (torch 2.11 takes none from 82 on), and, if they are to be measured, of gram-newton-schulz,
-quack-kernels and dion. They and this project are installed into .make/beside/gpu, on top of this interpreter's packages
-with their torch; pip names what is still missing. To collect wheels elsewhere:
+quack-kernels and dion. They and this project are installed into `.make/beside/gpu`, on top of this interpreter's
+packages with their torch; pip names what is still missing. To collect wheels elsewhere:
 
     DS_BUILD_OPS=0 pip wheel --no-deps --no-build-isolation -w FOLDER deepspeed
     pip download --no-deps --only-binary=:all: --python-version 3.12 -d FOLDER setuptools==81.0.0 pydantic ...

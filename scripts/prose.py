@@ -1,6 +1,6 @@
-"""Find phrases that are not English in the README, docs/ and the words of the package; `make check` runs it.
+"""Find phrases that are not English in the README, docs/, and docstrings, comments and texts of code.
 
-Pages are also read by proselint.
+`make check` runs it. Pages are also read by proselint.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from proselint.registry import CheckRegistry
 from proselint.tools import LintFile
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE = ("lwopt_backend", "integrations")
+CODE = ("lwopt_backend", "integrations", "examples", "scripts", "benchmarks")
 START = r"(?:^(?:- |\d\. )?|(?<=[.!?:|]\s))"  # of a sentence, a cell or an item
 INSTEAD = {
-    r"\bbeside\b": "compared with, next to, in addition to",
+    r"\bbeside\b(?!\.py)": "compared with, next to, in addition to",
     r"[,;(] else\b|^Else\b": "otherwise",
     r"\bso many\b": "that many",
     r"\bdifferences? to\b": "difference from",
     r"\b(?:go|goes|going|went) by\b": "follows, uses, depends on",
-    r"\bof (?:its|their|our) own(?=[.,;:)]| (?:and|or|is|are|has|on|in|for|with)\b)": "its own X, a separate X",
+    r"\bof (?:its|their|our) own(?=[.,;:)]|\Z| (?:and|or|is|are|has|on|in|for|with)\b)": "its own X, a separate X",
     rf"{START}Of (?!course)": "the subject first: 'Each X has', not 'Of each X'",
     rf"{START}(?:Whoever|What else)\b": "a noun as the subject",
     rf"{START}[A-Z][a-z]+(?:ed|den|own) (?:is|are)\b": "the subject first",
     r", too\b": "also, before the verb",
     r"\bnot finite\b": "non-finite",
-    r"\b(?:ours|theirs)\b(?!-)": "the noun",
+    r"(?<!\A)(?<!\")\b(?:ours|theirs)\b(?!-)": "the noun",
     r"\b(?:an)?other numbers? of\b": "a different number of",
     r"\bthat there (?:is|are)\b": "nothing, or 'existing'",
     r"\b(?:has|have|with) most\b": "the most",
@@ -92,6 +92,7 @@ def main() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found = {path: in_page(path) for path in pages}
     found |= {path: in_code(path) for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))}
+    found.pop(Path(__file__).resolve())  # it quotes the phrases
     lines = [f"{path.relative_to(ROOT)}:{line}: {text}" for path in found for line, text in sorted({*found[path]})]
     sys.exit("\n".join(lines) if lines else 0)
 

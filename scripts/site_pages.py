@@ -1,6 +1,6 @@
 """What mkdocs does to our pages beyond its settings: a hook, named in mkdocs.yml.
 
-The pages are written for a checkout: their links lead to files beside docs/, and README.md is read first. In the site,
+The pages are written for a checkout: their links lead to files outside docs/, and README.md is read first. In the site,
 README.md is the home page, and a file that is no page (a test, a benchmark, an example) is copied as text.
 """
 

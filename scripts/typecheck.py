@@ -1,8 +1,8 @@
 """Check types with mypy in strict mode: the package, laid out as it is installed, and users' scripts on its pages.
 
-In the checkout the folder integrations/ lies beside the package of which it is a part when installed, where mypy does
-not find it. So mypy is run on links in a folder below .make, and its messages name the files that the links stand for.
-Arguments are mypy's. Needs mypy and types-PyYAML in this interpreter, beside what the package and its extras install.
+In the checkout, the folder integrations/ is next to the package that contains it when installed, where mypy does not
+find it. So mypy runs on links in a folder below .make, and its messages name the linked files. Arguments are mypy's.
+Needs mypy and types-PyYAML in this interpreter, in addition to the package and its extras.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def page_scripts() -> list[str]:
-    """Write the pages' scripts beside the links; returns their names. torch's own functions return Any to them."""
+    """Write the pages' scripts next to the links; returns their names. For them, torch's functions return Any."""
     scripts = {}
     for page in SCRIPTS:
         text = (ROOT / "docs" / f"{page}.md").read_text()

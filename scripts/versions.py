@@ -1,6 +1,6 @@
 """Run parts of `make test` with other torch and DeepSpeed releases than the prepared one: all that are tested.
 
-Each is installed into an environment of its own; everything else is the prepared one's. Arguments: torch, deepspeed, a
+Each is installed into a separate environment; everything else is the prepared one's. Arguments: torch, deepspeed, a
 release as in torch==2.15.0, or `oldest`, for those only, and then pytest's.
 """
 
@@ -88,7 +88,7 @@ def files_of(part: Part) -> list[str]:
     """Its tests, without those that start programs of the prepared environment."""
     by_pattern = {pattern: list((ROOT / "tests").glob(f"{pattern}.py")) for pattern in part.files}
     if missing := [pattern for pattern, paths in by_pattern.items() if not paths]:
-        raise SystemExit(f"scripts/versions.py names tests that there are not: {', '.join(missing)}")
+        raise SystemExit(f"scripts/versions.py expected existing tests, found no {', '.join(missing)}")
     found = sorted({path for paths in by_pattern.values() for path in paths})
     return [str(path) for path in found if not re.search(r"\blaunch\(|run_on_cpu", path.read_text())]
 

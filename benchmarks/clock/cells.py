@@ -23,7 +23,7 @@ CELLS = (
     ("deepseek-v3", 1024),
 )
 ONLY = {"deepseek-v3": ("FSDP2",)}
-FITS = 0.75  # of a device's memory, beside which the model's activations have room
+FITS = 0.75  # of a device's memory, which leaves room for the model's activations
 HEADINGS = ("model, ranks", "engine", "buckets", "ms", "over own work", "over mean", "over bound", "wire ms", "hidden")
 
 

@@ -43,7 +43,7 @@ def records(session: Session, template: Record) -> Iterator[tuple[Record, int]]:
 
 
 def generator_of(session: Session, template: Record) -> Generator:
-    """Of the kind that the session's engine has."""
+    """The generator for the session's engine."""
     kind = OwnedGenerator if isinstance(session.engine, OwnedEngine) else HostGenerator
     return kind(session, template)
 
@@ -116,7 +116,7 @@ OF_PIECES = ("out", "early", "apply")  # parts of a step at what a rank stores o
 
 
 class HostGenerator(Generator):
-    """Of the exchange of ``MatrixPlan``s."""
+    """The generator for exchanges of ``MatrixPlan``s."""
 
     def __init__(self, session: Session, template: Record) -> None:
         super().__init__(session, template)
@@ -141,7 +141,7 @@ class HostGenerator(Generator):
             if isinstance(event, Work):
                 self._works.setdefault(event.at, []).append(event)
         if any(self._local[unit] and ("local", unit) not in self._works for unit in range(len(self._plans))):
-            raise ValueError(f"rank {session.rank} has no matrix of its own in some plan; record one that has")
+            raise ValueError(f"expected a rank with matrices in all plans, found rank {session.rank}; record another")
 
     @property
     def stored(self) -> torch.dtype:
@@ -324,7 +324,7 @@ def _by_owner(plan: MatrixPlan) -> dict[int, list[int]]:
 
 
 class OwnedGenerator(Generator):
-    """Of buckets whose parts ranks own."""
+    """The generator for buckets whose parts ranks own."""
 
     def __init__(self, session: Session, template: Record) -> None:
         super().__init__(session, template)
@@ -360,7 +360,7 @@ class OwnedGenerator(Generator):
 
     @cached_property
     def _bytes_an_element(self) -> dict[Any, int]:
-        """Of what is done with a part of a bucket, by what it is."""
+        """The bytes an element of each operation on a part of a bucket."""
         found = {}
         for event in self.template:
             if _is_of_part(event) and (numel := self._part(event.at[1], self.session.rank)):

@@ -23,7 +23,7 @@ class Given:
     active: float = 1.0
 
     def flops(self, name: str, numel: int) -> float:
-        """Of a forward pass through a weight: a multiply-add a token and element."""
+        """The flops of a forward pass through a weight: a multiply-add a token and element."""
         return 2.0 * self.tokens * numel * (self.active if ".experts" in name else 1.0)
 
 
@@ -48,7 +48,7 @@ class GivenPasses(Passes):
 
 class ShardedPasses(GivenPasses):
     """The same with FSDP2's collectives over ``ranks`` ranks: a block's weights are gathered while the block before it
-    is computed, and its gradients, of ``gradient_bytes``, are reduced on a stream of their own, where hooks run."""
+    is computed, and its gradients, of ``gradient_bytes``, are reduced on a side stream, where hooks run."""
 
     def __init__(self, given: Given, tracer: Tracer, names: Mapping[int, str], ranks: int, gradient_bytes: int) -> None:
         super().__init__(given, tracer, names)

@@ -2,8 +2,7 @@
 
 Every rank has a host, which launches work in the order of the record; streams, which do it; and one wire, on which
 collectives follow one another. A collective begins when the last rank has started it and every rank's wire is free, and
-takes as long as the bytes of the rank that has most. Ranks with one record do the same at the same time, and are played
-once.
+takes as long as the bytes of the busiest rank. Ranks with one record do the same at the same time, and are played once.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MEMORY = {
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the clock goes by: a machine; bytes per second of its memory; seconds of the host a launch and a collective.
+    """The clock's rates: a machine; bytes per second of its memory; seconds of the host a launch and a collective.
 
     A ``blocking`` host does the work itself, and is done with it when it goes on, as on a CPU.
     """

@@ -114,7 +114,7 @@ PRODUCTS = {"aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}
 
 
 class Tracer(Recorder):
-    """Records events in order while it is ``on``, beside what a ``Recorder`` counts."""
+    """Records events in order while it is ``on``, in addition to a ``Recorder``'s counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def dist_stride(group: ProcessGroup) -> int:
 
 
 def cost(name: str, args: Any, found: Any) -> tuple[int, int]:
-    """The flops of a matrix product; else the bytes that an operation reads and writes."""
+    """The flops of a matrix product; otherwise the bytes that an operation reads and writes."""
     if name in PRODUCTS:
         a, b = args[PRODUCTS[name] - 2 : PRODUCTS[name]]
         return 2 * a.numel() * b.shape[-1], 0
@@ -284,7 +284,7 @@ class Session:
     steps: int = 0
 
     def record(self, passes: Passes | None = None) -> Record:
-        """The next step; with ``passes``, those around it, too. The first step makes state, and is not recorded."""
+        """The next step; with ``passes``, also those around it. The first step makes state, and is not recorded."""
         tracer, engine = self.tracer, self.engine
         if not self.steps:
             engine.backward()

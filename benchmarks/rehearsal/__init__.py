@@ -1,1 +1,1 @@
-"""One rank of a planned world runs its engine's own step without a GPU, beside the plan's figures."""
+"""One rank of a planned world runs its engine's own step without a GPU, compared with the plan's figures."""

@@ -3,12 +3,12 @@
     python -m benchmarks.rehearsal --hf llama-70b/config.json --world-size 512 --engine fsdp2
     python -m benchmarks.rehearsal --shapes shapes.json --world-size 4 --rank 2 --steps 2 --json
 
-Options beside --rank and --steps are those of `lwopt plan`. Nothing is allocated, and no other rank runs. Shown are the
-memory of the step by kind, its collectives with their bytes, its operations, and where it waits for the GPU, beside
-what the plan says. The exit code is 1 if they differ, if devices are mixed, or if the step waits where it should not.
+Options other than --rank and --steps are those of `lwopt plan`. Nothing is allocated, and no other rank runs. The
+tables compare with the plan: the memory of the step by kind, its collectives with their bytes, its operations, and its
+waits for the GPU. The exit code is 1 if they differ, if devices are mixed, or if the step waits where it should not.
 
-Engines owned and fsdp2 run whole optimizers, without FSDP2's own gathers and reductions. Of zero1 to zero3, our
-steppers run on flat partitions: DeepSpeed's engine needs a GPU to begin with. Owned storage with --ep is refused.
+Engines owned and fsdp2 run whole optimizers, without FSDP2's own gathers and reductions. For zero1 to zero3, only this
+package's steppers run, on flat partitions, because DeepSpeed's engine needs a GPU. Owned storage with --ep is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .step import Figure, Rehearsal, rehearse
 def run(words: Sequence[str]) -> None:
     """Rehearse as the command line ``words`` say."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--rank", type=int)  # of all ranks; by default the one with most work
+    parser.add_argument("--rank", type=int)  # of all ranks; by default the busiest
     parser.add_argument("--steps", type=int, default=1)  # to rehearse; the last is shown
     own, of_plan = parser.parse_known_args(words)
 
@@ -61,7 +61,7 @@ def run(words: Sequence[str]) -> None:
 
 
 def _busiest(study: Study) -> int:
-    """The rank with most work in the stage that takes longest."""
+    """The busiest rank of the slowest stage."""
     loads = study.worst.loads()
     return study.worst.index * study.deployment.stage_ranks + loads.index(max(loads))
 
@@ -82,7 +82,7 @@ def _print(source: str, study: Study, rank: int, found: Sequence[Rehearsal]) -> 
 
 
 def _table(each: Rehearsal) -> Table:
-    """One row per figure, beside the plan's."""
+    """One row per figure, next to the plan's."""
 
     def shown(figure: Figure, value: int | None) -> str:
         if value is None:

@@ -31,7 +31,7 @@ import lwopt_backend
 from lwopt_backend.runtime import collectives
 
 DEVICE = torch.device("cuda", 0)
-REAL_NUMEL = 2**16  # tensors on the CPU that are larger are fake, too
+REAL_NUMEL = 2**16  # larger tensors on the CPU are also fake
 PACKAGE = Path(lwopt_backend.__file__).resolve().parent
 ELSEWHERE = "the caller"
 OTHER = "other"

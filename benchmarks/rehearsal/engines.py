@@ -107,7 +107,7 @@ class Engine:
         raise NotImplementedError
 
     def transient(self) -> Sequence[int]:
-        """The bytes that a backward pass needed beside the gradients that it kept, if the plan counts them."""
+        """The bytes that a backward pass needed in addition to the gradients that it kept, if the plan counts them."""
         return ()
 
 

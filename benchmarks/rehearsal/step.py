@@ -1,4 +1,4 @@
-"""A rank of a planned world, rehearsed: an engine's own step on tensors without memory, beside the plan's figures."""
+"""A rank of a planned world, rehearsed: an engine's own step on tensors without memory, compared with the plan."""
 
 from __future__ import annotations
 
