@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.rehearsal.absent_gpu import Recorder, absent_gpu, pretended
+from lwopt_backend.engines.modules.step import scalars_on
 from lwopt_backend.plan import FlatPartition, MatrixPlan, ParameterPartition, Replicas, plan_matrices, plan_spread
 from lwopt_backend.plan.cost import MACHINES
 from lwopt_backend.plan.owners import Limits
@@ -241,3 +242,16 @@ def test_what_is_stored_on_the_cpu_goes_to_the_gpu_and_back_in_one_copy_a_bucket
     assert local > 0 if layout is FlatPartition else out > 1 and back > 1
     assert crossings.crossed == {"cuda": out + local, "cpu": back + local}
     assert crossings.waits.total() == back + local
+
+
+def test_norms_of_a_gpu_go_to_a_group_with_gloo_in_one_copy() -> None:
+    """As they do of all modules, whose groups are clipped apart."""
+    crossings = Crossings()
+    with pretended(1, 4, lambda mine, count: [mine] * count), absent_gpu(crossings):
+        norms = [torch.zeros((), device=torch.device("cuda", 0)) for _ in range(3)]
+        rows = scalars_on(torch.device("cpu"), [[*norms[:2], 0.0], [0.5, norms[2], 1.0]])
+        assert [row.shape for row in rows] == [(3,), (3,)] and {row.dtype for row in rows} == {torch.float64}
+    assert crossings.crossed == {"cpu": 1}
+    one, two = (torch.tensor(value, dtype=torch.float32) for value in (1.5, 2.5))
+    (row,) = scalars_on(torch.device("cpu"), [[one, 3.0, two]])
+    assert row.tolist() == [1.5, 3.0, 2.5]

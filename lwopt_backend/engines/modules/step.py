@@ -241,16 +241,15 @@ class ModuleOptimizers(torch.optim.Optimizer):
         device = self._everyone.device
         table = torch.full((len(self.names), 2, width + 1), -math.inf, dtype=torch.float64, device=device)
         failed: dict[str, Exception] = {}
+        measured: dict[str, Sequence[Tensor | float]] = {}
         for name, part in self._parts.items():
             try:
                 number = float(int(digest(part.options())[:12], 16)) if compare else 0.0  # a double holds 48 bits
-                # Unlike a copy to a GPU, filling in a number makes no host wait.
-                there = functools.partial(torch.full, (), dtype=torch.float64, device=device)
-                mine = [v.to(device, torch.float64) if isinstance(v, Tensor) else there(v) for v in measure(part)]
-                values = torch.stack([*mine, there(number)])
+                measured[name] = [*measure(part), number]
             except Exception as error:  # other modules' ranks wait for this one, so it is raised below, on all ranks
                 failed[name] = error
-                values = torch.full((width + 1,), math.nan)
+                measured[name] = [math.nan] * (width + 1)
+        for name, values in zip(measured, scalars_on(device, list(measured.values()))):
             both = torch.stack([values, -values]).nan_to_num(math.inf, math.inf, -math.inf)
             table[self.names.index(name)] = both
         self._everyone.all_reduce_max(table).wait()
@@ -342,6 +341,15 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{NAME} holds process groups and cannot be copied or pickled; use state_dict()")
+
+
+def scalars_on(device: torch.device, rows: Sequence[Sequence[Tensor | float]]) -> list[Tensor]:
+    """Rows of numbers and scalar tensors, fp64 on ``device``. One copy takes all tensors there: a host waits once."""
+    scalars = [value for row in rows for value in row if isinstance(value, Tensor)]
+    copied = iter(torch.stack([s.to(scalars[0].device, torch.float64) for s in scalars]).to(device) if scalars else ())
+    # Unlike a copy to a GPU, filling in a number makes no host wait.
+    filled = functools.partial(torch.full, (), dtype=torch.float64, device=device)
+    return [torch.stack([next(copied) if isinstance(v, Tensor) else filled(v) for v in row]) for row in rows]
 
 
 def _total(norms: Sequence[float], norm_type: float) -> Tensor:
