@@ -27,7 +27,7 @@ def with_full(chosen: Sequence[tuple[Any, ...]], everything: Iterable[tuple[Any,
 
 
 def table(axes: dict[str, Sequence[Any]], where: Callable[..., bool] | None, full: bool) -> list[tuple[Any, ...]]:
-    """The cells: all that there are, or so few that every pair of values that meets in one of those is in one."""
+    """The cells: all, or few enough that every pair of values in one of all is in one of these."""
     names = list(axes)
     product = [cell for cell in itertools.product(*axes.values()) if where is None or where(**dict(zip(names, cell)))]
     if full or len(names) < 3:

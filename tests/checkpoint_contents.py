@@ -10,7 +10,7 @@ from lwopt_backend.checkpoint.contents import Checkpoint, LazyTensor
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Tensors bit for bit, of one dtype, and lying alike in memory; what is in dictionaries and lists, too."""
+    """Tensors bit for bit, of one dtype, with one memory layout; also those in dictionaries and lists."""
     if isinstance(theirs, Tensor):
         if not isinstance(ours, Tensor) or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
             return False

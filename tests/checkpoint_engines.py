@@ -49,7 +49,7 @@ class Buffered(UnevenLM):
 
 
 def settings_for(optimizer: str, stage: int, precision: str = "fp32") -> dict[str, Any]:
-    """A ds_config without ours: "adamw" is torch's in DeepSpeed, "deepspeed muon" DeepSpeed's."""
+    """A ds_config without this package: "adamw" is torch's in DeepSpeed, "deepspeed muon" DeepSpeed's."""
     settings = config(stage, rows=ROWS // dist.get_world_size()) | PRECISIONS[precision]
     settings["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
     if optimizer == "deepspeed muon":
@@ -107,7 +107,7 @@ def _of_stage_0(engine: Any) -> list[Tensor]:
 
 
 def states_of(engine: Any) -> States:
-    """By what the optimizer keeps of each parameter: momentum if it is a matrix that Muon trains, else moments."""
+    """By what the optimizer keeps of each parameter: momentum if it is a matrix that Muon trains, otherwise moments."""
     get = deepspeed.utils.safe_get_full_optimizer_state
     if engine.optimizer_name() == "muon" and engine.zero_optimization_stage() < 3:
         return _states_of_their_muon(engine)

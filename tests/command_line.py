@@ -37,7 +37,7 @@ def genuine(bad: bool = False) -> list[Any]:
 
 @contextlib.contextmanager
 def too_large(*_: object) -> Iterator[None]:
-    """Of any file the system says so where it would else say that the disk is full."""
+    """Writing any file fails with this in place of a full disk."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))
     try:

@@ -93,7 +93,7 @@ def random_damage(
     suffixes: tuple[str, ...] = (),
     may_differ: frozenset[str] = frozenset(),
 ) -> tuple[int, Counter[str]]:
-    """How many of so many damages to files of these suffixes `lwopt diff` notices, and of which kinds another
+    """How many of that many damages to files of these suffixes `lwopt diff` notices, and of which kinds another
     checkpoint came, which only these may make."""
     generator, folder = random.Random(seed), Path(shutil.copytree(whole, scratch / "damaged"))
     data, of_other = contents(whole), contents(other)

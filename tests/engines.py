@@ -330,7 +330,7 @@ class UnderDeepSpeed(Engine):
         assert path is not None and client.items() >= {**CLIENT, **self.scale()}.items()
 
     def scale(self) -> dict[str, float]:
-        """Of losses in fp16."""
+        """The scale of losses in fp16."""
         return {"scale": self.made.optimizer.cur_scale} if self.cell.precision.startswith("fp16") else {}
 
 

@@ -216,7 +216,7 @@ def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def distribute_like(full: Tensor, param: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, cut as ``param`` is; by torch's own function, not by ours."""
+    """This rank's part of a whole tensor, cut as ``param`` is; by torch's own function, not by this package's."""
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return full[tuple(slice(begin, begin + size) for begin, size in zip(offset, shape))]
 

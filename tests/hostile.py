@@ -6,7 +6,7 @@ First every payload in every place, or every APART-th, of samples of all formats
 flipped, cut and moved in the samples' files are given to every command.
 
 Prints a line of JSON for every run that ended in another way than well or with one error in plain words, and at last
-how many runs there were and how much memory was in use. One that takes longer than ``SECONDS`` counts as such, too.
+how many runs there were and how much memory was in use. One that takes longer than ``SECONDS`` also counts as such.
 """
 
 import contextlib
@@ -114,7 +114,7 @@ def array(kind: bytes, shape: bytes, data: bytes) -> bytes:
 
 
 def with_object_field() -> bytes:
-    """An array of V8 whose state says that there is an object in it: bytes of the file become a pointer."""
+    """An array of V8 whose state claims an object in it: bytes of the file become a pointer."""
     fields = b"(" + text("a") + b"t}" + text("a") + dtype("O8") + b"K\x00\x86s"
     kind = dtype("V8") + b"(K\x03" + text("|") + b"N" + fields + b"K\x08K\x01K\x1btb"
     return array(kind, b"K\x01\x85", EIGHT)
@@ -214,7 +214,7 @@ def places(path: Path) -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
 
 # Runs
 class TooLong(BaseException):
-    """Not an Exception, so that nobody takes it for one of their own."""
+    """Not an Exception, so that no code handles it as one."""
 
 
 def too_long(*_: Any) -> None:

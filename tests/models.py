@@ -49,7 +49,7 @@ def batch(step: int, rows: int, time: int = 9) -> tuple[Tensor, Tensor]:
 
 
 def largest_difference(ours: nn.Module | Mapping[str, Tensor], theirs: nn.Module | Mapping[str, Tensor]) -> float:
-    """Of any element of a parameter of ``theirs``; NaN if one of either is."""
+    """The largest difference from a parameter of ``theirs``; NaN if either has a NaN."""
     mine, others = (dict(of.named_parameters()) if isinstance(of, nn.Module) else of for of in (ours, theirs))
     pairs = [(mine[name].detach(), other.detach()) for name, other in others.items() if other.numel()]
     return float(torch.stack([(one - other).abs().max().double() for one, other in pairs]).max())

@@ -42,7 +42,7 @@ class RankFailed(AssertionError):
 
 class RankProcesses:
     """Processes that serve as ranks, started when first needed and kept until ``close``; on gloo. They are the ranks of
-    one world at a time: a call that asks for another number of ranks changes the default group, which takes
+    one world at a time: a call that asks for a different number of ranks changes the default group, which takes
     milliseconds, where a process takes seconds to start."""
 
     def __init__(self, warning_filters: Sequence[str] = (), transport: str = "gloo", device: str | None = None) -> None:
@@ -95,7 +95,7 @@ class RankProcesses:
         self.renew()
 
     def listed(self) -> set[str]:
-        """What the strict transport found in calls that are not ours."""
+        """The strict transport's findings in calls of other packages."""
         return {line for path in Path(self._folder).glob("*.listed") for line in path.read_text().splitlines()}
 
     def remove(self) -> None:
@@ -271,7 +271,7 @@ class _Worlds:
         self._kept = {0: self._seen()}
 
     def enter(self, rank: int, world_size: int, number: int) -> None:
-        """Leave the world that there is, and be a rank of world ``number``, if it has so many."""
+        """Leave the current world, and be a rank of world ``number``, if it has that many."""
         import deepspeed
         import torch.distributed as dist
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload

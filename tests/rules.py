@@ -139,7 +139,7 @@ def matrix_optimizer(params: list[Tensor], section: dict[str, Any]) -> Any:
 
 
 class Separate:
-    """torch.optim.Muon on every matrix as a parameter of its own."""
+    """torch.optim.Muon on every matrix as a separate parameter."""
 
     def __init__(self, named: dict[str, Tensor], blocks: Blocks, **options: Any) -> None:
         self.pieces = [

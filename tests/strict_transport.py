@@ -66,7 +66,7 @@ def found(fault: str) -> StrictError:
 
 
 def settle(listed: Path) -> None:
-    """Raises StrictError with the faults in calls of ours since the last call, and appends others' to a file."""
+    """Raises StrictError with the faults in this package's calls since the last call, and appends others' to a file."""
     if LISTED:
         with listed.open("a") as file:
             file.writelines(f"{line}\n" for line in LISTED)
@@ -78,7 +78,7 @@ def settle(listed: Path) -> None:
 
 
 class Caller:
-    """The code that calls a collective. If it is ours, ``owner`` is the outermost object of ours that is at work."""
+    """The code that calls a collective. In this package, ``owner`` is its outermost object at work."""
 
     def __init__(self) -> None:
         frame: FrameType | None = sys._getframe(1)
@@ -100,7 +100,7 @@ class Caller:
             frame = frame.f_back
 
     def blame(self, fault: str) -> StrictError | None:
-        """Note a fault of the caller. Returns the error to raise if the caller is ours."""
+        """Note a fault of the caller. Returns the error to raise if the caller is this package."""
         if self.ours:
             return found(f"{self.place}: {fault}")
         LISTED[f"{self.place}: {fault}"] += 1

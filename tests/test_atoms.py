@@ -208,7 +208,7 @@ def test_parts_are_what_a_model_uses_them_for(case: str) -> None:
         check_use(parts, watched(model, inputs, name))
 
 
-# Modules of their own, which come with much around them in a model
+# Separate modules, which come with much around them in a model
 CONFIG: dict[str, Any] = {  # what modules read of their configurations
     **GROUPED,
     **{"num_heads": 4, "embed_dim": 32, "image_size": 32, "patch_size": 8, "layer_types": ["linear_attention"]},
@@ -411,7 +411,7 @@ def is_there(kind: str) -> bool:
 
 
 def test_every_class_of_the_table_is_followed_here() -> None:
-    """Of those that this version of transformers has, which is nearly all."""
+    """The classes in this version of transformers, which has nearly all."""
     models = set()
     for make, *_ in MODELS.values():
         with contextlib.suppress(pytest.skip.Exception):  # it lacks this family

@@ -1,5 +1,5 @@
-"""Matrices in a parameter are updated as if they were parameters of their own, on every engine, bit for bit; and
-QK-clip after a step equals multiplying the rows of heads by hand."""
+"""Matrices in a parameter are updated as if they were separate parameters, on every engine, bit for bit; and QK-clip
+after a step equals multiplying the rows of heads by hand."""
 
 import itertools
 import re
@@ -38,7 +38,7 @@ LAYERS = {
 
 
 def logits(step: int) -> dict[str, Tensor]:
-    """Of the layers that are clipped in a step; the first is not."""
+    """The logits of the layers that are clipped in a step; the first is not."""
     found = {
         "fused": torch.tensor([50.0, 150.0, 400.0, 90.0]) + step,
         "grouped": torch.tensor([250.0, 30.0]),

@@ -30,7 +30,7 @@ def numbered(shape: Sequence[int]) -> Tensor:
 
 
 def some_parts(size: int, rng: random.Random) -> Parts:
-    """A division of ``size`` outputs, of any of the forms that there are."""
+    """A division of ``size`` outputs, of any form."""
     groups = rng.choice([n for n in range(1, size + 1) if size % n == 0])
     in_group = size // groups
     cuts = sorted(rng.sample(range(1, in_group), min(in_group - 1, rng.randint(0, 3))))

@@ -1,4 +1,4 @@
-"""Owners and buckets of owned storage: beside Megatron-Core's own, against exact answers, in seconds."""
+"""Owners and buckets of owned storage: compared with Megatron-Core's own, and with exact answers, in seconds."""
 
 import math
 import random

@@ -320,7 +320,7 @@ def test_safetensors_are_read_as_their_own_library_reads_them(tmp_path: Path) ->
 
 
 def header(**changes: Any) -> str:
-    """Of a tensor of 8 bytes."""
+    """The header of a tensor of 8 bytes."""
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
     return json.dumps({"a": {key: value for key, value in entry.items() if value is not None}})
 

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed's own optimizers are read as they held them, and go on from ours."""
+"""Checkpoints of DeepSpeed's own optimizers are read as they held them, and continue in this package."""
 
 import functools
 import shutil

@@ -158,7 +158,7 @@ class Tour:
 
     @property
     def known_alone(self) -> bool:
-        """Whether the truth is what one process comes to; else what the first leg's engine does without a break."""
+        """Whether the truth is what one process comes to; otherwise the first leg's engine without a break."""
         return self.build is LM and not self.options and (self.dtype, self.precision) == ("float32", "fp32")
 
 

@@ -60,7 +60,7 @@ def studied(tmp_path: Path) -> Callable[..., Study]:
 
 
 def recorded(session: Session, passes: bool) -> Record:
-    """The second step; with ``passes``, those around it, too, and on FSDP2 an early exchange."""
+    """The second step; with ``passes``, also those around it, and on FSDP2 an early exchange."""
     if not passes:
         return session.record()
     given = passes_of(session, session.planned, session.setting, Given(2**12))
@@ -191,14 +191,14 @@ REALITY: dict[str, tuple[str, dict[str, Any], bool]] = {  # engine, options, whe
 
 
 class SleepingWire:
-    """Collectives that end when the rank with most bytes has slept for them, one after another."""
+    """Collectives that end when the rank with the most bytes has slept for them, one after another."""
 
     def __init__(self) -> None:
         self._ranks = dist.new_group()
         self._thread = ThreadPoolExecutor(1)
 
     def held(self, kind: str, pending: Any, nbytes: int) -> Any:
-        """In place of a collective's handle, one that waits for the wire, too."""
+        """In place of a collective's handle, one that also waits for the wire."""
         ended = self._thread.submit(self._hold, pending, REAL.wire(Start("", kind, 0, 4), nbytes))
         return SimpleNamespace(wait=ended.result)
 

@@ -359,7 +359,7 @@ def on_disk(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("form", PICKLED)
 def test_looking_changes_nothing_on_the_disk(copy: Copy, made: Made, form: str) -> None:
-    """Not even beside what is looked at, where a program that was killed left folders under temporary names."""
+    """Not even next to the folder, where a killed program left folders under temporary names."""
     source = copy(form)
     for folder, ending in itertools.product((source, source.parent), (".lwopt-old", NEW)):
         shutil.copytree(made[form][0], folder / f".gone.0123{ending}")

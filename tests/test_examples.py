@@ -33,7 +33,7 @@ SAID = {
 
 
 def run_example(ranks: RankPool, engine: str, out: Path, *more: str) -> tuple[list[Any], str]:
-    """How it ended on each rank, and what it printed. Of options that are given twice, the last counts."""
+    """How it ended on each rank, and what it printed. The last of repeated options counts."""
     given = [*STARTS[engine], *TEXT, "--out", str(out), *SMALL, *more]
     return run_on_ranks(ranks, SCRIPT, *given, joined=engine == "deepspeed")
 

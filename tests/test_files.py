@@ -393,7 +393,7 @@ def test_a_payload_is_refused_for_what_it_is(tmp_path: Path, name: str, words: s
 
 
 def test_hostile_and_damaged_files_are_refused_in_plain_words(tmp_path: Path) -> None:
-    """In one process of their own; each payload in one place of one format, and a few random damages."""
+    """In one separate process; each payload in one place of one format, and a few random damages."""
     words = [sys.executable, "-m", "tests.hostile", str(tmp_path), "60", "0", "40"]
     run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=500)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
@@ -524,7 +524,7 @@ def test_debugging_shows_the_traceback_of_a_command_and_of_a_reader(
     assert "RecursionError: too deep" in shown.getvalue()
 
 
-# What a program saves beside its model
+# What a program saves in addition to its model
 CLIENT = {
     "torch": torch.get_rng_state(),
     "numpy": numpy.random.RandomState(3).get_state(),

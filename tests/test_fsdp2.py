@@ -1,4 +1,4 @@
-"""FSDP2 beside torch.optim on one process: its steps, groups and norms, models that change, and what is refused."""
+"""FSDP2 compared with torch.optim on one process: its steps, groups and norms, models that change, refusals."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_ranks_that_know_different_numbers_of_groups_meet(before: str) -> None:
 @on_ranks(4)
 @pytest.mark.usefixtures("ranks_to_spoil")
 def test_a_group_that_some_ranks_made_alone_is_not_missed_by_the_others() -> None:
-    """As where a module on two of the ranks has an exchange group of its own."""
+    """As where a module on two of the ranks has a separate exchange group."""
     half = [0, 1] if dist.get_rank() < 2 else [2, 3]
     pair = dist.new_group([0, 1])
     if half == [0, 1]:

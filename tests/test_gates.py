@@ -218,7 +218,7 @@ def test_a_vocabulary_without_the_last_rows_that_were_trained_is_refused() -> No
     check(cut, 62)
 
 
-# Param groups of other optimizers under the options of ours; that engines go on with them is in the chains
+# Param groups of other optimizers under this package's options; that engines go on with them is in the chains
 OF_MUON = (MOMENTUM,)
 ADAM = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
 MUON = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}

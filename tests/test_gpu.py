@@ -1,7 +1,7 @@
 """On a GPU, by `make test-gpu`: one rank on NCCL, and ranks that share the GPU by tests/strict_transport.py. With
 ``--device cpu`` the same runs on a CPU, one rank on gloo, and only what CUDA alone can tell is left out.
 
-What a step's host may wait for (READS, on one rank; docs/launches.md has other numbers of ranks):
+What a step's host may wait for (READS, on one rank; docs/launches.md has more ranks):
 
 - plain PyTorch, FSDP2 and ZeRO: nothing. One rank knows which parameters have gradients without asking others.
 - `ModuleOptimizers`: the norms of all modules with their flags, which decide whether the step is taken.
@@ -201,7 +201,7 @@ def needed(engine: str, device: str, folder: str) -> Row:
 
 
 def by_package(name: str, device: str) -> float | str:
-    """How far the package's update of a stack is from ours, by its norm; or why it cannot be had."""
+    """How far the package's update of a stack is from this one's, by its norm; or why it cannot be had."""
     try:
         check_package(name, torch.device(device))
     except ValueError as error:

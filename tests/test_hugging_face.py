@@ -61,7 +61,7 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}  # hosts would use an accelerator that pro
 @dataclass(frozen=True)
 class Case:
     """A run: which launcher starts which example with which configuration (None: FSDP2, which has no such file). In
-    ``make test-full`` it does, else the example runs on ranks that are up."""
+    ``make test-full`` it does, otherwise the example runs on ranks that are up."""
 
     launcher: str
     script: str

@@ -1,4 +1,4 @@
-"""Going on with ours, on every engine, where another optimizer or another form of momentum has come to."""
+"""Continuing with this package, on every engine, where another optimizer or another form of momentum has come to."""
 
 import contextlib
 import copy

@@ -66,7 +66,7 @@ def backward(split: str, modules: Mapping[str, nn.Module], step: int, part: int 
 
 @kept_in_a_world
 def group_of(ranks: tuple[int, ...], module: str) -> Any:
-    """A process group of its own for each module; called on all ranks."""
+    """A separate process group for each module; called on all ranks."""
     group = dist.new_group(list(ranks))
     return group if dist.get_rank() in ranks else None
 
@@ -149,13 +149,13 @@ class OneProcess:
                 param.grad = summed.view_as(param) / count
 
     def grads(self, name: str, apart: str = "") -> list[Tensor]:
-        """Of all parameters, or with ``apart`` of "biases" or "rest"."""
+        """The norm of all parameters, or with ``apart`` of "biases" or "rest"."""
         named = self.modules[name].named_parameters()
         kinds = ((p.grad, "biases" if name.endswith("bias") else "rest") for name, p in named)
         return [grad for grad, kind in kinds if grad is not None and apart in ("", kind)]
 
     def norms(self, norm_type: float = 2.0, apart: str = "") -> list[float]:
-        """Of each module's gradients, and of all."""
+        """The norms of each module's gradients, and of all."""
         flat = [torch.cat([grad.flatten() for grad in self.grads(name, apart)]).double() for name in NAMES]
         return [torch.linalg.vector_norm(grad, norm_type).item() for grad in (*flat, torch.cat(flat))]
 
@@ -194,7 +194,7 @@ class Beside:
         self.clip_single("rest" if self.apart else "", self.optimizers.clip_grad_norm_(clip), limits)
 
     def clip_single(self, apart: str, norm: Tensor, limits: Mapping[str, float]) -> None:
-        """By a norm of ours, which has to be that of the one process."""
+        """By this package's norm, which has to be that of the one process."""
         assert norm.item() == pytest.approx(self.single.norms(apart=apart)[-1], rel=1e-6)
         assert norm > max(limits.values()), "nothing is clipped"
         for name in NAMES:
@@ -505,7 +505,7 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
 
 @on_ranks(2)
 def test_copies_of_any_dtype_are_compared_and_a_rank_that_cannot_is_an_error_on_all() -> None:
-    """Else the other ranks wait for what it has."""
+    """Otherwise the other ranks wait for what it has."""
     for dtype in (torch.bfloat16, torch.float64, torch.complex128):
         optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3, dtype=dtype))])
         ModuleOptimizers({"all": optimizer})

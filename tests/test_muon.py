@@ -276,7 +276,7 @@ def scaled(before: str, after: str, **options: Any) -> MatrixRule:
 
 @cells(pair=PAIRS, shape=SHAPES, method=["standard", "gram"])
 def test_scaling_around_the_iteration_is_the_papers(pair: tuple[str, str], shape: tuple[int, int], method: str) -> None:
-    """On tiny gradients, too, of which a part is zero: MuonEq's and AOL's own codes do not scale these."""
+    """Also on tiny gradients, of which a part is zero: MuonEq's and AOL's own codes do not scale these."""
     before, after = pair
     rule = scaled(before, after, ns_method=method)
     grad = random(shape, 3)

@@ -276,7 +276,7 @@ def test_a_form_of_decay_that_there_is_not_is_refused(rule: str, given: dict[str
 @pytest.mark.parametrize("engine", ["plain", "fsdp2"])
 @pytest.mark.parametrize("rule", ["soap", "shampoo", "a class", "lion", "sgd"])
 def test_making_an_optimizer_draws_and_seeds_nothing(engine: str, rule: str) -> None:
-    """torch.manual_seed seeds every accelerator, too: dropout would then be the same on all ranks."""
+    """torch.manual_seed also seeds every accelerator: dropout would then be the same on all ranks."""
     torch.manual_seed(5 + dist.get_rank())
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
     if engine == "fsdp2":

@@ -215,7 +215,7 @@ LOOPS: dict[str, tuple[scenarios.Scenario, Callable[[], nn.Module], tuple[str, .
     "ranks use layers in other orders": (lambda t: t.back(turned=(t.step + t.rank) % 2 == 1), HeadFirst, ALL),
     "another order, accumulated": (scenarios.micro_batches(False, True), HeadFirst, ALL),
 }
-# Of several passes a third of the sum is not the sum of thirds.
+# With several passes, a third of the sum is not the sum of thirds.
 CELLS = [(3 if modes == ALL else 2, loop, 0) for loop, (_, _, modes) in LOOPS.items()]
 MORE_CELLS = [cell for cell in itertools.product([2, 3], LOOPS, range(3)) if cell[0] == 2 or LOOPS[cell[1]][2] == ALL]
 
@@ -231,7 +231,7 @@ def test_every_loop_and_model_equals_one_process_in_every_mode(loop: str, first:
         scenarios.assert_trains_exactly(scenario, build, mode, layout=layout, bucket_mb=size)
 
 
-# What else goes on around a step
+# Other events around a step
 @on_ranks(2)
 def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     model, optimizer = scenarios.made()
@@ -251,7 +251,7 @@ def test_a_closure_is_called_once_and_its_loss_returned() -> None:
 
 @on_ranks(2, 3)
 def test_a_pass_after_the_norm_was_asked_for_counts() -> None:
-    """What comes after it, even under no_sync, belongs to the step, too. On three ranks, thirds of sums are added, not
+    """What comes after it, even under no_sync, also belongs to the step. On three ranks, thirds of sums are added, not
     the third of all."""
 
     def asks(turn: Turn) -> None:

@@ -1,4 +1,4 @@
-"""Experts that only some ranks share, beside dense parameters that all do: four ranks, two sets of experts."""
+"""Experts that only some ranks share, and dense parameters that all do: four ranks, two sets of experts."""
 
 import re
 from typing import Any
@@ -23,7 +23,7 @@ def held_by(rank: int) -> range:
 
 
 class MoE(nn.Module):
-    """Dense layers on this rank's rows, and experts, those of this rank, on those of its partner, too."""
+    """Dense layers on this rank's rows, and experts, those of this rank, also on those of its partner."""
 
     NO_MATRIX = "last.weight"
 

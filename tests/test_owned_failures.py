@@ -277,8 +277,8 @@ UNLIKE = [(4, {**FEW_BUCKETS, "group_size": 2}), (3, FEW_BUCKETS), pytest.param(
 def test_other_numbers_of_backward_passes_are_an_error(
     rank_pools: dict[int, RankPool], count: int, options: dict[str, Any]
 ) -> None:
-    """Instances reduce in groups of their own, so that all ranks meet and compare. In one group a reduction meets what
-    is none: gloo ends the process or its collective; or ranks wait until their time is over."""
+    """Instances reduce in separate groups, so that all ranks meet and compare. In one group a reduction meets what is
+    none: gloo ends the process or its collective; or ranks wait until their time is over."""
     errors = rank_pools[count].errors(one_rank_runs_more_passes, options)
     rank_pools[count].renew()  # their group is broken
     for error in errors:

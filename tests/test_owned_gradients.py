@@ -49,7 +49,7 @@ def test_kept_gradients_are_those_of_ddp(use: str, layout: str) -> None:
 
 
 def change(model: Any) -> None:
-    """In place, by another tensor, by none; and then all that there are."""
+    """In place, by another tensor, by none; and then all of them."""
     model.left.weight.grad.mul_(0.5)
     model.last.bias.grad.zero_()
     model.right.weight.grad = model.right.weight.grad * 0.5

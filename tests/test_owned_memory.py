@@ -112,7 +112,7 @@ def test_a_step_leaves_nothing_behind(dtype: str, options: dict[str, Any]) -> No
 
 # The most that is held, by the allocator's events
 def chain(layers: int, width: int = 40) -> nn.Module:
-    """Square matrices alone, each a bucket of its own or several together; no other gradients."""
+    """Square matrices alone, each a separate bucket or several together; no other gradients."""
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
 
 

@@ -1,4 +1,4 @@
-"""The package as a user gets it: built, installed beside torch alone, and run without a warning."""
+"""The package as a user gets it: built, installed with torch alone, and run without a warning."""
 
 import ast
 import email

@@ -1,4 +1,4 @@
-"""Learning rates of param groups: beside matrices, one ``lr`` for all, which schedules write, times ``lr_scale``."""
+"""Learning rates of param groups: with matrices, one ``lr`` for all, which schedules write, times ``lr_scale``."""
 
 import copy
 import math

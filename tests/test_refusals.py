@@ -365,7 +365,7 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("message", WRONG_ON_CPUS)
 @on_ranks(2)
 def test_what_the_oldest_gets_wrong_on_cpus_is_refused_with_it_only(message: str) -> None:
-    """What is refused goes by DeepSpeed's version."""
+    """What is refused depends on DeepSpeed's version."""
     settings = copy.deepcopy(WRONG_ON_CPUS[message])
     settings["zero_optimization"]["contiguous_gradients"] = False
     if deepspeed.__version__ != "0.19.7":

@@ -367,7 +367,7 @@ def test_wrapped_models_keep_their_routes_under_further_wrappers_and_inside_a_mo
 
 
 def test_globs_overrule_what_peft_layers_say_and_frozen_weights_are_not_looked_at() -> None:
-    """Quantized ones have shapes of their own, and some have no weight at all."""
+    """Quantized ones have different shapes, and some have no weight at all."""
     model = lora(target_modules=["q_proj", "lm_head"])
     routes = trained(model, include=["*.lm_head.lora_*"], exclude=["*.q_proj.*"])
     assert matrices(routes) == {"lm_head.lora_A.weight", "lm_head.lora_B.weight"}

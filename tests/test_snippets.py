@@ -1,5 +1,5 @@
 """Every Python block of the README and of docs/ runs: a script in the test of its page, a fragment here. A fragment
-runs on one rank, in a folder of its own, between lines that give it what its page has before it and lines that use what
+runs on one rank, in a separate folder, between lines that give it what its page has before it and lines that use what
 it made."""
 
 import json

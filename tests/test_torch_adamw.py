@@ -62,7 +62,7 @@ def alike(ours: Any, theirs: Any) -> bool:
 
 
 def like(state_dict: Any, theirs: Any) -> Any:
-    """torch's whole tensors cut as ours are, as a checkpoint's reader does."""
+    """torch's whole tensors cut as this package's are, as a checkpoint's reader does."""
     if isinstance(theirs, DTensor):
         return torch.distributed.tensor.distribute_tensor(state_dict, theirs.device_mesh, theirs.placements)
     if isinstance(theirs, dict):

@@ -173,7 +173,7 @@ ONE, OTHER = ("embedding", "layers.0", "layers.2"), ("layers.5", "gate", "lm_hea
 def train_grouped(
     folder: str, settings: dict[str, Any], names: list[tuple[str, ...]], rates: list[float], load: bool
 ) -> tuple[list[tuple[str, float]], list[float]]:
-    """Save, or load, with param groups by the beginnings of names, each with a rate of its own, and no schedule.
+    """Save, or load, with param groups by the beginnings of names, each with its own rate, and no schedule.
 
     The rates then, and the losses of further steps.
     """
@@ -196,7 +196,7 @@ def train_grouped(
 
 @pytest.mark.parametrize("stage", [0, 3, pytest.param(1, marks=FULL), pytest.param(2, marks=FULL)])
 def test_param_groups_are_known_by_their_parameters(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    """Those of the checkpoint are in another order, and one of ours is a part of one."""
+    """Those of the checkpoint are in another order, and one here is a part of one."""
     native, folder, here = str(tmp_path / "native"), str(tmp_path / "universal"), settings_for(f"zero {stage}")
     _, losses = ranks.run(train_grouped, native, settings_for("zero 2"), [ONE, OTHER], [0.03, 0.01], False)[0]
     succeeds("convert", native, folder, "--to", "universal", "--json")

@@ -158,7 +158,7 @@ def test_weights_alone_load_with_new_states(tmp_path: Path, kind: str, stage: in
 def load_into_one_that_has_trained(
     folder: Path, settings: dict[str, Any], how: dict[str, bool], expected: dict[str, Tensor]
 ) -> None:
-    """Owned storage takes weights into such an engine, too: its state stays, so one that learns nothing is seen."""
+    """Owned storage also takes weights into such an engine: its state stays, so one that learns nothing is seen."""
     with engine_for(settings, UnevenLM(seed=2)) as engine:
         train(engine, 1)
         kept = snapshot(engine)["states"]
@@ -356,7 +356,7 @@ LOADED: list[Row] = [  # the last: at which tag
 
 @pytest.mark.parametrize("row", LOADED, ids=in_short)
 def test_weights_alone_and_stages_1_or_2_can_load(rank_pools: dict[int, RankPool], saved: Saving, row: Row) -> None:
-    """On other numbers of ranks, those of another optimizer, and those of an earlier tag."""
+    """On a different number of ranks, those of another optimizer, and those of an earlier tag."""
     theirs, ours, here, choice, tag = row
     folder, weights = saved(*theirs, {})
     assert not same(weights["a"], weights["b"])

@@ -278,7 +278,7 @@ def test_a_stage_without_matrices_trains_and_keeps_to_the_schedule(model: str, p
 @on_ranks(RANKS)
 @pytest.mark.parametrize("precision", ["fp32, stage 0", "bf16 + fp32, stage 1"])
 def test_one_rate_for_all_groups_keeps_the_ratio_on_a_stage_without_matrices(precision: str) -> None:
-    """Whose one group has the factor that it would have beside matrices."""
+    """Whose one group has the factor that it would have with matrices."""
     warmup = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 3}}
     settings = settings_for(precision) | {"scheduler": warmup}
     with engine_for(settings, pipeline(MODELS["embedding first"])) as engine:

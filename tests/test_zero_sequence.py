@@ -66,7 +66,7 @@ def train_step(engine: Any, step: int) -> None:
     ranks=[2, 4],
 )
 def test_bits_given_the_same_gradients(tmp_path: Path, stage: int, precision: str, how: tuple[int, float]) -> None:
-    """With its default at stage 3 DeepSpeed averages the gradients over the ranks of a sequence, with AdamW, too; all
+    """With its default at stage 3 DeepSpeed averages the gradients over the ranks of a sequence, also with AdamW; all
     other stages, and that setting off, sum them."""
     accumulation, clip = how
     settings = settings_of("zero", stage, precision, accumulation=accumulation, clip=clip)

@@ -164,7 +164,7 @@ PARTS = {"qkv_proj.weight": [24, 12, 12], "gate_up_proj.weight": [62, 62]}
 
 
 def beside_torch(settings: dict[str, Any]) -> Beside:
-    """One process, with gate and up as parameters of their own."""
+    """One process, with gate and up as separate parameters."""
     halves: list[Callable[[Tensor], Tensor]] = [lambda tensor: tensor[:28], lambda tensor: tensor[28:]]
     return Beside(Reference(ShardedLM(), matrices=MATRICES, blocks={"gated.weight": halves}), settings)
 

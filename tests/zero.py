@@ -166,7 +166,7 @@ class Reference:
             self.step()
 
     def step(self, clip: float = 0.0) -> float:
-        """A step on the gradients that there are; their norm before clipping."""
+        """A step on the existing gradients; their norm before clipping."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip or float("inf")))
         for optimizer in (self.muon, self.adamw):
             optimizer.step()

@@ -1,5 +1,5 @@
-"""What the campaign's attacks share: how many, with which seed, and which errors are ours. ``FAULTS_SEED`` sets the
-seed, ``FAULTS_COUNT`` how many attacks a row makes in place of its own number."""
+"""What the campaign's attacks share: how many, with which seed, and which errors are this package's. ``FAULTS_SEED``
+sets the seed, ``FAULTS_COUNT`` how many attacks a row makes in place of its own number."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def count(number: int) -> int:
 
 
 def raw(error: BaseException) -> str:
-    """What is wrong with how an error is told, if anything: that nobody of ours has raised it, or its words."""
+    """What is wrong with how an error is told, if anything: that this package has not raised it, or its words."""
     where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "<lambda>"][-1]
     told = f"{type(error).__name__}: {error}"[:400]
     if not where.filename.startswith(OURS) or not (where.line or "").startswith("raise"):

@@ -34,7 +34,7 @@ def gone(folder: Path) -> Iterator[None]:
 
 
 def mounted(options: str) -> Callable[[Path], Any]:
-    """A file system of its own with what is in the folder, which only root can make."""
+    """A separate file system with the folder's content, which only root can make."""
 
     @contextlib.contextmanager
     def of_its_own(folder: Path) -> Iterator[None]:

@@ -28,7 +28,7 @@ LOADS |= {f"universal, {name}": Cell(name) for name in ("zero 0", "zero 2", "zer
 
 
 def harms(folder: Path, seed: int, number: int) -> Iterator[hostile.Harm]:
-    """So many, a third of them pickles, some of which would make the folder ``ran`` beside this one."""
+    """So many, a third of them pickles, some of which would make the folder ``ran`` next to this one."""
     found = {"this": folder}
     bombs = list(hostile.bombs(found, 1))
     yield from bombs[seed % 7 :: max(1, len(bombs) * 3 // number)]

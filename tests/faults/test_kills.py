@@ -77,7 +77,7 @@ def engine_of(way: str) -> Iterator[Engine]:
 
 
 def place(way: str, folder: str, number: int) -> str:
-    """Ours replaces what is there and DeepSpeed makes a folder of its own; torch's cannot replace one safely."""
+    """This package replaces a save, and DeepSpeed makes a new folder; torch cannot replace one safely."""
     return f"{folder}/{number}" if way == "fsdp2" else f"{folder}/saved"
 
 
@@ -93,7 +93,7 @@ def write(way: str, folder: str) -> None:
 
 
 def digest(engine: Engine) -> str:
-    """Of the weights; of modules, whose checkpoints have none, of the state on all ranks."""
+    """The digest of the weights; for modules, whose checkpoints have none, of the state on all ranks."""
     if isinstance(engine, Modules):
         stores = [optimizer.state_store() for optimizer in engine.optimizer.modules.values()]
         mine = [t.clone() for store in stores for piece in store.pieces() for _, t in sorted(piece.tensors.items())]
@@ -137,7 +137,7 @@ def writers() -> Iterator[RankPool]:
 
 
 class Writing:
-    """A function that writes on ranks of its own, again and again, until they are killed."""
+    """A function that writes on separate ranks, again and again, until they are killed."""
 
     def __init__(self, pool: RankPool, generator: random.Random) -> None:
         self.pool, self.generator = pool, generator

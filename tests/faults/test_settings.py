@@ -135,7 +135,7 @@ GROUP = picked(options_of_rule("muon") | {"adamw": picked(options_of_rule("adamw
 
 
 def given_to(model: Any, *, flat: bool = False, **further: some.SearchStrategy[Any]) -> some.SearchStrategy[Any]:
-    """The options of a host, with sections of rules, or Muon's and AdamW's beside them."""
+    """The options of a host, with sections of rules, or Muon's and AdamW's outside them."""
     known = {**options_of(model), "atoms": ATOMS, "overrides": OVERRIDES, **further}
     globs = some.sampled_from(["*", "embed.*", ["out.*", "conv.*"], "none", "[", ""])
     known |= {"include": globs, "exclude": globs, "report": some.just(False)}
@@ -206,7 +206,7 @@ def texts(given: Any) -> Iterator[str]:
 
 
 def arguments(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """Those of LayerWiseOptimizer, with every second parameter in a group of its own."""
+    """Those of LayerWiseOptimizer, with every second parameter in a separate group."""
     groups = given.pop("groups", None)
     params = list(model.parameters())
     if isinstance(groups, list) and groups:

@@ -1,4 +1,4 @@
-"""DeepSpeed's own Muon beside ours: the same entry, whose type alone is changed, on the same batches."""
+"""DeepSpeed's own Muon and this package's: one entry with another type, on the same batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIMITS = {"gram": 1e-3, "standard": 0.1}
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("method", LIMITS)
 def test_the_entry_with_another_type_goes_the_same_way(ranks: RankPool, stage: int, method: str) -> None:
-    """Ours is no farther from an iteration in fp32 than twice as far as theirs."""
+    """This package is at most twice as far from an iteration in fp32 as DeepSpeed."""
     start = UnevenLM().state_dict()
     theirs = ranks.run(weights_after_five_steps, "Muon", stage, ns_method=method)[0]
     ours, exact = (

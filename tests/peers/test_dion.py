@@ -1,4 +1,4 @@
-"""dion's own Muon and NorMuon beside ours, with the settings of docs/migration.md for their param groups.
+"""dion's own Muon and NorMuon compared with this package's, with the settings of docs/migration.md.
 
 dion is in no package index. The folder of its checkout is named by LWOPT_DION_SOURCES; without it, nothing is run.
 """

@@ -1,4 +1,4 @@
-"""The package gram-newton-schulz on a CPU, in fp16 and without its kernels, beside our iterations."""
+"""The package gram-newton-schulz on a CPU, in fp16 and without its kernels, compared with this package's iterations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ module: Any = import_module("lwopt_backend.rules.newton_schulz")
 @pytest.mark.parametrize("table", list(TABLES))
 def test_it_is_the_same_polynomial(table: str, on_gram: bool, shape: tuple[int, ...]) -> None:
     """In fp16 it is nearer to exact steps than our iteration in bfloat16 is; no matrix is too small for it, and none is
-    changed. Restarts are those given, or ours."""
+    changed. Restarts are those given, or this package's."""
     options = {"steps": STEPS[table], "coefficients": table, "eps": 1e-7}
     matrices = random(shape, 0)
     exact = newton_schulz(matrices.double(), **options, dtype=torch.float64)

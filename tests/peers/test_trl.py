@@ -42,7 +42,7 @@ def of_bytes() -> Any:
 
 
 def losses(folder: Path, kind: str) -> tuple[list[float], list[str]]:
-    """Of ten steps; and the names that the optimizer trains as matrices."""
+    """The losses of ten steps, and the names that the optimizer trains as matrices."""
     from datasets import Dataset
     from hugging_face import small_llama
     from peft import LoraConfig
