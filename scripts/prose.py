@@ -1,6 +1,6 @@
 """Find phrases that are not English in the README, docs/, and docstrings, comments and texts of code.
 
-`make check` runs it. Pages are also read by proselint.
+`make check` runs it. Pages are also read by proselint, and have a limit of words, and of characters in a cell.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ INSTEAD = {
     r"\ball the same\b": "anyway",
     r"\bcannot be told\b": "cannot be determined",
 }
+MOST_WORDS, WIDEST_CELL = 2000, 100
 CHECKS = {**DEFAULT["checks"], "typography": False, "dates_times": False}  # straight quotes; "from 1,024 GPUs"
 
 
@@ -58,8 +59,21 @@ def phrases(text: str) -> Iterator[tuple[int, str]]:
             yield text.count("\n", 0, begin) + 1, f"{' '.join(match[0].split())!r}: write {instead}"
 
 
+def too_long(page: str) -> Iterator[tuple[int, str]]:
+    """A page of too many words, and cells of too many characters, without targets of links."""
+    if (count := len(page.split())) > MOST_WORDS:
+        yield 1, f"{count} words: shorten the page or split it, to at most {MOST_WORDS}"
+    text = re.sub(r"^```.*?^```$", lambda block: "\n" * block[0].count("\n"), page, flags=re.M | re.S)
+    for line, row in enumerate(text.splitlines(), 1):
+        for cell in re.split(r"(?<!\\)\|", row) if row.startswith("|") else ():
+            shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).replace("`", "").replace("**", "").strip()
+            if len(shown) > WIDEST_CELL:
+                yield line, f"{shown[:30]!r}: {len(shown)} characters in a cell, at most {WIDEST_CELL}"
+
+
 def in_page(path: Path) -> Iterator[tuple[int, str]]:
     text = prose(path.read_text())
+    yield from too_long(path.read_text())
     yield from phrases(text)
     for result in LintFile(str(path), text).lint({**DEFAULT, "checks": CHECKS}):
         if "'X X'" not in result.check_result.message:  # X times its transpose
