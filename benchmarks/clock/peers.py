@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
 from benchmarks.clock.play import Rates, play
-from benchmarks.clock.record import Record, Tracer, Work
+from benchmarks.clock.record import Event, Record, Start, Tracer, Wait, Work
 from benchmarks.public_models import load, study
 from benchmarks.record import write
 from benchmarks.rehearsal.absent_gpu import DEVICE, absent_gpu, pretended, replaced
@@ -155,8 +155,9 @@ def zero12(method: str, shapes: Shapes, ranks: int) -> Records:
 def zero3(method: str, shapes: Shapes, ranks: int) -> Records:
     """ZeRO 3: buckets of matrices are gathered with their momentum, and updated in rounds of one matrix a rank."""
     found: Counter[Record] = Counter()
+    gathers: dict[Any, list[Event]] = {}
     for rank in range(ranks):
-        record = _zero3(method, shapes, rank, ranks)
+        record = _zero3(method, shapes, rank, ranks, gathers)
         if not any(isinstance(event, Work) and event.flops for event in record):
             found[record] += ranks - rank  # rounds are filled from rank 0 on, so later ranks have no matrix, either
             break
@@ -174,7 +175,30 @@ def partitioned(shapes: Shapes, ranks: int) -> list[Tensor]:
     return params
 
 
-def _zero3(method: str, shapes: Shapes, rank: int, ranks: int) -> Record:
+def gathered_once(engine: Any, tracer: Tracer, known: dict[Any, list[Event]]) -> Callable[..., list[Tensor]]:
+    """The engine's gather of whole matrices, which does the same on every rank: run once for some shapes, and
+    recorded again for others like them. A gather makes a copy for every matrix and rank."""
+    gather = engine._partitioned_buffers_all_gather
+
+    def gathered(params: Sequence[Any], buffers: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        tracer.flush()
+        key, begin, number = tuple(param.ds_shape for param in params), len(tracer.events), 0
+        if key not in known:
+            found: list[Tensor] = gather(params, buffers, dtype)
+            tracer.flush()
+            known[key] = tracer.events[begin:]
+            return found
+        for event in known[key]:
+            if isinstance(event, Start):
+                number = tracer.start(event)
+            else:
+                tracer.add(replace(event, start=number) if isinstance(event, Wait) else event)
+        return [torch.empty(param.ds_shape, dtype=dtype, device=DEVICE) for param in params]
+
+    return gathered
+
+
+def _zero3(method: str, shapes: Shapes, rank: int, ranks: int, gathers: dict[Any, list[Event]]) -> Record:
     with deepspeeds(rank, ranks) as (tracer, module):
         params = partitioned(shapes, ranks)
         optimizer = module.MuonWithAuxAdam(muon_groups(params, method))
@@ -219,18 +243,18 @@ def _zero3(method: str, shapes: Shapes, rank: int, ranks: int) -> Record:
                 for place, param in enumerate(group)
             },
         )
-        for flat in flats:
-            flat.ds_id = 0  # type: ignore[attr-defined]
-        for begin in (lambda: None, tracer.begin):
-            engine.averaged_gradients = {
-                number: [torch.empty(p.partition_numel(), dtype=GRADS, device=DEVICE) for p in group]
-                for number, group in enumerate(groups)
-            }
-            begin()
-            engine._apply_muon_to_accumulated_grads()
-            for number in count:
-                engine._prepare_sub_group(number, None)
-                engine._optimizer_step(number)
+        engine._partitioned_buffers_all_gather = gathered_once(engine, tracer, gathers)
+        for number, flat in enumerate(flats):
+            engine._create_momentum_buffer(flat.numel(), number, 0)
+        engine.averaged_gradients = {
+            number: [torch.empty(p.partition_numel(), dtype=GRADS, device=DEVICE) for p in group]
+            for number, group in enumerate(groups)
+        }
+        tracer.begin()
+        engine._apply_muon_to_accumulated_grads()
+        for number in count:
+            engine._prepare_sub_group(number, None)
+            engine._optimizer_step(number)
         return tracer.end()
 
 
