@@ -232,6 +232,17 @@ def test_the_readmes_steps_take_what_the_clock_predicts() -> None:
     assert [row[-1] for row in table("README", "What it costs")[1:]] == expected
 
 
+def test_the_steps_of_peers_are_those_of_the_results() -> None:
+    figures = json.loads((ROOT / "benchmarks/results/clock_peers.json").read_text())["figures"]
+    shown = {(each["engine"], each["model"], each["ranks"], f"{each['ms']:,.0f} ms") for each in figures}
+    models = [("llama3.1-8b", 8), ("llama3.1-8b", 64), ("llama3.1-70b", 64)]
+    for engine, _, *cells, _ in table("performance", "Peers on one clock")[1:]:
+        for (model, ranks), cell in zip(models, cells, strict=True):
+            assert not cell or (engine, model, ranks, cell.partition(" ms")[0] + " ms") in shown
+    torchs = next(each for each in figures if each["system"] == "torch.optim.Muon" and each["ranks"] == 64)
+    assert f"instead of {torchs['ms']:,.0f} ms for Llama-3.1-8B" in README
+
+
 def test_every_page_is_in_the_navigation_and_the_readme_is_short() -> None:
     titles, listed = zip(*re.findall(r"^ +- (.*): (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     headings = [text.partition("\n")[0] for text in PAGES.values()]
