@@ -265,4 +265,4 @@ def test_what_cannot_be_read(state_dict: dict[str, Any], how: dict[str, Any], me
 
 def test_every_source_is_on_the_page() -> None:
     for source in migration.SOURCES:
-        assert f"`{source}`" in PAGES["carrying_state"]
+        assert f"`{source}`" in PAGES["checkpoints"]
