@@ -249,7 +249,8 @@ def test_norms_of_a_gpu_go_to_a_group_with_gloo_in_one_copy() -> None:
     crossings = Crossings()
     with pretended(1, 4, lambda mine, count: [mine] * count), absent_gpu(crossings):
         norms = [torch.zeros((), device=torch.device("cuda", 0)) for _ in range(3)]
-        rows = scalars_on(torch.device("cpu"), [[*norms[:2], 0.0], [0.5, norms[2], 1.0]])
+        none = torch.zeros(())  # the norm of a module without gradients
+        rows = scalars_on(torch.device("cpu"), [[none, norms[0], norms[1]], [0.5, norms[2], 1.0]])
         assert [row.shape for row in rows] == [(3,), (3,)] and {row.dtype for row in rows} == {torch.float64}
     assert crossings.crossed == {"cpu": 1}
     one, two = (torch.tensor(value, dtype=torch.float32) for value in (1.5, 2.5))

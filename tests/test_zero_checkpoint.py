@@ -396,9 +396,11 @@ def owner_state_of(number: int) -> dict[str, Any]:
 def bring_to_new_owners(harm: str = "none") -> tuple[dict[str, Any], Counted]:
     ranks = TorchCollectives()
     held = OwnerState([Atom(name, (4, 4), 1) for name in MATRIX], torch.device("cpu"))
-    saved = {MATRIX[number]: owner_state_of(number) for number in SAVED_ON.get(ranks.rank, [])}
+    saved: Any = {MATRIX[number]: owner_state_of(number) for number in SAVED_ON.get(ranks.rank, [])}
     if harm == "no state on rank 1":
         saved = {} if ranks.rank == 1 else saved
+    elif harm == "all of it" and ranks.rank == 0:
+        saved = 3
     elif harm != "none" and ranks.rank == 0:
         saved[MATRIX[2]] = "a word" if harm == "no dict" else {"GG": [{3}]}
     for atom in (before := OWNED_NOW[ranks.rank]):
@@ -431,6 +433,7 @@ def test_an_owner_receives_the_state_that_it_has_not_and_no_more_at_once() -> No
 REFUSED_STATE = {
     "no state on rank 1": "matrix 'layers.4.weight': expected owner state, as others have, found none; a file is dam",
     "no dict": "owner state of matrix 'layers.2.weight': expected a dict, found 'a word'; a file is damaged",
+    "all of it": "a file is damaged",  # on rank 0; the others lack what it saved
     "a set": "found a set at 'layers.2.weight.GG.0', which checkpoints do not hold",
 }
 

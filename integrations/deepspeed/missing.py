@@ -32,6 +32,7 @@ def _at_stage_3(wrapper: Any) -> None:
     partition, end_backward = wrapper.partition_grads, wrapper.independent_gradient_partition_epilogue
     step, zero_grad = wrapper.step, wrapper.zero_grad
     reduced: set[int] = set()  # parameters whose buffers have a gradient of this step
+    cleared: set[int] = set()  # the others
 
     def partition_grads(params: Sequence[Any], *args: Any) -> Any:
         reduced.update(param.ds_id for param in params)
@@ -41,11 +42,16 @@ def _at_stage_3(wrapper: Any) -> None:
         end_backward()
         buffers = getattr(wrapper, BUFFERS)
         for param in chain(*wrapper.fp16_groups):
-            if param.ds_id not in reduced:
+            if param.ds_id not in reduced and param.ds_id not in cleared:
                 buffers[param.ds_id].zero_()
+                cleared.add(param.ds_id)
+
+    def begin() -> None:
+        reduced.clear()
+        cleared.clear()
 
     def zero_grad_too(*args: Any, **kwargs: Any) -> None:
-        reduced.clear()
+        begin()
         zero_grad(*args, **kwargs)
 
     def step_with_all(*args: Any, **kwargs: Any) -> Any:
@@ -55,11 +61,13 @@ def _at_stage_3(wrapper: Any) -> None:
                 if number not in wrapper.norm_for_param_grads:  # the last micro-batch did not use it
                     group, offset, numel = wrapper.grad_position[number]
                     wrapper.fp32_partitioned_groups_flat[group].grad.narrow(0, offset, numel).copy_(buffer)
-                    wrapper.norm_for_param_grads[number] = wrapper._constant_buffered_norm2(buffer)
+                    norm = wrapper._constant_buffered_norm2(buffer)
+                    # DeepSpeed adds up norms in place, those of parameters with a gradient on the accelerator.
+                    wrapper.norm_for_param_grads[number] = norm.to(get_accelerator().current_device_name())
         try:
             return step(*args, **kwargs)
         finally:
-            reduced.clear()
+            begin()
 
     wrapper.partition_grads = partition_grads
     wrapper.independent_gradient_partition_epilogue = independent_gradient_partition_epilogue
@@ -75,7 +83,8 @@ def _offloaded(wrapper: Any) -> None:
 
     def copy_grads_in_partition(param: Any, *args: Any) -> None:
         number = wrapper.get_param_id(param)
-        if number not in reduced and number in wrapper.accumulated_grads_in_cpu:
+        later = wrapper.micro_step_id > 0  # the first micro-batch overwrites the buffer
+        if later and number not in reduced and number in wrapper.accumulated_grads_in_cpu:
             wrapper.accumulated_grads_in_cpu[number].zero_()
         reduced.add(number)
         copy(param, *args)

@@ -176,8 +176,8 @@ def pipeline(stages: Sequence[Stage], local: Sequence[float], host: float) -> fl
 
     This follows ``MatrixStepper``: two buckets leave, then ranks work for ``local`` seconds. For every bucket they wait
     for it, work on it, send it back, and wait for the one before. The wire carries one collective at a time, which
-    begins when all ranks have started it. ``host`` are each rank's host seconds for a bucket. when all ranks have
-    started it. ``host`` are a bucket's seconds of every rank's host, which waits for no device.
+    begins when all ranks have started it. ``host`` are the seconds that a bucket costs every rank's host, which
+    waits for no device.
     """
     arrives, wire = [], 0.0
     for stage in stages[:2]:

@@ -92,7 +92,8 @@ class Setting:
     """What a model is planned for.
 
     - ``config``, ``rules``: the engine's options, with the engine's defaults.
-    - ``machine``: the cluster whose seconds are modelled. The plan is made for ``plans_for``: engines only know CPUs.
+    - ``machine``: the cluster whose seconds are modelled. The plan is made for ``plans_for``: all that an
+      engine knows is whether it is on CPUs.
     - ``dtype``, ``grad_dtype``: of parameters, and of gradients as they are kept and sent.
     - ``sub_group_size``: ZeRO-3's. ``shard_ranks``: ranks over which FSDP2 shards; the others hold copies (HSDP).
     """

@@ -237,7 +237,7 @@ def named_as_stack(name: str, shape: Sequence[int]) -> bool:
 
 
 def _stored_transposed(module: nn.Module) -> bool:
-    """Whether ``module`` is Hugging Face's Conv1D (GPT-2's linear), Llama 4's experts, or such experts."""
+    """Whether it is Hugging Face's Conv1D (GPT-2's linear), Llama 4's experts, or experts with ``is_transposed``."""
     return type(module).__name__ in ("Conv1D", "Llama4TextExperts") or getattr(module, "is_transposed", False) is True
 
 

@@ -241,8 +241,8 @@ class Collectives:
     # For buffers that are cut into one part per rank
 
     def check_device(self, device: torch.device) -> None:
-        """Raises ValueError if the backend for ``device`` is gloo and the device is not the CPU: gloo cannot reduce
-        there."""
+        """Raises ValueError if the backend for ``device`` is gloo and the device is not the CPU: gloo has no
+        reduce-scatter there."""
 
     def sends(self, tensor: Tensor) -> bool:
         """Whether the group has a backend for the tensor's device, and the tensor is dense."""

@@ -41,6 +41,8 @@ def bring(what: str, groups: Sequence[Collectives], owned: Sequence[Owned], save
     not save, from the first rank that saved it. State that no rank of a group saved starts fresh. Raises ValueError on
     all ranks, before anything is changed, if a matrix has no state and others have, or state of another type.
     """
+    if not isinstance(saved, Mapping):
+        saved = {"of all": saved}  # which all ranks refuse below
     found = [_find(ranks, of_group, saved) for ranks, of_group in zip(groups, owned, strict=True)]
 
     def check() -> tuple[list[dict[str, dict[str, Any]]], list[list[str]]]:
@@ -122,8 +124,9 @@ def rounds(moved: Sequence[Moved], most: int) -> list[list[tuple[int, int, int]]
     """Pieces of tensors (number, start and stop in bytes) in rounds. In a round no rank sends more than ``most`` bytes,
     and none receives more."""
     found: list[tuple[list[tuple[int, int, int]], Counter[int], Counter[int]]] = []
+    sends, receives = Counter[int](), Counter[int]()  # per rank, the first round in which it has room
     for number, tensor in enumerate(moved):
-        start = place = 0
+        start, place = 0, max(sends[tensor.source], receives[tensor.owner])
         while start < tensor.nbytes:
             if place == len(found):
                 found.append(([], Counter(), Counter()))
@@ -133,6 +136,10 @@ def rounds(moved: Sequence[Moved], most: int) -> list[list[tuple[int, int, int]]
                 pieces.append((number, start, start + fits))
                 sent[tensor.source] += fits
                 received[tensor.owner] += fits
+            if sent[tensor.source] == most and sends[tensor.source] == place:
+                sends[tensor.source] += 1
+            if received[tensor.owner] == most and receives[tensor.owner] == place:
+                receives[tensor.owner] += 1
             start, place = start + fits, place + 1
     return [pieces for pieces, *_ in found]
 
