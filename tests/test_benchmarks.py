@@ -140,7 +140,7 @@ def test_rules(tmp_path: Path) -> None:
     found, printed = figures(tmp_path, "rules", "--quick --device cpu")
     assert "torch.optim.Muon" in printed and "112 x 32, Llama-3-8B, gate" in printed
     for name in PACKAGES:
-        told = re.findall(f"^not timed: ns_method is '{name}', .* not for a device of type 'cpu'", printed, re.M)
+        told = re.findall(f"^not timed: ns_method is '{name}': expected .* found a device of type 'cpu'", printed, re.M)
         assert len(told) == 1
     by_shape: dict[str, dict[tuple[str, bool], dict[str, float]]] = {}
     for row in found:

@@ -62,7 +62,7 @@ def spoiled(case: str, model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 WRONG = {
     "AdamW's": "was written by another optimizer: its param groups have no 'rule'; load the model's weights alone",
-    "key": "parameter 'layers.0.weight': expected state ['momentum_buffer'], the checkpoint has ['momentum']; let the",
+    "key": "parameter 'layers.0.weight': expected state ['momentum_buffer'], the checkpoint has ['momentum']; train it",
     "a key less": "expected state ['exp_avg', 'exp_avg_sq', 'step'], the checkpoint has ['exp_avg', 'exp_avg_sq']",
     "shape": "'layers.0.weight': expected 'momentum_buffer' as a DTensor of shape (63, 24) placed as (Shard(dim=0),), "
     "the checkpoint has a DTensor of shape (41, 63)",

@@ -372,7 +372,7 @@ SAID: dict[str, tuple[Callable[[Group], Group], str, dict[str, Any], dict[str, A
 
 RENAMED = [("momentum_beta alone", True), ("configured otherwise", True)]
 SCHEDULES = {"none": [], "torch": ["from its last_epoch 0, but the checkpoint was saved after 7 steps"]}
-SCHEDULES |= {"deepspeed": ["set its last_batch_iteration to 6"]}
+SCHEDULES |= {"deepspeed": ["set last_batch_iteration to 6 after loading"]}
 
 
 @pytest.mark.parametrize(("case", "renamed"), [*((case, False) for case in SAID), *RENAMED])

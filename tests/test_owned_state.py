@@ -111,7 +111,7 @@ def test_a_save_over_another_programs_checkpoint_is_refused_before_it_writes(tmp
     before = files_in(tmp_path)
     with pytest.raises(
         (ValueError, RuntimeError),
-        match=r"__0_\d\.distcp : expected a folder without other programs' files, .*another fold",
+        match=r"__0_\d\.distcp: expected a folder without other programs' files, .*another fold",
     ):
         optimizer.save_state_dict(tmp_path)
     dist.barrier()
