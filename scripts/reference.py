@@ -1,4 +1,4 @@
-"""Write what is made from declarations in docs/: command_line.md, rule_options.md; tables in optimizers.md, tested.md.
+"""Write what is made from declarations in docs/: two whole pages; tables in options.md, optimizers.md and tested.md.
 
 `python scripts/reference.py` writes them; tests/test_pages.py fails if they are not what this would write.
 """
@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from lwopt_backend.cli import app
-from lwopt_backend.cli.rule_facts import rule_facts
+from lwopt_backend.cli.rule_facts import declared, rule_facts
+from lwopt_backend.config.hosts import HOSTS, HostConfig
 from lwopt_backend.config.versions import VERSIONS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -45,15 +46,24 @@ CLASSES = {"soap", "shampoo", "lion", "sgd", "torch_optimizer"}  # whose options
 
 def pages() -> dict[str, str]:
     """The text of each page, by the name of its file."""
-    parts = {"optimizers.md": published(), "tested.md": versions()}
+    parts = {"optimizers.md": [published()], "tested.md": [versions()], "options.md": host_options()}
     whole = {"command_line.md": command_line(), "rule_options.md": rule_options()}
-    return whole | {name: with_part(name, part) for name, part in parts.items()}
+    return whole | {name: with_parts(name, made) for name, made in parts.items()}
 
 
-def with_part(name: str, part: str) -> str:
-    """A page with the part that is made, which stands between two comments."""
-    before, _, rest = (DOCS / name).read_text().partition(MADE)
-    return f"{before}{MADE}\n\n{part}\n\n{END}{rest.partition(END)[2]}"
+def with_parts(name: str, made: Iterable[str]) -> str:
+    """A page with the parts that are made, each between two comments."""
+    before, *rest = (DOCS / name).read_text().split(MADE)
+    parts = (f"{MADE}\n\n{part}\n\n{END}{after.partition(END)[2]}" for part, after in zip(made, rest, strict=True))
+    return before + "".join(parts)
+
+
+def host_options() -> list[str]:
+    """Tables of the options that every host has, and of those that each has in addition."""
+    shared = HostConfig.model_fields
+    of_hosts = [{k: v for k, v in config.model_fields.items() if k not in shared} for config in HOSTS.values()]
+    cells = ([option_cells(option)[:-1] for option in declared(some)] for some in (shared, *of_hosts))
+    return ["\n\n".join(options_table(rows)) for rows in cells]
 
 
 def published() -> str:

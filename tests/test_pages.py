@@ -20,9 +20,9 @@ from transformers import Trainer
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers, run
 from lwopt_backend.cli import app
 from lwopt_backend.config.atoms import AtomSettings
-from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
+from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.versions import VERSIONS
-from lwopt_backend.groups.choices import LayerWiseMuonConfig, muon_settings, settings_of
+from lwopt_backend.groups.choices import muon_settings, settings_of
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, MuonOptions, arguments
 from lwopt_backend.plan.cost import CLUSTERS
 from lwopt_backend.routing.fused import TABLE
@@ -213,7 +213,7 @@ def test_pages_made_from_declarations_are_what_would_be_made_now() -> None:
     shipped = {name: rule for name, rule in ELEMENTWISE_RULES.items() if rule.source != REGISTERED}
     with mock.patch.dict(ELEMENTWISE_RULES, shipped, clear=True):
         made = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["pages"]()
-    assert {name.removesuffix(".md") for name in made} == {"command_line", "rule_options", "tested", "optimizers"}
+    assert {*made} == {"command_line.md", "rule_options.md", "tested.md", "optimizers.md", "options.md"}
     for name, text in made.items():
         assert text == (DOCS / name).read_text(), f"{name} is old: python scripts/reference.py"
 
@@ -276,45 +276,12 @@ def test_make_commands_exist_and_ci_runs_the_readmes() -> None:
     assert steps == ["check", "test"] and "`make check`" in README and "\nmake test\n" in README
 
 
-def test_every_option_is_in_a_table_and_every_row_is_an_option() -> None:
-    table = part(PAGES["options"], "## LayerWiseMuon in", "## In plain PyTorch and on")
-    assert named_in(table) == set(LayerWiseMuonConfig.model_fields)
-    words = {"Jordan's": [3.4445, -4.7750, 2.0315], "AdamW's": AdamWOptions()}
-    for names, written in re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.MULTILINE):
-        keys, cells = re.findall(r"`(\w+)`", names), written.replace("`", "").partition(" = ")[0].split(", ")
-        for key, cell in zip(keys, cells * len(keys) if len(cells) == 1 else cells, strict=True):
-            default = LayerWiseMuonConfig.model_fields[key].default
-            expected = words[cell] if cell in words else json.loads(cell)
-            assert expected == (list(default) if isinstance(default, tuple) else default), key
-    (adamw,) = re.findall(r"^\| `adamw` .*$", table, re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", adamw)) - {"adamw"} == set(AdamWOptions.model_fields)
-    assert json.loads(FILES["ds_config.json"])["optimizer"]["type"] == "LayerWiseMuon"
-    arguments = {"matrix", "lr", "elementwise", "elementwise_lr", "overrides", "params", "sharded_later"}
-    on_fsdp2 = named_in(part(PAGES["options"], "## In plain PyTorch and on", "## In plain PyTorch\n"))
-    assert on_fsdp2 == arguments | set(FSDP2Config.model_fields)
-
-
 def test_the_preset_for_speed_is_understood() -> None:
     (block,) = blocks("options", "json", "speed")
     entry = json.loads(block.text)
     assert entry["type"] == "LayerWiseMuon"
     rules, _ = muon_settings(entry["params"], entry["type"])
     assert rules.matrix.options.ns_method == "auto" and rules.elementwise.options.fused
-
-
-def test_every_option_of_owned_storage_is_in_the_table_with_its_default() -> None:
-    table = part(PAGES["options"], "## In plain PyTorch\n", "## Param groups")
-    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.MULTILINE)
-    defaults = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
-    own = {name: field for name, field in OwnedConfig.model_fields.items() if name not in HostConfig.model_fields}
-    arguments = set(inspect.signature(LayerWiseOptimizer.__init__).parameters)
-    assert set(defaults) >= set(own) and set(defaults) - set(own) <= arguments
-    for name, field in own.items():
-        spelled = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
-        assert defaults[name].strip('`"') == spelled, name
-    shared = named_in(part(PAGES["options"], "## In plain PyTorch and on", "## On FSDP2"))
-    assert shared >= {"matrix", "lr", "elementwise", "elementwise_lr", "params"}
-    assert shared <= arguments | set(HostConfig.model_fields) | set(MuonOptions.model_fields)
 
 
 def test_every_method_that_a_page_names_exists() -> None:

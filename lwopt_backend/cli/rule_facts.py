@@ -56,8 +56,8 @@ def rule_facts(name: str | None) -> dict[str, list[Any]]:
         for section, meaning in SECTIONS.items()
     ]
     fields = {} if name else {host: config.model_fields for host, config in HOSTS.items()}
-    hosts = [{"name": host, "options": [*sections, *_options(of_host, OURS)]} for host, of_host in fields.items()]
-    atoms = [] if name else _options(Division.model_fields, OURS)
+    hosts = [{"name": host, "options": [*sections, *declared(of_host)]} for host, of_host in fields.items()]
+    atoms = [] if name else declared(Division.model_fields)
     named = [] if name else [published(*item) for item in PUBLISHED.items()]
     return {"rules": found, "published": named, "hosts": hosts, "atoms": atoms}
 
@@ -109,11 +109,11 @@ def described(entry: MatrixEntry | ElementwiseEntry) -> dict[str, Any]:
     except ValueError as error:
         found["note"] = str(error)
         return found
-    found["options"] = _options(fields, entry.source)
+    found["options"] = declared(fields, entry.source)
     return found
 
 
-def _options(fields: Mapping[str, FieldInfo], source: str) -> list[dict[str, str]]:
+def declared(fields: Mapping[str, FieldInfo], source: str = OURS) -> list[dict[str, str]]:
     """Every option as plain data. For the meaning of a class's arguments, see help() of the class."""
     options = []
     for name, field in fields.items():

@@ -64,8 +64,8 @@ class ClippingConfig(HostConfig):
 
     clip_groups: Annotated[dict[str, ClipGroup], BeforeValidator(_clip_groups)] = option(
         {},
-        "by name, parameters that are clipped by their own norm, apart from the rest: 'params', globs on "
-        "names, and 'max_norm'",
+        "by name, parameters that are clipped apart from the rest, by their own norm. A group has 'params', globs "
+        "on names, and 'max_norm'",
         MEGATRON,
     )
 
@@ -75,8 +75,8 @@ class OwnedStorageConfig(HostConfig):
 
     layout: Literal["auto", "padded", "compact"] = option(
         "auto",
-        "layout of buckets: 'padded' (equal parts, fixed-size collectives), 'compact' (no padding, unequal "
-        "parts) or 'auto' (padded if padding adds little and pays, otherwise compact)",
+        "layout of every bucket: 'padded', 'compact' or 'auto'. Padded: equal parts, fixed-size collectives; "
+        "compact: no padding, unequal parts; auto: padded if padding adds little and pays",
     )
     bucket_mb: Positive = option(64.0, "MiB of gradients that close a bucket")
     group_size: Count | None = option(
@@ -97,8 +97,8 @@ class ZeROConfig(OwnedStorageConfig):
 
     policy: Literal["auto", "stay", "balance"] = option(
         "auto",
-        "choice of a matrix's owner: 'stay' (the rank that stores most of it), 'balance' (even work) or "
-        "'auto' (the one with the shorter modelled step)",
+        "choice of a matrix's owner: 'stay', 'balance' or 'auto'. Stay: the rank that stores most of the matrix; "
+        "balance: even work; auto: the one with the shorter modelled step",
     )
     bucket_numel: Count | None = option(
         None,
@@ -107,14 +107,13 @@ class ZeROConfig(OwnedStorageConfig):
     )
     ns_device: Literal["auto", "cpu"] = option(
         "auto",
-        "device that updates matrices, also if DeepSpeed keeps the optimizer in CPU memory: 'auto' (the "
-        "accelerator if there is one) or 'cpu'",
+        "device that updates matrices: 'auto', the accelerator if there is one, or 'cpu'. It is used also if "
+        "DeepSpeed keeps the optimizer in CPU memory",
     )
     storage: Literal["zero", "owned"] = option(
         "zero",
-        "holder of parameters, gradients and state: 'zero' (DeepSpeed's optimizers; takes policy, "
-        "bucket_numel and ns_device) or 'owned' (this package, at stages 0 to 2; takes layout, bucket_mb and "
-        "group_size)",
+        "holder of parameters, gradients and state: 'zero', DeepSpeed, or 'owned', this package. With zero: policy, "
+        "bucket_numel and ns_device; with owned, at stages 0 to 2: layout, bucket_mb and group_size",
     )
 
     @model_validator(mode="after")
@@ -164,8 +163,8 @@ class OwnedConfig(OwnedStorageConfig, ClippingConfig):
     )
     keep_full_grads: StrictBool = option(
         False,
-        "keep the mean gradients in param.grad on all ranks after backward, which takes memory for all of "
-        "them; otherwise only owners have them",
+        "keep the mean gradients in param.grad on all ranks after backward. That takes memory for all gradients; "
+        "otherwise only owners have them",
     )
     overlap_grad_reduce: StrictBool = option(
         True, "send buckets during backward as they fill, not at the step", MEGATRON
