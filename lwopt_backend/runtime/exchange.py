@@ -160,7 +160,7 @@ class Copies:
         numels = [[segment.numel for segment in part] for part in pieces]
         self._part = max(map(sum, numels))
         self._pieces, self._numels = pieces, [[*part, self._part - sum(part)] for part in numels]
-        self._column = column
+        self._column = column if self._part else Collectives()  # a column without pieces sends nothing
         self.label = label
         self.numel, self.begin = self._part * len(pieces), self._part * column.rank
         self.transfer = Transfer(len(pieces), (), tuple(chain.from_iterable(pieces)))
