@@ -252,7 +252,7 @@ def test_norms_of_a_gpu_go_to_a_group_with_gloo_in_one_copy() -> None:
         none = torch.zeros(())  # the norm of a module without gradients
         rows = scalars_on(torch.device("cpu"), [[none, norms[0], norms[1]], [0.5, norms[2], 1.0]])
         assert [row.shape for row in rows] == [(3,), (3,)] and {row.dtype for row in rows} == {torch.float64}
-    assert crossings.crossed == {"cpu": 1}
+    assert crossings.crossed == {"cpu": 1, "cuda": 1}, "the norms once; and a number that was on the CPU"
     one, two = (torch.tensor(value, dtype=torch.float32) for value in (1.5, 2.5))
     (row,) = scalars_on(torch.device("cpu"), [[one, 3.0, two]])
     assert row.tolist() == [1.5, 3.0, 2.5]

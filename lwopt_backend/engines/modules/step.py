@@ -345,9 +345,10 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
 def scalars_on(device: torch.device, rows: Sequence[Sequence[Tensor | float]]) -> list[Tensor]:
     """Rows of numbers and scalar tensors, fp64 on ``device``. One copy takes all tensors there: a host waits once."""
-    rows = [[float(v) if isinstance(v, Tensor) and v.device.type == "cpu" else v for v in row] for row in rows]
     scalars = [value for row in rows for value in row if isinstance(value, Tensor)]
-    copied = iter(torch.stack([s.to(scalars[0].device, torch.float64) for s in scalars]).to(device) if scalars else ())
+    # The norm of a module without gradients is on the CPU: the others do not go there one by one.
+    there = next((scalar.device for scalar in scalars if scalar.device.type != "cpu"), torch.device("cpu"))
+    copied = iter(torch.stack([s.to(there, torch.float64) for s in scalars]).to(device) if scalars else ())
     # Unlike a copy to a GPU, filling in a number makes no host wait.
     filled = functools.partial(torch.full, (), dtype=torch.float64, device=device)
     return [torch.stack([next(copied) if isinstance(v, Tensor) else filled(v) for v in row]) for row in rows]
