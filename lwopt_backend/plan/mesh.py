@@ -15,6 +15,7 @@ from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.plan.layouts import (
     FlatPartition,
     Fragment,
+    Layout,
     Replicas,
     Span,
     View,
@@ -220,6 +221,11 @@ class MeshLayout:
             self._firsts[whole] = [(begin, begin + size) for (begin, size), *_ in map(whole.box, self.coordinates)]
         place = unravel(block.slice, sharding.shape[:lead])[0]
         return [rank for rank, (begin, end) in zip(ranks, self._firsts[whole]) if begin <= place < end]
+
+
+def rows_of(layout: Layout) -> Rows | None:
+    """The rows of a mesh with copies of all matrices; None for any other layout."""
+    return layout.rows if isinstance(layout, MeshLayout) else None
 
 
 def in_whole(param: TrainedParam, shard: int, start: int, stop: int) -> Iterator[View]:

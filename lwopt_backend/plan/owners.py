@@ -35,7 +35,7 @@ from lwopt_backend.plan.exchange import (
     to_owners,
 )
 from lwopt_backend.plan.layouts import Fragment, Layout
-from lwopt_backend.plan.mesh import MeshLayout, Rows
+from lwopt_backend.plan.mesh import Rows, rows_of
 
 POLICIES = ("auto", "stay", "balance")
 
@@ -187,7 +187,7 @@ def _exchanged(
         work[owner] += atoms[index].cost if whole[index] == owner else 0
     missing = work if any(work) else ()
     homes = _homes(atoms, layout) if chosen.policy != "stay" else ()
-    rows = layout.rows if isinstance(layout, MeshLayout) else None
+    rows = rows_of(layout)
     turns = range(ranks) if rows is None else rows.turns()
 
     def planned(buckets: tuple[tuple[int, ...], ...]) -> MatrixPlan:
@@ -449,7 +449,7 @@ class MatrixPlan:
     @cached_property
     def rows(self) -> Rows | None:
         """Rows of ranks within which pieces travel to their owner and back; None if they travel between all ranks."""
-        return self.layout.rows if isinstance(self.layout, MeshLayout) else None
+        return rows_of(self.layout)
 
     @property
     def copies(self) -> int:
