@@ -21,7 +21,9 @@ PACKAGES = ("torch", "deepspeed", "dion", "gram-newton-schulz", "quack-kernels")
 
 def write(path: Path, figures: Sequence[Any]) -> None:
     """Write ``figures``, which JSON can hold, one a line, below what they depend on."""
-    command = shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
+    module = sys.modules["__main__"].__spec__  # of python -m, where a script has none
+    started = ["-m", module.name] if module else [os.path.relpath(sys.argv[0], ROOT)]
+    command = shlex.join(["python", *started, *sys.argv[1:]])
     told = {"command": command, "machine": machine(), "versions": versions(), "commit": commit()}
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n  ".join(map(json.dumps, figures))

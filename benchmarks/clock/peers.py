@@ -31,7 +31,7 @@ from benchmarks.record import write
 from benchmarks.rehearsal.absent_gpu import DEVICE, absent_gpu, pretended, replaced
 from benchmarks.step_systems import MUON, imported
 from lwopt_backend.engines.fsdp2.plan import in_rows, over_all_ranks
-from lwopt_backend.plan.cost import CLUSTERS
+from lwopt_backend.plan.cost import CLUSTERS, newton_schulz_flops
 from lwopt_backend.planner.study import Study
 
 Shape = tuple[int, ...]
@@ -315,7 +315,7 @@ def _row(model: str, ranks: int, engine: str, name: str, records: list[tuple[Rec
     works = [([event for event in record if isinstance(event, Work)], count) for record, count in records]
     busiest, _ = works[played.busiest]
     done = sum(event.flops * count for some, count in works for event in some) / sum(count for _, count in works)
-    needed = sum(map(newton_schulz, (shape for _, shape in load(model))))
+    needed = sum(newton_schulz_flops(shape) for _, shape in load(model))
     return Row(
         model,
         ranks,
@@ -329,12 +329,6 @@ def _row(model: str, ranks: int, engine: str, name: str, records: list[tuple[Rec
         played.wire * 1e3,
         sum(event.calls for event in busiest),
     )
-
-
-def newton_schulz(shape: Shape) -> int:
-    """The flops of five steps: a product of n x m by m x n, one of n x n by n x n, and one of n x n by n x m."""
-    n, m = min(shape), max(shape)
-    return 5 * (4 * n * n * m + 2 * n**3)
 
 
 HEADINGS = ("model, ranks", "engine", "system", "ms", "over this package", "products ms", "redundancy", "collectives")
