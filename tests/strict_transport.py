@@ -53,6 +53,7 @@ REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")
 OPERATIONS: Counter[str] = Counter()  # of NCCL, that this process's collectives become, by kind
 FOUND: list[str] = []
 LISTED: Counter[str] = Counter()
+WATCHDOGS: list[threading.Timer] = []
 
 
 class StrictError(AssertionError):
@@ -66,7 +67,10 @@ def found(fault: str) -> StrictError:
 
 
 def settle(listed: Path) -> None:
-    """Raises StrictError with the faults in this package's calls since the last call, and appends others' to a file."""
+    """Raises StrictError with the faults in this package's calls since the last call, and appends others' to a file. In
+    a process that is about to end, wait for its end: no answer of such a rank is a result."""
+    for watchdog in WATCHDOGS:
+        watchdog.join()
     if LISTED:
         with listed.open("a") as file:
             file.writelines(f"{line}\n" for line in LISTED)
@@ -258,6 +262,7 @@ class StrictGroup(dist.ProcessGroup):
         self._me, self._size = options.group_rank, options.group_size
         self.ranks = list(options.global_ranks_in_group) or list(range(self._size))
         self._store, self._number, self._id, self._timeout = options.store, 0, options.group_id, options.timeout
+        self._came = True  # all ranks, to every collective until now
         world = dist.group.WORLD
         # Where ranks say that they wait
         self._waits = world._waits if isinstance(world, StrictGroup) else options.store
@@ -281,7 +286,9 @@ class StrictGroup(dist.ProcessGroup):
     # The comparison of ranks
 
     def meets(self, call: Sequence[Any]) -> bool:
-        """Wait until all ranks have called, and compare; False if some did not come."""
+        """Wait until all ranks have called, and compare; False if some did not come, now or to an earlier call."""
+        if not self._came:
+            return False
         self._number += 1
         self._store.set(f"call {self._number} {self._me}", json.dumps(call))
         keys = [f"call {self._number} {rank}" for rank in range(self._size)]
@@ -289,6 +296,7 @@ class StrictGroup(dist.ProcessGroup):
         while not self._store.check(keys):
             waited = time.monotonic() - begun
             if waited > min(PATIENCE, self._timeout.total_seconds()):
+                self._came = False
                 return False
             if waited > 0.3 * len(circles):
                 missing = [rank for rank, key in zip(self.ranks, keys) if not self._store.check([key])]
@@ -341,6 +349,7 @@ class StrictGroup(dist.ProcessGroup):
         watchdog = threading.Timer(GRACE, abort)
         watchdog.daemon = True
         watchdog.start()
+        WATCHDOGS.append(watchdog)
 
     # Collectives, each from copies of its inputs to tensors in place of its outputs
 
