@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
@@ -31,27 +32,22 @@ def count_as_zero(wrapper: Any) -> None:
 def _at_stage_3(wrapper: Any) -> None:
     partition, end_backward = wrapper.partition_grads, wrapper.independent_gradient_partition_epilogue
     step, zero_grad = wrapper.step, wrapper.zero_grad
-    reduced: set[int] = set()  # parameters whose buffers have a gradient of this step
-    cleared: set[int] = set()  # the others
+    every = {param.ds_id for param in chain(*wrapper.fp16_groups)}
+    stale = set(every)  # parameters whose buffers have no gradient of this step
 
     def partition_grads(params: Sequence[Any], *args: Any) -> Any:
-        reduced.update(param.ds_id for param in params)
+        stale.difference_update(param.ds_id for param in params)
         return partition(params, *args)
 
     def independent_gradient_partition_epilogue() -> None:
         end_backward()
-        buffers = getattr(wrapper, BUFFERS)
-        for param in chain(*wrapper.fp16_groups):
-            if param.ds_id not in reduced and param.ds_id not in cleared:
-                buffers[param.ds_id].zero_()
-                cleared.add(param.ds_id)
-
-    def begin() -> None:
-        reduced.clear()
-        cleared.clear()
+        if stale:  # after a step's first micro-batch; a later one visits no parameter
+            buffers = getattr(wrapper, BUFFERS)
+            torch._foreach_zero_([buffers[number] for number in stale])
+            stale.clear()
 
     def zero_grad_too(*args: Any, **kwargs: Any) -> None:
-        begin()
+        stale.update(every)
         zero_grad(*args, **kwargs)
 
     def step_with_all(*args: Any, **kwargs: Any) -> Any:
@@ -67,7 +63,7 @@ def _at_stage_3(wrapper: Any) -> None:
         try:
             return step(*args, **kwargs)
         finally:
-            begin()
+            stale.update(every)
 
     wrapper.partition_grads = partition_grads
     wrapper.independent_gradient_partition_epilogue = independent_gradient_partition_epilogue
