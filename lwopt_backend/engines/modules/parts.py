@@ -1,0 +1,258 @@
+"""The modules of a ``ModuleOptimizers`` on each rank: compared by all ranks, and the order of their collectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.config.options import suggestion
+from lwopt_backend.engines.fsdp2.gradients import MeshGradients, sum_of_bits
+from lwopt_backend.engines.gradients import ClipGroups, Pick, everything
+from lwopt_backend.engines.owned.gradients import OwnedGradients
+from lwopt_backend.groups.param_groups import option_lines, plain
+from lwopt_backend.optimizer import LayerWiseOptimizer, OwnedOptimizer
+from lwopt_backend.runtime.agreement import RanksDisagree, check_on_all, digest, first_difference, setting
+from lwopt_backend.runtime.collectives import Collectives
+
+NAME = "ModuleOptimizers"
+HAS_STATE, PARAMS = "has_state", "params"  # keys in a module's state dict
+
+
+class CopiedGradients:
+    """The gradients of a plain torch optimizer, equal on all ranks with a copy; calls no collective."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        self._grads = [param.grad for param in params if param.grad is not None]
+
+    def norm(self, norm_type: float, pick: Pick = everything) -> Tensor:
+        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in self._grads]
+        stacked = [norm.to(norms[0].device) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(stacked), norm_type) if norms else torch.zeros(())
+
+    def scale(self, factor: float, pick: Pick = everything) -> None:
+        for grad in self._grads:
+            grad.mul_(factor)
+
+
+class Part:
+    """A module's optimizer on a rank that has the module.
+
+    ``ours`` is a ``LayerWiseOptimizer``, whose ranks share the work. It is None for any other torch optimizer, of which
+    each rank of the module has a copy. Raises TypeError for anything else.
+    """
+
+    def __init__(self, name: str, optimizer: Any) -> None:
+        self.where = f"{NAME}: module {name!r}"
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{self.where}: expected a torch.optim.Optimizer, or None on ranks without it; found {optimizer!r}"
+            )
+        self.optimizer = optimizer
+        self.ours = optimizer if isinstance(optimizer, LayerWiseOptimizer) else None
+        self.groups = ClipGroups({}, {}) if self.ours is None else self.ours._clip_groups
+        sharded = [name for name, param in self.params() if self.ours is None and hasattr(param, "device_mesh")]
+        if sharded:
+            raise TypeError(
+                f"{self.where}: expected no DTensors with {type(optimizer).__name__}, which cannot compute their norm; "
+                f"found {sharded[0]!r}; use lwopt_backend.LayerWiseOptimizer"
+            )
+
+    def params(self) -> list[tuple[str, Tensor]]:
+        """The trained parameters with their names."""
+        if self.ours is not None:
+            return self.ours.named_params()
+        found: list[tuple[str, Tensor]] = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            names = group.get("param_names") or [f"{place} of group {number}" for place in range(len(group["params"]))]
+            found += zip(names, group["params"])
+        return found
+
+    @property
+    def gradients(self) -> OwnedGradients | MeshGradients | CopiedGradients:
+        """The mean gradients, each element once. Read on all ranks of the module, where norms are equal."""
+        return CopiedGradients(self.optimizer) if self.ours is None else self.ours.gradients
+
+    def options(self) -> list[str]:
+        """Lines that must be equal on all ranks of the module."""
+        if self.ours is not None:
+            return option_lines(self.ours.param_groups)
+        groups = enumerate(self.optimizer.param_groups)
+        items = [(number, key, value) for number, group in groups for key, value in group.items()]
+        known = ("params", "param_names")
+        return [setting(f"{key} of param group {n}", plain(value)) for n, key, value in items if key not in known]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state dict, with facts to compare before a load."""
+        return {**self.optimizer.state_dict(), HAS_STATE: bool(self.optimizer.state), PARAMS: self._named_shapes()}
+
+    def check_saved(self, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError for a ``state_dict`` of other parameters, or one without the saved state."""
+        for ours, theirs in zip_longest(self._named_shapes(), saved[PARAMS]):
+            if ours != theirs:
+                raise ValueError(
+                    f"{self.where}: expected parameter {ours}, found {theirs}; load the state of the same parameters"
+                )
+        if self.ours is None and saved[HAS_STATE] and not saved["state"]:
+            raise ValueError(
+                f"{self.where}: expected its saved state, found none, because the optimizer here has no state yet; "
+                "load with load_state_dict_from(folder)"
+            )
+
+    def _named_shapes(self) -> list[list[Any]]:
+        """Names and shapes of the parameters, by their numbers in the state dict."""
+        names = {id(param): name for name, param in self.params()}
+        params = chain(*(group["params"] for group in self.optimizer.param_groups))
+        return [[names[id(param)], *param.shape] for param in params]
+
+    def lines(self) -> list[str]:
+        """Lines that must be equal on all ranks of the module at the start; copies are equal bit by bit."""
+        params = self.params() if self.ours is None else []
+        copies = (
+            setting(f"parameter {name}", f"{tuple(p.shape)} {p.dtype} of sum {sum_of_bits(p.detach())}")
+            for name, p in params
+        )
+        return [setting("optimizer", type(self.optimizer).__name__), *copies]
+
+
+def parts_of(optimizers: Any) -> dict[str, Part]:
+    """This rank's modules by name. Raises TypeError or ValueError for problems visible on one rank."""
+    if not isinstance(optimizers, Mapping) or not optimizers:
+        raise TypeError(f"{NAME}: expected a mapping from modules' names to optimizers, found {optimizers!r}")
+    parts: dict[str, Part] = {}
+    homes: dict[int, tuple[str, str]] = {}
+    for module, optimizer in optimizers.items():
+        if optimizer is None:
+            continue
+        parts[module] = Part(module, optimizer)
+        for name, param in parts[module].params():
+            other, others_name = homes.setdefault(id(param), (module, name))
+            if other != module:
+                raise ValueError(
+                    f"{NAME}: expected every parameter in one module, found {others_name!r} of {other!r} as {name!r} "
+                    f"of {module!r}; give it to one of them only"
+                )
+    return parts
+
+
+def check_names(what: str, found: Mapping[str, Any], names: Sequence[str], needed: Sequence[str]) -> None:
+    """Raises ValueError unless ``found`` has all modules that are ``needed``, and only those in ``names``."""
+    for name in found:
+        if name not in names:
+            raise ValueError(f"{NAME}: {what}: unknown module {name!r}; {suggestion(str(name), names)}")
+    missing = [name for name in needed if name not in found]
+    if missing:
+        raise ValueError(f"{NAME}: {what}: expected module {missing[0]!r}, found {sorted(found)}; give all modules")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A rank's part of a module.
+
+    - ``place``: this rank, and the number of ranks that share the optimizer's work; None for copies.
+    - ``numel``: of the gradients that owned storage sends in backward; infinite where DDP or FSDP2 sends them.
+    - ``lines``: a digest of ``Part.lines``.
+    - ``defaults``: the names of the optimizer's defaults.
+    - ``groups``: the names of its clip groups.
+    """
+
+    place: tuple[int, int] | None
+    numel: float
+    lines: str
+    defaults: frozenset[str]
+    groups: tuple[str | None, ...]
+
+
+def held_by(part: Part) -> Held:
+    """The facts that other ranks must know about a part."""
+    everyone = None if part.ours is None else part.ours._everyone()
+    place = None if everyone is None else (everyone.rank, everyone.world_size)
+    in_backward = sum(param.numel() for _, param in part.params())
+    numel = in_backward if isinstance(part.optimizer, OwnedOptimizer) else math.inf
+    return Held(place, numel, digest(part.lines()), frozenset(part.optimizer.defaults), (*part.groups.limits,))
+
+
+def check_held(
+    everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part], held: Sequence[Mapping[str, Held]]
+) -> None:
+    """Compare the ranks' parts of each module. Called on all ranks; raises the same error on all of them."""
+    for name in names:
+        found = {rank: of_rank[name] for rank, of_rank in enumerate(held) if name in of_rank}
+        if not found:
+            raise ValueError(
+                f"{NAME}: module {name!r}: expected an optimizer on some rank, found none; leave its name out"
+            )
+        if len({has.lines for has in found.values()}) > 1:
+            raise difference(everyone, name, parts[name].lines() if name in parts else None)
+        places = {rank: has.place for rank, has in found.items() if has.place is not None}
+        if places and sorted(places.values()) != [(place, len(found)) for place in range(len(found))]:
+            raise ValueError(
+                f"{NAME}: ranks {[*found]} have an optimizer of module {name!r}, but their process groups "
+                f"have other sizes: { {rank: size for rank, (_, size) in places.items()} }. Pass the module on "
+                "all ranks of its process group, and give parts on other groups (pipeline stages) separate names"
+            )
+
+
+def difference(everyone: Collectives, name: str, lines: Sequence[str] | None) -> RanksDisagree:
+    """The first difference between the ``lines`` of a module's ranks; other ranks have None. Called on all ranks."""
+    of_ranks = {rank: found for rank, found in enumerate(everyone.gather_objects(lines)) if found is not None}
+    said = first_difference([*of_ranks.values()], [*of_ranks])
+    return RanksDisagree(
+        f"{NAME}: module {name!r}: {said}. All its ranks must have a copy, or their parts of one optimizer. Give "
+        "modules that differ between ranks separate names, and pass None on the other ranks"
+    )
+
+
+def in_one_order(parts: Mapping[str, Part], held: Sequence[Mapping[str, Held]]) -> dict[str, Part]:
+    """The parts in the one order in which ranks call their collectives, those with the most elements first.
+
+    Two groups that share ranks must start collectives in one order on all of these ranks. NCCL's kernels wait on the
+    GPU, and if one has to end before another begins (CUDA_DEVICE_MAX_CONNECTIONS=1), ranks with different orders wait
+    for each other. Backward passes come in any order. So among modules that share ranks, only the first sends gradients
+    in backward. The others send their gradients in the next call, which all ranks make, after the first has sent the
+    rest. FSDP2 and DDP always send in backward.
+    """
+    numel: dict[str, float] = {}
+    ranks: dict[str, set[int]] = {}
+    for rank, of_rank in enumerate(held):
+        for name, has in of_rank.items():
+            numel[name] = max(has.numel, numel.get(name, 0))
+            ranks.setdefault(name, set()).add(rank)
+    order = sorted(numel, key=lambda name: -numel[name])
+    for number, name in enumerate(order):
+        before = set().union(*(ranks[other] for other in order[:number] if len(ranks[other]) > 1))
+        optimizer = parts[name].optimizer if name in parts else None
+        if isinstance(optimizer, OwnedOptimizer) and before & ranks[name]:
+            optimizer.core.manager.overlap = False
+    return {name: parts[name] for name in order if name in parts}
+
+
+def together(everyone: Collectives, what: str, parts: Mapping[str, Part], do: Callable[[str, Part], None]) -> None:
+    """Run ``do`` for each of this rank's modules, in order. Called on all ranks, which raise if any fails.
+
+    If it fails for one module, it still runs for the others, because their ranks would otherwise wait.
+    """
+    failed: dict[str, Exception] = {}
+    for name, part in parts.items():
+        try:
+            do(name, part)
+        except Exception as error:  # reported to the other ranks first, then raised below
+            failed[name] = error
+    check_none_failed(everyone, what, failed)
+
+
+def check_none_failed(everyone: Collectives, what: str, failed: Mapping[str, Exception]) -> None:
+    """Raises RuntimeError, on all ranks, which all call this, if any of them has ``failed`` in a module."""
+
+    def check() -> None:
+        if failed:
+            said = (f"module {name!r} failed with {error!r}" for name, error in failed.items())
+            raise RuntimeError(f"{what}: {'; '.join(said)}") from next(iter(failed.values()))
+
+    check_on_all(everyone, what, check)
