@@ -256,7 +256,7 @@ class LayerWiseOptimizer(BaseOptimizer):
             A context manager.
 
         Raises:
-            TypeError: for a ``fully_shard`` model, as do all methods below; see its ``set_requires_gradient_sync``.
+            TypeError: for a ``fully_shard`` model, which has ``set_requires_gradient_sync``.
 
         Examples:
             >>> with optimizer.no_sync():
@@ -266,7 +266,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         raise self._only_of(OwnedConfig, "no_sync")
 
     def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
-        """The norm of mean gradients, before ``step`` frees them.
+        """The norm of mean gradients, before ``step`` frees them. For plain models.
 
         Args:
             names: a glob, or several, on names of parameters.
@@ -276,12 +276,13 @@ class LayerWiseOptimizer(BaseOptimizer):
             The norm of the gradients of the parameters whose names match, an fp32 scalar, equal on all ranks.
 
         Raises:
-            ValueError: for a glob that no name matches.
+            ValueError: for a glob that no name matches, and for a ``norm_type`` that is not positive.
+            TypeError: for a ``fully_shard`` model.
         """
         raise self._only_of(OwnedConfig, "grad_norm")
 
     def count_zeros(self, names: str | Sequence[str] = "*") -> int:
-        """Count the elements of mean gradients that are exactly zero, before ``step`` frees them.
+        """Count the zeros in mean gradients, before ``step`` frees them. For plain models.
 
         Args:
             names: a glob, or several, on names of parameters.
@@ -291,11 +292,16 @@ class LayerWiseOptimizer(BaseOptimizer):
 
         Raises:
             ValueError: for a glob that no name matches.
+            TypeError: for a ``fully_shard`` model.
         """
         raise self._only_of(OwnedConfig, "count_zeros")
 
     def refresh_masters(self) -> None:
-        """Copy the parameters' values into the fp32 masters of 16-bit parameters, after they were changed by hand."""
+        """Copy 16-bit parameters into their fp32 masters, after they were changed by hand. For plain models.
+
+        Raises:
+            TypeError: for a ``fully_shard`` model.
+        """
         raise self._only_of(OwnedConfig, "refresh_masters")
 
     def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
@@ -309,6 +315,7 @@ class LayerWiseOptimizer(BaseOptimizer):
 
         Raises:
             OSError, ValueError: on all ranks, for an error on any rank.
+            TypeError: for a ``fully_shard`` model.
 
         Examples:
             >>> optimizer.save_state_dict("checkpoints/100", step=100)
@@ -326,22 +333,29 @@ class LayerWiseOptimizer(BaseOptimizer):
 
         Raises:
             ValueError: on all ranks, before anything is changed, for what does not fit.
+            TypeError: for a ``fully_shard`` model.
         """
         raise self._only_of(OwnedConfig, "load_state_dict_from")
 
     def memory_report(self) -> list[RankMemory]:
-        """Measure what each rank stores.
+        """Measure what each rank stores. For plain models.
 
         Returns:
             Per rank of the process group, the bytes that it stores for this optimizer.
+
+        Raises:
+            TypeError: for a ``fully_shard`` model.
         """
         raise self._only_of(OwnedConfig, "memory_report")
 
     def traffic(self) -> dict[str, int]:
-        """Count what this rank has sent.
+        """Count what this rank has sent. For plain models.
 
         Returns:
             Bytes so far by kind, without flags and norms, which are a few bytes per parameter.
+
+        Raises:
+            TypeError: for a ``fully_shard`` model.
         """
         raise self._only_of(OwnedConfig, "traffic")
 

@@ -37,7 +37,8 @@ class MatrixRule:
     """An optimizer for whole matrices. Subclass it, as a dataclass whose fields are the rule's options.
 
     A step calls these methods, in this order. The *element-wise* ones run on each piece of the matrix that a rank has,
-    the others on the whole matrix, once, at its owner::
+    the others on the whole matrix, once, at its owner. None may call a collective. A method that has no default and is
+    not overridden raises NotImplementedError::
 
         grad = gradient(grad, value)       element-wise
         accumulate(grad, state)            element-wise, in place
@@ -79,35 +80,87 @@ class MatrixRule:
         return False
 
     def check_device(self, device: torch.device) -> None:
-        """Called when an optimizer is made. Raises ValueError if ``transform`` cannot run on ``device``."""
+        """Refuse a device on which ``transform`` cannot run. Every rank calls this when an optimizer is made.
+
+        Args:
+            device: the device of the matrices.
+
+        Raises:
+            ValueError: if ``transform`` cannot run there.
+        """
 
     def gradient(self, grad: Tensor, value: Tensor) -> Tensor:
-        """The gradient that the rule uses; changes neither argument."""
+        """The gradient that the rule uses.
+
+        Args:
+            grad: a piece of the gradient, which must not be changed.
+            value: the same piece of the weight, which must not be changed.
+
+        Returns:
+            A tensor of ``grad``'s shape.
+        """
         return grad
 
     def accumulate(self, grad: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Accumulate ``grad``, which is not changed, into the element-wise ``state``, in place."""
+        """Accumulate the gradient into the element-wise state.
+
+        Args:
+            grad: what ``gradient`` returned, which must not be changed.
+            state: by name in ``state_keys``, tensors of ``grad``'s shape, changed in place.
+        """
 
     def direction(self, grad: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """The input of ``transform``, in ``grad``'s shape; changes neither argument."""
+        """The input of ``transform``.
+
+        Args:
+            grad: what ``gradient`` returned, which must not be changed.
+            state: the element-wise state after ``accumulate``, which must not be changed.
+
+        Returns:
+            A tensor of ``grad``'s shape, which is sent to the owner in ``exchange_dtype``.
+        """
         return grad
 
     def transform(self, matrices: Tensor) -> Tensor:
-        """The update of each matrix, (..., rows, columns) to the same shape. Does not change the input."""
+        """The updates of whole matrices, at their owner.
+
+        Args:
+            matrices: directions of shape (..., rows, columns), which must not be changed.
+
+        Returns:
+            A tensor of this shape. A step adds it to the weight times ``-lr * scale(shape)``.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no transform")
 
     def scale(self, shape: tuple[int, int]) -> float:
-        """The factor on the learning rate for a matrix of ``shape``."""
+        """The factor on the learning rate for a matrix.
+
+        Args:
+            shape: (rows, columns) of the whole matrix.
+
+        Returns:
+            The factor, without a unit.
+        """
         return 1.0
 
     def apply(self, value: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
-        """Decay a piece of the weight, and add the same piece of the update, times ``-lr * scale(shape)``; in place."""
+        """Decay a piece of the weight, and add the same piece of the update times ``-lr * scale(shape)``.
+
+        Args:
+            value: the piece of the weight, changed in place.
+            update: the piece of what ``transform`` returned.
+            shape: (rows, columns) of the whole matrix.
+        """
         decay = getattr(self, "weight_decay", 0.0)
         value.mul_(1 - self.lr * decay)
         value.add_(update, alpha=-self.lr * self.scale(shape))
 
     def of_blocks(self) -> MatrixRule:
-        """The rule of each rank's block, which takes it as a whole matrix of the block's shape."""
+        """The rule of a step between two updates of whole matrices, for ``block_period`` above 1.
+
+        Returns:
+            A rule that each rank calls for its block, as a whole matrix of the block's shape.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no of_blocks")
 
     # A rule whose step depends on norms of the whole weight and the whole update
@@ -118,15 +171,26 @@ class MatrixRule:
         return False
 
     def factors(self, sums: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Per matrix, what to multiply the weight and the update by: two tensors of shape (matrices,).
+        """Per matrix, what to multiply the weight and the update by. Must read nothing on the host.
 
-        ``sums``, of shape (matrices, 3), are ``sums_of`` whole matrices, in float64; engines add up those of pieces
-        over the ranks that store them. Reads nothing on the host.
+        Args:
+            sums: per matrix, the sums of W^2, W U and U^2 over all its pieces: (matrices, 3), float64.
+            shapes: (rows, columns) of each matrix.
+
+        Returns:
+            The factors of the weights and of the updates, each of shape (matrices,).
         """
         raise NotImplementedError(f"{type(self).__name__} has no factors")
 
     def apply_by(self, value: Tensor, update: Tensor, keep: Tensor, move: Tensor) -> None:
-        """``value`` <- ``keep`` ``value`` - ``move`` ``update``, in place, with ``factors`` of their matrix."""
+        """``value`` <- ``keep`` ``value`` - ``move`` ``update``.
+
+        Args:
+            value: a piece of the weight, changed in place.
+            update: the same piece of the update.
+            keep: the matrix's first factor from ``factors``, a scalar.
+            move: its second factor.
+        """
         keep, move = (factor.to(value.device, value.dtype) for factor in (keep, move))
         value.mul_(keep).sub_(update.to(value.dtype) * move)
 
@@ -135,7 +199,17 @@ class MatrixRule:
     def directions(
         self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]], *, advance: bool
     ) -> Sequence[Tensor]:
-        """The ``direction`` of each piece, after ``accumulate`` if the state is to ``advance``."""
+        """``gradient``, ``accumulate`` and ``direction`` of many pieces.
+
+        Args:
+            grads: the gradient of each piece.
+            values: the weight of each piece.
+            states: the element-wise state of each piece.
+            advance: whether to call ``accumulate``, once a step.
+
+        Returns:
+            The direction of each piece.
+        """
         found = []
         for grad, value, state in zip(grads, values, states):
             grad = self.gradient(grad, value)
@@ -145,7 +219,13 @@ class MatrixRule:
         return found
 
     def apply_all(self, values: list[Tensor], updates: list[Tensor], shapes: Sequence[tuple[int, int]]) -> None:
-        """``apply`` each update."""
+        """``apply`` to many pieces.
+
+        Args:
+            values: pieces of weights, changed in place.
+            updates: the update of each piece.
+            shapes: (rows, columns) of the whole matrix of each piece.
+        """
         for value, update, shape in zip(values, updates, shapes):
             self.apply(value, update, shape)
 
@@ -203,11 +283,27 @@ class OwnerStateRule(MatrixRule):
     """
 
     def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
-        """Fresh owner state for a matrix of ``shape``: tensors by name."""
+        """Fresh owner state, before a matrix's first step.
+
+        Args:
+            shape: (rows, columns) of the whole matrix.
+            device: where to create the tensors.
+
+        Returns:
+            Tensors of any shapes, by name.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no owner state")
 
     def transform_with(self, matrix: Tensor, state: dict[str, Any]) -> Tensor:
-        """``transform`` of one matrix; changes its owner state in place."""
+        """``transform`` of one matrix with its owner state.
+
+        Args:
+            matrix: a direction of shape (rows, columns), which must not be changed.
+            state: the matrix's owner state, changed in place.
+
+        Returns:
+            The update, in ``matrix``'s shape.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no transform")
 
 
@@ -227,7 +323,13 @@ class WeightRule(MatrixRule):
     """
 
     def step(self, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
-        """One step of a matrix in fp32, in place. ``state`` is empty before the first."""
+        """One step of a whole matrix, at its owner.
+
+        Args:
+            value: the weight, (rows, columns) in fp32, changed in place.
+            grad: the mean gradient, in fp32.
+            state: the matrix's owner state, changed in place; empty before the first step.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no step")
 
 

@@ -99,7 +99,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients of plain models on each rank within this context; FSDP2 and DDP have other switches."""
+        """Accumulate gradients of plain models on each rank within this context; FSDP2 and DDP have other switches.
+
+        Returns:
+            A context manager.
+        """
         with ExitStack() as stack:
             for optimizer in self.modules.values():
                 if isinstance(optimizer, OwnedOptimizer):
@@ -108,12 +112,33 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     @torch.no_grad()
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
-        """The norm of each module's mean gradients, fp32 on the CPU; all modules' norms on all ranks."""
+        """The norm of each module's mean gradients, those of modules on other ranks included.
+
+        Args:
+            norm_type: order of the norm; ``inf`` is the largest absolute value.
+
+        Returns:
+            By module, an fp32 scalar on the CPU, equal on all ranks.
+
+        Raises:
+            ValueError: for a ``norm_type`` that is not positive.
+            RuntimeError: on all ranks, if the ranks of a module have different gradients.
+        """
         return {name: _total(norms, norm_type) for name, norms in self._norms(norm_type).items()}
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all modules' mean gradients as one vector, each element counted once, fp32 on the CPU."""
+        """The norm of all modules' mean gradients as one vector, each element counted once.
+
+        Args:
+            norm_type: order of the norm.
+
+        Returns:
+            An fp32 scalar on the CPU, equal on all ranks.
+
+        Raises:
+            ValueError, RuntimeError: as ``grad_norms``.
+        """
         return _total([*chain(*self._norms(norm_type).values())], norm_type)
 
     @torch.no_grad()
@@ -139,8 +164,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
             The norm before clipping.
 
         Raises:
-            RuntimeError: for a non-finite norm, with ``error_if_nonfinite``.
-            ValueError: if ``max_norm`` lacks a module, or has an unknown one.
+            RuntimeError: for a non-finite norm, with ``error_if_nonfinite``; also as ``grad_norms``.
+            ValueError: if ``max_norm`` lacks a module, or has an unknown one; also as ``grad_norms``.
         """
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(self.names, max_norm)
         check_names("max_norm", limits, self.names, self.names)
@@ -175,7 +200,14 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     @torch.no_grad()
     def scale_grads(self, factor: float) -> None:
-        """Multiply all gradients by ``factor``, e.g. after a backward pass from a scaled loss."""
+        """Multiply all gradients, e.g. after a backward pass from a scaled loss.
+
+        Args:
+            factor: what to multiply by.
+
+        Raises:
+            RuntimeError: on all ranks, as ``grad_norms``.
+        """
         self._norms(2.0)  # reduces them to their owners
         for part in self._parts.values():
             part.gradients.scale(factor)
@@ -187,10 +219,14 @@ class ModuleOptimizers(torch.optim.Optimizer):
         If any rank has a non-finite gradient, no module steps, all gradients are dropped, and ``overflowed`` names the
         modules with such gradients.
 
+        Args:
+            closure: must be None.
+
         Returns:
             Whether the modules have stepped, on all ranks.
 
         Raises:
+            TypeError: for a closure.
             RuntimeError: on all ranks and before any module steps, for wrong gradients, and for options of plain
                 optimizers that differ between ranks.
         """
@@ -219,7 +255,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those of an interrupted backward pass included."""
+        """Drop all gradients, those of an interrupted backward pass included.
+
+        Args:
+            set_to_none: as in torch. The gradients of plain models are always freed.
+        """
         for part in self._parts.values():
             part.optimizer.zero_grad(set_to_none)
 
@@ -278,14 +318,20 @@ class ModuleOptimizers(torch.optim.Optimizer):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """By module, the ``state_dict`` of this rank's optimizers.
+        """The state of this rank's optimizers.
 
         ``torch.distributed.checkpoint`` saves and loads it for any split of ranks, ``torch.save`` for the same split.
+
+        Returns:
+            By module, the ``state_dict`` of its optimizer.
         """
         return saved(self, lambda: {name: self._parts[name].state_dict() for name in self.modules})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load each of this rank's modules; the state dict may also have other ranks' modules.
+        """Load the state of this rank's modules.
+
+        Args:
+            state_dict: what ``state_dict`` returned, with every module of this rank and any others.
 
         Raises:
             ValueError: on all ranks and before anything is changed, for unknown modules, missing modules, other
@@ -307,10 +353,16 @@ class ModuleOptimizers(torch.optim.Optimizer):
         together(self._everyone, "load_state_dict", self._parts, load)
 
     def save_state_dict(self, path: str | PathLike[str]) -> None:
-        """Write ``state_dict`` of all ranks to a folder of torch.distributed.checkpoint, which all ranks must see.
+        """Write ``state_dict`` of all ranks to a folder of torch.distributed.checkpoint.
 
-        An error on any rank is raised on all of them, as is RanksDisagree where options differ between ranks; the
-        folder's earlier save can then still be loaded.
+        After an error, the folder's earlier save can still be loaded.
+
+        Args:
+            path: the folder, which all ranks must see.
+
+        Raises:
+            OSError, ValueError, RuntimeError: on all ranks, for an error on any rank, and for options that differ
+                between ranks.
         """
         from lwopt_backend.engines.modules import state
 
@@ -319,6 +371,9 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     def load_state_dict_from(self, path: str | PathLike[str]) -> None:
         """Load what ``save_state_dict`` wrote; modules may be on other ranks now.
+
+        Args:
+            path: the folder, which all ranks must see.
 
         Raises:
             ValueError: as ``load_state_dict``.
@@ -332,6 +387,9 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported: add the group to a module's optimizer.
+
+        Args:
+            param_group: no effect.
 
         Raises:
             RuntimeError: always.
