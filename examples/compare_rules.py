@@ -17,7 +17,7 @@ from typing import Any
 from compare import Sweep, steps_to
 from rich.console import Console
 from rich.table import Table
-from run_folder import read_metrics, write_whole
+from run_folder import ON_ANY_PAGE, read_metrics, write_whole
 from tqdm import tqdm
 
 from lwopt_backend.cli.rule_facts import PUBLISHED
@@ -126,11 +126,12 @@ def write_dots(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     from matplotlib import pyplot
 
     ordered = sorted(rows, key=lambda name: -statistics.mean(rows[name]["losses"]))
-    figure, axes = pyplot.subplots(figsize=(8, 0.35 * len(ordered) + 1.2), layout="constrained")
-    for height, name in enumerate(ordered):
-        axes.plot(rows[name]["losses"], [height] * len(SEEDS), "o", color="C1" if name == "AdamW" else "C0")
-    axes.set_yticks(range(len(ordered)), [f"{name}, lr {rows[name]['lr']:g}" for name in ordered])
-    axes.set(xlabel="validation loss after the last step, nats per byte; a dot a seed", title="Byte-level GPT")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with pyplot.rc_context(ON_ANY_PAGE):
+        figure, axes = pyplot.subplots(figsize=(8, 0.35 * len(ordered) + 1.2), layout="constrained")
+        for height, name in enumerate(ordered):
+            axes.plot(rows[name]["losses"], [height] * len(SEEDS), "o", color="C1" if name == "AdamW" else "C0")
+        axes.set_yticks(range(len(ordered)), [f"{name}, lr {rows[name]['lr']:g}" for name in ordered])
+        axes.set(xlabel="validation loss after the last step, nats per byte; a dot a seed", title="Byte-level GPT")
+        axes.grid(alpha=0.3)
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)

@@ -78,6 +78,11 @@ def write_whole(path: Path, content: bytes) -> None:
     os.replace(temporary, path)
 
 
+GREY = "#7b838d"  # can be read on a white page and on a dark one
+INK = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+ON_ANY_PAGE = {**dict.fromkeys(INK, GREY), "savefig.transparent": True, "legend.framealpha": 0.0}  # for matplotlib
+
+
 def write_picture(path: Path, runs: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> None:
     """Training loss (thin: every step; thick: its running mean) and validation loss (dots) of one or more runs."""
     import matplotlib
@@ -85,23 +90,24 @@ def write_picture(path: Path, runs: Sequence[tuple[str, Sequence[dict[str, Any]]
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for number, (label, rows) in enumerate(runs):
-        color = f"C{number}"
-        train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-        if train:
-            steps, losses = zip(*train)
-            axes.plot(steps, losses, color=color, alpha=0.25, linewidth=1)
-            axes.plot(steps, running_mean(losses), color=color, linewidth=2, label=label)
-        validation = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
-        if validation:
-            axes.plot(*zip(*validation), "o", color=color, label=f"{label}: validation {validation[-1][1]:.3f}")
-    axes.set(xlabel="step", ylabel="loss, nats per byte", title="Byte-level GPT")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    pyplot.close(figure)
+    with pyplot.rc_context(ON_ANY_PAGE):
+        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+        for number, (label, rows) in enumerate(runs):
+            color = f"C{number}"
+            train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+            if train:
+                steps, losses = zip(*train)
+                axes.plot(steps, losses, color=color, alpha=0.25, linewidth=1)
+                axes.plot(steps, running_mean(losses), color=color, linewidth=2, label=label)
+            validation = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+            if validation:
+                axes.plot(*zip(*validation), "o", color=color, label=f"{label}: validation {validation[-1][1]:.3f}")
+        axes.set(xlabel="step", ylabel="loss, nats per byte", title="Byte-level GPT")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        temporary = path.with_name(f".{path.name}.tmp")
+        figure.savefig(temporary, format="png", dpi=120)
+        pyplot.close(figure)
     os.replace(temporary, path)
 
 
