@@ -118,21 +118,30 @@ def rule_options() -> str:
     columns = ("name", "for", "state", "cost", "source")
     rows = [[f"`{rule['name']}`", *(rule[column] for column in columns[1:])] for rule in facts["rules"]]
     parts = [RULES, table(("rule", *columns[1:]), rows)]
-    (muon,) = (rule["options"] for rule in facts["rules"] if rule["name"] == "muon")
-    for rule in facts["rules"]:
-        if rule["name"] in CLASSES:
-            continue
+    declared = [rule for rule in facts["rules"] if rule["name"] not in CLASSES]
+    for number, rule in enumerate(declared):
         parts.append(f"## {rule['name']}")
-        options = rule["options"]
-        if options is not muon and rule["for"] == "matrices":
-            parts.append("As `muon`, except:")
-            options = [option for option in options if option not in muon]
+        like = max(declared[:number], key=lambda other: len(shared(rule, other)), default=rule)
+        options = shared(like, rule)
+        if like is not rule and 2 * len(options) > len(like["options"]):
+            names = {option["name"] for option in rule["options"]}
+            missing = [f"`{option['name']}`" for option in like["options"] if option["name"] not in names]
+            without = f" without {', '.join(missing)}," if missing else ""
+            parts.append(f"As `{like['name']}`,{without} except:")
+            options = [option for option in rule["options"] if option not in options]
+        else:
+            options = rule["options"]
         parts += options_table(map(option_cells, options))
     names = "`, `".join(sorted(CLASSES))
     parts.append(f"## Rules that are classes\n\nThe options of `{names}` are the arguments of their class.")
     parts[-1] += " `lwopt rules soap`\nprints SOAP's."
     parts += ["## A division in atoms", *options_table(map(option_cells, facts["atoms"]))]
     return "\n\n".join(parts) + "\n"
+
+
+def shared(rule: Mapping[str, Any], other: Mapping[str, Any]) -> list[Any]:
+    """The options that two rules declare alike."""
+    return [option for option in rule["options"] if option in other["options"]]
 
 
 def option_cells(option: Mapping[str, str]) -> tuple[str, ...]:
