@@ -155,7 +155,7 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("fsdp2", 0): (f"{PLAIN}fully_shard(model)\noptimizer = LayerWiseOptimizer(model)\n", "step(model, optimizer)"),
     ("modules", 1): (f"{OPTIMIZER}optimizers = ModuleOptimizers({{'all': optimizer}})\n", ""),
     ("optimizers", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
-    ("own_rules", 1): (f"{PLAIN}from lwopt_backend import register_elementwise\n", "step(model, optimizer)"),
+    ("optimizers", 2): (f"{PLAIN}from lwopt_backend import register_elementwise\n", "step(model, optimizer)"),
     ("owned", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
     ("owned", 1): (
         f"{OPTIMIZER}step, scheduler = 1, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)\n",
@@ -178,8 +178,8 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("start/hugging_face", 4): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),
     ("start/hugging_face", 5): (PLAIN + HUGGING_FACE, "assert optimizer.param_groups"),
     ("start/trainers", 2): ("", ""),
-    ("watching", 0): (OPTIMIZER, ""),
-    ("watching", 1): (
+    ("planning", 1): (OPTIMIZER, ""),
+    ("planning", 2): (
         f"{OPTIMIZER}optimizer.record_metrics()\nstep(model, optimizer)\n",
         "writer = SummaryWriter('events')\nwrite_metrics(writer, optimizer, 1, 0.5)\nwriter.close()\n"
         "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"

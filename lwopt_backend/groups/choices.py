@@ -180,7 +180,7 @@ def _rule_of(kind: str, name: object, where: str) -> str:
         others = {other for rules in KINDS.values() for other in rules} - set(KINDS[kind])
         of_other = f"{name!r} is a rule of the other kind; known here: {', '.join(map(repr, KINDS[kind]))}"
         if kind == "elementwise":
-            of_other += "; register_elementwise adds a class whose update is element-wise (docs/own_rules.md)"
+            of_other += "; register_elementwise adds a class whose update is element-wise (docs/optimizers.md)"
         hint = of_other if name in others else suggestion(name, KINDS[kind])
         raise ValueError(f"{where}: unknown rule {name!r}; {hint}")
     return name
