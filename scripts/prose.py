@@ -18,7 +18,7 @@ from proselint.registry import CheckRegistry
 from proselint.tools import LintFile
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE = ("lwopt_backend", "integrations", "examples", "scripts", "benchmarks")
+CODE = ("lwopt_backend", "integrations", "examples", "scripts", "benchmarks", "tests")
 START = r"(?:^(?:- |\d\. )?|(?<=[.!?:|]\s))"  # of a sentence, a cell or an item
 INSTEAD = {
     r"\bbeside\b(?!\.py)": "compared with, next to, in addition to",

@@ -26,8 +26,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def live_bytes(*, collect: bool = True) -> int:
-    """Bytes of the storages of all tensors that parameters, state and gradients may be, each counted once. Those
-    without a storage of their own, as DTensors and what FSDP2 has freed, hold nothing."""
+    """Bytes of the storages of all tensors that parameters, state and gradients may be, each counted once. DTensors and
+    what FSDP2 has freed have no storage of their kind, and hold nothing."""
     if collect:
         gc.collect()
     storages = {}

@@ -13,7 +13,7 @@ from lwopt_backend.runtime.collectives import TorchCollectives
 
 class Counted:
     """Counts all-to-alls on this rank while it is open, ``calls`` with even and uneven parts, and all-gathers of parts;
-    among which ``groups`` of ranks, and what is in flight. Of all-to-alls also the bytes received, and the most bytes
+    among which ``groups`` of ranks, and what is in flight; also the bytes that all-to-alls receive, and the most bytes
     of one, sent and received."""
 
     def __init__(self) -> None:

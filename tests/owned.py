@@ -75,7 +75,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Turn:
-    """One rank, between two steps. On one process all ranks have theirs, one after the other."""
+    """One rank, between two steps. On one process all ranks have their turns, one after the other."""
 
     model: Any
     step: int

@@ -77,7 +77,7 @@ class RankProcesses:
 
     def rest(self) -> None:
         """Between two tests: end processes that are in many groups, each of which keeps threads of gloo that poll."""
-        if self._device:  # which has many threads of its own
+        if self._device:  # which makes many threads itself
             return
         alive = all(process.is_alive() for process in self._processes)
         if not alive or any(psutil.Process(process.pid).num_threads() > MOST_THREADS for process in self._processes):

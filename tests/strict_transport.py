@@ -9,9 +9,9 @@ what arrives is delivered by ``Work.wait()``. Until then outputs hold NaN, or by
   kernels wait on the GPU, such ranks may hang. So a collective starts when all of its ranks have called it.
 - Limits. Contiguous tensors on the group's device, of NCCL's dtypes and reductions; no tags.
 - Peers that died. ``wait`` returns, outputs stay NaN, and the process ends ``GRACE`` later, as by NCCL's watchdog.
-- Faults, which raise in calls of ours and are listed in FSDP2's and DeepSpeed's: an input that changes between start
-  and wait, an output that is written before wait, a Work that is dropped without wait while its optimizer lives. An
-  output that is read before wait puts NaN into what is computed.
+- Faults, which raise in calls of this package and are listed in FSDP2's and DeepSpeed's: an input that changes between
+  start and wait, an output that is written before wait, a Work that is dropped without wait while its optimizer lives.
+  An output that is read before wait puts NaN into what is computed.
 
 ``settle`` raises what was found since the last call, so that no ``except`` on the way hides it.
 """

@@ -498,7 +498,7 @@ def test_wrapped_modules_are_seen_through() -> None:
 
 # torchtitan's modules, known by their attributes, and what they do with the outputs
 class FusedQKVLinear(nn.Module):
-    """Of every group of queries these, their key and their value."""
+    """Every group of queries has these, their key and their value."""
 
     def __init__(self, inputs: int = 24, heads: int = 6, kv_heads: int = 3, size: int = 4) -> None:
         super().__init__()

@@ -273,7 +273,7 @@ def test_wrong_logits_are_errors(logits: Any, message: str) -> None:
 
 @on_ranks(2)
 def test_other_optimizers_are_refused_with_what_to_pass() -> None:
-    """Also what ZeRO wraps ours in; and ours where a fused weight was left whole."""
+    """Also the optimizer that ZeRO wraps; and this package's where a fused weight was left whole."""
     with engine_for(config(2, rows=8, atoms={"qkv.weight": "whole"}), FusedLM()) as engine:
         for other, name in (
             (torch.optim.SGD(FusedLM().parameters()), "torch.optim.sgd.SGD"),

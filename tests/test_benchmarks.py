@@ -36,7 +36,7 @@ def figures(tmp_path: Path, benchmark: str, arguments: str) -> tuple[Any, str]:
 
 
 def steps(tmp_path: Path, metric: str, arguments: str = "") -> dict[str, dict[str, list[Any]]]:
-    """By engine and system, what every rank found. The program itself fails where ours is not torch.optim's result."""
+    """By engine and system, what every rank found. The program fails where our result is not torch.optim's."""
     arguments = f"--metric {metric} --layers 1 --width {WIDTH} --tokens 8 {arguments}"
     rows, _ = figures(tmp_path, "step", arguments)
     found: dict[str, dict[str, list[Any]]] = {}
@@ -82,7 +82,7 @@ def total(by_rank: list[Any], part: str = "step") -> Counter[str]:
 
 
 def check_traffic(stage: int, systems: dict[str, Counter[str]]) -> None:
-    """Weights and gradients travel as with DeepSpeed's AdamW; ours adds its all-to-alls, the same on both ways."""
+    """Weights and gradients travel as with DeepSpeed's AdamW; this package adds all-to-alls, alike on both ways."""
     ours, theirs, adamw = (systems[name] for name in (OURS, THEIRS, "AdamW"))
     small = 200  # bytes: norms, flags
     assert 0 < ours.pop("alltoall_base") <= 2 * (MATRIX_BYTES // 2)  # there and back, in bf16
@@ -98,7 +98,7 @@ def check_traffic(stage: int, systems: dict[str, Counter[str]]) -> None:
 
 @pytest.mark.full
 def test_momentum_is_kept_once_over_all_ranks(tmp_path: Path) -> None:
-    """That ours is what the planner says: test_planned.py. DeepSpeed's Muon gathers momentum, or keeps it twice."""
+    """What this package keeps is planned: test_planned.py. DeepSpeed's Muon gathers momentum, or keeps it twice."""
     found = steps(tmp_path, "memory", f'--system {OURS} torch.optim.Muon "{THEIRS}"')
     for engine in ("plain", "modules", "fsdp2", "zero0", "zero1", "zero2", "zero3", "owned"):
         for name, by_rank in found[engine].items():
@@ -159,7 +159,7 @@ def test_rules(tmp_path: Path) -> None:
                 assert row["difference"] < 0.1  # rounding
 
 
-# What the rank with most launches does at most in a step of 12 matrices of 4 shapes on 2 ranks:
+# What the rank with the most launches does at most in a step of 12 matrices of 4 shapes on 2 ranks:
 # operations outside Newton-Schulz, batches in it, reads by the host, collectives.
 LAUNCHES = {
     "plain": (22, 4, 1, 2),

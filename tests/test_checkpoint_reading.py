@@ -150,7 +150,7 @@ def test_what_deepspeeds_converter_makes_is_read(ranks: RankPool, tmp_path: Path
 # FSDP2
 @on_ranks(2)
 def test_owners_state_of_other_parts_is_refused() -> None:
-    """Of as large ones: these rows lie one after the other, those interleaved."""
+    """The parts are as large: these rows lie one after the other, those interleaved."""
     rules = {"matrix": SECTIONS["soap"], "elementwise": ELEMENTWISE["adamw"], "report": False, "bucket_matrices": 2}
     other = {**PARTS, "layers.0.weight": {"qkv": [27, 18, 18], "groups": 1}}
     saved, optimizer = (LayerWiseOptimizer(shard("rows", "fp32").model, **rules, atoms=one) for one in (PARTS, other))
@@ -161,7 +161,7 @@ def test_owners_state_of_other_parts_is_refused() -> None:
 
 @on_ranks(2, 4)
 def test_any_box_is_that_of_the_whole(tmp_path: Path) -> None:
-    """Of tensors cut by rows, by columns and in rectangles, and of what is replicated."""
+    """Tensors are cut by rows, by columns and in rectangles, or replicated."""
     sharded = shard("tensor parallel" if dist.get_world_size() == 4 else "columns", "fp32")
     dcp.save({"model": get_model_state_dict(sharded.model)}, checkpoint_id=tmp_path)
     folder = DcpFolder(tmp_path)

@@ -31,7 +31,7 @@ from tests.megatron_torch import SCHEDULE
 
 # Megatron's, over the formats that are written
 OVER = ("universal", "dcp", "universal")
-SETUPS: dict[str, dict[str, Any]] = {  # beside what there are genuine ones of
+SETUPS: dict[str, dict[str, Any]] = {  # in addition to the genuine ones
     "muon, experts": {"experts": True},
     "muon, sharded experts": {"experts": True, "style": "single", "ep": 2},
     "adam, tied": {"muon": False, "tied": True},
@@ -227,7 +227,7 @@ def test_files_are_the_same_whatever_the_number_of_workers(
 
 
 def test_parts_of_tensors_are_read_without_the_rest() -> None:
-    """Of one that lies in three pieces, or under another shape: ranges reach through to the files."""
+    """A tensor lies in three pieces, or has another shape: ranges reach through to the files."""
     read: list[tuple[int, int]] = []
     pieces = [watched(torch.arange(start, stop), read, start) for start, stop in ((0, 7), (7, 27), (27, 30))]
     whole = end_to_end(pieces, (5, 6)).view((30,)).view((3, 10)).piece(4, 29)

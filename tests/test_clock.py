@@ -176,7 +176,7 @@ def test_rings_leave_a_node_by_all_cards_and_all_to_alls_by_one() -> None:
     assert rates.wire(Start("", "all-to-all", 0, 8), 70) == 40, "four of seven other ranks are in other nodes"
 
 
-# Reality: four ranks over gloo, whose rule and passes sleep for as long as the clock says, and whose wire does, too.
+# Reality: four ranks over gloo, whose rule and passes sleep for as long as the clock says, and so does their wire.
 
 REAL = Rates(Machine("real", 7.5e7, 4e5, 0.0), math.inf, launch=0.0, collective=0.0, blocking=True)
 LAYERS = [[f"layers.{i}.{name}", shape] for i in range(6) for name, shape in LAYER.items()]
@@ -324,7 +324,7 @@ def test_attach_starts_the_exchange_in_the_backward_pass(studied: Callable[..., 
     early_work = {
         span.where for span in attached.spans[0] if span.what.startswith("exchange out") and span.where != "wire"
     }
-    assert "beside" in early_work, "early exchanges are on a stream of their own"
+    assert "beside" in early_work, "early exchanges are on a separate stream"
 
 
 def test_what_has_come_of_owned_storage_is_added_beside_the_backward_pass(studied: Callable[..., Study]) -> None:

@@ -79,7 +79,7 @@ DEMANDING = {"name": "torch_optimizer", "class": Demanding}
 def test_names_and_defaults_are_torchs(options: Any, optimizer: Any) -> None:
     theirs = inspect.signature(optimizer.__init__).parameters
     for name, field in options.model_fields.items():
-        if name in theirs:  # the others are ours
+        if name in theirs:  # the others are this package's
             assert field.default == theirs[name].default, name
     assert optimizer is not torch.optim.Muon or set(options.model_fields) >= set(theirs) - {"self", "params"}
 
@@ -106,7 +106,7 @@ def test_sections_name_the_rules_their_options_and_those_of_some_parameters() ->
     assert (everything.matrix, everything.elementwise) == ({"name": "soap"}, {"name": "lion"})
     assert rules.matrix.changed(everything.matrix, "here").rule == "soap"
     beside, _ = settings(lr=0.5, weight_decay=0.25)
-    assert beside.matrix.options.weight_decay == 0.25, "beside the sections: the matrix's"
+    assert beside.matrix.options.weight_decay == 0.25, "in addition to the sections: the matrix's"
     assert settings(matrix={"name": "soap"}, lr=0.5)[0].matrix.lr == 0.5
 
 
@@ -116,7 +116,7 @@ def test_arguments_in_python_may_mix_the_rules_options_with_the_hosts() -> None:
     assert (rules.matrix.options.momentum, rules.matrix.lr, host.bucket_mb) == (0.8, 0.02, 1.0)
     assert host.exclude == ("1.*",), "one glob need not be in a list"
     assert (rules.elementwise.options.eps, rules.elementwise.lr) == (1e-6, 3e-4)
-    assert arguments(DEMANDING, momentum=0.5)[0].matrix.options.momentum == 0.5, "what a class requires, too"
+    assert arguments(DEMANDING, momentum=0.5)[0].matrix.options.momentum == 0.5, "also what a class requires"
 
 
 RMSPROP = {"name": "torch_optimizer", "class": "torch.optim.RMSprop", "alpha": 0.5}

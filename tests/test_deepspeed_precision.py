@@ -16,7 +16,7 @@ from tests.models import largest_difference
 from tests.on_ranks import on_ranks
 from tests.zero import Masters, batch_shares, engine_for, settings_for, there_is, train
 
-LOOKS_AT_THE_NORM = [] if deepspeed.__version__ == "0.19.7" else ["fp32"]  # ZeRO, for gradients that are not finite
+LOOKS_AT_THE_NORM = [] if deepspeed.__version__ == "0.19.7" else ["fp32"]  # ZeRO, for non-finite gradients
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,7 +59,7 @@ def test_16_bit_owned_training_equals_fp32_masters(layout: str, precision: str, 
     precision=["fp32", "bf16", "fp16"],
 )
 def test_gradients_not_finite_skip_the_step_and_the_next_is_exact(storage: str, stage: int, precision: str) -> None:
-    """Of one rank, before the first and the third step; beside a reference that takes four."""
+    """One rank has them before the first and the third step; the reference takes four."""
     settings, is_fp16, scale = settings_for(storage, stage, precision), precision == "fp16", 1.0
     settings["scheduler"] = {"type": "CosineAnnealingLR", "params": {"T_max": 10}}
     if is_fp16:
@@ -124,7 +124,7 @@ def test_autocast_to_bf16_trains_fp32_weights_that_owned_storage_has(stage: int)
 
 # Clipping
 def norms_of(states: Any) -> dict[str, Tensor]:
-    """Of what all ranks, or one process, have of Muon's momentum and of AdamW's first moment, squared."""
+    """Squared norms of what all ranks, or one process, have of Muon's momentum and of AdamW's first moment."""
     squares = {"momentum_buffer": torch.zeros(()), "exp_avg": torch.zeros(())}
     for state in states:
         for key, total in squares.items():

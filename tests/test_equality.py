@@ -117,7 +117,7 @@ def test_fsdp2(ranks: RankPool, accumulation: int, attach: bool) -> None:
 
 
 # Rules meet engines through four protocols: a rule, one with state that only owners have, one that sees the weight, one
-# that goes by norms, whose sums are added over the ranks. They came out in the same bits; 1e-6 is what is promised.
+# that uses norms, whose sums are added over the ranks. They came out in the same bits; 1e-6 is what is promised.
 OF_EACH = ("sum, coupled", "adamuon", "soap", "muonh")
 SEVERAL = [  # rules in further circumstances; DeepSpeed steps each sub-group of ZeRO-3 by itself
     (1, SECTIONS, Cell("plain")),

@@ -90,7 +90,7 @@ def test_the_exchange_has_a_communicator_of_its_own_which_optimizers_share() -> 
 
 
 def touch_one_element(run: BesideTwin) -> None:
-    """Of one matrix, on one rank."""
+    """One matrix, on one rank."""
     if dist.get_rank() == 1:
         run.model.layers[2].weight.grad.to_local()[0, 0] += 1.0
 
@@ -108,7 +108,7 @@ def change_the_momentum(run: BesideTwin) -> None:
 TOUCH: dict[str, Callable[[BesideTwin], object]] = {
     "left alone": lambda run: None,
     "clipped by torch": lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05),
-    "clipped by ours": lambda run: run.optimizer.clip_grad_norm_(0.05),
+    "clipped by lwopt": lambda run: run.optimizer.clip_grad_norm_(0.05),
     "clipped at a large norm": lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e6),
     "unscaled": unscale,
     "touched in one element": touch_one_element,
@@ -147,7 +147,7 @@ def test_all_buckets_leave_in_backward_and_only_return_in_the_step(touch: str) -
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("touch", "again"),
-    [("clipped by torch", ALL), ("clipped by ours", ALL), ("unscaled", ALL), ("touched in one element", 1)],
+    [("clipped by torch", ALL), ("clipped by lwopt", ALL), ("unscaled", ALL), ("touched in one element", 1)],
 )
 def test_touched_gradients_are_exchanged_again_and_then_left_alone_for_a_while(touch: str, again: int) -> None:
     in_backward, in_step = calls_of(touch, 8)

@@ -134,7 +134,7 @@ def compiled(system: Any) -> None:
 
 
 def watched(engine: str, device: str) -> Row:
-    """What ours dispatches in its fourth step; on a GPU also where it waits in its fifth, and its kernels then."""
+    """What our step dispatches, the fourth; on a GPU also where it waits in the fifth, and its kernels then."""
     with training(engine, device, matrices_only=True, layers=3) as (system, setting, step_watch):
         hooks = importlib.import_module("step_systems").Hooks
         steps(system, setting, hooks(), range(3))

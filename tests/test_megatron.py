@@ -56,7 +56,7 @@ def assert_exact(found: Checkpoint, known: Truth, in_order: bool = True) -> None
     assert same(tensors, known), [name for name in known if not same(tensors.get(name, {}), known[name])]
 
 
-# What is written by 0.14 to 0.19, beside what there are genuine folders of
+# What is written by 0.14 to 0.19, in addition to the genuine folders
 EP, MOE = dict(family="moe", ep=2), dict(family="moe", dp=2)
 BUCKETS = {"arguments": {"overlap_grad_reduce": True, "ddp_num_buckets": 3}}
 SMALL = {"arguments": {"overlap_grad_reduce": True, "ddp_bucket_size": 400}}
@@ -388,7 +388,7 @@ def released(step: Path) -> None:
 
 
 def nested(state: dict[str, Any]) -> None:
-    """Optimizers chained in a chained one, as where Muon has one for experts, beside Adam in flat buckets."""
+    """Optimizers chained in a chained one, as where Muon has one for experts, with Adam in flat buckets."""
     for key in [key for key in state if key.startswith("chained_0.")]:
         state[f"chained_0.chained_{int('.experts.' in key)}.{key.removeprefix('chained_0.')}"] = state.pop(key)
 
@@ -445,7 +445,7 @@ BIAS = "decoder.layers.0.mlp.router.expert_bias"
 PLAIN, ALONE = Setup(muon=False), ("no optimizer state", "'extra'")
 DECOUPLED = TorchSetup(arguments={"decoupled_lr": 0.1})
 OTHER_FORMS: dict[str, tuple[TorchSetup | Setup | None, Damage, Callable[[Checkpoint], bool]]] = {
-    "torch, a learning rate of its own for embeddings": (DECOUPLED, edited(decoupled_rate), embeddings_are_apart),
+    "torch, a separate learning rate for embeddings": (DECOUPLED, edited(decoupled_rate), embeddings_are_apart),
     "torch, Transformer Engine's names": (ONE, edited(transformer_engine), steps_are(7.0)),
     "torch, a buffer": (
         TorchSetup("moe"),
@@ -480,7 +480,7 @@ OTHER_FORMS: dict[str, tuple[TorchSetup | Setup | None, Damage, Callable[[Checkp
 }
 OTHER_STATES: dict[str, dict[str, Any]] = {  # what other optimizers' arguments are
     "Lion": {"optimizer": "lion"},
-    "Lion beside Muon": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
+    "Lion with Muon": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
     "adaptive_muon": {"optimizer": "adaptive_muon"},
     "fp16 before its first step": {"optimizer": "adam", "fp16": True},
 }
@@ -569,7 +569,7 @@ def test_names_of_other_attention_and_of_layers_that_differ(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("layer_fragments", [1, LAYERS])
 def test_model_space_fragments(tmp_path: Path, layer_fragments: int) -> None:
-    """Up to 0.15: states cut into fragments of which each is flat, their real shapes beside DCP's metadata."""
+    """Up to 0.15: states cut into fragments of which each is flat, their real shapes in DCP's metadata."""
     step, known = made(Setup("fully_sharded_model_space", muon=False), tmp_path)
     shapes = {}
 

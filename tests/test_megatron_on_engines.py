@@ -314,7 +314,7 @@ def test_megatrons_run_goes_on_with_fsdp2(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_megatrons_run_goes_on_in_plain_pytorch(sources: dict[str, Source], tmp_path: Path, dtype: torch.dtype) -> None:
-    """Its weights were in bf16; ours may be, with masters that are its masters, or are these."""
+    """Megatron's weights were in bf16. Here they may be, with Megatron's masters as masters, or are these masters."""
     source = sources["muon"]
     succeeds("convert", source.folder, tmp_path / "dcp", "--to", "dcp", "--json")
     model = Named(source.shapes).to(dtype)
@@ -358,7 +358,7 @@ SAID: dict[str, tuple[Callable[[Group], Group], str, dict[str, Any], dict[str, A
         {"nesterov": True, "extra_scale_factor": 0.5, "momentum": 0.9},
         [f"/step: {TRAINED}from, and continues with the options configured here"],
     ),
-    "an Adam that is not ours": (
+    "an Adam that no rule here is": (
         coupled,
         "",
         CONFIGURED,

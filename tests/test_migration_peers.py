@@ -175,7 +175,7 @@ def test_wrong_conversions(how: dict[str, Any], message: str) -> None:
         convert_named_momentum(state, **{"momentum": 0.9, "source": "ema", "target": "sum", **how})
 
 
-# Their state. That torch's is read, and shares no memory with theirs, is seen where engines go on with it
+# Their state. That torch's is read, and shares no memory with torch's, is seen where engines go on with it
 def test_state_is_read_by_name_where_it_is_by_name() -> None:
     model = nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.Muon([("weight", model.weight)], lr=0.1)

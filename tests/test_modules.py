@@ -41,7 +41,7 @@ INF, NAN = math.inf, math.nan
 NAMES = ("vision", "language")
 BIASES: dict[str, Any] = {"clip_groups": {"biases": {"params": "*.bias", "max_norm": 0.002}}}
 OWNED = "owned and owned"
-SPLITS = ["01|23", "0|123", "012|123", "0123|0123", "0|0"]  # beside each other, overlapping, everywhere, all on one
+SPLITS = ["01|23", "0|123", "012|123", "0123|0123", "0|0"]  # side by side, overlapping, everywhere, all on one
 
 
 def model_of(name: str) -> nn.Module:
@@ -247,7 +247,7 @@ def test_parameters_equal_one_process_that_holds_both_modules(
     split: str, accumulation: int, clip: Any, options: dict[str, Any], kinds: str
 ) -> None:
     """Clipped by the one norm over both, which counts each element once, with one limit or one for each; biases of both
-    by theirs."""
+    by the limit of their group."""
     run = Beside(split, kinds, **options)
     run.train(range(3), accumulation=accumulation, clip=clip)
     run.check()

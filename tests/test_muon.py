@@ -403,7 +403,7 @@ def test_the_floor_is_under_the_updates_norm_over_the_weights(floor: float, shap
 
 # Coefficients
 def minimax_quintic(low: float, high: float) -> list[float]:
-    """Of odd polynomials of degree 5, the one nearest to one on [low, high] (Remez' exchange, fp64)."""
+    """The odd polynomial of degree 5 that is nearest to one on [low, high] (Remez' exchange, fp64)."""
     inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
     error = previous = math.inf
     while error == math.inf or abs(error - previous) > 1e-15:

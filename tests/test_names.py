@@ -388,7 +388,7 @@ def test_states_of_another_form_follow_a_rename_only() -> None:
 
 
 def test_which_matrices_there_are_follows_a_rename_only() -> None:
-    """Of what is split, joined or permuted these elements are not the same any more, so nothing is said of it."""
+    """A split, join or permutation changes which elements these are, so nothing is said of them."""
     weights, arguments = core()
     fc1, fc2, qkv = (f"{LAYER}.{name}" for name in ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", QKV))
     matrices = {name: [f"some rows of {name}", "others"] for name in (fc1, fc2, qkv)}

@@ -18,8 +18,8 @@ from tests.zero import OWN_ROWS, Reference, build, engine_for, own_rows, own_set
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_backward_pass_that_fails_is_an_error_on_every_rank_and_training_can_go_on(stage: int) -> None:
-    """The second step's, on rank 1, after some gradients have come. What else is wrong with a pass, or with the model,
-    is told in the same way: tests/test_owned_failures.py."""
+    """The second step's, on rank 1, after some gradients have come. Other faults of a pass, or of the model, are
+    told in the same way: tests/test_owned_failures.py."""
 
     def fail(grad: Tensor) -> None:
         raise FloatingPointError("stumbled")

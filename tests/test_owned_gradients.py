@@ -127,7 +127,7 @@ SUBSETS |= {"two globs": ["embedding.*", "*bias"], "one parameter": "gate.weight
 
 
 def with_zeros(tied: bool = False) -> nn.Module:
-    """Of three parameters, half of the gradient's elements are exactly zero, the same ones on every rank."""
+    """Half of the elements of three parameters' gradients are exactly zero, the same ones on every rank."""
     model = exact_sums(UnevenLM(tied=tied))
     for name in ("layers.2.weight", "layers.2.bias", "embedding.weight"):
         param = model.get_parameter(name)
@@ -180,8 +180,8 @@ def test_norms_zeros_and_clips_equal_one_process(group_size: int | None, layout:
 @on_ranks(3)
 @pytest.mark.parametrize("bad", [-1, 0, 1, 2])
 def test_no_norm_and_no_maximum_hides_a_nan(bad: int) -> None:
-    """On one rank. Of gradients, of order infinity and 2, and of a number per rank: gloo's own maximum goes on. The
-    step goes through with it, as torch's does."""
+    """One rank has the NaN: norms of gradients, of order infinity and 2, and a number per rank. gloo's own maximum
+    ignores a NaN. The step goes through with it, as torch's does."""
     optimizer, rank = after_backward(), dist.get_rank()
     optimizer.grad_norm()
     if rank == bad:

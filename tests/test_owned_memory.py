@@ -180,7 +180,7 @@ def peak_of(buckets: list[Bucket], rank: int, wire: int, owned: int) -> int:
 
 
 def check_peak(dtype: str, layers: int, options: dict[str, Any]) -> None:
-    """Of that many layers, whose peak is known, or of a model with element-wise buckets, which stay open beside."""
+    """That many layers have a known peak; without any, a model has element-wise buckets, which stay open meanwhile."""
     itemsize, kept = DTYPES[dtype].itemsize, bool(options.get("keep_full_grads"))
     if not layers:
         peak_of_backward(optimizer_for(UnevenLM(), **options), itemsize, kept)

@@ -99,12 +99,12 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("there", ["alone", "over ours"])
+@pytest.mark.parametrize("there", ["alone", "over a save"])
 @on_ranks(2)
 def test_a_save_over_another_programs_checkpoint_is_refused_before_it_writes(tmp_path: Path, there: str) -> None:
-    """Of FSDP2's or plain PyTorch's model, by torch's own dcp.save, which leaves our manifest where it is."""
+    """torch's own dcp.save has written FSDP2's or plain PyTorch's model, and leaves our manifest where it is."""
     _, optimizer = trained(layout="padded")
-    if there == "over ours":
+    if there == "over a save":
         optimizer.save_state_dict(tmp_path)
     dcp.save({"model": UnevenLM().state_dict()}, checkpoint_id=tmp_path)
     dist.barrier()

@@ -58,8 +58,8 @@ def build(what: str, source: Path, destination: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that has the wheel, what pip installs for it, and the torch that is here. Of
-    what is here only torch and its requirements are linked into it, so that a requirement that we forget to name is
+    """The interpreter of an environment that has the wheel, what pip installs for it, and the torch that is here.
+    Only torch and its requirements are linked into it, so that a requirement that we forget to name is
     missing. They are pinned: pip would replace what the links lead to."""
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder, symlinks=True)

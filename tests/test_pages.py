@@ -73,7 +73,7 @@ def named_in(rows: str) -> set[str]:
 def test_deepspeeds_commands_run(request: pytest.FixtureRequest, ranks: RankPool, command: str, tmp_path: Path) -> None:
     """The unmodified script's under the launcher; the other so in `make test-full` only."""
     files, unmodified = dict(FILES), "--module" in command
-    if unmodified:  # no line of ours
+    if unmodified:  # no line of this package
         plain = FILES["train.py"].replace("from lwopt_backend.integrations import deepspeed_zero\n", "")
         files["train.py"] = plain.replace("deepspeed_zero.register()\n", "") + SAYS_ITS_RANK
     for name, text in files.items():

@@ -308,7 +308,7 @@ def test_gradients_of_one_rank_that_are_not_finite_are_one_decision_of_all(engin
 # A rank that fails: it raises its own error, and the others end when its program does
 def in_a_hook(engine: Engine) -> None:
     optimizer = engine.optimizer
-    while hasattr(optimizer, "optimizer"):  # DeepSpeed's, around ours
+    while hasattr(optimizer, "optimizer"):  # DeepSpeed's, around this package's
         optimizer = optimizer.optimizer
     optimizer.register_step_pre_hook(fail)
 

@@ -293,7 +293,7 @@ def test_what_cannot_be_trained_is_an_error_on_every_rank(make: Callable[[], Non
 
 @on_ranks(2)
 def test_a_failure_on_one_rank_stops_the_others_with_its_message() -> None:
-    """Of both storages, when an engine is built; and before the first exchange, where storage is not as planned."""
+    """When an engine of either storage is built; and before the first exchange, where storage is not as planned."""
     for settings in (config(2), ON_OWNED):
         error = error_of(other_options_on_rank_1, settings, include=["nowhere"])
         if dist.get_rank() == 1:

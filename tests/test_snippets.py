@@ -91,10 +91,10 @@ from lwopt_backend.migration import from_checkpoint
 matrices, others = ["0.weight", "2.weight"], ["0.bias", "2.bias"]
 params, named = dict(model.named_parameters()), {}
 for cls, names in ((torch.optim.Muon, matrices), (torch.optim.AdamW, others)):
-    theirs = cls([params[name] for name in names])
+    other = cls([params[name] for name in names])
     model(batch).square().mean().backward()
-    theirs.step()
-    named |= from_checkpoint(theirs.state_dict(), names, source=f"torch.optim.{cls.__name__}")
+    other.step()
+    named |= from_checkpoint(other.state_dict(), names, source=f"torch.optim.{cls.__name__}")
 """
 )
 HUGGING_FACE = f"""

@@ -127,8 +127,8 @@ def test_a_fault_is_found(strict: Callable[[int], RankPool], fault: str) -> None
 
 
 def deliver() -> None:
-    """Values, and flags, which hold poison until they are waited for. Of a Work that goes with its owner nothing is
-    said. What others drop is delivered and listed."""
+    """Values, and flags, which hold poison until they are waited for. Nothing is said of a Work that goes with its
+    owner. What others drop is delivered and listed."""
     tensors = torch.ones(4), torch.ones(4, dtype=torch.bfloat16), torch.ones(1, dtype=torch.int32)
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     assert all(tensor.isnan().all() for tensor in tensors[:2]) and tensors[2].item() == 0xA5A5A5A5 - 2**32

@@ -83,7 +83,7 @@ def test_torchs_sequence(form: str) -> None:
     now = weights_of(model)
     train(model, adamw, range(3, 6))
 
-    # torch's into ours. What is flat and full, torch cannot cut, for its own AdamW either.
+    # torch's into this package's. What is flat and full, torch cannot cut, for its own AdamW either.
     next_model, fresh = ours_on("fsdp2")
     dcp_state.set_model_state_dict(next_model, dict(now), options=StateDictOptions(full_state_dict=True))
     how = in_flat if "flat" in form else StateDictOptions(full_state_dict=True, broadcast_from_rank0="CPU" in form)
@@ -91,7 +91,7 @@ def test_torchs_sequence(form: str) -> None:
         saved = like(saved, get_optimizer_state_dict(next_model, fresh, options=in_flat))
     set_optimizer_state_dict(next_model, fresh, saved, options=how)
 
-    # Ours into torch's.
+    # This package's into torch's.
     other, other_adamw = torchs()
     other.load_state_dict(now)
     given = whole_of(get_optimizer_state_dict(our_model, ours, options=in_flat))

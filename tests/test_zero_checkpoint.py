@@ -195,7 +195,7 @@ Saving = Callable[..., tuple[str, dict[str, Weights]]]
 
 
 def settings_at(kind: str, stage: int, precision: str = "fp32", **options: Any) -> dict[str, Any]:
-    """Of a storage, or AdamW's, in one param group or in those that ours would make."""
+    """Either storage, or AdamW, in one param group or in those that this package would make."""
     if not kind.startswith("AdamW"):
         return settings_for(kind, stage, precision, rows=4, **options)
     adamw = {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}}
@@ -272,7 +272,7 @@ REFUSED: list[Row] = [
             (1, 1, ".*with load_optimizer_states=False$"),
             (2, 4, ".*with load_optimizer_states=False$"),
             (3, 1, ".*with load_optimizer_states=False$"),
-            (3, 4, ".*true}$"),  # DeepSpeed would wait for ever for the ranks that find no file of theirs
+            (3, 4, ".*true}$"),  # DeepSpeed would wait for ever for the ranks that find no file
         )
     ),
     (("zero", 3), ("zero", 3), 4, WEIGHTS_ONLY, "expected 4 data-parallel ranks, found 2"),
@@ -283,7 +283,7 @@ REFUSED: list[Row] = [
     ),
     (("owned", 0), ("owned", 1), 2, {}, STAGE.format("0", 1)),
     (("owned", 1), ("owned", 0), 2, {}, STAGE.format("1 or 2", 0)),
-    # Also where other numbers of parameters make DeepSpeed speak of parameter alignment.
+    # Also where a different count of parameters makes DeepSpeed speak of parameter alignment.
     *(
         (("zero", stage, only(theirs)), ("zero", stage, only(ours)), 2, {}, PLACED.format(name, group))
         for stage, theirs, ours, name, group in (
@@ -386,7 +386,7 @@ OWNED_NOW = {0: [0], 1: [1, 4], 2: [2, 3, 5], 3: []}
 
 
 def owner_state_of(number: int) -> dict[str, Any]:
-    """Of other sizes than any other matrix has, nested, in several dtypes; one tensor lies by columns, one in parts."""
+    """Sizes that no other matrix has, nested, in several dtypes; one tensor lies by columns, one in parts."""
     seeded = torch.Generator().manual_seed(number)
     left, right, wide = (torch.randn(3 + number, size, generator=seeded) for size in (5, 7, 9))
     factors = [left.T, right.bfloat16(), wide[:, ::2], torch.empty(0, 3)]

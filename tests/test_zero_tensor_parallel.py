@@ -253,7 +253,7 @@ def test_shards_by_auto_tp_too(tmp_path: Path, stage: int, precision: str, how: 
 @on_ranks(2)
 @cells(lambda stage, how: stage > 0 or how == "fp32", stage=[0, 1, 2], how=["fp32", "bf16+fp32", "offload"])
 def test_a_gradient_that_is_not_finite_in_a_copy_of_one_rank_is_known_to_all(stage: int, how: str) -> None:
-    """Of a vector that every rank has whole, on the rank whose copy the norm does not count."""
+    """The gradient is that of a vector that every rank has whole, on the rank whose copy the norm does not count."""
     settings = settings_of(stage, how if how in PRECISIONS else "fp32", atoms=FUSED)
     if how == "offload":
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
@@ -281,7 +281,7 @@ class Sharded(NamedTuple):
     def settings(self, stage: int, shards: int = SHARDS) -> dict[str, Any]:
         if self.rule == "muon":
             return settings_of(stage, shards=shards, atoms=FUSED)
-        atoms = FUSED if shards > 1 else {}  # how an excluded weight is cut, too
+        atoms = FUSED if shards > 1 else {}  # also how an excluded weight is cut
         entry = layer_wise(self.rule, exclude=["gated.weight"], atoms=atoms)
         return settings_of(stage, shards=shards) | {"optimizer": entry}
 

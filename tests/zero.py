@@ -68,7 +68,7 @@ def there_is(storage: str, stage: int, **_: Any) -> bool:
 @contextlib.contextmanager
 def engine_for(settings: dict[str, Any], model: nn.Module | None = None, **kwargs: Any) -> Iterator[Any]:
     """A real engine on this rank's model, destroyed afterwards so that the rank can be borrowed again. In fp16 too: a
-    CPU without units for it computes it all the same, but says that it does not."""
+    CPU without units for it computes it anyway, but says that it does not."""
     deepspeed_zero.register()
     model = model or UnevenLM()
     kwargs.setdefault("model_parameters", list(model.parameters()))
@@ -251,7 +251,7 @@ LOSS_SCALE = 2**10  # of the reference, for fp16
 
 
 class Beside:
-    """Engines beside one process that steps on the gradients which DeepSpeed has reduced, whatever ranks share. Those
+    """Engines, and one process that steps on the gradients which DeepSpeed has reduced, whatever ranks share. Those
     have to be the gradients of the whole batch, which the process computes, and the weights its weights."""
 
     def __init__(

@@ -22,7 +22,7 @@ from tests.ranks import RankPool
 
 LIBC = ctypes.CDLL("libc.so.6")
 MOST_GROWTH = 12 << 20  # bytes of a process, of what malloc does not see: its allocators round and cache
-# Of each round, half of what has to be found: bytes in use of malloc, and Python's blocks, of at most 512 bytes each.
+# Half of what has to be found in each round: bytes in use of malloc, and Python's blocks, of at most 512 bytes each.
 MOST_A_STEP, MOST_A_ROUND = (512, 1), (32 << 10, 64)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 

@@ -19,7 +19,7 @@ from tests.migration import entry
 from tests.rule_steps import random
 
 STEPS = 20
-LIMIT = 0.03  # of what a matrix moves by: both iterate in bf16, and dion takes its step in it, too; found 0.014
+LIMIT = 0.03  # of what a matrix moves by: both iterate in bf16, and dion also takes its step in it; found 0.014
 ELEMENTWISE = 1e-4  # with cautious decay, an element near zero may be decayed by one of them alone; found 3e-5
 
 

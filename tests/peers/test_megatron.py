@@ -112,7 +112,7 @@ class Anything(ModuleType):
 def without_triton() -> Iterator[None]:
     """Emerging-Optimizers can be imported, and compiles nothing. It also needs a word of Python 3.12."""
     import torch._dynamo
-    import torch.utils._triton  # notes now that there is no Triton
+    import torch.utils._triton  # notes now that Triton is missing
 
     torch.utils._triton.has_triton_package()
     triton = Anything("triton")

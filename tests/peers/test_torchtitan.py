@@ -65,7 +65,7 @@ def trained(
 def test_it_trains_what_torch_optim_trains(folder: Path) -> None:
     """Both have other orders of sums in Newton-Schulz, which multiplies roundings of 1e-7 by 3.4 in each of 5 steps."""
     ours, _ = trained(folder, "ours", "muon", processes=1)
-    theirs, _ = trained(folder, "theirs", "theirs", processes=1)
+    theirs, _ = trained(folder, "theirs", "torch", processes=1)
     weights = [name for name, value in theirs.items() if value.ndim == 2 and "optimizer" not in name]
     assert len(weights) == 2 * 7 + 2
     for name in weights:

@@ -1,8 +1,8 @@
 """torchtitan's own trainer on CPU ranks, with our optimizer as ``--override.imports`` gives it.
 
-torchrun torchtitan_llama3.py FOLDER RUN muon|normuon|theirs STEPS: it has FOLDER/tokenizer and FOLDER/texts,
+torchrun torchtitan_llama3.py FOLDER RUN muon|normuon|torch STEPS: it has FOLDER/tokenizer and FOLDER/texts,
 checkpoints into FOLDER/RUN every 3 steps, and goes on from the last of those, at last writing all state into
-FOLDER/RUN/held.pt. With "resized" the checkpoint is of another number of ranks.
+FOLDER/RUN/held.pt. With "resized" the checkpoint is of a different number of ranks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(folder: Path, run: str, kind: str, steps: int, resized: bool) -> None:
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the others are compiled
     config.hf_assets_path, config.dump_folder = str(folder / "tokenizer"), str(folder / run)
-    if kind == "theirs":
+    if kind == "torch":
         config.optimizer = TorchsOptimizers.Config()
     else:
         rules = {"matrix": {"name": kind, "ns_dtype": "float32", **MUON}, "elementwise": {"name": "adamw", **ADAMW}}
@@ -83,7 +83,7 @@ def main(folder: Path, run: str, kind: str, steps: int, resized: bool) -> None:
     read_texts(config, folder / "texts")
     config.parallelism.spmd_backend = "partial_dtensor"
     config.checkpoint.enable, config.checkpoint.interval = True, 3
-    config.checkpoint.exclude_from_loading = ["dataloader"] if resized else []  # it is of another number of ranks
+    config.checkpoint.exclude_from_loading = ["dataloader"] if resized else []  # it is of a different number of ranks
     config.validator.enable, config.debug.seed = False, 1
     trainer = config.build()
     for module in trainer.model_parts[0].modules():
