@@ -2,17 +2,22 @@
 
 import csv
 import hashlib
+import json
 import random
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from benchmarks import public_models
 from lwopt_backend.plan import Atom, FlatPartition, MatrixPlan, MeshLayout, Sharding, plan_matrices, plan_spread
 from lwopt_backend.plan.buffers.layout import LAYOUTS, OwnedParam
 from lwopt_backend.plan.buffers.owned import plan_owned
-from lwopt_backend.plan.cost import MACHINES, newton_schulz_flops
+from lwopt_backend.plan.cost import CLUSTERS, MACHINES, newton_schulz_flops
 from lwopt_backend.plan.owners import Limits
+from lwopt_backend.planner.setting import Setting
+from lwopt_backend.planner.shapes import read_shapes_json
+from lwopt_backend.planner.study import Deployment, Study, plan_study
 
 
 @cache
@@ -26,6 +31,22 @@ def figures() -> list[dict[str, str]]:
 def model(name: str, flavour: str = "hf") -> tuple[Atom, ...]:
     """A public model's matrices in model order, as the benchmark has them."""
     return tuple(public_models.atoms(name, flavour))
+
+
+# Studies of a small model, as `lwopt plan` makes them
+LAYER = {"q.weight": [64, 64], "o.weight": [64, 64], "up.weight": [200, 64], "down.weight": [64, 200], "norm": [64]}
+MODEL = [[f"layers.{i}.{name}", shape] for i in range(3) for name, shape in LAYER.items()]
+SMALL = {"bucket_mb": 0.05}
+
+
+def study_in(
+    path: Path, engine: str, ranks: int, options: dict[str, Any], *, shapes: list[Any] = MODEL, spread: Any = ()
+) -> Study:
+    """``options`` are the engine's, and ``dtype``; ``spread`` is over stages, tensor and expert parallelism."""
+    path.write_text(json.dumps(shapes))
+    given = {key: value for key, value in options.items() if key != "dtype"}
+    setting = Setting.of(engine, CLUSTERS["h100-8x-ib"], given, dtype=options.get("dtype"))
+    return plan_study(read_shapes_json(path, setting.training), Deployment(ranks, *spread), setting)
 
 
 def atoms_of(shapes: Sequence[tuple[int, int]]) -> list[Atom]:

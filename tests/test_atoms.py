@@ -764,10 +764,7 @@ def apart(**attributes: Any) -> nn.Module:
 
 UNKNOWN_HEADS: list[tuple[nn.Module, str]] = [
     (Jordans(), "'0.c_attn.weight': expected attention with known heads, but Jordans is not known by how it lays out"),
-    (
-        apart(),
-        "ModuleDict has 32 outputs, and neither it nor a configuration has the size of a head. Set the ",
-    ),
+    (apart(), "ModuleDict has 32 outputs, and neither it nor a configuration has the size of a head. Set the "),
     (apart(head_dim=5), "ModuleDict has 32 outputs, which heads of 5 do not divide"),
     (apart(head_dim=8, num_heads=2), "ModuleDict has 32 outputs, 4 heads of 8, but 2 heads are declared"),
     (nn.Linear(8, 8), "expected a query, key or value weight of a known kind, found none in '0.weight', ...; name th"),

@@ -112,17 +112,8 @@ WORDS: dict[str, dict[str, Any]] = {
 
 
 def route(text: str, *further: str, native: bool = False) -> list[Leg]:
-    """The legs of a route, all with the ``further`` words.
-
-    A route is written as
-
-        route  = leg, {", ", leg}
-        leg    = engine, " on ", ranks, {" ", word}
-        engine = "plain" | "fsdp2" | ("zero " | "owned "), stage
-        word   = a key of WORDS
-
-    What a leg loads is converted to the format of its engine, or ``native``: as the one before has saved it.
-    """
+    """The legs of a route, all with the ``further`` words. Each loads what is converted to the format of its engine, or
+    ``native``: as the leg before has saved it."""
     legs = []
     for words in text.split(", "):
         engine, _, rest = words.partition(" on ")
@@ -312,10 +303,7 @@ ACROSS: dict[str, Tour] = {
     "fused, soap": Tour("soap", route(FUSED), fused, options=ATOMS),
     "fused, normuon": Tour("normuon", route("owned 2 on 2, zero 3 on 4, zero 2 on 2"), fused, options=ATOMS),
     "per head": Tour(
-        "normuon",
-        route("owned 1 on 2, zero 3 on 4, zero 2 on 2, plain on 3"),
-        with_heads,
-        options=PER_HEAD,
+        "normuon", route("owned 1 on 2, zero 3 on 4, zero 2 on 2, plain on 3"), with_heads, options=PER_HEAD
     ),
     "fused, without ZeRO": Tour("muon", route("zero 0 on 2, zero 0 on 4", native=True), fused, options=ATOMS),
     "partial": Tour("soap", route("owned 1 on 2, owned 2 on 4"), Partial, {"tied": True}),

@@ -237,10 +237,7 @@ LAUGHS = "\n".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("ab
 LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "vocab_size": 11, "num_attention_heads": 4}
 MOE = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 2}
 FEW: dict[str, tuple[str, str]] = {  # a file's content, and what is said of it
-    "layers.hf": (
-        json.dumps({**LLAMA, "num_hidden_layers": 2**31}),
-        "num_hidden_layers: expected at most",
-    ),
+    "layers.hf": (json.dumps({**LLAMA, "num_hidden_layers": 2**31}), "num_hidden_layers: expected at most"),
     "experts.hf": (json.dumps({**MOE, "num_local_experts": 10**7}), "num_local_experts: expected at most"),
     "deep.hf": ("[" * 100_000, "this is not JSON"),
     "huge.shapes": (json.dumps([["a", [2**62, 2**62]]]), "expected at most 2**60 elements"),

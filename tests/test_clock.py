@@ -33,28 +33,18 @@ from benchmarks.rehearsal.engines import MeshEngine
 from benchmarks.timeline import passes_of, predicted, recorded_rank, run
 from lwopt_backend.engines.fsdp2.plan import in_rows, over_all_ranks
 from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT
-from lwopt_backend.plan.cost import CLUSTERS, Machine
-from lwopt_backend.planner.setting import Setting
-from lwopt_backend.planner.shapes import read_shapes_json
-from lwopt_backend.planner.study import Deployment, Study, plan_study
+from lwopt_backend.plan.cost import Machine
+from lwopt_backend.planner.study import Study
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.whole import WholeMatrices
+from tests.planner_shapes import LAYER, MODEL, SMALL, study_in
 from tests.ranks import RankPool
-
-LAYER = {"q.weight": [64, 64], "o.weight": [64, 64], "up.weight": [200, 64], "down.weight": [64, 200], "norm": [64]}
-MODEL = [[f"layers.{i}.{name}", shape] for i in range(3) for name, shape in LAYER.items()]
-
-
-def study_in(folder: Path, engine: str, ranks: int, shapes: list[Any], options: dict[str, Any]) -> Study:
-    (path := folder / f"{os.getpid()}.json").write_text(json.dumps(shapes))
-    setting = Setting.of(engine, CLUSTERS["h100-8x-ib"], options)
-    return plan_study(read_shapes_json(path, setting.training), Deployment(ranks), setting)
 
 
 @pytest.fixture
 def studied(tmp_path: Path) -> Callable[..., Study]:
     def plan(engine: str, ranks: int = 4, **options: Any) -> Study:
-        return study_in(tmp_path, engine, ranks, MODEL, options)
+        return study_in(tmp_path / "shapes.json", engine, ranks, options)
 
     return plan
 
@@ -75,7 +65,6 @@ def real(study: Study, rank: int, passes: bool) -> Record:
         return recorded(session, passes)
 
 
-SMALL = {"bucket_mb": 0.05}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "owned": ("owned", {}),
     "owned, padded": ("owned", {"layout": "padded", **SMALL}),
@@ -244,7 +233,7 @@ class SleepingPasses(GivenPasses):
 def slept(folder: Path, case: str) -> float:
     """The seconds of a step of this rank of four, of the real engine on CPUs over gloo."""
     engine_name, options, passes = REALITY[case]
-    study = study_in(folder, engine_name, 4, LAYERS, options)
+    study = study_in(folder / f"{os.getpid()}.json", engine_name, 4, options, shapes=LAYERS)
     transform = WholeMatrices.transform
 
     def sleeping(whole: WholeMatrices, rule: Any, atoms: Sequence[int], stack: Tensor) -> Sequence[Tensor]:
@@ -275,7 +264,7 @@ def test_four_ranks_over_gloo_take_the_predicted_seconds(
     """One table; a case that another process of the machine has slowed is measured again, twice at most."""
     off, rows = {}, []
     for case, (engine, options, passes) in REALITY.items():
-        study = study_in(tmp_path, engine, 4, LAYERS, options)
+        study = study_in(tmp_path / "shapes.json", engine, 4, options, shapes=LAYERS)
         planned = study.worst.planned[0]
         with opened(planned, study.setting, recorded_rank(planned)) as session:
             session.record()

@@ -270,11 +270,7 @@ REFUSED_TORCH: list[tuple[TorchSetup, Damage, str]] = [
     (MUON, edited(swap, OWN_0, *FIRST[:3]), "layer_wise_optimizer_0.pt"),
     (MUON, edited(lambda m: m.view(torch.int32)[3, 5].add_(1 << 16), OWN_1, *FIRST), "that does not"),  # its last bit
     (SOLO, all_of(without(OWN_0, *NORMS), without(OWN_0, *NORM_NUMBERS)), "expected 2 parameters.*found 1 and 1"),
-    (
-        ONE,
-        edited(two_that_fit),
-        "options show the group of embedding.word_embeddings.weight, found 3 that do not",
-    ),
+    (ONE, edited(two_that_fit), "options show the group of embedding.word_embeddings.weight, found 3 that do not"),
     (ONE, updated(*STATE, max_exp_avg=torch.ones(2)), "'max_exp_avg'"),
     (ONE, updated(MODEL, "optimizer", other=1), r"only, found \['other'\] as well"),
     (ONE, updated(*STATE, exp_avg=torch.ones(2)), r"found \(2,\)"),

@@ -23,15 +23,7 @@ from lwopt_backend.plan.cost import MACHINES, Machine, newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer, offsets_of
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas, in_blocks
 from lwopt_backend.plan.mesh import MeshLayout, Sharding, TensorShards
-from lwopt_backend.plan.owners import (
-    Limits,
-    balance,
-    exchange_seconds,
-    longest_first,
-    plan_matrices,
-    plan_spread,
-    stay,
-)
+from lwopt_backend.plan.owners import Limits, balance, exchange_seconds, longest_first, plan_matrices, plan_spread, stay
 from tests.fsdp2 import mesh_of
 from tests.on_ranks import on_ranks
 from tests.planner_shapes import UNEVEN_SHAPES as SHAPES

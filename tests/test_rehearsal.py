@@ -16,15 +16,11 @@ from torch.torch_version import TorchVersion
 from benchmarks.rehearsal.__main__ import run
 from benchmarks.rehearsal.step import Rehearsal, rehearse, rehearse_share
 from lwopt_backend.engines.owned.buckets import BucketBuffers
-from lwopt_backend.plan.cost import CLUSTERS
-from lwopt_backend.planner.setting import Setting
-from lwopt_backend.planner.shapes import read_shapes_json
-from lwopt_backend.planner.study import Deployment, Study, plan_study
+from lwopt_backend.planner.study import Study
 from lwopt_backend.rules.muon import Muon
+from tests.planner_shapes import MODEL, SMALL, study_in
 
 pytestmark = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="a rehearsal needs torch 2.13")
-LAYER = {"q.weight": [64, 64], "o.weight": [64, 64], "up.weight": [200, 64], "down.weight": [64, 200], "norm": [64]}
-MODEL = [[f"layers.{i}.{name}", shape] for i in range(3) for name, shape in LAYER.items()]
 EXPERTS = [[f"layers.{i}.experts.{e}.up", [96, 64]] for i in range(3) for e in range(4)]
 HUGE = [["up", [2**17, 2**16]], ["down", [2**16, 2**17]], ["scale", [2**17]]]  # 32 GiB each in fp32
 
@@ -32,11 +28,7 @@ HUGE = [["up", [2**17, 2**16]], ["down", [2**16, 2**17]], ["scale", [2**17]]]  #
 @pytest.fixture
 def studied(tmp_path: Path) -> Callable[..., Study]:
     def plan(engine: str, ranks: int = 4, shapes: list[Any] = MODEL, spread: Any = (), **options: Any) -> Study:
-        (tmp_path / "shapes.json").write_text(json.dumps(shapes))
-        dtype = options.pop("dtype", None)
-        setting = Setting.of(engine, CLUSTERS["h100-8x-ib"], options, dtype=dtype)
-        model = read_shapes_json(tmp_path / "shapes.json", setting.training)
-        return plan_study(model, Deployment(ranks, *spread), setting)
+        return study_in(tmp_path / "shapes.json", engine, ranks, options, shapes=shapes, spread=spread)
 
     return plan
 
@@ -45,7 +37,6 @@ def figures(found: Rehearsal) -> dict[str, int]:
     return {figure.what: figure.rehearsed for figure in found.figures}
 
 
-SMALL = {"bucket_mb": 0.05}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "owned": ("owned", {}),
     "owned, fp32": ("owned", {"dtype": torch.float32, **SMALL}),

@@ -346,10 +346,7 @@ MISFITS: dict[str, tuple[Here, list[Case]]] = {
         Here(options={"exclude": ["gate.weight"]}),
         [(MUON, keep, {}, ["'gate.weight': expected rule adamw, the checkpoint has muon"])],
     ),
-    "schedule": (
-        Here(changes=COSINE),
-        [(MUON, keep, {}, ["expected the state of this scheduler", "['last_batch_it"])],
-    ),
+    "schedule": (Here(changes=COSINE), [(MUON, keep, {}, ["expected the state of this scheduler", "['last_batch_it"])]),
     "parts": (Here("soap", build=FusedLM), [(FUSED, keep, {}, ["'qkv.weight': expected matrices", WITH_ATOMS])]),
 }
 ONCE = [(f"zero {number % 4}", what) for number, what in enumerate(MISFITS)]
