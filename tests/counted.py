@@ -14,7 +14,7 @@ from lwopt_backend.runtime.collectives import TorchCollectives
 class Counted:
     """Counts all-to-alls on this rank while it is open, ``calls`` with even and uneven parts, and all-gathers of parts;
     among which ``groups`` of ranks, and what is in flight; also the bytes that all-to-alls receive, and the most bytes
-    of one, sent and received."""
+    of one exchange, sent and received."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -53,6 +53,7 @@ class Counted:
 
         def gather(self: TorchCollectives, parts: Any, whole: Any) -> Any:
             numel = (self.world_size - 1) * parts[self.rank].numel()
+            counted.most_bytes = max(counted.most_bytes, sum(part.nbytes for part in parts))
             return started(self, "gathered", parts[self.rank], numel, all_gather(self, parts, whole))
 
         TorchCollectives.all_to_all, TorchCollectives.all_gather_parts = to_all, gather

@@ -11,9 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lwopt_backend.engines.fsdp2 import state as mesh_state
+from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
+from tests.cells import cells
 from tests.checkpoint_contents import same
-from tests.fsdp2 import BesideTwin, layer_wise, shard, whole
+from tests.counted import Counted
+from tests.fsdp2 import BesideTwin, backward, layer_wise, shard, whole
 from tests.on_ranks import on_ranks
+from tests.rules import SECTIONS
 
 
 def whole_state(optimizer: Any) -> dict[str, dict[str, Tensor]]:
@@ -93,3 +98,24 @@ def test_structure_is_not_loaded() -> None:
     optimizer.load_state_dict(saved)
     assert (optimizer.param_groups[0]["rule"], optimizer.param_groups[0]["lr"]) == ("muon", 0.7)
     assert optimizer._matrix_rules()[0].lr == 0.7
+
+
+@on_ranks(4)
+@cells(sharding=["rows", "hybrid", "columns"], most=[100, 1000])
+def test_owner_state_travels_in_rounds_that_cut_its_tensors(sharding: str, most: int) -> None:
+    """No rank sends more at once, nor receives more than that and what rounding to whole bytes adds."""
+    options = {"matrix": SECTIONS["soap"], "elementwise": "adamw", "report": False}
+    sharded = shard(sharding, "fp32")
+    optimizer = LayerWiseOptimizer(sharded.model, **options)
+    backward(sharded, 0, "fp32")
+    optimizer.step()
+    expected = whole_state(optimizer)
+    assert max(tensor.nbytes for state in expected.values() for tensor in state.values()) > 10 * most
+    other = LayerWiseOptimizer(sharded.model, **options)
+    with Counted() as counted, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh_state, "BUCKET_BYTES", most)
+        assert same(whole_state(optimizer), expected)
+        other.load_state_dict(optimizer.state_dict())
+    tensors = sum(len(state) for state in expected.values())
+    assert counted.most_bytes <= 2 * most + 4 * tensors and counted.most_in_flight == 1
+    assert same(whole_state(other), expected)

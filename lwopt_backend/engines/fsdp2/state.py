@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lwopt_backend.engines.fsdp2.plan import MeshStepper, States, local, placed
 from lwopt_backend.groups.param_groups import check_saved_groups, of_another_optimizer
 from lwopt_backend.groups.registry import rule_of
-from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding
+from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding, Transfer
 from lwopt_backend.plan.atoms import matrices_of
-from lwopt_backend.plan.buckets import cut_buckets
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.plan.owners import Ownership
 from lwopt_backend.rules import MatrixRule
@@ -193,7 +193,7 @@ class OwnerShards:
 
         def deliver(segments: Segments) -> None:
             for segment, data in segments:
-                parts[self._moving[segment.atom]].copy_(data)
+                parts[self._moving[segment.atom]][self._of_rows(segment)].copy_(data)
 
         self._exchange(ways_back, fetch, deliver)
         for entry in self.entries:
@@ -210,7 +210,7 @@ class OwnerShards:
                 arrived[entry.atom][entry.path] = torch.empty_like(entry.like, device=self._device)
 
         def fetch(segment: Segment, entry: Entry) -> Tensor:
-            return _bytes(rows[entry].to(self._device, entry.like.dtype))
+            return _bytes(rows[entry].to(entry.like.dtype))[self._of_rows(segment)]
 
         def deliver(segments: Segments) -> None:
             for segment, data in segments:
@@ -218,8 +218,14 @@ class OwnerShards:
                 _bytes(arrived[entry.atom][entry.path])[segment.start : segment.stop].copy_(data)
 
         self._exchange(ways_to_owners, fetch, deliver)
-        for atom, tensors in arrived.items():
-            self._held.put_tensors(atom, tensors)
+        for atom in self._owned:
+            self._held.put_tensors(atom, arrived.pop(atom))
+
+    def _of_rows(self, segment: Segment) -> slice:
+        """The place of a segment in this rank's rows of its tensor."""
+        here = self._plan.layout.fragment(segment.atom, self._ranks.rank)
+        assert here is not None
+        return slice(segment.start - here.start, segment.stop - here.start)
 
     def _exchange(
         self,
@@ -232,22 +238,65 @@ class OwnerShards:
             exchange(buckets, lambda segment: fetch(segment, self._moving[segment.atom]), deliver)
 
 
-def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> MatrixPlan:
-    """Plan each tensor as a matrix of bytes with its atom's owner, cut by rows over the dimensions that cut it."""
+@dataclass(frozen=True)
+class BytesInRounds(MatrixPlan):
+    """Tensors as matrices of bytes. Bucket n has the n-th ``most`` bytes of every owner, cut across tensors.
+
+    A bucket's part of a tensor is the same part of every rank's rows, so that no rank sends or receives much more
+    than others. ``begins`` is each tensor's place in the bytes of its owner.
+    """
+
+    begins: tuple[int, ...] = ()
+    most: int = 0
+
+    def transfer(self, bucket: int, rank: int) -> Transfer:
+        return self._cut(bucket, super().transfer(bucket, rank))
+
+    def way_back(self, bucket: int, rank: int) -> Transfer:
+        return self._cut(bucket, super().way_back(bucket, rank))
+
+    def pieces_of_column(self, bucket: int, rank: int) -> list[list[Segment]]:
+        of_column = super().pieces_of_column(bucket, rank)
+        return [[self._part(bucket, segment) for segment in pieces] for pieces in of_column]
+
+    def _cut(self, bucket: int, whole: Transfer) -> Transfer:
+        both = (whole.sends, whole.receives)
+        sends, receives = (tuple(self._part(bucket, segment) for segment in segments) for segments in both)
+        return Transfer(whole.world_size, sends, receives)
+
+    def _part(self, bucket: int, rows: Segment) -> Segment:
+        """The bucket's part of a rank's rows of one tensor."""
+        begin, nbytes = self.begins[rows.atom], self.atoms[rows.atom].numel
+        start, stop = (min(max(0, number * self.most - begin), nbytes) for number in (bucket, bucket + 1))
+        parts = (rows.start + rows.numel * place // nbytes for place in (start, stop))
+        return Segment(rows.atom, rows.peer, *parts)
+
+
+def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> BytesInRounds:
+    """Plan each tensor as a matrix of bytes with its atom's owner, cut by rows over the dimensions that cut it.
+
+    A rank sends at most ``BUCKET_BYTES`` at once. With copies, what all rows of ranks send is in one buffer.
+    """
     layout = plan.layout
     assert isinstance(layout, MeshLayout)
-    atoms, shardings, owners = [], [], []
-    for entry in entries:
+    atoms, shardings, owners, begins = [], [], [], []
+    most, buckets = max(1, BUCKET_BYTES // plan.copies), defaultdict[int, list[int]](list)
+    ends = Counter[int]()  # by owner
+    for number, entry in enumerate(entries):
         shape = (entry.like.shape[0], entry.like.nbytes // entry.like.shape[0])
-        parent = layout.shardings[entry.atom]
+        parent, owner = layout.shardings[entry.atom], plan.ownership.owners[entry.atom]
         atoms.append(Atom(f"{plan.atoms[entry.atom].name}.{entry.path}", shape, 0))
         dims = tuple(None if dim is None else 0 for dim in parent.dims)
         shardings.append(Sharding(shape, parent.mesh_shape, dims, (False,) * len(dims)))
-        owners.append(plan.ownership.owners[entry.atom])
-    every = range(len(atoms))
-    buckets = cut_buckets(atoms, every, layout.world_size, matrices=max(1, len(atoms)), numel=BUCKET_BYTES)
+        owners.append(owner)
+        begins.append(ends[owner])
+        ends[owner] += entry.like.nbytes
+        for bucket in range(begins[-1] // most, -(-ends[owner] // most)):
+            buckets[bucket].append(number)
     ownership = Ownership("parent's", tuple(owners), (0,) * layout.world_size)
-    return MatrixPlan(tuple(atoms), MeshLayout(layout.coordinates, tuple(shardings)), ownership, buckets, 1)
+    in_order = tuple(tuple(buckets[bucket]) for bucket in range(len(buckets)))
+    of_mesh = MeshLayout(layout.coordinates, tuple(shardings))
+    return BytesInRounds(tuple(atoms), of_mesh, ownership, in_order, 1, begins=tuple(begins), most=most)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
