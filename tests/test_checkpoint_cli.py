@@ -18,6 +18,7 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param
 from lwopt_backend.checkpoint.dcp import saving as write_dcp
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.differences import differences
+from lwopt_backend.checkpoint.names.operations import unstacked
 from tests.command_line import files, lwopt, refused, succeeds, torch_dist, torch_format
 from tests.megatron_dist import Setup, truth, write
 
@@ -310,13 +311,27 @@ def test_safetensors_are_read_as_their_own_library_reads_them(tmp_path: Path) ->
     tensors |= {"c": torch.arange(6).view(2, 3), "d": torch.tensor(2.5), "e": torch.empty(0, 4)}
     tensors |= {"f": torch.tensor([True, False]), "g": torch.ones(3).to(torch.float8_e5m2)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    found = safetensors_folder.load(tmp_path / "model.safetensors")
-    assert found.keys() == tensors.keys()
+    read = safetensors_folder.read(tmp_path)
+    assert set(read.params) == {"a", "b", "d", "e", "g"} and set(read.buffers) == {"c", "f"}
+    found = {name: param.best for name, param in read.params.items()} | dict(read.buffers)
     for name, tensor in tensors.items():
         assert found[name].read().dtype == tensor.dtype and same(found[name].read(), tensor)
     assert torch.equal(found["a"].piece(4, 9).read(), tensors["a"].view(-1)[4:9])
-    read = safetensors_folder.read(tmp_path)
-    assert set(read.params) == {"a", "b", "d", "e", "g"} and set(read.buffers) == {"c", "f"}
+
+
+def test_safetensors_are_opened_once_and_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header of thousands of tensors would be parsed for each of them, a stack of experts read for each of them."""
+    save_file({f"w{i}": torch.full((4, 2), float(i)) for i in range(50)}, tmp_path / "model.safetensors")
+    opened, real = [], safetensors_folder.safe_open
+    monkeypatch.setattr(
+        safetensors_folder, "safe_open", lambda *args, **more: opened.append(args) or real(*args, **more)
+    )
+    found = {name: param.best for name, param in safetensors_folder.read(tmp_path).params.items()}
+    for number in range(50):
+        assert same(found[f"w{number}"].read(), torch.full((4, 2), float(number)))
+        stack = dataclasses.replace(found[f"w{number}"], read=lambda: pytest.fail("the whole stack was read"))
+        assert all(same(row.read(), torch.full((2,), float(number))) for row in unstacked(stack, 1))
+    assert len(opened) == 2  # for the header and for the tensors
 
 
 def header(**changes: Any) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,7 @@ def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], work
 # to other files shows only if the header does not fit the size.
 
 ONE_FILE, CONFIG = "model.safetensors", "config.json"
+OPEN = 4  # files that stay open: opening one parses its header, which may list thousands of tensors
 _DTYPES = {word: dtype for dtype, word in DTYPES.items()}
 
 
@@ -113,8 +114,9 @@ def recognises(path: Path) -> bool:
 def read(path: Path) -> Checkpoint:
     """The weights in a folder, without state. Raises CheckpointError if files are damaged, missing or not listed."""
     manifest.check_files(path)
+    opened = lru_cache(OPEN)(partial(safe_open, framework="pt"))
     if not (path / INDEX).is_file():
-        tensors = load(path / ONE_FILE)
+        tensors = _load(path / ONE_FILE, opened)
     else:
         places = _json(path / INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
@@ -122,7 +124,7 @@ def read(path: Path) -> Checkpoint:
         found: dict[str, LazyTensor] = {}
         for file in dict.fromkeys(places.values()):
             check_name(file, f"{path / INDEX}")
-            of_file = load(path / file)
+            of_file = _load(path / file, opened)
             listed = {name for name, place in places.items() if place == file}
             if different := sorted(listed ^ set(of_file)):
                 where = "its header" if different[0] in listed else INDEX
@@ -141,43 +143,47 @@ def read(path: Path) -> Checkpoint:
     )
 
 
-def shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The dtypes, in the format's words, and shapes of one file's tensors by name, in the file's order, from its header
-    alone. Raises CheckpointError if it is damaged."""
+def _load(path: Path, opened: Callable[[Path], Any]) -> dict[str, LazyTensor]:
+    """The lazy tensors of one file, in the file's order, from its header alone. ``opened`` maps a file into memory.
+    Raises CheckpointError if it is damaged or has unknown dtypes."""
+    found, listed = {}, manifest.read(path.parent)
+    entry = None if listed is None else listed.files.get(path.name)
+    whole = None
+    if entry is not None:
+        whole = Record(Stored(path, 0, entry.nbytes), (entry.crc32,), max(entry.nbytes, 1), str(path))
     try:
         with safe_open(path, framework="numpy") as file:
             slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
-            return {name: (each.get_dtype(), shape_of(each.get_shape())) for name, each in slices}
+            forms = {name: (each.get_dtype(), shape_of(each.get_shape())) for name, each in slices}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy all files of {path.parent}") from error
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"{path} is damaged: {error}; copy or download it again (a Git LFS pointer has some 130 bytes)"
         ) from error
-
-
-def load(path: Path) -> dict[str, LazyTensor]:
-    """The lazy tensors of one file. Raises CheckpointError if it is damaged or has unknown dtypes."""
-    found, listed = {}, manifest.read(path.parent)
-    entry = None if listed is None else listed.files.get(path.name)
-    whole = None
-    if entry is not None:
-        whole = Record(Stored(path, 0, entry.nbytes), (entry.crc32,), max(entry.nbytes, 1), str(path))
-    for name, (dtype, shape) in shapes(path).items():
+    for name, (dtype, shape) in forms.items():
         where = f"{name} in {path}"
         if dtype not in _DTYPES:
             raise CheckpointError(f"{where}: expected a dtype of {', '.join(_DTYPES)}, found {dtype}; copy it again")
-        found[name] = LazyTensor(shape, _DTYPES[dtype], partial(_read, path, name, whole), where)
+        mapped = partial(_mapped, opened, path, name, whole)
+        found[name] = LazyTensor(shape, _DTYPES[dtype], partial(_read, mapped), where, partial(_read_range, mapped))
     return found
 
 
-def _read(path: Path, name: str, whole: Record | None) -> Tensor:
-    """A tensor of a file, of which ``whole`` checks all bytes once, if their checksum is known."""
+def _mapped(opened: Callable[[Path], Any], path: Path, name: str, whole: Record | None) -> Tensor:
+    """A tensor of the mapped file, of which ``whole`` checks all bytes once, if their checksum is known."""
     if whole is not None:
         whole.check()
-    with safe_open(path, framework="pt") as file:
-        found: Tensor = file.get_tensor(name)
-        return found.clone()  # the library's tensor may be the mapped file
+    found: Tensor = opened(path).get_tensor(name)
+    return found
+
+
+def _read(mapped: Callable[[], Tensor]) -> Tensor:
+    return mapped().clone()
+
+
+def _read_range(mapped: Callable[[], Tensor], start: int, stop: int) -> Tensor:
+    return mapped().view(-1)[start:stop].clone()
 
 
 def _json(path: Path) -> dict[str, Any]:
