@@ -396,6 +396,24 @@ def test_of_equal_weights_only_a_models_own_head_is_its_embedding(trained: str, 
     assert sum("kept as frozen copies" in note for note in notes) == (len(tied.split()) < len(copies.split()))
 
 
+class CountedName(str):
+    """A name that counts how often a dictionary or a cache looks it up."""
+
+    looked_up = 0
+
+    def __hash__(self) -> int:
+        CountedName.looked_up += 1
+        return super().__hash__()
+
+
+def test_frozen_weights_are_not_compared_with_each_trained_one() -> None:
+    """Models have 50,000 weights of one shape."""
+    params = {CountedName(f"{n}.frozen.weight"): Param(held(ROWS + n, "frozen")) for n in range(-50, 0)}
+    params |= {CountedName(f"{n}.weight"): param(ROWS + n, exp_avg=ROWS) for n in range(50)}
+    assert ties.heads(params) == ({}, [])
+    assert CountedName.looked_up < 10 * len(params)
+
+
 @pytest.mark.parametrize(
     ("pair", "said"),
     {

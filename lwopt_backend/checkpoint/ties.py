@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,28 +33,27 @@ def recorded(found: Any, params: Mapping[str, Param]) -> dict[str, str]:
 
 def heads(params: Mapping[str, Param]) -> tuple[dict[str, str], list[str]]:
     """Output heads that no optimizer trains and that equal a trained weight, each with that one's name; and notes."""
-    trained: dict[Any, list[str]] = {}
+    forms = {_form(param) for param in params.values() if param.states}
+    untrained = {
+        name: param
+        for name, param in params.items()
+        if not param.states and param.group is None and len(param.shape) > 1 and _form(param) in forms
+    }  # without vectors, many of which are all ones
+    forms = set(map(_form, untrained.values()))
+    trained: dict[Any, list[str]] = {}  # by form and first values
     for name, param in params.items():
-        if param.states:
-            trained.setdefault(_form(param), []).append(name)
-
-    @functools.cache  # read once for all comparisons
-    def begin(name: str) -> bytes:
-        first = next(_blocks(params[name]), torch.empty(0)).contiguous().view(torch.uint8)
-        return hashlib.blake2b(first.numpy().data).digest()
-
+        if param.states and _form(param) in forms:
+            trained.setdefault((_form(param), _begin(param)), []).append(name)
     copies: dict[str, list[str]] = {}  # untrained weights by the trained one with the same first values
-    for name, param in params.items():
-        if not param.states and param.group is None and len(param.shape) > 1:  # many vectors are all ones
-            for of in trained.get(_form(param), ()):
-                if begin(of) == begin(name):
-                    copies.setdefault(of, []).append(name)
+    for name, param in untrained.items():
+        for of in trained.get((_form(param), _begin(param)), ()):
+            copies.setdefault(of, []).append(name)
     found: dict[str, str] = {}
     for of, names in copies.items():
         for name in names:
-            nearer = any(_common(n, name) > _common(of, name) and not _is_head(n, of) for n in names)
-            is_head = name not in found and not nearer and _is_head(name, of)
-            if is_head and all(map(torch.equal, _blocks(params[of]), _blocks(params[name]))):
+            is_head = name not in found and _is_head(name, of)
+            nearer = is_head and any(_common(n, name) > _common(of, name) and not _is_head(n, of) for n in names)
+            if is_head and not nearer and all(map(torch.equal, _blocks(params[of]), _blocks(params[name]))):
                 found[name] = of
     notes = [f"{name}, an output head, equals {of}: taken for the same weight" for name, of in found.items()]
     rest = {name: of for of, names in copies.items() for name in names if name not in found}
@@ -90,6 +88,12 @@ def declared(checkpoint: Checkpoint, pairs: Iterable[str]) -> Checkpoint:
 
 def _form(param: Param) -> tuple[tuple[int, ...], torch.dtype | None]:
     return param.shape, None if param.weight is None else param.weight.dtype
+
+
+def _begin(param: Param) -> bytes:
+    """A hash of a weight's first values."""
+    first = next(_blocks(param), torch.empty(0)).contiguous().view(torch.uint8)
+    return hashlib.blake2b(first.numpy().data).digest()
 
 
 def _blocks(param: Param) -> Iterator[Tensor]:
