@@ -1,6 +1,7 @@
 """Megatron's formats (``torch``, ``torch_dist``, ``fsdp_dtensor``) are read exactly, or refused with a reason."""
 
 import functools
+import itertools
 import pickle
 import shutil
 from collections.abc import Callable
@@ -15,13 +16,14 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint import convert, formats, gates
 from lwopt_backend.checkpoint.choices import Numbers
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, held
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.megatron import conventions
 from lwopt_backend.checkpoint.megatron import fsdp_dtensor as fsdp_reader
 from lwopt_backend.checkpoint.megatron import torch_dist as dist_reader
 from lwopt_backend.checkpoint.megatron import torch_format as torch_reader
-from lwopt_backend.checkpoint.megatron.buffers import bucket_numel
+from lwopt_backend.checkpoint.megatron.buffers import bucket_numel, states_in_buckets
 from lwopt_backend.checkpoint.megatron.conventions import local_spec, module_order
 from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, local_shape
 from tests.checkpoint_contents import params_of, same
@@ -672,6 +674,31 @@ def test_the_default_size_of_a_bucket_grows_with_the_ranks() -> None:
     for sizes, expected in (((50, 1), 50_000_000), ((2, 1), 40_000_000), ((50, 2), 100_000_000)):
         given = dict(zip(("data_parallel_size", "context_parallel_size"), sizes), overlap_grad_reduce=True)
         assert bucket_numel(given, parameters=100, pipeline_rank=0) == expected
+
+
+def test_ranks_do_not_look_through_other_ranks_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may have 30,000 experts' matrices in the flat buffers of 1,000 ranks."""
+    weights, flats, width = {}, {}, 64
+    expert = "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight"
+    for layer, number in itertools.product(range(4), range(8)):
+        values = torch.full((1, width), float(8 * layer + number))
+        weights[expert.format(layer, number)] = held(values.bfloat16(), "model")
+        rank = layer // 2 * 8 + number
+        flats[rank] = torch.cat([values.view(-1), flats.get(rank, torch.empty(0))])  # the last layer is first
+    tensors = {
+        f"optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)"
+        f".bucket_idx_0.{state}": held(flat, state)
+        for rank, flat in flats.items()
+        for state in ("param", "exp_avg", "exp_avg_sq")
+    }
+    folder = mock.Mock(path=Path("step"), tensors=tensors, tensor=tensors.__getitem__)
+    sizes = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "num_experts": 8}
+    numbers, asked = conventions.layer_of, []
+    monkeypatch.setattr(conventions, "layer_of", lambda name: asked.append(name) or numbers(name))
+    found, _ = states_in_buckets(folder, weights, {(): True}, sizes)
+    assert found.keys() == weights.keys() and len(asked) <= 4 * len(weights)
+    for name, weight in weights.items():
+        assert all(same(state.read(), weight.read().float()) for state in found[name].values())
 
 
 def test_how_a_parameter_is_cut() -> None:

@@ -143,6 +143,7 @@ Chain = tuple[int, ...]  # an optimizer's number in the chain, then in the chain
 States = dict[str, dict[str, LazyTensor]]  # by parameter and state
 Replicas = list[tuple[str, LazyTensor, LazyTensor]]
 _Buffer = Mapping[str, Sequence[str]]  # the keys of each state's buckets
+FIRST, LAST = "first", "last"  # the ends of the model, outside of layers
 
 
 def chain_of(prefix: str) -> Chain:
@@ -221,13 +222,22 @@ class _Optimizer:
                 f"{folder.path}: expected the optimizer's buffers of {len(expected)} model-parallel ranks, found those "
                 f"of {sorted(ranks)}; copy every rank's file"
             )
-        self._order = conventions.module_order(weights, arguments)
         tied = own_buckets(arguments) if not experts else ()  # the first stage's, and its copy on the last
         self._tied = tied if tied and tied[0] in weights else ()
         self._weights = {**weights, tied[1]: weights[tied[0]]} if self._tied else weights
         gated = is_gated(arguments)
         self._cuts = {name: cut_of(name, gated=gated) if self._tensor > 1 else Cut("whole") for name in self._weights}
-        self._experts = 1 + max((conventions.expert_of(name) or 0 for name in weights), default=0)
+        count = 1 + max((conventions.expert_of(name) or 0 for name in weights), default=0)
+        self._layers = 1 + max((conventions.layer_of(name) or 0 for name in weights), default=0)
+        if self._layers > 1 + len(weights):
+            raise CheckpointError(f"{folder.path}: expected layers without gaps, found {self._layers - 1}")
+        # In module order, by layer, or end of the model, and by expert-parallel rank: every rank looks for its own.
+        self._names: dict[tuple[int | str, int], list[str]] = {}
+        for name in conventions.module_order(weights, arguments):
+            layer, expert = conventions.layer_of(name), conventions.expert_of(name) if experts else None
+            end = FIRST if name.startswith("embedding.") else LAST
+            of_expert = 0 if expert is None else expert * self._expert // count
+            self._names.setdefault((end if layer is None else layer, of_expert), []).append(name)
 
     def states(self) -> tuple[States, Replicas]:
         """Whole states by parameter; and pairs that must be equal, because ranks have copies."""
@@ -257,15 +267,12 @@ class _Optimizer:
 
     def _layers_of_stages(self) -> list[tuple[int, int]]:
         """Each stage's first layer and the next stage's: as many layers as fill its buckets exactly, in any split."""
-        total = 1 + max((conventions.layer_of(name) or 0 for name in self._order), default=0)
-        if total > 1 + len(self._order):
-            raise CheckpointError(f"{self._folder.path}: expected layers without gaps, found {total - 1}")
         found: list[tuple[int, int]] = []
         for stage in range(self._stages):
             first = found[-1][1] if found else 0
             rank = stage * self._tensor * self._expert
             wrong = None
-            for stop in range(first, total + 1) if stage < self._stages - 1 else [total]:
+            for stop in range(first, self._layers + 1) if stage < self._stages - 1 else [self._layers]:
                 try:
                     self._layout(rank, first, stop)
                 except ValueError as error:
@@ -284,13 +291,8 @@ class _Optimizer:
         """The content of a rank's buckets, by dtype, if it has layers [first, stop). Raises ValueError if not."""
         stage, of_expert = rank // (self._tensor * self._expert), rank // self._tensor % self._expert
         is_last = stage == self._stages - 1
-        names = []  # in module order
-        for name in self._order:
-            layer, expert = conventions.layer_of(name), conventions.expert_of(name) if self._expert > 1 else None
-            at_end = stage == 0 if name.startswith("embedding.") else is_last
-            is_elsewhere = expert is not None and expert * self._expert // self._experts != of_expert
-            if (at_end if layer is None else first <= layer < stop) and not is_elsewhere:
-                names.append(name)
+        places = [*[FIRST] * (stage == 0), *range(first, stop), *[LAST] * is_last]
+        names = [name for place in places for name in self._names.get((place, of_expert), ())]
         shapes: dict[str, dict[str, tuple[int, ...]]] = {dtype: {} for dtype in self._ranks[rank]}
         for name in (*names, *self._tied[1:]) if is_last else names:  # the last stage has a copy of a tied embedding
             weight = self._weights[name]
