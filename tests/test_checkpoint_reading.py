@@ -4,6 +4,7 @@ import functools
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.deepspeed import zero as read_zero
 from lwopt_backend.checkpoint.deepspeed.files import NAMES, SAVE
 from lwopt_backend.checkpoint.files.folders import write_folder
+from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests import checkpoint_engines as engines
@@ -241,3 +243,18 @@ def test_a_bare_model(tmp_path: Path) -> None:
     found = read_dcp.read(tmp_path)
     assert list(found.params) == ["model.layers.0.weight"]
     assert found.buffers["model.count"].read().tolist() == [3]
+
+
+def test_options_of_numbered_layers_are_not_compared_with_every_name() -> None:
+    """In a flattened state, an nn.Sequential's names begin like the numbers of param groups."""
+
+    class Names(dict[str, int]):
+        def __iter__(self) -> Any:
+            pytest.fail("every name was looked at")
+
+    listed = [f"{layer}.weight" for layer in range(3)]
+    rates = {f"optimizer.param_groups.{name}.lr": 0.5 for name in listed}
+    folder = mock.Mock(path=Path("step"), tensors={}, objects=rates, object=rates.__getitem__)
+    options = {key: key.removeprefix("optimizer.param_groups.") for key in rates}
+    groups, group_of = read_dcp._groups(folder, options, Names.fromkeys(listed, 0), plain)
+    assert groups == [{"lr": 0.5}] and group_of == dict.fromkeys(listed, 0)

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -551,12 +551,19 @@ class _Keys:
         self.weights = next(iter(model.values()), {})
 
 
-def _split(rest: str, names: Mapping[str, Any], where: str) -> tuple[str, str]:
+def _name_in(key: str, names: Collection[str]) -> str | None:
+    """The longest of ``names`` with which a key begins, before a dot."""
+    end = len(key)
+    while (end := key.rfind(".", 0, end)) > 0:
+        if key[:end] in names:
+            return key[:end]
+    return None
+
+
+def _split(rest: str, names: Collection[str], where: str) -> tuple[str, str]:
     """The parameter, with the longest name that fits, and the rest of the key."""
-    end = len(rest)
-    while (end := rest.rfind(".", 0, end)) > 0:
-        if rest[:end] in names:
-            return rest[:end], rest[end + 1 :]
+    if (name := _name_in(rest, names)) is not None:
+        return name, rest[len(name) + 1 :]
     if rest.partition(".")[0].isdecimal():
         raise CheckpointError(
             f"{where}: expected state by a parameter's name, found a number; save the state with torch's "
@@ -566,7 +573,7 @@ def _split(rest: str, names: Mapping[str, Any], where: str) -> tuple[str, str]:
 
 
 def _groups(
-    folder: DcpFolder, options: Mapping[str, str], names: Mapping[str, Any], change: Callable[[Any], Any]
+    folder: DcpFolder, options: Mapping[str, str], names: Collection[str], change: Callable[[Any], Any]
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """The groups' options, and each parameter's group; if flattened, equal options make a group."""
     numbered: dict[int, dict[str, Any]] = {}
@@ -574,7 +581,7 @@ def _groups(
     for key, rest in options.items():
         value = folder.tensor(key).read().tolist() if key in folder.tensors else scalar(change(folder.object(key)))
         first, _, option = rest.partition(".")
-        if first.isdecimal() and not any(rest.startswith(f"{name}.") for name in names):
+        if first.isdecimal() and _name_in(rest, names) is None:
             numbered.setdefault(int(first), {})[option] = value
         else:
             name, option = _split(rest, names, f"{key} in {folder.path}")
