@@ -240,7 +240,7 @@ def test_the_steps_of_peers_are_those_of_the_results() -> None:
         for (model, ranks), cell in zip(models, cells, strict=True):
             assert not cell or (engine, model, ranks, cell.partition(" ms")[0] + " ms") in shown
     torchs = next(each for each in figures if each["system"] == "torch.optim.Muon" and each["ranks"] == 64)
-    assert f"not {torchs['ms']:,.0f}, by prediction" in README
+    assert f"not {torchs['ms']:,.0f}]" in README
 
 
 def test_every_page_is_in_the_navigation_and_the_readme_is_short() -> None:
