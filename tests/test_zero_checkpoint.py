@@ -400,7 +400,7 @@ def bring_to_new_owners(harm: str = "none") -> tuple[dict[str, Any], Counted]:
     if harm == "no state on rank 1":
         saved = {} if ranks.rank == 1 else saved
     elif harm == "all of it" and ranks.rank == 0:
-        saved = 3
+        saved = torch.arange(3)
     elif harm != "none" and ranks.rank == 0:
         saved[MATRIX[2]] = "a word" if harm == "no dict" else {"GG": [{3}]}
     for atom in (before := OWNED_NOW[ranks.rank]):
@@ -433,7 +433,7 @@ def test_an_owner_receives_the_state_that_it_has_not_and_no_more_at_once() -> No
 REFUSED_STATE = {
     "no state on rank 1": "matrix 'layers.4.weight': expected owner state, as others have, found none; a file is dam",
     "no dict": "owner state of matrix 'layers.2.weight': expected a dict, found 'a word'; a file is damaged",
-    "all of it": "a file is damaged",  # on rank 0; the others lack what it saved
+    "all of it": "owner state: expected a dict with every matrix's, found tensor([0, 1, 2]); a file is damaged",
     "a set": "found a set at 'layers.2.weight.GG.0', which checkpoints do not hold",
 }
 

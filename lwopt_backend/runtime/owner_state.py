@@ -41,11 +41,11 @@ def bring(what: str, groups: Sequence[Collectives], owned: Sequence[Owned], save
     not save, from the first rank that saved it. State that no rank of a group saved starts fresh. Raises ValueError on
     all ranks, before anything is changed, if a matrix has no state and others have, or state of another type.
     """
-    if not isinstance(saved, Mapping):
-        saved = {"of all": saved}  # which all ranks refuse below
     found = [_find(ranks, of_group, saved) for ranks, of_group in zip(groups, owned, strict=True)]
 
     def check() -> tuple[list[dict[str, dict[str, Any]]], list[list[str]]]:
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"owner state: expected a dict with every matrix's, found {saved!r}; {ANOTHER}")
         for name, state in saved.items():
             if not isinstance(state, dict):
                 raise ValueError(f"owner state of matrix {name!r}: expected a dict, found {state!r}; {ANOTHER}")
@@ -74,11 +74,13 @@ Sources = dict[str, tuple[int, dict[str, Any]]]  # the first rank that saved a m
 
 
 def _find(ranks: Collectives, owned: Owned, saved: Saved) -> tuple[Wanted, Sources, bool]:
-    """What has to be sent, from where, and whether any rank saved state. Called on all ranks of the group."""
-    of_ranks = ranks.gather_objects(([name for name in owned if name not in saved], bool(saved)))
+    """What has to be sent, from where, and whether ranks saved state, which all can read. Called on all ranks of the
+    group."""
+    here = bool(saved) if isinstance(saved, Mapping) else None
+    of_ranks = ranks.gather_objects(([name for name in owned if here is None or name not in saved], here))
     wanted = [(rank, name) for rank, (missing, _) in enumerate(of_ranks) for name in missing]
     sources: Sources = {}
-    any_saved = any(has for _, has in of_ranks)
+    any_saved = any(has for _, has in of_ranks) and all(has is not None for _, has in of_ranks)
     if wanted and any_saved:
         mine = {name: nested.mapped(saved[name], _on_meta) for _, name in wanted if name in saved}
         for rank, offered in enumerate(ranks.gather_objects(mine)):
