@@ -28,6 +28,7 @@ from tests.launcher import run_on_ranks, torchrun
 from tests.on_ranks import on_ranks
 from tests.owned import shares
 from tests.ranks import RankFailed, RankPool
+from tests.rules import SECTIONS
 
 
 # One decision
@@ -112,6 +113,11 @@ def both(name: str, first: str, other: str) -> str:
     return rf"^(LayerWiseOptimizer|LayerWise): {re.escape(said)}$"
 
 
+MATRIX = {  # rules of one rank, which stores and sends other parts of matrices by them
+    "in blocks": {**SECTIONS["muon"], "block_period": 2},
+    "head by head": {**SECTIONS["muon"], "per_head": True},
+}
+THREE_HEADS = {"layers.0.weight": {"heads": 3}}
 FORMS = both("elementwise.weight_decay_form", "'decoupled'", "'cautious'")
 DIFFERENCES: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] = {
     "shape": (of_another_shape, {}, r"ranks differ: rank 0 has .*lm_head.*, rank 1 has .*lm_head"),
@@ -120,6 +126,12 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] 
     "torch": (with_another_torch, {}, both("torch.__version__", repr(str(torch.__version__)), "'2.13.1'")),
     "routing": (same, {"options": {"exclude": ("layers.2.*",)}}, both("exclude", "()", "('layers.2.*',)")),
     "rate": (same, {"rate": 0.5}, both("matrix.lr", "0.02", "0.5")),
+    "block_period": (same, {"matrix": "in blocks"}, both("matrix.block_period", "1", "2")),
+    "per_head": (
+        same,
+        {"matrix": "head by head", "options": {"atoms": THREE_HEADS}},
+        both("matrix.per_head", "False", "True"),
+    ),
     "element-wise option": (same, {"elementwise": "cautious adamw"}, FORMS),
 }
 
@@ -152,7 +164,11 @@ def all_stop(engine: str, what: str) -> None:
         cell = replace(cell, **changes)
         make(model)
     try:
-        with pytest.raises((RuntimeError, ValueError, TypeError), match=message), running(cell, model):
+        with (
+            mock.patch.dict(SECTIONS, MATRIX),
+            pytest.raises((RuntimeError, ValueError, TypeError), match=message),
+            running(cell, model),
+        ):
             pass
     finally:
         torch.__version__ = version
