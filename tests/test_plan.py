@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from lwopt_backend.plan import exchange
 from lwopt_backend.plan.atoms import Atom, matrices_of
 from lwopt_backend.plan.buckets import Stage, critical_path, cut_buckets, pipeline
 from lwopt_backend.plan.cost import MACHINES, Machine, newton_schulz_flops
@@ -380,3 +382,14 @@ def test_planning_takes_one_pass_over_kinds_of_matrices_not_over_ranks() -> None
     plan.wire_bytes()
     plan.transfer(0, 3)
     assert len(made) == 2 * 256
+    with mock.patch.object(exchange, "own_block", side_effect=exchange.own_block) as asked:
+        plan = plan_spread(atoms_of(shapes), rows_over(shapes, 256), block_period=5)
+    assert asked.call_count == 256 + 64 and plan.in_blocks == set(range(len(shapes)))
+
+
+def test_50_000_matrices_with_a_block_period_are_planned_in_seconds() -> None:
+    """Seconds of CPU, of which an idle machine takes a third."""
+    shapes, began = [(8, 8)] * 50_000, time.process_time()
+    plan = plan_spread(atoms_of(shapes), rows_over(shapes, 8), block_period=5)
+    assert time.process_time() - began < 5
+    assert sum(map(len, plan.buckets)) == len(shapes)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import torch
 from pydantic import Field, PlainValidator, StrictBool, create_model, model_validator
@@ -21,12 +21,8 @@ from lwopt_backend.config.options import BelowOne, NonNegative, Options, option,
 from lwopt_backend.groups import optimizer_classes as classes
 from lwopt_backend.groups.optimizer_classes import DECAY_FORM, class_named
 from lwopt_backend.plan import Atom, TrainedParam
-from lwopt_backend.plan.cost import (
-    SECOND_MOMENT_FLOPS,
-    gram_flops,
-    shampoo_flops,
-    soap_flops,
-)
+from lwopt_backend.plan.cost import SECOND_MOMENT_FLOPS, gram_flops, shampoo_flops, soap_flops
+from lwopt_backend.plan.owners import Wire
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import AdamH, AdaMuon, MatrixRule, Muon, NorMuon, OwnerStateRule, WeightRule
 from lwopt_backend.rules.muon import CAUTIOUS, takes_gram
@@ -363,14 +359,6 @@ def rules_with_owner_state(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     matrices = [group for group in groups if rule_of(group) in MATRIX_RULES]
     found = {rule_of(group): MATRIX_RULES[rule_of(group)].build(**arguments(group)) for group in matrices}
     return sorted(name for name, rule in found.items() if isinstance(rule, (OwnerStateRule, WeightRule)))
-
-
-class Wire(TypedDict, total=False):
-    """Arguments of plans that describe a rule's exchange."""
-
-    element_bytes: int
-    tensors: int
-    block_period: int
 
 
 def wire_of(rule: MatrixRule) -> Wire:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.layouts import Fragment, Layout
+from lwopt_backend.plan.layouts import Fragment, Layout, by_kind
 from lwopt_backend.plan.mesh import Rows
 
 
@@ -140,7 +140,13 @@ def own_block(atom: Atom, part: Fragment) -> Atom | None:
     return None if cut and part.runs == 1 else replace(atom, shape=(rows, columns), tiles=1)
 
 
-def has_own_blocks(atom: Atom, index: int, layout: Layout) -> bool:
-    """Whether every rank that stores some of atom ``index`` has a block of it, with the block's state."""
-    parts = layout.fragments(index)
-    return all(own_block(atom, part) is not None and layout.keeps_state(index, part.rank, 0) for part in parts)
+def in_blocks(atoms: Sequence[Atom], indices: Iterable[int], layout: Layout) -> frozenset[int]:
+    """Those among ``indices`` of which every rank that stores some has a block, with the block's state."""
+
+    def has_blocks(index: int) -> bool:
+        parts = layout.fragments(index)
+        there = (own_block(atoms[index], part) is not None for part in parts)
+        return all(there) and all(layout.keeps_state(index, part.rank, 0) for part in parts)
+
+    indices = list(indices)
+    return frozenset(index for index, has in zip(indices, by_kind(layout, indices, has_blocks)) if has)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from lwopt_backend.plan.atoms import Block, Stripes
 
+T = TypeVar("T")
 Span = tuple[int, int]  # offset, size
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # the offset and the size, both per dimension
 
@@ -231,6 +232,18 @@ class Layout(Protocol):
 
     def place(self, index: int) -> str:
         """The place of parameter ``index``, as text that ranks can compare."""
+
+
+def by_kind(layout: Layout, indices: Iterable[int], result: Callable[[int], T]) -> list[T]:
+    """``result(index)`` for each of ``indices``; called once for those with equal storage."""
+    found: dict[Hashable, T] = {}
+    results = []
+    for index in indices:
+        kind = layout.kind(index)
+        if kind not in found:
+            found[kind] = result(index)
+        results.append(found[kind])
+    return results
 
 
 class Partition:

@@ -149,8 +149,8 @@ class Rows:
 
         A column's parts are padded to the longest, so rows should own equal amounts.
         """
-        columns = self.groups()[1]
-        return [columns.index(column) * len(column) + column.index(rank) for rank, (_, column) in enumerate(self.of)]
+        in_order = [rank for column in self.groups()[1] for rank in column]
+        return [turn for _, turn in sorted(zip(in_order, range(len(in_order))))]
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import repeat
-from typing import Any
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, TypedDict
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buckets import (
@@ -30,14 +30,25 @@ from lwopt_backend.plan.exchange import (
     Transfer,
     along_column,
     copied_numels,
-    has_own_blocks,
+    in_blocks,
     to_fragments,
     to_owners,
 )
-from lwopt_backend.plan.layouts import Fragment, Layout
+from lwopt_backend.plan.layouts import Fragment, Layout, by_kind
 from lwopt_backend.plan.mesh import Rows, rows_of
 
+if TYPE_CHECKING:
+    from typing import Unpack  # from Python 3.11 on
+
 POLICIES = ("auto", "stay", "balance")
+
+
+class Wire(TypedDict, total=False):
+    """The fields of ``MatrixPlan`` that describe a rule's exchange."""
+
+    element_bytes: int
+    tensors: int
+    block_period: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +145,16 @@ def _largest(parts: Sequence[Fragment]) -> Fragment:
     return max(parts, key=lambda part: (part.numel, -part.rank))
 
 
-def _homes(atoms: Sequence[Atom], layout: Layout) -> list[int | None]:
-    """Per atom, the only rank that stores all of it, or at least half; None if no rank does."""
-    of_kind: dict[Hashable, int | None] = {}
-    for index, atom in enumerate(atoms):
-        kind = layout.kind(index)
-        if kind not in of_kind:
-            parts = layout.fragments(index)
-            largest = _largest(parts)
-            alone = sum(part.numel for part in parts) == atom.numel  # there are no copies
-            of_kind[kind] = largest.rank if alone and 2 * largest.numel >= atom.numel else None
-    return [of_kind[layout.kind(index)] for index in range(len(atoms))]
+def _homes(atoms: Sequence[Atom], layout: Layout, share: int = 2) -> list[int | None]:
+    """Per atom, the only rank that stores all of it, or at least 1 / ``share``; None if no rank does."""
+
+    def home(index: int) -> int | None:
+        parts, numel = layout.fragments(index), atoms[index].numel
+        largest = _largest(parts)
+        alone = sum(part.numel for part in parts) == numel  # there are no copies
+        return largest.rank if alone and share * largest.numel >= numel else None
+
+    return by_kind(layout, range(len(atoms)), home)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +182,7 @@ def _exchanged(
     *,
     loads: Sequence[int] = (),
     earlier: Sequence[int] = (),
-    **wire: Any,
+    **wire: Unpack[Wire],
 ) -> MatrixPlan:
     """The plan in which atoms that are whole at their ``chosen`` owner stay, and the others are exchanged.
 
@@ -180,7 +190,7 @@ def _exchanged(
     exchanged in every step have separate buckets.
     """
     ranks = layout.world_size
-    whole = _whole_at(layout, len(atoms))
+    whole = _homes(atoms, layout, share=1)
     travelling = [index for index, owner in enumerate(chosen.owners) if whole[index] != owner]
     work = list(loads or [0] * ranks)
     for index, owner in enumerate(chosen.owners):
@@ -201,10 +211,10 @@ def _exchanged(
             done[owners[index]] += atoms[index].cost
         return MatrixPlan(tuple(atoms), layout, Ownership(chosen.policy, tuple(owners), tuple(done)), buckets, **wire)
 
-    rarely = [i for i in travelling if wire.get("block_period", 1) > 1 and has_own_blocks(atoms[i], i, layout)]
-    always = [i for i in travelling if i not in set(rarely)] if rarely else travelling
+    rarely = in_blocks(atoms, travelling, layout) if wire.get("block_period", 1) > 1 else frozenset()
+    always, seldom = ([i for i in travelling if (i in rarely) == rare] for rare in (False, True))
     cut = cut_buckets(atoms, always, ranks, matrices=limits.matrices, numel=limits.numel, before=missing)
-    cut += cut_buckets(atoms, rarely, ranks, matrices=limits.matrices, numel=limits.numel)
+    cut += cut_buckets(atoms, seldom, ranks, matrices=limits.matrices, numel=limits.numel)
     plan = planned(cut)
     if limits.choose and ranks > 1 and plan.buckets and not rarely:
         numbers = [number for number in NUMBERS if number != len(cut) and number <= len(travelling)]
@@ -284,35 +294,20 @@ def _batches(shapes: Mapping[tuple[int, int], int], batch_numel: int) -> int:
     return sum(-(-times // max(1, batch_numel // (m * n))) for (m, n), times in shapes.items())
 
 
-def _whole_at(layout: Layout, atoms: int) -> list[int | None]:
-    """Per atom, the only rank that stores it, if that rank stores all."""
-    of_kind: dict[Hashable, int | None] = {}
-    for index in range(atoms):
-        kind = layout.kind(index)
-        if kind not in of_kind:
-            parts = layout.fragments(index)
-            of_kind[kind] = parts[0].rank if len(parts) == 1 else None
-    return [of_kind[layout.kind(index)] for index in range(atoms)]
-
-
 def plan_spread(
     atoms: Sequence[Atom],
     layout: Layout,
     limits: Limits = Limits(),
     *,
-    element_bytes: int = 2,
-    tensors: int = 1,
     loads: Sequence[int] = (),
     earlier: Sequence[int] = (),
-    block_period: int = 1,
+    **wire: Unpack[Wire],
 ) -> MatrixPlan:
     """Plan matrices that hosts spread over all ranks (ZeRO-3, FSDP2), in the order in which they are exchanged.
 
     ``loads`` is each rank's work before the first bucket; ``earlier`` is work before an earlier synchronization.
     """
-    more: dict[str, Any] = {"element_bytes": element_bytes, "tensors": tensors, "block_period": block_period}
-    more |= {"loads": loads, "earlier": earlier}
-    return _exchanged(atoms, layout, balance(atoms, layout, loads), limits, **more)
+    return _exchanged(atoms, layout, balance(atoms, layout, loads), limits, loads=loads, earlier=earlier, **wire)
 
 
 def plan_matrices(
@@ -322,25 +317,20 @@ def plan_matrices(
     *,
     policy: str,
     machine: Machine,
-    element_bytes: int,
-    tensors: int = 1,
     earlier: Sequence[int] = (),
-    block_period: int = 1,
+    **wire: Unpack[Wire],
 ) -> MatrixPlan:
     """Plan matrices in flat partitions (ZeRO-1/2), where most are whole on one rank, with owners by ``policy``.
 
     ``auto`` models the step time of every policy on ``machine`` and takes the fastest, ``stay`` on a tie.
-    ``element_bytes`` is the size of one element on the wire; ``tensors`` are sent to the owner; ``earlier`` is as in
-    ``plan_spread``. Raises ValueError for an unknown policy.
+    ``earlier`` is as in ``plan_spread``. Raises ValueError for an unknown policy.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; expected one of {', '.join(POLICIES)}")
     makers = {"stay": stay, "balance": balance}
-    more: dict[str, Any] = {"element_bytes": element_bytes, "tensors": tensors, "block_period": block_period}
-    more["earlier"] = earlier
     timed = []
     for make in makers.values() if policy == "auto" else [makers[policy]]:
-        plan = _exchanged(atoms, layout, make(atoms, layout), limits, **more)
+        plan = _exchanged(atoms, layout, make(atoms, layout), limits, earlier=earlier, **wire)
         timed.append((plan, modelled_time(plan, machine)))
     timed.sort(key=lambda pair: pair[1].total)
     modelled = tuple((plan.ownership.policy, time) for plan, time in timed)
@@ -400,7 +390,7 @@ class MatrixPlan:
     layout: Layout
     ownership: Ownership
     buckets: tuple[tuple[int, ...], ...]
-    element_bytes: int
+    element_bytes: int = 2  # of one element on the wire
     modelled: tuple[tuple[str, StepTime], ...] = ()
     tensors: int = 1  # sent to the owner: the direction, or the gradient and the weight
     block_period: int = 1  # steps from one update of whole matrices to the next; each rank's block in those between
@@ -408,8 +398,7 @@ class MatrixPlan:
     @cached_property
     def in_blocks(self) -> frozenset[int]:
         """The exchanged atoms of which each rank has a block, so that nothing of them travels in steps in blocks."""
-        every = (atom for bucket in self.buckets for atom in bucket)
-        return frozenset(i for i in every if has_own_blocks(self.atoms[i], i, self.layout))
+        return in_blocks(self.atoms, chain.from_iterable(self.buckets), self.layout)
 
     @cached_property
     def between(self) -> MatrixPlan:

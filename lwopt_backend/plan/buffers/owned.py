@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import add
 
 from lwopt_backend.plan.buffers.dealing import deal, deal_padded, ends_where_even, ends_where_full
 from lwopt_backend.plan.buffers.layout import (
@@ -31,25 +34,15 @@ from lwopt_backend.plan.cost import MACHINES, Machine
 # So the experts of a stack can have several owners, although the stack is one tensor.
 
 
-@dataclass(frozen=True, slots=True)
-class Cuttable:
-    """Parameter ``param`` as its matrices, in memory order: the elements and the cost of each."""
-
-    param: int
-    parts: tuple[tuple[int, int], ...]
-
-    @property
-    def numel(self) -> int:
-        return sum(numel for numel, _ in self.parts)
-
-
-def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) -> tuple[Bucket, list[int]]:
+def arrange_cut(
+    params: Sequence[OwnedParam], members: Sequence[int], before: Sequence[int]
+) -> tuple[Bucket, list[int]]:
     """One bucket of ``members``, in this order, over as many ranks as ``before``, each rank's work so far.
 
     Consecutive matrices go to consecutive ranks, so that the busiest rank has the least work. Returns the bucket and
     the work that it adds to each rank.
     """
-    parts = [part for member in members for part in member.parts]
+    parts = [part for index in members for part in params[index].parts]
     cost_before = [*accumulate((cost for _, cost in parts), initial=0)]
     low = max(*before, -(-(sum(before) + cost_before[-1]) // len(before)))
     high = low + max(cost for _, cost in parts)  # a matrix left over would mean that every rank has more than ``low``
@@ -58,9 +51,9 @@ def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) 
         low, high = (low, fullest) if sum(counts) == len(parts) else (fuller, high)
     counts, _, _ = _filled(cost_before, before, low)
     slots, end = [], 0
-    for member in members:
-        slots.append(Slot(member.param, end, member.numel))
-        end += member.numel
+    for index in members:
+        slots.append(Slot(index, end, params[index].numel))
+        end += params[index].numel
     bounds, added, first, start = [], [], 0, 0
     for count in counts:
         mine = parts[first : first + count]
@@ -70,7 +63,7 @@ def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) 
         first, start = first + count, stop
     sizes = {stop - start for start, stop in bounds}
     layout: BucketLayout = "padded" if len(sizes) == 1 else "compact"
-    return Bucket("matrix", layout, dtype, tuple(slots), tuple(bounds), end), added
+    return Bucket("matrix", layout, params[members[0]].dtype, tuple(slots), tuple(bounds), end), added
 
 
 def _filled(cost_before: Sequence[int], before: Sequence[int], limit: int) -> tuple[list[int], int, int]:
@@ -94,18 +87,11 @@ def split_buckets(
     """Buckets of the parameters with several matrices, in backward order; a bucket closes at ``bucket_numel``."""
     buckets: list[Bucket] = []
     loads = [0] * len(before)
-    open_buckets: dict[str, list[Cuttable]] = {}
     cuttable = [i for i in reversed(range(len(params))) if params[i].parts]
-    for index in cuttable:
-        param = params[index]
-        members = open_buckets.setdefault(param.dtype, [])
-        members.append(Cuttable(index, param.parts))
-        last = all(params[other].dtype != param.dtype for other in cuttable if other < index)
-        if last or sum(member.numel for member in members) >= bucket_numel:
-            work = [had + more for had, more in zip(before, loads)]
-            bucket, added = arrange_cut(open_buckets.pop(param.dtype), work, param.dtype)
-            buckets.append(bucket)
-            loads = [had + more for had, more in zip(loads, added)]
+    for members in _in_buckets(params, cuttable, bucket_numel):
+        bucket, added = arrange_cut(params, members, [*map(add, before, loads)])
+        buckets.append(bucket)
+        loads = [*map(add, loads, added)]
     matrices = sum(len(params[index].parts) for index in cuttable)
     told = f"{matrices} matrices of {len(cuttable)} parameters that hold several are owned one by one."
     return buckets, loads, [told]
@@ -166,18 +152,16 @@ def plan_owned(
     cut = layout != "padded" and any(param.parts for param in params)
     if cut:
         buckets, loads, choices = split_buckets(params, bucket_numel, before)
-    by_dtype: dict[str, list[int]] = {}
-    for index in reversed(range(len(params))):
-        if params[index].atom is not None and not (cut and params[index].parts):
-            by_dtype.setdefault(params[index].dtype, []).append(index)
-    for dtype, members in by_dtype.items():
-        work = [*map(sum, zip(before, loads))]
-        found, added = _matrix_buckets(params, members, layout, bucket_numel, work, machine)
+    backwards = range(len(params))[::-1]
+    whole = [i for i in backwards if params[i].atom is not None and not (cut and params[i].parts)]
+    for members in _in_buckets(params, whole):
+        found, added = _matrix_buckets(params, members, layout, bucket_numel, [*map(add, before, loads)], machine)
         buckets += found
-        loads = [load + more for load, more in zip(loads, added)]
-        choices.append(_told(found, dtype, added))
-    for dtype, members in _elementwise(params, bucket_numel):
-        buckets.append(_elementwise_bucket(params, members, size, layout, dtype))
+        loads = [*map(add, loads, added)]
+        choices.append(_told(found, added))
+    elementwise = [i for i in backwards if params[i].atom is None]
+    for members in _in_buckets(params, elementwise, bucket_numel):
+        buckets.append(_elementwise_bucket(params, members, size, layout))
     buckets.sort(key=lambda bucket: -min(slot.param for slot in bucket.slots))
     if size < ranks:
         choices.append(f"{ranks // size} instances of {size} ranks; gradients are summed across them once per bucket.")
@@ -231,11 +215,9 @@ def _matrix_buckets(
     return buckets, [load - had for load, had in zip(loads, before)]
 
 
-def _elementwise_bucket(
-    params: Sequence[OwnedParam], members: Sequence[int], ranks: int, layout: str, dtype: str
-) -> Bucket:
+def _elementwise_bucket(params: Sequence[OwnedParam], members: Sequence[int], ranks: int, layout: str) -> Bucket:
     """A bucket of element-wise parameters; ``auto`` works as for matrices."""
-    sizes = [(index, params[index].numel) for index in members]
+    sizes, dtype = [(index, params[index].numel) for index in members], params[members[0]].dtype
     if layout != "compact":
         padded = arrange_elementwise(sizes, ranks, "padded", dtype)
         if layout == "padded" or (ranks > 1 and _padding([padded]) <= MOST_PADDING):
@@ -264,31 +246,31 @@ def _padding(buckets: Sequence[Bucket]) -> float:
     return padding / max(1, sum(bucket.numel for bucket in buckets) - padding)
 
 
-def _elementwise(params: Sequence[OwnedParam], bucket_numel: int) -> Iterable[tuple[str, list[int]]]:
-    """Element-wise parameters in backward order, by dtype, closed at ``bucket_numel``; a tied one has its own bucket.
+def _in_buckets(
+    params: Sequence[OwnedParam], members: Sequence[int], bucket_numel: float = math.inf
+) -> Iterator[list[int]]:
+    """Yield ``members`` of equal dtype, closed at ``bucket_numel``; a tied element-wise one has its own bucket.
 
     A tied weight's gradient is complete only when backward reaches its first use, and would delay its neighbours.
     """
     open_buckets: dict[str, list[int]] = {}
-    filled: dict[str, int] = {}
-    for index in reversed(range(len(params))):
+    filled: Counter[str] = Counter()
+    for index in members:
         param = params[index]
-        if param.atom is not None:
-            continue
-        if param.tied:
-            yield param.dtype, [index]
+        if param.tied and param.atom is None:
+            yield [index]
             continue
         open_buckets.setdefault(param.dtype, []).append(index)
-        filled[param.dtype] = filled.get(param.dtype, 0) + param.numel
+        filled[param.dtype] += param.numel
         if filled[param.dtype] >= bucket_numel:
-            yield param.dtype, open_buckets.pop(param.dtype)
+            yield open_buckets.pop(param.dtype)
             filled[param.dtype] = 0
-    yield from open_buckets.items()
+    yield from open_buckets.values()
 
 
-def _told(buckets: Sequence[Bucket], dtype: str, loads: Sequence[int]) -> str:
+def _told(buckets: Sequence[Bucket], loads: Sequence[int]) -> str:
     return (
-        f"Layout: {sum(len(bucket.slots) for bucket in buckets)} {dtype} matrices in {len(buckets)} "
+        f"Layout: {sum(len(bucket.slots) for bucket in buckets)} {buckets[0].dtype} matrices in {len(buckets)} "
         f"{buckets[0].layout} bucket(s), {_padding(buckets):.1%} padding, busiest rank over mean "
         f"{imbalance(loads):.3f}."
     )
