@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan import FlatPartition, Fragment, MeshLayout, ParameterPartition, Replicas, Sharding
-from lwopt_backend.plan.atoms import Block, Grid, Parts, Stripes, check_cover, divided, grouped, undivided
-from lwopt_backend.plan.layouts import BlockPartition, BlockReplicas, in_blocks
+from lwopt_backend.plan.atoms import Block, Grid, Parts, Stripes, divided, grouped, undivided
+from lwopt_backend.plan.layouts import in_blocks
 from lwopt_backend.runtime.whole import flat_views, local_views
 
 QKV, GATE_UP = ("q", "k", "v"), ("gate", "up")
@@ -66,12 +66,10 @@ def test_stripes_are_runs_with_gaps_between_them() -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_blocks_cover_a_parameter_in_its_order_and_are_views_where_it_is_whole(seed: int) -> None:
     shape, blocks = some_param(random.Random(seed))
-    check_cover("p", blocks)
     param = numbered(shape)
     seen = torch.cat([matrix_of(block, param).flatten() for block in blocks])
     assert torch.equal(seen.sort().values, param.flatten())
     layout = in_blocks(Replicas(3, (param.numel(),)), [blocks])
-    assert isinstance(layout, BlockReplicas)
     for index, block in enumerate(blocks):
         matrix = matrix_of(block, param)
         places = matrix.flatten().tolist()
@@ -86,28 +84,23 @@ def test_blocks_cover_a_parameter_in_its_order_and_are_views_where_it_is_whole(s
 
 
 def test_what_is_left_over_or_doubled_is_named() -> None:
-    grid, whole = Grid(2, 6, 4), Stripes(0, 4)
-
-    def blocks(*rows: Stripes, columns: Stripes = whole) -> list[Block]:
-        return [Block(f"b{n}", grid, number, r, columns) for number in range(2) for n, r in enumerate(rows)]
-
-    corners = [(row, column) for row in ((0, 2), (2, 4)) for column in ((0, 1), (1, 3))]
-    quarters = [Block(f"{r}{c}", Grid(1, 6, 4), 0, Stripes(*r), Stripes(*c)) for r, c in corners]
-    check_cover("w", quarters)
-    for wrong, message in [
-        (blocks(Stripes(0, 3), Stripes(2, 4)), "'w' of 2 x 6 x 4, slice 0: rows 2:3, .* are in 'b0' and in 'b1'"),
-        (blocks(Stripes(0, 1, 2, 2), Stripes(4, 2)), "8 of 24 elements .* no block, the first rows 1:2, columns 0:4"),
-        (blocks(Stripes(0, 6), columns=Stripes(0, 3)), "6 of 24 elements .* no block, the first rows 0:6, columns 3:4"),
-        (blocks(Stripes(0, 6))[:1], "slice 1: belongs to no block"),
-        (blocks(Stripes(1, 6)), "block 'b0' reaches beyond it: slice 0 rows 1:7"),
-        (blocks(Stripes(0, 6), columns=Stripes(1, 4)), "block 'b0' reaches beyond it: slice 0"),
-        ([Block("b0", grid, 2, Stripes(0, 6), whole)], "block 'b0' reaches beyond it: slice 2"),
-        ([*blocks(Stripes(0, 6)), *divided(Grid(3, 4, 4), undivided(4))], r"'w' of 2 x 6 x 4: block '\[0\]' is of 3 x"),
-        ([], "parameter 'w': expected at least one block"),
-        (quarters[:3], "12 of 24 elements belong to no block, the first rows 2:6, columns 1:4"),
+    halves = grouped(("a", "b"), (1, 3))
+    blocks = divided(Grid(2, 4, 4), grouped(GATE_UP, (1, 1), 2), halves)
+    assert [block.name for block in blocks[:4]] == ["[0].a.gate", "[0].a.up", "[0].b.gate", "[0].b.up"]
+    assert sum(block.numel for block in blocks) == 32
+    for outputs, found in [
+        ([Stripes(0, 3), Stripes(2, 2)], "the next from 3 on, found 'b' from 2 on"),
+        ([Stripes(0, 1, 2, 2), Stripes(3, 1)], "the next from 1 on, found 'a' from 2 on"),
+        ([Stripes(0, 3)], "the next from 3 on, found 'the end' from 4 on"),
+        ([Stripes(0, 2), Stripes(2, 3)], "the next from 5 on, found 'the end' from 4 on"),
+        ([Stripes(1, 3)], "the next from 0 on, found 'a' from 1 on"),
+        ([], "the next from 0 on"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            check_cover("w", wrong)
+        for transposed in (False, True):
+            with pytest.raises(ValueError, match=f"expected parts of 4 in all, {found}"):
+                divided(Grid(2, 4, 4), list(zip("ab", outputs)), transposed=transposed)
+    with pytest.raises(ValueError, match="expected parts of 3 in all"):
+        divided(Grid(1, 4, 3), undivided(4), halves)
 
 
 def flat_of(storage: FlatPartition | ParameterPartition, params: Sequence[Tensor], rank: int) -> Tensor:
@@ -135,7 +128,6 @@ def test_ranges_of_parameters_are_ranges_of_blocks_and_views_give_their_elements
     flat = FlatPartition.build(numels, ranks, alignment=pads[0], param_alignment=pads[1])
     for storage in (flat, ParameterPartition.build(numels, ranks)):
         layout = in_blocks(storage, divisions)
-        assert isinstance(layout, BlockPartition) and layout.stored_numel(0) == storage.stored_numel(0)
         locals_ = [spaced(flat_of(storage, params, rank)) for rank in range(ranks)]
         for index, (param, block) in enumerate(zip(layout.params, layout.blocks)):
             expected = matrix_of(block, params[param]).flatten()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from itertools import accumulate, product
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,16 +289,31 @@ def equal(count: int, size: int, name: str) -> Parts:
     return grouped([f"{name}{number}" for number in range(count)], [size] * count)
 
 
-def divided(grid: Grid, parts: Parts, *, transposed: bool = False) -> tuple[Block, ...]:
-    """Every slice's outputs divided into ``parts``: its rows, or its columns if stored ``transposed``."""
-    inputs = Stripes(0, grid.rows if transposed else grid.columns)
+def divided(grid: Grid, outputs: Parts, inputs: Parts = (), *, transposed: bool = False) -> tuple[Block, ...]:
+    """Every slice divided into parts of its outputs, its rows, or its columns if stored ``transposed``; and of inputs.
+
+    Raises ValueError for parts that are not exactly the slice.
+    """
+    sizes = (grid.columns, grid.rows) if transposed else (grid.rows, grid.columns)
+    inputs = inputs or undivided(sizes[1])
+    for parts, size in zip((outputs, inputs), sizes):
+        _check_partition(parts, size)
     blocks = []
     for number in range(grid.slices):
-        for part, outputs in parts:
-            label = ".".join(filter(None, [f"[{number}]", part])) if grid.slices > 1 else part
-            rows, columns = (inputs, outputs) if transposed else (outputs, inputs)
+        for (of, taken), (part, made) in product(inputs, outputs):
+            label = ".".join(filter(None, [f"[{number}]" if grid.slices > 1 else "", of, part]))
+            rows, columns = (taken, made) if transposed else (made, taken)
             blocks.append(Block(label, grid, number, rows, columns))
     return tuple(blocks)
+
+
+def _check_partition(parts: Parts, size: int) -> None:
+    """Raises ValueError for indices below ``size`` in no part or in two, and for others."""
+    end, runs = 0, sorted((start, stop, name) for name, run in parts for start, stop in run.runs())
+    for start, stop, name in [*runs, (size, size, "the end")]:
+        if start != end:
+            raise ValueError(f"expected parts of {size} in all, the next from {end} on, found {name!r} from {start} on")
+        end = stop
 
 
 def matrices_of(shape: Sequence[int]) -> tuple[Block, ...]:
@@ -315,69 +330,3 @@ def end_to_end(blocks: Sequence[Block]) -> bool:
             return False
         place += block.numel
     return True
-
-
-def check_cover(param: str, blocks: Sequence[Block]) -> None:
-    """Raises ValueError, naming the parameter, for elements outside of it, in no block or in two blocks.
-
-    Works on runs of rows and columns, once for all slices with equal divisions.
-    """
-    if not blocks:
-        raise ValueError(f"parameter {param!r}: expected at least one block")
-    grid = blocks[0].grid
-    slices: dict[int, list[Block]] = {number: [] for number in range(grid.slices)}
-    for block in blocks:
-        if block.grid != grid:
-            raise ValueError(f"parameter {param!r} of {grid}: block {block.name!r} is of {block.grid}")
-        if block.slice not in slices or block.rows.stop > grid.rows or block.columns.stop > grid.columns:
-            raise ValueError(f"parameter {param!r} of {grid}: block {block.name!r} reaches beyond it: {block}")
-        slices[block.slice].append(block)
-    alike: set[tuple[tuple[Stripes, Stripes], ...]] = set()
-    for number, members in slices.items():
-        form = tuple((block.rows, block.columns) for block in members)
-        if form not in alike:
-            _check_slice(f"parameter {param!r} of {grid}, slice {number}", members)
-            alike.add(form)
-
-
-def _check_slice(where: str, blocks: Sequence[Block]) -> None:
-    if not blocks:
-        raise ValueError(f"{where}: belongs to no block")
-    grid = blocks[0].grid
-    rows = _intervals(grid.rows, [block.rows for block in blocks])
-    columns = _intervals(grid.columns, [block.columns for block in blocks])
-    holders: dict[tuple[int, int], Block] = {}
-    for block in blocks:
-        across = _within(columns, block.columns)
-        for top in _within(rows, block.rows):
-            for left in across:
-                other = holders.setdefault((top, left), block)
-                if other is not block:
-                    shared = _place(top, rows[top], left, columns[left])
-                    raise ValueError(f"{where}: {shared} are in {other.name!r} and in {block.name!r}")
-    left = grid.slice_numel - sum(block.numel for block in blocks)
-    if left:
-        top, side = next((r, c) for r in rows for c in columns if (r, c) not in holders)
-        missing = _place(top, rows[top], side, columns[side])
-        raise ValueError(f"{where}: {left} of {grid.slice_numel} elements belong to no block, the first {missing}")
-
-
-def _intervals(size: int, selections: Sequence[Stripes]) -> dict[int, int]:
-    """The intervals between neighbouring ends of runs, as start: stop."""
-    ends = {0, size, *chain.from_iterable(run for stripes in set(selections) for run in stripes.runs())}
-    ordered = sorted(ends)
-    return dict(zip(ordered, ordered[1:]))
-
-
-def _within(intervals: dict[int, int], stripes: Stripes) -> list[int]:
-    """The starts of the intervals that make up the stripes."""
-    starts = []
-    for start, stop in stripes.runs():
-        while start < stop:
-            starts.append(start)
-            start = intervals[start]
-    return starts
-
-
-def _place(top: int, bottom: int, left: int, right: int) -> str:
-    return f"rows {top}:{bottom}, columns {left}:{right}"

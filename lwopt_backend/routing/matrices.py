@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 
 from torch import Tensor, nn
 
 from lwopt_backend.config.atoms import AtomSettings, Division
-from lwopt_backend.plan.atoms import Block, Grid, check_cover, divided, grouped, matrices_of, repeated, undivided
+from lwopt_backend.plan.atoms import Block, Grid, divided, grouped, matrices_of, repeated, undivided
 from lwopt_backend.routing.fused import Fusion, fused_weights
 from lwopt_backend.routing.heads import Heads, heads_in, named_as_heads, none_found, unknown
 from lwopt_backend.routing.routing import Route, blocks_of, check_globs, named_parameters
@@ -86,7 +85,6 @@ def divide(
                 "the first dimension for 'flatten': exclude it"
             )
         of_route = _divided(route, settings, fused.get(id(params[route.name])), by_head.get(route.name))
-        check_cover(route.name, of_route.blocks)
         if route.kind == "matrix":
             _check_cut(route, of_route.blocks)
         else:
@@ -132,23 +130,23 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None, heads: 
         return Divided(
             blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}", parts=_parts(route, blocks, in_turn)
         )
+    grid = Grid.of(shape, len(shape) - 2)
     parts: tuple[int, ...] = ()
     if fused is not None and (fused.outputs or fused.inputs):
         in_turn = all(run.count == 1 for _, run in fused.outputs)
         if route.cut is not None and route.cut.shared and route.cut.dim == 0:  # the parts are those of a shard
             size = shape[0] // route.cut.ranks
             fused = replace(fused, outputs=repeated(fused.outputs, size, route.cut.ranks))
-        blocks = _fused(shape, fused, transposed=route.transposed)
+        assert not fused.inputs or not route.transposed, "only LoRA's B has inputs that are divided"
+        blocks = divided(grid, fused.outputs or undivided(grid.rows), fused.inputs, transposed=route.transposed)
         parts = _parts(route, blocks, in_turn)
         if heads is None:
             return Divided(blocks, f"{_described(blocks)}, {fused.why}", parts=parts)
     if heads is not None:
         outputs, of_fused = shape[-1] if route.transposed else shape[-2], () if fused is None else fused.outputs
         of_heads, reason = heads.divide(of_fused, outputs, route.name)
-        grid = Grid.of(shape, len(shape) - 2)
         return Divided(divided(grid, of_heads, transposed=route.transposed), reason, parts=parts)
     if route.side_by_side:
-        grid = Grid.of(shape, len(shape) - 2)
         blocks = divided(grid, grouped(("gate", "up"), [shape[-1] // 2] * 2), transposed=True)
         return Divided(blocks, f"{_described(blocks)}, side by side")
     blocks = matrices_of(shape)
@@ -171,15 +169,6 @@ def _check_cut(route: Route, blocks: Sequence[Block]) -> None:
             f"parameter {route.name!r} of shape {route.shape} ({route.reason}) has {route.cut}; expected one matrix "
             f"or the rows of several, found {_described(blocks)}: leave it to the element-wise rule with 'exclude'"
         )
-
-
-def _fused(shape: Sequence[int], fused: Fusion, *, transposed: bool) -> tuple[Block, ...]:
-    grid = Grid.of(shape, len(shape) - 2)
-    if not fused.inputs:
-        return divided(grid, fused.outputs, transposed=transposed)
-    assert grid.slices == 1 and not transposed, "only LoRA's B has inputs that are divided"
-    pairs = product(fused.inputs, fused.outputs or undivided(grid.rows))
-    return tuple(Block(".".join(filter(None, (of, name))), grid, 0, rows, cols) for (of, cols), (name, rows) in pairs)
 
 
 def _described(blocks: Sequence[Block]) -> str:
