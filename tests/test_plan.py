@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from lwopt_backend.plan import exchange
 from lwopt_backend.plan.atoms import Atom, matrices_of
 from lwopt_backend.plan.buckets import Stage, critical_path, cut_buckets, pipeline
 from lwopt_backend.plan.cost import MACHINES, Machine, newton_schulz_flops
-from lwopt_backend.plan.exchange import Segment, Transfer, offsets_of
+from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas, in_blocks
 from lwopt_backend.plan.mesh import MeshLayout, Sharding, TensorShards
 from lwopt_backend.plan.owners import Limits, balance, exchange_seconds, longest_first, plan_matrices, plan_spread, stay
@@ -196,7 +196,8 @@ def tensor_parallel(store: Callable[[tuple[int, ...]], FlatPartition | Replicas]
     cut = tuple(numel % 2 == 0 for numel in NUMELS)
     shards = tuple(numel // (1 + halved) for numel, halved in zip(NUMELS, cut))
     blocks = tuple(block for shape in SMALL for block in matrices_of(shape))
-    return TensorShards(tuple(itertools.product(range(2), range(2))), store(shards), (*range(len(cut)),), blocks, cut)
+    places = tuple(itertools.product(range(2), range(2)))
+    return TensorShards(store(shards), (*range(len(cut)),), blocks, places=places, cut=cut)
 
 
 LAYOUTS = {
@@ -213,6 +214,10 @@ LAYOUTS = {
     "stage 3 on 4": ParameterPartition.build(NUMELS, 4),
 }
 FLAT = ("stay", "balance")
+
+
+def offsets_of(segments: Sequence[Segment]) -> list[int]:
+    return list(itertools.accumulate((segment.numel for segment in segments), initial=0))[:-1]
 
 
 def elements(atom: int, part: Segment | Fragment) -> list[tuple[int, int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.layouts import Fragment, Layout, by_kind
@@ -58,11 +57,6 @@ class Transfer:
         for segment in segments:
             splits[segment.peer] += segment.numel
         return splits
-
-
-def offsets_of(segments: Sequence[Segment]) -> list[int]:
-    """The start of each of consecutive segments."""
-    return list(accumulate((segment.numel for segment in segments), initial=0))[:-1]
 
 
 def to_owners(
@@ -140,7 +134,7 @@ def own_block(atom: Atom, part: Fragment) -> Atom | None:
     return None if cut and part.runs == 1 else replace(atom, shape=(rows, columns), tiles=1)
 
 
-def in_blocks(atoms: Sequence[Atom], indices: Iterable[int], layout: Layout) -> frozenset[int]:
+def with_own_blocks(atoms: Sequence[Atom], indices: Iterable[int], layout: Layout) -> frozenset[int]:
     """Those among ``indices`` of which every rank that stores some has a block, with the block's state."""
 
     def has_blocks(index: int) -> bool:

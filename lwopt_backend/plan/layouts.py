@@ -250,6 +250,7 @@ class Partition:
     """Storage in which a rank has one contiguous range of a parameter; the next rank begins after ``size`` elements."""
 
     __slots__ = ()
+    numels: tuple[int, ...]
 
     def keeps_state(self, index: int, rank: int, owner: int) -> bool:
         return True
@@ -269,6 +270,11 @@ class Partition:
         begin, numel, size, base = self.span(index)
         low, high = max(begin, rank * size), min(begin + numel, (rank + 1) * size)
         return Fragment(rank, low - begin, high - begin, base + low - rank * size) if low < high else None
+
+    def stored_numel(self, rank: int) -> int:
+        """Elements of parameters, without padding, that ``rank`` stores."""
+        held = (self.fragment(index, rank) for index in range(len(self.numels)))
+        return sum(part.numel for part in held if part is not None)
 
     def views(self, index: int, rank: int) -> tuple[View, ...]:
         """The view of the fragment of parameter ``index`` in the flat tensor of ``rank``; none if it has none."""
@@ -339,11 +345,6 @@ class FlatPartition(Partition):
     def place(self, index: int) -> str:
         return f"at {self.offsets[index]} of {self.partition_numel}"
 
-    def stored_numel(self, rank: int) -> int:
-        """Elements of parameters, without padding, that ``rank`` stores."""
-        low, high = rank * self.partition_numel, (rank + 1) * self.partition_numel
-        return sum(max(0, min(high, o + n) - max(low, o)) for o, n in zip(self.offsets, self.numels))
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterPartition(Partition):
@@ -381,11 +382,6 @@ class ParameterPartition(Partition):
     def place(self, index: int) -> str:
         return f"in parts of {self.parts[index]} at {self.bases[index]} of {self.partition_numel}"
 
-    def stored_numel(self, rank: int) -> int:
-        """Elements of parameters, without padding, that ``rank`` stores."""
-        held = (self.fragment(index, rank) for index in range(len(self.numels)))
-        return sum(part.numel for part in held if part is not None)
-
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
@@ -421,10 +417,10 @@ class Replicas:
 
 # Blocks of parameters in flat storage: a rank's elements of a block, and their places.
 
+Storage = FlatPartition | ParameterPartition | Replicas
 
-def in_blocks(
-    storage: FlatPartition | ParameterPartition | Replicas, blocks: Sequence[Sequence[Block]]
-) -> BlockPartition | BlockReplicas:
+
+def in_blocks(storage: Storage, blocks: Sequence[Sequence[Block]]) -> BlockLayout:
     """The same storage of the blocks of every parameter; ``blocks[i]`` are parameter i's, numbered consecutively.
 
     Raises ValueError for blocks of another parameter's size.
@@ -435,18 +431,21 @@ def in_blocks(
         numel = storage.numels[param]
         if block.grid.slices * block.grid.slice_numel != numel:
             raise ValueError(f"parameter {param} has {numel} elements, but block {block.name!r} is of {block.grid}")
-    if isinstance(storage, Replicas):
-        return BlockReplicas(storage, params, flat)
-    return BlockPartition(storage, params, flat)
+    return BlockLayout(storage, params, flat)
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """``blocks`` in ``storage``; ``params`` has each block's parameter."""
+class BlockLayout:
+    """``blocks`` in ``storage``; ``params`` has each block's parameter. A plan's ``Layout``.
 
-    storage: FlatPartition | ParameterPartition | Replicas
+    A rank has one contiguous range of a parameter, or all of it, and so of each block.
+    """
+
+    storage: Storage
     params: tuple[int, ...]
     blocks: tuple[Block, ...]
+    _views: dict[tuple[int, int], tuple[View, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _fragments: dict[int, tuple[Fragment, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -456,48 +455,40 @@ class Blocks:
         block, place = self.blocks[index], self.storage.place(self.params[index])
         return place if block.is_everything else f"{block}, {place}"
 
-    def stored_numel(self, rank: int) -> int:
-        """Elements of parameters, without padding, that ``rank`` stores."""
-        return self.storage.stored_numel(rank)
-
-
-@dataclass(frozen=True)
-class BlockPartition(Blocks, Partition):
-    """Storage in which a rank has one contiguous range of a parameter, and so of each block. A plan's ``Layout``."""
-
-    storage: FlatPartition | ParameterPartition
-    _views: dict[tuple[int, int], tuple[View, ...]] = field(default_factory=dict, compare=False, repr=False)
-    _fragments: dict[int, tuple[Fragment, ...]] = field(default_factory=dict, compare=False, repr=False)
-
     def fragment(self, index: int, rank: int) -> Fragment | None:
         """The fragment of block ``index`` on ``rank``, or None; ``offset`` is its start, ``views`` has all elements."""
-        part, block = self.storage.fragment(self.params[index], rank), self.blocks[index]
+        number, shift = self._stored(index, rank)
+        part, block = self.storage.fragment(self.params[index], number), self.blocks[index]
         if part is None:
             return None
-        start, stop = block.before(part.start), block.before(part.stop)
-        return Fragment(rank, start, stop, part.offset + block.flat(start) - part.start) if start < stop else None
+        start, stop = block.before(shift + part.start), block.before(shift + part.stop)
+        offset = part.offset - part.start - shift
+        return Fragment(rank, start, stop, offset + block.flat(start)) if start < stop else None
 
     def fragments(self, index: int) -> tuple[Fragment, ...]:
-        """The fragments of block ``index`` in rank order; together they are exactly its elements."""
-        if index in self._fragments:
-            return self._fragments[index]
-        begin, _, size, _ = self.storage.span(self.params[index])
-        block, found, place = self.blocks[index], [], 0
-        while place < block.numel:
-            part = self.fragment(index, (begin + block.flat(place)) // size)
-            assert part is not None and part.start == place, (block, place, part)
-            found.append(part)
-            place = part.stop
-        self._fragments[index] = tuple(found)
+        """The fragments of block ``index`` in rank order, copies included; together they are exactly its elements."""
+        if index not in self._fragments:
+            parts = (self.fragment(index, rank) for rank in self._holders(index))
+            self._fragments[index] = tuple(part for part in parts if part is not None)
         return self._fragments[index]
 
     def views(self, index: int, rank: int) -> tuple[View, ...]:
         """Views of the fragment of block ``index`` in the flat tensor of ``rank``, in order; none if it is empty."""
         if (index, rank) not in self._views:  # used in every step
-            part = self.storage.fragment(self.params[index], rank)
-            found = () if part is None else range_views(self.blocks[index], part.start, part.stop, part.offset)
+            number, shift = self._stored(index, rank)
+            part, block = self.storage.fragment(self.params[index], number), self.blocks[index]
+            found = () if part is None else range_views(block, shift + part.start, shift + part.stop, part.offset)
             self._views[index, rank] = found
         return self._views[index, rank]
+
+    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
+        return tuple(part for part in self.fragments(index) if self.is_source(index, part.rank, owner))
+
+    def is_source(self, index: int, rank: int, owner: int) -> bool:
+        return self.keeps_state(index, rank, owner)
+
+    def keeps_state(self, index: int, rank: int, owner: int) -> bool:
+        return self.storage.keeps_state(self.params[index], self._stored(index, rank)[0], self._stored(index, owner)[0])
 
     def kind(self, index: int) -> int:
         return self._kinds[index]
@@ -506,36 +497,24 @@ class BlockPartition(Blocks, Partition):
     def _kinds(self) -> list[int]:
         """Per block, the number of the first one with equal storage: numbers compare faster than blocks."""
         first: dict[Hashable, int] = {}
-        keys = ((self.storage.kind(param), block) for param, block in zip(self.params, self.blocks))
-        return [first.setdefault(key, index) for index, key in enumerate(keys)]
+        return [first.setdefault(self._kind(index), index) for index in range(len(self.blocks))]
 
+    def _kind(self, index: int) -> Hashable:
+        return self.storage.kind(self.params[index]), self.blocks[index]
 
-@dataclass(frozen=True)
-class BlockReplicas(Blocks):
-    """Every rank stores every parameter, in a separate tensor, and so every block. A plan's ``Layout``."""
+    def _stored(self, index: int, rank: int) -> tuple[int, int]:
+        """The number of ``rank`` in ``storage``, and the number of the parameter's elements before those stored."""
+        return rank, 0
 
-    storage: Replicas
+    def _holders(self, index: int) -> Iterable[int]:
+        """In order, the ranks that may have some of the block."""
+        return self._near(index, 0)
 
-    def keeps_state(self, index: int, rank: int, owner: int) -> bool:
-        return rank == owner
-
-    def fragment(self, index: int, rank: int) -> Fragment:
-        block = self.blocks[index]
-        return Fragment(rank, 0, block.numel, block.flat(0))
-
-    def fragments(self, index: int) -> tuple[Fragment, ...]:
-        return tuple(self.fragment(index, rank) for rank in range(self.world_size))
-
-    def views(self, index: int, rank: int) -> tuple[View, ...]:
-        """The views of block ``index`` in its parameter's flat tensor, the same on every rank."""
-        block = self.blocks[index]
-        return range_views(block, 0, block.grid.slices * block.grid.slice_numel, 0)
-
-    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
-        return (self.fragment(index, owner),)
-
-    def is_source(self, index: int, rank: int, owner: int) -> bool:
-        return rank == owner
-
-    def kind(self, index: int) -> int:
-        return self.blocks[index].numel
+    def _near(self, index: int, shift: int) -> range:
+        """The numbers in ``storage`` of ranks that may have some of the block, if it has ``shift`` elements less."""
+        if isinstance(self.storage, Replicas):
+            return range(self.storage.world_size)
+        block, (begin, numel, size, _) = self.blocks[index], self.storage.span(self.params[index])
+        low, high = block.before(shift), block.before(shift + numel)
+        first, last = (begin + block.flat(place) - shift for place in (low, high - 1))
+        return range(first // size, last // size + 1) if low < high else range(0)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.plan.layouts import (
+    BlockLayout,
     FlatPartition,
     Fragment,
     Layout,
@@ -21,7 +22,6 @@ from lwopt_backend.plan.layouts import (
     View,
     box_views,
     boxes_of,
-    range_views,
     rectangle,
     unravel,
 )
@@ -248,11 +248,11 @@ def in_whole(param: TrainedParam, shard: int, start: int, stop: int) -> Iterator
 
 
 @dataclass(frozen=True)
-class TensorShards:
+class TensorShards(BlockLayout):
     """Matrices that tensor parallelism cuts, or copies. A rank stores its shards as ``storage`` says.
 
     ``places[rank]`` has the tensor- and the data-parallel rank of a rank of the exchange group. The elements of a
-    parameter that is ``cut`` are numbered shard by shard, in ``blocks`` as well; ``params`` has their parameters.
+    parameter that is ``cut`` are numbered shard by shard, in ``blocks`` as well.
 
     ::
 
@@ -262,12 +262,9 @@ class TensorShards:
 
     """
 
-    places: tuple[tuple[int, int], ...]
     storage: FlatPartition | Replicas
-    params: tuple[int, ...]
-    blocks: tuple[Block, ...]
-    cut: tuple[bool, ...]
-    _views: dict[tuple[int, int], tuple[View, ...]] = field(default_factory=dict, compare=False, repr=False)
+    places: tuple[tuple[int, int], ...] = field(kw_only=True)
+    cut: tuple[bool, ...] = field(kw_only=True)
 
     @property
     def world_size(self) -> int:
@@ -282,54 +279,33 @@ class TensorShards:
         tensor = self.places[rank][0]
         return [self._ranks[place] for place in sorted(self.places) if place[0] == tensor]
 
-    def fragments(self, index: int) -> tuple[Fragment, ...]:
-        held = {part.rank for part in self.storage.fragments(self.params[index])}
-        ranks = sorted(rank for (_, data), rank in self._ranks.items() if data in held)
-        return tuple(part for rank in ranks if (part := self.fragment(index, rank)) is not None)
-
-    def fragment(self, index: int, rank: int) -> Fragment | None:
-        part, block, shift = self._part(index, rank)
-        if part is None:
-            return None
-        start, stop = block.before(shift + part.start), block.before(shift + part.stop)
-        offset = part.offset - part.start - shift
-        return Fragment(rank, start, stop, offset + block.flat(start)) if start < stop else None
-
-    def views(self, index: int, rank: int) -> tuple[View, ...]:
-        """Views of the fragment of block ``index`` in the flat tensor of ``rank``, in order; none if it is empty."""
-        if (index, rank) not in self._views:  # used in every step
-            part, block, shift = self._part(index, rank)
-            found = () if part is None else range_views(block, shift + part.start, shift + part.stop, part.offset)
-            self._views[index, rank] = found
-        return self._views[index, rank]
-
-    def _part(self, index: int, rank: int) -> tuple[Fragment | None, Block, int]:
-        """What ``rank`` stores of its shard of the block's parameter, and the shard's start."""
-        param, (tensor, data) = self.params[index], self.places[rank]
-        shift = tensor * self.storage.numels[param] if self.cut[param] else 0
-        return self.storage.fragment(param, data), self.blocks[index], shift
-
-    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
-        """Among copies, those of the owner's tensor-parallel rank, and at stage 0 of its data-parallel rank."""
-        return tuple(part for part in self.fragments(index) if self.is_source(index, part.rank, owner))
-
     def is_source(self, index: int, rank: int, owner: int) -> bool:
+        """Among copies, those of the owner's tensor-parallel rank, and at stage 0 of its data-parallel rank.
+
+        At stage 0, one of the ranks that store a shard keeps its state, so every shard's ranks have it.
+        """
         near = self.cut[self.params[index]] or self.places[rank][0] == self.places[owner][0]
         return near and self.keeps_state(index, rank, owner)
 
-    def keeps_state(self, index: int, rank: int, owner: int) -> bool:
-        """At stage 0, one of the ranks that store a shard keeps its state, so every shard's ranks have it."""
-        return isinstance(self.storage, FlatPartition) or self.places[rank][1] == self.places[owner][1]
-
-    def kind(self, index: int) -> Hashable:
-        param = self.params[index]
-        return self.storage.kind(param), self.cut[param], self.blocks[index]
-
     def place(self, index: int) -> str:
+        """The first one also names the ranks' places, once in a plan."""
         param = self.params[index]
         whose = "shard" if self.cut[param] else "copy"
-        return f"{self.blocks[index]}, {whose} {self.storage.place(param)} of {self.places}"
+        of_all = f" of {self.places}" if index == 0 else ""
+        return f"{self.blocks[index]}, {whose} {self.storage.place(param)}{of_all}"
 
-    def stored_numel(self, rank: int) -> int:
-        """Elements of parameters, without padding, that ``rank`` stores."""
-        return self.storage.stored_numel(self.places[rank][1])
+    def _kind(self, index: int) -> Hashable:
+        return super()._kind(index), self.cut[self.params[index]]
+
+    def _stored(self, index: int, rank: int) -> tuple[int, int]:
+        tensor, data = self.places[rank]
+        return data, self._shift(index, tensor)
+
+    def _shift(self, index: int, tensor: int) -> int:
+        param = self.params[index]
+        return tensor * self.storage.numels[param] if self.cut[param] else 0
+
+    def _holders(self, index: int) -> Iterable[int]:
+        tensors = {tensor for tensor, _ in self.places}
+        near = ((tensor, data) for tensor in tensors for data in self._near(index, self._shift(index, tensor)))
+        return sorted(self._ranks[place] for place in near)

@@ -30,9 +30,9 @@ from lwopt_backend.plan.exchange import (
     Transfer,
     along_column,
     copied_numels,
-    in_blocks,
     to_fragments,
     to_owners,
+    with_own_blocks,
 )
 from lwopt_backend.plan.layouts import Fragment, Layout, by_kind
 from lwopt_backend.plan.mesh import Rows, rows_of
@@ -211,7 +211,7 @@ def _exchanged(
             done[owners[index]] += atoms[index].cost
         return MatrixPlan(tuple(atoms), layout, Ownership(chosen.policy, tuple(owners), tuple(done)), buckets, **wire)
 
-    rarely = in_blocks(atoms, travelling, layout) if wire.get("block_period", 1) > 1 else frozenset()
+    rarely = with_own_blocks(atoms, travelling, layout) if wire.get("block_period", 1) > 1 else frozenset()
     always, seldom = ([i for i in travelling if (i in rarely) == rare] for rare in (False, True))
     cut = cut_buckets(atoms, always, ranks, matrices=limits.matrices, numel=limits.numel, before=missing)
     cut += cut_buckets(atoms, seldom, ranks, matrices=limits.matrices, numel=limits.numel)
@@ -398,7 +398,7 @@ class MatrixPlan:
     @cached_property
     def in_blocks(self) -> frozenset[int]:
         """The exchanged atoms of which each rank has a block, so that nothing of them travels in steps in blocks."""
-        return in_blocks(self.atoms, chain.from_iterable(self.buckets), self.layout)
+        return with_own_blocks(self.atoms, chain.from_iterable(self.buckets), self.layout)
 
     @cached_property
     def between(self) -> MatrixPlan:
@@ -482,18 +482,12 @@ class MatrixPlan:
 
     def moved_numel(self) -> list[int]:
         """Per rank, the elements that it stores whose update another rank computes."""
-        stored, own = self._stored()
-        return [all_of_it - mine for all_of_it, mine in zip(stored, own)]
-
-    def _stored(self) -> tuple[list[int], list[int]]:
-        """Per rank, the elements that it stores of the exchanged atoms, and of those among them that it owns."""
-        stored, own = ([0] * self.layout.world_size for _ in range(2))
+        moved = [0] * self.layout.world_size
         for atom, owners in self._alike():
-            times = sum(owners.values())
+            times = owners.total()
             for part in self.layout.fragments(atom):
-                stored[part.rank] += part.numel * times
-                own[part.rank] += part.numel * owners.get(part.rank, 0)
-        return stored, own
+                moved[part.rank] += part.numel * (times - owners[part.rank])
+        return moved
 
     def wire_bytes(self) -> list[int]:
         """Per rank, the bytes that it sends in one step: fragments to owners, and updates back."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.plan import Atom, TensorShards
+from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import Block
-from lwopt_backend.plan.layouts import Partition, Span, View, box_views
+from lwopt_backend.plan.layouts import BlockLayout, Partition, Span, View, box_views
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.rules.protocol import sums_of
 from lwopt_backend.runtime.collectives import changing, of_rule, phase, sampled
@@ -48,7 +48,7 @@ Storage = Callable[[int], Sequence[Slices]]
 class FlatPieces:
     """The places of the fragments of ``count`` matrices in a rank's flat partition, as ZeRO stores it. Found once."""
 
-    def __init__(self, layout: Partition | TensorShards, rank: int, count: int) -> None:
+    def __init__(self, layout: Partition | BlockLayout, rank: int, count: int) -> None:
         self._views = [layout.views(index, rank) for index in range(count)]
         self._sizes: list[int] = []  # of every view and of the gap before it, if all are ranges in order
         self._end = 0
@@ -76,7 +76,7 @@ class FlatPieces:
 
 
 def flat_views(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
-    """Views of a rank's one-dimensional tensor, as ``BlockPartition.views`` describes them."""
+    """Views of a rank's one-dimensional tensor, as ``BlockLayout.views`` describes them."""
     (stride,) = flat.stride()
     return [_view(flat, View(v.offset * stride, v.sizes, tuple(stride * s for s in v.strides))) for v in views]
 

@@ -28,7 +28,7 @@ from lwopt_backend.plan import (
     plan_matrices,
     plan_spread,
 )
-from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockReplicas, Partition, in_blocks
+from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockLayout, Partition, Storage, in_blocks
 from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.plan.owners import Limits, modelled_time
 from lwopt_backend.rules import MatrixRule
@@ -57,7 +57,7 @@ def unit_layouts(
     is_matrix: bool,
     sub_group_size: int = SUB_GROUP_SIZE,
     param_alignment: int = 1,
-) -> Iterator[tuple[slice, HostLayout]]:
+) -> Iterator[tuple[slice, Storage]]:
     """Yield the parameters of a group that are stepped together, and their layout. ``numels`` are their sizes.
 
     ``param_alignment`` is that of ``FlatPartition.build``. ``is_matrix`` is whether a matrix rule steps them.
@@ -80,8 +80,6 @@ def unit_layouts(
 
 # Plans of what a host steps at a time: a param group, or a sub-group with its flat tensor.
 
-HostLayout = FlatPartition | ParameterPartition | Replicas
-
 
 @dataclass(frozen=True)
 class GroupPlan:
@@ -93,7 +91,7 @@ class GroupPlan:
 
     rule: str
     params: tuple[TrainedParam, ...]
-    layout: HostLayout
+    layout: Storage
     options: tuple[str, ...]  # the rule's, one line each
     matrices: MatrixPlan | None
     state_bytes: tuple[int, ...]  # of each rank's state
@@ -135,7 +133,7 @@ def members_digest(plans: Sequence[GroupPlan]) -> str:
 def plan_group(
     group: Mapping[str, Any],
     members: Sequence[TrainedParam],
-    layout: HostLayout,
+    layout: Storage,
     config: ZeROConfig,
     machine: Machine,
     places: Sequence[tuple[int, int]] = (),
@@ -165,8 +163,8 @@ def plan_group(
 
 
 def _of_atoms(
-    members: Sequence[TrainedParam], layout: HostLayout, places: Sequence[tuple[int, int]]
-) -> HostLayout | BlockPartition | BlockReplicas | TensorShards:
+    members: Sequence[TrainedParam], layout: Storage, places: Sequence[tuple[int, int]]
+) -> Storage | BlockLayout:
     """The layout of the matrices in ``members``."""
     if not places:
         blocks = [member.blocks for member in members]
@@ -174,7 +172,8 @@ def _of_atoms(
     assert not isinstance(layout, ParameterPartition), "tensor parallelism at stage 3 is refused"
     params = tuple(number for number, member in enumerate(members) for _ in member.blocks)
     flat = tuple(block for member in members for block in member.blocks)
-    return TensorShards(tuple(places), layout, params, flat, tuple(member.cut is not None for member in members))
+    cut = tuple(member.cut is not None for member in members)
+    return TensorShards(layout, params, flat, places=tuple(places), cut=cut)
 
 
 def kept_bases(plan: MatrixPlan, rank: int) -> dict[int, int]:
@@ -192,7 +191,7 @@ def kept_numel(plan: MatrixPlan, rank: int) -> int:
 
 def _plan_atoms(
     atoms: Sequence[Atom],
-    layout: HostLayout | BlockPartition | BlockReplicas | TensorShards,
+    layout: Storage | BlockLayout,
     matrix_rule: MatrixRule,
     config: ZeROConfig,
     machine: Machine,
@@ -201,7 +200,7 @@ def _plan_atoms(
     """Assign owners by the policy where a matrix is stored almost whole on one rank, otherwise by work."""
     limits = Limits(numel=config.bucket_numel, machine=machine, batch_numel=BATCH_NUMEL)
     more: dict[str, Any] = {"earlier": earlier, **registry.wire_of(matrix_rule)}
-    stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas, TensorShards)) else layout
+    stored = layout.storage if isinstance(layout, BlockLayout) else layout
     if isinstance(stored, FlatPartition):
         return plan_matrices(atoms, layout, limits, policy=config.policy, machine=machine, **more)
     if config.policy == "stay" and layout.world_size > 1:
@@ -308,6 +307,6 @@ class GroupStepper(UnitStepper[Tensor]):
         rule = registry.build_matrix_rule(group, self._config)
         elements = Slices(self._stored, grad, {key: state[key] for key in rule.state_keys})
         if self._pieces is None:
-            assert isinstance(planned.layout, (Partition, TensorShards))
+            assert isinstance(planned.layout, (Partition, BlockLayout))
             self._pieces = FlatPieces(planned.layout, self._collectives.rank, len(planned.atoms))
         self.matrices.step([rule] * len(planned.atoms), self._pieces.storage(elements))
