@@ -13,7 +13,7 @@ from torch.optim import _muon
 from torch.utils.flop_counter import FlopCounterMode
 
 from lwopt_backend.groups.registry import MATRIX_RULES, MuonOptions
-from lwopt_backend.plan.cost import gram_flops, newton_schulz_flops
+from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.rules import MatrixRule, gram_newton_schulz, newton_schulz, qk_clip_factors, row_factors
 from lwopt_backend.rules.muon import DEFINED, SCALES, Muon, takes_gram
 from lwopt_backend.rules.newton_schulz import TABLES, by_step, segments
@@ -634,7 +634,7 @@ def test_auto_takes_what_has_fewer_flops_and_traffic(short: int, steps: int) -> 
         sides, square = shape[0] * shape[1], short * short
         plain = newton_schulz_flops(shape, steps) + flops_per_byte * 2 * steps * (4 * sides + 6 * square)
         traffic = 2 * (3 * count * sides + (16 * steps - 10 * count) * square)
-        gram = gram_flops(shape, steps, 1.0, count) + flops_per_byte * traffic
+        gram = newton_schulz_flops(shape, steps, count) + flops_per_byte * traffic
         takes = takes_gram(shape, "auto", None)
         gram_at += [aspect] if takes else []
         assert (gram if takes else plain) <= 1.1 * min(plain, gram), aspect

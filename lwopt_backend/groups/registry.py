@@ -21,7 +21,7 @@ from lwopt_backend.config.options import BelowOne, NonNegative, Options, option,
 from lwopt_backend.groups import optimizer_classes as classes
 from lwopt_backend.groups.optimizer_classes import DECAY_FORM, class_named
 from lwopt_backend.plan import Atom, TrainedParam
-from lwopt_backend.plan.cost import SECOND_MOMENT_FLOPS, gram_flops, shampoo_flops, soap_flops
+from lwopt_backend.plan.cost import SECOND_MOMENT_FLOPS, newton_schulz_flops, shampoo_flops, soap_flops
 from lwopt_backend.plan.owners import Wire
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import AdamH, AdaMuon, MatrixRule, Muon, NorMuon, OwnerStateRule, WeightRule
@@ -405,10 +405,10 @@ def state_nbytes(numel: int, group: Mapping[str, Any], dtype: torch.dtype = torc
 
 
 def _muon_flops(shape: Shape, options: Mapping[str, Any]) -> int:
-    count = len(segments(options["ns_coefficients"], options["ns_steps"], options["gram_restarts"]))
     method, steps = options["ns_method"], options["ns_steps"]
-    aspect = 1.0 if takes_gram(shape, method, options["gram_aspect"]) else None
-    return gram_flops(shape, steps, aspect, count, symmetric=method in PACKAGES)
+    on_gram = takes_gram(shape, method, options["gram_aspect"])
+    count = len(segments(options["ns_coefficients"], steps, options["gram_restarts"])) if on_gram else None
+    return newton_schulz_flops(shape, steps, count, symmetric=method in PACKAGES)
 
 
 def _second_moment_flops(shape: Shape, options: Mapping[str, Any]) -> int:

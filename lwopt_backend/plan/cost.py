@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 # The cost of a rule's work on one matrix. A multiply-add is two flops; s is the shorter side, l the longer.
 #
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 Shape = tuple[int, int]
 
-GRAM_ASPECT = 1.5  # at this aspect, both forms cost the same, for any number of steps
 SOAP_FREQUENCY = 10  # steps between two updates of the eigenbases, SOAP's default
 SHAMPOO_FREQUENCY = 100  # steps between two inverse roots, Distributed Shampoo's advice for large models
 ADAM_FLOPS = 12  # per element of Adam's step; the whole cost if both sides are too long
@@ -20,35 +19,21 @@ SECOND_MOMENT_FLOPS = 9  # per element: square, average (3), root and sum, divis
 LARGEST_PRECONDITIONER = 10_000  # a longer side keeps the identity, SOAP's and Distributed Shampoo's usual limit
 
 
-def newton_schulz_flops(shape: Shape, steps: int = 5) -> int:
+def newton_schulz_flops(shape: Shape, steps: int = 5, segments: int | None = None, symmetric: bool = False) -> int:
     """Flops of ``steps`` quintic Newton-Schulz iterations on a (rows, columns) matrix: ``steps * (4 s^2 l + 2 s^3)``.
 
     One iteration is X X^T (2 s^2 l), A A (2 s^3) and B X (2 s^2 l). Element-wise work is left out, because it is
     smaller by a factor s.
-    """
-    short, long = sorted(shape)
-    return steps * (4 * short * short * long + 2 * short**3)
 
-
-def gram_flops(
-    shape: Shape,
-    steps: int = 5,
-    aspect: float | None = GRAM_ASPECT,
-    segments: int | None = None,
-    symmetric: bool = False,
-) -> int:
-    """Newton-Schulz on the Gram matrix if the longer side is at least ``aspect`` times the shorter, otherwise plain.
-
-    Every segment of steps forms X X^T and applies the product of its polynomials once (4 s^2 l each). Each further step
-    is four s x s products (8 s^3); a segment saves one of them in its first step and two in its last (6 s^3 a segment).
-    The default segments are those of Jordan's coefficients: 3 steps, then 2 each. With ``aspect`` None, all are plain.
-    With ``symmetric``, all products with a symmetric result, which excludes the last of a step or segment, cost half.
+    With ``segments``, by the Gram matrix: every segment of steps forms X X^T and applies the product of its polynomials
+    once (4 s^2 l each). Each further step is four s x s products (8 s^3); a segment saves one of them in its first step
+    and two in its last (6 s^3 a segment). With ``symmetric``, all products with a symmetric result, which excludes the
+    last of a step or segment, cost half.
     """
     short, long = sorted(shape)
     saved = 2 if symmetric else 1
-    if aspect is None or long < aspect * short:
+    if segments is None:
         return steps * (2 + 2 // saved) * short * short * long + steps * 2 // saved * short**3
-    segments = 1 + max(0, steps - 2) // 2 if segments is None else segments
     return segments * (2 + 2 // saved) * short * short * long + (8 * steps - 6 * segments) // saved * short**3
 
 
@@ -230,14 +215,6 @@ class RankMemory:
 
     def __add__(self, other: RankMemory) -> RankMemory:
         """The sum of two buffers on one rank; the step uses one workspace and one exchange after the other."""
-        return RankMemory(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.masters + other.masters,
-            self.state + other.state,
-            self.padding + other.padding,
-            max(self.workspace, other.workspace),
-            max(self.exchange, other.exchange),
-            self.transient + other.transient,
-            self.sent + other.sent,
-        )
+        largest = {"workspace", "exchange"}
+        pairs = ((key.name, getattr(self, key.name), getattr(other, key.name)) for key in fields(self))
+        return RankMemory(**{name: max(a, b) if name in largest else a + b for name, a, b in pairs})

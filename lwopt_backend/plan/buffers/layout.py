@@ -27,16 +27,6 @@ class OwnedParam:
 
 
 LAYOUTS = ("auto", "padded", "compact")
-
-
-def check_choices(layout: str, group_size: int | None, ranks: int) -> None:
-    """Raises ValueError for an unknown layout, and for a group size that does not divide the ranks."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: expected 'padded', 'compact' or 'auto', found {layout!r}")
-    if group_size is not None and (group_size < 1 or ranks % group_size):
-        raise ValueError(f"group_size: expected a divisor of the {ranks} data-parallel ranks, found {group_size}")
-
-
 ALIGNMENT = 64  # elements; every matrix starts on a multiple, as in Megatron-Core (cuBLASLt wants 128 bytes in bf16)
 
 

@@ -12,6 +12,7 @@ from operator import add
 
 from lwopt_backend.plan.buffers.dealing import deal, deal_padded, ends_where_even, ends_where_full
 from lwopt_backend.plan.buffers.layout import (
+    LAYOUTS,
     Bucket,
     BucketLayout,
     OwnedParam,
@@ -19,7 +20,6 @@ from lwopt_backend.plan.buffers.layout import (
     aligned,
     arrange_elementwise,
     arrange_matrices,
-    check_choices,
     imbalance,
 )
 from lwopt_backend.plan.cost import MACHINES, Machine
@@ -143,7 +143,10 @@ def plan_owned(
     ``machine`` is the cost model by which the layout ``auto`` chooses.
     Raises ValueError for an unknown layout or a group size that does not divide the ranks.
     """
-    check_choices(layout, group_size, ranks)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected 'padded', 'compact' or 'auto', found {layout!r}")
+    if group_size is not None and (group_size < 1 or ranks % group_size):
+        raise ValueError(f"group_size: expected a divisor of the {ranks} data-parallel ranks, found {group_size}")
     size = group_size or ranks
     before = [max((base or [0] * ranks)[place::size]) for place in range(size)]  # the busiest instance's
     buckets: list[Bucket] = []
