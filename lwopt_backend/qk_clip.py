@@ -151,6 +151,7 @@ class QKClip:
         self._optimizer = optimizer
         self._layers = dict(layers)
         self._options = {"threshold": threshold, "query_share": query_share}
+        self._outputs: dict[tuple[str, str, str], Tensor] = {}
         for layer, heads in self._layers.items():
             self._check_apart(layer, heads)
             self._factors(layer, torch.ones(heads.heads))
@@ -221,16 +222,22 @@ class QKClip:
 
     def _spread(self, layer: str, name: str, weight: str, part: str, by_head: Tensor) -> Tensor:
         """One factor per output of a parameter, which may be fused with others; 1 for outputs of other parts."""
-        outputs = self._optimizer.row_scaling.outputs(name)
-        blocks = [block for block in self._optimizer.row_scaling.matrices_in(weight) if _part(block) == part]
-        stripes = [block.columns if block.rows.size == block.grid.rows else block.rows for block in blocks]
-        found = [run.at(place) for run in stripes for place in range(run.size)]
-        places = torch.tensor(found) if found else torch.arange(outputs)  # of the query or of the key
+        places = self._outputs_of(name, weight, part).to(by_head.device)
+        self._outputs[name, weight, part] = places
         if len(places) % len(by_head):
             raise ValueError(
                 f"layer {layer!r}: expected outputs of {part!r} that divide into {len(by_head)} heads, found "
                 f"{len(places)} in {name!r}; correct the number of heads"
             )
-        factors = torch.ones(outputs, device=by_head.device)
-        factors[places.to(by_head.device)] = row_factors([(len(places) // len(by_head), by_head)])
+        factors = torch.ones(self._optimizer.row_scaling.outputs(name), device=by_head.device)
+        factors[places] = row_factors([(len(places) // len(by_head), by_head)])
         return factors
+
+    def _outputs_of(self, name: str, weight: str, part: str) -> Tensor:
+        """The outputs of the query or of the key, ``part``, in a parameter; found once, because they may be many."""
+        if (name, weight, part) in self._outputs:
+            return self._outputs[name, weight, part]
+        blocks = [block for block in self._optimizer.row_scaling.matrices_in(weight) if _part(block) == part]
+        stripes = [block.columns if block.rows.size == block.grid.rows else block.rows for block in blocks]
+        ranges = [torch.arange(*run) for outputs in stripes for run in outputs.runs()]
+        return torch.cat(ranges) if ranges else torch.arange(self._optimizer.row_scaling.outputs(name))
