@@ -17,6 +17,7 @@ from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.rules import MatrixRule, gram_newton_schulz, newton_schulz, qk_clip_factors, row_factors
 from lwopt_backend.rules.muon import DEFINED, SCALES, Muon, takes_gram
 from lwopt_backend.rules.newton_schulz import TABLES, by_step, segments
+from lwopt_backend.rules.protocol import sums_of
 from tests.cells import cells
 from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, trained, trained_by
 
@@ -386,6 +387,24 @@ def test_hyperball_keeps_the_norm_and_leaves_what_has_no_direction() -> None:
     assert abs(value.double().norm() / radius - 1) < 1e-5
     rule.apply(value, torch.full((24, 16), math.nan), (24, 16))
     assert value.isnan().all()
+
+
+NORMS: list[tuple[str, dict[str, Any]]] = [
+    ("muon", {"hyperball": True, "weight_decay": 0.0}),
+    ("muon", {"uw_floor": 0.35}),
+    ("adamh", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "given"), NORMS)
+def test_a_weight_of_16_bits_is_rounded_once_not_its_decay_as_well(name: str, given: dict[str, Any]) -> None:
+    """A factor of 0.998 is 0.996 in bfloat16, which would decay twice as much; one of 0.9995 would not decay."""
+    rule = rule_of(name, lr=0.02, **given)
+    value, update = random((24, 16), 0).bfloat16(), random((24, 16), 1).bfloat16()
+    keep, move = (factor[0].float() for factor in rule.factors(sums_of([value], [update])[None], [(24, 16)]))
+    expected = value.float() * keep - update.float() * move
+    rule.apply(value, update, (24, 16))
+    assert torch.equal(value, expected.bfloat16())
 
 
 @cells(floor=[0.01, 0.35], shape=SHAPES)

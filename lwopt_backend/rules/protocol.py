@@ -185,14 +185,19 @@ class MatrixRule:
     def apply_by(self, value: Tensor, update: Tensor, keep: Tensor, move: Tensor) -> None:
         """``value`` <- ``keep`` ``value`` - ``move`` ``update``.
 
+        A value of 16 bits is rounded once: ``keep`` is near one, where bfloat16 has steps of 0.4 %.
+
         Args:
             value: a piece of the weight, changed in place.
             update: the same piece of the update.
             keep: the matrix's first factor from ``factors``, a scalar.
             move: its second factor.
         """
-        keep, move = (factor.to(value.device, value.dtype) for factor in (keep, move))
-        value.mul_(keep).sub_(update.to(value.dtype) * move)
+        wide = value.float() if value.itemsize < 4 else value
+        keep, move = (factor.to(wide.device, wide.dtype) for factor in (keep, move))
+        wide.mul_(keep).sub_(update.to(wide.dtype) * move)
+        if wide is not value:
+            value.copy_(wide)
 
     # What a step calls, on pieces of many matrices at once. A rule may do the same in fewer operations.
 
