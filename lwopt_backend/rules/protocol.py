@@ -36,9 +36,9 @@ OF_MANY = {
 class MatrixRule:
     """An optimizer for whole matrices. Subclass it, as a dataclass whose fields are the rule's options.
 
-    A step calls these methods, in this order. The *element-wise* ones run on each piece of the matrix that a rank has,
-    the others on the whole matrix, once, at its owner. None may call a collective. A method that has no default and is
-    not overridden raises NotImplementedError::
+    *Element-wise* methods run on each piece of the matrix that a rank has, the others on the whole matrix, once, at its
+    owner. None may call a collective. A method without a default raises NotImplementedError unless you override it. A
+    step calls, in this order:
 
         grad = gradient(grad, value)       element-wise
         accumulate(grad, state)            element-wise, in place

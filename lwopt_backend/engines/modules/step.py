@@ -386,14 +386,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
     # What it is not
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported: add the group to a module's optimizer.
-
-        Args:
-            param_group: no effect.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raises RuntimeError: a module's optimizer takes the group."""
         raise RuntimeError(f"expected a module for this param group, because {NAME} has none; add it to .modules[name]")
 
     @property
