@@ -1,6 +1,7 @@
 """The command ``lwopt`` as its users run it, in this process: starting one takes seconds."""
 
 import contextlib
+import functools
 import io
 import os
 import resource
@@ -13,8 +14,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import typer
 
-from lwopt_backend.cli import main
+from lwopt_backend.cli import app, main
 from tests.megatron_dist import Setup, truth, write
 from tests.megatron_torch import Setup as TorchSetup
 from tests.megatron_torch import Writer
@@ -55,12 +57,18 @@ class Run:
     err: str
 
 
+@functools.cache
+def commands() -> Any:
+    """What ``app()`` makes anew in every call, which takes as long as a short command."""
+    return typer.main.get_command(app)
+
+
 def lwopt(*arguments: object) -> Run:
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with mock.patch.object(sys, "argv", ["lwopt", *map(str, arguments)]), redirect_stdout(out), redirect_stderr(err):
         try:
-            main()
+            main(commands())
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     return Run(code, out.getvalue(), err.getvalue())
@@ -82,7 +90,7 @@ def refused(*arguments: object) -> str:
 
 def torch_dist(folder: Path, muon: bool = True, **options: object) -> Path:
     setup = Setup(muon=muon, **options)  # type: ignore[arg-type]
-    write(folder / "iter_0000007", setup, truth(muon, setup.experts, setup.tied))
+    write(folder / "iter_0000007", setup, truth(muon, setup.experts, setup.tied, sum(setup.stages)))
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
     return folder
 

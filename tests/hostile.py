@@ -38,9 +38,10 @@ GROUP = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
 
 
 def samples(folder: Path) -> dict[str, Path]:
-    """A small checkpoint of every format; without manifests, by which they would be refused before they are read, and
-    the universal one without what it lists, so that all of its files are read."""
-    found = {"megatron": torch_dist(folder / "megatron"), "torch": torch_format(folder / "torch")}
+    """A checkpoint of every format, of one layer; without manifests, by which they would be refused before they are
+    read, and the universal one without what it lists, so that all of its files are read."""
+    found = {"megatron": torch_dist(folder / "megatron", stages=(1,))}
+    found["torch"] = torch_format(folder / "torch", stages=((1,),))
     found |= {"stage0": stage0(folder / "stage0")}
     for target in ("universal", "dcp", "safetensors"):
         found[target] = folder / target

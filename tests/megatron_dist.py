@@ -48,14 +48,14 @@ class Setup:
         return megatron_torch.Setup(family, optimizer, **sizes)  # type: ignore[arg-type]
 
 
-def shapes(experts: bool = False, tied: bool = False) -> dict[str, tuple[int, ...]]:
+def shapes(experts: bool = False, tied: bool = False, layers: int = LAYERS) -> dict[str, tuple[int, ...]]:
     """A llama-like model in the order of Megatron's modules (local spec)."""
-    found = megatron_torch.whole_shapes(Setup(experts=experts, tied=tied).model)
+    found = megatron_torch.whole_shapes(Setup(experts=experts, tied=tied, stages=(layers,)).model)
     return {name: shape for name, shape in found.items() if not name.endswith(".bias")}
 
 
-def truth(muon: bool, experts: bool = False, tied: bool = False) -> Truth:
-    return megatron_torch.make_truth(Setup(muon=muon).model, shapes(experts, tied))
+def truth(muon: bool, experts: bool = False, tied: bool = False, layers: int = LAYERS) -> Truth:
+    return megatron_torch.make_truth(Setup(muon=muon).model, shapes(experts, tied, layers))
 
 
 def write(step: Path, setup: Setup, known: Truth) -> None:

@@ -10,15 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from lwopt_backend.checkpoint import choices, names
-from lwopt_backend.cli import app
 from lwopt_backend.config.atoms import Division
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.groups.registry import MATRIX_RULES
 from lwopt_backend.plan.cost import max_min_squared
-from tests.command_line import refused, torch_dist
+from tests.command_line import commands, refused, torch_dist
 
 LAYER = [["q", [256, 256]], ["o", [256, 256]], ["up", [1024, 256]], ["down", [256, 1024]]]
 
@@ -34,7 +33,7 @@ def shapes(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    result = CliRunner().invoke(commands(), [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
