@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
 from lwopt_backend.checkpoint.convert import as_ours
 from lwopt_backend.checkpoint.gates import check
-from lwopt_backend.checkpoint.names import CORE, Numbers, translate
+from lwopt_backend.checkpoint.names import CORE
 from lwopt_backend.groups.registry import effective_lr, option_names
 from tests.checkpoint_contents import changed
-from tests.command_line import SAMPLES
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 MATRIX, NORM = "decoder.layers.0.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"
@@ -205,17 +203,6 @@ def test_a_vocabulary_that_is_wrong_is_refused(names: str, called: tuple[str, st
     assert "give at least 7" in refused(source, said, vocab_size=5)
     tied = {name: param for name, param in params.items() if name != called[1]}  # all rows get gradients
     check(dataclasses.replace(source, params=tied, tied={called[1]: called[0]}), 5)
-
-
-def test_a_vocabulary_without_the_last_rows_that_were_trained_is_refused() -> None:
-    """Megatron's argument vocab_size is 61 there, but row 61 was looked up, and trained."""
-    source = formats.read(SAMPLES / "t16_lw_muon_dp2_torchdist")
-    assert source.arguments["vocab_size"] == 61
-    refused(source, f"{EMBEDDING!r}: expected untrained rows beyond the given vocabulary of 61, found 1", vocab_size=61)
-    check(source, 62)
-    cut = translate(source, "hf-llama", Numbers(vocab_size=62))
-    assert cut.params["lm_head.weight"].shape == cut.params["model.embed_tokens.weight"].shape == (62, 32)
-    check(cut, 62)
 
 
 # Param groups of other optimizers under this package's options; that engines go on with them is in the chains

@@ -25,15 +25,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.pytorch_utils import Conv1D
 
-from lwopt_backend.config.options import parse
-from lwopt_backend.groups.choices import LayerWiseMuonConfig
 from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.cells import cells
 from tests.launcher import ROOT, metrics, run_script, succeeds, surroundings_kept
 from tests.on_ranks import on_ranks
-from tests.pages import blocks, table
+from tests.pages import table
 from tests.ranks import RankPool, free_port
 from tests.zero import newton_schulz_in_float32
 
@@ -405,14 +403,6 @@ def test_what_cannot_be_before_and_after_sharding_is_refused() -> None:
         optimizer.step()
     with pytest.raises(RuntimeError, match="expected all param groups in the constructor"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
-
-
-# The page
-def test_the_pages_optimizer_entry_is_complete() -> None:
-    entry, _ = blocks("start/hugging_face", "json")
-    params = json.loads(f"{{{entry.text}}}")["optimizer"]["params"]
-    assert {key for key, value in params.items() if value == "auto"} == {"lr", "weight_decay"}
-    parse(LayerWiseMuonConfig, {**params, "lr": 0.02, "weight_decay": 0.1}, "the page")
 
 
 def test_the_pages_table_has_a_row_for_every_case() -> None:

@@ -2,9 +2,7 @@
 
 import contextlib
 import copy
-import os
 import re
-import signal
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,7 +19,7 @@ from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.cells import cells
 from tests.on_ranks import on_ranks
 from tests.owned import Branches, Turn, assert_same, back, made, optimizer_in, train_ours, truth
-from tests.ranks import RankFailed, RankPool
+from tests.ranks import RankPool
 
 
 # Models and options
@@ -99,10 +97,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: with_buffer(torch.ones(2, device="meta")),
         "found 'there', a torch.strided tensor on meta",
     ),
-    "sparse buffer on one rank": (
-        lambda: with_buffer(some_sparse()),
-        "where the process group can send it, found",
-    ),
+    "sparse buffer on one rank": (lambda: with_buffer(some_sparse()), "where the process group can send it, found"),
     "a buffer of another shape": (lambda: with_buffer(torch.ones(1 + dist.get_rank())), "there (1,) torch.float32"),
 }
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -203,50 +198,33 @@ def test_a_changed_model_is_an_error_on_all_ranks_that_names_the_parameter(how: 
         optimizer.step()
 
 
-# A rank ends, or does something else
+# A rank hangs, or does something else. That the others end where one dies: test_ranks_that_differ.py
 class Gone(Exception):
     """Ends what a rank does; to the others it is as if it hung."""
 
 
-def one_rank_ends(how: str, when: str) -> None:
+def one_rank_hangs(when: str) -> None:
     """Rank 1, in a group whose collectives time out after a few seconds."""
 
     def end(*args: object) -> None:
-        if how == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
         raise Gone
 
     model, optimizer = made(process_group=dist.new_group(timeout=timedelta(seconds=3)))
     train_ours(model, optimizer, 1)
     if dist.get_rank() == 1:
-        {
-            "early in backward": model.last.weight.register_hook,
-            "late in backward": model.first.weight.register_hook,
-            "before the step": optimizer.register_step_pre_hook,
-            "when parameters return": lambda end: setattr(optimizer._manager, "send_values", end),
-        }[when](end)
+        if when == "late in backward":
+            model.first.weight.register_hook(end)
+        else:
+            optimizer._manager.send_values = end
     train_ours(model, optimizer, (1,))
 
 
-GONE: Any = [
-    ("hangs", "late in backward"),
-    ("hangs", "when parameters return"),
-    ("dies", "early in backward"),
-    pytest.param("dies", "before the step", marks=pytest.mark.full),
-]
-
-
-@pytest.mark.parametrize(("how", "when"), GONE)
-def test_a_rank_that_is_gone_ends_the_others(rank_pools: dict[int, RankPool], how: str, when: str) -> None:
-    ranks = rank_pools[3] if how == "hangs" else RankPool(3)
-    try:
-        with pytest.raises(RankFailed) as caught:
-            ranks.run(one_rank_ends, how, when)
-    finally:
-        ranks.renew() if how == "hangs" else ranks.remove()
-    first, of_the_end, last = caught.value.errors
-    assert ("Gone" if how == "hangs" else "lost: rank 1 died") in str(of_the_end)
-    assert first is not None and last is not None, "all end, by the timeout of their group or by its transport"
+@pytest.mark.parametrize("ranks", [3], indirect=True)
+@pytest.mark.parametrize("when", ["late in backward", "when parameters return"])
+def test_a_rank_that_hangs_ends_the_others(ranks: RankPool, when: str) -> None:
+    first, of_the_end, last = ranks.errors(one_rank_hangs, when)
+    ranks.renew()  # their group is broken
+    assert "Gone" in of_the_end and first and last, "all end, by the timeout of their group"
 
 
 @on_ranks(2)

@@ -1,17 +1,15 @@
 """Learning rates of param groups: with matrices, one ``lr`` for all, which schedules write, times ``lr_scale``."""
 
 import copy
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR
 
-from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.groups import registry
 from lwopt_backend.groups.registry import LR_SCALE, effective_lr
 from tests.models import UnevenLM
@@ -87,37 +85,6 @@ def test_a_user_may_change_factors_and_metrics_tell_the_rates_in_use() -> None:
     assert optimizer.metrics()["lr"] == [MUON, 2 * ADAMW]
 
 
-def loop(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    steps = iter(range(2, 10))
-
-    def step() -> None:
-        rate = MUON / next(steps)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-
-    return step
-
-
-SCHEDULES: dict[str, Callable[[Any], Callable[[], None]]] = {
-    "one cycle": lambda o: OneCycleLR(o, max_lr=0.1, total_steps=10, cycle_momentum=False).step,
-    "cosine with a floor": lambda o: CosineAnnealingLR(o, T_max=4, eta_min=1e-3).step,
-    "factors by group": lambda o: LambdaLR(o, [lambda step: 0.9**step] * 2).step,
-    "a loop": loop,
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_write_one_rate_and_halves_keep_their_ratio(schedule: str) -> None:
-    optimizer = optimizer_of_both()
-    step, before = SCHEDULES[schedule](optimizer), written(optimizer)
-    for _ in range(3):
-        optimizer.step()
-        step()
-        muon, adamw = rates(optimizer)
-        assert math.isclose(adamw, muon * ADAMW / MUON) and muon == written(optimizer)[0]
-    assert written(optimizer) != before
-
-
 @pytest.mark.parametrize("scheduler", [OneCycleLR, CyclicLR])
 def test_schedules_that_cycle_momentum_are_refused_beside_matrices(scheduler: Any) -> None:
     """They would cycle Muon's or AdamW's: the other has its momentum under another name."""
@@ -159,13 +126,6 @@ def test_a_resumed_run_has_the_rates_in_use(
     for one in (schedule, again):
         one.step()
     assert rates(resumed) == rates(saved)
-
-
-def test_module_optimizers_keep_the_ratio_of_every_module() -> None:
-    optimizers = ModuleOptimizers({"vision": optimizer_of_both(), "language": optimizer_of_both(0.01)})
-    OneCycleLR(optimizers, max_lr=0.1, total_steps=10, cycle_momentum=False)
-    assert written(optimizers) == pytest.approx([0.004] * 4)
-    assert rates(optimizers) == pytest.approx([0.004, 6e-5, 0.004, 1.2e-4])
 
 
 def test_keys_of_torchs_adamw_are_asked_without_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Training under DeepSpeed as people write it equals torch.optim.Muon and AdamW on one process, bit for bit."""
 
+import contextlib
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -422,6 +424,41 @@ def test_an_optimizer_serves_a_second_engine_when_the_first_is_gone(tmp_path: Pa
         assert kept[0] == 2, "one per group"
     else:
         assert not any(hasattr(p, "_hp_mapping") or p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_backward_pass_that_fails_is_an_error_on_every_rank_and_training_can_go_on(stage: int) -> None:
+    """The second step's with owned storage, on rank 1, after some gradients have come. Other faults of a pass, or of
+    the model, are told in the same way: tests/test_owned_failures.py."""
+
+    def fail(grad: Tensor) -> None:
+        raise FloatingPointError("stumbled")
+
+    model, single = ExactLM(), Reference(ExactLM())
+    single.train_on_all(3)
+    with engine_for(own_settings("owned", stage), model) as engine:
+        train(engine, 1, rows=zero.OWN_ROWS)
+        handle = model.embedding.weight.register_hook(fail if dist.get_rank() == 1 else torch.clone)
+        with pytest.raises(FloatingPointError) if dist.get_rank() == 1 else contextlib.nullcontext():
+            engine.backward(engine(*zero.own_rows(7, 1)[0]))
+        handle.remove()
+        with pytest.raises(RuntimeError, match="^LayerWiseMuon: a backward pass ended in an exception.*rank 1"):
+            engine.step()
+        engine.optimizer.zero_grad()
+        train(engine, range(1, 3), rows=zero.OWN_ROWS)
+        single.check(engine)
+
+
+@on_ranks(2)
+def test_the_first_rank_says_who_owns_what_and_which_settings_have_no_effect() -> None:
+    settings = settings_for("owned", 2, report=True)
+    settings["zero_optimization"]["reduce_bucket_size"] = 1000
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        zero.build(settings)
+    without = "Without effect on owned storage: zero_optimization.reduce_bucket_size."
+    for line in ("Storage: owned by 2 data-parallel ranks", without, "4 of 11 trained parameters are matrices"):
+        assert (line in printed.getvalue()) == (dist.get_rank() == 0)
 
 
 @on_ranks(2)

@@ -29,14 +29,8 @@ SCHEDULES = {
     "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.02, "cycle_first_step_size": 3},
     "OneCycleLR": {"max_lr": 0.02, "total_steps": 10, "cycle_momentum": False},
     "CyclicLR": {"base_lr": 0.001, "max_lr": 0.02, "step_size_up": 3, "cycle_momentum": False},
-    "StepLR": {"step_size": 2, "gamma": 0.5},
-    "MultiStepLR": {"milestones": [1, 4], "gamma": 0.5},
-    "ConstantLR": {"factor": 0.5, "total_iters": 3},
     "LinearLR": {"start_factor": 0.1, "total_iters": 4},
-    "ExponentialLR": {"gamma": 0.9},
-    "PolynomialLR": {"total_iters": 8, "power": 2.0},
     "CosineAnnealingLR": {"T_max": 10},
-    "CosineAnnealingWarmRestarts": {"T_0": 4},
 }
 AT_EVERY_STAGE = ("WarmupLR", "OneCycle", "CosineAnnealingLR")
 BY_CONFIG = [
