@@ -1,16 +1,17 @@
 """The model of a step of owned storage: formulas by hand, and a timeline in which one thing happens at a time."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
 from lwopt_backend.plan import Atom, Machine
+from lwopt_backend.plan.buckets import BucketTime, Stage, pipeline
 from lwopt_backend.plan.buffers.layout import OwnedParam
 from lwopt_backend.plan.buffers.owned import plan_owned
 from lwopt_backend.plan.cost import CLUSTERS, StepTime
-from lwopt_backend.planner.seconds import BucketTime, Elements, Placed, buffer_step, schedule, timeline
+from lwopt_backend.planner.seconds import Elements, Placed, buffer_step, buffer_timeline
 from tests.planner_shapes import model
 
 H100 = CLUSTERS["h100-8x-ib"]
@@ -67,26 +68,33 @@ def test_a_compact_step_sends_the_matrices_alone_one_rank_nothing() -> None:
     assert alone == StepTime(sum(atom.cost for atom in ONE_LAYER) / H100.flops_per_second, 0, 0), "nothing is sent"
 
 
-def test_buckets_arrive_in_order_then_return_when_their_last_owner_is_done() -> None:
-    # wire     | b0 2 | b1 3    | b0 1     | b1 1
-    # shard 0         | b0 3    | b1 4     |
-    # shard 1         | b0 2 |  | b1 1 |   |
-    times = schedule([(1, 2), (3, 4)], arrive=[2, 3], work=[{0: 3, 1: 2}, {0: 4, 1: 1}], back=[1, 1])
-    assert times == [
-        BucketTime(0, 1, 2, reduce=(0, 2), work=(2, 5), back=(5, 6)),
-        BucketTime(1, 3, 4, reduce=(2, 5), work=(5, 9), back=(9, 10)),
+def reduced(arrive: Sequence[float], work: Sequence[Mapping[int, float]], back: Sequence[float]) -> list[BucketTime]:
+    """The buckets' times, without hosts."""
+    shards = 1 + max(owner for owners in work for owner in owners)
+    stages = [
+        Stage(out, home, {owner: (seconds, 0.0) for owner, seconds in owners.items()})
+        for out, owners, home in zip(arrive, work, back)
     ]
+    return [*pipeline(stages, [0.0] * shards, 0.0, reduced=True).buckets]
 
 
-def assert_one_thing_at_a_time(times: list[BucketTime]) -> None:
-    reduces, backs = [time.reduce for time in times], [time.back for time in times]
-    assert reduces == sorted(reduces) and backs == sorted(backs), "in the buckets' order"
-    wire = sorted(reduces + backs)
+def test_gradients_arrive_in_order_then_buckets_return_when_all_ranks_got_there() -> None:
+    # wire     | b0 2 | b1 3 |      | b0 1 | b1 1
+    # shard 0                | b0 3 | b1 4 |
+    # shard 1                | b0 2 | b1 1 |
+    times = reduced(arrive=[2, 3], work=[{0: 3, 1: 2}, {0: 4, 1: 1}], back=[1, 1])
+    assert times == [BucketTime((0, 2), (5, 8), (8, 9)), BucketTime((2, 5), (7, 12), (12, 13))]
+
+
+def assert_one_thing_at_a_time(times: Sequence[BucketTime]) -> None:
+    outs, backs = [time.out for time in times], [time.back for time in times]
+    assert outs == sorted(outs) and backs == sorted(backs), "in the buckets' order"
+    wire = sorted(outs + backs)
     assert all(earlier[1] <= later[0] + 1e-12 for earlier, later in zip(wire, wire[1:])), "one wire"
     for time in times:
-        moments = [*time.reduce, *time.work, *time.back]
+        moments = [*time.out, *time.work, *time.back]
         assert all(earlier <= later + 1e-12 for earlier, later in zip(moments, moments[1:]))
-    assert max(time.reduce[1] for time in times) <= min(time.back[0] for time in times), "arrivals go first"
+    assert max(time.out[1] for time in times) <= min(time.work[0] for time in times), "arrivals go first"
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -96,30 +104,29 @@ def test_any_schedule_keeps_wire_and_owners_in_order(seed: int) -> None:
     arrive, back = ([generator.choice([0, 1, 3]) for _ in range(buckets)] for _ in range(2))
     owners = [generator.sample(range(shards), generator.randint(1, shards)) for _ in range(buckets)]
     work = [{owner: generator.choice([0, 1, 4]) for owner in some} for some in owners]
-    times = schedule([(0, 0)] * buckets, arrive, work, back)
+    times = reduced(arrive, work, back)
     assert_one_thing_at_a_time(times)
     end = times[-1].back[1]
     busiest = max(sum(loads.get(rank, 0) for loads in work) for rank in range(shards))
-    longest = sum(max(loads.values()) for loads in work)
-    assert max(sum(arrive) + sum(back), busiest) <= end <= sum(arrive) + longest + sum(back)
-    free = [0] * shards
-    for loads, time in zip(work, times):  # an owner works on one bucket after the other, each after its arrival
-        begins = {rank: max(free[rank], time.reduce[1]) for rank in loads}
+    assert sum(arrive) + max(busiest, sum(back)) <= end <= sum(arrive) + busiest + sum(back)
+    free = [sum(arrive)] * shards
+    for loads, time in zip(work, times):  # an owner works on one bucket after the other
+        begins = min(free[rank] for rank in loads)
         for rank, seconds in loads.items():
-            free[rank] = begins[rank] + seconds
-        assert time.work == (min(begins.values()), max(free[rank] for rank in loads))
+            free[rank] += seconds
+        assert time.work == (begins, max(free[rank] for rank in loads))
 
 
 @pytest.mark.parametrize("layout", ["padded", "compact"])
 @pytest.mark.parametrize(("ranks", "size"), [(16, 16), (32, 8), (8, 1)])
 def test_the_timeline_ends_between_its_longest_part_and_their_sum(layout: str, ranks: int, size: int) -> None:
-    plan = placed(model("gpt2-124m"), size, layout)
-    times = timeline(plan, H100, instances=ranks // size)
+    plan, machine = placed(model("gpt2-124m"), size, layout), replace(H100, launch_seconds=0.0)
+    found = buffer_timeline(plan, machine, instances=ranks // size)
+    times = found.buckets
     assert_one_thing_at_a_time(times)
-    parts = buffer_step(plan, H100, instances=ranks // size)
-    end = times[-1].back[1]
-    assert max(parts.compute, parts.wire + parts.latency) <= end * (1 + 1e-9) and end <= parts.total * (1 + 1e-9)
-    on_wire = sum(time.reduce[1] - time.reduce[0] + time.back[1] - time.back[0] for time in times)
+    parts = buffer_step(plan, machine, instances=ranks // size)
+    assert found.seconds == times[-1].back[1]
+    assert max(parts.compute, parts.wire + parts.latency) <= found.seconds * (1 + 1e-9)
+    assert found.seconds <= parts.total * (1 + 1e-9)
+    on_wire = sum(time.out[1] - time.out[0] + time.back[1] - time.back[0] for time in times)
     assert on_wire == pytest.approx(parts.wire + parts.latency)
-    assert sum(time.nbytes_reduced for time in times) == 4 * sum(plan.bucket_numels)
-    assert [time.nbytes_returned for time in times] == [2 * numel for numel in plan.bucket_numels]

@@ -45,9 +45,9 @@ def test_the_picture_shows_work_and_memory_of_every_rank_and_every_bucket(ranks:
     kinds = [kind for kind in picture.MEMORY if any(rank[kind] for rank in per_rank)]
     for number, kind in enumerate(kinds):
         assert drawn(memory, number) == pytest.approx([per_rank[rank][kind] / 2**30 for rank in order])
-    spans = [bucket for part in data["parts"] for bucket in part["timeline"]]
+    spans = data["timeline"]
     assert [bar.get_x() for bar in buckets.containers[1]] == pytest.approx([1e3 * each["work"][0] for each in spans])
-    assert len(buckets.containers) == 3 and spans
+    assert len(buckets.containers) == 3 and spans[-1]["back"][1] == data["seconds_overlapped"]
 
 
 def drawn(axes: Any, number: int) -> list[float]:

@@ -20,12 +20,20 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lwopt_backend.plan import exchange
 from lwopt_backend.plan.atoms import Atom, matrices_of
-from lwopt_backend.plan.buckets import Stage, critical_path, cut_buckets, pipeline
+from lwopt_backend.plan.buckets import BucketTime, Stage, Timeline, critical_path, cut_buckets, pipeline
 from lwopt_backend.plan.cost import MACHINES, Machine, newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas, in_blocks
 from lwopt_backend.plan.mesh import MeshLayout, Sharding, TensorShards
-from lwopt_backend.plan.owners import Limits, balance, exchange_seconds, longest_first, plan_matrices, plan_spread, stay
+from lwopt_backend.plan.owners import (
+    Limits,
+    balance,
+    exchange_timeline,
+    longest_first,
+    plan_matrices,
+    plan_spread,
+    stay,
+)
 from tests.fsdp2 import mesh_of
 from tests.on_ranks import on_ranks
 from tests.planner_shapes import UNEVEN_SHAPES as SHAPES
@@ -187,7 +195,7 @@ def test_seconds_of_copies_are_those_of_links_in_a_row_and_along_a_column() -> N
     layout = MeshLayout(tuple(itertools.product(range(2), range(2))), (sharding,))
     plan = plan_spread(atoms_of([(64, 16)]), layout, Limits(1))
     half = 64 * 16 * 2 / 2  # bytes: in the node to the owner and back, and each rank's half along the column
-    assert exchange_seconds(plan, Limits(machine=replace(machine, launch_seconds=0.0))) == pytest.approx(
+    assert exchange_timeline(plan, Limits(machine=replace(machine, launch_seconds=0.0))).seconds == pytest.approx(
         2 * half / 100 + half / 10
     )
 
@@ -331,9 +339,16 @@ def test_a_bucket_leaves_when_the_ranks_get_there_and_the_wire_is_free() -> None
     # rank 0          | b0 3     |
     # rank 1                 | b1 3      |
     halves = [Stage(2, 2, {0: (3, 0)}), Stage(2, 2, {1: (3, 0)})]
-    assert pipeline(halves, [0, 1], 0) == 9 and pipeline([Stage(4, 4, {0: (3, 0), 1: (3, 0)})], [0, 1], 0) == 11
-    assert pipeline([*halves, Stage(1, 1, {0: (1, 0)})], [0, 0], 0) == 11, "the third leaves after the first's return"
-    assert pipeline([Stage(2, 2, {0: (1, 4)})] * 2, [0, 0], 1) == 12, "a device waits for a host that launches slowly"
+    two = (BucketTime((0, 2), (2, 5), (5, 7)), BucketTime((2, 4), (4, 7), (7, 9)))
+    assert pipeline(halves, [0, 1], 0) == Timeline(9, two)
+    assert pipeline([Stage(4, 4, {0: (3, 0), 1: (3, 0)})], [0, 1], 0).seconds == 11
+    third = pipeline([*halves, Stage(1, 1, {0: (1, 0)})], [0, 0], 0)
+    assert third.seconds == 11, "the third leaves after the first's return"
+    slowly = pipeline([Stage(2, 2, {0: (1, 4)})] * 2, [0, 0], 1)
+    assert slowly.seconds == 12, "a device waits for a host that launches slowly"
+    assert pipeline([], [2, 3], 0) == Timeline(3), "all matrices are at home"
+    shifted = BucketTime((9, 13), (13, 16), (16, 20))
+    assert Timeline(9, two).then(pipeline([Stage(4, 4, {0: (3, 0)})], [0], 0)) == Timeline(20, (*two, shifted))
 
 
 def test_buckets_are_as_many_as_make_the_modelled_step_shortest() -> None:
@@ -342,19 +357,19 @@ def test_buckets_are_as_many_as_make_the_modelled_step_shortest() -> None:
     modelled, alone = Limits(machine=MACHINES["cuda"], batch_numel=2**24), Limits(matrices=len(atoms))
     chosen, one, cut = (plan_spread(atoms, layout, limits) for limits in (modelled, alone, Limits()))
     assert (len(chosen.buckets), len(one.buckets)) == (2, 1)
-    assert exchange_seconds(chosen, modelled) < 0.9 * exchange_seconds(one, modelled)
+    assert exchange_timeline(chosen, modelled).seconds < 0.9 * exchange_timeline(one, modelled).seconds
     assert plan_spread(atoms, layout, replace(alone, machine=MACHINES["cuda"])).buckets == one.buckets, "a user's wins"
     few = rows_over([atom.shape for atom in atoms], 8)
     chosen, cut = (plan_spread(atoms, few, limits) for limits in (modelled, Limits()))
     assert max(chosen.exchange_bytes()) <= max(*cut.exchange_bytes(), 2**28), "one bucket would take 7 times as much"
-    assert exchange_seconds(chosen, modelled) <= exchange_seconds(cut, modelled)
+    assert exchange_timeline(chosen, modelled).seconds <= exchange_timeline(cut, modelled).seconds
     experts = atoms_of(
         [(256, 512)] * 6000
     )  # 600 buckets of two matrices a rank: the host launches longer than ranks work
     chosen, cut = (
         plan_spread(experts, rows_over([atom.shape for atom in experts], 5), limits) for limits in (modelled, Limits())
     )
-    assert exchange_seconds(chosen, modelled) < 0.5 * exchange_seconds(cut, modelled)
+    assert exchange_timeline(chosen, modelled).seconds < 0.5 * exchange_timeline(cut, modelled).seconds
     small = atoms_of(GPT[:48])
     assert len(plan_spread(small, rows_over(GPT[:48], 4), modelled).buckets) == 1, "on a tie, the fewest"
 

@@ -43,7 +43,8 @@ def headline(study: Study) -> list[str]:
     work, wire, latency = (f"{1e3 * seconds:.3g}" for seconds in (time.compute, time.wire, time.latency))
     spelled = f"{1e3 * time.total:.4g} ms = {work} work + {wire} wire + {latency} latency"
     own = "" if setting.engine == "owned" else f", without {setting.engine}'s own collectives"
-    sentences.append(f"Modelled step: {1e3 * stage.overlapped:.4g} ms, with transfers behind work where possible{own}.")
+    step = 1e3 * stage.timeline.seconds
+    sentences.append(f"Modelled step: {step:.4g} ms, with transfers behind work where possible{own}.")
     sentences.append(f"Everything one after another: {spelled}.")
     fullest, limit = max(stage.memory(), key=lambda m: max(m.peak, m.backward)), setting.machine.memory_bytes
     peak = max(fullest.peak, fullest.backward)

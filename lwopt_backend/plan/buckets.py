@@ -7,10 +7,12 @@ ranks are done with the last but one before it. Ranks with less work in a bucket
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lwopt_backend.plan.atoms import Atom
+from lwopt_backend.plan.cost import Machine, Shape
 
 MATRICES_A_RANK = 2  # the minimum of a bucket
 
@@ -171,31 +173,90 @@ class Stage:
     work: Mapping[int, tuple[float, float]]
 
 
-def pipeline(stages: Sequence[Stage], local: Sequence[float], host: float) -> float:
-    """Seconds of a step, from the time when all gradients are ready until all ranks have the last update.
+def bucket_work(
+    owned: Iterable[tuple[int, Atom]], machine: Machine, batch_numel: int
+) -> dict[int, tuple[float, float]]:
+    """By owner, the seconds of its device and its host for ``owned`` matrices, ``batch_numel`` elements at once."""
+    costs: Counter[int] = Counter()
+    shapes: dict[int, Counter[Shape]] = {}
+    for owner, atom in owned:
+        costs[owner] += atom.cost
+        shapes.setdefault(owner, Counter())[atom.shape] += 1
+    rate, launch = machine.flops_per_second, machine.launch_seconds * BATCH_LAUNCHES
+    return {owner: (cost / rate, launch * _batches(shapes[owner], batch_numel)) for owner, cost in costs.items()}
+
+
+def _batches(shapes: Mapping[Shape, int], batch_numel: int) -> int:
+    """The number of batches in which a rule takes that many matrices of each shape."""
+    return sum(-(-times // max(1, batch_numel // (m * n))) for (m, n), times in shapes.items())
+
+
+Span = tuple[float, float]  # from begin to end
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTime:
+    """When one bucket is on the wire to its owners, when the first to the last of them work, and when it returns."""
+
+    out: Span
+    work: Span
+    back: Span
+
+    def later(self, seconds: float) -> BucketTime:
+        """The same, that much later."""
+        spans = ((begin + seconds, end + seconds) for begin, end in (self.out, self.work, self.back))
+        return BucketTime(*spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Modelled seconds of a step, and the times of its buckets, the last of which ends the step."""
+
+    seconds: float = 0.0
+    buckets: tuple[BucketTime, ...] = ()
+
+    def then(self, following: Timeline) -> Timeline:
+        """This one, and after it the ``following`` one."""
+        shifted = (bucket.later(self.seconds) for bucket in following.buckets)
+        return Timeline(self.seconds + following.seconds, (*self.buckets, *shifted))
+
+
+def pipeline(stages: Sequence[Stage], local: Sequence[float], host: float, *, reduced: bool = False) -> Timeline:
+    """A step, from the time when all gradients are ready until all ranks have the last update.
 
     This follows ``MatrixStepper``: two buckets leave, then ranks work for ``local`` seconds. For every bucket they wait
     for it, work on it, send it back, and wait for the one before. The wire carries one collective at a time, which
     begins when all ranks have started it. ``host`` are the seconds that a bucket costs every rank's host, which
     waits for no device.
+
+    If ``reduced``, the buckets are gradients on owned storage: all are at their owners before the first is worked on,
+    and no rank waits for what returns.
     """
-    arrives, wire = [], 0.0
-    for stage in stages[:2]:
+    outs: list[Span] = []
+    wire = 0.0
+    for stage in stages if reduced else stages[:2]:
+        outs.append((wire, wire + stage.out))
         wire += stage.out
-        arrives.append(wire)
     done, hosts = list(local), [0.0] * len(local)
-    slowest, floor, returned = max(local), 0.0, 0.0
+    slowest, floor, returned = max(local), wire if reduced else 0.0, 0.0
+    times = []
     for number, stage in enumerate(stages):
-        if number and number + 1 < len(stages):  # the next bucket leaves when all ranks have got here
-            wire = max(wire, slowest) + stages[number + 1].out
-            arrives.append(wire)
-        floor = max(floor, arrives[number])
+        if len(outs) <= number + 1 < len(stages):  # the next bucket leaves when all ranks have got here
+            leaves = max(wire, slowest)
+            wire = leaves + stages[number + 1].out
+            outs.append((leaves, wire))
+        floor = max(floor, outs[number][1])
         slowest = max(slowest, floor)
+        begins = min((max(done[rank], floor) for rank in stage.work), default=floor)
+        ends = begins
         for rank, (seconds, launches) in stage.work.items():
             hosts[rank] += launches
             done[rank] = max(max(done[rank], floor) + seconds, hosts[rank] + (number + 1) * host)
-            slowest = max(slowest, done[rank])
-        floor, returned = max(floor, returned), max(wire, slowest) + stage.back
+            ends = max(ends, done[rank])
+        slowest = max(slowest, ends)
+        leaves = max(wire, slowest)
+        floor, returned = floor if reduced else max(floor, returned), leaves + stage.back
+        times.append(BucketTime(outs[number], (begins, ends), (leaves, returned)))
         wire = returned
         slowest = max(slowest, floor)
-    return max(slowest, returned)
+    return Timeline(max(slowest, returned), tuple(times))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, repeat
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, TypedDict
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buckets import (
-    BATCH_LAUNCHES,
     BUCKET_LAUNCHES,
     FREE_BYTES,
     NUMBERS,
     Stage,
+    Timeline,
+    bucket_work,
     critical_path,
     cut_buckets,
     deal_buckets,
@@ -246,22 +247,21 @@ def _fastest(
         candidate = planned(cut)
         if not candidate.buckets or max(candidate.exchange_bytes()) > most:
             continue
-        seconds = exchange_seconds(candidate, limits)
+        seconds = exchange_timeline(candidate, limits).seconds
         slower = 0 if best is None or seconds < best[0] else slower + 1
         best = best if slower else (seconds, candidate)
         if slower == 2:
             break
     if best is None:
         return plan
-    timed = [(exchange_seconds(plan, limits), plan), best]
+    timed = [(exchange_timeline(plan, limits).seconds, plan), best]
     return min(timed, key=lambda each: (each[0], len(each[1].buckets)))[1]
 
 
-def exchange_seconds(plan: MatrixPlan, limits: Limits) -> float:
-    """Modelled seconds of a step, overlapping as ``pipeline`` does."""
+def exchange_timeline(plan: MatrixPlan, limits: Limits) -> Timeline:
+    """The modelled step, overlapping as ``pipeline`` does."""
     machine, ranks = limits.machine, plan.layout.world_size
     assert machine is not None
-    rate, launch = machine.flops_per_second, machine.launch_seconds
     row, column = (range(ranks), range(1)) if plan.rows is None else plan.rows.of[0]
 
     def seconds(nbytes: int, among: Sequence[int], *, direct: bool) -> float:
@@ -276,22 +276,10 @@ def exchange_seconds(plan: MatrixPlan, limits: Limits) -> float:
         passed_on = max(copied, default=0) * (plan.copies - 1) * plan.element_bytes
         ways = [seconds(nbytes, row, direct=True) for nbytes in (max(forth, back - passed_on), back - passed_on)]
         along = seconds(passed_on, column, direct=False)
-        owners: dict[int, Counter[tuple[int, int]]] = {}
-        for index in bucket:
-            owners.setdefault(plan.ownership.owners[index], Counter())[plan.atoms[index].shape] += 1
-        costs = per_rank((plan.ownership.owners[i] for i in bucket), (plan.atoms[i].cost for i in bucket), ranks)
-        work = {
-            owner: (costs[owner] / rate, launch * BATCH_LAUNCHES * _batches(shapes, limits.batch_numel))
-            for owner, shapes in owners.items()
-        }
+        work = bucket_work(((plan.ownership.owners[i], plan.atoms[i]) for i in bucket), machine, limits.batch_numel)
         stages.append(Stage(0.0 if stays else ways[0], ways[stays] + along, work))
-    local = [load / rate for load in plan.loads_before]
-    return pipeline(stages, local, BUCKET_LAUNCHES * launch)
-
-
-def _batches(shapes: Mapping[tuple[int, int], int], batch_numel: int) -> int:
-    """The number of batches in which a rule takes that many matrices of each shape."""
-    return sum(-(-times // max(1, batch_numel // (m * n))) for (m, n), times in shapes.items())
+    local = [load / machine.flops_per_second for load in plan.loads_before]
+    return pipeline(stages, local, BUCKET_LAUNCHES * machine.launch_seconds)
 
 
 def plan_spread(

@@ -16,27 +16,22 @@ from lwopt_backend.planner.study import Stage, Study
 SCHEMA = 1
 
 
-def document(
-    study: Study,
-    *,
-    source: str,
-    notes: Sequence[str] = (),
-    assignments: bool = False,
-) -> dict[str, Any]:
+def document(study: Study, *, source: str, notes: Sequence[str] = (), assignments: bool = False) -> dict[str, Any]:
     """The study as JSON-able data.
 
     ``digest`` is the name of the plan; ``stages`` has one for each pipeline stage. The figures at the top are those of
     the slowest stage, over all its buffers of matrices: ``buckets`` (their number), ``buffer_numel``, ``padding_pct``,
     ``cost_imbalance`` (max over mean of l s^2 per rank), ``flops_imbalance`` (of the work), ``numel_imbalance``,
     ``path_over_longest_first`` (the cost until the last rank is done, over the busiest rank's if all matrices were
-    dealt at once, longest first), ``group_size`` (of the dense buffer), ``seconds`` (modelled, parts added). ``notes``
-    are sentences on the model. Memory is in bytes. Percentages have two decimal places and ratios four;
-    ``buffer_numel`` and ``numel`` are exact.
+    dealt at once, longest first), ``group_size`` (of the dense buffer), ``seconds`` (modelled, parts added),
+    ``seconds_overlapped`` (modelled, transfers behind work where they can be) and the buckets' times of the latter,
+    ``timeline``. ``notes`` are sentences on the model. Memory is in bytes. Percentages have two decimal places and
+    ratios four; ``buffer_numel`` and ``numel`` are exact.
 
     With ``assignments`` there is a list of every matrix, its owner (the rank within its buffer's group) and its bucket,
     None if it is not exchanged: in the order of exchange, buckets numbered through all of a part's plans.
     """
-    stage = study.worst
+    stage, timeline = study.worst, study.worst.timeline
     numel = sum(part.numel for part in stage.parts)
     buffer_numel = sum(part.buffer_numel for part in stage.parts)
     body = {
@@ -59,7 +54,8 @@ def document(
         "layout": stage.parts[0].layout,
         "seconds": stage.time.total,
         "seconds_parts": _seconds(stage.time),
-        "seconds_overlapped": stage.overlapped,
+        "seconds_overlapped": timeline.seconds,
+        "timeline": _dicts(timeline.buckets),
         "peak_bytes": max(memory.peak for memory in stage.memory()),
         "stage": stage.index,
         "stages": [_stage_line(each) for each in study.stages],
@@ -109,7 +105,6 @@ def _part(part: Part) -> dict[str, Any]:
         "seconds": part.time.total,
         "seconds_parts": _seconds(part.time),
         "collectives": _dicts(part.collectives),
-        "timeline": _dicts(part.timeline),
         "loads": list(part.loads),
     }
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.atoms import Atom
+from lwopt_backend.plan.buckets import Timeline
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.cost import RankMemory, StepTime, per_rank
 from lwopt_backend.plan.owners import longest_first
-from lwopt_backend.planner.seconds import BucketTime, Placed
+from lwopt_backend.planner.seconds import Placed
 from lwopt_backend.planner.setting import Share
 
 
@@ -37,8 +38,8 @@ class Part:
 
     ``loads`` (in the cost model's unit), ``owned_numels`` and ``memory`` are per rank of an instance. ``path`` is the
     cost until the last rank is done, if ranks wait for buckets only; ``before`` is each rank's earlier cost in other
-    parts. ``notes`` are sentences on the plan. ``overlapped`` is the modelled time (seconds) of the optimizer's step,
-    with transfers behind work where they can be; ``time`` adds everything, the host's own collectives included.
+    parts. ``notes`` are sentences on the plan. ``timeline`` is the modelled step of the optimizer, with transfers
+    behind work where they can be; ``time`` adds everything, the host's own collectives included.
     """
 
     name: str  # "dense" or "experts"
@@ -50,12 +51,11 @@ class Part:
     memory: tuple[RankMemory, ...]
     collectives: tuple[Collective, ...]
     time: StepTime
-    timeline: tuple[BucketTime, ...]
+    timeline: Timeline
     assignments: tuple[Assignment, ...]
     path: int
     before: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    overlapped: float = 0.0
 
     @property
     def group_size(self) -> int:

@@ -27,7 +27,7 @@ MEMORY = {
     "workspace": "#d55e00",
     "exchange": "#f0e442",
 }
-SPANS = {"reduce": ("gradients arrive", "#e69f00"), "work": ("owners work", "#009e73"), "back": ("updates", "#0072b2")}
+SPANS = {"out": ("to the owners", "#e69f00"), "work": ("owners work", "#009e73"), "back": ("updates", "#0072b2")}
 WORK, INK, GREY = "#009e73", "#1f2328", "#7b838d"  # grey can be read on a white page and on a dark one
 TEXT = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
 MAX_BARS = 32  # more ranks are drawn as one outline
@@ -67,7 +67,7 @@ def draw(document: Mapping[str, Any]) -> Figure:
         figure.suptitle(
             f"{document['source'][:80]}: {deployment['world_size']:,} ranks, engine {document['engine']}\n"
             f"busiest rank / mean {worst:.3f}, padding {document['padding_pct']:.1f} %, "
-            f"modelled step {1e3 * document['seconds']:.4g} ms"
+            f"modelled step {1e3 * document['seconds_overlapped']:.4g} ms"
         )
         loads, memory = document["load_per_rank"], document["memory_per_rank"]
         order = sorted(range(len(loads)), key=lambda rank: (-loads[rank], -sum(memory[rank][k] for k in MEMORY), rank))
@@ -128,8 +128,8 @@ def _finish(axes: Axes, title: str, order: Sequence[int]) -> None:
 
 def _draw_buckets(axes: Axes, document: Mapping[str, Any]) -> None:
     """A line for each bucket, from top to bottom, with its three spans over time."""
-    buckets = [bucket for part in document["parts"] for bucket in part["timeline"]]
-    axes.set_title("Buckets over time" if buckets else "Buckets over time: not modelled for this engine", fontsize=10)
+    buckets = document["timeline"]
+    axes.set_title("Buckets over time" if buckets else "Buckets over time: nothing travels", fontsize=10)
     for span, (label, color) in SPANS.items():
         starts, ends = ([1e3 * bucket[span][side] for bucket in buckets] for side in (0, 1))
         widths = [end - start for start, end in zip(starts, ends)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.atoms import Atom
+from lwopt_backend.plan.buckets import BUCKET_LAUNCHES, Stage, Timeline, bucket_work, pipeline
 from lwopt_backend.plan.cost import Machine, StepTime, per_rank
 
 
@@ -55,23 +55,6 @@ class Placed:
         return owned
 
 
-@dataclass(frozen=True, slots=True)
-class BucketTime:
-    """One bucket's times: gradients to the owners, work at the busiest owner, parameters back. Seconds; ``end >
-    start``.
-
-    All gradients are assumed ready at 0: nothing overlaps with backward. One collective runs at a time; owners work on
-    a bucket once it arrives, and it returns when its last owner is done.
-    """
-
-    bucket: int
-    nbytes_reduced: int
-    nbytes_returned: int
-    reduce: tuple[float, float]
-    work: tuple[float, float]
-    back: tuple[float, float]
-
-
 def buffer_step(plan: Placed, machine: Machine, *, instances: int = 1, elements: Elements | None = None) -> StepTime:
     """Modelled seconds of a step, without overlap: work of the busiest owner, its wire, latency.
 
@@ -88,56 +71,22 @@ def buffer_step(plan: Placed, machine: Machine, *, instances: int = 1, elements:
     return StepTime(max(plan.loads()) / machine.flops_per_second, wire, latency)
 
 
-def timeline(
-    plan: Placed, machine: Machine, *, instances: int = 1, elements: Elements | None = None
-) -> list[BucketTime]:
-    """When each bucket is reduced, worked on and returned, overlapping as far as one wire and the owners allow."""
-    elements = elements or Elements()
-    arrive, back = [], []
-    for numel in plan.bucket_numels:
-        reduce, across, gather = _bucket_wire(plan, numel, machine, instances, elements)
-        arrive.append(sum(reduce) + sum(across))
-        back.append(sum(gather))
-    work = bucket_work(plan, machine)
-    sizes = [(numel * elements.gradient, numel * elements.parameter) for numel in plan.bucket_numels]
-    return schedule(sizes, arrive, work, back)
+def buffer_timeline(
+    plan: Placed, machine: Machine, *, instances: int = 1, elements: Elements | None = None, batch_numel: int = 0
+) -> Timeline:
+    """The modelled step, without overlap with backward: gradients to their owners, work, and parameters back.
 
-
-def bucket_work(plan: Placed, machine: Machine) -> list[dict[int, float]]:
-    """Per bucket and owner, the seconds that the owner works on it."""
-    table: list[dict[int, int]] = [{} for _ in plan.bucket_numels]
-    for atom, bucket, owner in zip(plan.atoms, plan.buckets, plan.owners):
-        if bucket >= 0:
-            table[bucket][owner] = table[bucket].get(owner, 0) + atom.cost
-    rate = machine.flops_per_second
-    return [{owner: load / rate for owner, load in loads.items()} for loads in table]
-
-
-def schedule(
-    sizes: Sequence[tuple[int, int]],
-    arrive: Sequence[float],
-    work: Sequence[Mapping[int, float]],
-    back: Sequence[float],
-) -> list[BucketTime]:
-    """Times of the buckets: ``arrive[b]`` seconds on the wire, ``work[b][r]`` at rank r, ``back[b]`` on the wire again.
-
-    Arrivals use the wire first, in order; returns follow, each as soon as its last owner is done.
+    A rule takes up to ``batch_numel`` elements at once.
     """
-    arrivals, wire_free = [], 0.0
-    for seconds in arrive:
-        arrivals.append((wire_free, wire_free + seconds))
-        wire_free += seconds
-    times = []
-    owner_free: dict[int, float] = {}
-    for bucket, (here, owners) in enumerate(zip(arrivals, work)):
-        starts = {owner: max(here[1], owner_free.get(owner, 0.0)) for owner in owners}
-        owner_free |= {owner: starts[owner] + seconds for owner, seconds in owners.items()}
-        done = max(owner_free[owner] for owner in owners)
-        start = max(wire_free, done)
-        wire_free = start + back[bucket]
-        worked = (min(starts.values()), done)
-        times.append(BucketTime(bucket, *sizes[bucket], here, worked, (start, wire_free)))
-    return times
+    elements = elements or Elements()
+    owned: list[list[tuple[int, Atom]]] = [[] for _ in plan.bucket_numels]
+    for atom, bucket, owner in zip(plan.atoms, plan.buckets, plan.owners):
+        owned[bucket].append((owner, atom))
+    stages = []
+    for numel, some in zip(plan.bucket_numels, owned):
+        reduce, across, gather = _bucket_wire(plan, numel, machine, instances, elements)
+        stages.append(Stage(sum(reduce) + sum(across), sum(gather), bucket_work(some, machine, batch_numel)))
+    return pipeline(stages, [0.0] * plan.shards, BUCKET_LAUNCHES * machine.launch_seconds, reduced=True)
 
 
 Seconds = tuple[float, float]  # on the wire, and of latency

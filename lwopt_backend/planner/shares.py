@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from operator import add
 from typing import Any
 
@@ -24,20 +25,13 @@ from lwopt_backend.groups.grouping import Member
 from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of, build_matrix_rules
 from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Sharding
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.buckets import critical_path
+from lwopt_backend.plan.buckets import Timeline, critical_path
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.cost import RankMemory, Shape, StepTime, per_rank
 from lwopt_backend.plan.mesh import Coordinate
-from lwopt_backend.plan.owners import Limits, MatrixPlan, exchange_seconds
+from lwopt_backend.plan.owners import Limits, MatrixPlan, exchange_timeline
 from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Planned, workspace
-from lwopt_backend.planner.seconds import (
-    BucketTime,
-    Placed,
-    bucket_work,
-    buffer_step,
-    schedule,
-    timeline,
-)
+from lwopt_backend.planner.seconds import Placed, buffer_step, buffer_timeline
 from lwopt_backend.planner.setting import Setting, Share
 
 # A host's storage in a study: DeepSpeed's ZeRO and FSDP2 store parameters; this package exchanges the pieces of
@@ -85,6 +79,9 @@ def host_part(
         ),
         trips * machine.latency_seconds,
     )
+    timelines = [
+        _timeline(plan, shared, setting, () if number else before, batch_numel) for number, plan in enumerate(plans)
+    ]
     return Part(
         name,
         ranks,
@@ -95,19 +92,16 @@ def host_part(
         tuple(held),
         moved,
         time,
-        tuple(_timeline(placed, plans[0].element_bytes, setting)) if spread else (),
+        reduce(Timeline.then, timelines),
         tuple(_assignments(plans)),
         _path(plans, shared, setting, before, meet=False),
         tuple(before),
         tuple(sentence for plan in plans for sentence in on_blocks(plan)),
-        sum(
-            _seconds(plan, shared, setting, () if number else before, batch_numel) for number, plan in enumerate(plans)
-        ),
     )
 
 
-def _seconds(plan: MatrixPlan, shared: Share, setting: Setting, before: Sequence[int], batch_numel: int) -> float:
-    """Modelled seconds of a plan by itself: without each rank's work ``before``, and with one rank's share of TP."""
+def _timeline(plan: MatrixPlan, shared: Share, setting: Setting, before: Sequence[int], batch_numel: int) -> Timeline:
+    """The modelled step of a plan by itself: without each rank's work ``before``, and with one rank's share of TP."""
     atoms = tuple(shared.shown(atom, setting) for atom in plan.atoms)
     done = per_rank(plan.ownership.owners, [atom.cost for atom in plan.atoms], plan.layout.world_size)
     alone = per_rank(plan.ownership.owners, [atom.cost for atom in atoms], plan.layout.world_size)
@@ -116,7 +110,7 @@ def _seconds(plan: MatrixPlan, shared: Share, setting: Setting, before: Sequence
         for all_of_it, own, more, less in zip(plan.ownership.loads, done, before or [0] * len(done), alone)
     )
     plan = replace(plan, atoms=atoms, ownership=replace(plan.ownership, loads=loads))
-    return exchange_seconds(plan, Limits(machine=setting.machine, batch_numel=batch_numel))
+    return exchange_timeline(plan, Limits(machine=setting.machine, batch_numel=batch_numel))
 
 
 def _path(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, before: Sequence[int], *, meet: bool) -> int:
@@ -175,20 +169,6 @@ def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting) -> Pla
         tuple(bucket for _, _, bucket in rows),
         tuple(numels),
     )
-
-
-def _timeline(placed: Placed, element_bytes: int, setting: Setting) -> list[BucketTime]:
-    """The times of the exchange's own buckets; the host's collectives run before or after the step. Matrices that are
-    not exchanged count with the first bucket."""
-    if not placed.bucket_numels:
-        return []
-    placed = replace(placed, buckets=tuple(max(0, bucket) for bucket in placed.buckets))
-    ranks = placed.shards
-    bytes_each = [numel * element_bytes // ranks for numel in placed.bucket_numels]
-    away = [nbytes * (ranks - 1) / ranks for nbytes in bytes_each]
-    wire = [sum(setting.machine.collective(nbytes, ranks, direct=True)) for nbytes in away]
-    work = bucket_work(placed, setting.machine)
-    return schedule([(nbytes, nbytes) for nbytes in bytes_each], wire, work, wire)
 
 
 # ZeRO in a study: the plan of ``LayerWise`` under DeepSpeed for a data-parallel model.
@@ -343,10 +323,10 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
     assert isinstance(config, OwnedConfig)
     placed = _owned_placed(plan, members, shared, setting)
     held = _owned_memory(plan, members, shared, config)
-    works = [workspace(atoms, _batch(setting, owned.BATCH_NUMEL)) for atoms in placed.owned()]
+    batch_numel = _batch(setting, owned.BATCH_NUMEL)
+    works = [workspace(atoms, batch_numel) for atoms in placed.owned()]
     in_order = sorted(zip(placed.buckets, (atom.name for atom in placed.atoms), placed.owners), key=lambda row: row[0])
     machine, elements = setting.machine, setting.elements
-    times = timeline(placed, machine, instances=plan.instances, elements=elements)
     layouts = {bucket.layout for bucket in plan.buckets}
     return Part(
         name,
@@ -358,10 +338,9 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
         tuple(replace(memory, workspace=transient) for memory, transient in zip(held, works)),
         tuple(_collectives(plan, setting, config)),
         buffer_step(placed, machine, instances=plan.instances, elements=elements),
-        tuple(times),
+        buffer_timeline(placed, machine, instances=plan.instances, elements=elements, batch_numel=batch_numel),
         tuple((name, owner, bucket) for bucket, name, owner in in_order),
         max(placed.loads()),
-        overlapped=times[-1].back[1],
     )
 
 

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import reduce
 
 from lwopt_backend.config.hosts import OwnedConfig
+from lwopt_backend.plan.buckets import Timeline
 from lwopt_backend.plan.cost import RankMemory, StepTime
 from lwopt_backend.planner import EXPERTS
 from lwopt_backend.planner.part import Part, Planned
@@ -206,9 +208,9 @@ class Stage:
         return StepTime(busiest, sum(time.wire for time in both), sum(time.latency for time in both))
 
     @property
-    def overlapped(self) -> float:
-        """The modelled seconds of the optimizer's own step, with transfers behind work where they can be."""
-        return sum(part.overlapped for part in self.parts)
+    def timeline(self) -> Timeline:
+        """The modelled step of the optimizer, with transfers behind work where they can be: experts, then the rest."""
+        return reduce(Timeline.then, (part.timeline for part in reversed(self.parts)))
 
 
 @dataclass(frozen=True)
