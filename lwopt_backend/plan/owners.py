@@ -270,11 +270,9 @@ def exchange_timeline(plan: MatrixPlan, limits: Limits) -> Timeline:
 
     stages = []
     for number, bucket in enumerate(plan.buckets):
-        forth, back = map(max, replace(plan, buckets=(bucket,)).bytes_forth_and_back())
+        forth, back, passed_on = map(max, plan.bucket_bytes([number]))
         stays = plan.stays(number)
-        copied = copied_numels(bucket, plan.ownership.owners, plan.layout, plan.rows)
-        passed_on = max(copied, default=0) * (plan.copies - 1) * plan.element_bytes
-        ways = [seconds(nbytes, row, direct=True) for nbytes in (max(forth, back - passed_on), back - passed_on)]
+        ways = [seconds(nbytes, row, direct=True) for nbytes in (max(forth, back), back)]
         along = seconds(passed_on, column, direct=False)
         work = bucket_work(((plan.ownership.owners[i], plan.atoms[i]) for i in bucket), machine, limits.batch_numel)
         stages.append(Stage(0.0 if stays else ways[0], ways[stays] + along, work))
@@ -471,7 +469,7 @@ class MatrixPlan:
     def moved_numel(self) -> list[int]:
         """Per rank, the elements that it stores whose update another rank computes."""
         moved = [0] * self.layout.world_size
-        for atom, owners in self._alike():
+        for atom, owners in self._alike(range(len(self.buckets))):
             times = owners.total()
             for part in self.layout.fragments(atom):
                 moved[part.rank] += part.numel * (times - owners[part.rank])
@@ -479,12 +477,18 @@ class MatrixPlan:
 
     def wire_bytes(self) -> list[int]:
         """Per rank, the bytes that it sends in one step: fragments to owners, and updates back."""
-        return [*map(sum, zip(*self.bytes_forth_and_back()))]
+        return [*map(sum, zip(*self.bucket_bytes(range(len(self.buckets)))))]
 
     def bytes_forth_and_back(self) -> tuple[list[int], list[int]]:
         """Per rank, the bytes that it sends to owners in one step, and those that it returns or passes on."""
-        forth, back = ([0] * self.layout.world_size for _ in range(2))
-        for atom, owners in self._alike():
+        forth, *both = self.bucket_bytes(range(len(self.buckets)))
+        return forth, [*map(sum, zip(*both))]
+
+    def bucket_bytes(self, numbers: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """Per rank, the bytes of these buckets that it sends to owners, that it returns as an owner, and that it passes
+        on along its column of copies."""
+        forth, back, passed_on = ([0] * self.layout.world_size for _ in range(3))
+        for atom, owners in self._alike(numbers):
             copies: list[tuple[Sequence[Fragment], Counter[int]]] = []  # pieces, and their owners
             for owner, times in owners.items():
                 for parts, served in copies:
@@ -501,11 +505,16 @@ class MatrixPlan:
             whole = sum(held.values()) // self.copies
             for owner, times in owners.items():
                 back[owner] += (whole - held.get(owner, 0)) * times
-        for bucket in self.buckets:
-            for rank, numel in enumerate(copied_numels(bucket, self.ownership.owners, self.layout, self.rows)):
-                back[rank] += numel * (self.copies - 1)
-        forth_and_back = ([numel * self.element_bytes for numel in some] for some in (forth, back))
-        return next(forth_and_back), next(forth_and_back)
+        for number in numbers:
+            for rank, numel in enumerate(self._copied[number]):
+                passed_on[rank] += numel * (self.copies - 1)
+        numels = ([numel * self.element_bytes for numel in some] for some in (forth, back, passed_on))
+        return next(numels), next(numels), next(numels)
+
+    @cached_property
+    def _copied(self) -> list[list[int]]:
+        """By bucket, each rank's part of its column's all-gather."""
+        return [copied_numels(bucket, self.ownership.owners, self.layout, self.rows) for bucket in self.buckets]
 
     def exchange_bytes(self) -> list[int]:
         """Per rank, the most bytes that the buffers of exchanges take at one time in a step.
@@ -515,7 +524,7 @@ class MatrixPlan:
         Every rank's pieces are counted as the largest ones where many ranks have some.
         """
         nothing = _Buffers(0, 0, Counter(), Counter(), Counter())
-        buckets = [nothing, nothing, *map(self._buffers, self.buckets), nothing]
+        buckets = [nothing, nothing, *map(self._buffers, self.buckets, self._copied), nothing]
         found, everywhere = [0] * self.layout.world_size, 0
         for earlier, before, now, after in zip(buckets, buckets[1:], buckets[2:], buckets[3:]):
             least = self.tensors * (now.pieces + after.pieces) + now.landed + before.landed
@@ -528,8 +537,8 @@ class MatrixPlan:
                 found[rank] = max(found[rank], most)
         return [max(numel, everywhere) * self.element_bytes for numel in found]
 
-    def _buffers(self, bucket: Sequence[int]) -> _Buffers:
-        """Elements of one bucket."""
+    def _buffers(self, bucket: Sequence[int], copied: Sequence[int]) -> _Buffers:
+        """Elements of one bucket, whose parts of columns' all-gathers are ``copied``."""
         found = _Buffers(0, 0, Counter(), Counter(), Counter())
         for atom in bucket:
             owner, parts = self.ownership.owners[atom], self._parts_of(atom)
@@ -538,7 +547,6 @@ class MatrixPlan:
             found.pieces += parts.largest
             for part in parts.few:
                 found.held[part.rank] += part.numel
-        copied = copied_numels(bucket, self.ownership.owners, self.layout, self.rows)
         found.landed = max(copied, default=found.pieces) * self.copies
         return found
 
@@ -556,12 +564,12 @@ class MatrixPlan:
     def _kinds(self) -> dict[Hashable, _Parts]:
         return {}
 
-    def _alike(self) -> Iterator[tuple[int, Counter[int]]]:
-        """Yield one of the exchanged atoms with equal storage, and how many of them each rank owns."""
+    def _alike(self, numbers: Iterable[int]) -> Iterator[tuple[int, Counter[int]]]:
+        """Yield one of these buckets' atoms with equal storage, and how many of them each rank owns."""
         first: dict[Hashable, int] = {}
         counts: dict[int, Counter[int]] = {}
-        for bucket in self.buckets:
-            for atom in bucket:
+        for number in numbers:
+            for atom in self.buckets[number]:
                 found = counts.setdefault(first.setdefault(self.layout.kind(atom), atom), Counter())
                 found[self.ownership.owners[atom]] += 1
         yield from counts.items()
