@@ -72,10 +72,8 @@ def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
     from lwopt_backend.planner.study import Deployment, plan_study
 
     names = ("include", "exclude", "layout", "bucket_mb", "policy", "bucket_numel", "group_size")
-    named = {name: given[name] for name in names}
     machine = cluster_named(given["cluster"])
-    shard_ranks = named.pop("group_size") if given["engine"] == "fsdp2" else None
-    options = engine_options(given["engine"], named, given["option"] or ())
+    options = engine_options(given["engine"], {name: given[name] for name in names}, given["option"] or ())
 
     def setting_of(dtype: str | None) -> Setting:
         return Setting.of(
@@ -85,7 +83,6 @@ def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
             dtype=getattr(torch, dtype) if dtype else None,
             grad_dtype=given["grad_dtype"],
             sub_group_size=given["sub_group_size"],
-            shard_ranks=shard_ranks,
         )
 
     setting = setting_of(given["dtype"])

@@ -28,11 +28,9 @@ def headline(study: Study) -> list[str]:
     d, stage = study.deployment, study.worst
     cut = ", ".join(f"{name} {size}" for name, size in (("tp", d.tp), ("pp", d.pp), ("ep", d.ep)) if size > 1)
     setting = study.setting
-    *copies, shards = setting.mesh(d.dp)
-    hybrid = f" with {copies[0]} copies of {shards} shards" if copies else ""
     sentences = [
         f"Deployment: {d.world_size} ranks{f' ({cut})' if cut else ''}, {d.dp} data-parallel; "
-        f"engine {setting.engine}{hybrid}; "
+        f"engine {setting.engine}; "
         f"work in flops of {MATRIX_RULES[setting.rules.matrix.rule].work}; cluster {setting.machine.name}"
     ]
     if len(study.stages) > 1:

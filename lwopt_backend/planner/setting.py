@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import nn
 
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
-from lwopt_backend.config.options import Options, parse, suggestion
+from lwopt_backend.config.options import Count, Options, option, parse, suggestion
 from lwopt_backend.groups.choices import Rules, settings_of
 from lwopt_backend.groups.grouping import Grouping
 from lwopt_backend.groups.param_groups import split
@@ -81,8 +81,17 @@ def cluster_named(name: str) -> Machine:
 
 # The setting of a study: an engine with its own options, and how seconds are counted.
 
+
+class MeshConfig(FSDP2Config):
+    """Options on FSDP2, and the one of the mesh that ``fully_shard`` is given."""
+
+    group_size: Count | None = option(
+        None, "number of ranks over which parameters are sharded; the other ranks hold copies (HSDP). None: all ranks"
+    )
+
+
 ENGINES: Mapping[str, type[HostConfig]] = {
-    **{"owned": OwnedConfig, "zero1": ZeROConfig, "zero2": ZeROConfig, "zero3": ZeROConfig, "fsdp2": FSDP2Config}
+    **{"owned": OwnedConfig, "zero1": ZeROConfig, "zero2": ZeROConfig, "zero3": ZeROConfig, "fsdp2": MeshConfig}
 }
 WHERE = "lwopt plan"
 
@@ -95,7 +104,7 @@ class Setting:
     - ``machine``: the cluster whose seconds are modelled. The plan is made for ``plans_for``: all that an
       engine knows is whether it is on CPUs.
     - ``dtype``, ``grad_dtype``: of parameters, and of gradients as they are kept and sent.
-    - ``sub_group_size``: ZeRO-3's. ``shard_ranks``: ranks over which FSDP2 shards; the others hold copies (HSDP).
+    - ``sub_group_size``: ZeRO-3's.
     """
 
     engine: str
@@ -106,7 +115,6 @@ class Setting:
     grad_dtype: torch.dtype
     plans_for: Machine
     sub_group_size: int = SUB_GROUP_SIZE
-    shard_ranks: int | None = None
 
     @classmethod
     def of(
@@ -119,7 +127,6 @@ class Setting:
         grad_dtype: str = "parameter",
         plans_for: Machine | None = None,
         sub_group_size: int = SUB_GROUP_SIZE,
-        shard_ranks: int | None = None,
     ) -> Setting:
         """The setting of an engine, with ``options`` as its optimizer takes them: the engine's own, and rules'
         sections.
@@ -133,17 +140,12 @@ class Setting:
         wide = (config.grad_dtype if isinstance(config, OwnedConfig) else grad_dtype) == "float32"
         plans_for = plans_for or (machine if machine == MACHINES["cpu"] else MACHINES["cuda"])
         grad = torch.float32 if wide else dtype
-        return cls(engine, config, rules, machine, dtype, grad, plans_for, sub_group_size, shard_ranks)
+        return cls(engine, config, rules, machine, dtype, grad, plans_for, sub_group_size)
 
-    def mesh(self, ranks: int) -> tuple[int, ...]:
-        """FSDP2's mesh of ``ranks`` ranks: all, or copies x shards. Raises ValueError if these do not divide."""
-        shards = self.shard_ranks or ranks
-        if ranks % shards:
-            raise ValueError(
-                f"group_size {shards} does not divide the {ranks} ranks that share a parameter; give a number of ranks "
-                "that store everything once, such as those of a node"
-            )
-        return (ranks,) if shards == ranks else (ranks // shards, shards)
+    def of_experts(self) -> Setting:
+        """This setting for experts, which have their own ranks: a group size that the user gave is that of the rest."""
+        alone = {"group_size": None} if "group_size" in fields_of(self.engine) else {}
+        return replace(self, config=self.config.model_copy(update=alone))
 
     @property
     def training(self) -> Training:
@@ -240,7 +242,7 @@ def engine_options(engine: str, named: Mapping[str, Any], more: Sequence[str]) -
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     for key in options:
         if key not in fields_of(engine):
-            engines = [name for name in ENGINES if key in fields_of(name) or (name, key) == ("fsdp2", "group_size")]
+            engines = [name for name in ENGINES if key in fields_of(name)]
             raise ValueError(
                 f"expected --{key.replace('_', '-')} only with engine {' and '.join(map(repr, engines))}, found "
                 f"{engine!r}; leave it out"

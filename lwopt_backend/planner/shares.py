@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
+from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
 from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
 from lwopt_backend.engines.owned import step as owned
@@ -32,7 +32,7 @@ from lwopt_backend.plan.mesh import Coordinate
 from lwopt_backend.plan.owners import Limits, MatrixPlan, exchange_timeline
 from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Planned, workspace
 from lwopt_backend.planner.seconds import Placed, buffer_step, buffer_timeline
-from lwopt_backend.planner.setting import Setting, Share
+from lwopt_backend.planner.setting import MeshConfig, Setting, Share
 
 # A host's storage in a study: DeepSpeed's ZeRO and FSDP2 store parameters; this package exchanges the pieces of
 # matrices. Its plan for the parameters that some ranks share: owners, buckets, bytes, memory of every rank, seconds.
@@ -50,11 +50,13 @@ def host_part(
     spread: bool,
     batch_numel: int,
     before: Sequence[int] = (),
+    notes: Sequence[str] = (),
 ) -> Part:
     """The figures of ``plans``, one after another on the same ranks. ``memory`` is the host's for them.
 
     ``host`` are the host's own collectives. ``spread`` is whether all ranks store a part of every matrix. A rule takes
-    up to ``batch_numel`` elements at once. ``before`` is each rank's work before the first plan.
+    up to ``batch_numel`` elements at once. ``before`` is each rank's work before the first plan. ``notes`` are
+    sentences on how the host stores parameters.
     """
     ranks = plans[0].layout.world_size
     placed = _placed(plans, shared, setting)
@@ -96,7 +98,7 @@ def host_part(
         tuple(_assignments(plans)),
         _path(plans, shared, setting, before, meet=False),
         tuple(before),
-        tuple(sentence for plan in plans for sentence in on_blocks(plan)),
+        (*notes, *(sentence for plan in plans for sentence in on_blocks(plan))),
     )
 
 
@@ -412,9 +414,9 @@ def plan_fsdp2_share(
 ) -> Planned:
     """The plan for a mesh of ``ranks`` ranks, with each rank's work ``base`` on smaller meshes."""
     config, groups = setting.config, shared.grouping.groups
-    assert isinstance(config, FSDP2Config)
+    assert isinstance(config, MeshConfig)
     rules = build_matrix_rules(groups, config)
-    shape = setting.mesh(ranks)
+    shape = _mesh(ranks, config.group_size or ranks)
     members = _members(shared, shape)
     coordinates = tuple(itertools.product(*map(range, shape)))
     loads = tuple(base or (0,) * ranks)
@@ -441,6 +443,7 @@ def plan_fsdp2_share(
             spread=True,
             batch_numel=_batch(setting, mesh.BATCH_NUMEL),
             before=() if base is None else base,
+            notes=[f"Hybrid: {shape[0]} copies of {shape[1]} shards."] if len(shape) > 1 else [],
         )
     return Planned(
         name,
@@ -456,6 +459,16 @@ def plan_fsdp2_share(
         None if base is None else tuple(base),
         tuple(before),
     )
+
+
+def _mesh(ranks: int, shards: int) -> tuple[int, ...]:
+    """The mesh of ``ranks`` ranks: all, or copies x shards. Raises ValueError if these do not divide."""
+    if ranks % shards:
+        raise ValueError(
+            f"group_size {shards} does not divide the {ranks} ranks that share a parameter; give a number of ranks "
+            "that store everything once, such as those of a node"
+        )
+    return (ranks,) if shards == ranks else (ranks // shards, shards)
 
 
 def _members(shared: Share, shape: tuple[int, ...]) -> list[MeshMember]:
@@ -483,7 +496,7 @@ def _memory(
 ) -> list[RankMemory]:
     """Per rank, its shards of parameters and gradients, and the optimizer's state for them."""
     config, groups = setting.config, shared.grouping.groups
-    assert isinstance(config, FSDP2Config)
+    assert isinstance(config, MeshConfig)
     alike: dict[tuple[tuple[int, ...], int], list[MeshMember]] = {}
     for member in members:
         alike.setdefault((member.sharding.shape, member.group), []).append(member)

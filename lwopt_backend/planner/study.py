@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import reduce
 
-from lwopt_backend.config.hosts import OwnedConfig
 from lwopt_backend.plan.buckets import Timeline
 from lwopt_backend.plan.cost import RankMemory, StepTime
 from lwopt_backend.planner import EXPERTS
@@ -264,11 +263,7 @@ def _plan_stage(index: int, dense: Share, spread: Share | None, deployment: Depl
     planned: list[Planned] = []
     base = None
     if spread is not None:
-        # Experts have their own ranks; a group size that the user gave is the dense buffer's.
-        own = replace(setting, shard_ranks=None)
-        if isinstance(setting.config, OwnedConfig):
-            own = replace(own, config=setting.config.model_copy(update={"group_size": None}))
-        experts = plan_share("experts", spread, deployment.expert_dp, own)
+        experts = plan_share("experts", spread, deployment.expert_dp, setting.of_experts())
         planned.append(experts)
         base = [experts.loads[stage.place(experts, rank * deployment.tp)] for rank in range(deployment.dp)]
     if dense.grouping.groups:
