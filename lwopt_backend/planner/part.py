@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.atoms import Atom
@@ -140,15 +139,16 @@ class Planned:
         return rest if self.part is None else self.part.memory[place] + rest
 
 
-def workspace(atoms: Sequence[Atom], batch_numel: int = 0) -> int:
-    """Bytes of Newton-Schulz on the largest batch of ``atoms``: X, B X and the update, A, A A and B, in bf16; the
+def workspaces(placed: Placed, batch_numel: int = 0) -> list[int]:
+    """Per rank, bytes of Newton-Schulz on its largest batch: X, B X and the update, A, A A and B, in bf16; the
     direction and the update in fp32.
 
-    A batch has equal matrices of at most ``batch_numel`` elements, or one matrix.
+    A batch has equal matrices of one bucket, of at most ``batch_numel`` elements, or one matrix.
     """
-    found = 0
-    for shape, count in Counter(atom.shape for atom in atoms).items():
+    found = [0] * placed.shards
+    alike = Counter(zip(placed.owners, placed.buckets, (atom.shape for atom in placed.atoms)))
+    for (owner, _, shape), count in alike.items():
         numel = shape[0] * shape[1]
         batch = max(1, min(count, batch_numel // numel))
-        found = max(found, batch * (2 * (3 * numel + 3 * min(shape) ** 2) + 8 * numel))
+        found[owner] = max(found[owner], batch * (2 * (3 * numel + 3 * min(shape) ** 2) + 8 * numel))
     return found

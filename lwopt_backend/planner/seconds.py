@@ -47,13 +47,6 @@ class Placed:
         """Per rank, the cost of the matrices that it owns."""
         return per_rank(self.owners, [atom.cost for atom in self.atoms], self.shards)
 
-    def owned(self) -> list[list[Atom]]:
-        """Per rank, the matrices that it owns."""
-        owned: list[list[Atom]] = [[] for _ in range(self.shards)]
-        for atom, owner in zip(self.atoms, self.owners):
-            owned[owner].append(atom)
-        return owned
-
 
 def buffer_step(plan: Placed, machine: Machine, *, instances: int = 1, elements: Elements | None = None) -> StepTime:
     """Modelled seconds of a step, without overlap: work of the busiest owner, its wire, latency.

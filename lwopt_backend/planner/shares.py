@@ -30,7 +30,7 @@ from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.cost import RankMemory, Shape, StepTime, per_rank
 from lwopt_backend.plan.mesh import Coordinate
 from lwopt_backend.plan.owners import Limits, MatrixPlan, exchange_timeline
-from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Planned, workspace
+from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Planned, workspaces
 from lwopt_backend.planner.seconds import Placed, buffer_step, buffer_timeline
 from lwopt_backend.planner.setting import MeshConfig, Setting, Share
 
@@ -62,9 +62,8 @@ def host_part(
     placed = _placed(plans, shared, setting)
     trips = sum(plan.trips(bucket) for plan in plans for bucket in range(len(plan.buckets)))
     sent = [*map(sum, zip(*(plan.wire_bytes() for plan in plans)))]
-    owners = placed.owned()
     moved = (Collective("all-to-all to the owners, and back", trips, max(sent)), *host)
-    works = [workspace(mine, batch_numel) for mine in owners]
+    works = workspaces(placed, batch_numel)
     buffers = [*map(max, zip(*(plan.exchange_bytes() for plan in plans)))]
     held = [
         replace(each, workspace=work, exchange=most, sent=mine)
@@ -326,7 +325,7 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
     placed = _owned_placed(plan, members, shared, setting)
     held = _owned_memory(plan, members, shared, config)
     batch_numel = _batch(setting, owned.BATCH_NUMEL)
-    works = [workspace(atoms, batch_numel) for atoms in placed.owned()]
+    works = workspaces(placed, batch_numel)
     in_order = sorted(zip(placed.buckets, (atom.name for atom in placed.atoms), placed.owners), key=lambda row: row[0])
     machine, elements = setting.machine, setting.elements
     layouts = {bucket.layout for bucket in plan.buckets}
