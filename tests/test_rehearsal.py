@@ -37,6 +37,7 @@ def figures(found: Rehearsal) -> dict[str, int]:
     return {figure.what: figure.rehearsed for figure in found.figures}
 
 
+MUONH = {"name": "muon", "hyperball": True, "weight_decay": 0.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "owned": ("owned", {}),
     "owned, fp32": ("owned", {"dtype": torch.float32, **SMALL}),
@@ -50,12 +51,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2, small buckets": ("fsdp2", {"bucket_matrices": 2}),
     "fsdp2, bf16": ("fsdp2", {"dtype": torch.bfloat16, "state_dtype": "float32"}),
     "fsdp2, normuon": ("fsdp2", {"matrix": "normuon"}),
+    "fsdp2, muonh": ("fsdp2", {"matrix": MUONH, "bucket_matrices": 2}),
     "fsdp2, soap": ("fsdp2", {"matrix": "soap"}),
     "fsdp2, shampoo": ("fsdp2", {"matrix": "shampoo"}),
     "zero1": ("zero1", {"policy": "balance", "bucket_numel": 9000}),
     "zero2": ("zero2", {}),
     "zero2, normuon": ("zero2", {"policy": "balance", "matrix": "normuon"}),
     "zero3": ("zero3", {"bucket_numel": 9000}),
+    "zero3, adamh": ("zero3", {"matrix": "adamh", "bucket_numel": 9000}),
 }
 
 

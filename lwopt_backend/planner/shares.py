@@ -33,6 +33,9 @@ from lwopt_backend.plan.owners import Limits, MatrixPlan, exchange_timeline
 from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Planned, workspaces
 from lwopt_backend.planner.seconds import Placed, buffer_step, buffer_timeline
 from lwopt_backend.planner.setting import MeshConfig, Setting, Share
+from lwopt_backend.runtime.collectives import all_reduce_nbytes
+
+SUMS_NBYTES = 24  # of a matrix: those of W^2, W U and U^2, in fp64
 
 # A host's storage in a study: DeepSpeed's ZeRO and FSDP2 store parameters; this package exchanges the pieces of
 # matrices. Its plan for the parameters that some ranks share: owners, buckets, bytes, memory of every rank, seconds.
@@ -62,23 +65,20 @@ def host_part(
     placed = _placed(plans, shared, setting)
     trips = sum(plan.trips(bucket) for plan in plans for bucket in range(len(plan.buckets)))
     sent = [*map(sum, zip(*(plan.wire_bytes() for plan in plans)))]
-    moved = (Collective("all-to-all to the owners, and back", trips, max(sent)), *host)
+    norms = _norms(plans, shared, setting)
+    added = sum(each.nbytes for each in norms)
+    moved = (Collective("all-to-all to the owners, and back", trips, max(sent)), *norms, *host)
     works = workspaces(placed, batch_numel)
     buffers = [*map(max, zip(*(plan.exchange_bytes() for plan in plans)))]
     held = [
-        replace(each, workspace=work, exchange=most, sent=mine)
+        replace(each, workspace=work, exchange=most, sent=mine + added)
         for each, work, most, mine in zip(memory, works, buffers, sent)
     ]
-    machine = setting.machine
+    rounds = trips + sum(each.count for each in norms)
     time = StepTime(
         setting.seconds(_path(plans, shared, setting, before, meet=True)),
-        sum(
-            machine.collective(each.nbytes, each.ranks or ranks, stride=each.stride, of=ranks, direct=each is moved[0])[
-                0
-            ]
-            for each in moved
-        ),
-        trips * machine.latency_seconds,
+        sum(_wire(each, ranks, setting, direct=each is moved[0]) for each in moved),
+        rounds * setting.machine.latency_seconds,
     )
     timelines = [
         _timeline(plan, shared, setting, () if number else before, batch_numel) for number, plan in enumerate(plans)
@@ -99,6 +99,27 @@ def host_part(
         tuple(before),
         (*notes, *(sentence for plan in plans for sentence in on_blocks(plan))),
     )
+
+
+def _wire(moved: Collective, ranks: int, setting: Setting, *, direct: bool) -> float:
+    """Seconds on the wire of what ``ranks`` ranks move in a step."""
+    among = moved.ranks or ranks
+    return setting.machine.collective(moved.nbytes, among, stride=moved.stride, of=ranks, direct=direct)[0]
+
+
+def _norms(plans: Sequence[MatrixPlan], shared: Share, setting: Setting) -> list[Collective]:
+    """The all-reduce of a bucket's sums, for rules that use norms of whole weights and updates (``by_norms``)."""
+    grouping, ranks = shared.grouping, plans[0].layout.world_size
+    names = set[str]()
+    for number, rule in build_matrix_rules(grouping.groups, setting.config).items():
+        params = grouping.groups[number]["params"] if rule.by_norms else ()
+        for name in (grouping.names[id(param)] for param in params):
+            names.update(block.of(name) for block in grouping.matrices_in(name))
+    counts = [sum(plan.atoms[i].name in names for i in bucket) for plan in plans for bucket in plan.buckets]
+    if not any(counts):
+        return []
+    nbytes = sum(all_reduce_nbytes(count * SUMS_NBYTES, ranks) for count in counts)
+    return [Collective("all-reduce of norms", sum(map(bool, counts)), nbytes)]
 
 
 def _timeline(plan: MatrixPlan, shared: Share, setting: Setting, before: Sequence[int], batch_numel: int) -> Timeline:
