@@ -15,8 +15,9 @@ from deepspeed.utils.logging import logger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lwopt_backend.engines.zero import replicated
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
-from lwopt_backend.plan import MACHINES
+from lwopt_backend.plan import MACHINES, FlatPartition
 from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.runtime.stepper import MatrixStepper
 from tests import zero
@@ -48,6 +49,19 @@ def test_the_state_is_as_large_as_planned(stage: int, options: dict[str, Any]) -
         optimizer = engine.basic_optimizer
         planned = sum(plan.state_bytes[dist.get_rank()] for plan in optimizer._binding.plans)
         assert planned == sum(t.nbytes for state in optimizer.state.values() for t in state.values()) > 0
+
+
+@on_ranks(2)
+def test_new_values_are_gathered_in_chunks_whose_contents_are_found_once() -> None:
+    """At stage 0: to look for every parameter in every chunk took seconds a step."""
+    with engine_for(settings_for("zero", 0)) as engine:
+        train(engine, 2, same_rows=True)
+        expected = full_weights(engine)
+    with mock.patch.object(replicated, "GATHERED_NUMEL", 20), engine_for(settings_for("zero", 0)) as engine:
+        train(engine, 1, same_rows=True)
+        with mock.patch.object(FlatPartition, "fragments", side_effect=AssertionError("looked for")):
+            train(engine, range(1, 2), same_rows=True)
+        assert same(full_weights(engine), expected)
 
 
 # Loops over the micro-batches of a step

@@ -18,7 +18,7 @@ from lwopt_backend.plan.layouts import Span, View, range_views
 from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives, phase, sending
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
-from lwopt_backend.runtime.whole import Slices, local_views
+from lwopt_backend.runtime.whole import Slices, copy_all, local_views
 
 # State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it, for
 # any later number of ranks.
@@ -190,39 +190,48 @@ class ElementwiseReplicas(ReplicatedStepper):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         assert isinstance(self._plan.layout, FlatPartition)
-        self._layout = self._plan.layout
-        share = GATHERED_NUMEL // self._collectives.world_size
-        self._chunk = max(1, min(share, self._layout.partition_numel))
+        layout, numbers = self._plan.layout, range(len(self._stored))
+        self._mine = [(number, layout.fragment(number, self._collectives.rank)) for number in numbers]
+        share = max(1, min(GATHERED_NUMEL // self._collectives.world_size, layout.partition_numel))
+        self._chunks = list(range(0, layout.partition_numel, share))  # their starts in every partition
+        self._sizes = [min(share, layout.partition_numel - begin) for begin in self._chunks]
+        # By chunk: a parameter's number and the start of its elements, their start in what is gathered, their number.
+        self._arriving: list[list[tuple[int, int, int, int]]] = [[] for _ in self._chunks]
+        for number in numbers:
+            for part in layout.fragments(number):
+                end = part.offset + part.numel
+                for chunk in range(part.offset // share, -(-end // share)):
+                    begin, size = self._chunks[chunk], self._sizes[chunk]
+                    low, high = max(part.offset, begin), min(end, begin + size)
+                    at = part.rank * size + low - begin
+                    self._arriving[chunk].append((number, part.start + low - part.offset, at, high - low))
 
     @torch.no_grad()
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """One step from the parameters' gradients, which are equal on all ranks."""
         value, grad = self._like(), self._like()
-        for index, param in enumerate(self._stored):
-            held = self._layout.fragment(index, self._collectives.rank)
+        for number, held in self._mine:
             if held is not None:
+                param = self._stored[number]
                 for flat, tensor in ((value, param.data), (grad, _grad(param))):
                     flat.narrow(0, held.offset, held.numel).copy_(tensor.reshape(-1)[held.start : held.stop])
         self._elementwise.step(0, group, [Slices(value, grad, state)])
         with phase(EXCHANGE_BACK):
-            for begin in range(0, self._layout.partition_numel, self._chunk):
-                self._gather(value.narrow(0, begin, min(self._chunk, self._layout.partition_numel - begin)), begin)
+            for begin, size, arriving in zip(self._chunks, self._sizes, self._arriving):
+                self._gather(value.narrow(0, begin, size), arriving)
 
-    def _gather(self, mine: Tensor, begin: int) -> None:
-        """Gather a chunk of new values, which begins at ``begin`` in every partition, into the parameters."""
+    def _gather(self, mine: Tensor, arriving: Sequence[tuple[int, int, int, int]]) -> None:
+        """Gather a chunk of new values into the parameters."""
         received = mine.new_empty(mine.numel() * self._collectives.world_size)
         sending(mine.nbytes * (self._collectives.world_size - 1))
         self._collectives.all_gather(received, mine)
-        for index, param in enumerate(self._stored):
-            flat = param.data.view(-1) if param.data.is_contiguous() else param.data.flatten()
-            for part in self._layout.fragments(index):
-                low = max(part.offset, begin)
-                high = min(part.offset + part.numel, begin + mine.numel())
-                if low < high:
-                    source = received.narrow(0, part.rank * mine.numel() + low - begin, high - low)
-                    flat.narrow(0, part.start + low - part.offset, high - low).copy_(source)
-            if not param.data.is_contiguous():
-                param.data.copy_(flat.view(param.shape))
+        whole = {number: self._stored[number].data for number, *_ in arriving}
+        flats = {number: data.view(-1) if data.is_contiguous() else data.flatten() for number, data in whole.items()}
+        targets = [flats[number].narrow(0, start, numel) for number, start, _, numel in arriving]
+        copy_all(targets, [received.narrow(0, at, numel) for *_, at, numel in arriving])
+        for number, data in whole.items():
+            if not data.is_contiguous():
+                data.copy_(flats[number].view(data.shape))
 
 
 def state_numel(plan: GroupPlan, rank: int) -> int:
