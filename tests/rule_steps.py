@@ -23,6 +23,20 @@ def random(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+Table = Sequence[tuple[float, float, float]]
+
+
+def orthogonalized(matrix: Tensor, table: Table, margin: float = 1.0) -> Tensor:
+    """Newton-Schulz with a row of ``table`` for each step, in the matrix's dtype; written out here, not taken from our
+    rules."""
+    x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    x = x / (x.norm() * margin).clamp(min=1e-7)
+    for a, b, c in table:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if matrix.size(0) > matrix.size(1) else x
+
+
 class Trained:
     def __init__(self, rule: MatrixRule, value: Tensor) -> None:
         self.rule = rule

@@ -15,7 +15,7 @@ from lwopt_backend.migration import convert_named_momentum, from_checkpoint
 from lwopt_backend.rules.newton_schulz import TABLES
 from tests.migration import distance, eager, ours_for, rules_for
 from tests.pages import PAGES
-from tests.rule_steps import SHAPES, gradients, random, rule_of, trained, trained_by
+from tests.rule_steps import SHAPES, Table, gradients, orthogonalized, random, rule_of, trained, trained_by
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -27,7 +27,6 @@ def test_torch_bit_by_bit_and_pytorch_optimizer_to_bfloat16s_rounding(shape: tup
 
 
 # Published formulas
-Table = list[tuple[float, float, float]]
 SIMPLE: Table = [(3.4445, -4.7750, 2.0315)] * 5
 QUINTIC: Table = [(4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037)]
 QUINTIC += [(2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012)]
@@ -35,13 +34,7 @@ POLAR = list(TABLES["polar_express_5"].triples)  # test_muon.py computes it as i
 
 
 def orthogonal(u: Tensor, table: Table, dtype: torch.dtype, margin: float = 1.0) -> Tensor:
-    x = u.to(dtype)
-    x = x.mT if u.size(0) > u.size(1) else x
-    x = x / (x.norm() * margin + 1e-8)
-    for a, b, c in table:
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if u.size(0) > u.size(1) else x).float()
+    return orthogonalized(u.to(dtype), table, margin).float()
 
 
 def keller_jordan(value: Tensor, buffer: Tensor, grad: Tensor, dtype: torch.dtype) -> None:

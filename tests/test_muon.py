@@ -19,7 +19,7 @@ from lwopt_backend.rules.muon import DEFINED, SCALES, Muon, takes_gram
 from lwopt_backend.rules.newton_schulz import TABLES, by_step, segments
 from lwopt_backend.rules.protocol import sums_of
 from tests.cells import cells
-from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, trained, trained_by
+from tests.rule_steps import SHAPES, Trained, gradients, orthogonalized, random, rule_of, trained, trained_by
 
 SIMPLE = (3.4445, -4.7750, 2.0315)
 STEPS = {"simple": 5, "quintic": 5, "polar_express": 8, "polar_express_5": 5}  # that a table is for
@@ -225,12 +225,7 @@ LAST_FOUR = TABLES["quintic"].triples[1:]
 
 def keller(matrix: Tensor) -> Tensor:
     """Jordan's iteration, in the dtype of the matrix."""
-    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    x = x / x.norm()
-    for _ in range(5):
-        a = x @ x.T
-        x = SIMPLE[0] * x + (SIMPLE[1] * a + SIMPLE[2] * a @ a) @ x
-    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+    return orthogonalized(matrix, [SIMPLE] * 5)
 
 
 def turbo(matrix: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from lwopt_backend.integrations import deepspeed_zero
 from tests.models import MATRICES, UnevenLM, batch, largest_difference
 from tests.ranks import gathered
+from tests.rule_steps import orthogonalized
 from tests.rules import ADAMW, MUON, Blocks, Separate
 
 ROWS = 8  # of the global batch, at every world size
@@ -218,24 +220,13 @@ class Masters(Reference):
 
 @contextlib.contextmanager
 def newton_schulz_in_float32() -> Iterator[None]:
-    """Make torch.optim.Muon iterate in fp32; it has no option for that. Written out here, not taken from our rule."""
-    module = torch.optim._muon
-    original = module._zeropower_via_newtonschulz
+    """Make torch.optim.Muon iterate in fp32; it has no option for that."""
 
     def iterate(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-        a, b, c = coefficients
-        x = grad.T if grad.size(0) > grad.size(1) else grad
-        x = x / x.norm().clamp(min=eps)
-        for _ in range(steps):
-            gram = x @ x.T
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        return x.T if grad.size(0) > grad.size(1) else x
+        return orthogonalized(grad, [coefficients] * steps)
 
-    module._zeropower_via_newtonschulz = iterate
-    try:
+    with mock.patch.object(torch.optim._muon, "_zeropower_via_newtonschulz", iterate):
         yield
-    finally:
-        module._zeropower_via_newtonschulz = original
 
 
 def full_weights(engine: Any) -> dict[str, Tensor]:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.fsdp2 import mesh_of, weights_of
-from tests.models import MATRICES, UnevenLM, batch, largest_difference
+from tests.models import UnevenLM, batch, largest_difference
 from tests.on_ranks import on_ranks
 from tests.pages import blocks
-from tests.zero import newton_schulz_in_float32
+from tests.zero import Reference, newton_schulz_in_float32
 
 RECIPE = """
 optimizer:
@@ -52,29 +52,23 @@ def model_of() -> nn.Module:
 @on_ranks(2)
 def test_a_recipe_trains_what_torch_optim_trains() -> None:
     """The ranks see the same rows, so that gradients are one process's."""
-    model, single = model_of(), model_of()
+    model, matrix = model_of(), {"lr": 0.01, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
     fully_shard(model, mesh=mesh_of())
     recipe = recipe_of(RECIPE)
     optimizer, schedule = made(recipe, model)
-    matrices = [param for name, param in single.named_parameters() if name in MATRICES]
-    others = [param for name, param in single.named_parameters() if name not in MATRICES]
-    both = [
-        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=0.01, weight_decay=0.05),
-    ]
-    schedules = recipe.lr_scheduler.build(both, SimpleNamespace(epoch_len=6, num_epochs=1, max_steps=None))
+    single = Reference(model_of(), muon=matrix, adamw={"lr": 0.01, "weight_decay": 0.05})
+    steps = SimpleNamespace(epoch_len=6, num_epochs=1, max_steps=None)
+    schedules = recipe.lr_scheduler.build([single.muon, single.adamw], steps)
     for step in range(6):
-        for trains in (model, single):
+        for trains in (model, single.model):
             trains(*batch(step, 4)).backward()
         optimizer.step()
-        for each in both:
-            with newton_schulz_in_float32():
-                each.step()
-        for each in (optimizer, *both):
-            each.zero_grad()
+        optimizer.zero_grad()
+        with newton_schulz_in_float32():
+            single.step()
         for each in (schedule, *schedules):
             each.step(1)
-    assert largest_difference(weights_of(model), single) < 1e-5
+    assert largest_difference(weights_of(model), single.model) < 1e-5
 
 
 def test_the_pages_recipe_is_taken() -> None:

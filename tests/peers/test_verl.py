@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from lwopt_backend.integrations.verl import LayerWise
 from tests.fsdp2 import mesh_of, weights_of
-from tests.models import MATRICES, UnevenLM, batch, largest_difference
+from tests.models import UnevenLM, batch, largest_difference
 from tests.on_ranks import on_ranks
 from tests.pages import blocks
-from tests.zero import newton_schulz_in_float32
+from tests.zero import Reference, newton_schulz_in_float32
 
 STEPS, WARMUP = 6, 3
 
@@ -62,14 +62,10 @@ SETTINGS = {"matrix": {"ns_dtype": "float32"}, "report": False}
 @on_ranks(2)
 def test_its_engine_trains_what_torch_optim_trains_and_resumes() -> None:
     """The ranks see the same rows, so that gradients are one process's."""
-    module, single = sharded(), model_of()
+    module, rates = sharded(), {"lr": 0.01, "weight_decay": 0.1}
     engine = engine_of(module, override_optimizer_config=SETTINGS)
-    matrices = [param for name, param in single.named_parameters() if name in MATRICES]
-    others = [param for name, param in single.named_parameters() if name not in MATRICES]
-    both = [
-        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=0.01, weight_decay=0.1),
-    ]
+    single = Reference(model_of(), muon={**rates, "adjust_lr_fn": "match_rms_adamw"}, adamw=rates)
+    both = (single.muon, single.adamw)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: min(1.0, step / WARMUP)) for each in both]
     file = io.BytesIO()
     for step in range(STEPS):
@@ -77,14 +73,12 @@ def test_its_engine_trains_what_torch_optim_trains_and_resumes() -> None:
             state = (module.state_dict(), engine.optimizer.state_dict(), engine.lr_scheduler.state_dict())
             torch.save(state, file)
         step_of(engine, step)
-        single(*batch(step, 4)).backward()
-        torch.nn.utils.clip_grad_norm_(single.parameters(), 1.0)
-        for optimizer, schedule in zip(both, schedules):
-            with newton_schulz_in_float32():
-                optimizer.step()
-            optimizer.zero_grad()
+        single.model(*batch(step, 4)).backward()
+        with newton_schulz_in_float32():
+            single.step(clip=1.0)
+        for schedule in schedules:
             schedule.step()
-    assert largest_difference(weights_of(module), single) < 1e-5
+    assert largest_difference(weights_of(module), single.model) < 1e-5
     other = sharded()
     resumed = engine_of(other, override_optimizer_config=SETTINGS)
     file.seek(0)
