@@ -37,9 +37,9 @@ class HostConfig(Options):
     advice: ClassVar[str] = "leave it out"
 
     @property
-    def without_blocks(self) -> str | None:
-        """Why there is no ``block_period`` here; None where a rank may have its own block of a matrix."""
-        return "owned storage keeps every matrix whole at one rank, so no rank has another block"
+    def is_owned(self) -> bool:
+        """Whether every matrix is whole at one rank, so that no rank has a block of it."""
+        return isinstance(self, OwnedStorageConfig) and getattr(self, "storage", "owned") == "owned"
 
     @classmethod
     def lacks(cls, name: str, *others: type[HostConfig]) -> str:
@@ -91,10 +91,6 @@ class ZeROConfig(OwnedStorageConfig):
 
     whose: ClassVar[str] = "for DeepSpeed"
 
-    @property
-    def without_blocks(self) -> str | None:
-        return super().without_blocks if self.storage == "owned" else None
-
     policy: Literal["auto", "stay", "balance"] = option(
         "auto",
         "choice of a matrix's owner: 'stay', 'balance' or 'auto'. Stay: the rank that stores most of the matrix; "
@@ -134,10 +130,6 @@ class FSDP2Config(ClippingConfig):
     advice: ClassVar[str] = (
         "call fully_shard(model) before it is made, or pass sharded_later=True if Accelerate shards it in prepare()"
     )
-
-    @property
-    def without_blocks(self) -> str | None:
-        return None
 
     bucket_matrices: Count | None = option(
         None,

@@ -323,8 +323,11 @@ def build_matrix_rule(group: Mapping[str, Any], config: HostConfig) -> MatrixRul
     """The matrix rule of a param group with its current hyperparameters, in its current step of ``block_period``."""
     rule = MATRIX_RULES[rule_of(group)].build(**arguments(group))
     object.__setattr__(rule, "rule_name", rule_name(group))  # also on a frozen dataclass
-    if rule.block_period > 1 and config.without_blocks:
-        raise ValueError(f"block_period is {rule.block_period}, but {config.without_blocks}; leave block_period out")
+    if rule.block_period > 1 and config.is_owned:
+        raise ValueError(
+            f"block_period is {rule.block_period}, but owned storage keeps every matrix whole at one rank, so no rank "
+            "has another block; leave block_period out"
+        )
     if config.exchange_dtype != "auto":
         rule.exchange_dtype = getattr(torch, config.exchange_dtype)
     if isinstance(rule, WeightRule) and rule.exchange_dtype != torch.float32:
