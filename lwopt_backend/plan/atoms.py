@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate, product
 
 
@@ -316,7 +317,8 @@ def _check_partition(parts: Parts, size: int) -> None:
         end = stop
 
 
-def matrices_of(shape: Sequence[int]) -> tuple[Block, ...]:
+@cache
+def matrices_of(shape: tuple[int, ...]) -> tuple[Block, ...]:
     """The matrices of a parameter that nothing divides: the parameter, or every slice of more than two dimensions."""
     grid = Grid.of(shape, len(shape) - 2)
     return divided(grid, undivided(grid.rows))
