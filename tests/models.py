@@ -1,9 +1,12 @@
 """Small models with shapes that divide by nothing, what they train on, and how far two are apart."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from lwopt_backend.routing.output_heads import output_heads
+from lwopt_backend.routing.routing import Route, check_all_globs, routes_of
 
 VOCABULARY = 37
 MATRICES = ("layers.0.weight", "layers.2.weight", "layers.5.weight", "gate.weight")
@@ -53,3 +56,10 @@ def largest_difference(ours: nn.Module | Mapping[str, Tensor], theirs: nn.Module
     mine, others = (dict(of.named_parameters()) if isinstance(of, nn.Module) else of for of in (ours, theirs))
     pairs = [(mine[name].detach(), other.detach()) for name, other in others.items() if other.numel()]
     return float(torch.stack([(one - other).abs().max().double() for one, other in pairs]).max())
+
+
+def routed(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Route]:
+    """The routes of a whole model, all of whose parameters are given to the optimizer."""
+    routes = routes_of(model, include, exclude, output_heads(model))
+    check_all_globs(include, exclude, routes)
+    return routes

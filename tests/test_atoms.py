@@ -25,8 +25,8 @@ from lwopt_backend.plan.atoms import Block, Stripes
 from lwopt_backend.planner.shapes import Training
 from lwopt_backend.routing.fused import TABLE
 from lwopt_backend.routing.matrices import Divided, divide
-from lwopt_backend.routing.routing import route
 from tests.fused import FusedGroupedExperts
+from tests.models import routed
 
 Make = Callable[[], nn.Module]
 Inputs = tuple[Any, ...]
@@ -54,7 +54,7 @@ def configuration(family: str, **options: Any) -> Any:
 
 
 def divided_of(model: nn.Module, atoms: Mapping[str, Any] | None = None) -> dict[str, Divided]:
-    return divide(model, route(model), AtomSettings.parse(atoms or {}))
+    return divide(model, routed(model), AtomSettings.parse(atoms or {}))
 
 
 def fused_of(model: nn.Module) -> dict[str, tuple[Block, ...]]:
@@ -393,7 +393,7 @@ def test_experts_of_jetmoe_have_gate_and_up_one_after_the_other() -> None:
 
 def test_experts_of_llama_4_are_divided_where_they_are_known_to_be_stored_transposed() -> None:
     model = stack_of("llama4.Llama4TextExperts")
-    routes, name = route(model), "experts.gate_up_proj"
+    routes, name = routed(model), "experts.gate_up_proj"
     blocks = divide(model, [replace(each, transposed=True) for each in routes])[name].blocks
     watch = followed(model.experts.gate_up_proj, True, model.experts)
     assert [given[0] for given in watch.given(*ACTIVATIONS)] == [of_experts(blocks, "gate")]
@@ -649,7 +649,7 @@ def test_settings_divide_outputs_by_name() -> None:
 
 def test_globs_may_match_in_another_part_of_the_model() -> None:
     stages = linears(a=(12, 4)), linears(b=(12, 4))
-    routes, settings = [route(stage) for stage in stages], AtomSettings.parse({"a.*": {"heads": 3}})
+    routes, settings = [routed(stage) for stage in stages], AtomSettings.parse({"a.*": {"heads": 3}})
     assert len(divide(stages[0], routes[0], settings, elsewhere=routes[1])["a.weight"].blocks) == 3
     assert len(divide(stages[1], routes[1], settings, elsewhere=routes[0])["b.weight"].blocks) == 1
     with pytest.raises(ValueError, match=r"atoms: 'a.\*' matches no parameter name"):
@@ -676,7 +676,7 @@ def test_parameters_of_more_dimensions_become_matrices_where_a_setting_says_how(
     assert asked["conv.weight"] == "4-D, set by atoms 'conv.*'" and asked["back.weight"] == "4-D, set by atoms 'back.*'"
     assert asked["conv.bias"] is asked["a.weight"] is asked["a.bias"] is None
     assert AtomSettings.parse({"conv.*": "whole"}).makes_matrix(["conv.weight"], (8, 3, 2, 2)) is None
-    routes = [replace(each, kind="matrix") if asked[each.name] else each for each in route(model)]
+    routes = [replace(each, kind="matrix") if asked[each.name] else each for each in routed(model)]
     found = divide(model, routes, settings)
     (kernel,) = found["conv.weight"].blocks
     assert kernel.shape == (8, 12) and kernel.is_everything and len(found["back.weight"].blocks) == 24
@@ -779,4 +779,4 @@ def test_heads_that_cannot_be_told_are_errors_and_atoms_tells_them(module: nn.Mo
     assert {len(blocks) for blocks in heads_of(model, atoms={"*.weight": {"heads": 4}}).values()} == {4}
     rules, config = settings_of(HostConfig, PER_HEAD, "test")
     with pytest.raises(ValueError, match="per_head"):  # by shapes alone, nothing is known
-        Training(rules, config).of(route(model))
+        Training(rules, config).of(routed(model))

@@ -60,6 +60,7 @@ def written(path: Path, content: Any) -> Path:
 # Shapes that the user lists
 def test_listed_shapes_keep_their_order_and_every_2d_one_is_a_matrix(tmp_path: Path) -> None:
     listed = [["z.embedding", [64, 32]], ["a", [3, 3]], ["experts", [4, 8, 8]], ["norm", [32]]]
+    listed += [["experts.w", [4, 8, 8]], ["experts.gain", [4, 1, 8]]]
     for content in (listed, dict(listed)):
         shapes = read_shapes_json(written(tmp_path / "mine.json", content))
         assert shapes.source == "mine.json" and shapes.notes == ()
@@ -68,6 +69,8 @@ def test_listed_shapes_keep_their_order_and_every_2d_one_is_a_matrix(tmp_path: P
             ("a", (3, 3), "matrix", "listed as a matrix"),
             ("experts", (4, 8, 8), "elementwise", "3-D"),
             ("norm", (32,), "elementwise", "1-D"),
+            ("experts.w", (4, 8, 8), "matrix", "4 stacked experts"),
+            ("experts.gain", (4, 1, 8), "elementwise", "4 stacked experts of one row"),
         ]
 
 

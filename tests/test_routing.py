@@ -19,9 +19,9 @@ from lwopt_backend.integrations import fsdp2
 from lwopt_backend.plan.atoms import Block, Stripes
 from lwopt_backend.routing import models as peft_layers
 from lwopt_backend.routing.matrices import divide
-from lwopt_backend.routing.routing import Route, route
+from lwopt_backend.routing.routing import Route
 from tests.fused import BLOCKS, FusedLM
-from tests.models import UnevenLM
+from tests.models import UnevenLM, routed
 from tests.on_ranks import on_ranks
 from tests.test_blocks import indices
 from tests.zero import Reference, config, engine_for, train
@@ -29,7 +29,7 @@ from tests.zero import Reference, config, engine_for, train
 
 def routes_of(model: nn.Module, **options: Any) -> dict[str, Route]:
     """By names without ".weight"."""
-    return {r.name.removesuffix(".weight"): r for r in route(model, **options)}
+    return {r.name.removesuffix(".weight"): r for r in routed(model, **options)}
 
 
 def module(**parts: Any) -> nn.Module:
@@ -52,9 +52,9 @@ def on_meta(made: hf.PretrainedConfig) -> nn.Module:
 
 def test_models_whose_stacked_experts_are_no_matrices_say_how_little_is_one() -> None:
     model = on_meta(hf.MixtralConfig(**{**TINY, "intermediate_size": 128}))
-    headline, note = routing_headline(route(model, exclude=["*.experts.*"]))
+    headline, note = routing_headline(routed(model, exclude=["*.experts.*"]))
     assert "elements are in parameters of 3 and more dimensions (stacked experts" in note
-    assert len(routing_headline(route(UnevenLM()))) == 1
+    assert len(routing_headline(routed(UnevenLM()))) == 1
 
 
 # Heads, tables, odd modules, and everything that is no matrix
@@ -193,7 +193,7 @@ def test_globs_overrule_structure_and_exclude_wins_by_every_name_of_a_parameter(
     assert found["lm_head"] == ("matrix", "included by 'lm_head.*'")
     assert found["layers.2"] == ("elementwise", "excluded by 'layers.2.*'")
     assert found["layers.0.bias"][0] == "elementwise", "a glob cannot make a matrix of a vector"
-    (both,) = [r for r in route(tied(), include=["out.weight"]) if r.aliases]
+    (both,) = [r for r in routed(tied(), include=["out.weight"]) if r.aliases]
     assert (both.name, both.aliases, both.reason) == ("tokens.weight", ("out.weight",), "included by 'out.weight'")
     kinds = {name: r.kind for name, r in routes_of(vectors(), include=["router.*", "time.weight"]).items()}
     assert [kinds[name] for name in ("router", "time", "value")] == ["matrix", "matrix", "elementwise"]
@@ -229,7 +229,7 @@ def test_marks_of_megatron_and_deepspeed_keep_a_parameter_from_the_matrix_rule()
 )
 def test_globs_that_do_nothing_are_errors(globs: dict[str, list[str]], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        route(UnevenLM(), **globs)
+        routed(UnevenLM(), **globs)
 
 
 # PEFT: by what a parameter is, never by the adapter's name
@@ -286,7 +286,7 @@ def lora(model: nn.Module | None = None, adapter: str = "default", **options: An
 def trained(model: nn.Module, adapter: str = "default", **options: Any) -> dict[str, Route]:
     """The routes of what is trained, by names without PEFT's prefix and the adapter's."""
     found = {}
-    for each in route(model, **options):
+    for each in routed(model, **options):
         if each.kind != "frozen":
             before, _, after = f"{each.name.removeprefix('base_model.model.')}.".rpartition(f".{adapter}.")
             found[f"{before}.{after}".rstrip(".")] = each
@@ -363,7 +363,7 @@ def test_wrapped_models_keep_their_routes_under_further_wrappers_and_inside_a_mo
     inner.lm_head, inner.model.layers[0] = checkpoint_wrapper(inner.lm_head), checkpoint_wrapper(inner.model.layers[0])
     injected = peft.inject_adapter_in_model(plain.peft_config["emb"], llama())
     for other in (model, module(policy=inside), injected):
-        assert [(r.kind, r.reason) for r in route(other)] == [(r.kind, r.reason) for r in route(plain)]
+        assert [(r.kind, r.reason) for r in routed(other)] == [(r.kind, r.reason) for r in routed(plain)]
 
 
 def test_globs_overrule_what_peft_layers_say_and_frozen_weights_are_not_looked_at() -> None:
@@ -379,7 +379,7 @@ def test_globs_overrule_what_peft_layers_say_and_frozen_weights_are_not_looked_a
 
 # Which matrices are in LoRA's factors
 def blocks_of(model: nn.Module) -> dict[str, list[Block]]:
-    routes = route(model)
+    routes = routed(model)
     return {name.removeprefix("base_model.model."): list(d.blocks) for name, d in divide(model, routes).items()}
 
 
@@ -459,7 +459,7 @@ def told(routes: list[Route]) -> list[tuple[str, str]]:
 @on_ranks(2)
 def test_deepspeed_routes_alike_and_equals_a_single_process(stage: int) -> None:
     model, reference = adapted(), adapted_reference()
-    expected = told(route(model))
+    expected = told(routed(model))
     wanted = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with engine_for(config(stage, rows=8), model, model_parameters=list(wanted.values())) as engine:
         train(engine, 4, same_rows=True)
@@ -473,7 +473,7 @@ def test_deepspeed_routes_alike_and_equals_a_single_process(stage: int) -> None:
 @on_ranks(2)
 def test_fsdp2_routes_alike() -> None:
     model = lora(adapter="emb", target_modules=["q_proj", "lm_head", "embed_tokens"])
-    plain = told(route(model))
+    plain = told(routed(model))
     for layer in model.base_model.model.model.layers:
         fully_shard(layer)
     fully_shard(model)

@@ -30,7 +30,7 @@ from lwopt_backend.routing.routing import (
     full_shape,
     named_like,
     named_parameters,
-    route_part,
+    routes_of,
 )
 
 ADVICE = "make the optimizer after the last such change"
@@ -244,7 +244,7 @@ def route_given(
         as_taken(r, rules.matrix.rule, config)
         if r.name in wanted
         else replace(r, kind="frozen", reason="not given to the optimizer")
-        for r in route_part(model, config.include, config.exclude, heads, AtomSettings.parse(config.atoms))
+        for r in routes_of(model, config.include, config.exclude, heads, AtomSettings.parse(config.atoms))
     ]
     groups = split(given, _are_matrices(routes, names), rules, names)
     rule = {names[id(param)]: group.get("class", group["rule"]) for group in groups for param in group["params"]}

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,7 @@ from lwopt_backend.groups.choices import Rules, settings_of
 from lwopt_backend.groups.grouping import as_taken, group_parameters
 from lwopt_backend.groups.param_groups import check_overrides, overrides_of
 from lwopt_backend.routing.matrices import Divided, divide_by_name
-from lwopt_backend.routing.routing import Route, named_as_stack, stacked
+from lwopt_backend.routing.routing import Route, named_as_stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,15 +242,7 @@ class Training:
 
     def of(self, routes: Sequence[Route]) -> tuple[tuple[Route, ...], dict[str, Divided]]:
         """Routes by name as training has them, stacked experts slice by slice, and the matrices in each parameter."""
-        as_stacks = []
-        for route in routes:
-            if route.kind == "elementwise" and route.reason == f"{len(route.shape)}-D":
-                if route.stack:
-                    route = replace(route, kind="matrix", reason=stacked(route.joined))
-                elif route.side_by_side:
-                    route = replace(route, kind="matrix", reason=f"{route.reason} weight")
-            as_stacks.append(route)
-        found = [as_taken(route, self.rules.matrix.rule, self.config) for route in as_stacks]
+        found = [as_taken(route.as_stack(), self.rules.matrix.rule, self.config) for route in routes]
         check_overrides(self.rules, {r.name: r.kind == "matrix" for r in found if r.kind != "frozen"})
         per_head = {route.name for route in found if route.kind == "matrix" and self._per_head(route.name)}
         return tuple(found), divide_by_name(found, AtomSettings.parse(self.config.atoms), per_head)

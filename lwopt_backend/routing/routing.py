@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from lwopt_backend.config.options import glob_suggestion
 from lwopt_backend.plan.atoms import Block, Cut, Grid, Parts, Stripes, divided, repeated, undivided
 from lwopt_backend.routing.fused import joined, side_by_side
 from lwopt_backend.routing.models import LORA, Adapter, lora_of
-from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, output_heads, plain_name, uses_of
+from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, plain_name, uses_of
 
 
 def blocks_of(
@@ -97,30 +97,29 @@ class Route:
         """The shape in which two matrices side by side are the halves of every row; otherwise the parameter's own."""
         return joined(self.name, self.shape)
 
-
-def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Route]:
-    """Route every parameter of ``model``, in ``named_parameters()`` order, by its plain name.
-
-    Experts that a model stacks in one parameter go to the matrix rule, slice by slice. ``include`` sends 2-D parameters
-    to the matrix rule and ``exclude`` keeps parameters from it, both by globs on a parameter's names (a tied parameter
-    has several); exclude wins. Raises ValueError for a glob that matches nothing, or an ``include`` that matches
-    nothing with two dimensions.
-    """
-    routes = route_part(model, include, exclude, output_heads(model))
-    check_all_globs(include, exclude, routes)
-    return routes
+    def as_stack(self) -> Route:
+        """A stack of experts, or two matrices side by side, as matrices, unless these count as vectors."""
+        if not (self.stack or self.side_by_side) or (self.kind, self.reason) != ("elementwise", f"{len(self.shape)}-D"):
+            return self
+        stacked = f"{math.prod(self.joined[:-2])} stacked experts"
+        if (one := vector(self.joined)) is not None:
+            return replace(self, reason=f"{stacked} of {one}")
+        return replace(self, kind="matrix", reason=stacked if self.stack else f"{self.reason} weight")
 
 
-def route_part(
+def routes_of(
     model: nn.Module,
     include: Sequence[str],
     exclude: Sequence[str],
     heads: Mapping[int, str],
     atoms: AtomSettings | None = None,
 ) -> list[Route]:
-    """``route`` for a part of a model; the whole decides its output ``heads`` (ids of weights, reasons) and globs.
+    """Route every parameter of ``model``, or of a part of one, in ``named_parameters()`` order, by its plain name.
 
-    ``atoms`` may make matrices of a parameter with more than two dimensions, unless a glob excludes it.
+    Experts that a model stacks in one parameter go to the matrix rule, slice by slice. ``include`` sends 2-D parameters
+    to the matrix rule and ``exclude`` keeps parameters from it, both by globs on a parameter's names (a tied parameter
+    has several); exclude wins. ``heads`` are the whole model's output heads: ids of weights, reasons. ``atoms`` may
+    make matrices of a parameter with more than two dimensions, unless a glob excludes it.
     """
     uses = uses_of(model)
     routes = []
@@ -136,18 +135,14 @@ def route_part(
             if mark is not None and (kind == "matrix" or reason == f"{len(shape)}-D"):
                 kind, reason = "elementwise", f"marked {mark}"
             kind, reason = by_glob(shape, names, include, exclude) or (kind, reason)
-        joined_shape, transposed = joined(name, shape), any(_stored_transposed(use.module) for use in same)
-        stack = _is_stack(joined_shape, same)
-        if (stack or side_by_side(name, shape)) and (kind, reason) == ("elementwise", f"{len(shape)}-D"):
-            if vector(joined_shape) is not None:
-                reason = f"{stacked(joined_shape)} of {vector(joined_shape)}"
-            else:
-                kind, reason = "matrix", stacked(joined_shape) if stack else f"{reason} weight"
+        transposed, stack = any(_stored_transposed(use.module) for use in same), _is_stack(joined(name, shape), same)
+        found = Route(name, shape, kind, reason, tuple(names[1:]), stack, transposed, cut=cut_of(param)).as_stack()
         set_so = atoms.makes_matrix(names, shape) if atoms is not None else None
-        if set_so is not None and kind == "elementwise" and _first_match(names, exclude) is None:
-            kind, reason = "matrix", set_so
-        reason += ", stored transposed" if kind == "matrix" and transposed else ""
-        routes.append(Route(name, shape, kind, reason, tuple(names[1:]), stack, transposed, cut=cut_of(param)))
+        if set_so is not None and found.kind == "elementwise" and _first_match(names, exclude) is None:
+            found = replace(found, kind="matrix", reason=set_so)
+        if found.kind == "matrix" and transposed:
+            found = replace(found, reason=f"{found.reason}, stored transposed")
+        routes.append(found)
     return routes
 
 
@@ -216,11 +211,6 @@ def lora_factor(attribute: str, layer: str) -> str:
     words = [part for part in layer.split(".") if not part.isdecimal()]
     leaf = layer.rpartition(".")[2] if not words or layer.endswith(words[-1]) else f"{words[-1]}.*"
     return f"LoRA {attribute.removeprefix('lora_')} of {leaf}"
-
-
-def stacked(shape: Sequence[int]) -> str:
-    """The reason why a stack's slices are matrices."""
-    return f"{math.prod(shape[:-2])} stacked experts"
 
 
 def _is_stack(shape: Sequence[int], uses: Sequence[Use]) -> bool:
