@@ -59,34 +59,27 @@ class Transfer:
         return splits
 
 
-def to_owners(
-    bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int, rows: Rows | None = None
+def transfer_of(
+    bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int, rows: Rows | None, *, back: bool
 ) -> Transfer:
-    """The transfer that sends the bucket's atoms, piece by piece, to their owners, as ``rank`` sees it."""
-    sends, receives = [], []
-    for atom in bucket:
-        owner = owners[atom]
-        part = layout.fragment(atom, rank)
-        if part is not None and layout.is_source(atom, rank, owner):
-            sends.append(_segment(atom, owner, part))
-        if owner == rank:
-            receives += [_segment(atom, part.rank, part) for part in layout.sources(atom, owner)]
-    return _transfer(layout, sends, receives, None if rows is None else rows.of[rank][0])
+    """The transfer of the bucket's atoms, piece by piece, to their owners, as ``rank`` sees it.
 
-
-def to_fragments(
-    bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int, rows: Rows | None = None
-) -> Transfer:
-    """The transfer back, from the owners to every rank that stores a piece, copies included, or to those of its row."""
-    sends, receives = [], []
+    Or ``back``, from the owners to every rank that stores a piece, copies included. With ``rows``, only the part within
+    the rank's row.
+    """
+    stored, owned = [], []  # pieces of this rank, and all pieces of its own atoms
     for atom in bucket:
-        owner = owners[atom]
-        part = layout.fragment(atom, rank)
-        if part is not None:
-            receives.append(_segment(atom, owner, part))
+        owner, part = owners[atom], layout.fragment(atom, rank)
+        if part is not None and (back or layout.is_source(atom, rank, owner)):
+            stored.append(_segment(atom, owner, part))
         if owner == rank:
-            sends += [_segment(atom, part.rank, part) for part in layout.fragments(atom)]
-    return _transfer(layout, sends, receives, None if rows is None else rows.of[rank][0])
+            parts = layout.fragments(atom) if back else layout.sources(atom, owner)
+            owned += [_segment(atom, part.rank, part) for part in parts]
+    # A stable sort: within one peer, atoms keep the bucket's order on both sides of the wire.
+    both = (tuple(sorted(segments, key=lambda segment: segment.peer)) for segments in (stored, owned))
+    there = Transfer(layout.world_size, *both)
+    found = replace(there, sends=there.receives, receives=there.sends) if back else there
+    return found if rows is None else found.within(rows.of[rank][0])
 
 
 def along_column(back: Transfer, rows: Rows, rank: int) -> list[list[Segment]]:
@@ -111,13 +104,6 @@ def copied_numels(bucket: Sequence[int], owners: Sequence[int], layout: Layout, 
 
 def _segment(atom: int, peer: int, part: Fragment) -> Segment:
     return Segment(atom, peer, part.start, part.stop, part.runs, part.pitch)
-
-
-def _transfer(layout: Layout, sends: list[Segment], receives: list[Segment], row: Sequence[int] | None) -> Transfer:
-    # A stable sort: within one peer, atoms keep the bucket's order on both sides of the wire.
-    key = lambda segment: segment.peer  # noqa: E731
-    found = Transfer(layout.world_size, tuple(sorted(sends, key=key)), tuple(sorted(receives, key=key)))
-    return found if row is None else found.within(row)
 
 
 # Matrices that ranks update block by block (MuonBP): each rank's own fragment is a matrix by itself and is not sent.

@@ -31,8 +31,7 @@ from lwopt_backend.plan.exchange import (
     Transfer,
     along_column,
     copied_numels,
-    to_fragments,
-    to_owners,
+    transfer_of,
     with_own_blocks,
 )
 from lwopt_backend.plan.layouts import Fragment, Layout, by_kind
@@ -437,16 +436,19 @@ class MatrixPlan:
 
     def transfer(self, bucket: int, rank: int) -> Transfer:
         """The bucket's transfer to the owners, as ``rank`` sees it; within its row if there are ``rows``."""
-        return to_owners(self.buckets[bucket], self.ownership.owners, self.layout, rank, self.rows)
+        return self._transfer(bucket, rank, self.rows, back=False)
 
     def way_back(self, bucket: int, rank: int) -> Transfer:
         """The bucket's transfer from the owners to the ranks of ``transfer`` that store pieces, as ``rank`` sees it."""
-        return to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank, self.rows)
+        return self._transfer(bucket, rank, self.rows, back=True)
 
     def pieces_of_column(self, bucket: int, rank: int) -> list[list[Segment]]:
         """Per rank of the column of ``rank``, the pieces that it gets in ``way_back``, in order, and then passes on."""
-        everything = to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank)
+        everything = self._transfer(bucket, rank, None, back=True)
         return [] if self.rows is None else along_column(everything, self.rows, rank)
+
+    def _transfer(self, bucket: int, rank: int, rows: Rows | None, *, back: bool) -> Transfer:
+        return transfer_of(self.buckets[bucket], self.ownership.owners, self.layout, rank, rows, back=back)
 
     def lines(self) -> list[str]:
         """The lines, one per atom, that must be equal on all ranks before the first exchange."""
