@@ -206,6 +206,18 @@ def test_what_is_not_finite_is_seen(name: str, options: dict[str, Any], shape: t
             {"precondition": "muon2", "renormalize": "row"},
             "found precondition 'muon2' with renormalize 'row', a combination without",
         ),
+        (
+            {"precondition_beta2": 0.9},
+            "precondition_beta2: expected none with precondition 'none', which does not use it",
+        ),
+        (
+            {"precondition": "muoneq_r", "precondition_beta2": 0.9},
+            "found 0.9; leave it out, or set precondition to 'muon2",
+        ),
+        (
+            {"precondition": "aol", "precondition_eps": 0.1},
+            "set precondition to 'muon2' or 'muoneq_r' or 'muoneq_c' or ",
+        ),
         ({"hyperball": True}, "hyperball keeps the weight's norm, but weight_decay is 0.1; set weight_decay to 0"),
         ({"hyperball": True, "weight_decay": 0.0, "adjust_lr_fn": "original"}, "long, but adjust_lr_fn is 'original'"),
         ({"hyperball": True, "weight_decay": 0.0, "uw_floor": 0.3}, "and uw_floor 0.3; leave them out"),

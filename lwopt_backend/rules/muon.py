@@ -355,6 +355,13 @@ class Muon(MatrixRule):
                 f"expected {'; '.join(pairs)}; found precondition {self.precondition!r} with renormalize "
                 f"{self.renormalize!r}, a combination without a publication for {type(self).__name__}"
             )
+        for name, those in {"precondition_beta2": ("muon2",), "precondition_eps": ("muon2", *LINES)}.items():
+            given = getattr(self, name)
+            if self.precondition not in those and given != getattr(Muon, name):
+                raise ValueError(
+                    f"{name}: expected none with precondition {self.precondition!r}, which does not use it; found "
+                    f"{given!r}; leave it out, or set precondition to {' or '.join(map(repr, those))}"
+                )
         if self.precondition == "aol" and self.ns_method == "gram-newton-schulz":
             raise ValueError(
                 "precondition is 'aol', but gram-newton-schulz divides by the norm itself; leave precondition out, or "
