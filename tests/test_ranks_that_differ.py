@@ -62,6 +62,29 @@ def test_a_rank_that_fails_takes_the_others_with_it(failing: int) -> None:
         agree(collectives, "a test", decide)
 
 
+@on_ranks(2)
+def test_a_difference_is_found_without_sending_all_lines() -> None:
+    """Which would be gigabytes on a thousand ranks."""
+    collectives, sent = TorchCollectives(), []
+    lines = [f"layers.{number}.weight" for number in range(10_000)]
+    if collectives.rank == 1:
+        lines[7000] += "'"
+        lines[9999] += "'"
+        lines.append("one more")
+    original = TorchCollectives.gather_objects
+
+    def gather_objects(self: TorchCollectives, value: Any) -> list[Any]:
+        sent.append(len(repr(value)))
+        return original(self, value)
+
+    with (
+        mock.patch.object(TorchCollectives, "gather_objects", gather_objects),
+        pytest.raises(RanksDisagree, match="rank 0 has 'layers.7000.weight', rank 1 has \"layers.7000.weight'\"$"),
+    ):
+        agree(collectives, "a test", lambda: (None, lines))
+    assert sum(sent) < 0.05 * len(repr(lines))
+
+
 def test_a_setting_that_differs_is_named_with_both_values_and_nothing_else() -> None:
     ranks = [[setting("lr", 0.02), setting("betas", (0.9, beta)), setting("eps", 0)] for beta in (0.95, 0.95, 0.99)]
     found = first_difference(ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
@@ -115,7 +116,24 @@ def _exchange_reports(
 
 def disagreement(collectives: Collectives, what: str, lines: Sequence[str]) -> RanksDisagree:
     """The error that names the first difference between the ranks' ``lines``. Called on all ranks of the group."""
-    return RanksDisagree(f"{what}: {first_difference(collectives.gather_objects(list(lines)))}")
+    unlike = [of_rank or [] for of_rank in unlike_lines(collectives, lines)]
+    return RanksDisagree(f"{what}: {first_difference(unlike)}")
+
+
+def unlike_lines(collectives: Collectives, lines: Sequence[str] | None) -> list[list[str] | None]:
+    """Per rank, those of its ``lines`` among which the first difference is; None for a rank without. Called on all
+    ranks of the group.
+
+    Only these travel: with 50,000 parameters on 1,000 ranks, all lines are gigabytes on every rank.
+    """
+    counts = collectives.gather_objects(None if lines is None else len(lines))
+    most = max(count or 0 for count in counts)
+    size = math.isqrt(most) + 1
+    starts = range(0, most, size)
+    digests = None if lines is None else [digest(lines[start : start + size])[:16] for start in starts]
+    of_ranks = (found for found in collectives.gather_objects(digests) if found is not None)
+    start = next((start for start, found in zip(starts, zip(*of_ranks)) if len(set(found)) > 1), 0)
+    return collectives.gather_objects(None if lines is None else list(lines[start : start + size]))
 
 
 def digest(lines: Sequence[str]) -> str:

@@ -17,7 +17,14 @@ from lwopt_backend.engines.gradients import ClipGroups, Pick, everything
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.param_groups import option_lines, plain
 from lwopt_backend.optimizer import LayerWiseOptimizer, OwnedOptimizer
-from lwopt_backend.runtime.agreement import RanksDisagree, check_on_all, digest, first_difference, setting
+from lwopt_backend.runtime.agreement import (
+    RanksDisagree,
+    check_on_all,
+    digest,
+    first_difference,
+    setting,
+    unlike_lines,
+)
 from lwopt_backend.runtime.collectives import Collectives
 
 NAME = "ModuleOptimizers"
@@ -201,7 +208,7 @@ def check_held(
 
 def difference(everyone: Collectives, name: str, lines: Sequence[str] | None) -> RanksDisagree:
     """The first difference between the ``lines`` of a module's ranks; other ranks have None. Called on all ranks."""
-    of_ranks = {rank: found for rank, found in enumerate(everyone.gather_objects(lines)) if found is not None}
+    of_ranks = {rank: found for rank, found in enumerate(unlike_lines(everyone, lines)) if found is not None}
     said = first_difference([*of_ranks.values()], [*of_ranks])
     return RanksDisagree(
         f"{NAME}: module {name!r}: {said}. All its ranks must have a copy, or their parts of one optimizer. Give "
