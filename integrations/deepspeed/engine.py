@@ -27,6 +27,7 @@ from torch.profiler import record_function
 from lwopt_backend.groups.param_groups import Groups, small_rate
 from lwopt_backend.plan import Cut, Fragment
 from lwopt_backend.routing.routing import CUT, cut_of, named_parameters
+from lwopt_backend.runtime.agreement import IS, digest, setting, unlike_lines
 from lwopt_backend.runtime.collectives import NORM, Collectives, TorchCollectives
 
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts."  # the experts' place in their layer
@@ -137,15 +138,18 @@ def mark_cuts(engine: DeepSpeedEngine, ranks: Collectives) -> tuple[list[tuple[i
         setattr(param, CUT, cut)
         if cut is not None:  # DeepSpeed's norm uses it; AutoTP omits it on a sharded embedding
             setattr(param, CUT_MARK, True)
-    copies = {name: _digest(param) for name, param, cut in found.values() if cut is None}
+    copies = [setting(name, _digest(param)) for name, param, cut in found.values() if cut is None]
     place = bwc_tensor_model_parallel_rank(engine.mpu), engine.mpu.get_data_parallel_rank()
-    of_ranks = ranks.gather_objects((place, copies))
-    differ = [name for name, digest in copies.items() if any(digest != other.get(name) for _, other in of_ranks)]
-    reasons += [
-        f"parameter {name!r}: expected a mark of tensor parallelism (tensor_model_parallel and partition_dim), found "
-        "none, although its values differ between tensor-parallel ranks: mark it, or make them equal"
-        for name in differ[:1]
-    ]
+    of_ranks = ranks.gather_objects((place, digest(copies)))
+    if len({of_copies for _, of_copies in of_ranks}) > 1:
+        all_lines = [of_rank or [] for of_rank in unlike_lines(ranks, copies)]
+        differ = [line for line in all_lines[ranks.rank] if any(line not in others for others in all_lines)]
+        reasons += [
+            f"parameter {line.partition(IS)[0]!r}: expected a mark of tensor parallelism (tensor_model_parallel and "
+            "partition_dim), found none, although its values differ between tensor-parallel ranks: mark it, or make "
+            "them equal"
+            for line in differ[:1]
+        ]
     return [place for place, _ in of_ranks], reasons
 
 
