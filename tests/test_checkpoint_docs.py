@@ -11,7 +11,7 @@ import torch
 import typer
 from transformers import LlamaConfig
 
-from lwopt_backend.checkpoint import choices, formats, names
+from lwopt_backend.checkpoint import formats, names
 from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
 from lwopt_backend.checkpoint.names.operations import OPERATIONS
 from lwopt_backend.checkpoint.names.rules import MapFile, RuleEntry
@@ -121,10 +121,10 @@ def spelled_out(name: str) -> list[str]:
 
 def test_formats_names_operations_and_keys_in_the_tables_are_those_that_there_are() -> None:
     where = "formats", "What is read and written"
-    assert [words(cells[0])[0] for cells in table(*where, "`--from`")[1:]] == list(choices.FORMATS)
-    assert [words(cells[0])[0] for cells in table(*where, "`--to`")[1:]] == list(choices.TARGETS)
+    assert [words(cells[0])[0] for cells in table(*where, "`--from`")[1:]] == list(formats.FORMATS)
+    assert [words(cells[0])[0] for cells in table(*where, "`--to`")[1:]] == list(formats.TARGETS)
     written = {word for cells in table(*where, "`--from`")[1:] for word in re.findall(r"--to (\w+)", cells[2])}
-    assert written == set(choices.TARGETS)
+    assert written == set(formats.TARGETS)
     assert {words(cells[0])[0] for cells in table("formats", "Names", "`--names`")[1:]} == set(names.FAMILIES)
     tables = {"operation": OPERATIONS, "key": MapFile.model_fields, "key of a rule": RuleEntry.model_fields}
     for first, known in tables.items():
@@ -158,7 +158,7 @@ def test_every_command_on_the_pages_parses() -> None:
             if not arguments or arguments[0].startswith("-"):
                 continue
             given = COMMANDS[command].make_context(command, arguments).params
-            assert given.get("to") in (None, *choices.TARGETS), (page, line)
+            assert given.get("to") in (None, *formats.TARGETS), (page, line)
             for key in ("vocabulary", "source_names", "names_a"):
                 assert given.get(key) is None or given[key] in names.FAMILIES or given[key].endswith(".json"), line
             checked += 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from lwopt_backend.checkpoint import choices, names
+from lwopt_backend.checkpoint import formats, names
 from lwopt_backend.config.atoms import Division
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.groups.registry import MATRIX_RULES
@@ -104,7 +104,7 @@ def test_help_imports_nothing_that_is_slow_and_plans_are_the_same_in_every_proce
     assert shapes.with_name("alone.html").read_text() == report and "data:image/png;base64," in report
     for said in ("24 of 24 trained parameters are matrices", "Per rank", "Per step", "equal plans have"):
         assert said in report
-    assert tuple(names.FAMILIES) == choices.FAMILIES, "the help names the families whose maps there are"
+    assert tuple(names.FAMILIES) == formats.FAMILIES, "the help names the families whose maps there are"
 
 
 @pytest.fixture

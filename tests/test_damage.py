@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lwopt_backend.checkpoint import choices, formats
+from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.folders import NEW
 from tests import hostile
@@ -319,7 +319,7 @@ def test_links_and_pipes_beside_what_is_read_are_left_alone(copy: Copy, form: st
     disk = source.parent / "disk"
     disk.mkdir()
     (disk / "file").write_text("mine")
-    pointers = [format.pointer for format in choices.FORMATS.values() if format.pointer]
+    pointers = [format.pointer for format in formats.FORMATS.values() if format.pointer]
     if any((source / name).is_file() for name in pointers):
         step = next(path for path in source.iterdir() if path.is_dir())
         shutil.move(step, disk / step.name)

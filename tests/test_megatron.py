@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint import convert, formats, gates
-from lwopt_backend.checkpoint.choices import Numbers
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, held
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.formats import Numbers
 from lwopt_backend.checkpoint.megatron import conventions
 from lwopt_backend.checkpoint.megatron import fsdp_dtensor as fsdp_reader
 from lwopt_backend.checkpoint.megatron import torch_dist as dist_reader

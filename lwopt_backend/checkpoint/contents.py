@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.choices import DEBUG
-from lwopt_backend.checkpoint.choices import CheckpointError as CheckpointError
+from lwopt_backend.checkpoint.formats import DEBUG
+from lwopt_backend.checkpoint.formats import CheckpointError as CheckpointError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

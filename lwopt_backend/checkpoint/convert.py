@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from lwopt_backend.checkpoint import gates, names
-from lwopt_backend.checkpoint.choices import FORMATS, TARGETS
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
+from lwopt_backend.checkpoint.formats import FORMATS, TARGETS
 from lwopt_backend.groups.registry import LR_SCALE, MATRIX_RULES, options_of, rule_named, torchs_keys
 
 # Param groups of other optimizers with this package's options, under which torch's DCP loads them: see

@@ -11,7 +11,7 @@ from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.threads import in_order
 from lwopt_backend.checkpoint.names import CORE, FAMILIES
-from lwopt_backend.checkpoint.names.core import EMBEDDING, HEAD
+from lwopt_backend.checkpoint.names.families import EMBEDDING, HEAD
 
 SHOWN = 20  # problems in a message
 ADVICE = (  # on master weights that do not round to the weights, in Megatron's checkpoints

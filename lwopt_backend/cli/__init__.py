@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import typer
 
-from lwopt_backend.checkpoint.choices import DEBUG
+from lwopt_backend.checkpoint.formats import DEBUG
 from lwopt_backend.cli.checkpoints import convert, diff, inspect
 from lwopt_backend.cli.env import env
 from lwopt_backend.cli.plan import plan

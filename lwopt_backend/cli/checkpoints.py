@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
-from lwopt_backend.checkpoint import choices
-from lwopt_backend.checkpoint.choices import AUTO, TARGETS, CheckpointError, Numbers
+from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint.formats import AUTO, TARGETS, CheckpointError, Numbers
 from lwopt_backend.config.options import suggestion
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from lwopt_backend.checkpoint.differences import Compared
 
 MODEL = "The model's numbers, if the checkpoint does not record them"
-FAMILIES = ", ".join(choices.FAMILIES)
-FORMATS = ", ".join(choices.FORMATS)
+FAMILIES = ", ".join(formats.FAMILIES)
+FORMATS = ", ".join(formats.FORMATS)
 Folder = Annotated[Path, typer.Argument(help="Folder of a checkpoint.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 of_model = functools.partial(typer.Option, min=1, rich_help_panel=MODEL)
@@ -61,7 +61,7 @@ def importing() -> Iterator[None]:
 def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
     """The format's name and the checkpoint."""
     with importing():
-        from lwopt_backend.checkpoint import formats
+        from lwopt_backend.checkpoint import contents as contents
 
     found = formats.find(path, format)
     return found, formats.read(path, found)
@@ -239,7 +239,7 @@ def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkp
         for name, param in params.items():
             kept = {key: tensor for key, tensor in param.states.items() if key != MASTER}
             params[name] = dataclasses.replace(param, weight=param.best, states=kept)
-    return dataclasses.replace(made, params=params, format=choices.FORMATS[to].written, version="")
+    return dataclasses.replace(made, params=params, format=formats.FORMATS[to].written, version="")
 
 
 def _show_conversion(summary: Mapping[str, Any]) -> None:

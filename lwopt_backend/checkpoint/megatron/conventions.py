@@ -12,7 +12,7 @@ import torch
 
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.pickles import options, scalar
-from lwopt_backend.checkpoint.names.core import EMBEDDING, HEAD
+from lwopt_backend.checkpoint.names.families import EMBEDDING, HEAD
 
 # Megatron-core's parameter names in the local spec's spelling, with a rank's own numbers made global.
 

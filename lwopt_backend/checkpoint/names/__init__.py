@@ -6,20 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from lwopt_backend.checkpoint.choices import Numbers
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
-from lwopt_backend.checkpoint.names import core
-from lwopt_backend.checkpoint.names import hugging_face as hf
+from lwopt_backend.checkpoint.formats import Numbers
+from lwopt_backend.checkpoint.names import families
 from lwopt_backend.checkpoint.names.applying import apply
 from lwopt_backend.checkpoint.names.rules import NameMap, read_map
 from lwopt_backend.config.options import suggestion
 
 __all__ = ["CORE", "FAMILIES", "NameMap", "Numbers", "apply", "find", "translate"]
 
-CORE = core.CORE_MAP.source
-
-_MAPS = (core.CORE_MAP, hf.LLAMA, hf.MIXTRAL, hf.QWEN_MOE, hf.MOE_STACKED, hf.GPT2)
-FAMILIES: Mapping[str, NameMap] = {each.target: each for each in _MAPS}
+CORE = families.CORE_MAP.source
+FAMILIES: Mapping[str, NameMap] = {each.target: each for each in families.MAPS}
 
 
 def find(name: str) -> NameMap:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lwopt_backend.checkpoint.choices import Numbers
 from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.formats import Numbers
 from lwopt_backend.checkpoint.names.operations import OPERATIONS, stacked, unstacked
 from lwopt_backend.checkpoint.names.rules import NameMap, Pattern, Rule, Values
 from lwopt_backend.config.options import suggestion

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.choices import QKV, Numbers, qkv_of_fused, qkv_of_parts
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, end_to_end, joined
+from lwopt_backend.checkpoint.formats import Numbers
 
 Tensors = Sequence[LazyTensor]
 Run = Callable[[Tensors, Numbers], list[LazyTensor]]
@@ -27,6 +27,70 @@ class Operation:
     gives: int
     run: Run
     back: str
+
+
+@dataclass(frozen=True, slots=True)
+class QKV:
+    """The outputs of q, k and v: ``groups`` times ``queries`` of q, then ``channels`` each of k and v."""
+
+    groups: int
+    queries: int
+    channels: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.queries, self.channels, self.channels
+
+    @property
+    def rows(self) -> int:
+        return self.groups * sum(self.sizes)
+
+
+def qkv_of_fused(numbers: Numbers, rows: int, where: str) -> QKV:
+    """The division of a fused matrix's rows, given two of heads, groups and channels. Raises CheckpointError."""
+    heads, groups, channels = numbers.heads or 0, numbers.query_groups or 0, numbers.kv_channels or 0
+    if (heads > 0) + (groups > 0) + (channels > 0) < 2:
+        raise CheckpointError(
+            f"{where}: expected two of heads, query_groups and kv_channels, to divide q, k and v; found "
+            f"{_known(numbers)}; give them"
+        )
+    if heads and groups:
+        channels = channels or rows // (heads + 2 * groups)
+    elif heads:
+        groups = (rows // channels - heads) // 2
+    else:
+        heads = rows // channels - 2 * groups
+    return _fitting(QKV(groups, heads * channels // max(groups, 1), channels), rows, numbers, where)
+
+
+def qkv_of_parts(numbers: Numbers, q: int, k: int, where: str) -> QKV:
+    """The division of the rows of separate q and k, given one of heads, groups and channels. Raises CheckpointError."""
+    heads, groups, channels = numbers.heads, numbers.query_groups, numbers.kv_channels
+    if not (heads or groups or channels):
+        raise CheckpointError(
+            f"{where}: expected one of heads, query_groups and kv_channels, to divide q, k and v; found "
+            f"{_known(numbers)}; give them"
+        )
+    if not channels:
+        channels = k // groups if groups else q // (heads or 1)
+    groups = groups or k // max(channels, 1)
+    return _fitting(QKV(groups, q // max(groups, 1), channels), q + 2 * k, numbers, where)
+
+
+def _fitting(found: QKV, rows: int, numbers: Numbers, where: str) -> QKV:
+    heads = found.groups * found.queries // max(found.channels, 1)
+    whole = min(found.groups, found.queries, found.channels) > 0 and found.queries % found.channels == 0
+    if not whole or found.rows != rows or numbers.heads not in (None, heads):
+        raise CheckpointError(
+            f"{where}: expected (heads + 2 * query_groups) * kv_channels rows of q, k and v, found {rows}, which do "
+            f"not divide by {_known(numbers)}; give the numbers of this model"
+        )
+    return found
+
+
+def _known(numbers: Numbers) -> str:
+    keys = ("heads", "query_groups", "kv_channels")
+    return ", ".join(f"{key} {getattr(numbers, key) or 'unknown'}" for key in keys)
 
 
 def _split_qkv(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import StrictBool
 
-from lwopt_backend.checkpoint.choices import OURS, Numbers
 from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.formats import OURS, Numbers
 from lwopt_backend.checkpoint.names.operations import OPERATIONS
 from lwopt_backend.config.options import Options, option, parse, suggestion
 
