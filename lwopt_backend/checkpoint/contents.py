@@ -174,6 +174,22 @@ def _range_of(parts: Sequence[LazyTensor], ends: Sequence[int], start: int, stop
     return torch.cat([cut.read() for cut in cuts]) if len(cuts) > 1 else cuts[0].read()
 
 
+def uncut(shards: Sequence[LazyTensor], dim: int, sizes: Sequence[int] = ()) -> LazyTensor:
+    """The tensor that was cut in dimension ``dim``; in a fused one, every shard has parts of these ``sizes``."""
+    first, sizes = shards[0], list(sizes) or [shards[0].shape[dim]]
+    shape = [size * len(shards) if at == dim else size for at, size in enumerate(first.shape)]
+    if dim == 0:
+        ends = [end * math.prod(first.shape[1:]) for end in itertools.accumulate(sizes, initial=0)]
+        places = itertools.pairwise(ends)
+        return end_to_end([shard.piece(start, stop) for start, stop in places for shard in shards], shape)
+
+    def join(tensors: list[Tensor]) -> Tensor:
+        pieces = [tensor.split(sizes, dim) for tensor in tensors]
+        return torch.cat([piece for of_part in zip(*pieces) for piece in of_part], dim)
+
+    return joined(shards, join, shape)
+
+
 def shape_of(sizes: Any) -> tuple[int, ...]:
     """Sizes in a file as a shape. Raises ValueError for anything else, and for too many elements."""
     if type(sizes) not in (tuple, list, torch.Size) or len(sizes) > 32:  # numpy's own limit, up to version 1

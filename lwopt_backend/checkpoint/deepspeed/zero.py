@@ -8,9 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lwopt_backend.checkpoint.contents import (
     MASTER,
     Checkpoint,
@@ -18,10 +15,9 @@ from lwopt_backend.checkpoint.contents import (
     LazyTensor,
     OwnerStates,
     Param,
-    end_to_end,
-    joined,
     reader,
     shape_of,
+    uncut,
 )
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import Gathered, ModelStates
@@ -233,7 +229,7 @@ def _of_shards(tag: Path, parts: Sequence[Checkpoint], cuts: Mapping[str, Any]) 
         for key, tensor in param.tensors.items():
             shards = [each.tensors[key] for each in of_parts]
             if name in cuts and tensor.shape:
-                tensors[key] = _uncut(shards, *cuts[name])
+                tensors[key] = uncut(shards, *cuts[name])
             else:
                 tensors[key] = tensor
                 replicas += [(f"{key} of {name} on tensor-parallel ranks", tensor, other) for other in shards[1:]]
@@ -244,19 +240,6 @@ def _of_shards(tag: Path, parts: Sequence[Checkpoint], cuts: Mapping[str, Any]) 
         replicas += [(f"buffer {name} on tensor-parallel ranks", buffer, other) for other in others]
     world = {**first.world, "tp": len(parts)}
     return replace(first, params=params, replicas=tuple(replicas), world=world)
-
-
-def _uncut(shards: Sequence[LazyTensor], dim: int, parts: Sequence[int]) -> LazyTensor:
-    """The tensor that was cut in dimension ``dim``; every shard of a fused one has ``parts``."""
-    shape = [size * len(shards) if i == dim else size for i, size in enumerate(shards[0].shape)]
-    if dim == 0 and not parts:
-        return end_to_end(shards, shape)
-
-    def join(tensors: list[Tensor]) -> Tensor:
-        pieces = [tensor.split(list(parts) or tensor.shape[dim], dim) for tensor in tensors]
-        return torch.cat([piece for of_part in zip(*pieces) for piece in of_part], dim)
-
-    return joined(shards, join, shape)
 
 
 # ZeRO 1 and 2, BF16_Optimizer among them: a flat tensor per param group, cut over the ranks.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint import contents
-from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, Param, end_to_end, joined
+from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, Param, uncut
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.megatron import conventions
@@ -80,17 +80,9 @@ def merge(parts: Sequence[LazyTensor], cut: Cut) -> LazyTensor:
             )
     if len(parts) == 1 or cut.kind == "whole":
         return first
-    shape = list(first.shape)
-    shape[cut.dim] *= len(parts)
-    if cut.kind == "split" and cut.dim:
-        return joined(parts, lambda found: torch.cat(found, cut.dim), shape)
-    if cut.kind == "split":
-        return end_to_end(parts, shape)
-    if first.shape[0] % 2:
+    if cut.kind == "gated" and first.shape[0] % 2:
         raise CheckpointError(f"{first.where}: expected gate and up of one size, found {first.shape}; copy it")
-    half = first.numel // 2
-    gates, ups = [part.piece(0, half) for part in parts], [part.piece(half, 2 * half) for part in parts]
-    return end_to_end([*gates, *ups], shape)
+    return uncut(parts, cut.dim, [first.shape[0] // 2] * 2 if cut.kind == "gated" else ())
 
 
 def local_shape(shape: Sequence[int], cut: Cut, ranks: int) -> tuple[int, ...]:
