@@ -94,24 +94,24 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
     return EXPERT.sub(lambda match: f".mlp.experts.local_experts.{int(match[1]) + first_expert}.", name)
 
 
-def shape_hint(state: str) -> str:
-    """Explains a state whose shape is not the weight's."""
-    return "; normuon's, one for each row or column, is not converted" if state == SECOND else ""
-
-
-def check_states(states: States, weights: Mapping[str, LazyTensor]) -> None:
-    """Raises CheckpointError for states without a weight, and for another shape or dtype than the weight implies."""
+def check_states(states: Mapping[str, Mapping[str, Any]], weights: Mapping[str, LazyTensor], where: str) -> None:
+    """Raises CheckpointError for unknown states, states without a weight, and for another shape or dtype than the
+    weight implies."""
     for name, of_name in states.items():
         for state, tensor in of_name.items():
+            is_tensor = isinstance(tensor, LazyTensor)
+            what = f"{tensor.where if is_tensor else where}: {'master weight' if state == MASTER else state} of {name}"
+            if state not in (MASTER, *STATES):
+                known = f"expected a known state ({', '.join(STATES)}), found {state!r}"
+                raise CheckpointError(f"{what}: {known}; save it with a supported optimizer")
             if name not in weights:
-                raise CheckpointError(f"{tensor.where}: {state} of {name}: expected a weight for it; copy it")
-            if tensor.shape != weights[name].shape:
-                raise CheckpointError(
-                    f"{tensor.where}: {state} of {name}: expected the weight's shape {weights[name].shape}, found "
-                    f"{tensor.shape}{shape_hint(state)}"
-                )
+                raise CheckpointError(f"{what}: expected a weight for it; copy it")
+            shape = tensor.shape if is_tensor else type(tensor).__name__
+            if shape != weights[name].shape:
+                hint = "; normuon's, one for each row or column, is not converted" if state == SECOND else ""
+                raise CheckpointError(f"{what}: expected the weight's shape {weights[name].shape}, found {shape}{hint}")
             if state == MASTER and tensor.dtype != torch.float32:
-                raise CheckpointError(f"{tensor.where}: master weight of {name}: expected fp32, found {tensor.dtype}")
+                raise CheckpointError(f"{what}: expected fp32, found {tensor.dtype}")
 
 
 # The order of Megatron-core's modules, for files without it: that of ``GPTModel.named_parameters()``.

@@ -73,7 +73,7 @@ def read(step: Path) -> Checkpoint:
     for state, tensors in by_state.items():
         for name, tensor in with_gate_and_up(tensors).items():
             states.setdefault(name, {})[state] = tensor
-    conventions.check_states(states, whole)
+    conventions.check_states(states, whole, str(step))
     params = {}
     for name in ordered([name for name in whole if not is_buffer(name)], arguments):
         weight, number = whole[name], numbers.get(name)

@@ -16,7 +16,7 @@ from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTenso
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.megatron import conventions
-from lwopt_backend.checkpoint.megatron.conventions import STATES, Coordinates, world
+from lwopt_backend.checkpoint.megatron.conventions import Coordinates, world
 
 # Megatron-core's cuts of parameters over tensor-parallel ranks, and merging the parts.
 
@@ -151,7 +151,7 @@ def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapp
         for name, identifier in zip(of_group, identifiers):
             state = inner.state.get(identifier, {})
             states = {key: value for key, value in state.items() if key != "step"}
-            _check_states(states, name, weights[name], inner.where)
+            conventions.check_states({name: states}, weights, inner.where)
             if name in master_of:
                 states = {MASTER: _rounding(master_of[name], weights[name], name), **states}
             step = scalar(state.get("step", group.get("step")))
@@ -182,20 +182,6 @@ def _rounding(master: LazyTensor, weight: LazyTensor, name: str) -> LazyTensor:
     ranged = master.read_range
     part = None if ranged is None else lambda start, stop: compared(ranged(start, stop), start)
     return replace(master, read=lambda: compared(master.read()), read_range=part)
-
-
-def _check_states(states: Mapping[str, Any], name: str, weight: LazyTensor, where: str) -> None:
-    for key, value in states.items():
-        if key not in STATES:
-            raise CheckpointError(
-                f"{where}: expected a known state of {name} ({', '.join(STATES)}), found {key!r}; save it with a "
-                "supported optimizer"
-            )
-        if not isinstance(value, LazyTensor) or value.shape != weight.shape:
-            shape = value.shape if isinstance(value, LazyTensor) else type(value).__name__
-            raise CheckpointError(
-                f"{where}: expected {key} of {name} in shape {weight.shape}, found {shape}{conventions.shape_hint(key)}"
-            )
 
 
 MODEL_FILE = "model_optim_rng.pt"

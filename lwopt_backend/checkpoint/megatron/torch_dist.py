@@ -142,7 +142,7 @@ def _tensors(
         of_experts = {c: any(g.get("is_expert_parallel") for g in groups) for c, groups in chained.items()}
         more, replicas = states_in_buckets(folder, unnamed, of_experts, arguments)
         states.update(more)
-    conventions.check_states(states, weights)
+    conventions.check_states(states, weights, str(folder.path))
     return weights, buffers, states, replicas
 
 
