@@ -199,6 +199,15 @@ def shape_of(sizes: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+SHOWN = 20  # problems in a message
+
+
+def listed(problems: Sequence[str]) -> str:
+    """The first problems, one on each line, and the number of the others."""
+    more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    return "".join(f"\n  {line}" for line in (*problems[:SHOWN], *more))
+
+
 T = TypeVar("T")
 WEIGHT = "weight"
 MASTER = "fp32"  # the key of master weights, as in DeepSpeed's universal format

@@ -8,12 +8,20 @@ from functools import partial
 import torch
 
 from lwopt_backend.checkpoint import contents
-from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import (
+    MASTER,
+    SHOWN,
+    WEIGHT,
+    Checkpoint,
+    CheckpointError,
+    LazyTensor,
+    Param,
+    listed,
+)
 from lwopt_backend.checkpoint.files.threads import in_order
 from lwopt_backend.checkpoint.names import CORE, FAMILIES
 from lwopt_backend.checkpoint.names.families import EMBEDDING, HEAD
 
-SHOWN = 20  # problems in a message
 ADVICE = (  # on master weights that do not round to the weights, in Megatron's checkpoints
     "The optimizer state does not belong to these weights. Megatron-LM up to 0.19.2 writes such checkpoints with "
     "--dist-ckpt-optim-fully-reshardable and several gradient buckets (--overlap-grad-reduce), and loads them "
@@ -27,11 +35,8 @@ class Refused(CheckpointError):
     """A checkpoint with ``problems``, one sentence each, and ``advice`` on all of them, which may be empty."""
 
     def __init__(self, problems: Sequence[str], advice: str) -> None:
-        more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        listed = "\n  ".join(problems[:SHOWN])
-        super().__init__(
-            f"{len(problems)} problem(s), and nothing was written:\n  {listed}{more}" + f"\n{advice}" * bool(advice)
-        )
+        said = f"{len(problems)} problem(s), and nothing was written:{listed(problems)}"
+        super().__init__(said + f"\n{advice}" * bool(advice))
         self.problems, self.advice = tuple(problems), advice
 
 
@@ -85,9 +90,9 @@ def _check_values(checkpoint: Checkpoint, workers: int, problems: list[str]) -> 
         notes.append(f"All {masters} master weights round to the saved weights, bit for bit.")
     if checkpoint.replicas:
         notes.append(f"All {len(checkpoint.replicas)} replicas are equal.")
-    listed = ", ".join(f"{count} in {what}" for what, count in list(wrong.items())[:SHOWN])
+    where = ", ".join(f"{count} in {what}" for what, count in list(wrong.items())[:SHOWN])
     more = f" and others in {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-    values = f"{sum(wrong.values())} values are infinite or NaN: {listed}{more}."
+    values = f"{sum(wrong.values())} values are infinite or NaN: {where}{more}."
     return [*notes, values if wrong else "All values are finite."]
 
 

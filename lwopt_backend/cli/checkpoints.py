@@ -312,7 +312,7 @@ def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list
 
 
 def _show_contents(found: Mapping[str, Any], checked: bool) -> None:
-    from lwopt_backend.checkpoint.gates import SHOWN
+    from lwopt_backend.checkpoint.contents import SHOWN
     from lwopt_backend.engines.report import nbytes, standard_output
 
     console = standard_output()

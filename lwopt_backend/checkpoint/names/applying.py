@@ -8,13 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MATRICES, SHOWN, Checkpoint, CheckpointError, LazyTensor, Param, listed
 from lwopt_backend.checkpoint.formats import Numbers
 from lwopt_backend.checkpoint.names.operations import OPERATIONS, stacked, unstacked
 from lwopt_backend.checkpoint.names.rules import NameMap, Pattern, Rule, Values
 from lwopt_backend.config.options import suggestion
-
-SHOWN = 20  # problems in a message
 
 
 @dataclass(frozen=True)
@@ -73,12 +71,9 @@ def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
         units += made
         problems += wrong
     if problems:
-        more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise CheckpointError(
             f"expected names that fit the map from {names.source} to {names.target}, found {len(problems)} problem(s); "
-            "give another map, or a file with your own rules (a rule with target [] drops a name):\n  "
-            + "\n  ".join(problems[:SHOWN])
-            + more
+            f"give another map, or a file with your own rules (a rule with target [] drops a name):{listed(problems)}"
         )
     order = {name: at for at, name in enumerate(found)}
     return sorted(units, key=lambda unit: min(order[name] for name in unit.names))
