@@ -168,6 +168,18 @@ def _name_of(allowed: Any) -> str:
     return f"{allowed.__module__}.{allowed.__qualname__}"
 
 
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Raises CheckpointError for the errors of a damaged pickle, which may be any."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise CheckpointError(f"{where} cannot be unpickled ({reason}); copy it again") from error
+
+
 def load(data: bytes, where: str, storage: Callable[[str, int], torch.UntypedStorage]) -> Any:
     """The object that torch.save pickled; ``storage`` makes a tensor's storage from its key and its number of bytes.
 
@@ -187,7 +199,7 @@ def load(data: bytes, where: str, storage: Callable[[str, int], torch.UntypedSto
             f"{where}: expected pickle protocol 2, which torch.load(weights_only=True) reads, found {data[1:2].hex()}; "
             "save it again without pickle_protocol"
         )
-    try:
+    with _naming(where):
         names = get_globals_in_pkl(io.BytesIO(data))
         foreign = sorted(name for name in names if name not in OF_TORCH and not _is_dtype(name))
         made: list[Any] = [(_made_by_us(name, where), name) for name in foreign]
@@ -195,11 +207,6 @@ def load(data: bytes, where: str, storage: Callable[[str, int], torch.UntypedSto
         reader.persistent_load = persistent_load  # type: ignore[method-assign]  # as torch.load does
         with _lock, _standing_for(made):
             return reader.load()
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
-        reason = f"{type(error).__name__}: {error}"[:300]
-        raise CheckpointError(f"{where} cannot be unpickled ({reason}); copy it again") from error
 
 
 class _OfDcp(pickle._Unpickler):
@@ -224,13 +231,8 @@ class _OfDcp(pickle._Unpickler):
 
 def load_metadata(data: bytes, where: str) -> Any:
     """The object that torch.distributed.checkpoint pickled, with stubs of its classes. Raises CheckpointError."""
-    try:
+    with _naming(where):
         return _OfDcp(data, where).load()
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
-        reason = f"{type(error).__name__}: {error}"[:300]
-        raise CheckpointError(f"{where} cannot be unpickled ({reason}); copy it again") from error
 
 
 def replaced(found: Any, tensor: Callable[[Tensor, str], Any]) -> Any:
