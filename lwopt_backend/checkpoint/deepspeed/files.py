@@ -79,19 +79,9 @@ def check_layers(tag: Path) -> None:
         raise CheckpointError(f"{tag}: expected a pipeline without experts, found experts; {CONVERT}")
 
 
-def model_files(tag: Path, part: int | None = None) -> list[Path]:
+def model_files(tag: Path, part: int) -> list[Path]:
     """A pipeline stage's or a tensor-parallel rank's files of model states, by data-parallel rank; one at stages 0 to 2
-    of ZeRO. Raises CheckpointError if one is missing; and without ``part``, if other files have parts of the model."""
-    if part is None:
-        check_layers(tag)
-        if apart := [name for name in names_in(tag) if name.startswith("layer_")]:
-            raise CheckpointError(
-                f"{tag}: expected the whole model in one file, found separate files ({apart[0]}) of pipelines or "
-                "expert parallelism; convert it with lwopt convert --to universal, and give the new folder"
-            )
-        part, *others = model_parallel_ranks(tag) or [0]
-        if others:
-            raise not_told(tag, 1 + len(others))
+    of ZeRO. Raises CheckpointError if one is missing."""
     matches = [match for match in map(MODEL.fullmatch, names_in(tag)) if match and int(match[2]) == part]
     return _complete(tag, {int(match[1] or 0): match[0] for match in matches}, f"mp_rank_{part:02d}_model_states.pt")
 

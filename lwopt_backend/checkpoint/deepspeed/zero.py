@@ -161,7 +161,12 @@ def _read_part(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     if not all("fp32_flat_groups" in saved for _, saved in of_ranks):
         return read_partitions(states, of_ranks)
     tag = states.path.parent
-    if (files := len(ds.model_files(tag))) != states.ranks:
+    first, *others = ds.model_parallel_ranks(tag)
+    if others:
+        raise ds.not_told(tag, 1 + len(others))
+    if apart := [name for name in ds.names_in(tag) if name.startswith("layer_")]:
+        raise CheckpointError(f"{tag}: expected the whole model in one file at stage 3, found {apart[0]}; {ds.CONVERT}")
+    if (files := len(ds.model_files(tag, first))) != states.ranks:
         raise CheckpointError(
             f"{tag}: expected the model states' files of {states.ranks} ranks, found {files}; copy it again"
         )
