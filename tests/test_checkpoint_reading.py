@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp import reader as read_dcp
-from lwopt_backend.checkpoint.dcp.reader import DcpFolder
+from lwopt_backend.checkpoint.dcp.reader import Chunk, DcpFolder, Entry
 from lwopt_backend.checkpoint.deepspeed import universal as read_universal
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.deepspeed import zero as read_zero
@@ -258,3 +258,19 @@ def test_options_of_numbered_layers_are_not_compared_with_every_name() -> None:
     options = {key: key.removeprefix("optimizer.param_groups.") for key in rates}
     groups, group_of = read_dcp._groups(folder, options, Names.fromkeys(listed, 0), plain)
     assert groups == [{"lr": 0.5}] and group_of == dict.fromkeys(listed, 0)
+
+
+@pytest.mark.parametrize("cuts", [(1024, 1), (16, 8), (1, 32)])
+def test_a_box_is_looked_for_in_the_chunks_with_its_rows(cuts: tuple[int, int]) -> None:
+    """A tensor may have a chunk of each of 1,000 ranks, and is read in many boxes."""
+    rows, columns = (1024 // cut for cut in cuts)
+    chunks = [
+        Chunk((row, column), (rows, columns), None)
+        for column in range(0, 1024, columns)
+        for row in range(0, 1024, rows)
+    ]
+    entry = Entry((1024, 1024), torch.float32, tuple(chunks))
+    for first, count in ((0, 1), (1023, 1), (7, 100), (512, 512), (0, 1024), (5, 0)):
+        overlap = {c for c in chunks if c.offsets[0] < first + count and c.offsets[0] + rows > first and count}
+        found = entry.near((first, 3), (count, 9))
+        assert overlap <= set(found) and len(found) <= len(overlap) + cuts[1] * (count == 0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,20 +60,19 @@ class Entry:
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
 
-    def near(self, offsets: Sizes, sizes: Sizes) -> Iterable[Chunk]:
-        """The chunks that may overlap a box; of a stack of layers, not those of other layers."""
-        if not self.shape or sizes[0] >= len(self._rows):
+    def near(self, offsets: Sizes, sizes: Sizes) -> Sequence[Chunk]:
+        """The chunks with rows in common with a box. A tensor may have a chunk of every rank, or of every layer."""
+        if not self.shape:
             return self.chunks
-        rows = range(offsets[0], offsets[0] + sizes[0])
-        return itertools.chain(*(self._rows.get(row, ()) for row in (-1, *rows)))
+        chunks, starts, ends = self._by_row
+        return chunks[bisect.bisect_right(ends, offsets[0]) : bisect.bisect_left(starts, offsets[0] + sizes[0])]
 
     @functools.cached_property
-    def _rows(self) -> dict[int, list[Chunk]]:
-        """Chunks of one row by that row; others are under -1."""
-        found: dict[int, list[Chunk]] = {-1: []}
-        for chunk in self.chunks:
-            found.setdefault(chunk.offsets[0] if chunk.sizes[0] == 1 else -1, []).append(chunk)
-        return found
+    def _by_row(self) -> tuple[list[Chunk], list[int], list[int]]:
+        """The chunks by their first rows; these; and for each chunk the last row up to it, plus one."""
+        chunks = sorted(self.chunks, key=lambda chunk: chunk.offsets[0])
+        ends = itertools.accumulate((chunk.offsets[0] + chunk.sizes[0] for chunk in chunks), max)
+        return chunks, [chunk.offsets[0] for chunk in chunks], list(ends)
 
 
 class DcpFolder:
