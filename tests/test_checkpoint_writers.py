@@ -18,8 +18,18 @@ from torch import Tensor
 from lwopt_backend.checkpoint import contents as lazy
 from lwopt_backend.checkpoint import convert, formats, gates, names
 from lwopt_backend.checkpoint import safetensors as write_safetensors
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, end_to_end, held
+from lwopt_backend.checkpoint.contents import (
+    MASTER,
+    Checkpoint,
+    CheckpointError,
+    LazyTensor,
+    OwnerStates,
+    Param,
+    end_to_end,
+    held,
+)
 from lwopt_backend.checkpoint.dcp import saving as write_dcp
+from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.megatron import torch_dist as read_megatron
@@ -27,7 +37,7 @@ from tests import megatron_dist
 from tests.allocations import allocations
 from tests.checkpoint_contents import same, watched
 from tests.command_line import files, genuine, succeeds, torch_dist
-from tests.megatron_torch import SCHEDULE
+from tests.megatron_torch import EMBEDDING, SCHEDULE
 
 # Megatron's, over the formats that are written
 OVER = ("universal", "dcp", "universal")
@@ -60,9 +70,8 @@ def sample(folder: Path) -> Checkpoint:
 
 
 def changed(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
-    name = "embedding.word_embeddings.weight"
-    param = dataclasses.replace(checkpoint.params[name], **changes)
-    return dataclasses.replace(checkpoint, params={**checkpoint.params, name: param})
+    param = dataclasses.replace(checkpoint.params[EMBEDDING], **changes)
+    return dataclasses.replace(checkpoint, params={**checkpoint.params, EMBEDDING: param})
 
 
 @pytest.mark.parametrize(
@@ -76,6 +85,17 @@ def test_what_has_no_place_in_dcp_is_refused(tmp_path: Path, change: dict[str, A
     (tmp_path / "to").mkdir()
     with pytest.raises(CheckpointError, match=message):
         write_dcp.write(changed(sample(tmp_path / "from"), **change), tmp_path / "to")
+
+
+def test_owner_state_is_read_at_most_twice(tmp_path: Path) -> None:
+    """For the shapes of its tensors, and to write all of them."""
+    state = {"GG": [torch.full((n, n), float(n)) for n in (2, 3, 4)], "Q": torch.ones(3, 2)}
+    reads: list[int] = []
+    owner = OwnerStates({0: lambda: reads.append(0) or state})
+    (tmp_path / "to").mkdir()
+    write_dcp.write(changed(sample(tmp_path / "from"), owner_states=owner), tmp_path / "to")
+    assert len(reads) <= 2
+    assert same(DcpFolder(tmp_path / "to").tensor(f"optimizer.state.{EMBEDDING}.GG.2").read(), state["GG"][2])
 
 
 # Safetensors

@@ -5,6 +5,7 @@ Metadata and the form of files are PyTorch's (torch/distributed/checkpoint/files
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -322,10 +323,16 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     ``arguments`` and the user's entries, if these exist. Raises CheckpointError for a parameter without a known group,
     and for owner state of parts of a fused parameter whose rows are not in the checkpoint (``arguments["matrices"]``).
     """
+
+    @functools.lru_cache(workers)  # a matrix's tensors are written one after another, from one reading
+    def owner_state(name: str, place: int) -> dict[str, Tensor]:
+        return as_tensors(dict(checkpoint.params[name].owner_states[place]))
+
     tensors: dict[tuple[Any, ...], LazyTensor] = {}
     for name, param in checkpoint.params.items():
         tensors["model", name] = param.best
-        for key, tensor in states_of(name, param, (checkpoint.arguments.get(MATRICES) or {}).get(name)):
+        matrices = (checkpoint.arguments.get(MATRICES) or {}).get(name)
+        for key, tensor in states_of(name, param, matrices, partial(owner_state, name)):
             tensors["optimizer", "state", name, key] = tensor
     tensors.update({("model", name): checkpoint.params[of].best for name, of in checkpoint.tied.items()})
     tensors.update({("model", name): buffer for name, buffer in checkpoint.buffers.items()})
@@ -346,9 +353,11 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     save(folder, shards, workers=workers, step=checkpoint.iteration)
 
 
-def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterator[tuple[str, LazyTensor]]:
+def states_of(
+    name: str, param: Param, matrices: Sequence[str] | None, owner_state: Callable[[int], dict[str, Tensor]]
+) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the optimizer's state of a parameter, by key, without its master weight. ``matrices`` are the elements of
-    the parameter's matrices, if known."""
+    the parameter's matrices, if known; ``owner_state`` reads that of a matrix, by its place."""
     for key, tensor in param.states.items():
         if key != MASTER:
             yield key, tensor
@@ -364,16 +373,14 @@ def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterat
                 f"{name}: expected the rows of matrix number {place} in a fused parameter, found none in the "
                 "checkpoint; resume on the engine that wrote the checkpoint"
             )
-        for path, like in as_tensors(dict(param.owner_states[place])).items():
+        for path, like in owner_state(place).items():
             key = owner_key(path, place, len(known))
-            yield key, _later(param, place, path, like, f"{key} of {name}")
+            read = partial(_contiguous, owner_state, place, path)
+            yield key, LazyTensor(tuple(like.shape), like.dtype, read, f"{key} of {name}")
 
 
-def _later(param: Param, place: int, key: str, like: Tensor, where: str) -> LazyTensor:
-    """One tensor of owner state, read again for writing."""
-    return LazyTensor(
-        tuple(like.shape), like.dtype, lambda: as_tensors(dict(param.owner_states[place]))[key].contiguous(), where
-    )
+def _contiguous(owner_state: Callable[[int], dict[str, Tensor]], place: int, path: str) -> Tensor:
+    return owner_state(place)[path].contiguous()
 
 
 def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
