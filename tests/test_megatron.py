@@ -625,7 +625,8 @@ def test_folders_that_are_none_of_megatrons_are_not_recognised(tmp_path: Path) -
     for text in ("3", "../latest/iter_0000003", "release", "\xff"):
         (tmp_path / "latest" / "latest_checkpointed_iteration.txt").write_text(text)
         for name in ("nothing", "file", "folder", "latest"):
-            assert not any(reader.recognises(tmp_path / name) for reader in READERS)
+            formats_of_megatron = [format for format in formats.FORMATS if format.startswith("megatron")]
+            assert not any(formats.recognises(format, tmp_path / name) for format in formats_of_megatron)
 
 
 # Genuine ones

@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils.logging import logger
 
 from lwopt_backend.checkpoint import convert as translation
+from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed.files import STEP, renumbered, tag_of
@@ -183,7 +184,7 @@ def open_folder(asked: Mapping[str, Any]) -> tuple[Path, Checkpoint]:
     """The folder of the checkpoint that an engine is ``asked`` for, and its content. Raises CheckpointError."""
     root, tag = Path(asked["load_dir"]), asked["tag"]
     folder = tag_of(root, deepspeed_universal.POINTER) if tag is None else root / str(tag)
-    if not deepspeed_universal.recognises(folder):
+    if not formats.recognises("universal", folder):
         raise CheckpointError(
             f"checkpoint.load_universal is on: expected a universal checkpoint in {folder}, found no "
             "zero/optimizer_state.pt; switch it off, or convert the checkpoint with lwopt convert --to universal"

@@ -82,7 +82,7 @@ def find(path: Path, format: str = AUTO) -> str:
     if not path.is_dir():
         found = "something else" if path.exists() else "nothing"
         raise CheckpointError(f"{path}: expected a checkpoint's folder, found {found}; give the folder")
-    kind = format if format != AUTO else next((name for name in FORMATS if _reader(name).recognises(path)), None)
+    kind = format if format != AUTO else next((name for name in FORMATS if recognises(name, path)), None)
     if kind is None:
         hint = ""
         if any(path.glob("*.distcp")):
@@ -95,6 +95,14 @@ def find(path: Path, format: str = AUTO) -> str:
             f"{path}: expected a checkpoint of a known format, found none{hint}. Known formats: {known}"
         )
     return kind
+
+
+def recognises(name: str, path: Path) -> bool:
+    """Whether a folder is a checkpoint of the format, or of its steps."""
+    try:
+        return bool(_reader(name).recognises(path))
+    except (CheckpointError, OSError):
+        return False
 
 
 def read(path: Path, format: str = AUTO) -> Checkpoint:

@@ -40,9 +40,9 @@ class Refused(CheckpointError):
         self.problems, self.advice = tuple(problems), advice
 
 
-def check(checkpoint: Checkpoint, vocab_size: int | None = None, workers: int = 1) -> list[str]:
-    """Check a checkpoint; return notes. Reads every tensor, ``workers`` parameters at a time. Raises Refused."""
-    return _check_values(checkpoint, workers, _problems(checkpoint, vocab_size))
+def check(checkpoint: Checkpoint, vocab_size: int | None = None) -> list[str]:
+    """Check a checkpoint's form and its values together; return notes. Raises Refused."""
+    return check_values(checkpoint, problems=_problems(checkpoint, vocab_size))
 
 
 def check_form(checkpoint: Checkpoint, vocab_size: int | None = None) -> None:
@@ -50,12 +50,6 @@ def check_form(checkpoint: Checkpoint, vocab_size: int | None = None) -> None:
     parameter's, and a ``vocab_size`` beyond the rows of the embedding or below its trained rows."""
     if problems := _problems(checkpoint, vocab_size):
         raise Refused(problems, "")
-
-
-def check_values(checkpoint: Checkpoint, workers: int = 1) -> list[str]:
-    """Read every tensor, ``workers`` parameters at a time; return notes on what was checked. Raises Refused for master
-    weights that do not round to the saved weights, bit for bit, and for replicas that differ."""
-    return _check_values(checkpoint, workers, [])
 
 
 def _problems(checkpoint: Checkpoint, vocab_size: int | None) -> list[str]:
@@ -68,8 +62,11 @@ def _problems(checkpoint: Checkpoint, vocab_size: int | None) -> list[str]:
     return [*_missing(checkpoint), *misshapen, *_vocabulary(checkpoint, vocab_size)]
 
 
-def _check_values(checkpoint: Checkpoint, workers: int, problems: list[str]) -> list[str]:
-    notes = []
+def check_values(checkpoint: Checkpoint, workers: int = 1, problems: Sequence[str] = ()) -> list[str]:
+    """Read every tensor, ``workers`` parameters at a time; return notes on what was checked. Raises Refused for master
+    weights that do not round to the saved weights, bit for bit, for replicas that differ, and for earlier
+    ``problems``."""
+    problems, notes = list(problems), []
     if not any(param.states for param in checkpoint.params.values()):
         notes.append("There is no optimizer state, only weights.")
     elif frozen := list(_frozen(checkpoint)):

@@ -363,10 +363,7 @@ MOST_OPTIMIZERS = 64  # every key is compared with all their names
 
 def recognises(path: Path) -> bool:
     """Whether it is a folder of DCP. Megatron's formats, which DCP also writes, must be tested first."""
-    try:
-        return (path / METADATA).is_file()
-    except OSError:
-        return False
+    return (path / METADATA).is_file()
 
 
 @contents.reader("DCP")

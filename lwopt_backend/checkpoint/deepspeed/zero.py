@@ -29,10 +29,7 @@ POINTER = "latest"
 
 
 def recognises(path: Path) -> bool:
-    try:
-        tag = ds.tag_of(path, POINTER)
-    except CheckpointError:
-        return False
+    tag = ds.tag_of(path, POINTER)
     return not (tag / ds.UNIVERSAL_MARK).is_file() and any(map(ds.MODEL.fullmatch, ds.names_in(tag)))
 
 
@@ -338,11 +335,8 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
         known = {*gathered, *states.buffers, *states.tied}
         states = replace(states, frozen={name: t for name, t in states.module.items() if name not in known})
     format = f"lwopt owned storage in deepspeed, stage {first.get('zero_stage')}"
-    return ds.checkpoint_of(states, format, gathered, groups, first, matrices_of_mark(first[MARK]))
-
-
-def matrices_of_mark(mark: Mapping[str, Any]) -> dict[str, list[str]]:
-    return {name: list(matrices) for name, _, _, matrices in mark["members"]}
+    matrices = {name: list(of_member) for name, _, _, of_member in members}
+    return ds.checkpoint_of(states, format, gathered, groups, first, matrices)
 
 
 # Native checkpoints of stage 0: the first rank's optimizer, whole, in the file of model states.

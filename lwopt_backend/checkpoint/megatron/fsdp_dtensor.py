@@ -32,12 +32,9 @@ _SCHEDULER = "opt_param_scheduler."
 
 def recognises(path: Path) -> bool:
     """Whether Megatron-FSDP wrote it; a step's folder, or the folder of steps."""
-    try:
-        step = step_folder(path)
-        is_step = (path / POINTER).is_file() or step.name == "release" or iteration_of(step) is not None
-        return is_step and (step / METADATA).is_file() and not (step / "metadata.json").exists()
-    except (CheckpointError, OSError):
-        return False
+    step = step_folder(path)
+    is_step = (path / POINTER).is_file() or step.name == "release" or iteration_of(step) is not None
+    return is_step and (step / METADATA).is_file() and not (step / "metadata.json").exists()
 
 
 @reader("Megatron", step_folder)

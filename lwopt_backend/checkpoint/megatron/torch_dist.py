@@ -47,11 +47,8 @@ States = dict[str, dict[str, LazyTensor]]
 
 def recognises(path: Path) -> bool:
     """Whether it is a torch_dist checkpoint, or the folder of one of its steps."""
-    try:
-        step = conventions.step_folder(path)
-        return (step / METADATA).is_file() and (step / "metadata.json").is_file()
-    except (CheckpointError, OSError):
-        return False
+    step = conventions.step_folder(path)
+    return (step / METADATA).is_file() and (step / "metadata.json").is_file()
 
 
 @reader("Megatron", conventions.step_folder)

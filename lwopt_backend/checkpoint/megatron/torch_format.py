@@ -264,10 +264,7 @@ _NOT_OURS = {"rng_state", "rerun_state_machine", "num_floating_point_operations_
 
 
 def recognises(path: Path) -> bool:
-    try:
-        return bool(conventions.rank_folders(conventions.step_folder(path)))
-    except (OSError, CheckpointError):
-        return False
+    return bool(conventions.rank_folders(conventions.step_folder(path)))
 
 
 @reader("Megatron", conventions.step_folder)
