@@ -1,8 +1,8 @@
 """Muons on several ranks, compared with the same rule in one process: a cell, or the table of docs/peers.md.
 
-    python benchmarks/conformance.py --peer torch --case uneven
-    python benchmarks/conformance.py --peer dion veomni --source dion=FOLDER veomni=FOLDER
-    python benchmarks/conformance.py --json benchmarks/results/conformance.json --page docs/peers.md
+    python -m benchmarks.conformance --peer torch --case uneven
+    python -m benchmarks.conformance --peer dion veomni --source dion=FOLDER veomni=FOLDER
+    python -m benchmarks.conformance --json benchmarks/results/conformance.json --page docs/peers.md
 
 A cell trains small matrices in fp32 for four steps on 2 or 4 ranks, which are processes here over gloo. All ranks have
 the same gradients, so that their mean has the same bits as in one process. For comparison, one process steps the peer's
@@ -40,12 +40,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import record
 import torch
 import torch.distributed as dist
-from conformance_peers import PEERS, Gradients, Peer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from benchmarks import record
+from benchmarks.conformance_peers import PEERS, Gradients, Peer
 
 STEPS, SAVED_AFTER, BOUND = 4, 2, 0.05
 GRACE_SECONDS = 10  # for the other ranks, when one has failed
@@ -342,7 +343,7 @@ def main() -> None:
             continue
         for case in options.case:
             row = rows[peer, case] = run_cell(peer, case, options.timeout, sources)
-            command = f"python benchmarks/conformance.py --peer {peer} --case {case}"
+            command = f"python -m benchmarks.conformance --peer {peer} --case {case}"
             print(f"{shown(row):30} {command}  {row.get('said', '')}", flush=True)
     if options.json:
         record.write(options.json, [rows[peer, case] for peer in PEERS for case in CASES if (peer, case) in rows])

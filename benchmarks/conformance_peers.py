@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from conformance import Case, Matrices
+    from benchmarks.conformance import Case, Matrices
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 Gradients = Mapping[str, Tensor]

@@ -1,10 +1,10 @@
 """The planner for owned storage compared with Megatron-Core's, on every cell of its figures: padding and balance.
 
-    python benchmarks/planner.py                       all 216 cells by both measures of work, some minutes
-    python benchmarks/planner.py --models gpt2-124m    some models
-    python benchmarks/planner.py --all-cells           a line for every cell
-    python benchmarks/planner.py --time                only what planning takes, for every public model on 1,024 ranks
-    python benchmarks/planner.py --exchange            when the last rank is done, where matrices travel to their owners
+    python -m benchmarks.planner                       all 216 cells by both measures of work, some minutes
+    python -m benchmarks.planner --models gpt2-124m    some models
+    python -m benchmarks.planner --all-cells           a line for every cell
+    python -m benchmarks.planner --time                only what planning takes, for every public model on 1,024 ranks
+    python -m benchmarks.planner --exchange            when the last rank is done, where matrices travel to their owners
 
 ``megatron_planner.csv`` holds what Megatron-Core's own code planned (August 2026): buckets, elements with padding, cost
 imbalance (max over mean of l s^2 per rank), a longest-first deal of the whole model, and the lower bound of any.
@@ -22,11 +22,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from public_models import FLAVOURS, MODELS, atoms, study
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.public_models import FLAVOURS, MODELS, atoms, study
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.dealing import deal, ends_where_even
 from lwopt_backend.plan.buffers.layout import LAYOUTS, OwnedParam, aligned, aligned_shard, imbalance

@@ -21,7 +21,7 @@ PACKAGES = ("torch", "deepspeed", "dion", "gram-newton-schulz", "quack-kernels")
 
 def write(path: Path, figures: Sequence[Any]) -> None:
     """Write ``figures``, which JSON can hold, one a line, below what they depend on."""
-    module = sys.modules["__main__"].__spec__  # of python -m, where a script has none
+    module = sys.modules["__main__"].__spec__  # a benchmark is a module, scripts/gpu.py a script
     started = ["-m", module.name] if module else [os.path.relpath(sys.argv[0], ROOT)]
     command = shlex.join(["python", *started, *sys.argv[1:]])
     told = {"command": command, "machine": machine(), "versions": versions(), "commit": commit()}

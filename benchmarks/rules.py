@@ -1,8 +1,8 @@
 """Newton-Schulz and its variants: time of each by shape, batched and one by one.
 
-    python benchmarks/rules.py                          a minute or two on a CPU, shapes at an eighth of their sides
-    python benchmarks/rules.py --scale 1 --json rules.json
-    python benchmarks/rules.py --device cuda            the default where there is a GPU, shapes as they are
+    python -m benchmarks.rules                          a minute or two on a CPU, shapes at an eighth of their sides
+    python -m benchmarks.rules --scale 1 --json rules.json
+    python -m benchmarks.rules --device cuda            the default where there is a GPU, shapes as they are
 
 The peer is the iteration of torch.optim.Muon, which takes one matrix after the other. Ours: plain, with the same
 coefficients and, one by one, the same bits; on the Gram matrix; with Polar Express's coefficients, plain and Gram; and
@@ -35,6 +35,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import _muon
 
+from benchmarks import record
 from lwopt_backend.rules import Muon, gram_newton_schulz, newton_schulz
 from lwopt_backend.rules.newton_schulz import PACKAGES, check_package
 
@@ -223,8 +224,6 @@ def main(
     for reason in why_not.values():
         console.print(f"not timed: {reason}", soft_wrap=True)
     if output:
-        import record  # next to this file, where Python finds it for a program
-
         figures = [{"device": name, **asdict(row), "milliseconds": row.milliseconds} for row in rows]
         record.write(output, figures)
     unequal = [row.of for row in rows if row.variant == PLAIN and not row.batched and row.difference]

@@ -1,9 +1,9 @@
 """One training step on every engine, compared with other Muons: time, bytes, memory or launches, and the result.
 
-    python benchmarks/step.py --metric time --engine fsdp2 --ranks 2 4
-    python benchmarks/step.py --metric bytes --system dion
-    python benchmarks/step.py --metric launches --ranks 1 2 4 --layers 12 --width 64
-    python benchmarks/step.py --metric memory --engine zero2 owned --json memory.json
+    python -m benchmarks.step --metric time --engine fsdp2 --ranks 2 4
+    python -m benchmarks.step --metric bytes --system dion
+    python -m benchmarks.step --metric launches --ranks 1 2 4 --layers 12 --width 64
+    python -m benchmarks.step --metric memory --engine zero2 owned --json memory.json
 
 All systems train a small GPT in fp32 from the same weights, with the same batches and options; matrices are Muon's, the
 embedding, the head and the norms AdamW's. Ranks are processes on this machine: gloo on one thread each, or NCCL with
@@ -40,13 +40,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import record
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
-from step_systems import (
+
+from benchmarks import record
+from benchmarks.step_systems import (
     COMPARED_AFTER,
     ENGINES,
     OURS,
@@ -60,7 +61,7 @@ from step_systems import (
     reference,
     systems,
 )
-from step_watch import (
+from benchmarks.step_watch import (
     Clock,
     Watch,
     around_newton_schulz,
@@ -70,7 +71,6 @@ from step_watch import (
     restart_peak,
     synchronize,
 )
-
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 
 METRICS = ("time", "bytes", "memory", "launches")

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rehearsal.absent_gpu import tensors_in
-from step_systems import Hooks, System
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.rehearsal.absent_gpu import tensors_in
+from benchmarks.step_systems import Hooks, System
 
 # Collectives and operations.
 

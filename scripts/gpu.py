@@ -41,12 +41,14 @@ def commands(device: str) -> dict[str, list[str]]:
     pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", "--durations=10"]
     on_device = [*pytest, "tests/test_gpu.py", "--device", device, "-k"]
     size = "--layers 1 --width 64 --tokens 8 --rounds 1" if cpu else "--layers 6 --width 2048 --tokens 2048"
-    step = ["benchmarks/step.py", "--device", device, "--ranks", "1", "--engine", *ENGINES, *size.split(), "--metric"]
+    options = ["--device", device, "--ranks", "1", "--engine", *ENGINES, *size.split(), "--metric"]
+    options = ["--device", device, "--ranks", "1", "--engine", *ENGINES, *size.split(), "--metric"]
+    step = ["-m", "benchmarks.step", *options]
     return {
         "suite": [*pytest, "-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"],
         "one-rank": [*on_device, "not several_ranks"],
         "ranks": [*on_device, "several_ranks"],
-        "newton-schulz": ["benchmarks/rules.py", "--device", device, *(["--quick"] if cpu else [])],
+        "newton-schulz": ["-m", "benchmarks.rules", "--device", device, *(["--quick"] if cpu else [])],
         "step": [*step, "time"],
         "memory": [*step, "memory"],
     }
@@ -113,8 +115,8 @@ def main() -> None:
         parser.error(f"no such part: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     out = Path(os.environ.get("OUT") or ROOT / "runs" / "gpu").resolve()
     out.mkdir(parents=True, exist_ok=True)
-    sys.path.append(str(ROOT / "benchmarks"))
-    import record
+    sys.path.append(str(ROOT))
+    from benchmarks import record
 
     rows: list[dict[str, Any]] = []
     for part in chosen:

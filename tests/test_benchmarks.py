@@ -1,6 +1,5 @@
 """The benchmarks run, on models too small to time, and what they say of exactness, bytes and work holds."""
 
-import importlib
 import json
 import os
 import re
@@ -15,6 +14,8 @@ import pytest
 import torch
 
 from benchmarks.rules import measure, packaged
+from benchmarks.step_systems import OURS, Hooks, Setting, built, systems
+from benchmarks.step_watch import Watch
 from lwopt_backend.rules.newton_schulz import IMMEDIATE, KERNELS, PACKAGES
 from tests.launcher import ROOT, succeeds
 from tests.on_ranks import on_ranks
@@ -23,14 +24,15 @@ from tests.ranks import gathered
 WIDTH = 32  # whose parts over the ranks fill vector registers: AdamW then rounds as on whole parameters
 MATRIX_BYTES = 12 * WIDTH**2 * 4  # of the one layer
 ALL_BYTES = MATRIX_BYTES + (2 * 256 * WIDTH + 3 * WIDTH) * 4  # embedding, head, and three norms
-OURS, THEIRS = "ours", "DeepSpeed's Muon"
+THEIRS = "DeepSpeed's Muon"
 
 
 def figures(tmp_path: Path, benchmark: str, arguments: str) -> tuple[Any, str]:
-    command = f"python {ROOT}/benchmarks/{benchmark}.py {arguments} --json {tmp_path}/figures.json"
-    printed = succeeds(command, tmp_path)
+    command = f"python -m benchmarks.{benchmark} {arguments} --json {tmp_path}/figures.json"
+    printed = succeeds(command, ROOT)
     found = json.loads((tmp_path / "figures.json").read_text())
-    assert benchmark in found["command"] and found["versions"]["torch"] == torch.__version__
+    assert found["command"].startswith(f"python -m benchmarks.{benchmark} ")
+    assert found["versions"]["torch"] == torch.__version__
     assert found["machine"]["cores"] and len(found["commit"].rstrip("+")) == 40
     return found["figures"], printed
 
@@ -118,9 +120,9 @@ def test_momentum_is_kept_once_over_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_every_system_is_timed_beside_ours(tmp_path: Path) -> None:
     found = steps(tmp_path, "time", "--engine plain fsdp2 zero2 --rounds 2")
-    for systems in found.values():
-        assert list(systems)[0] == OURS and len(systems) > 2
-        for figures in (figures for by_rank in systems.values() for figures in by_rank):
+    for of_engine in found.values():
+        assert list(of_engine)[0] == OURS and len(of_engine) > 2
+        for figures in (figures for by_rank in of_engine.values() for figures in by_rank):
             seconds = [figures[key] for key in ("newton_schulz", "update_cpu", "step_cpu", "step_wall")]
             assert all(len(some) == 2 and min(some) >= 0 for some in seconds)
             assert all(update <= step for update, step in zip(*seconds[1:3]))
@@ -131,7 +133,7 @@ def test_a_stack_of_experts_is_exact_here_and_refused_by_torch(tmp_path: Path) -
     ours, theirs = found
     assert (ours["verdict"], ours["difference"]) == ("a number", 0)
     assert theirs["verdict"] == "refused" and "only supports 2D" in theirs["said"]
-    assert "conformance.py --peer torch --case experts  ValueError" in printed
+    assert "benchmarks.conformance --peer torch --case experts  ValueError" in printed
 
 
 @pytest.mark.full
@@ -176,19 +178,16 @@ LAUNCHES = {
 @pytest.mark.parametrize("engine", LAUNCHES)
 @on_ranks(2)
 def test_a_step_launches_at_most_so_much(engine: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        step_systems, step_watch = (importlib.import_module(name) for name in ("step_systems", "step_watch"))
-        setting = step_systems.Setting(2, 3, 16, 8, 1, 4.0, "cpu", matrices_only=True)
-        IMMEDIATE.clear()
-        try:
-            with step_systems.built({OURS: step_systems.systems(engine, setting)[OURS]}) as (system,):
-                system.step(setting.batches(0), step_systems.Hooks())
-                watch = step_watch.Watch(torch.distributed.get_rank(), 2)
-                with watch.watching() as hooks:
-                    system.step(setting.batches(1), hooks)
-        finally:
-            IMMEDIATE.add("cpu")
+    setting = Setting(2, 3, 16, 8, 1, 4.0, "cpu", matrices_only=True)
+    IMMEDIATE.clear()
+    try:
+        with built({OURS: systems(engine, setting)[OURS]}) as (system,):
+            system.step(setting.batches(0), Hooks())
+            watch = Watch(torch.distributed.get_rank(), 2)
+            with watch.watching() as hooks:
+                system.step(setting.batches(1), hooks)
+    finally:
+        IMMEDIATE.add("cpu")
     counts = gathered(watch.count)
     assert sum(count.matrices for count in counts) == setting.matrices
     most = max(counts, key=lambda count: count.launches())

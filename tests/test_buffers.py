@@ -2,13 +2,11 @@
 
 import math
 import random
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 
-from benchmarks import public_models
+from benchmarks import planner, public_models
 from lwopt_backend.plan.buffers.dealing import (
     MOST_PARTS,
     deal,
@@ -19,10 +17,6 @@ from lwopt_backend.plan.buffers.dealing import (
     least_room,
 )
 from tests.planner_shapes import figures
-
-sys.path.append(str(Path(public_models.__file__).parent))  # benchmarks are scripts
-
-import planner  # noqa: E402
 
 NOT_EVERY_TIME = pytest.mark.full  # DeepSeek-V3's cells: thousands of buckets
 
@@ -39,7 +33,7 @@ def test_plans_are_about_as_lean_and_as_even_as_megatrons(row: dict[str, str]) -
     """No cell is more than 3 points of padding or 0.03 of balance worse, and no compact plan 5 % over the best known.
 
     By flops, which training balances, and by Megatron-Core's own estimate.
-    How many are worse at all: ``python benchmarks/planner.py``.
+    How many are worse at all: ``python -m benchmarks.planner``.
     """
     for cell in planner.plan_cell(row).values():
         assert cell.worse[0] <= 3 and cell.worse[1] <= 0.03

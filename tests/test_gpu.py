@@ -8,7 +8,6 @@ What a step's host may wait for (READS, on one rank; docs/launches.md has more r
 - DeepSpeed with owned storage: the norm that decides whether the step is taken."""
 
 import functools
-import importlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,13 +21,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from benchmarks import step_systems, step_watch
 from lwopt_backend.plan.cost import CLUSTERS
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shapes import read_shapes_json
 from lwopt_backend.planner.study import Deployment, plan_study
 from lwopt_backend.rules.newton_schulz import IMMEDIATE, PACKAGES, check_package
 from tests.allocations import allocations
-from tests.launcher import ROOT
 from tests.ranks import RankPool
 from tests.rule_steps import random, rule_of
 
@@ -64,31 +63,29 @@ one_rank = pytest.mark.parametrize("ranks", [1], indirect=True, ids=["1 rank"])
 @contextmanager
 def training(
     engine: str, device: str, *, one_by_one: bool = False, offload: bool | None = None, **setting: Any
-) -> Iterator[tuple[Any, Any, Any]]:
-    """Ours on an engine as benchmarks/step.py makes it; its setting, and the watch that counts what it does. Matrices
-    are stepped in batches, or ``one_by_one`` as on a CPU. State is offloaded to pinned memory if ``offload``, to other
-    memory of the CPU if it is False."""
+) -> Iterator[tuple[Any, Any]]:
+    """Ours on an engine as benchmarks.step makes it, and its setting. Matrices are stepped in batches, or
+    ``one_by_one`` as on a CPU. State is offloaded to pinned memory if ``offload``, to other memory of the CPU if it is
+    False."""
     engine, _, attach = engine.partition(", ")
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.syspath_prepend(ROOT / "benchmarks")
-        systems, watch = (importlib.import_module(name) for name in ("step_systems", "step_watch"))
         stack.callback(lambda before: (IMMEDIATE.clear(), IMMEDIATE.update(before)), {*IMMEDIATE})
         IMMEDIATE.clear()
         IMMEDIATE.update({device} if one_by_one else set())
         if offload is not None:
-            offload_by(patch, systems, offload)
+            offload_by(patch, offload)
         sizes = {"layers": 2, "width": 64, "tokens": 32, "accumulation": 1, "bucket_mb": 4.0, **setting}
-        made = systems.Setting(dist.get_world_size(), **sizes, device=device)
-        (system,) = stack.enter_context(systems.built({"ours": systems.systems(engine, made)["ours"]}))
+        made = step_systems.Setting(dist.get_world_size(), **sizes, device=device)
+        (system,) = stack.enter_context(step_systems.built({"ours": step_systems.systems(engine, made)["ours"]}))
         if attach:
             system.optimizers[0].attach(system.model)
-        yield system, made, watch
+        yield system, made
 
 
-def offload_by(patch: pytest.MonkeyPatch, systems: Any, pinned: bool) -> None:
+def offload_by(patch: pytest.MonkeyPatch, pinned: bool) -> None:
     """FSDP2 and ZeRO keep their optimizer's part in memory of the CPU."""
-    deepspeed = systems.imported("deepspeed")
+    deepspeed = step_systems.imported("deepspeed")
     initialize = deepspeed.initialize
 
     def with_offload(*args: Any, config: Row, **kwargs: Any) -> Any:
@@ -96,7 +93,7 @@ def offload_by(patch: pytest.MonkeyPatch, systems: Any, pinned: bool) -> None:
         return initialize(*args, config={**config, "zero_optimization": zero}, **kwargs)
 
     policy = CPUOffloadPolicy(pin_memory=pinned)
-    patch.setattr(systems, "fully_shard", functools.partial(fully_shard, offload_policy=policy))
+    patch.setattr(step_systems, "fully_shard", functools.partial(fully_shard, offload_policy=policy))
     patch.setattr(deepspeed, "initialize", with_offload)
 
 
@@ -111,13 +108,12 @@ def trained(engine: str, device: str, change: Callable[[Any], object] = lambda s
     """After three steps: the largest differences of matrices and of others from torch.optim on the same device, and
     the norm of all differences by that of what the weights moved by."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), training(engine, device, **how) as made:
-        system, setting, _ = made
-        systems = importlib.import_module("step_systems")
-        expected, start = systems.reference(setting, False), dict(setting.model().named_parameters())
+        system, setting = made
+        expected, start = step_systems.reference(setting, False), dict(setting.model().named_parameters())
         change(system)
-        steps(system, setting, systems.Hooks(), range(systems.COMPARED_AFTER))
+        steps(system, setting, step_systems.Hooks(), range(step_systems.COMPARED_AFTER))
         found = {name: system.whole(param).detach().cpu() for name, param in system.model.named_parameters()}
-        matrices, others = systems.difference(system, expected)
+        matrices, others = step_systems.difference(system, expected)
         own = system.model.parameters() if engine == "fsdp2" else ()
         pinned = {p.to_local().is_pinned() for p in own if isinstance(p, DTensor)}
     off, moved = (
@@ -135,8 +131,8 @@ def compiled(system: Any) -> None:
 
 def watched(engine: str, device: str) -> Row:
     """What our step dispatches, the fourth; on a GPU also where it waits in the fifth, and its kernels then."""
-    with training(engine, device, matrices_only=True, layers=3) as (system, setting, step_watch):
-        hooks = importlib.import_module("step_systems").Hooks
+    with training(engine, device, matrices_only=True, layers=3) as (system, setting):
+        hooks = step_systems.Hooks
         steps(system, setting, hooks(), range(3))
         watch = step_watch.Watch(0, 1)
         with watch.watching() as counting:
@@ -175,8 +171,8 @@ def noting_kernels(found: list[str], work: Callable[[], Any]) -> Any:
 
 def needed(engine: str, device: str, folder: str) -> Row:
     """Bytes of state, and what a step needs in addition to what there is: as measured, and as planned."""
-    with training(engine, device, matrices_only=True, layers=4, width=128) as (system, setting, step_watch):
-        hooks, most = importlib.import_module("step_systems").Hooks, list[int]()
+    with training(engine, device, matrices_only=True, layers=4, width=128) as (system, setting):
+        hooks, most = step_systems.Hooks, list[int]()
 
         def measured(work: Callable[[], Any]) -> Any:
             if device == "cpu":
