@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -431,14 +432,21 @@ def test_deepspeeds_muon_gathers_gradients_momentum_and_updates_at_zero3() -> No
         assert sent == [2 * part * 3 // 4 for part in (numel, numel, *[4 * largest] * 4)]
 
 
-def test_the_table_of_peers_says_how_often_the_ranks_do_a_product(
+def test_the_table_of_peers_has_every_peer_and_says_how_often_ranks_do_a_product(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone = {"owned": peers.PEERS["owned"]}
-    with mock.patch.multiple(peers, CELLS=(("gpt2-124m", 8),), PEERS=alone):
+    """dion is in no package index; torch.optim.Muon stands in for it."""
+    dion = SimpleNamespace(Muon=lambda params, distributed_mesh: torch.optim.Muon(params))
+    some = {engine: peers.PEERS[engine] for engine in ("owned", "fsdp2")}
+    with (
+        mock.patch.dict(sys.modules, dion=dion),
+        mock.patch.multiple(peers, CELLS=(("gpt2-124m", 8),), PEERS=some),
+    ):
         run(["--peers", "--results", str(tmp_path / "results.json")])
     _, _, *rows = capsys.readouterr().out.splitlines()
-    shown = [row.split(" | ") for row in rows]
-    assert [(row[2], row[6]) for row in shown][::2] == [("ours", "1.00"), ("torch.optim.Muon on every rank", "8.00")]
+    shown = {(row[1], row[2]): row[3:] for row in (row.split(" | ") for row in rows)}
+    assert shown["in place of DDP", "torch.optim.Muon on every rank"][3] == "8.00"
+    assert shown["in place of DDP", "ours"][3] == shown["FSDP2", "ours"][3] == "1.00"
+    assert shown["FSDP2", "dion.Muon"] == shown["FSDP2", "torch.optim.Muon"]
     figures = json.loads((tmp_path / "results.json").read_text())["figures"]
-    assert len(figures) == 3 and figures[0]["over_ours"] == 1
+    assert len(figures) == len(rows) == 7 and figures[0]["over_ours"] == 1

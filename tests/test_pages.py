@@ -17,6 +17,7 @@ import torch
 import typer
 from transformers import Trainer
 
+from benchmarks.clock import peers
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers, run
 from lwopt_backend.cli import app
 from lwopt_backend.config.atoms import AtomSettings
@@ -237,6 +238,9 @@ def test_the_steps_of_peers_are_those_of_the_results() -> None:
     for engine, _, *cells, _ in table("performance", "Peers on one clock")[1:]:
         for (model, ranks), cell in zip(models, cells, strict=True):
             assert not cell or (engine, model, ranks, cell.partition(" ms")[0] + " ms") in shown
+    systems = {(each["engine"], each["system"]) for each in figures}
+    named = {(peers.ENGINES[engine], name) for engine, some in peers.PEERS.items() for name in some}
+    assert named <= systems, "every peer is recorded"
     torchs = next(each for each in figures if each["system"] == "torch.optim.Muon" and each["ranks"] == 64)
     assert f"not {torchs['ms']:,.0f}]" in README
 
