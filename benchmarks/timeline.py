@@ -16,14 +16,11 @@ of attention; --active is the share of a layer's experts that a token passes.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from benchmarks.clock import peers
 from benchmarks.clock.cells import CELLS, rows
@@ -32,9 +29,9 @@ from benchmarks.clock.passes import Given, GivenPasses, ShardedPasses
 from benchmarks.clock.play import Played, Rates, play
 from benchmarks.clock.record import Record, Session, opened
 from benchmarks.clock.shown import sentences, waits, write_trace
+from benchmarks.rehearsal.__main__ import with_plan
 from benchmarks.rehearsal.engines import MeshEngine, Passes
-from lwopt_backend.cli import main
-from lwopt_backend.cli.plan import plan, studied
+from lwopt_backend.cli.plan import studied
 from lwopt_backend.engines.report import standard_output
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting
@@ -117,7 +114,6 @@ def run(words: Sequence[str]) -> None:
     del own.table, own.peers, own.results
     options = Own(**vars(own))
 
-    @functools.wraps(plan)
     def command(**given: Any) -> None:
         model, study = studied(given)
         played = predicted(study, given=options.given, attach=options.attach)
@@ -130,9 +126,7 @@ def run(words: Sequence[str]) -> None:
         if options.trace:
             write_trace(played, options.trace)
 
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=__doc__)(command)
-    main(lambda: app(of_plan))
+    with_plan(of_plan, command, __doc__)
 
 
 if __name__ == "__main__":

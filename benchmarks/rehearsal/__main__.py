@@ -17,7 +17,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -40,7 +40,6 @@ def run(words: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=1)  # to rehearse; the last is shown
     own, of_plan = parser.parse_known_args(words)
 
-    @functools.wraps(plan)
     def command(**given: Any) -> None:
         model, study = studied(given)
         rank = _busiest(study) if own.rank is None else own.rank
@@ -55,9 +54,14 @@ def run(words: Sequence[str]) -> None:
             typer.secho(f"error: {problem}", fg="red", err=True)
         raise typer.Exit(bool(problems))
 
+    with_plan(of_plan, command, __doc__)
+
+
+def with_plan(words: Sequence[str], command: Callable[..., None], about: str | None) -> None:
+    """Call ``command`` with the options of `lwopt plan` in ``words``."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=__doc__)(command)
-    main(lambda: app(of_plan))
+    app.command(help=about)(functools.wraps(plan)(command))
+    main(lambda: app(words))
 
 
 def _busiest(study: Study) -> int:
