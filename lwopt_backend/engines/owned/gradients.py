@@ -67,8 +67,10 @@ class OwnedGradients:
         for (param, _), value in zip(owned, measure([grad for _, grad in owned]) if owned else ()):
             entry = self._entry.get(param, len(self._entry))
             found[entry] = found[entry] + value if entry in found else value
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        sums = torch.stack([found.get(entry, zero) for entry in range(len(self._entry) + 1)])
+        sums = torch.zeros(len(self._entry) + 1, dtype=torch.float64, device=self._device)
+        if found:
+            entries = torch.tensor(list(found)).to(self._device, non_blocking=True)  # so that no GPU host waits
+            sums.index_copy_(0, entries, torch.stack(list(found.values())))
         self._widest.everyone.all_reduce(sums)
         return sums
 
