@@ -226,7 +226,7 @@ class MatrixStepper:
 
     def in_blocks(self, rules: Sequence[MatrixRule]) -> frozenset[int]:
         """The exchanged atoms of which each rank updates its own block in this step."""
-        if all(rule.blocks is None for rule in rules):
+        if self._plan.block_period == 1:
             return frozenset()
         return frozenset(atom for atom in self._plan.in_blocks if rules[atom].blocks is not None)
 
