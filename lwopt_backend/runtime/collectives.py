@@ -508,14 +508,3 @@ def ranks_of(group: dist.ProcessGroup | None = None, name: str = "process_group"
             "only"
         )
     return TorchCollectives(group) if group is not None or dist.is_initialized() else Collectives()
-
-
-def join(rank: int, world_size: int, meeting_point: str) -> TorchCollectives:
-    """Initialize a gloo process group of ``world_size`` processes on one machine, which meet over a file."""
-    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=world_size)
-    return TorchCollectives()
-
-
-def leave() -> None:
-    """Destroy the process group that ``join`` initialized."""
-    dist.destroy_process_group()
