@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.rehearsal.absent_gpu import tensors_in
+from benchmarks.rehearsal.absent_gpu import sent, tensors_in
 from benchmarks.step_systems import Hooks, System
 
 # Collectives and operations.
@@ -129,28 +129,6 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def sent(name: str, args: Any, rank: int, ranks: int) -> int:
-    """Bytes that leave ``rank`` in a collective; those of reductions and gathers as if they went around a ring."""
-    first, second = (sum(map(nbytes, tensors_in([each]))) for each in (*args, None)[:2])
-    if name in ("allreduce", "all_reduce"):
-        return 2 * (ranks - 1) * first // ranks
-    if name in ("all_gather_into_tensor", "all_gather_into_tensor_coalesced"):
-        return (ranks - 1) * first
-    if name in ("allgather", "allgather_base", "allgather_into_tensor_coalesced"):
-        return (ranks - 1) * second
-    if name in ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced") and not isinstance(args[1], (Tensor, list)):
-        return (ranks - 1) * first // ranks
-    if "reduce_scatter" in name:
-        return second - first
-    if name == "broadcast":
-        return (ranks - 1) * first if args[2] == rank else 0
-    if name in ("send", "recv"):
-        return first if name == "send" else 0
-    if name == "alltoall_base":  # no splits are equal parts
-        return second - (args[4][rank] * args[1].itemsize if args[4] else second // ranks)
-    raise NotImplementedError(f"the bytes of a collective {name!r} are not known; add its rule")
-
-
 def launches(name: str, args: Sequence[Any]) -> int:
     """1, or for a list of tensors that CUDA takes one by one, their number."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
@@ -169,10 +147,6 @@ def dense(tensor: Tensor) -> bool:
 def new_storages(result: Any, args: Sequence[Any]) -> int:
     made, given = ({t.untyped_storage()._cdata for t in tensors_in(some)} for some in ([result], args))
     return len(made - given)
-
-
-def nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
 
 
 # The functions that are Newton-Schulz, where their callers look them up.

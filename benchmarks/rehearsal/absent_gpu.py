@@ -222,21 +222,37 @@ def _is_real(args: Any, kwargs: Mapping[str, Any]) -> bool:
 def _sent(name: str, args: Any) -> tuple[str, int]:
     """The kind of a collective, and the bytes that this rank sends in it."""
     group = ProcessGroup.unbox(next(each for each in args if isinstance(each, torch.ScriptObject)))
-    ranks, rank = group.size(), group.rank()
-    first, second = ([*tensors_in([each])] for each in args[:2])
-    into, out = (sum(tensor.numel() * tensor.itemsize for tensor in some) for some in (first, second))
-    if name == "alltoall_base_":
-        splits = args[4]
-        mine = splits[rank] * second[0].itemsize if splits else out // ranks
-        return "all-to-all", out - mine
+    name = name.strip("_")
+    kinds = {"alltoall_base": "all-to-all", "allgather": "all-gather", "reduce_scatter": "reduce-scatter"}
+    kind = next((kind for word, kind in kinds.items() if word in name), name)
+    if name == "allreduce":
+        (first,) = tensors_in(args[0])
+        kind = "all-reduce" if first.dtype.is_floating_point else "all-reduce of flags"
+    return kind, sent(name, args, group.rank(), group.size())
+
+
+def sent(name: str, args: Any, rank: int, ranks: int) -> int:
+    """Bytes that leave ``rank`` in a collective; those of reductions and gathers as if they went around a ring."""
+    first, second = (sum(each.nbytes for each in tensors_in([some])) for some in (*args, None)[:2])
+    if name in ("allreduce", "all_reduce"):
+        return 2 * (ranks - 1) * first // ranks
+    if name in ("all_gather_into_tensor", "all_gather_into_tensor_coalesced"):
+        return (ranks - 1) * first
+    if name in ("allgather", "allgather_base", "allgather_into_tensor_coalesced"):
+        return (ranks - 1) * second
+    if name in ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced") and not isinstance(args[1], (Tensor, list)):
+        return (ranks - 1) * first // ranks
     if "reduce_scatter" in name:
-        return "reduce-scatter", out - into
-    if "allgather" in name:
-        return "all-gather", out * (ranks - 1)
-    if name == "allreduce_":
-        flags = not first[0].dtype.is_floating_point
-        return "all-reduce of flags" if flags else "all-reduce", 2 * into * (ranks - 1) // ranks
-    return name.strip("_"), into * (ranks - 1) if rank == 0 else 0
+        return second - first
+    if name == "broadcast":
+        return (ranks - 1) * first if args[2] == rank else 0
+    if name in ("send", "recv"):
+        return first if name == "send" else 0
+    if name == "alltoall_base":  # no splits are equal parts
+        return second - (args[4][rank] * args[1].itemsize if args[4] else second // ranks)
+    if name == "alltoall":
+        return second - int(args[1][rank].nbytes)
+    raise NotImplementedError(f"the bytes of a collective {name!r} are not known; add its rule")
 
 
 def place(frame: FrameType | None) -> str:
