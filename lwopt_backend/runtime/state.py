@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -253,15 +253,15 @@ class OwnerState:
         """The state of every atom, without what trial steps created."""
         return {atom: state for atom, state in self._held.items() if atom not in self._tried}
 
-    def make(self, atoms: Iterable[int], rules: Sequence[MatrixRule]) -> None:
-        """Create the state of ``atoms``, so that a checkpoint has its names and shapes before the first step.
+    def make(self, rules: Mapping[int, MatrixRule]) -> None:
+        """Create the state of atoms, by their ``rules``, so that a checkpoint has its names and shapes before the first
+        step.
 
         A ``WeightRule`` creates its state in its first step, so this takes a trial step on random numbers. The real
         first step discards that state.
         """
-        for atom in atoms:
-            rule = rules[atom]
-            if not keeps_state(rule) or self._held.get(atom):
+        for atom, rule in rules.items():
+            if self._held.get(atom):
                 continue
             self._held[atom] = self._new(atom, rule)
             if isinstance(rule, WeightRule):

@@ -162,13 +162,13 @@ class OwnerShards:
     def __init__(self, stepper: MeshStepper, rules: Mapping[int, MatrixRule]) -> None:
         self._held, self._ranks, self._device = stepper.stepper.owner_state, stepper.collectives, stepper.device
         of_atoms, owners = stepper.rules_of(rules), stepper.plan.ownership.owners
-        owned = [a for a, rule in enumerate(of_atoms) if owners[a] == self._ranks.rank and keeps_state(rule)]
+        owned = {a: rule for a, rule in enumerate(of_atoms) if owners[a] == self._ranks.rank and keeps_state(rule)}
         self._owned = dict.fromkeys(owned)
         self.entries: list[Entry] = []
         self.matrices: dict[Tensor, list[str]] = {}
         if not any(map(keeps_state, of_atoms)):
             return
-        check_on_all(self._ranks, "the rule's first step", lambda: self._held.make(owned, of_atoms))
+        check_on_all(self._ranks, "the rule's first step", lambda: self._held.make(owned))
         mine = [(a, path, tuple(t.shape), t.dtype) for a in owned for path, t in self._held.tensors(a).items()]
         of_all = (entry for of_rank in self._ranks.gather_objects(mine) for entry in of_rank)
         for atom, path, shape, dtype in sorted(of_all, key=lambda entry: entry[:2]):

@@ -20,7 +20,14 @@ from lwopt_backend.engines.owned.buckets import BucketBuffers, Sharers
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.grouping import Grouping, Member
 from lwopt_backend.groups.param_groups import ElementwiseGroups
-from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of, build_matrix_rules, check_devices, new_state
+from lwopt_backend.groups.registry import (
+    MATRIX_RULES,
+    atoms_of,
+    build_matrix_rule,
+    build_matrix_rules,
+    check_devices,
+    new_state,
+)
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import end_to_end
 from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam
@@ -156,8 +163,8 @@ class OwnedStepper:
 
         A member that is not ``active`` does not change, nor does its state; ``active`` must be equal on all ranks.
         """
-
-        rules = self._rules(groups)
+        by_group = build_matrix_rules(groups, self._config)
+        rules = [by_group[self._members[number].group] for number, _ in self._places]
         numbers = self._manager.order[:: -1 if self.last_first else 1]
         for number, bucket in zip(numbers, self._manager.settled(numbers)):
             self._update(bucket, groups, rules, active)
@@ -199,18 +206,18 @@ class OwnedStepper:
 
     def _made(self, number: int, groups: Groups) -> dict[int, int]:
         """Make the owner state of the matrices that this rank owns in a member; returns their atoms by place."""
-        rules = self._rules(groups)
-        kept = {place: atom for place, atom in self._atoms_of[number].items() if keeps_state(rules[atom])}
-        self._whole.owner_state.make(kept.values(), rules)
-        return kept
+        atoms = self._atoms_of[number]
+        if not atoms:
+            return {}
+        rule = build_matrix_rule(groups[self._members[number].group], self._config)
+        if not keeps_state(rule):
+            return {}
+        self._whole.owner_state.make(dict.fromkeys(atoms.values(), rule))
+        return atoms
 
     def owner_nbytes(self) -> int:
         """Bytes of all owner state on this rank."""
         return self._whole.owner_state.nbytes()
-
-    def _rules(self, groups: Groups) -> list[MatrixRule]:
-        by_group = build_matrix_rules(groups, self._config)
-        return [by_group[self._members[number].group] for number, _ in self._places]
 
     def _update(
         self, bucket: BucketBuffers, groups: Groups, rules: Sequence[MatrixRule], active: Callable[[int], bool]
