@@ -49,10 +49,12 @@ def steps(tmp_path: Path, metric: str, arguments: str = "") -> dict[str, dict[st
 
 
 @pytest.mark.full
-def test_host_time_is_that_outside_functions_of_torch() -> None:
-    printed = succeeds("python -m benchmarks.host_time --engine zero1 --rounds 1", ROOT)
-    ((ms, calls, operations),) = re.findall(r"zero1 +([\d.]+) ms, (\d+) calls, (\d+) operations", printed)
-    assert float(ms) > 0 and int(calls) > int(operations) > 0
+def test_host_time_is_that_of_two_commits_in_turn(tmp_path: Path) -> None:
+    printed = succeeds("python -m benchmarks.host_time --against HEAD --engine zero1 --rounds 1", ROOT)
+    rows = re.findall(r"zero1 +(\w+) +([\d.]+) ms, (\d+) calls, (\d+) operations", printed)
+    assert [name for name, *_ in rows] == ["HEAD", "this"]
+    assert all(float(ms) > 0 and int(calls) > int(operations) > 0 for _, ms, calls, operations in rows)
+    assert "/against" not in succeeds("git worktree list", ROOT)
 
 
 @pytest.mark.full
