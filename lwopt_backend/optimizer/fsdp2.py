@@ -77,7 +77,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._scattered = scattered(self._steppers)
         if self._attachment is not None and self._attachment.is_on:
             self._attachment.remove()
-            self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
+            self._attachment = self._attached()
         if exchange[-1][1].rank == 0:
             warn_of_small_rate(self._grouping.groups)  # as configured, before a schedule changes them
             if self.config.report:
@@ -109,8 +109,12 @@ class MeshOptimizer(LayerWiseOptimizer):
         check_is_of(module, [group["params"] for group in self.param_groups], self._names)
         if self._attachment is not None:
             self._attachment.remove()
-        self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
+        self._attachment = self._attached()
         return self._attachment
+
+    def _attached(self) -> Attachment:
+        """Hooks that read the state as it is: to read the attribute is to look at every parameter, for each bucket."""
+        return Attachment(self._steppers, self._matrix_rules, lambda: self.__dict__["state"])
 
     def _matrix_rules(self) -> dict[int, MatrixRule]:
         return build_matrix_rules(self.param_groups, self.config)
