@@ -165,7 +165,7 @@ def test_rules(tmp_path: Path) -> None:
 # operations outside Newton-Schulz, batches in it, reads by the host, collectives.
 LAUNCHES = {
     "plain": (22, 4, 1, 2),
-    "modules": (38, 4, 2, 4),
+    "modules": (39, 4, 2, 4),
     "fsdp2": (38, 6, 0, 7),
     "zero0": (43, 6, 0, 3),
     "zero1": (28, 5, 0, 2),
