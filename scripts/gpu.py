@@ -42,7 +42,6 @@ def commands(device: str) -> dict[str, list[str]]:
     on_device = [*pytest, "tests/test_gpu.py", "--device", device, "-k"]
     size = "--layers 1 --width 64 --tokens 8 --rounds 1" if cpu else "--layers 6 --width 2048 --tokens 2048"
     options = ["--device", device, "--ranks", "1", "--engine", *ENGINES, *size.split(), "--metric"]
-    options = ["--device", device, "--ranks", "1", "--engine", *ENGINES, *size.split(), "--metric"]
     step = ["-m", "benchmarks.step", *options]
     return {
         "suite": [*pytest, "-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"],
