@@ -165,6 +165,15 @@ def shards_without_marks(settings: dict[str, Any]) -> None:
     build(settings, UnevenLM(seed=dist.get_rank()), mpu=ModelParallel(dist.get_world_size()))
 
 
+def shards_marked_on_one_rank(settings: dict[str, Any]) -> None:
+    model = UnevenLM(seed=dist.get_rank())
+    shared = UnevenLM().state_dict()
+    model.load_state_dict({**shared, "embedding.weight": model.embedding.weight})
+    if dist.get_rank():
+        vars(model.embedding.weight).update(tensor_model_parallel=True, partition_dim=0)
+    build(settings, model, mpu=ModelParallel(dist.get_world_size()))
+
+
 def experts_by_auto_ep(settings: dict[str, Any]) -> None:
     model = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=4, **SIZES))
     experts = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
@@ -194,6 +203,7 @@ def stages(settings: dict[str, Any]) -> None:
         (marked(tensor_model_parallel=True), config(2), f"{WEIGHT} is marked as tensor-parallel"),
         (marked(sequence_parallel=True), config(2), f"{WEIGHT} is marked sequence"),
         (shards_without_marks, config(2), "'embedding.weight': expected a mark of tensor parallelism"),
+        (shards_marked_on_one_rank, config(2), "'embedding.weight': expected a mark of tensor parallelism"),
         (marked(ranks=1), config(2), "mpu.get_model_parallel_world_size() is 2, of which 1"),
         (experts_by_auto_ep, config(2), "expert_parallel.enabled is true (AutoEP), which is not tested"),
         (experts, ON_OWNED, "the model has DeepSpeed's expert layers"),

@@ -27,7 +27,7 @@ from torch.profiler import record_function
 from lwopt_backend.groups.param_groups import Groups, small_rate
 from lwopt_backend.plan import Cut, Fragment
 from lwopt_backend.routing.routing import CUT, cut_of, named_parameters
-from lwopt_backend.runtime.agreement import IS, digest, setting, unlike_lines
+from lwopt_backend.runtime.agreement import digest, setting, unlike_lines
 from lwopt_backend.runtime.collectives import NORM, Collectives, TorchCollectives
 
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts."  # the experts' place in their layer
@@ -127,28 +127,32 @@ def mark_cuts(engine: DeepSpeedEngine, ranks: Collectives) -> tuple[list[tuple[i
     Returns every rank's tensor- and data-parallel rank, and why parameters cannot be trained, one sentence each.
     """
     count, found, reasons = tensor_ranks(engine), {}, []
+    lines: dict[int, str] = {}  # of all parameters, so that those of two ranks are in one order
     for module_name, module in engine.module.named_modules():
         for key, param in module.named_parameters(recurse=False):
             name = f"{module_name}.{key}" if module_name else key
+            lines[id(param)] = setting(name, "marked")
             try:
                 found[id(param)] = name, param, _cut(module, param, count)
             except ValueError as error:
                 reasons.append(f"parameter {name!r} of shape {tuple(param.shape)} {error}")
-    for _, param, cut in found.values():
+    for number, (name, param, cut) in found.items():
         setattr(param, CUT, cut)
         if cut is not None:  # DeepSpeed's norm uses it; AutoTP omits it on a sharded embedding
             setattr(param, CUT_MARK, True)
-    copies = [setting(name, _digest(param)) for name, param, cut in found.values() if cut is None]
+        else:
+            lines[number] = setting(name, _digest(param))
     place = bwc_tensor_model_parallel_rank(engine.mpu), engine.mpu.get_data_parallel_rank()
-    of_ranks = ranks.gather_objects((place, digest(copies)))
-    if len({of_copies for _, of_copies in of_ranks}) > 1:
-        all_lines = [of_rank or [] for of_rank in unlike_lines(ranks, copies)]
-        differ = [line for line in all_lines[ranks.rank] if any(line not in others for others in all_lines)]
+    of_ranks = ranks.gather_objects((place, digest([*lines.values()])))
+    if len({of_lines for _, of_lines in of_ranks}) > 1:
+        all_lines = [of_rank or [] for of_rank in unlike_lines(ranks, [*lines.values()])]
+        copies = {lines[number]: name for number, (name, _, cut) in found.items() if cut is None}
+        here = [line for line in all_lines[ranks.rank] if line in copies]
+        differ = [copies[line] for line in here if any(line not in others for others in all_lines)]
         reasons += [
-            f"parameter {line.partition(IS)[0]!r}: expected a mark of tensor parallelism (tensor_model_parallel and "
-            "partition_dim), found none, although its values differ between tensor-parallel ranks: mark it, or make "
-            "them equal"
-            for line in differ[:1]
+            f"parameter {name!r}: expected a mark of tensor parallelism (tensor_model_parallel and partition_dim), "
+            "found none, although its values differ between tensor-parallel ranks: mark it, or make them equal"
+            for name in differ[:1]
         ]
     return [place for place, _ in of_ranks], reasons
 
