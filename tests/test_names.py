@@ -259,11 +259,8 @@ def test_parts_that_do_not_fit_each_other_are_refused() -> None:
         ((24, 8, 8), {"query_groups": 3}, "do not divide by heads"),
         ((24, 8, 8), {"query_groups": 2, "kv_channels": 2}, "do not divide by heads"),
         ((12, 4, 4), {"query_groups": 1, "kv_channels": 8}, "rows of q, k and v, found 20, which do not divide"),
-        (
-            (12, 8, 8),
-            {"query_groups": 2},
-            "rows of q, k and v, found 28, which do not divide",
-        ),  # one and a half heads a group
+        # one and a half heads a group
+        ((12, 8, 8), {"query_groups": 2}, "rows of q, k and v, found 28, which do not divide"),
     ]:
         with pytest.raises(CheckpointError, match=said):
             joined(rows, **numbers)
@@ -340,11 +337,9 @@ def test_qwen3_next_is_refused_as_its_norms_are_not_all_centered_alike(family: s
     kinds = ["linear_attention", "full_attention"]
     config = transformers.Qwen3NextConfig(**EXPERTS, **sizes, head_dim=4, num_experts=3, layer_types=kinds)
     weights = transformers.AutoModelForCausalLM.from_config(config).state_dict()
-    norms = {name: weight for name, weight in weights.items() if "norm" in name}
-    for name, weight in norms.items():  # as they begin
+    for name, weight in ((name, weight) for name, weight in weights.items() if "norm" in name):  # as they begin
         assert torch.all(weight == float(name.endswith("linear_attn.norm.weight"))), name
-    said = "'model.layers.0.linear_attn.norm.weight' fits no rule"
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match="'model.layers.0.linear_attn.norm.weight' fits no rule"):
         translate(checkpoint_of(weights, "model"), CORE, Numbers(heads=6, query_groups=2), source=family)
 
 
@@ -407,10 +402,8 @@ def test_parts_that_differ_are_not_joined(changes: dict[str, Any]) -> None:
     there, name = translate(checkpoint_of(weights, CORE, arguments), "hf-llama"), "model.layers.0.mlp.up_proj.weight"
     said = "expected equal .* which rule .* joins, found"
     if "weight" in changes:
-        changes, said = (
-            {"weight": there.params[name].weight.to(changes["weight"])},
-            "expected tensors that can be joined, found .*torch.bfloat16",
-        )
+        changes = {"weight": there.params[name].weight.to(changes["weight"])}
+        said = "expected tensors that can be joined, found .*torch.bfloat16"
     with pytest.raises(CheckpointError, match=said):
         translate(changed(there, name, **changes), CORE)
 
@@ -423,9 +416,8 @@ def test_names_made_twice_maps_of_other_names_and_stacks_of_other_sizes_are_refu
     names = NameMap(CORE, "mine", (rule("a", "c"), rule("b", "c")))
     with pytest.raises(CheckpointError, match="two rules make 'c'"):
         apply(names, checkpoint_of({"a": torch.ones(1), "b": torch.ones(1)}, CORE))
-    with pytest.raises(
-        CheckpointError, match="expected names of megatron-core, from which the map to hf-llama starts, found model"
-    ):
+    said = "expected names of megatron-core, from which the map to hf-llama starts, found model"
+    with pytest.raises(CheckpointError, match=said):
         apply(find("hf-llama"), checkpoint_of({}, "model"))
     weights, arguments = core("Mixtral")
     there = translate(checkpoint_of(weights, CORE, arguments), "hf-moe-stacked")
@@ -445,6 +437,15 @@ def test_names_of_transformer_engine_are_understood() -> None:
         called[re.sub(r"local_experts\.(\d+)\.(linear_fc.)\.weight", r"\2.weight\1", name)] = weight
     assert len(set(called) & set(weights)) < len(weights) / 2
     assert_equal(weights_of(translate(checkpoint_of(called, CORE, arguments), CORE)), weights)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_of_a_model_without_a_head_are_understood(name: str) -> None:
+    model, family = built(name), MODELS[name][0]
+    weights, arguments = core_of(model)
+    bare = checkpoint_of(model.base_model.state_dict(), family, arguments)
+    assert_equal(weights_of(translate(bare, CORE)), {key: weights[key] for key in weights if key != HEAD})
+    assert set(translate(bare, family).params) == set(model.state_dict()) - {"lm_head.weight"}
 
 
 def test_ties_and_buffers_are_renamed_and_what_is_dropped_is_said() -> None:
@@ -496,7 +497,7 @@ def test_a_users_file_serves_both_ways(tmp_path: Path) -> None:
     layer, blocks = "decoder.layers.{layer}", ["qkv_blocks", "transpose"]
     expert, halves = f"{layer}.mlp.experts.local_experts.{{expert}}", ["{layer+1}.gate", "{layer+1}.up"]
     rules = [
-        {"source": f"{layer}.{QKV}", "target": "blocks.{layer+1}.qkv", "do": blocks},
+        {"source": f"{layer}.{QKV}", "target": "layers.{layer+1}.qkv", "do": blocks},
         {"source": f"{layer}.mlp.linear_fc2.weight", "target": "down"},
         {"source": f"{expert}.linear_fc2.weight", "target": "experts.down"},
         {"source": f"{expert}.linear_fc1.weight", "target": halves, "do": ["split_gate_up"]},
@@ -519,7 +520,7 @@ def test_a_users_file_serves_both_ways(tmp_path: Path) -> None:
     there = translate(checkpoint_of(weights, CORE), path)
     assert there.names == "mine"
     found = weights_of(there)
-    expected = {"blocks.2.qkv": torch.cat([q, k, v]).t(), "down": down[:, 0], "experts.down": down[:, 1:]}
+    expected = {"layers.2.qkv": torch.cat([q, k, v]).t(), "down": down[:, 0], "experts.down": down[:, 1:]}
     expected |= {"1.gate": gate_up[0, :, :2], "2.up": gate_up[1, :, 2:]}
     assert_equal({name: found[name] for name in expected}, expected)
     assert "model.layers.0.self_attn.q_proj.bias" in found

@@ -9,7 +9,7 @@ from pathlib import Path
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.formats import Numbers
 from lwopt_backend.checkpoint.names import families
-from lwopt_backend.checkpoint.names.applying import apply
+from lwopt_backend.checkpoint.names.applying import apply, without_aliases
 from lwopt_backend.checkpoint.names.rules import NameMap, read_map
 from lwopt_backend.config.options import suggestion
 
@@ -42,7 +42,7 @@ def translate(
     back = find(source) if source is not None else FAMILIES.get(checkpoint.names)
     cuts = numbers is not None and numbers.vocab_size is not None
     if checkpoint.names == into.target != into.source and not cuts:
-        return checkpoint
+        return without_aliases(into.target_aliases, checkpoint)
     if back is not None and checkpoint.names not in (CORE, into.source):
         checkpoint = apply(back.inverse(), checkpoint, numbers)
         if into.source == into.target:

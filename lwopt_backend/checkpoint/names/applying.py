@@ -85,6 +85,28 @@ def canonical(pairs: Sequence[tuple[Pattern, Pattern]], name: str) -> str:
     return next((meant.format(values) for meant, values in matches if values is not None), name)
 
 
+def without_aliases(pairs: Sequence[tuple[Pattern, Pattern]], checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the names behind aliases. Raises CheckpointError for two spellings of one parameter."""
+    matrices = checkpoint.arguments.get(MATRICES) or {}
+    names = (*checkpoint.params, *checkpoint.buffers, *checkpoint.tied, *checkpoint.tied.values(), *matrices)
+    meant = {name: canonical(pairs, name) for name in names}
+    if all(name == other for name, other in meant.items()):
+        return checkpoint
+    seen: set[str] = set()
+    for name in (*checkpoint.params, *checkpoint.buffers):
+        if meant[name] in seen:
+            raise CheckpointError(f"expected one parameter {meant[name]!r}, found {name!r} and another; drop one")
+        seen.add(meant[name])
+    renamed = {meant[name]: of for name, of in matrices.items()}
+    return dataclasses.replace(
+        checkpoint,
+        params={meant[name]: param for name, param in checkpoint.params.items()},
+        buffers={meant[name]: buffer for name, buffer in checkpoint.buffers.items()},
+        tied={meant[name]: meant[of] for name, of in checkpoint.tied.items()},
+        arguments={**checkpoint.arguments, **({MATRICES: renamed} if renamed else {})},
+    )
+
+
 def _layers(values: Iterable[Mapping[str, int | str]], numbers: Numbers) -> int | None:
     """The number of layers. Raises CheckpointError if one is missing, or if the given number differs."""
     seen = {int(each["layer"]) for each in values if "layer" in each}
@@ -176,14 +198,8 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
                 f"expected another value than {key}={value!r} in training: {why}; weights under names of {family} "
                 "would mean something else"
             )
-    spelled: dict[str, Param] = {}
-    for name, param in checkpoint.params.items():
-        meant = canonical(names.aliases, name)
-        if meant in spelled:
-            raise CheckpointError(f"expected one parameter {meant!r}, found {name!r} and another; drop one")
-        spelled[meant] = param
-    source = dataclasses.replace(checkpoint, params=spelled)
-    units = plan(names, spelled, numbers)
+    source = without_aliases(names.aliases, checkpoint)
+    units = plan(names, source.params, numbers)
     not_gated = arguments.get("swiglu") is False and not arguments.get("quick_geglu")
     _check_gates(source, units, family, numbers)
     params: dict[str, Param] = {}
@@ -198,9 +214,9 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
             if name in params:
                 raise CheckpointError(f"two rules make {name!r}; the second is {unit.rule}, of {unit.names[0]!r}")
             params[name] = param
-            if param is spelled[unit.names[0]]:
+            if param is source.params[unit.names[0]]:
                 unchanged[unit.names[0]] = name
-    tied, buffers, lost = _extras(names, checkpoint, units)
+    tied, buffers, lost = _extras(names, source, units)
     dropped = [name for unit in units if not unit.rule.targets for name in unit.names]
     notes = [f"{len(dropped)} parameter(s) were dropped by the name map: {_some(dropped)}."] if dropped else []
     notes += [f"The name map has no name for {_some(lost)}; left out."] if lost else []
@@ -208,7 +224,7 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
         checkpoint,
         names=names.target,
         params=params,
-        arguments=_arguments(names, arguments, unchanged),
+        arguments=_arguments(source.arguments, unchanged),
         notes=(*checkpoint.notes, *notes),
         tied=tied,
         buffers=buffers,
@@ -225,10 +241,10 @@ def _check_gates(source: Checkpoint, units: Sequence[Unit], family: str, numbers
         )
 
 
-def _arguments(names: NameMap, arguments: Mapping[str, Any], unchanged: Mapping[str, str]) -> dict[str, Any]:
+def _arguments(arguments: Mapping[str, Any], unchanged: Mapping[str, str]) -> dict[str, Any]:
     """The arguments, with ``matrices`` by new names. Split, joined or permuted parameters lose their entries."""
-    known = {canonical(names.aliases, name): matrices for name, matrices in (arguments.get(MATRICES) or {}).items()}
-    renamed = {unchanged[name]: matrices for name, matrices in known.items() if name in unchanged}
+    known = (arguments.get(MATRICES) or {}).items()
+    renamed = {unchanged[name]: matrices for name, matrices in known if name in unchanged}
     rest = {key: value for key, value in arguments.items() if key != MATRICES}
     return {**rest, MATRICES: renamed} if renamed else rest
 
@@ -298,7 +314,6 @@ def _extras(
 
     def renamed(name: str) -> str | None:
         """The new name by a rule with one source and one target, or None."""
-        name = canonical(names.aliases, name)
         for rule in names.rules:
             values = rule.sources[0].match(name) if len(rule.sources) == 1 else None
             if values is not None:
@@ -308,7 +323,7 @@ def _extras(
 
     single = [unit for unit in units if len(unit.names) == 1 == len(unit.rule.targets) and not unit.rule.unstacked_over]
     renames = {unit.names[0]: unit.targets()[0][0] for unit in single}
-    ties = {n: (renamed(n), renames.get(canonical(names.aliases, of))) for n, of in checkpoint.tied.items()}
+    ties = {n: (renamed(n), renames.get(of)) for n, of in checkpoint.tied.items()}
     tied = {new: of for new, of in ties.values() if new is not None and of is not None}
     of_buffers = {name: renamed(name) for name in checkpoint.buffers}
     buffers = {new: checkpoint.buffers[name] for name, new in of_buffers.items() if new is not None}

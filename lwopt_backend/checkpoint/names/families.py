@@ -89,8 +89,18 @@ DENSE: tuple[Rule, ...] = (
 )
 
 
+# In the file of a model without a head, such as LlamaModel
+WITHOUT_HEAD = aliases(
+    {
+        "embed_tokens.weight": "model.embed_tokens.weight",
+        "layers.{layer}.{*}": f"{HF_LAYER}.{{*}}",
+        "norm.weight": "model.norm.weight",
+    }
+)
+
+
 def family(target: str, *rules: Rule) -> NameMap:
-    return NameMap("megatron-core", target, rules, ALIASES, refused=REFUSED)
+    return NameMap("megatron-core", target, rules, ALIASES, WITHOUT_HEAD, REFUSED)
 
 
 LLAMA = family("hf-llama", *EMBEDDINGS, *ATTENTION, *DENSE)
@@ -118,6 +128,13 @@ GPT2 = NameMap(
         rule([], f"{GPT2_LAYER}.attn.{{bias|masked_bias}}", optional=True),  # masks, in files of old versions
     ),
     ALIASES,
+    aliases(  # in the file of a GPT2Model, as the hub has it
+        {
+            "{wte|wpe}.weight": "transformer.{wte|wpe}.weight",
+            "h.{layer}.{*}": f"{GPT2_LAYER}.{{*}}",
+            f"ln_f.{EITHER}": f"transformer.ln_f.{EITHER}",
+        }
+    ),
     refused={
         "layernorm_zero_centered_gamma": (True, "its norms multiply by 1 + weight, GPT-2's by the weight"),
         "apply_layernorm_1p": (True, "its norms multiply by 1 + weight, GPT-2's by the weight"),

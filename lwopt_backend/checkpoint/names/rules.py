@@ -85,6 +85,10 @@ class Pattern:
 
         return _FIELD.sub(filled, self.text)
 
+    def example(self) -> str:
+        """One of the names of this form."""
+        return self.format({field: field.split("|")[0] if "|" in field else 0 for field in self.fields})
+
 
 def _base(field: str) -> tuple[str, int | None]:
     """The field's name, and the offset of its number in the name; None if it is not a number."""
@@ -243,6 +247,9 @@ def read_map(path: Path, families: Mapping[str, NameMap]) -> NameMap:
         replaced = {own.sources for own in rules if own.sources}
         others = tuple(of_family for of_family in base.rules if of_family.sources not in replaced)
         spelled, numbers = aliases(file.aliases) + base.aliases, parse(Numbers, file.numbers, "numbers")
-        return replace(base, target=file.target, rules=rules + others, aliases=spelled, numbers=numbers)
+        own = [pattern.example() for each in rules for pattern in each.targets]
+        theirs = tuple(pair for pair in base.target_aliases if not any(pair[0].match(name) for name in own))
+        named = replace(base, target=file.target, rules=rules + others, aliases=spelled, target_aliases=theirs)
+        return replace(named, numbers=numbers)
     except (OSError, ValueError, RecursionError) as error:  # also what json and pydantic raise
         raise CheckpointError(f"{path}: {error}") from error
