@@ -189,7 +189,7 @@ class OwnerShards:
             parts[entry] = torch.empty(here.numel if here else 0, dtype=torch.uint8, device=self._device)
 
         def fetch(segment: Segment, entry: Entry) -> Tensor:
-            return _bytes(tensors[entry.atom][entry.path])[segment.start : segment.stop]
+            return _bytes_in(tensors[entry.atom][entry.path], entry.like.dtype, slice(segment.start, segment.stop))
 
         def deliver(segments: Segments) -> None:
             for segment, data in segments:
@@ -210,7 +210,7 @@ class OwnerShards:
                 arrived[entry.atom][entry.path] = torch.empty_like(entry.like, device=self._device)
 
         def fetch(segment: Segment, entry: Entry) -> Tensor:
-            return _bytes(rows[entry].to(entry.like.dtype))[self._of_rows(segment)]
+            return _bytes_in(rows[entry], entry.like.dtype, self._of_rows(segment))
 
         def deliver(segments: Segments) -> None:
             for segment, data in segments:
@@ -301,6 +301,15 @@ def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> BytesInRounds:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes_in(tensor: Tensor, dtype: torch.dtype, place: slice) -> Tensor:
+    """The bytes at ``place`` of a tensor in ``dtype``. A part is sent at a time: only its rows are converted or copied,
+    for SOAP's eigenvectors are not contiguous."""
+    nbytes = tensor[0].numel() * dtype.itemsize
+    first = place.start // nbytes
+    rows = tensor[first : -(-place.stop // nbytes)]
+    return _bytes(rows.to(dtype))[place.start - first * nbytes : place.stop - first * nbytes]
 
 
 def owner_shards(steppers: Sequence[MeshStepper], rules: Mapping[int, MatrixRule], states: States) -> list[OwnerShards]:
