@@ -274,6 +274,7 @@ REFUSED_TORCH: list[tuple[TorchSetup, Damage, str]] = [
     (SOLO, all_of(without(OWN_0, *NORMS), without(OWN_0, *NORM_NUMBERS)), "expected 2 parameters.*found 1 and 1"),
     (ONE, edited(two_that_fit), "options show the group of embedding.word_embeddings.weight, found 3 that do not"),
     (ONE, updated(*STATE, max_exp_avg=torch.ones(2)), "'max_exp_avg'"),
+    (ONE, edited(lambda state: state.update(fp32=state["exp_avg"] + 1), *STATE), "expected a known state .* 'fp32'"),
     (ONE, updated(MODEL, "optimizer", other=1), r"only, found \['other'\] as well"),
     (ONE, updated(*STATE, exp_avg=torch.ones(2)), r"found \(2,\)"),
     (ONE, without(MODEL, "model", OUTPUT), "expected 9 parameters.*found 10"),

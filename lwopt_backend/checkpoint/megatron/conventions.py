@@ -94,16 +94,21 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
     return EXPERT.sub(lambda match: f".mlp.experts.local_experts.{int(match[1]) + first_expert}.", name)
 
 
-def check_states(states: Mapping[str, Mapping[str, Any]], weights: Mapping[str, LazyTensor], where: str) -> None:
-    """Raises CheckpointError for unknown states, states without a weight, and for another shape or dtype than the
-    weight implies."""
+def check_states(
+    states: Mapping[str, Mapping[str, Any]],
+    weights: Mapping[str, LazyTensor],
+    where: str,
+    known: Sequence[str] = (MASTER, *STATES),
+) -> None:
+    """Raises CheckpointError for states that are not ``known``, states without a weight, and for another shape or dtype
+    than the weight implies."""
     for name, of_name in states.items():
         for state, tensor in of_name.items():
             is_tensor = isinstance(tensor, LazyTensor)
             what = f"{tensor.where if is_tensor else where}: {'master weight' if state == MASTER else state} of {name}"
-            if state not in (MASTER, *STATES):
-                known = f"expected a known state ({', '.join(STATES)}), found {state!r}"
-                raise CheckpointError(f"{what}: {known}; save it with a supported optimizer")
+            if state not in known:
+                problem = f"expected a known state ({', '.join(STATES)}), found {state!r}"
+                raise CheckpointError(f"{what}: {problem}; save it with a supported optimizer")
             if name not in weights:
                 raise CheckpointError(f"{what}: expected a weight for it; copy it")
             shape = tensor.shape if is_tensor else type(tensor).__name__

@@ -16,7 +16,7 @@ from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTenso
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.megatron import conventions
-from lwopt_backend.checkpoint.megatron.conventions import Coordinates, world
+from lwopt_backend.checkpoint.megatron.conventions import STATES, Coordinates, world
 
 # Megatron-core's cuts of parameters over tensor-parallel ranks, and merging the parts.
 
@@ -151,7 +151,7 @@ def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapp
         for name, identifier in zip(of_group, identifiers):
             state = inner.state.get(identifier, {})
             states = {key: value for key, value in state.items() if key != "step"}
-            conventions.check_states({name: states}, weights, inner.where)
+            conventions.check_states({name: states}, weights, inner.where, STATES)  # master weights are elsewhere
             if name in master_of:
                 states = {MASTER: _rounding(master_of[name], weights[name], name), **states}
             step = scalar(state.get("step", group.get("step")))
