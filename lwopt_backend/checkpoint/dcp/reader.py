@@ -29,7 +29,6 @@ from lwopt_backend.checkpoint.contents import (
 )
 from lwopt_backend.checkpoint.files import manifest, pickles, torch_files
 from lwopt_backend.checkpoint.files.folders import check_inside
-from lwopt_backend.checkpoint.files.manifest import Manifest
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
 from lwopt_backend.groups import registry
@@ -121,7 +120,7 @@ class DcpFolder:
         folder, metadata = self.path, self.path / METADATA
         listed = manifest.check_files(folder)
         if listed is not None:
-            _check_marks(listed)
+            manifest.check_marks(listed, FILE)
         ends: dict[Path, int] = {}
         used: dict[Path, int] = {}
         for place in self.stored:
@@ -272,33 +271,6 @@ def _tensors(metadata: Any, stored: Mapping[tuple[str, Sizes | None], Stored]) -
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"expected a dtype of {key}, found a {type(dtype).__name__}")
         yield key, Entry(shape, dtype, tuple(chunks.values()))
-
-
-MARK = 64  # bytes at the start of a file of this package: its save and its rank
-
-
-def mark(save_id: str, rank: int) -> bytes:
-    return f"lwopt save {save_id} rank {rank}\n".encode().ljust(MARK)
-
-
-def is_marked(start: bytes) -> bool:
-    """Whether a file that begins with these bytes was written by this package, in any save."""
-    return len(start) == MARK and start.startswith(b"lwopt save ")
-
-
-def _check_marks(listed: Manifest) -> None:
-    """Raises CheckpointError for a file of another save or rank."""
-    for name, entry in listed.files.items():
-        if name.endswith(FILE):
-            with (listed.folder / name).open("rb") as file:
-                found = file.read(MARK)
-            expected = mark(listed.save_id, entry.rank)
-            if found != expected:
-                words, said = (text.decode(errors="replace").strip() for text in (expected, found))
-                raise CheckpointError(
-                    f"{listed.folder / name}: expected {words!r} at its start, found {said!r}; it is of another save "
-                    f"or another rank; {listed.advice}"
-                )
 
 
 def incomplete(where: str, saved: int, sizes: Sequence[int], offsets: Sequence[int]) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
-from lwopt_backend.checkpoint.dcp.reader import FILE, MARK, METADATA, is_marked, mark
+from lwopt_backend.checkpoint.dcp.reader import FILE, METADATA
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import flush
 from lwopt_backend.checkpoint.files.manifest import Entry as FileEntry
@@ -82,7 +82,7 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
         with self._files.open(self._name) as file:
-            file.write(mark(self.save_id, self._rank))
+            file.write(manifest.mark(self.save_id, self._rank))
             file.flush()  # if this save is killed, the next one removes files with the mark
             read = in_order((partial(planner.resolve_data, item) for item in plan.items), self._workers)
             for item, data in zip(plan.items, read):
@@ -258,7 +258,7 @@ def _unused_number(folder: Path) -> int:
     found = sorted(folder.glob(f"*{FILE}"))
     for path in [] if _has_manifest(folder) else found:
         with path.open("rb") as file:
-            if not is_marked(file.read(MARK)):
+            if not manifest.is_marked(file.read(manifest.MARK)):
                 raise CheckpointError(
                     f"{path}: expected a folder without other programs' files, because this save would remove them; "
                     "save to another folder, or empty this one"

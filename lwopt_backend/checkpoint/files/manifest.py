@@ -182,6 +182,33 @@ def check_files(folder: Path) -> Manifest | None:
     return manifest
 
 
+MARK = 64  # bytes at the start of a file of DCP by this package: its save and its rank
+
+
+def mark(save_id: str, rank: int) -> bytes:
+    return f"lwopt save {save_id} rank {rank}\n".encode().ljust(MARK)
+
+
+def is_marked(start: bytes) -> bool:
+    """Whether a file that begins with these bytes was written by this package, in any save."""
+    return len(start) == MARK and start.startswith(b"lwopt save ")
+
+
+def check_marks(listed: Manifest, ending: str) -> None:
+    """Raises CheckpointError for a file with this ending that is of another save or rank."""
+    for name, entry in listed.files.items():
+        if name.endswith(ending):
+            with (listed.folder / name).open("rb") as file:
+                found = file.read(MARK)
+            expected = mark(listed.save_id, entry.rank)
+            if found != expected:
+                words, said = (text.decode(errors="replace").strip() for text in (expected, found))
+                raise CheckpointError(
+                    f"{listed.folder / name}: expected {words!r} at its start, found {said!r}; it is of another save "
+                    f"or another rank; {listed.advice}"
+                )
+
+
 def check(path: Path, crc32: Callable[[], int]) -> None:
     """Raises CheckpointError if a manifest lists the file with another CRC32."""
     for folder in path.parents[:DEPTH]:
