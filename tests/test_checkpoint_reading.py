@@ -236,6 +236,27 @@ def test_what_is_not_known_is_refused(tmp_path: Path, state: dict[str, Any], mes
         read_dcp.read(tmp_path)
 
 
+def test_accelerates_two_folders_are_read_as_one(tmp_path: Path) -> None:
+    state = with_state("a", 2)
+    state["optim"]["param_groups"]["0"]["params"] = ["a"]
+    apart = {"pytorch_model_fsdp_0": {"model": state["model"]}, "optimizer_0": {"optimizer": state["optim"]}}
+    for name, content in {"one": state, **apart}.items():
+        dcp.save(content, checkpoint_id=tmp_path / name, no_dist=True)
+    found, expected = read_dcp.read(tmp_path), read_dcp.read(tmp_path / "one")
+    assert read_dcp.recognises(tmp_path) and expected.params["a"].states
+    assert same(params_of(found), params_of(expected)) and found.groups == expected.groups
+    with pytest.raises(CheckpointError, match="found none; give the folder above, in which Accelerate also saves"):
+        read_dcp.read(tmp_path / "optimizer_0")
+    (tmp_path / "optimizer_0" / ".metadata").rename(tmp_path / "kept")
+    with pytest.raises(CheckpointError, match="optimizer_0/.metadata cannot be read"):
+        read_dcp.read(tmp_path)
+    shutil.rmtree(tmp_path / "optimizer_0")
+    assert not read_dcp.read(tmp_path).params["a"].states
+    (tmp_path / "pytorch_model_fsdp_1").mkdir()
+    with pytest.raises(CheckpointError, match="expected one model, found pytorch_model_fsdp_0 and pytorch_model_fsdp_"):
+        read_dcp.read(tmp_path)
+
+
 def test_a_bare_model(tmp_path: Path) -> None:
     """A state dict without anything around it, of names with dots, and with a buffer that no optimizer has."""
     state = {"model.layers.0.weight": torch.ones(2, 2), "model.count": torch.tensor([3])}

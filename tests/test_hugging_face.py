@@ -20,11 +20,12 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.pytorch_utils import Conv1D
 
+from lwopt_backend.checkpoint import formats
 from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
@@ -392,6 +393,28 @@ def test_a_checkpoint_is_loaded_before_the_first_step(tmp_path: Path, kind: str,
         accelerates.load_fsdp_model(plugin, accelerator, model, str(tmp_path))
         accelerates.load_fsdp_optimizer(plugin, accelerator, optimizer, model, str(tmp_path))
         assert take_steps(model, optimizer, after) == whole
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_read_as_it_was_held(tmp_path: Path) -> None:
+    """From the folder with Accelerate's two folders."""
+    with prepared() as (accelerator, model, optimizer):
+        take_steps(model, optimizer, range(2))
+        accelerates.save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(tmp_path))
+        accelerates.save_fsdp_optimizer(accelerator.state.fsdp_plugin, accelerator, optimizer, model, str(tmp_path))
+        whole = StateDictOptions(full_state_dict=True)
+        weights = get_model_state_dict(model, options=whole)
+        state = get_optimizer_state_dict(model, optimizer, options=whole)["state"]
+    if torch.distributed.get_rank() != 0:  # the others have no whole tensors
+        return
+    found = formats.read(tmp_path)
+    assert {each["rule"] for each in found.groups} == {"muon", "adamw"} and found.iteration == 2
+    assert set(found.params) == set(state) == set(weights)
+    for name, param in found.params.items():
+        assert torch.equal(param.weight.read(), weights[name])
+        assert param.step == state[name].pop("step", None)
+        assert set(param.states) == set(state[name])
+        assert all(torch.equal(tensor.read(), state[name][key]) for key, tensor in param.states.items())
 
 
 def test_what_cannot_be_before_and_after_sharding_is_refused() -> None:

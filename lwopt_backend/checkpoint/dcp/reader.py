@@ -155,6 +155,15 @@ class DcpFolder:
                 start = (0,) * len(entry.shape)
                 raise CheckpointError(incomplete(f"{key} in {folder}", saved, entry.shape, start))
 
+    def add(self, other: DcpFolder) -> None:
+        """Add the tensors and objects of another folder. Raises CheckpointError for a key that is in both."""
+        if twice := {*self.tensors, *self.objects} & {*other.tensors, *other.objects}:
+            raise CheckpointError(f"{other.path}: expected other keys than in {self.path}, found {min(twice)} in both")
+        self.tensors.update(other.tensors)
+        self.objects.update(other.objects)
+        self.paths.update(other.paths)
+        self.stored += other.stored
+
     def tensor(self, key: str) -> LazyTensor:
         entry = self.tensors[key]
         return self.box(key, (0,) * len(entry.shape), entry.shape, entry.shape)
@@ -212,7 +221,7 @@ class DcpFolder:
         """An object other than a tensor, with the tensors in it in memory."""
         stored = self.objects[key]
         if stored is None:
-            raise CheckpointError(f"{self.path / METADATA}: expected the place of {key}, found none; copy it again")
+            raise CheckpointError(f"{self.path}: expected the place of {key} in {METADATA}, found none; copy it again")
         return torch_files.load_here(stored, f"{key} in {stored.path}")
 
     def _stored(self, chunk: Chunk, entry: Entry, where: str) -> StoredTensor:
@@ -330,24 +339,41 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
 
 KNOWN = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
 GROUPS, STATE = "param_groups.", "state."
+OF_MODEL, OF_OPTIMIZER = "pytorch_model_fsdp_", "optimizer_"  # with a number, Accelerate's folders of a model's parts
 MOST_OPTIMIZERS = 64  # every key is compared with all their names
 
 
 def recognises(path: Path) -> bool:
     """Whether it is a folder of DCP. Megatron's formats, which DCP also writes, must be tested first."""
-    return (path / METADATA).is_file()
+    return any((folder / METADATA).is_file() for folder in (path, path / f"{OF_MODEL}0"))
+
+
+def _opened(path: Path) -> DcpFolder:
+    """The folder, or the content of Accelerate's folders in it. Raises CheckpointError."""
+    model, optimizer, second = (path / name for name in (f"{OF_MODEL}0", f"{OF_OPTIMIZER}0", f"{OF_MODEL}1"))
+    if (path / METADATA).is_file() or not model.is_dir():
+        return DcpFolder(path)
+    if second.exists():
+        raise CheckpointError(
+            f"{path}: expected one model, found {model.name} and {second.name}; give one of these folders, for its "
+            "weights alone"
+        )
+    folder = DcpFolder(model)
+    if optimizer.exists():
+        folder.add(DcpFolder(optimizer))
+        folder.path = path
+    return folder
 
 
 @contents.reader("DCP")
 def read(path: Path) -> Checkpoint:
     """A checkpoint's content. Raises CheckpointError for damage, and for tensors that are neither weight nor state."""
-    folder = DcpFolder(path)
-    saved = Saved(folder)
+    saved = Saved(_opened(path))
     if not saved.weights:
-        raise CheckpointError(
-            f"{path}: expected one model's weights, best under 'model', found none; load a save of ModuleOptimizers "
-            "with ModuleOptimizers"
-        )
+        advice = "load a save of ModuleOptimizers with ModuleOptimizers"
+        if path.name.startswith(OF_OPTIMIZER):
+            advice = f"give the folder above, in which Accelerate also saves {OF_MODEL}0"
+        raise CheckpointError(f"{path}: expected one model's weights, best under 'model', found none; {advice}")
     params = {name: saved.param(name, w) for name, w in saved.weights.items() if w.dtype.is_floating_point}
     others, notes = saved.others(), list[str]()
     if ties.RECORD in others:
