@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,13 +13,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.dcp import reader as read_dcp
 from lwopt_backend.checkpoint.dcp.reader import Chunk, DcpFolder, Entry
 from lwopt_backend.checkpoint.deepspeed import universal as read_universal
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.deepspeed import zero as read_zero
-from lwopt_backend.checkpoint.deepspeed.files import NAMES, SAVE
+from lwopt_backend.checkpoint.deepspeed.files import NAMES, SAVE, ModelStates
 from lwopt_backend.checkpoint.files.folders import write_folder
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.groups.registry import effective_lr
@@ -93,6 +94,27 @@ def test_native_and_universal_checkpoints_are_read_as_the_engine_held_them(
         assert getattr(found, key) == getattr(checkpoint, key), key
     buffers = [{key: tensor.read() for key, tensor in of.buffers.items()} for of in (found, checkpoint)]
     assert same(*buffers)
+
+
+def test_pieces_of_many_ranks_take_few_bytes() -> None:
+    """1,000 ranks have millions, of which each took 835 bytes."""
+    ranks, shapes = 64, {f"{number}.weight": (64, 5) for number in range(40)}
+    of_ranks = []
+    for rank in range(ranks):
+        flat = torch.arange(5.0 * len(shapes)) + 1000 * rank
+        whole = LazyTensor((flat.numel(),), flat.dtype, flat.clone, "a test's", lambda a, b, flat=flat: flat[a:b])
+        optimizer = {"state": {0: {"step": 1.0, "exp_avg": whole}}, "param_groups": [{"params": [0]}]}
+        of_ranks.append((Path(f"{rank}.pt"), {"fp32_flat_groups": [whole], "optimizer_state_dict": optimizer}))
+    states = ModelStates(Path("model.pt"), {"dp_world_size": ranks}, [shapes], {}, {}, {}, {})
+    tracemalloc.start()
+    found = read_zero.read_stage3(states, of_ranks)
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept < 150 * 2 * ranks * len(shapes)
+    expected = torch.arange(15.0, 20.0) + 1000 * torch.arange(ranks)[:, None]
+    for tensor in found.params["3.weight"].states.values():
+        assert torch.equal(tensor.read(), expected)
+        assert torch.equal(tensor.piece(3, 17).read(), expected.flatten()[3:17])
 
 
 def test_stage_0_of_another_optimizer_is_refused_as_its_state_has_no_names(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ import itertools
 import math
 import os
 import traceback
+from array import array
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -153,13 +154,38 @@ def joined(parts: Sequence[LazyTensor], function: Callable[[list[Tensor]], Tenso
     return LazyTensor(shape, first.dtype, read, first.where)
 
 
+class Pieces(Sequence[LazyTensor]):
+    """Pieces of flat tensors, each given as its first element, their number and the tensor. A piece is made when it is
+    accessed, because 1,000 ranks have millions."""
+
+    def __init__(self, pieces: Iterable[tuple[int, int, LazyTensor]]) -> None:
+        self._tensors: list[LazyTensor] = []
+        self._starts, self._stops = array("q"), array("q")
+        for first, numel, tensor in pieces:
+            self._tensors.append(tensor)
+            self._starts.append(first)
+            self._stops.append(first + numel)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @overload
+    def __getitem__(self, at: int) -> LazyTensor: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[LazyTensor]: ...
+    def __getitem__(self, at: int | slice) -> LazyTensor | list[LazyTensor]:
+        if isinstance(at, slice):
+            return [self[each] for each in range(*at.indices(len(self)))]
+        return self._tensors[at].piece(self._starts[at], self._stops[at])
+
+
 def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
     """The elements of ``parts`` one after the other, in ``shape``, as in torch.cat along the first dimension. It is
     filled part by part, from ranges if these can be read, so that no whole part is in memory as well."""
     first = parts[0]
     if len(parts) == 1:
         return first.view(shape)
-    ends = list(itertools.accumulate((part.numel for part in parts), initial=0))
+    ends = array("q", itertools.accumulate((part.numel for part in parts), initial=0))
     assert ends[-1] == math.prod(shape), f"{first.where}: expected shape {tuple(shape)}, found {ends[-1]} elements"
     ranged = None if any(part.read_range is None for part in parts) else partial(_range_of, parts, ends)
     return LazyTensor(tuple(shape), first.dtype, partial(_filled, parts, shape, first.dtype), first.where, ranged)

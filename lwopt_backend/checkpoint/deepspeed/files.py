@@ -429,13 +429,14 @@ STEP = "step"
 
 @dataclass
 class Gathered:
-    """The ranks' data of one parameter. ``pieces`` are (start, flat tensor) by key; ``copies`` by key are whole and
-    must be equal; ``numbers`` are the same on all ranks."""
+    """The ranks' data of one parameter. ``pieces`` are (start, first, numel, flat tensor) by key, of which ``numel``
+    elements from ``first`` on are the parameter's from ``start`` on; ``copies`` by key are whole and must be equal;
+    ``numbers`` are the same on all ranks."""
 
     name: str
     shape: tuple[int, ...]
     group: int
-    pieces: dict[str, list[tuple[int, LazyTensor]]] = field(default_factory=dict)
+    pieces: dict[str, list[tuple[int, int, int, LazyTensor]]] = field(default_factory=dict)
     copies: dict[str, list[LazyTensor]] = field(default_factory=dict)
     numbers: dict[str, LazyTensor | float] = field(default_factory=dict)
     owner: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -449,8 +450,8 @@ class Gathered:
         ``first``, which begin at the parameter's element ``start``. Raises CheckpointError if these are too few."""
         for key, value in state.items():
             if key == MASTER or isinstance(value, LazyTensor) and value.shape:
-                piece = cut(value, first, numel, f"{key} of {self.name!r}", file)
-                self.pieces.setdefault(key, []).append((start, piece))
+                flat = check_cut(value, first, numel, f"{key} of {self.name!r}", file)
+                self.pieces.setdefault(key, []).append((start, first, numel, flat))
             elif value is not None:
                 self.add_number(key, value, file)
 
@@ -469,19 +470,20 @@ class Gathered:
         for key, pieces in self.pieces.items():
             end, what = 0, f"{key} of parameter {self.name!r} in {states.path.parent}"
             pieces = sorted(pieces, key=lambda piece: piece[0])
-            for start, tensor in pieces:
+            for start, _, numel, tensor in pieces:
                 if start != end:
                     raise CheckpointError(
                         f"{what}: expected a piece from element {end} on, found one from {start} on ({tensor.where}); "
                         "copy all files of one save"
                     )
-                end += tensor.numel
+                end += numel
             if end != self.numel:
                 raise CheckpointError(
                     f"{what}: expected {self.numel} elements, found {end} in all ranks' files; copy the whole folder "
                     "again"
                 )
-            found[key] = contents.end_to_end([t for _, t in pieces if t.numel] or [pieces[0][1]], self.shape)
+            kept = [piece for piece in pieces if piece[2]] or pieces[:1]
+            found[key] = contents.end_to_end(contents.Pieces(piece[1:] for piece in kept), self.shape)
         found.update({key: copies[0] for key, copies in self.copies.items()})
         for key, value in self.numbers.items():
             if key != STEP:
@@ -494,10 +496,15 @@ class Gathered:
 
 def cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTensor:
     """``numel`` elements from ``start`` of a flat tensor. Raises CheckpointError if there are too few."""
+    return check_cut(tensor, start, numel, what, file).piece(start, start + numel)
+
+
+def check_cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTensor:
+    """The flat tensor. Raises CheckpointError unless it has ``numel`` elements from ``start``."""
     if not isinstance(tensor, LazyTensor) or len(tensor.shape) != 1 or start < 0 or start + numel > tensor.numel:
         found = tensor.shape if isinstance(tensor, LazyTensor) else type(tensor).__name__
         raise CheckpointError(f"{what}: expected flat elements {start} to {start + numel} in {file}, found {found}")
-    return tensor.piece(start, start + numel)
+    return tensor
 
 
 def owner_states(saved: Mapping[Any, Any]) -> contents.OwnerStates:

@@ -285,7 +285,7 @@ def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
                 if copied is not None:
                     copy = ds.cut(copied, offset, found.numel, f"{BUFFER} of {found.name!r}", file)
                     found.copies.setdefault(BUFFER, []).append(copy.view(found.shape))
-                begin = sum(piece.numel for _, piece in found.pieces.get(MASTER, ()))  # in the order of the ranks
+                begin = sum(numel for *_, numel, _ in found.pieces.get(MASTER, ()))  # in the order of the ranks
                 found.add(state, place.start, place.numel, begin, file)
                 offset += found.numel
     ds.take_owner_states(gathered, (saved["base_optimizer_state"] for _, saved in of_ranks))
