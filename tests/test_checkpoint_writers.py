@@ -4,7 +4,6 @@
 import dataclasses
 import json
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from lwopt_backend.checkpoint.contents import (
 )
 from lwopt_backend.checkpoint.dcp import saving as write_dcp
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
-from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.megatron import torch_dist as read_megatron
@@ -98,26 +96,6 @@ def test_owner_state_is_read_at_most_twice(tmp_path: Path) -> None:
     write_dcp.write(changed(sample(tmp_path / "from"), owner_states=owner), tmp_path / "to")
     assert len(reads) <= 2
     assert same(DcpFolder(tmp_path / "to").tensor(f"optimizer.state.{EMBEDDING}.GG.2").read(), state["GG"][2])
-
-
-def test_a_universal_folder_of_many_parameters_takes_time_by_their_number(tmp_path: Path) -> None:
-    """Models have 50,000 of them. Without the files themselves, of which each takes the same time."""
-    weight = held(torch.zeros(2), "")
-
-    def seconds(count: int) -> float:
-        params = {f"{number}": Param(weight, {MASTER: weight}, group=0) for number in range(count)}
-        many = Checkpoint("", "", "model", params, ({},))
-        times = []
-        for number in range(3):
-            folder = tmp_path / f"{count} {number}"
-            folder.mkdir()
-            start = time.process_time()
-            write_universal.write(many, folder)
-            times.append(time.process_time() - start)
-        return min(times)
-
-    with mock.patch.multiple(write_universal, all_done=mock.DEFAULT, _save=mock.DEFAULT, _common=mock.DEFAULT):
-        assert seconds(16_000) < 24 * seconds(2_000)  # 8 times as many; 64 times the time if it grows with the square
 
 
 # Safetensors
