@@ -215,6 +215,8 @@ def _serve(
     os.environ.update(TORCH_EXTENSIONS_DIR=folder, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # torch's flight recorder keeps the last 2,000 collectives, some 1.3 kB each, which looks like a leak until then.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    # With a cache of all processes, inductor may load a library that another process has not written to its end.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "inductor", str(os.getpid())))
     os.environ["LWOPT_TEST_DEVICE"] = device or "cpu"
     import torch
 
