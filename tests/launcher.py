@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.ranks import RankPool, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 600
 
 
 def launch(*script: object) -> str:
