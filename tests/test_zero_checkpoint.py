@@ -321,7 +321,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(rank_pools: dict[int, RankPoo
     theirs, ours, here, choice, message = row
     folder, _ = saved(*(*theirs, {})[:3])
     errors = rank_pools[here].errors(load, folder, *(*ours, {})[:3], **choice)
-    assert all(re.search(message, error, re.DOTALL) for error in errors), errors
+    assert all(re.search(message, error, re.DOTALL) for error in errors), "\n".join(errors)
 
 
 @pytest.mark.parametrize("attack", ["swapped", "copied", "of another step"])
