@@ -72,6 +72,7 @@ def buffer_timeline(
     A rule takes up to ``batch_numel`` elements at once.
     """
     elements = elements or Elements()
+    assert min(plan.buckets, default=0) >= 0, "owned storage exchanges every matrix"
     owned: list[list[tuple[int, Atom]]] = [[] for _ in plan.bucket_numels]
     for atom, bucket, owner in zip(plan.atoms, plan.buckets, plan.owners):
         owned[bucket].append((owner, atom))
