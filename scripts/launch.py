@@ -34,11 +34,12 @@ def launch_command(script: Sequence[str | Path], torchrun: bool) -> tuple[dict[s
 
     gpus = torch.cuda.device_count()
     processes = gpus or CPU_PROCESSES
-    if torchrun:  # by its module: in an environment on top of another one there may be no such program
+    # By their modules: in an environment on top of another one there may be no such programs.
+    if torchrun:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
         added = {} if gpus else {"OMP_NUM_THREADS": "1"}
     else:
-        launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(processes)]
+        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(processes)]
         added = {} if gpus else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     single = ["--single-process"] if processes == 1 else []
     return added, [*launcher, "--master_port", str(free_port()), *map(str, script), *single]

@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 600
 
 
 def launch(*script: object) -> str:
-    return _launched([Path(sys.executable).parent / "deepspeed", "--num_accelerators"], 2, script)
+    return _launched([sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators"], 2, script)
 
 
 def torchrun(*script: object, processes: int = 2) -> str:

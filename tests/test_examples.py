@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,17 @@ def test_under_the_launcher_it_is_the_same_run(whole_run: tuple[str, Path, str],
     output = start(SCRIPT, *given)
     assert without_speeds(tmp_path / "again") == without_speeds(folder)
     assert [output.count(once) for once in SAID[engine]] == [1, 1, 1] and "built successfully" not in output
+
+
+def test_the_launcher_is_found_below_an_environment(tmp_path: Path) -> None:
+    """One that is on top of another with DeepSpeed has no program of that name."""
+    venv.create(tmp_path / "above", symlinks=True)
+    packages = next(tmp_path.glob("above/lib/python*/site-packages"))
+    (packages / "below.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    script = tmp_path / "script.py"
+    script.write_text("import os\nprint('this is rank', os.environ['RANK'])\n")
+    printed = succeeds([str(tmp_path / "above" / "bin" / "python"), str(ROOT / "scripts/launch.py"), str(script)], ROOT)
+    assert all(f"this is rank {rank}" in printed for rank in range(2))
 
 
 @pytest.mark.parametrize("ranks", [3], indirect=True)
