@@ -32,6 +32,7 @@ from lwopt_backend.groups.grouping import group_parameters
 from lwopt_backend.groups.param_groups import as_groups, split
 from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
+from lwopt_backend.integrations.deepspeed.optimizer import ZeROLayerWise
 from lwopt_backend.rules import option
 from tests.cells import cells
 from tests.fsdp2 import mesh_of
@@ -455,12 +456,21 @@ def test_plain_and_sharded_models_show_both_rates_and_decays() -> None:
             assert row_of(printed.getvalue(), "adamw")[1:] == ["0.001, the default", "0.2"]
 
 
-@pytest.mark.parametrize("written", ["LayerWiseMuon", "LayerWise", "layerwisemuon", "LayerWiseMoun"])
+@on_ranks(2)
+def test_a_type_may_be_in_lower_case() -> None:
+    given = config(1)
+    given["optimizer"]["type"] = "layerwisemuon"
+    with engine_for(given) as engine:
+        assert isinstance(engine.basic_optimizer, ZeROLayerWise)
+
+
+@pytest.mark.parametrize("written", ["LayerWiseMuon", "layerwise", "LayerWiseMoun"])
 @on_ranks(2)
 def test_a_type_that_is_not_registered_is_an_error_of_deepspeeds(written: str) -> None:
     given, model = config(1), UnevenLM()
     given["optimizer"]["type"] = written
-    classes = {name: vars(torch.optim).pop(name) for name in ("LayerWise", "LayerWiseMuon")}
+    names = ("LayerWise", "LayerWiseMuon", "layerwise", "layerwisemuon")
+    classes = {name: vars(torch.optim).pop(name) for name in names}
     try:
         with pytest.raises(AssertionError, match=f"^{written} is not a supported DeepSpeed Optimizer$"):
             deepspeed.initialize(model=model, config=given, model_parameters=model.parameters())

@@ -43,7 +43,8 @@ def install(types: Mapping[str, Callable[..., Any]], classes: Iterable[type[torc
     """
     ours = tuple(classes)
     for name, make in types.items():
-        setattr(torch.optim, name, make)
+        for spelled in (name, name.lower()):  # of DeepSpeed's own types, case does not matter
+            setattr(torch.optim, spelled, make)
     for optimizer_class in ours:
         if optimizer_class not in ZERO_SUPPORTED_OPTIMIZERS:
             ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
