@@ -7,6 +7,7 @@ The optimizer steps each rank's elements; matrices that are cut, or owned elsewh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -121,7 +122,8 @@ class ZeROLayerWise(EngineOptimizer):
         self._steppers: dict[int, UnitStepper[Any]] = {}  # by id of their tensor
         self._owner_state: dict[str, dict[str, Any]] = {}  # loaded, by a matrix's name, until the steppers are made
         self._options = ComparedOptions()
-        self._global_grad_norm: Any = None  # read by the engine at stage 0
+        self._global_grad_norm: Any = None  # the engine reads this and the next at stage 0
+        self.overflow = False
         self.norm_before_clipping: Any = None  # written by the engine at stage 0
         super().__init__(name, params, rules, config)
 
@@ -166,22 +168,20 @@ class ZeROLayerWise(EngineOptimizer):
         """One step of the current ``param_groups`` of DeepSpeed: everything (stage 0, BF16_Optimizer), a param group
         (ZeRO-1/2) or a sub-group (ZeRO-3). Called on all ranks, without a closure.
 
+        Non-finite gradients set ``overflow`` at stage 0, and change nothing else, as at the other stages.
         Raises RuntimeError outside an engine, and on every rank, before anything is changed, if DeepSpeed's storage is
         not as planned, or if options differ.
         """
-        binding = self._prepare()
         self.check_loaded()
+        if self._binding is not None and self._binding.replicated and self._overflows():
+            return
+        binding = self._prepare()
         shown = {id(t): (group, t) for group in self.param_groups for t in group["params"] if id(t) in self._steppers}
         units = list(self._steppers)  # in the order of a step's calls
         begins, ends = units[0] in shown, units[-1] in shown
         with one_call(self, begins=begins, ends=ends):
             if begins:
                 self._compare_options(binding)
-            if binding.replicated:
-                clipped, self.norm_before_clipping = self.norm_before_clipping, None
-                if clipped is None:
-                    clipped = deepspeed_engine.clip_whole(binding.engine, 0.0)
-                self._global_grad_norm = clipped
             for unit, (group, tensor) in shown.items():
                 stepper = self._steppers[unit]
                 stepper.step(group, self.state[tensor])
@@ -191,6 +191,17 @@ class ZeROLayerWise(EngineOptimizer):
                 count_block_steps(self._all_groups)
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
+
+    def _overflows(self) -> bool:
+        """At stage 0: whether gradients are non-finite, which all ranks see in the norm."""
+        norm, self.norm_before_clipping = self.norm_before_clipping, None
+        if norm is None:
+            norm = deepspeed_engine.clip_whole(self._engine(), 0.0)
+        self.overflow = not math.isfinite(norm)
+        self._global_grad_norm = math.inf if self.overflow else norm
+        if self.overflow:
+            self.row_scaling.clear()
+        return self.overflow
 
     def _compare_options(self, binding: Binding) -> None:
         """Every 64th step, which exchanges two numbers for this; other steps exchange nothing."""
