@@ -20,13 +20,13 @@ from lwopt_backend.runtime.state import OwnerState
 from tests.cells import cells
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import changed, scheduled, snapshot
-from tests.command_line import refused
+from tests.command_line import refused, succeeds
 from tests.counted import Counted
 from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.rules import layer_wise
-from tests.zero import ROWS, batch_shares, engine_for, settings_for, train
+from tests.zero import ROWS, Reference, batch_shares, engine_for, newton_schulz_in_float32, settings_for, train
 
 OF_SAVES = ["fp32", "bf16", "bf16+fp32", "fp16", "autocast"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -170,6 +170,54 @@ def load_into_one_that_has_trained(
         train(engine, 1)
         masters = snapshot(engine)["masters"]
         assert same(expected, {name: master.to(expected[name].dtype) for name, master in masters.items()})
+
+
+@cells(
+    lambda kind, stage, precisions: is_saved(kind, stage),
+    kind=["zero", "owned"],
+    stage=[1, 2, 3],
+    precisions=["fp16 fp16", "fp32 fp16", "fp16 fp32", "bf16 fp16", "fp16 bf16"],
+)
+@on_ranks()
+def test_a_loss_scale_is_loaded_only_where_it_is_dynamic_as_well(
+    tmp_path: Path, kind: str, stage: int, precisions: str
+) -> None:
+    """DeepSpeed itself takes any, with which fp16 would begin at 1. Its files of bf16 load in bf16 only."""
+    before, after = precisions.split()
+    options = {"bucket_mb": 1.0} if kind == "owned" else {}  # one bucket in any precision
+    with engine_for(settings_of(kind, stage, before, **options)) as engine:
+        train(engine, 1)
+        if before == "fp16":
+            engine.optimizer.loss_scaler.cur_scale = 64.0
+        engine.save_checkpoint(tmp_path)
+    settings, folder = settings_of(kind, stage, after, **options), tmp_path
+    if "bf16" in precisions:
+        settings["checkpoint"], folder = {"load_universal": True}, tmp_path / "universal"
+        if torch.distributed.get_rank() == 0:
+            succeeds("convert", tmp_path, folder, "--to", "universal")
+        torch.distributed.barrier()
+    with engine_for(settings, UnevenLM(seed=1)) as engine:
+        configured = engine.optimizer.cur_scale
+        assert configured == (2.0**8 if after == "fp16" else 1.0)
+        engine.load_checkpoint(folder)
+        assert engine.optimizer.cur_scale == (64.0 if precisions == "fp16 fp16" else configured)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("zero", 1), ("zero", 2), ("zero", 3), ("owned", 1)])
+@on_ranks()
+def test_gradients_are_clipped_as_configured_after_a_load(tmp_path: Path, kind: str, stage: int) -> None:
+    """And not as before the save, as in DeepSpeed itself at stages 1 and 2."""
+    single = Reference()
+    with newton_schulz_in_float32():
+        for step, clip in enumerate((0.0, 0.25)):
+            with engine_for(settings_of(kind, stage, "fp32", clip=clip, ns_dtype="float32")) as engine:
+                if step:
+                    engine.load_checkpoint(tmp_path)
+                train(engine, range(step, step + 1), same_rows=True)
+                engine.save_checkpoint(tmp_path)
+                single.model(*batch_shares(step, 1)[0]).backward()
+                assert single.step(clip) > 0.25
+                single.check(engine, 1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,31 @@ def prepare_loading(
         if not universal:
             agree_in_all(ranks, optimizer.name, fits)
         mark.loads += 1
-        if universal:
-            return _load(engine, optimizer, everyone, asked, with_state)
         if engine.zero_optimization_stage() == 3:
             # With load_module_only alone, DeepSpeed silently reads the weights from a file that has none.
             asked["load_optimizer_states"] = with_state
-        loaded: tuple[str | None, dict[str, Any] | None] = load(*call.args, **call.kwargs)
+        loaded: tuple[str | None, dict[str, Any] | None]
+        if universal:
+            loaded = _load(engine, optimizer, everyone, asked, with_state)
+        else:
+            with _as_configured(engine.optimizer):
+                loaded = load(*call.args, **call.kwargs)
         return loaded
 
     engine.load_checkpoint = load_checkpoint
+
+
+@contextmanager
+def _as_configured(wrapper: Any) -> Iterator[None]:
+    """Keep what the configuration says where DeepSpeed 0.19.8 takes what the checkpoint says: the norm at which
+    gradients are clipped, and a loss scale unless both are dynamic, for those of other precisions are not."""
+    keys = [key for key in ("clip_grad", "loss_scaler", "dynamic_loss_scale") if hasattr(wrapper, key)]
+    configured = {key: getattr(wrapper, key) for key in keys}
+    yield
+    if "loss_scaler" in configured and configured["loss_scaler"].dynamic and wrapper.loss_scaler.dynamic:
+        configured["loss_scaler"] = wrapper.loss_scaler
+    for key, value in configured.items():
+        setattr(wrapper, key, value)
 
 
 def _load(
@@ -111,10 +127,10 @@ def _load(
     check_on_all(everyone, WHAT, lambda: _put_rest(engine, choice))
     optimizer.take_loaded(choice.options)
     if with_state:
-        scaler = getattr(engine.optimizer, "loss_scaler", None)  # of fp16, with its counters
-        for key, value in (choice.checkpoint.arguments.get("loss_scaler") or {}).items():
-            if key in getattr(scaler, "__dict__", ()):
-                setattr(scaler, key, value)
+        scaler, saved = getattr(engine.optimizer, "loss_scaler", None), choice.checkpoint.arguments.get("loss_scaler")
+        if saved and getattr(scaler, "dynamic", False) and saved.get("dynamic"):  # of fp16, with its counters
+            for key in saved.keys() & vars(scaler).keys():
+                setattr(scaler, key, saved[key])
     optimizer.half_loaded -= parts
     notes = [*choice.notes, *([] if asked["load_module_only"] else _go_on(engine, choice, asked))]
     if engine.global_rank == 0:
