@@ -21,7 +21,6 @@ from lwopt_backend.plan import MACHINES, FlatPartition
 from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.runtime.stepper import MatrixStepper
 from tests import zero
-from tests.cells import cells
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import changed, snapshot
 from tests.engines import ExactLM
@@ -222,64 +221,6 @@ def test_models_equal_a_single_process(storage: str, stage: int) -> None:
     assert torch.equal(ours["layers.2.weight"], ExactLM().layers[2].weight), "frozen"
     matrices = [route.name for route in grouping.routes if route.kind == "matrix"]
     assert matrices == ["layers.0.weight", "layers.5.weight", "gate.weight", "unused.weight"]
-
-
-class Sometimes(UnevenLM):
-    """With a layer that is ``used`` in some micro-batches."""
-
-    used = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(24, 24)
-
-    def gated(self, x: Tensor) -> Tensor:
-        gates = super().gated(x)
-        return gates * torch.sigmoid(self.extra(x)) if self.used else gates
-
-
-USED_IN = [(True, True), (False, False), (False, True), (False, False), (True, False), (True, True), (False, False)]
-
-
-def train_sometimes(engine: Any, step: int) -> None:
-    for rows, engine.module.used in zip(zero.own_rows(step, 2), USED_IN[step], strict=True):
-        engine.backward(engine(*rows))
-        engine.step()
-
-
-@on_ranks(2)
-@cells(lambda stage, offload, **_: stage > 0 or not offload, stage=range(4), offload=[{}, CPU], clip=[0.0, 0.5])
-def test_a_gradient_that_is_missing_counts_as_zero(stage: int, offload: dict[str, Any], clip: float) -> None:
-    """And not as an earlier step's; one of a single micro-batch of a step counts, whichever it is."""
-    single = Reference(Sometimes(), matrices=(*MATRICES, "extra.weight"))
-    options = {"accumulation": 2, "clip": clip, "ns_dtype": "float32"}
-    settings = settings_for("zero", stage, rows=zero.OWN_ROWS // 2, **options)
-    settings["zero_optimization"] |= {"offload_optimizer": offload} if offload else {}
-    with zero.newton_schulz_in_float32(), engine_for(settings, Sometimes()) as engine:
-        for step, (first, second) in enumerate(USED_IN):
-            train_sometimes(engine, step)
-            for param in single.model.parameters():
-                param.grad = torch.zeros_like(param)
-            shares = zero.batch_shares(step, 4, zero.OWN_ROWS)
-            for rows, single.model.used in zip(shares, (first, first, second, second), strict=True):
-                (single.model(*rows) / 4).backward()
-            norm = single.step(clip)
-            assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-6)
-            single.check(engine, 1e-6)
-
-
-@on_ranks(2)
-@cells(stage=[2, 3], precision=["bf16", "bf16+fp32", "fp16"])
-def test_offloaded_gradients_are_missing_where_others_are(stage: int, precision: str) -> None:
-    found = []
-    for offload in ({}, {"offload_optimizer": CPU}):
-        settings = settings_for("zero", stage, precision, rows=zero.OWN_ROWS // 2, accumulation=2)
-        settings["zero_optimization"] |= offload
-        with engine_for(settings, Sometimes()) as engine:
-            for step in range(len(USED_IN)):
-                train_sometimes(engine, step)
-            found.append(full_weights(engine))
-    assert same(*found)
 
 
 @on_ranks(2)

@@ -21,8 +21,9 @@ from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.param_groups import NONE, ComparedOptions, as_groups, option_lines, split, with_options
 from lwopt_backend.groups.registry import LR_SCALE, build_matrix_rules, count_block_steps
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
-from lwopt_backend.integrations.deepspeed import missing, zero
+from lwopt_backend.integrations.deepspeed import zero
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark
+from lwopt_backend.integrations.deepspeed.gradients import Gradients, watch
 from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import Binding, ZeROStore
 from lwopt_backend.routing.routing import full_shape
@@ -41,6 +42,7 @@ class EngineOptimizer(BaseOptimizer):
     """
 
     save_mark: SaveMark  # once it has an engine
+    gradients: Gradients  # the same
     gathered: dict[str, Any] | None = None  # its state dict during a save that asks only some ranks for it
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
@@ -137,10 +139,9 @@ class ZeROLayerWise(EngineOptimizer):
             deepspeed_engine.report_norm(engine, self)
         elif deepspeed_engine.uses_bf16_optimizer(engine):
             deepspeed_engine.when_wrapped(engine, deepspeed_engine.count_on_every_rank)
-        else:
-            deepspeed_engine.when_wrapped(engine, missing.count_as_zero)
-            if deepspeed_engine.counts_cut_alone(engine):
-                deepspeed_engine.when_wrapped(engine, deepspeed_engine.hear_of_copies)
+        elif deepspeed_engine.counts_cut_alone(engine):
+            deepspeed_engine.when_wrapped(engine, deepspeed_engine.hear_of_copies)
+        watch(engine, self)
         self._take_groups(self._binding.groups(), self._binding.grouping.trains_matrices)
         deepspeed_engine.adopt_torch_scheduler(engine)
         prepare_loading(engine, self, self._binding.ranks)
@@ -173,7 +174,8 @@ class ZeROLayerWise(EngineOptimizer):
         not as planned, or if options differ.
         """
         self.check_loaded()
-        if self._binding is not None and self._binding.replicated and self._overflows():
+        replicated = self._binding is not None and self._binding.replicated
+        if replicated and self._overflows():
             return
         binding = self._prepare()
         shown = {id(t): (group, t) for group in self.param_groups for t in group["params"] if id(t) in self._steppers}
@@ -189,11 +191,14 @@ class ZeROLayerWise(EngineOptimizer):
                     self.row_scaling.scale(stepper.params, stepper.pieces({}, 0))
             if ends:
                 count_block_steps(self._all_groups)
+        if replicated:
+            self.gradients.end_step()
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
     def _overflows(self) -> bool:
         """At stage 0: whether gradients are non-finite, which all ranks see in the norm."""
+        self.gradients.begin_step()
         norm, self.norm_before_clipping = self.norm_before_clipping, None
         if norm is None:
             norm = deepspeed_engine.clip_whole(self._engine(), 0.0)
@@ -201,7 +206,14 @@ class ZeROLayerWise(EngineOptimizer):
         self._global_grad_norm = math.inf if self.overflow else norm
         if self.overflow:
             self.row_scaling.clear()
+            self.gradients.end_step()
         return self.overflow
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. Called on all ranks."""
+        super().zero_grad(set_to_none)
+        if self._binding is not None and self._binding.replicated:
+            self.gradients.dropped()
 
     def _compare_options(self, binding: Binding) -> None:
         """Every 64th step, which exchanges two numbers for this; other steps exchange nothing."""

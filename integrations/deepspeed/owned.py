@@ -26,6 +26,7 @@ from lwopt_backend.groups.grouping import Grouping, group_parameters
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import tensors
 from lwopt_backend.integrations.deepspeed.checkpoints import MARK
+from lwopt_backend.integrations.deepspeed.gradients import watch
 from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse_owned
 from lwopt_backend.integrations.deepspeed.universal import prepare_loading
@@ -147,6 +148,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self._tensors.attach()
         for number, state in self.core.stepper.state.items():
             self.state[self.core.members[number].param] = state
+        watch(engine, self)
         prepare_loading(engine, self, [binding.ranks], self.core)
         if self._stage == 0:
             engine.clip_fp32_gradients = lambda: None  # the engine would also clip
@@ -214,6 +216,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         if self._owned is None:
             raise self._no_engine()
         self.check_loaded()
+        self.gradients.begin_step()
         with one_call(self, begins=True, ends=True):
             presences = self._backward.finish(self.param_groups)
             if self._loaded:
@@ -228,6 +231,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
                 self.row_scaling.clear()
             self._reductions = 0
             self._backward.stepped()
+        self.gradients.end_step()
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
@@ -265,6 +269,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             return
         self._backward.discard()
         self._reductions = 0
+        self.gradients.dropped()
 
     @property
     def loss_scale(self) -> float:

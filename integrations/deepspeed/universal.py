@@ -85,6 +85,9 @@ def prepare_loading(
         else:
             with _as_configured(engine.optimizer):
                 loaded = load(*call.args, **call.kwargs)
+        if loaded[0] is not None:  # the step begins anew; DeepSpeed goes on with an accumulation
+            optimizer.gradients.drop()
+            engine.micro_steps = 0
         return loaded
 
     engine.load_checkpoint = load_checkpoint

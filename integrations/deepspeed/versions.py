@@ -16,17 +16,18 @@ from lwopt_backend.config.versions import VERSIONS
 _LINKED = "_link_all_hp_params _lazy_init_hp_params_optimizer_state update_lp_params"
 NAMES = {
     "deepspeed.runtime.engine:DeepSpeedEngine": "_do_optimizer_sanity_check _configure_lr_scheduler load_checkpoint "
-    "clip_fp32_gradients _get_zero_param_shapes _get_zero_ckpt_name zero_parameter_alignment zero_sub_group_size",
+    "allreduce_gradients zero_grad clip_fp32_gradients _get_zero_param_shapes _get_zero_ckpt_name "
+    "zero_parameter_alignment zero_sub_group_size",
     "deepspeed.runtime.zero.utils": "ZERO_SUPPORTED_OPTIMIZERS",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": f"{_LINKED} get_param_id "
     "get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload copy_grads_in_partition "
-    "update_offload_overflow_tracker step",
-    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": f"{_LINKED} get_grads_for_norm",
+    "update_offload_overflow_tracker independent_gradient_partition_epilogue reset_cpu_buffers step zero_grad",
+    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": f"{_LINKED} get_grads_for_norm clear_lp_grads step zero_grad",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": "_reassign_or_swap_out_partitioned_parameters "
     "checkpoint_event_prologue checkpoint_event_epilogue get_param_id partition_grads "
-    "independent_gradient_partition_epilogue step zero_grad",
+    "independent_gradient_partition_epilogue reset_cpu_buffers step zero_grad",
     "deepspeed.utils.tensor_fragment": "fragment_address get_full_hp_param set_full_hp_param",
-    "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
+    "deepspeed.runtime.base_optimizer:ZeROOptimizer": "clear_backward_seen_flag",
     "deepspeed.runtime.fp16.loss_scaler": "CreateLossScaler",
     "deepspeed.runtime.utils": "is_model_parallel_parameter",
     "deepspeed.moe.utils": "is_moe_param",
