@@ -159,6 +159,26 @@ def test_gradients_given_up_inside_an_accumulation_are_gone(
         assert all(f"the gradients of {passes} backward pass(es) since the last step" in line for line in lines)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "sent"), [(1, None), (1, "fp32"), (2, None), (3, None)])
+def test_sums_in_fp32_are_not_rounded_or_it_is_said(stage: int, sent: str | None) -> None:
+    """DeepSpeed's BF16_Optimizer sends the finished sum in bf16."""
+    settings = settings_for("zero", stage, "bf16+fp32", accumulation=2)
+    settings |= {} if sent is None else {"communication_data_type": sent}
+    single = Reference(Slopes(), matrices=("matrix",))
+    with mock.patch.object(logger, "warning") as said, engine_for(settings, Slopes()) as engine:
+        for rows, factor in ((1, 1.0), (2, 2**-10)):
+            engine.backward(engine(rows) * factor)
+            engine.step()
+        step_on_sum(single, {1: 2**-1, 2: 2**-11})
+        rounded = (stage, sent) == (1, None)
+        assert (single.difference(engine) > 0) == rounded
+        lines = [
+            call.args[0] for call in said.call_args_list if "rounds the sum to bfloat16 at stage 1" in call.args[0]
+        ]
+        assert len(lines) == (rounded and dist.get_rank() == 0)
+
+
 # Gradients that are missing
 class Sometimes(UnevenLM):
     """With a layer that is ``used`` in some micro-batches."""

@@ -10,6 +10,7 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
@@ -279,6 +280,17 @@ def warn(engine: DeepSpeedEngine, groups: Groups) -> None:
         logger.warning(
             f"gradient_clipping is not set, so DeepSpeed clips gradients at its default norm of {norm}; set it to 0 to "
             "switch clipping off"
+        )
+
+
+def warn_of_rounded_sums(engine: DeepSpeedEngine) -> None:
+    """Log a warning if DeepSpeed rounds gradients that add up in fp32 before the step, as its BF16_Optimizer does."""
+    sent = engine.communication_data_type
+    if uses_bf16_optimizer(engine) and sent != torch.float32:
+        logger.warning(
+            f"data_types.grad_accum_dtype is fp32, but DeepSpeed {deepspeed.__version__} rounds the sum to "
+            f"{str(sent).removeprefix('torch.')} at stage 1, in which it sends it; set communication_data_type to "
+            "fp32, which sends twice as many bytes"
         )
 
 

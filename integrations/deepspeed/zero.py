@@ -329,6 +329,7 @@ class Binding:
             if config.report:
                 report.show(*self.announcement(), self.plan_digest)
             deepspeed_engine.warn(self.engine, self.grouping.groups)
+            deepspeed_engine.warn_of_rounded_sums(self.engine)
 
     def announcement(self) -> tuple[list[Route], dict[str, list[GroupPlan]], list[dict[str, Any]]]:
         """The arguments of ``report.show``: the whole model's routes, plans by their ranks, and param groups."""
