@@ -1,13 +1,17 @@
 """Learning-rate schedules keep the ratio between Muon's rate and AdamW's, and are DeepSpeed's own or torch's, by
 configuration, as instances or as callables."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
+from deepspeed.utils.logging import logger
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
@@ -15,6 +19,7 @@ from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from tests import zero
 from tests.cells import cells, with_full
+from tests.checkpoint_contents import same
 from tests.models import UnevenLM, largest_difference
 from tests.on_ranks import on_ranks
 
@@ -145,3 +150,26 @@ def test_scheduler_built_before_the_model_was_known_is_refused_where_groups_chan
     told = "the lr_scheduler: expected 2 param groups, as the routed model has, found 1.*lr_scheduler=lambda optimizer"
     with pytest.raises(ValueError, match=told):
         zero.build(settings, model, optimizer=optimizer, lr_scheduler=schedule)
+
+
+WARM_UPS: Any = [
+    ("WarmupLR", {"warmup_num_steps": 4}, 2),
+    ("WarmupDecayLR", {"warmup_num_steps": 4, "total_num_steps": 9}, 2),
+    ("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 9, "warmup_min_ratio": 0.1}, 1),
+    ("WarmupLR", {"warmup_num_steps": 4, "warmup_min_lr": 1e-3}, 0),
+    ("CosineAnnealingLR", {"T_max": 9}, 0),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("kind", "params", "idle"), WARM_UPS, ids=str)
+def test_a_warm_up_that_begins_with_idle_steps_is_announced(kind: str, params: dict[str, Any], idle: int) -> None:
+    settings = zero.settings_for("zero", 2) | {"scheduler": {"type": kind, "params": params}}
+    with mock.patch.object(logger, "warning") as said, zero.engine_for(settings) as engine:
+        weights = [zero.full_weights(engine)]
+        for step in range(3):
+            zero.train(engine, range(step, step + 1))
+            weights.append(zero.full_weights(engine))
+        assert [same(*pair) for pair in itertools.pairwise(weights)] == [step < idle for step in range(3)]
+        lines = [call.args[0] for call in said.call_args_list if call.args[0].startswith(f"{kind}: this step has a")]
+        assert len(lines) == (idle > 0 and dist.get_rank() == 0)

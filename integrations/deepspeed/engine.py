@@ -294,6 +294,18 @@ def warn_of_rounded_sums(engine: DeepSpeedEngine) -> None:
         )
 
 
+def warn_of_rates_of_zero(engine: DeepSpeedEngine) -> None:
+    """Log a warning if a warm-up of DeepSpeed's begins with a rate of 0. Called in the first step."""
+    scheduler = engine.lr_scheduler
+    warms_up = isinstance(scheduler, (lr_schedules.WarmupLR, lr_schedules.WarmupCosineLR))
+    if engine.global_rank == 0 and warms_up and not any(group["lr"] for group in engine.optimizer.param_groups):
+        logger.warning(
+            f"{type(scheduler).__name__}: this step has a learning rate of 0 and changes no weight, and DeepSpeed "
+            f"{deepspeed.__version__} takes two steps at the first rate; set a larger one (warmup_min_lr of WarmupLR "
+            "and WarmupDecayLR), or expect one or two steps less"
+        )
+
+
 def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
     """Make ``"scheduler": {"type": <a torch scheduler>}`` work under ZeRO.
 

@@ -56,7 +56,7 @@ class Gradients:
         self._engine, self._wrapper, self._name = engine, engine.optimizer, name
         self._passes = 0  # backward passes since the last step
         self._complete = 0  # those that completed a step's gradient
-        self._in_step = self._has_warned = False
+        self._in_step = self._has_begun = self._has_warned = False
         _replace(engine, "allreduce_gradients", self._end_of_pass)
         _replace(engine, "zero_grad", self._zero_all)
         if self._wrapper is not engine.basic_optimizer:
@@ -73,6 +73,9 @@ class Gradients:
     def begin_step(self) -> None:
         """Called on all ranks. Raises RuntimeError if there is no gradient to step on, or if DeepSpeed lost one."""
         self._check()
+        if not self._has_begun:
+            deepspeed_engine.warn_of_rates_of_zero(self._engine)
+        self._has_begun = True
 
     def end_step(self) -> None:
         """The gradients have been used, or an error ended the step."""
