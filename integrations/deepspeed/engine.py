@@ -279,7 +279,7 @@ def warn(engine: DeepSpeedEngine, groups: Groups) -> None:
     if norm and "gradient_clipping" not in engine._config._param_dict:
         logger.warning(
             f"gradient_clipping is not set, so DeepSpeed clips gradients at its default norm of {norm}; set it to 0 to "
-            "switch clipping off"
+            'switch clipping off, or to "auto" for the max_grad_norm of Hugging Face\'s Trainer, which is not used now'
         )
 
 
