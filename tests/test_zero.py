@@ -24,7 +24,7 @@ from tests import zero
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import changed, snapshot
 from tests.engines import ExactLM
-from tests.models import MATRICES, UnevenLM
+from tests.models import MATRICES, UnevenLM, largest_difference
 from tests.on_ranks import on_ranks
 from tests.ranks import kept_in_a_world
 from tests.zero import ADAMW, BF16, ROWS, Reference, config, engine_for, full_weights, own_settings, settings_for, train
@@ -221,6 +221,23 @@ def test_models_equal_a_single_process(storage: str, stage: int) -> None:
     assert torch.equal(ours["layers.2.weight"], ExactLM().layers[2].weight), "frozen"
     matrices = [route.name for route in grouping.routes if route.kind == "matrix"]
     assert matrices == ["layers.0.weight", "layers.5.weight", "gate.weight", "unused.weight"]
+
+
+@on_ranks(2)
+@each_stored
+def test_a_group_of_frozen_parameters_trains_nothing(storage: str, stage: int) -> None:
+    """At stages 1 and 2, DeepSpeed's own AdamW ends in an IndexError."""
+    model, single = ExactLM(), Reference(ExactLM())
+    groups = [{"params": [*model.layers[2].parameters()]}, {"params": [*model.embedding.parameters()]}]
+    for trained in (model, single.model):
+        trained.layers.requires_grad_(False)
+    groups.append({"params": [param for param in model.parameters() if param.requires_grad][1:]})
+    single = Reference(single.model)
+    single.train_on_all(2)
+    with engine_for(own_settings(storage, stage), model, model_parameters=groups) as engine:
+        train(engine, 2, rows=zero.OWN_ROWS)
+        with deepspeed.zero.GatheredParameters([*model.parameters()]):
+            assert largest_difference(model, single.model) == 0.0
 
 
 @on_ranks(2)
