@@ -258,7 +258,7 @@ class Engine:
 def _on_fsdp2(cell: Cell, model: nn.Module, rules: dict[str, Any]) -> Iterator[OnFSDP2]:
     whole = copy.deepcopy(model) if cell.sharding == "tensor parallel" else None
     sharded = fsdp2.SHARDINGS[cell.sharding](model)
-    options = {**_options(cell), **_groups(cell, sharded.model, "params")}
+    options = {**sharded.options, **_options(cell), **_groups(cell, sharded.model, "params")}
     attach = options.pop("attach", False)
     optimizer = fsdp2_engine.LayerWiseOptimizer(sharded.model, **rules, bucket_matrices=2, **options)
     engine = OnFSDP2(cell, sharded.model, optimizer)

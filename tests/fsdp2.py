@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,12 +29,14 @@ IGNORED = ("layers.2.weight", "gate.bias")
 
 @dataclass
 class Sharded:
-    """A sharded model and how its ranks share a batch: this rank computes part ``part`` of ``parts``."""
+    """A sharded model and how its ranks share a batch: this rank computes part ``part`` of ``parts``. ``options`` are
+    those that its optimizer needs."""
 
     model: nn.Module
     parts: int
     part: int
     plain: tuple[str, ...] = ()  # names of parameters that FSDP2 ignores, whose gradients the test averages itself
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def by_rank(model: nn.Module, plain: tuple[str, ...] = ()) -> Sharded:
@@ -77,13 +79,13 @@ def shard_columns(model: nn.Module, **kwargs: Any) -> Sharded:
 
 
 def shard_tensor_parallel(model: nn.Module, **kwargs: Any) -> Sharded:
-    """Tensor parallel 2 x FSDP 2: rectangles, a mesh of 4 ranks and one of 2."""
+    """Tensor parallel 2 x FSDP 2: rectangles on a mesh of 4 ranks, and copies of other parameters on meshes of 2."""
     mesh = mesh_of(2, 2, names=("dp", "tp"))
     first, second, *_ = (getattr(layer, "_checkpoint_wrapped_module", layer) for layer in layers_of(model))
     parallelize_module(first, mesh["tp"], ColwiseParallel())
     parallelize_module(second, mesh["tp"], RowwiseParallel())
     fsdp(model, mesh["dp"], **kwargs)
-    return Sharded(model, 2, mesh.get_local_rank("dp"))
+    return Sharded(model, 2, mesh.get_local_rank("dp"), options={"copies": "*"})
 
 
 def shard_experts(model: nn.Module, **kwargs: Any) -> Sharded:
@@ -312,7 +314,7 @@ class BesideTwin:
         self.sharding, self.mode = sharding, mode
         self.sharded = sharded or shard(sharding, mode)
         self.model = self.sharded.model
-        self.optimizer, self.twin = layer_wise(self.model, **options), Twin(self.model)
+        self.optimizer, self.twin = layer_wise(self.model, **{**self.sharded.options, **options}), Twin(self.model)
         if attach or mode.startswith("attach"):
             self.optimizer.attach(self.model)
 

@@ -264,7 +264,7 @@ def test_copies_on_ranks_that_sum_in_another_order_count_once_in_the_norm() -> N
     torch.set_num_threads(1 + dist.get_rank() // 2 * 2)
     sums = gathered(float(whole(model[1].weight).double().sum()))
     assert len(set(sums)) > 1, "copies sum to one value: the test sees nothing"
-    optimizer = LayerWiseOptimizer(model, **MUON, include="*", report=False)
+    optimizer = LayerWiseOptimizer(model, **MUON, include="*", copies="1.weight", report=False)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     assert float(optimizer.clip_grad_norm_(math.inf)) == pytest.approx(math.sqrt(2 * 512 * 512))
@@ -458,6 +458,41 @@ def test_norms_zeros_and_scaling_are_those_of_one_process(sharding: str) -> None
     assert all(torch.equal(grad, before[name] * 0.25) for name, grad in gradients_of(run.model).items())
 
 
+@on_ranks(4)
+@cells(order=[2.0, 1.0, math.inf])
+def test_a_mesh_that_leaves_ranks_out_has_experts_unless_they_are_said_to_be_copies(order: float) -> None:
+    """Whatever their values: here all start equal. Both kinds may be on one mesh."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    mesh = mesh_of(2, 2, names=("outer", "inner"))
+    for part in (model[1], model[2]):
+        fully_shard(part, mesh=mesh["inner"])
+    fully_shard(model[0], mesh=mesh_of())
+    grads = (2.0, 3.0, 4.0 + mesh.get_local_rank("outer"))
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        optimizer = LayerWiseOptimizer(model, **MUON, include="*", copies=["1.*"])
+    for value, param in zip(grads, model.parameters()):
+        param.grad = torch.full_like(param, value)
+    each = torch.tensor([2.0, 3.0, 4.0, 5.0]).repeat(64)
+    assert float(optimizer.clip_grad_norm_(math.inf, order)) == pytest.approx(float(each.norm(order)), rel=1e-6)
+    told = " ".join(output.getvalue().split())
+    assert dist.get_rank() or "Other ranks have copies of 1 of these; a norm counts them once." in told
+    assert dist.get_rank() or "different parameters (experts) under 1 of these names; a norm counts all 2." in told
+    with torch.no_grad():
+        model[1].weight.add_(mesh.get_local_rank("outer"))
+    with pytest.raises(ValueError, match=r"copies: parameter '1.weight': expected equal values on the meshes of ranks"):
+        LayerWiseOptimizer(model, **MUON, include="*", copies=["1.*"], report=False)
+
+
+@on_ranks(4)
+def test_there_is_no_norm_over_meshes_of_which_none_has_all_ranks() -> None:
+    model, mesh = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh_of(2, 2, names=("outer", "inner"))
+    for part, dim in zip(model, ("outer", "inner")):
+        fully_shard(part, mesh=mesh[dim])
+    with pytest.raises(ValueError, match="expected one mesh with the ranks of all others, found a mesh of ranks"):
+        LayerWiseOptimizer(model, **MUON, report=False).clip_grad_norm_(1.0)
+
+
 @on_ranks(3)
 def test_no_norm_hides_a_nan_on_any_rank() -> None:
     run = BesideTwin()
@@ -552,6 +587,7 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wr
     (lambda: of_rows(ns_method="quack-kernels"), "'quack-kernels': expected Ampere and later"),
     (lambda: LayerWiseOptimizer(UnevenLM(), ns_method="gram-newton-schulz"), "found a device of type 'cpu'; set"),
     (lambda: of_rows(include=("layers.9.*",)), "include: 'layers.9.*' matches no parameter name"),
+    (lambda: of_rows(copies="layers.9.*"), "copies: 'layers.9.*' matches no parameter name"),
     (lambda: of_rows(exclude=("*",)), "none of the 11 trained parameters is a matrix"),
     (lambda: of_rows(**{"lr": "x"} if dist.get_rank() == 1 else {}), "lr: input should be a valid number; found 'x'"),
     (

@@ -140,6 +140,11 @@ class FSDP2Config(ClippingConfig):
     bucket_numel: Count | None = option(
         None, "maximum elements of a bucket, unless a single matrix has more; None: no limit"
     )
+    copies: Globs = option(
+        (),
+        "globs of parameters on meshes of some ranks which are copies of each other. They must be equal; without it, "
+        "each mesh has different parameters (experts)",
+    )
     state_dtype: Literal["parameter", "float32"] = option(
         "parameter", "dtype of the optimizer's state: the parameter's, as in torch's optimizers, or 'float32'"
     )

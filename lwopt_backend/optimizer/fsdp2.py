@@ -14,13 +14,14 @@ from lwopt_backend.engines.base import loaded
 from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2 import state as mesh_state
 from lwopt_backend.engines.fsdp2 import step as mesh_stepping
-from lwopt_backend.engines.fsdp2.gradients import MeshGradients, scattered
+from lwopt_backend.engines.fsdp2.gradients import MeshGradients, counted_of
 from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
 from lwopt_backend.groups.choices import Rules, settings_lines
 from lwopt_backend.groups.grouping import Given, Grouping, WatchedModel
 from lwopt_backend.groups.param_groups import ComparedOptions, ElementwiseGroups, warn_of_small_rate, with_options
 from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps
 from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
+from lwopt_backend.routing.routing import check_globs, named_like
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import StepRefused, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
@@ -53,6 +54,8 @@ class MeshOptimizer(LayerWiseOptimizer):
                 if value is not None and value != ():
                     raise ValueError(f"{NAME}: {FSDP2Config.lacks(repr(name), OwnedConfig)}; meshes define the ranks")
             rules, config, grouping = given.decide(FSDP2Config, module)
+            trained = [route for route in grouping.routes if route.kind != "frozen"]
+            check_globs("copies", config.copies, trained, grouping.routes, lambda route: "are not trained")
             lines = [*settings_lines(rules, config), *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes)]
             return (rules, config, grouping), [lines for _ in exchange]
 
@@ -74,14 +77,15 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._watched = WatchedModel(self._model, trained, restore=mesh.reshard)
         self._make_state()
         self._owner_shards()  # adds their keys to ``state``
-        self._scattered = scattered(self._steppers)
+        self._counted = counted_of(self._steppers, named_like(self.config.copies))
         if self._attachment is not None and self._attachment.is_on:
             self._attachment.remove()
             self._attachment = self._attached()
         if exchange[-1][1].rank == 0:
             warn_of_small_rate(self._grouping.groups)  # as configured, before a schedule changes them
             if self.config.report:
-                mesh_stepping.show(self._grouping.routes, self._grouping.groups, self._steppers, self.plan_digest)
+                routes, groups = self._grouping.routes, self._grouping.groups
+                mesh_stepping.show(routes, groups, self._steppers, self._counted, self.plan_digest)
 
     def _make_state(self) -> None:
         """Create every parameter's missing state before the first step, so that every checkpoint has it."""
@@ -122,7 +126,7 @@ class MeshOptimizer(LayerWiseOptimizer):
     @property
     def gradients(self) -> MeshGradients:
         self._ensure_bound()
-        return MeshGradients(self._steppers, self._scattered)
+        return MeshGradients(self._steppers, self._counted)
 
     def _everyone(self) -> Collectives:
         return self.gradients.everyone
@@ -140,7 +144,7 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def state_store(self) -> mesh_state.MeshStore:
         self._ensure_bound()
-        different = any(each is not None and each.different for each in self._scattered)
+        different = any(each.different for each in self._counted)
         return mesh_state.MeshStore(self._steppers, self.param_groups, self.state, different)
 
     def _owner_shards(self) -> list[mesh_state.OwnerShards]:

@@ -65,8 +65,9 @@ class LayerWiseOptimizer(BaseOptimizer):
         expert_group_size: number of ranks in ``expert_process_group`` that hold one instance of the experts.
         **options: the matrix rule's options by name, and the engine's. Both engines have ``include``, ``exclude``,
             ``atoms``, ``allow_no_matrix``, ``exchange_dtype``, ``clip_groups`` and ``report``. A ``fully_shard`` model
-            has ``bucket_matrices``, ``bucket_numel`` and ``state_dtype``. A plain model has ``layout``, ``bucket_mb``,
-            ``group_size``, ``grad_dtype``, ``keep_full_grads``, ``overlap_grad_reduce`` and ``overlap_param_gather``.
+            has ``bucket_matrices``, ``bucket_numel``, ``copies`` and ``state_dtype``. A plain model has ``layout``,
+            ``bucket_mb``, ``group_size``, ``grad_dtype``, ``keep_full_grads``, ``overlap_grad_reduce`` and
+            ``overlap_param_gather``.
 
     Raises:
         TypeError, ValueError: on all ranks, if the model or an option is not supported.
@@ -158,9 +159,9 @@ class LayerWiseOptimizer(BaseOptimizer):
     ) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over all gradients, however they are stored.
 
-        A plain model adds up in fp64, without ``foreach``. If a mesh leaves out some ranks, its parameters count once
-        where those ranks hold copies, and are added where they hold other parameters (experts). Parameters in
-        ``clip_groups`` do not count: their groups' norms clip them, here or, without a call, in ``step``.
+        A plain model adds up in fp64, without ``foreach``. If a mesh leaves out some ranks, those have other parameters
+        (experts), which are added, or ``copies``, which count once. Parameters in ``clip_groups`` do not count: their
+        groups' norms clip them, here or, without a call, in ``step``.
 
         Args:
             max_norm: largest norm after clipping.

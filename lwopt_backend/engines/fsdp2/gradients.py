@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,25 +30,28 @@ def place_gradients(params: Iterable[Tensor]) -> None:
 
 
 @dataclass(frozen=True)
-class Scattered:
-    """Meshes of one stepper, each with some ranks of the largest mesh. ``firsts`` has the first rank of each mesh.
+class Counted:
+    """Parameters of the stepper with this number that a norm counts in one way.
 
-    The parameters on them have the same names; ``different`` distinguishes those of experts from copies.
+    If their mesh leaves out ranks of the largest mesh, ``firsts`` has the first rank of each mesh that has parameters
+    of these names: ``different`` ones (experts), or copies. Otherwise it is empty.
     """
 
-    firsts: tuple[int, ...]
-    different: bool
+    stepper: int
+    names: frozenset[str]
+    firsts: tuple[int, ...] = ()
+    different: bool = False
 
 
 class MeshGradients:
-    """The gradients of ``steppers``; ``of_steppers`` is what ``scattered`` returned.
+    """The gradients of ``steppers``; ``counted`` is what ``counted_of`` returned.
 
     ``place`` is this rank in the largest mesh and its number of ranks. Methods are called on all ranks of that mesh.
     """
 
-    def __init__(self, steppers: Sequence[MeshStepper], of_steppers: Sequence[Scattered | None]) -> None:
+    def __init__(self, steppers: Sequence[MeshStepper], counted: Sequence[Counted]) -> None:
         self._steppers = steppers
-        self._scattered = of_steppers
+        self._counted = counted
         self.everyone = _largest(steppers).collectives
         self.place = self.everyone.rank, self.everyone.world_size
 
@@ -63,6 +67,7 @@ class MeshGradients:
         other ranks, it waits once, for the gradients of other ranks.
         """
         order = checked_order(norm_type)
+        _check_one_has_all(self._steppers)
         with phase(NORM):
             place_gradients(param for _, param in self.params())
             if order == float("inf"):  # torch's fails on ranks with an empty shard, while the other ranks wait
@@ -74,9 +79,12 @@ class MeshGradients:
             presences = [stepper.presence() for stepper in self._steppers]
             if not all(presence.complete for presence in presences):
                 read_at_once(presences)
-            norms = [_norm(*of, order, pick, foreach) for of in zip(self._steppers, presences)]
-            if any(self._scattered):
-                norms = _with_other_ranks(_largest(self._steppers), self._scattered, norms, order)
+            norms = [
+                _norm(self._steppers[each.stepper], presences[each.stepper], each.names, order, pick, foreach)
+                for each in self._counted
+            ]
+            if any(each.firsts for each in self._counted):
+                norms = _with_other_ranks(_largest(self._steppers), self._counted, norms, order)
             return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
 
     def scale(self, factor: float, pick: Pick = everything) -> None:
@@ -92,37 +100,43 @@ class MeshGradients:
             torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=foreach)
 
 
-def scattered(steppers: Sequence[MeshStepper]) -> list[Scattered | None]:
-    """Per stepper, the meshes that it has on different ranks, if each leaves out ranks of the largest mesh.
+def counted_of(steppers: Sequence[MeshStepper], is_copy: Callable[[str], bool]) -> list[Counted]:
+    """How a norm counts the parameters of each stepper. Called on all ranks of the largest mesh.
 
-    Copies are equal bit by bit, different parameters are not. Bits are summed as integers: sums of floats differ
-    between types of GPU, or numbers of threads. Called on all ranks of the largest mesh.
+    If a mesh leaves out ranks of the largest one, these have other parameters (experts), whatever their values, except
+    under names that are said to be copies. Raises ValueError, on all ranks, for such a name with other values there.
     """
-    most = set(_mesh(_largest(steppers)).ranks)
-    partial = [s.mesh is not None and set(s.mesh.ranks) < most for s in steppers]
-    if not any(partial):
-        return [None] * len(steppers)
-    mine: list[tuple[tuple[int, ...], object, int] | None] = []
-    for stepper, part in zip(steppers, partial):
-        sums = [sum_of_bits(local(member.param)) for member in stepper.members if part]
-        fingerprint = sum((index + 1) * each for index, each in enumerate(sums))
-        mesh = stepper.mesh
-        if mesh is None or not part:
-            mine.append(None)
-        else:
-            mine.append((tuple(sorted(mesh.ranks)), mesh.coordinates[stepper.collectives.rank], fingerprint))
-    found: list[Scattered | None] = []
-    for part, of_ranks in zip(partial, zip(*_largest(steppers).collectives.gather_objects(mine), strict=True)):
-        firsts: dict[object, int] = {}
-        of_place: dict[object, set[int]] = {}
-        for rank, of_rank in enumerate(of_ranks):
-            if part and of_rank is not None:
-                ranks, place, fingerprint = of_rank
-                firsts.setdefault(ranks, rank)
-                of_place.setdefault(place, set()).add(fingerprint)
-        different = any(len(values) > 1 for values in of_place.values())
-        found.append(Scattered(tuple(firsts.values()), different) if part else None)
+    everyone = _largest(steppers)
+    partial = [s for s in steppers if s.mesh is not None and set(s.mesh.ranks) < set(_mesh(everyone).ranks)]
+    mine = [(_mesh(stepper).ranks, _sums_of_bits(stepper, is_copy)) for stepper in partial]
+    of_partial = iter(zip(*everyone.collectives.gather_objects(mine), strict=True) if partial else ())
+    found = []
+    for number, stepper in enumerate(steppers):
+        names = frozenset(member.name for member in stepper.members)
+        if stepper not in partial:
+            found.append(Counted(number, names))
+            continue
+        firsts: dict[tuple[int, ...], int] = {}
+        of_meshes: dict[tuple[int, ...], Counter[str]] = {}
+        for rank, (ranks, sums) in enumerate(next(of_partial)):
+            firsts.setdefault(ranks, rank)
+            of_meshes.setdefault(ranks, Counter()).update(sums)
+        copies = frozenset(filter(is_copy, names))
+        for name in sorted(copies):
+            if len({sums[name] for sums in of_meshes.values()}) > 1:
+                raise ValueError(
+                    f"copies: parameter {name!r}: expected equal values on the meshes of ranks {[*of_meshes]}, found "
+                    "others; make them equal, or leave the parameter out if each mesh has its own (experts)"
+                )
+        for of_kind, different in ((copies, False), (names - copies, True)):
+            if of_kind:
+                found.append(Counted(number, of_kind, tuple(firsts.values()), different))
     return found
+
+
+def _sums_of_bits(stepper: MeshStepper, is_copy: Callable[[str], bool]) -> dict[str, int]:
+    """By name, of this rank's shards of copies."""
+    return {member.name: sum_of_bits(local(member.param)) for member in stepper.members if is_copy(member.name)}
 
 
 def sum_of_bits(tensor: Tensor) -> int:
@@ -132,9 +146,20 @@ def sum_of_bits(tensor: Tensor) -> int:
     return int(real.view(integers).sum(dtype=torch.int64))
 
 
-def _norm(stepper: MeshStepper, presence: Presence, norm_type: float, pick: Pick, foreach: bool | None) -> Tensor:
-    """The norm of the gradients that any rank has. torch's norm is a collective, so ranks without one use zeros."""
-    params = [member.param for index, member in enumerate(stepper.members) if presence(index) and pick(member.name)]
+def _norm(
+    stepper: MeshStepper,
+    presence: Presence,
+    names: frozenset[str],
+    norm_type: float,
+    pick: Pick,
+    foreach: bool | None,
+) -> Tensor:
+    """The norm of the gradients that any rank has of these parameters, if ``pick`` selects them.
+
+    torch's norm is a collective, so ranks without one use zeros.
+    """
+    chosen = (i for i, member in enumerate(stepper.members) if member.name in names and pick(member.name))
+    params = [stepper.members[index].param for index in chosen if presence(index)]
     presence.finish()
     grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
     if not grads:
@@ -144,7 +169,7 @@ def _norm(stepper: MeshStepper, presence: Presence, norm_type: float, pick: Pick
 
 
 def _with_other_ranks(
-    largest: MeshStepper, of_steppers: Sequence[Scattered | None], norms: Sequence[Tensor], norm_type: float
+    largest: MeshStepper, counted: Sequence[Counted], norms: Sequence[Tensor], norm_type: float
 ) -> list[Tensor]:
     """Norms that are complete on every rank of the ``largest`` mesh: over all different parameters, or the largest of
     copies. Called on all of these ranks."""
@@ -153,12 +178,23 @@ def _with_other_ranks(
     largest.collectives.all_gather(everywhere, mine)
     of_ranks = everywhere.view(-1, len(norms))
     totals = []
-    for number, (norm, of_stepper) in enumerate(zip(norms, of_steppers)):
-        if of_stepper is not None:
-            values = torch.stack([of_ranks[rank, number] for rank in of_stepper.firsts]).to(norm.device, norm.dtype)
-            norm = torch.linalg.vector_norm(values, norm_type if of_stepper.different else float("inf"))
+    for number, (norm, each) in enumerate(zip(norms, counted)):
+        if each.firsts:
+            values = torch.stack([of_ranks[rank, number] for rank in each.firsts]).to(norm.device, norm.dtype)
+            norm = torch.linalg.vector_norm(values, norm_type if each.different else float("inf"))
         totals.append(norm)
     return totals
+
+
+def _check_one_has_all(steppers: Sequence[MeshStepper]) -> None:
+    """Raises ValueError for a mesh with ranks that the largest one lacks: each rank would come to another norm."""
+    largest = _mesh(_largest(steppers))
+    for mesh in (stepper.mesh for stepper in steppers if stepper.mesh is not None):
+        if not set(mesh.ranks) <= set(largest.ranks):
+            raise ValueError(
+                f"the norm of gradients: expected one mesh with the ranks of all others, found a {largest} and a "
+                f"{mesh}; shard some parameters over all of these ranks, or clip those of each mesh by torch's function"
+            )
 
 
 def _largest(steppers: Sequence[MeshStepper]) -> MeshStepper:

@@ -47,7 +47,8 @@ class MeshStore(StateStore):
     ) -> None:
         self._steppers, self._states = steppers, states
         units = [[member] for stepper in steppers for member in stepper.members]
-        ambiguous = "ranks have different parameters (experts) under the same names" if different else None
+        why = "ranks have different parameters (experts) under the same names; name copies in the optimizer's 'copies'"
+        ambiguous = why if different else None
         super().__init__([stepper.collectives for stepper in steppers], groups, units, ambiguous=ambiguous)
 
     def pieces(self) -> list[StatePiece]:

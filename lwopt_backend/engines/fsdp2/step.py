@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend.config.hosts import NAME
 from lwopt_backend.engines import report
-from lwopt_backend.engines.fsdp2.gradients import place_gradients
+from lwopt_backend.engines.fsdp2.gradients import Counted, place_gradients
 from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes
 from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups, Groups, option_lines
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
@@ -260,15 +260,22 @@ def _step_elementwise(
 # What is printed when an optimizer is made for an FSDP2 model: the routing, and the plan of every mesh.
 
 
-def show(routes: Sequence[Route], groups: Groups, steppers: Sequence[MeshStepper], plan_digest: str) -> None:
+def show(
+    routes: Sequence[Route],
+    groups: Groups,
+    steppers: Sequence[MeshStepper],
+    counted: Sequence[Counted],
+    plan_digest: str,
+) -> None:
     """Print the routing table, one plan table per mesh, and the plan digest to standard output.
 
     ``groups`` are the param groups as configured.
     """
     console = report.standard_output()
     report.show_routing(console, routes, groups)
-    for stepper in steppers:
-        for sentence in (_sentence(stepper), *report.on_blocks(stepper.plan)):
+    for number, stepper in enumerate(steppers):
+        elsewhere = [_elsewhere(each) for each in counted if each.stepper == number and each.firsts]
+        for sentence in (_sentence(stepper), *elsewhere, *report.on_blocks(stepper.plan)):
             console.print(sentence)
         if stepper.mesh is not None:
             console.print(_table(stepper, stepper.mesh))
@@ -284,6 +291,16 @@ def _sentence(stepper: MeshStepper) -> str:
     return (
         f"Plan: {counts} on a {stepper.mesh}; {len(plan.atoms) - stay} matrices travel, in {len(plan.buckets)} "
         f"bucket(s); busiest rank over mean {plan.ownership.imbalance:.3f}."
+    )
+
+
+def _elsewhere(counted: Counted) -> str:
+    """What ranks outside of a mesh have under the names of its parameters."""
+    if not counted.different:
+        return f"Other ranks have copies of {len(counted.names)} of these; a norm counts them once."
+    return (
+        f"Other ranks have different parameters (experts) under {len(counted.names)} of these names; a norm counts all "
+        f"{len(counted.firsts)}. If they are copies, name them in 'copies'."
     )
 
 
