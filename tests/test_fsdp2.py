@@ -8,6 +8,7 @@ import io
 import itertools
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -346,7 +347,6 @@ def replace_all(model: nn.Module) -> None:
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "all": (replace_all, "'layers.2.bias', 'layers.4.weight' and 4 more are no longer in the model (replaced)"),
     "a module": (lambda model: setattr(model, "gate", nn.Linear(5, 2)), "'gate.weight', 'gate.bias' are no longer in"),
-    "unfrozen": (lambda model: model.layers[0].bias.requires_grad_(True), "'layers.0.bias' is trained now, but not"),
 }
 
 
@@ -372,6 +372,20 @@ def test_a_parameter_that_would_no_longer_be_trained_is_an_error_on_its_rank(cha
     assert all(torch.equal(param.to_local(), old) for param, old in zip(params, before))
     told, end = str(caught.value), f"; make the optimizer after the last such change (rank {dist.get_rank()})"
     assert told.startswith("LayerWiseOptimizer: parameter") and words in told and told.endswith(end)
+
+
+@on_ranks(2)
+def test_an_optimizer_whose_parameters_a_later_one_trains_steps_no_more() -> None:
+    run = BesideTwin(attach=True)
+    run.train(1)
+    earlier, run.optimizer = run.optimizer, layer_wise(run.model, params=[run.param("layers.2.weight")], **MUON)
+    run.backward(1)
+    told = "parameter 'layers.2.weight' belongs to a LayerWiseOptimizer that was made later; step only that one"
+    with pytest.raises(RuntimeError, match=re.escape(told)):
+        earlier.step()
+    run.check()
+    del earlier
+    run.optimizer.step()
 
 
 # State that lacks something

@@ -371,6 +371,27 @@ def test_a_module_without_a_backward_pass_is_left_alone(split: str, idle: str) -
     run.check()
 
 
+@on_ranks(4)
+def test_parameters_that_are_unfrozen_in_a_module_are_not_trained() -> None:
+    def frozen(name: str) -> nn.Module:
+        model = ExactLM(seed=len(name))
+        model.gate.requires_grad_(False)
+        return model
+
+    found = []
+    for unfreezes in (False, True):
+        with mock.patch(f"{__name__}.model_of", frozen):
+            modules, optimizers = make("01|23", "owned and FSDP2")
+        for step in range(3):
+            backward("01|23", modules, step)
+            assert optimizers.step() is True
+            optimizers.zero_grad()
+            for module in modules.values():
+                module.get_submodule("gate").requires_grad_(unfreezes)
+        found.append([whole(param) for module in modules.values() for param in module.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 # Schedulers, groups and hooks
 
 

@@ -176,11 +176,10 @@ def test_gradients_that_one_rank_drops_are_used_by_none() -> None:
 
 
 # The model is changed behind the optimizer's back
-CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {  # "unfrozen" is in test_fsdp2.py
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "replaced": (lambda model: setattr(model, "left", nn.Linear(11, 7)), "are no longer in the model (replaced)"),
     "cast": (lambda model: model.double(), "was moved or has new data (model.to(), param.data = ...)"),
     "other data": (lambda model: setattr(model.right.weight, "data", torch.zeros(7, 11)), "'right.weight' was moved"),
-    "added": (lambda model: model.add_module("new", nn.Linear(3, 3)), "'new.weight', 'new.bias' are trained now, but"),
 }
 
 

@@ -230,11 +230,14 @@ def newton_schulz_in_float32() -> Iterator[None]:
 
 
 def full_weights(engine: Any) -> dict[str, Tensor]:
-    """The fp32 master weights, whole, by name; at stage 0 the parameters themselves."""
-    if engine.zero_optimization_stage() == 0:
-        return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
-    get: Callable[[Tensor], Tensor] = deepspeed.utils.safe_get_full_fp32_param
-    return {name: get(param).clone() for name, param in engine.module.named_parameters()}
+    """The fp32 master weights, whole, by name; parameters themselves at stage 0, and those that are not trained."""
+    get: Callable[[Tensor], Tensor | None] = deepspeed.utils.safe_get_full_fp32_param
+    found = {}
+    for name, param in engine.module.named_parameters():
+        master = None if engine.zero_optimization_stage() == 0 else get(param)
+        with deepspeed.zero.GatheredParameters(param, enabled=master is None and hasattr(param, "ds_id")):
+            found[name] = (param if master is None else master).detach().clone()
+    return found
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

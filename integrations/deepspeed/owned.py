@@ -18,7 +18,7 @@ from lwopt_backend.checkpoint.deepspeed.files import SAVE
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.gradients import clip_factor, everything
-from lwopt_backend.engines.owned.model import Backward, check_model, show, tell_when_loaded
+from lwopt_backend.engines.owned.model import Backward, check_model, check_trained, show, tell_when_loaded
 from lwopt_backend.engines.owned.state import OwnedStore
 from lwopt_backend.engines.owned.step import OwnedCore, Share
 from lwopt_backend.groups.choices import Rules, settings_lines
@@ -81,6 +81,7 @@ def bind(
             raise ValueError("\n  ".join([cannot, *reasons]))
         check_model(engine.module, name)
         grouping = group_parameters(engine.module, given, rules, config)
+        check_trained(grouping, name)
         return OwnedBinding(engine, grouping, ranks[0]), [settings_lines(rules, config)] * len(ranks)
 
     return agree_in_all(ranks, name, decide)

@@ -148,7 +148,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         if self._made:
             raise RuntimeError(
                 f"{self.name}: expected all param groups in the constructor, found one after it; give the constructor "
-                "all groups"
+                "all groups and freeze what is to be trained later, or make another optimizer for these parameters"
             )
         super().add_param_group(param_group)
 

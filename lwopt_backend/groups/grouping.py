@@ -1,12 +1,11 @@
-"""A model's param groups, routed; and a watch for parameters that are no longer trained."""
+"""A model's param groups, routed; and whether the model still has the parameters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import is_
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -38,66 +37,48 @@ SHOWN = 5  # names in a sentence
 C = TypeVar("C", bound=HostConfig)
 
 
-class WatchedModel:
-    """The ``trained`` parameters of ``model``, with their names, when an optimizer was made for them.
+class InModel:
+    """The ``trained`` parameters, with their names, that ``model`` has. Others are no business of their optimizer.
 
-    With ``alone``, that optimizer trains everything; otherwise other parameters that required a gradient may continue
-    to. ``restore`` is called before the model is examined, because some hosts replace tensors in modules for a while.
+    ``restore`` is called before the model is examined, because some hosts replace tensors in modules for a while.
     """
 
     def __init__(
         self,
         model: nn.Module,
         trained: Sequence[tuple[str, Tensor]],
-        *,
-        alone: bool = False,
         restore: Callable[[nn.Module], object] = lambda model: None,
     ) -> None:
-        self._model = model
-        self._restore = restore
+        self._model, self._restore = model, restore
         restore(model)
         here = {id(param) for param in model.parameters()}
-        ours = {id(param) for _, param in trained}
         self._trained = [(name, param) for name, param in trained if id(param) in here]
-        # Kept, so that no other tensor gets their ids.
-        self._others = [p for p in model.parameters() if p.requires_grad and id(p) not in ours and not alone]
-        # Every module's content when it was last found unchanged, and the parameters that were frozen then.
-        self._seen: list[tuple[nn.Module, list[Tensor | None], list[nn.Module | None]]] | None = None
-        self._frozen: list[Tensor] = []
+        self._places = list(self._found())
 
-    def changes(self) -> str | None:
-        """A sentence on parameters that were replaced, unfrozen or added, which the optimizer does not train; or None.
+    def replaced(self) -> str | None:
+        """A sentence on those that the model no longer has, which would be trained for nothing; or None.
 
-        Costs one comparison per parameter and module, while these are the same objects.
+        Costs one comparison for each of them and each module around them, while these are the same objects.
         """
-        if self._is_as_seen():
+        if all(content.get(key) is kept for content, key, kept in self._places):
             return None
         self._restore(self._model)
-        now = dict(named_parameters(self._model))
-        there = {id(param) for param in now.values()}
-        known = {id(param) for param in (*(param for _, param in self._trained), *self._others)}
-        replaced = [name for name, param in self._trained if id(param) not in there]
-        trained = [n for n, p in now.items() if p.requires_grad and id(p) not in known and 0 not in full_shape(p)]
-        new = [name for name in trained if name not in replaced]
-        said = []
-        if replaced:
-            said.append(f"{_are(replaced)} no longer in the model (replaced), so no step changes the replacement")
-        if new:
-            since = "when the optimizer was made (new, or requires_grad set since)"
-            said.append(f"{_are(new)} trained now, but not {since}, so no step uses the gradient")
-        if said:
-            return f"{'; '.join(said)}; {ADVICE}"
-        self._seen = [(m, [*m._parameters.values()], [*m._modules.values()]) for m in self._model.modules()]
-        self._frozen = [param for param in self._model.parameters() if not param.requires_grad]
+        here = {id(param) for param in self._model.parameters()}
+        if gone := [name for name, param in self._trained if id(param) not in here]:
+            return f"{_are(gone)} no longer in the model (replaced), so no step changes the replacement; {ADVICE}"
+        self._places = list(self._found())
         return None
 
-    def _is_as_seen(self) -> bool:
-        def same(before: list[Any], now: Mapping[str, Any]) -> bool:
-            return len(before) == len(now) and all(map(is_, before, now.values()))
-
-        if self._seen is None or any(param.requires_grad for param in self._frozen):
-            return False
-        return all(same(params, m._parameters) and same(modules, m._modules) for m, params, modules in self._seen)
+    def _found(self) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+        """The parameters and the modules around them, each with its key in a module's content."""
+        ours = {id(param) for _, param in self._trained}
+        for module in self._model.modules():
+            for key, child in module._modules.items():
+                if child is not None and any(id(param) in ours for param in child.parameters()):
+                    yield module._modules, key, child
+            for key, param in module._parameters.items():
+                if id(param) in ours:
+                    yield module._parameters, key, param
 
 
 def _are(names: Sequence[str]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lwopt_backend.config.hosts import NAME, FSDP2Config, OwnedConfig
 from lwopt_backend.engines.base import loaded
@@ -17,7 +19,7 @@ from lwopt_backend.engines.fsdp2 import step as mesh_stepping
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients, counted_of
 from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
 from lwopt_backend.groups.choices import Rules, settings_lines
-from lwopt_backend.groups.grouping import Given, Grouping, WatchedModel
+from lwopt_backend.groups.grouping import Given, Grouping, InModel
 from lwopt_backend.groups.param_groups import ComparedOptions, ElementwiseGroups, warn_of_small_rate, with_options
 from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps
 from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
@@ -26,6 +28,8 @@ from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import StepRefused, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import keeps_state
+
+MADE_LAST = WeakTensorKeyDictionary()  # a weak reference to the last optimizer that was made for a parameter
 
 
 class MeshOptimizer(LayerWiseOptimizer):
@@ -45,6 +49,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._attachment: Attachment | None = None
         self._bound: list[list[Tensor]] = []
         self._stated: list[Tensor] = []
+        self._taken: str | None = None  # a parameter for which an optimizer was made later
         self._model = module
         mesh.reshard(module)
         exchange = [] if sharded_later else mesh.exchange_groups(module.parameters())
@@ -74,7 +79,8 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._plan_digest = plan_digest(line for stepper in self._steppers for line in stepper.planned.lines())
         self._bound = [list(group["params"]) for group in self.param_groups]
         trained = [(member.name, member.param) for stepper in self._steppers for member in stepper.members]
-        self._watched = WatchedModel(self._model, trained, restore=mesh.reshard)
+        self._in_model = InModel(self._model, trained, restore=mesh.reshard)
+        self._take_over(trained)
         self._make_state()
         self._owner_shards()  # adds their keys to ``state``
         self._counted = counted_of(self._steppers, named_like(self.config.copies))
@@ -87,6 +93,16 @@ class MeshOptimizer(LayerWiseOptimizer):
                 routes, groups = self._grouping.routes, self._grouping.groups
                 mesh_stepping.show(routes, groups, self._steppers, self._counted, self.plan_digest)
 
+    def _take_over(self, trained: Sequence[tuple[str, Tensor]]) -> None:
+        """Let no earlier optimizer of these parameters step again: both steps would count."""
+        for name, param in trained:
+            earlier = MADE_LAST.get(param, lambda: None)()
+            if earlier not in (None, self):
+                earlier._taken = name
+                if earlier._attachment is not None:
+                    earlier._attachment.remove()
+            MADE_LAST[param] = weakref.ref(self)
+
     def _make_state(self) -> None:
         """Create every parameter's missing state before the first step, so that every checkpoint has it."""
         before: Mapping[Tensor, dict[str, Any]] = self.__dict__["state"]
@@ -98,7 +114,12 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def _step(self) -> None:
         self._ensure_bound()
-        if (changed := self._watched.changes()) is not None:
+        if self._taken is not None:
+            raise StepRefused(
+                f"{NAME}: parameter {self._taken!r} belongs to a LayerWiseOptimizer that was made later; step only that"
+                " one, or give each optimizer its own parameters in 'params'"
+            )
+        if (changed := self._in_model.replaced()) is not None:
             if self._attachment is not None:
                 self._attachment.remove()
             raise StepRefused(f"{NAME}: {changed} (rank {ranks_of().rank})")

@@ -21,6 +21,7 @@ from lwopt_backend.engines.owned.model import (
     check_model,
     check_not_compiled,
     check_options,
+    check_trained,
     tell_when_loaded,
     wait_in_forward,
 )
@@ -51,6 +52,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         def decide() -> tuple[tuple[Rules, OwnedConfig, Grouping, list[Share]], list[str]]:
             check_model(model)
             rules, config, grouping = given.decide(OwnedConfig, model)
+            check_trained(grouping)
             if config.overlap_param_gather:
                 check_not_compiled(model)
             experts = as_globs(sharing.expert_params, "expert_params")
@@ -63,7 +65,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
             return (rules, config, grouping, shares), settings_lines(rules, config)
 
         rules, self.config, self._grouping, shares = agree(everyone, NAME, decide)
-        broadcast_untrained(model, shares)
+        trained = {id(param) for group in self._grouping.groups for param in group["params"]}
+        broadcast_untrained(model, trained, shares)
         self.core = OwnedCore(
             self._grouping,
             shares,

@@ -214,13 +214,14 @@ def load(
         mine = key not in from_first or core.share_of(key).ranks.rank == 0
         return mine and key in saved.weights
 
-    sent = {name for name, _ in untrained(model)} & set(others)
+    trained = {id(member.param) for member in core.members}
+    sent = {name for name, _ in untrained(model, trained)} & set(others)
     from_first = {*sent, *_tied(core, model, names)}
     _take(core, take)
     for number in range(len(core.manager.buckets)):
         core.manager.send_values(number)
     core.manager.receive_values()
-    broadcast_untrained(model, core.shares, sent.__contains__)
+    broadcast_untrained(model, trained, core.shares, sent.__contains__)
     core.half_loaded = False
     return found.groups, rest
 

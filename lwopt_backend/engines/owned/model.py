@@ -19,7 +19,7 @@ from lwopt_backend.config.hosts import NAME, OwnedConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT, BackwardPasses, BucketManager, Hook, is_followed
 from lwopt_backend.engines.owned.step import Groups, Holdings, OwnedCore
-from lwopt_backend.groups.grouping import ADVICE, Grouping, Member, WatchedModel
+from lwopt_backend.groups.grouping import ADVICE, Grouping, InModel, Member
 from lwopt_backend.groups.param_groups import ComparedOptions, option_lines
 from lwopt_backend.groups.registry import state_nbytes
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
@@ -37,7 +37,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check_model(model: nn.Module, caller: str = NAME) -> None:
-    """Raises TypeError or ValueError for a model whose parameters cannot become views of ``caller``'s buffers."""
+    """Raises TypeError or ValueError for a model that ``caller`` cannot train: wrapped, sharded, or sparse."""
     check_is_module(model, caller)
     for name, module in model.named_modules():
         if isinstance(module, (DistributedDataParallel, DataParallel)):
@@ -48,12 +48,22 @@ def check_model(model: nn.Module, caller: str = NAME) -> None:
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(f"{caller}: expected dense gradients, found sparse ones of {name!r}; set sparse=False")
-    devices: dict[torch.device, str] = {}
     for name, param in named_parameters(model):
         if hasattr(param, "device_mesh"):
             raise TypeError(f"{caller}: parameter {name!r} is a DTensor; {FSDP2}")
-        if not param.requires_grad:
-            continue
+    for name, module in model.named_modules():
+        if getattr(module, "_is_fsdp_managed_module", False):
+            which = f"module {name!r}" if name else "the model"
+            raise TypeError(
+                f"{caller}: expected a plain module, found {which} sharded by FullyShardedDataParallel, which flattens "
+                f"matrices; pass the plain module, or shard it with fully_shard instead: {FSDP2}"
+            )
+
+
+def check_trained(grouping: Grouping, caller: str = NAME) -> None:
+    """Raises TypeError or ValueError for parameters to train that cannot become views of ``caller``'s buffers."""
+    devices: dict[torch.device, str] = {}
+    for name, param in ((grouping.names[id(p)], p) for group in grouping.groups for p in group["params"]):
         if is_followed(param):
             gc.collect()  # optimizers in reference cycles
         if is_followed(param):
@@ -71,13 +81,6 @@ def check_model(model: nn.Module, caller: str = NAME) -> None:
                 f"{caller}: parameter {name!r}: expected values, found none on the meta device; materialize it"
             )
         devices.setdefault(param.device, name)
-    for name, module in model.named_modules():
-        if getattr(module, "_is_fsdp_managed_module", False):
-            which = f"module {name!r}" if name else "the model"
-            raise TypeError(
-                f"{caller}: expected a plain module, found {which} sharded by FullyShardedDataParallel, which flattens "
-                f"matrices; pass the plain module, or shard it with fully_shard instead: {FSDP2}"
-            )
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ValueError(f"{caller}: expected parameters on one device, found {places}; move the model to one")
@@ -145,7 +148,7 @@ class Backward:
         self._core = core
         self._name = name  # for errors
         self._manager = core.manager
-        self._watched = WatchedModel(model, list(zip(core.manager.names, core.manager.params)), alone=True)
+        self._in_model = InModel(model, list(zip(core.manager.names, core.manager.params)))
         self._passes = BackwardPasses(core.manager, model)
         self.options = ComparedOptions()
         self._agreed: tuple[int, list[Presence]] | None = None  # the number of passes before it
@@ -186,7 +189,7 @@ class Backward:
         want to use their gradients; those get an error.
         """
         manager = self._manager
-        mine = self._watched.changes() or moved(manager.names, manager.params, manager.places)
+        mine = self._in_model.replaced() or moved(manager.names, manager.params, manager.places)
         if mine is None and self._passes.interrupted:
             mine = "a backward pass ended in an exception; all gradients are dropped, on all ranks"
         if mine is None and not drops and (unused := manager.unused_grad()) is not None:
@@ -267,13 +270,15 @@ class _StateForCopies:
     """A module's ``__getstate__``, which ``copy`` and ``pickle`` call: waits for its parameters first."""
 
     def __init__(self, manager: BucketManager, module: nn.Module) -> None:
-        self._manager = weakref.ref(manager)
+        earlier = module.__dict__.get("__getstate__")
+        others = earlier._managers if isinstance(earlier, _StateForCopies) else ()
+        self._managers: list[weakref.ref[BucketManager]] = [*others, weakref.ref(manager)]
         self._module = weakref.ref(module)
 
     def __call__(self) -> dict[str, Any]:
-        manager, module = self._manager(), self._module()
+        module = self._module()
         assert module is not None
-        if manager is not None:
+        for manager in filter(None, (reference() for reference in self._managers)):
             manager.receive_values()
         of_class = getattr(type(module), "__getstate__", None)
         state = module.__dict__ if of_class is None else of_class(module)

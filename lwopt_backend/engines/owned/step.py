@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.engines.base import batch_numel_on, machine_for
-from lwopt_backend.engines.owned.bucket_manager import BucketManager
+from lwopt_backend.engines.owned.bucket_manager import BucketManager, is_followed
 from lwopt_backend.engines.owned.buckets import BucketBuffers, Sharers
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.grouping import Grouping, Member
@@ -458,23 +458,26 @@ def _share_of(name: str, shares: Sequence[Share]) -> int:
     return next((i for i, shared in enumerate(shares) if shared.takes is not None and shared.takes(name)), 0)
 
 
-def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Frozen parameters and all buffers, by name."""
-    frozen = ((name, param.data) for name, param in model.named_parameters() if not param.requires_grad)
-    return [*frozen, *model.named_buffers()]
+def untrained(model: nn.Module, trained: Collection[int]) -> list[tuple[str, Tensor]]:
+    """All buffers, and all parameters that are not ``trained``, by id, nor another optimizer's; by name."""
+    params = ((name, param) for name, param in model.named_parameters() if id(param) not in trained)
+    return [*((name, param.data) for name, param in params if not is_followed(param)), *model.named_buffers()]
 
 
 def broadcast_untrained(
-    model: nn.Module, shares: Sequence[Share], chosen: Callable[[str], bool] = lambda name: True
+    model: nn.Module,
+    trained: Collection[int],
+    shares: Sequence[Share],
+    chosen: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Copy frozen parameters and buffers whose name is ``chosen`` from the first rank that shares them, as DDP does.
+    """Copy what is ``untrained`` and whose name is ``chosen`` from the first rank that shares it, as DDP does.
     Called on all ranks.
 
     Experts come from the first of their own ranks. Raises, on all ranks, ValueError for a tensor on a device for which
     its process group has no backend, and RanksDisagree if ranks have other names, shapes or dtypes.
     """
     found: list[list[tuple[str, Tensor]]] = [[] for _ in shares]
-    for name, tensor in untrained(model):
+    for name, tensor in untrained(model, trained):
         if chosen(name):
             found[_share_of(name, shares)] += _stored(name, tensor.detach())
 
