@@ -382,7 +382,7 @@ class TorchOptimizer(WeightRule):
 
     Its only parameter is the whole weight, with the whole gradient as ``grad``. The matrix's owner state is what the
     class keeps in ``state`` of the parameter, and counts in its param group. Any other state, and changes of its
-    arguments, would be lost: an error if the first step shows them.
+    arguments, would be lost: an error if the first step shows them, or any step changes ``lr``, which schedules write.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], **arguments: Any) -> None:
@@ -408,13 +408,15 @@ class TorchOptimizer(WeightRule):
         counted = {key: group[key] for key, seen in _seen(group, "params").items() if before.get(key) != seen}
         if not state:
             self._check(inner, param, attributes, counted)
+        elif "lr" in counted and "lr" in self._arguments:
+            raise TypeError("expected an unchanged argument 'lr', found a class that changes it; only schedules may")
         state["group"] = {**state.get("group", {}), **counted}
         state["state"] = dict(inner.state.get(param, {}))
         if param.data_ptr() != value.data_ptr():  # it replaced the parameter's data
             value.copy_(param.detach())
 
     def _check(
-        self, inner: torch.optim.Optimizer, param: Tensor, attributes: Mapping[str, str], counted: Mapping[str, Any]
+        self, inner: torch.optim.Optimizer, param: Tensor, attributes: Mapping[str, Any], counted: Mapping[str, Any]
     ) -> None:
         """Raises TypeError for an optimizer with state that would be lost, or that changes its own arguments."""
         if rewritten := [key for key in counted if key in self._arguments]:
@@ -432,6 +434,16 @@ class TorchOptimizer(WeightRule):
             )
 
 
-def _seen(values: Mapping[str, Any], *without: str) -> dict[str, str]:
-    """The values as text, to see later which have changed, also in place."""
-    return {key: repr(value) for key, value in values.items() if key not in without}
+def _seen(values: Mapping[str, Any], *without: str) -> dict[str, Any]:
+    """Marks of the values, to see later which have changed, also in place."""
+    return {key: _mark(value) for key, value in values.items() if key not in without}
+
+
+def _mark(value: Any) -> Any:
+    """What differs once the value has changed: its text; of a tensor on an accelerator, for whose text a host would
+    wait, the tensor itself and its version."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return id(value), value._version, value  # kept, so that no other tensor gets its id
+    if isinstance(value, Mapping):
+        return [(key, _mark(each)) for key, each in value.items()]
+    return [_mark(each) for each in value] if isinstance(value, (list, tuple)) else repr(value)
