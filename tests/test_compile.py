@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lwopt_backend import LayerWiseOptimizer
 from tests.cells import with_full
 from tests.engines import Cell, Engine, running
 from tests.models import UnevenLM
@@ -133,3 +134,34 @@ def test_a_model_that_ran_compiled_is_refused_where_its_hooks_would_be_ignored(h
         with torch.no_grad():
             compiled(rows(step, 0))
         assert not optimizer.core.manager.returning
+
+
+# Optimizer classes that compile their steps
+GRAPHS: list[Any] = []
+
+
+def counted(graph: Any, inputs: Any) -> Any:
+    GRAPHS.append(graph)
+    return graph
+
+
+@torch.compile(backend=counted)
+def subtract(param: Tensor, lr: float) -> None:
+    param.sub_(param.grad, alpha=lr)
+
+
+class Compiled(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            subtract(param, self.param_groups[0]["lr"])
+
+
+@pytest.mark.usefixtures("no_code")
+def test_what_a_class_compiles_is_compiled_though_it_was_tried_before() -> None:
+    model = nn.Sequential(nn.Linear(3, 2, bias=False))
+    section = {"name": "torch_optimizer", "class": Compiled, "lr": 0.1}
+    optimizer = LayerWiseOptimizer(model, section, include="*", report=False)
+    assert not GRAPHS
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert GRAPHS

@@ -184,6 +184,7 @@ OF_ONE: dict[Door, list[Wrong]] = {
         (of_class("no_such_package.X"), "cannot be imported: No module named"),
         (of_class("torch.nn.Linear"), "expected a torch.optim.Optimizer, found <class 'torch.nn.modules.linear."),
         (of_class(ADAM, betaz=1), "unknown key 'betaz'; did you mean 'betas'?"),
+        (of_class("pytorch_optimizer.Muon", lr=0.02), "Muon cannot be made with one matrix as its parameters: Runtime"),
         (of_class(ADAM, lr=-1.0), "torch.optim.Adam refuses these arguments: Invalid learning rate: -1.0"),
     ],
     owned: [

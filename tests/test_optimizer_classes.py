@@ -1,5 +1,8 @@
 """Optimizers by their class: what is accepted, and that nothing they keep is lost."""
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,6 +19,7 @@ from lwopt_backend.groups.registry import new_state, options_of
 from lwopt_backend.runtime import elementwise as cautious_decay
 from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper
 from lwopt_backend.runtime.whole import Slices
+from tests import zero
 from tests.on_ranks import on_ranks
 from tests.rule_steps import gradients, random
 from tests.rules import ELEMENTWISE, SECTIONS, state_of
@@ -79,9 +83,37 @@ class OwnSchedule(Own):
         self.param_groups[0]["lr"] *= 0.9
 
 
+class LaterSchedule(Own):
+    """Changes its rate in the third step."""
+
+    def step(self, closure: Any = None) -> None:
+        state = self.state_of_first()
+        state["step"] = state.get("step", 0) + 1
+        self.scaled_step(1.0)
+        if state["step"] == 3:
+            self.param_groups[0]["lr"] *= 0.9
+
+
 class NeedsClosure(Own):
     def step(self, closure: Any) -> None:
         closure()
+
+
+class Communicates(Own):
+    """As Keller Jordan's Muon on several ranks: every rank must call it."""
+
+    def step(self, closure: Any = None) -> None:
+        dist.all_reduce(self.param_groups[0]["params"][0].grad)
+        self.scaled_step(1.0)
+
+
+class FailsLater(Own):
+    """Cannot be made with the state that it had."""
+
+    def step(self, closure: Any = None) -> None:
+        if self.state_of_first():
+            raise RuntimeError("a second step")
+        self.state_of_first()["step"] = 1
 
 
 REFUSED = [
@@ -90,6 +122,8 @@ REFUSED = [
     (History, "which checkpoints save; found more in its attribute 'history'"),
     (OwnSchedule, "expected an unchanged argument 'lr', found a class that changes it"),
     (NeedsClosure, "missing 1 required positional argument: 'closure'"),
+    (Communicates, "expected a step of one rank alone, found the collective c10d.allreduce_.default"),
+    (FailsLater, "a second step"),
 ]
 CALLS = [  # the parts that are stepped together, call by call, and how many steps each part then has made
     ([[0, 1, 2]] * 4, [4, 4, 4]),
@@ -98,28 +132,110 @@ CALLS = [  # the parts that are stepped together, call by call, and how many ste
 ]
 
 
-@pytest.mark.parametrize(("cls", "message"), REFUSED)
-def test_a_class_that_would_lose_something_is_refused_by_its_first_step(cls: Any, message: str) -> None:
+@contextlib.contextmanager
+def made(engine: str, section: dict[str, Any]) -> Iterator[Any]:
+    """The optimizer of a model with one matrix."""
     model = nn.Sequential(nn.Linear(3, 2, bias=False))
-    section = {"name": "torch_optimizer", "class": cls, "lr": 0.1}
-    optimizer = LayerWiseOptimizer(model, section, include="*", report=False)
-    model(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(ValueError) as caught:
-        optimizer.step()
-    assert str(caught.value).startswith(f"{__name__}.{cls.__name__} cannot train matrix '0.weight': ")
-    assert message in str(caught.value)
+    if engine == "zero":
+        settings = {**zero.config(1), "optimizer": {"type": "LayerWise", "params": {"matrix": section, "include": "*"}}}
+        with zero.engine_for(settings, model) as engine_of_deepspeed:
+            yield engine_of_deepspeed
+        return
+    if engine == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    yield LayerWiseOptimizer(model, section, include="*", report=False)
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("engine", ["plain", "fsdp2", "zero"])
 @pytest.mark.parametrize(("cls", "message"), REFUSED)
-def test_on_fsdp2_it_is_refused_when_the_optimizer_is_made_on_all_ranks(cls: Any, message: str) -> None:
-    """Where a state dict needs all keys from the start, a step on random numbers is the first. One rank takes it."""
-    model = fully_shard(nn.Sequential(nn.Linear(3, 2, bias=False)), mesh=init_device_mesh("cpu", (2,)))
-    section = {"name": "torch_optimizer", "class": cls, "lr": 0.1}
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        LayerWiseOptimizer(model, section, include="*", report=False)
+def test_a_class_that_cannot_be_run_is_refused_when_the_optimizer_is_made(engine: str, cls: Any, message: str) -> None:
+    """On all ranks, of which one would step the matrix."""
+    section = {"name": "torch_optimizer", "class": f"{__name__}.{cls.__name__}", "lr": 0.1}
+    with pytest.raises((ValueError, RuntimeError)) as caught, made(engine, section):
+        pass
     assert f"{__name__}.{cls.__name__} cannot train matrix '0.weight': " in str(caught.value)
     assert message in str(caught.value)
+
+
+def step(optimizer: Any, model: nn.Module) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_a_rate_that_a_class_changes_later_is_an_error_then() -> None:
+    """A schedule would write it without effect."""
+    model = nn.Sequential(nn.Linear(3, 2, bias=False))
+    section = {"name": "torch_optimizer", "class": LaterSchedule, "lr": 0.1}
+    optimizer = LayerWiseOptimizer(model, section, include="*", report=False)
+    step(optimizer, model)
+    step(optimizer, model)
+    with pytest.raises(ValueError, match="LaterSchedule cannot train matrix '0.weight': expected an unchanged .* 'lr'"):
+        step(optimizer, model)
+
+
+class OfOthers(Own):
+    """A base class with an argument of its subclasses' authors."""
+
+    def __init__(self, params: Any, lr: float = 0.1, factor: float = 1.0, hidden: Any = None) -> None:
+        super().__init__(params, lr)
+        self.factor = factor
+
+    def step(self, closure: Any = None) -> None:
+        self.scaled_step(self.factor)
+
+
+UNSET = object()
+
+
+class Strict(OfOthers):
+    """As heavyball 3.2.1: it checks its keywords, and a default is a value that no copy equals."""
+
+    def __init__(self, params: Any, lr: float = 0.1, palm: Any = UNSET, **keywords: Any) -> None:
+        if not keywords.keys() <= {"factor"}:
+            raise TypeError(f"unknown keyword arguments: {sorted(keywords)}")
+        super().__init__(params, lr, hidden=1, **{"factor": 3.0 if palm is UNSET else 5.0, **keywords})
+
+
+class OwnDefault(Own):
+    """Has another default than its base class."""
+
+    def __init__(self, params: Any, **keywords: Any) -> None:
+        super().__init__(params, **{"lr": 0.3, **keywords})
+
+
+class NeedsNorm(Own):
+    """As Emerging-Optimizers' MuonHyperball."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        if any(not param.norm() for param in self.param_groups[0]["params"]):
+            raise ValueError("every weight must have a norm")
+
+
+CALLED: list[tuple[type[Own], dict[str, Any]]] = [
+    (Strict, {}),
+    (Strict, {"factor": 2.0}),
+    (Strict, {"palm": True}),
+    (OwnDefault, {}),
+    (OwnDefault, {"lr": 0.2}),
+    (NeedsNorm, {}),
+]
+
+
+@pytest.mark.parametrize(("cls", "given"), CALLED)
+def test_a_class_is_called_with_what_was_written_and_what_its_own_constructor_takes(cls: Any, given: Any) -> None:
+    model, twin = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+    twin.load_state_dict(model.state_dict())
+    section = {"name": "torch_optimizer", "class": cls, **given}
+    ours, theirs = LayerWiseOptimizer(model, section, include="*", report=False), cls(twin.parameters(), **given)
+    for _ in range(3):
+        step(ours, model)
+        step(theirs, twin)
+        assert torch.equal(model.weight, twin.weight)
+        ours.load_state_dict(copy.deepcopy(ours.state_dict()))
+    assert {"factor", "palm", "hidden"} & ours.param_groups[0].keys() == {*given} - {"lr"}
 
 
 def test_a_tensor_that_a_class_changes_in_its_group_is_kept() -> None:
@@ -128,11 +244,9 @@ def test_a_tensor_that_a_class_changes_in_its_group_is_kept() -> None:
     section = {"name": "torch_optimizer", "class": TensorInGroup, "lr": 0.1}
     ours, theirs = LayerWiseOptimizer(model, section, include="*", report=False), TensorInGroup(twin.parameters())
     for _ in range(3):
-        for one, optimizer in ((model, ours), (twin, theirs)):
-            one(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(model.weight, twin.weight)
+        step(ours, model)
+        step(theirs, twin)
+    assert torch.equal(model.weight, twin.weight)
 
 
 def test_element_wise_classes_are_registered_by_who_knows_that_they_are() -> None:
@@ -154,7 +268,9 @@ class Keywords(torch.optim.AdamW):
 def test_a_class_with_keywords_has_its_own_arguments_and_those_of_its_base() -> None:
     given = {"class": Keywords, "lr": 0.5, "scale": 2.0, "weight_decay": 0.0}
     options = options_of("torch_optimizer", given, "here").model_dump()
-    assert options["lr"] == 0.5 and options["scale"] == 2.0 and options["amsgrad"] is False
+    assert options == {"class": f"{__name__}.Keywords", "scale": 2.0, "lr": 0.5, "weight_decay": 0.0}
+    with pytest.raises(ValueError, match="unknown key 'amsgrat'; did you mean 'amsgrad'"):
+        options_of("torch_optimizer", {**given, "amsgrat": True}, "here")
 
 
 class WithoutRate(torch.optim.Optimizer):

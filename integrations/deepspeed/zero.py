@@ -396,7 +396,8 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
             pipeline.check(engine, stage)
         for of_model, param in named_parameters(model) if cut else ():
             deepspeed_engine.note_parts(param, grouping.parts(of_model, param))
-        check_devices(grouping.groups, config, torch.device("cpu") if config.ns_device == "cpu" else engine.device)
+        device = torch.device("cpu") if config.ns_device == "cpu" else engine.device
+        check_devices(grouping.groups, config, device, grouping.smallest_matrix)
         units = _units(engine, grouping, config, ranks, places)
         lines = [settings_lines(rules, config) for _ in ranks]
         for sharers, of_sharers in zip(ranks, lines):

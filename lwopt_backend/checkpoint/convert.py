@@ -15,6 +15,7 @@ from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
 from lwopt_backend.checkpoint.formats import FORMATS, TARGETS
+from lwopt_backend.groups.optimizer_classes import LEFT_TO_THE_CLASS
 from lwopt_backend.groups.registry import LR_SCALE, MATRIX_RULES, options_of, rule_named, torchs_keys
 
 # Param groups of other optimizers with this package's options, under which torch's DCP loads them: see
@@ -96,7 +97,8 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
         fields = {}
         with suppress(ValueError):  # an unknown rule or class
             fields = rule_named(group["rule"]).model(group, "").model_fields
-        defaults = {k: f.get_default(call_default_factory=True) for k, f in fields.items() if not f.is_required()}
+        known = {k: f for k, f in fields.items() if not f.is_required() and f.default is not LEFT_TO_THE_CLASS}
+        defaults = {k: field.get_default(call_default_factory=True) for k, field in known.items()}
         first = {} if peak is None else {"initial_lr": peak}
         own = {key: value for key, value in group.items() if key not in _PLACES}
         return {**(torchs_keys() if group["rule"] == ADAMW else {}), **defaults, **first, **own}

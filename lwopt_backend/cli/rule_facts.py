@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from lwopt_backend.config.atoms import Division
 from lwopt_backend.config.hosts import HOSTS
 from lwopt_backend.groups.choices import DEFAULTS, SECTIONS
+from lwopt_backend.groups.optimizer_classes import LEFT_TO_THE_CLASS
 from lwopt_backend.groups.registry import (
     ELEMENTWISE_RULES,
     MATRIX_RULES,
@@ -119,6 +120,7 @@ def declared(fields: Mapping[str, FieldInfo], source: str = OURS) -> list[dict[s
     for name, field in fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         default = "required" if field.is_required() else json.dumps(field.default, default=str)
+        default = "left to the class" if field.default is LEFT_TO_THE_CLASS else default
         meaning = field.description or f"{name!r} of the class"
         options.append(dict(zip(COLUMNS, (name, default, meaning, str(extra.get("source", source))), strict=True)))
     return options

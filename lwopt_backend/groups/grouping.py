@@ -14,7 +14,8 @@ from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.hosts import NAME, ClippingConfig, HostConfig
 from lwopt_backend.groups.choices import Rules, arguments_of
 from lwopt_backend.groups.param_groups import Groups, as_groups, check_overrides, split
-from lwopt_backend.groups.registry import MATRIX_RULES
+from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of
+from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.matrices import Divided, divide
@@ -137,6 +138,13 @@ class Grouping:
             self.parts(name, param),
             param=param,
         )
+
+    def smallest_matrix(self, group: int) -> Atom | None:
+        """The matrix with the fewest elements in param group ``group``, if it has any."""
+        params = self.groups[group]["params"]
+        members = [self.member(self.names[id(param)], param, group) for param in params]
+        atoms = (atom for member in members for atom in atoms_of(member, self.groups[group]))
+        return min(atoms, key=lambda atom: atom.numel, default=None)
 
     def parts(self, name: str, param: Tensor) -> tuple[int, ...]:
         """As in ``TrainedParam``, also of a frozen one; a bias has those of its layer's weight."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, Literal, TypeGuard
 
 import torch
-from pydantic import create_model
+from pydantic import SerializerFunctionWrapHandler, create_model, model_serializer
 from torch import nn
 
 from lwopt_backend.config.options import Options, install_command, option, suggestion
@@ -57,25 +58,70 @@ def _is_optimizer(value: Any) -> TypeGuard[type[torch.optim.Optimizer]]:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
 
 
+LEFT_TO_THE_CLASS = inspect.Parameter.empty  # the value of an argument that the class is made without
+
+
+class ClassOptions(Options):
+    """The arguments of a class. Those that are left to the class are in no param group and no checkpoint."""
+
+    @model_serializer(mode="wrap")
+    def _given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if value is not LEFT_TO_THE_CLASS}
+
+
 @functools.cache
 def options_of_class(path: str, *, with_class: bool, with_form: bool = False) -> type[Options]:
     """The arguments of a class as an options model: names and defaults as in its signature.
 
-    A class with ``**kwargs`` also takes those of its base class. One with weight decay takes its form.
+    A class with ``**kwargs`` also takes those of its base classes. Their defaults are left to the class, which may have
+    others, and so are values that a checkpoint may not return as they were, such as ``object()``. One with weight decay
+    takes its form.
     """
+    own, inherited = _parameters(class_named(path))
     fields: dict[str, Any] = {"class": (str, ...)} if with_class else {}
-    for name, parameter in _parameters(class_named(path)).items():
-        fields[name] = (Any, ... if parameter.default is parameter.empty else parameter.default)
+    for name, parameter in {**own, **inherited}.items():
+        default = parameter.default
+        if name == "lr":  # schedules write to every group's
+            default = _rate_of(path) if name in inherited or not _is_plain(default) else default
+        elif name in own and default is parameter.empty:
+            default = ...
+        elif name in inherited or not _is_plain(default):
+            default = LEFT_TO_THE_CLASS
+        fields[name] = (Any, default)
     if with_form and "weight_decay" in fields:
         meaning = "'own': as the class decays; 'cautious': decay only elements that the update moves towards zero"
         form = option("own", meaning, "Cautious Weight Decay, arXiv 2510.12402")
         fields[DECAY_FORM] = (Literal["own", "cautious"], form)
-    return create_model(path.rpartition(".")[2], __base__=Options, **fields)
+    return create_model(path.rpartition(".")[2], __base__=ClassOptions, **fields)
 
 
-def _parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """The parameters of a class's constructor, except ``self`` and the optimizer's parameters."""
-    found: dict[str, inspect.Parameter] = {}
+def _rate_of(path: str) -> Any:
+    """The learning rate of a class that is made without one; ... if it needs one."""
+    made: Callable[..., torch.optim.Optimizer] = class_named(path)
+    try:
+        return made([_matrix()]).param_groups[0].get("lr", ...)
+    except Exception:
+        return ...
+
+
+def _matrix() -> nn.Parameter:
+    """A matrix of random numbers, to make a class with."""
+    return nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(0)))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, chain(value, value.values())))
+    return value is None or type(value) in (bool, int, float, str, torch.dtype)
+
+
+def _parameters(cls: type) -> tuple[dict[str, inspect.Parameter], dict[str, inspect.Parameter]]:
+    """The parameters of a class's constructor, except ``self`` and the optimizer's parameters; and those of its base
+    classes' constructors that it takes by ``**kwargs``."""
+    own: dict[str, inspect.Parameter] | None = None
+    inherited: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
         if base is torch.optim.Optimizer:
             break
@@ -83,38 +129,44 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.items())[2:]
         named = {k: p for k, p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and k != "defaults"}
-        found = {**named, **found}
-        if len(named) == len(parameters):
+        if own is None:
+            own = named
+        else:
+            inherited = {**{key: p for key, p in named.items() if key not in own}, **inherited}
+        if not any(parameter.kind == parameter.VAR_KEYWORD for _, parameter in parameters):
             break
-    return found
+    return own or {}, inherited
 
 
 def check_arguments(path: str, model: type[Options], given: Mapping[str, Any]) -> None:
-    """Raises ValueError for arguments that the class itself refuses."""
-    named = {key: value for key, value in given.items() if key != "class"}
+    """Raises ValueError for arguments with which the class cannot be made. It is made as in a step."""
+    named = {key: value for key, value in given.items() if key not in ("class", DECAY_FORM)}
     if not set(named) <= set(model.model_fields):
         return  # the model reports unknown ones
-    fields = {key: field for key, field in model.model_fields.items() if key != "class"}
-    defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
-    missing = [key for key in fields if key not in defaults and key not in named]
+    fields = {key: field for key, field in model.model_fields.items() if key not in ("class", DECAY_FORM)}
+    missing = [key for key, field in fields.items() if field.is_required() and key not in named]
     if missing:
         raise ValueError(f"{path}: expected the argument {missing[0]!r}, found none; add it")
-    arguments = {key: value for key, value in named.items() if key != DECAY_FORM}
-    error = _error_of(path, arguments)
-    if error is not None:
-        said = str(error)
-        if not isinstance(error, ValueError):  # Python's own, without the argument's name
-            needed = {key: value for key, value in arguments.items() if key not in defaults}
-            alone = [key for key in arguments if _error_of(path, {**needed, key: arguments[key]})] or list(arguments)
-            likes = {key: f"; expected a value like {defaults[key]!r}" for key in alone if key in defaults}
-            said = ", ".join(f"{key} is {arguments[key]!r}{likes.get(key, '')}" for key in alone)
-        raise ValueError(f"{path} refuses these arguments: {said}") from error
+    defaults = {key: field.default for key, field in fields.items() if field.default is not LEFT_TO_THE_CLASS}
+    error = _error_of(path, {**defaults, **named})
+    if error is None:
+        return
+    needed = {key: named[key] for key, field in fields.items() if field.is_required()}
+    if (cause := _error_of(path, needed)) is not None:  # whatever the other arguments are
+        said = f"{type(cause).__name__}: {cause}"
+        raise ValueError(f"{path} cannot be made with one matrix as its parameters: {said}") from error
+    said = str(error)
+    if not isinstance(error, ValueError):  # Python's own, without the argument's name
+        alone = [key for key in named if _error_of(path, {**needed, key: named[key]})] or list(named)
+        likes = {key: f"; expected a value like {defaults[key]!r}" for key in alone if key in defaults}
+        said = ", ".join(f"{key} is {named[key]!r}{likes.get(key, f' ({error})')}" for key in alone)
+    raise ValueError(f"{path} refuses these arguments: {said}") from error
 
 
 def _error_of(path: str, arguments: Mapping[str, Any]) -> Exception | None:
     """The exception that the class raises when made with these arguments, if any."""
     try:
-        class_named(path)([nn.Parameter(torch.zeros(2, 2))], **arguments)
+        class_named(path)([_matrix()], **arguments)
     except Exception as error:
         return error
     return None

@@ -331,8 +331,8 @@ def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
         fields, options = rule_named(rule_of(group)).model(group, "").model_fields, arguments(group)
         found = [
             f"{plain(options[key]):g}{', the default' if options[key] == fields[key].default else ''}"
-            if key in fields
-            else "none"
+            if key in options
+            else ("left to the class" if key in fields else "none")
             for key in SHARED
         ]
         row = (rule_name(group), found[0], found[1])

@@ -30,6 +30,7 @@ from lwopt_backend.rules.newton_schulz import PACKAGES, segments
 from lwopt_backend.rules.protocol import TorchOptimizer
 from lwopt_backend.runtime.collectives import rule_name
 from lwopt_backend.runtime.elementwise import Counters
+from lwopt_backend.runtime.state import try_steps
 
 ADAMW, SGD, LION = "torch.optim.AdamW", "torch.optim.SGD", "pytorch_optimizer.Lion"
 
@@ -263,12 +264,13 @@ def option_names(group: Mapping[str, Any]) -> list[str]:
 
 
 def arguments(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The current options of a param group's rule, with defaults for those that it lacks; ``lr`` is the effective
-    rate."""
+    """The current options of a param group's rule, with defaults for those that it lacks, unless they are left to its
+    class; ``lr`` is the effective rate."""
     fields = rule_named(rule_of(group)).model(group, "").model_fields
     found = {
         key: group[key] if key in group or field.is_required() else field.get_default(call_default_factory=True)
         for key, field in fields.items()
+        if key in group or field.default is not classes.LEFT_TO_THE_CLASS
     }
     return {**found, "lr": effective_lr(group)} if LR_SCALE in group else found
 
@@ -351,10 +353,22 @@ def build_matrix_rules(groups: Sequence[Mapping[str, Any]], config: HostConfig) 
     return {number: build_matrix_rule(group, config) for number, group in matrices.items()}
 
 
-def check_devices(groups: Sequence[Mapping[str, Any]], config: HostConfig, device: torch.device) -> None:
-    """Raises ValueError for a matrix rule that does not run on ``device``."""
-    for rule in build_matrix_rules(groups, config).values():
+def check_devices(
+    groups: Sequence[Mapping[str, Any]],
+    config: HostConfig,
+    device: torch.device,
+    smallest_matrix: Callable[[int], Atom | None],
+) -> None:
+    """Raises ValueError for a matrix rule that does not run on ``device``.
+
+    A ``WeightRule`` takes two steps of a matrix of random numbers, as large as the smallest in its param group: the
+    second is the first with state.
+    """
+    for number, rule in build_matrix_rules(groups, config).items():
         rule.check_device(device)
+        atom = smallest_matrix(number) if isinstance(rule, WeightRule) and device.type != "meta" else None
+        if atom is not None and isinstance(rule, WeightRule):
+            try_steps(rule, atom, device, 2)
 
 
 def rules_with_owner_state(groups: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Labels of a step's parts in profiles (``torch.profiler.record_function``), the same on every engine.
 
@@ -39,6 +40,18 @@ def of_elementwise(group: Mapping[str, Any]) -> str:
 def rule_name(group: Mapping[str, Any]) -> str:
     """The name of a param group's rule; for a rule that runs any optimizer, the class of that optimizer."""
     return str(group.get("class") or group.get("rule", "adamw"))
+
+
+class WithoutCollectives(TorchDispatchMode):
+    """Within it, a collective raises RuntimeError, because no other rank would take part."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(f"expected a step of one rank alone, found the collective {func}")
+        return func(*args, **(kwargs or {}))
 
 
 # What ``optimizer.metrics()`` returns, measured in the same parts. Nothing is measured without a recorder.

@@ -15,7 +15,7 @@ from lwopt_backend.plan import Atom, TrainedParam
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.collectives import Collectives, WithoutCollectives
 
 # A rank's part of an optimizer's parameters, in one form for all engines. Code with whole tensors by parameter name (a
 # checkpoint, another optimizer's state) loads them with ``put``.
@@ -215,15 +215,37 @@ STRUCTURE, STEPPED = "structure", "stepped"  # keys of state with more than tens
 MATRICES = "matrices"  # key of the elements of matrices that a parameter's shape does not define
 
 
-def step_first(rule: WeightRule, atom: Atom, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
-    """A matrix's first step, which shows whether checkpoints can hold the rule's state. Raises ValueError, also in
-    place of the rule's own errors, with the names of the rule and of the matrix."""
+def step_whole(rule: WeightRule, atom: Atom, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+    """A step of a whole matrix. The first shows whether checkpoints can hold the rule's state.
+
+    Raises ValueError, also in place of the rule's own errors, with the names of the rule and of the matrix.
+    """
+    is_first = not state
     try:
         rule.step(value, grad, state)
-        nested.check(state)
+        if is_first:
+            nested.check(state)
     except Exception as error:
         name = rule.rule_name or type(rule).__name__
         raise ValueError(f"{name} cannot train matrix {atom.name!r}: {error or type(error).__name__}") from error
+
+
+def try_steps(rule: WeightRule, atom: Atom, device: torch.device, steps: int) -> dict[str, Any]:
+    """The owner state of a matrix of the shape of ``atom``, of random numbers, after ``steps`` steps.
+
+    Raises ValueError, as ``step_whole``, also for a rule that communicates: its owner would wait for the other ranks.
+    """
+    numbers, shape = torch.Generator().manual_seed(0), atom.rule_shape
+    state: dict[str, Any] = {}
+    of_device = [device] if device.type != "cpu" and torch.accelerator.is_available() else []
+    kept = torch.random.fork_rng(of_device, device_type=device.type if of_device else "cuda")
+    # A function that is first called under a dispatch mode is never compiled, unless nothing is there.
+    eager = torch.compiler.set_stance("force_eager")
+    with kept, eager, torch.no_grad(), WithoutCollectives():
+        value = torch.randn(shape, generator=numbers).to(device)
+        for _ in range(steps):  # the rule may draw numbers as well
+            step_whole(rule, atom, value, torch.randn(shape, generator=numbers).to(device), state)
+    return state
 
 
 class OwnerState:
@@ -263,13 +285,11 @@ class OwnerState:
         for atom, rule in rules.items():
             if self._held.get(atom):
                 continue
-            self._held[atom] = self._new(atom, rule)
             if isinstance(rule, WeightRule):
                 self._tried.add(atom)
-                numbers, shape = torch.Generator().manual_seed(0), self._atoms[atom].rule_shape
-                value, grad = (torch.randn(shape, generator=numbers).to(self._device) for _ in range(2))
-                with torch.random.fork_rng(devices=[]):  # for rules that draw numbers
-                    step_first(rule, self._atoms[atom], value, grad, self._held[atom])
+                self._held[atom] = try_steps(rule, self._atoms[atom], self._device, 1)
+            else:
+                self._held[atom] = self._new(atom, rule)
 
     def put(self, atom: int, state: Mapping[str, Any]) -> None:
         """Replace an atom's state by a copy of ``state``."""

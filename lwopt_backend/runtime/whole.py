@@ -18,7 +18,7 @@ from lwopt_backend.plan.layouts import BlockLayout, Partition, Span, View, box_v
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.rules.protocol import sums_of
 from lwopt_backend.runtime.collectives import changing, of_rule, phase, sampled
-from lwopt_backend.runtime.state import OwnerState, step_first
+from lwopt_backend.runtime.state import OwnerState, step_whole
 
 
 def owned_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -170,7 +170,7 @@ class WholeMatrices:
         if transposed:
             value, grad = value.T.contiguous(), grad.T.contiguous()
         with phase(of_rule(_name(rule))):
-            step_first(rule, self._atoms[atom], value, grad, state) if not state else rule.step(value, grad, state)
+            step_whole(rule, self._atoms[atom], value, grad, state)
         return _in_tiles(value.T if transposed else value, tiles)
 
     def batches(

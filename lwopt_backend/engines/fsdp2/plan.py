@@ -331,7 +331,7 @@ def bind(
     def decide() -> tuple[list[MeshMember], list[list[str]]]:
         members = sorted(_members(groups, names, grouping), key=lambda member: order[member.name])
         for device in {member.param.device for member in members}:
-            registry.check_devices(groups, config, device)
+            registry.check_devices(groups, config, device, grouping.smallest_matrix)
         return members, [[m.line() for m in members if mesh_of(m.param) == mesh] for mesh, _ in exchange]
 
     collectives = [of_mesh for _, of_mesh in exchange]

@@ -323,7 +323,7 @@ class OwnedCore:
 
         def divide() -> tuple[list[list[int]], list[list[str]]]:
             device = self.members[0].param.device
-            check_devices(grouping.groups, self.config, device)
+            check_devices(grouping.groups, self.config, device, grouping.smallest_matrix)
             for each in ranks:
                 each.check_device(device)
             parts: list[list[int]] = [[] for _ in shares]
