@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -98,6 +98,7 @@ def check_form(what: str, form: str) -> None:
 
 WHAT = "load_named_state"
 Group = Mapping[str, Any]
+Parts = tuple[Sequence[Group], Mapping[Any, Any]]  # of a state dict: its param groups, and its state
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, named: Named, *, strict: bool = True) -> list[str]:
@@ -224,36 +225,77 @@ MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "max_exp_avg_sq": "
 class Source:
     """How an optimizer stores its state. If ``form`` is None, its param groups have it as ``momentum_form``.
 
+    Keys of param groups tell optimizers apart that store other things under one key. ``marks`` are those that it may
+    have, of all marks here and in ``OTHERS``; it has all that it ``needs``, of alternatives a|b one, where it keeps
+    momentum, and ``adam_needs`` where it keeps Adam's moments.
+
     ``momentum`` are the keys of the momentum in param groups; ``buffer`` is the key of the buffer; ``moments`` are
-    Adam's keys by this package's; ``step`` is the key of Adam's counter, which may be in the param group instead.
+    Adam's keys by this package's; ``step`` is the key of Adam's counter, in the param group if ``counts_in_group``.
+    State may also have ``flags``, which say nothing more.
     """
 
     form: Form | None
+    marks: str
+    needs: str
+    adam_needs: str = "weight_decay"
     momentum: tuple[str, ...] = ("momentum",)
     buffer: str = BUFFER
     moments: Mapping[str, str] = field(default_factory=lambda: MOMENTS)
     step: str = "step"
+    counts_in_group: bool = False
+    flags: tuple[str, ...] = ()
 
 
 OLD_ADAM = {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
 SOURCES: dict[str, Source] = {
-    "torch.optim.Muon": Source("ema"),
-    "torch.optim.AdamW": Source("ema"),
-    "keller_jordan": Source("ema"),  # from June 2025 on
-    "keller_jordan_2024": Source("sum", moments=OLD_ADAM),  # before February 2025, when the sum became an average
-    "moonlight": Source("sum", moments=OLD_ADAM),
-    "dion": Source(
-        "sum", ("mu",), "momentum", moments={"exp_avg": "momentum", "exp_avg_sq": "variance"}, step="step_dev"
+    "torch.optim.Muon": Source("ema", "weight_decay adjust_lr_fn ns_coefficients", "adjust_lr_fn"),
+    "torch.optim.AdamW": Source("ema", "weight_decay", "", buffer=""),
+    # From June 2025 on; from February to May 2025; before, when the average was a sum.
+    "keller_jordan": Source("ema", "weight_decay use_muon update_buffer", "weight_decay momentum"),
+    "keller_jordan_2025": Source(
+        *("ema", "weight_decay adamw_betas update_buffer", "update_buffer", "update_buffer"),
+        moments=OLD_ADAM,
+        flags=("use_muon",),
     ),
-    "deepspeed": Source("ema"),
-    "megatron": Source("ema", ("momentum", "momentum_beta")),  # Emerging-Optimizers 0.1 says momentum_beta
-    "pytorch_optimizer": Source("ema"),
-    "lwopt_backend": Source(None),
+    "keller_jordan_2024": Source("sum", "adamw_betas", "ns_steps", "ns_steps", moments=OLD_ADAM, flags=("use_muon",)),
+    "moonlight": Source("sum", "adamw_betas wd", "wd", "wd", moments=OLD_ADAM, flags=("use_muon",)),
+    "dion": Source(
+        *("sum", "weight_decay algorithm mu", "algorithm", "algorithm"),
+        momentum=("mu",),
+        buffer="momentum",
+        moments={"exp_avg": "momentum", "exp_avg_sq": "variance"},
+        step="step_dev",
+        counts_in_group=True,
+    ),
+    "deepspeed": Source("ema", "weight_decay use_muon", "use_muon", counts_in_group=True),
+    "megatron": Source(
+        *("ema", "weight_decay", "weight_decay momentum|momentum_beta"),
+        momentum=("momentum", "momentum_beta"),  # Emerging-Optimizers 0.1 says momentum_beta
+        counts_in_group=True,
+        flags=("master_param",),  # of Transformer Engine's Adam
+    ),
+    "pytorch_optimizer": Source(
+        *("ema", "weight_decay use_muon weight_decouple", "use_muon", "use_muon"), counts_in_group=True
+    ),
+    "lwopt_backend": Source(None, "weight_decay adjust_lr_fn ns_coefficients momentum_form rule", "momentum_form"),
 }
+OTHERS = {  # optimizers that are no source, with keys of their state or of their param groups that no source has
+    "torch.optim.SGD, whose momentum is a sum": "dampening",
+    "muonium, whose momentum is a sum": "lr_ratio orthogonalization_strategy",
+    "pytorch_optimizer's MuonClip, whose momentum is a sum": "qk_clip_threshold",
+    "SOAP, whose second moments are in another basis": "GG Q_L Q_R shampoo_beta",
+    "LaProp, whose momentum is of scaled gradients": "exp_avg_lr_1 correct_bias",
+    "NorMuon or AdaMuon, whose second moments have no counterpart": (
+        "variance_neuron second_momentum_buffer moment2_buffer second_moment"
+    ),
+}
+MARKS = {mark for known in (*(kind.marks for kind in SOURCES.values()), *OTHERS.values()) for mark in known.split()}
+SHOWN = 5  # keys in a sentence
+ANEW = "to begin it anew, take it out of names and of the state dict's param groups, and load with strict=False"
 
 
 def from_checkpoint(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     names: Sequence[str] | None = None,
     *,
     source: str = "torch.optim.Muon",
@@ -263,7 +305,8 @@ def from_checkpoint(
     """Read another optimizer's ``state_dict`` for ``load_named_state``. May run on any rank; does not communicate.
 
     Args:
-        state_dict: a single process's or a full one: whole tensors under ``state``, by number or by name.
+        state_dict: a single process's or a full one: whole tensors under ``state``, by number or by name. If a
+            matrix's momentum is on one rank, a list of all ranks' state dicts.
         names: the parameters' names in the order of the param groups; not needed if the state is by name, or if the
             param groups have torch's ``param_names``.
         source: the optimizer that wrote ``state_dict``, one of ``SOURCES``. AdamW's moments are found in all of them.
@@ -285,34 +328,81 @@ def from_checkpoint(
     if source not in SOURCES:
         raise ValueError(f"unknown source {source!r}; {suggestion(str(source), SOURCES)}")
     check_form("momentum_form", momentum_form)
-    missing = [key for key in ("state", "param_groups") if key not in state_dict]
-    if missing:
-        raise ValueError(
-            f"the state dict of {source!r}: expected keys 'state' and 'param_groups', found {list(state_dict)}; pass "
-            "the optimizer's own state_dict() with whole tensors, not that of a wrapper that shards them (ZeRO)"
-        )
-    groups = state_dict["param_groups"]
+    groups, states = _merged([_parts(of_rank, source) for of_rank in _listed(state_dict)], source)
     in_groups = [(index, group) for group in groups for index in group["params"]]
     all_names = _names(groups, [index for index, _ in in_groups], names, source)
+    if states and not any(index in states for index, _ in in_groups):
+        raise ValueError(
+            f"the state dict of {source!r}: expected state of the parameters in its param groups, "
+            f"{_first([index for index, _ in in_groups])}; found that of {_first(states)}"
+        )
     return {
-        name: _Entry(name, source, state_dict["state"].get(index), group).converted(momentum, momentum_form)
+        name: _Entry(name, source, states.get(index) or {}, group).converted(momentum, momentum_form)
         for name, (index, group) in zip(all_names, in_groups, strict=True)
     }
+
+
+def _listed(state_dict: Any) -> list[Any]:
+    return state_dict if isinstance(state_dict, list) and state_dict else [state_dict]
+
+
+def _merged(parts: Sequence[Parts], source: str) -> Parts:
+    """The param groups that all ranks have, with the state of each parameter from the first rank that has it."""
+    (groups, *others), states = zip(*parts)
+    for rank, theirs in enumerate(others, start=1):
+        if [group["params"] for group in theirs] != [group["params"] for group in groups]:
+            raise ValueError(
+                f"the state dicts of {source!r}: expected the param groups of one optimizer's ranks, found others in "
+                f"number {rank} than in number 0"
+            )
+    merged: dict[Any, Any] = {}
+    for of_rank in states:
+        merged.update({index: state for index, state in of_rank.items() if state and not merged.get(index)})
+    return groups, merged
+
+
+def _parts(state_dict: Any, source: str) -> Parts:
+    """The param groups and the state in a state dict. Raises ValueError for anything else."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(
+            "state_dict: expected a dictionary, as optimizer.state_dict() or torch.load returns it; found a "
+            f"{type(state_dict).__name__}"
+        )
+    if "state" not in state_dict or "param_groups" not in state_dict:
+        flat = any(str(key).startswith("state.") for key in state_dict)
+        whole = "that of get_optimizer_state_dict without flatten_optimizer_state_dict" if flat else "whole tensors"
+        raise ValueError(
+            f"the state dict of {source!r}: expected keys 'state' and 'param_groups', found {_first(state_dict)}; pass "
+            f"the optimizer's own state_dict() with {whole}, not that of a wrapper that shards them (ZeRO)"
+        )
+    groups: Sequence[Group] = state_dict["param_groups"]
+    for number, group in enumerate(groups):
+        if "params" not in group:
+            raise ValueError(f"the state dict of {source!r}: param group {number}: expected a key 'params', found none")
+    return groups, state_dict["state"]
+
+
+def _first(keys: Iterable[Any]) -> str:
+    """The first of some keys."""
+    found = [*keys]
+    return f"{found[:SHOWN]}{f' and {len(found) - SHOWN} more' if len(found) > SHOWN else ''}"
 
 
 def _names(
     groups: Sequence[Mapping[str, Any]], indices: list[Any], names: Iterable[str] | None, source: str
 ) -> list[str]:
-    if names is None and all(isinstance(index, str) for index in indices):
-        return indices
-    if names is None and all("param_names" in group for group in groups):
-        names = [name for group in groups for name in group["param_names"]]
+    saved: list[str] | None = None
+    if all(isinstance(index, str) for index in indices):
+        saved = indices
+    elif all("param_names" in group for group in groups):
+        saved = [name for group in groups for name in group["param_names"]]
+    names = saved if names is None else names
     if names is None:
         raise ValueError(
             f"expected names, because the state dict of {source!r} has parameters by number; pass their names in the "
             "order of its param groups"
         )
-    names = list(names)
+    names = [names] if isinstance(names, str) else list(names)
     if len(names) != len(indices):
         sizes = [len(group["params"]) for group in groups]
         raise ValueError(
@@ -322,6 +412,12 @@ def _names(
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"names: expected each name once, found {twice[0]!r} twice")
+    if saved is not None and names != saved and {*names} == {*saved}:
+        place = next(place for place, (given, name) in enumerate(zip(names, saved)) if given != name)
+        raise ValueError(
+            f"names: expected the order of the state dict, whose parameter {place} is {saved[place]!r}; found "
+            f"{names[place]!r}; leave names out"
+        )
     return names
 
 
@@ -331,26 +427,28 @@ class _Entry:
 
     name: str
     source: str
-    state: Mapping[str, Any] | None
+    state: Mapping[Any, Any]
     group: Mapping[str, Any]
 
     def converted(self, momentum: float | None, form: Form) -> dict[str, Tensor]:
         theirs = SOURCES[self.source]
-        if self.group.get("algorithm") == "lion":
-            raise self._error("is trained by Lion, whose state is not converted")
-        if not self.state:
+        trained_by = self.group.get("algorithm", self.group.get("rule"))
+        if trained_by not in (None, "muon", "adamw"):
+            raise self._error(f"is trained by {trained_by!r}, whose state is not converted; {ANEW}")
+        if not self.state.keys() - set(theirs.flags):
             raise self._error(
-                "has no state; it has had no gradient yet. Take it out of names and of the state dict's param groups, "
-                "and load with strict=False"
+                "has no state. If every rank saved its own, as the distributed Muons of Keller Jordan and of "
+                "pytorch_optimizer do, its momentum is in another rank's: pass a list of all ranks' state dicts. If it "
+                f"has had no gradient yet: {ANEW}"
             )
-        if theirs.moments["exp_avg_sq"] in self.state:
+        if problem := self._problem():
+            raise self._error(f"{problem}; {self._may_be()}; {ANEW}")
+        if self._is_adams():
             return self._moments(theirs)
         buffer = self._tensor(theirs.buffer)
-        source = theirs.form or self.group.get("momentum_form")
-        if source is None:
-            raise self._error(
-                "is in a param group without 'momentum_form'; expected the state of a Muon of this package"
-            )
+        if buffer.ndim < 2:
+            raise self._error(f"{theirs.buffer!r}: expected a matrix's, found shape {tuple(buffer.shape)}")
+        source = theirs.form or self.group["momentum_form"]
         if momentum is None:
             momentum = next((float(self.group[key]) for key in theirs.momentum if key in self.group), None)
         if source == form:
@@ -360,24 +458,48 @@ class _Entry:
             raise self._error(f"is in a param group without {keys}; pass momentum, to convert {source!r} to {form!r}")
         return {BUFFER: convert_momentum(buffer, momentum, source=source, target=form)}
 
+    def _is_adams(self) -> bool:
+        return SOURCES[self.source].moments["exp_avg_sq"] in self.state
+
+    def _problem(self) -> str | None:
+        """What shows that another optimizer than ``source`` wrote this state, or nothing."""
+        theirs = SOURCES[self.source]
+        needed = [theirs.moments["exp_avg"], theirs.moments["exp_avg_sq"]] if self._is_adams() else [theirs.buffer]
+        known = {*needed, *theirs.flags, *((*theirs.moments.values(), theirs.step) if self._is_adams() else ())}
+        if unknown := [key for key in self.state if key not in known]:
+            return f"has {', '.join(map(repr, unknown))} in its state, which {self.source!r} does not write"
+        if lacking := [key for key in needed if key not in self.state]:
+            return f"has no {lacking[0]!r} in its state, only {list(self.state)}"
+        if foreign := [key for key in self.group if key in MARKS - set(theirs.marks.split())]:
+            return f"is in a param group with {foreign[0]!r}, which {self.source!r} does not write"
+        for wanted in (theirs.adam_needs if self._is_adams() else theirs.needs).split():
+            if not any(key in self.group for key in wanted.split("|")):
+                either = " or ".join(map(repr, wanted.split("|")))
+                return f"is in a param group without {either}, which {self.source!r} writes"
+        return None
+
+    def _may_be(self) -> str:
+        """A clause on who wrote this state."""
+        fitting = [source for source in SOURCES if replace(self, source=source)._problem() is None]
+        if fitting:
+            return f"the source may be one of {fitting}"
+        seen = {*self.state, *self.group}
+        others = [other for other, keys in OTHERS.items() if seen & set(keys.split())]
+        return f"it may be that of {others[0]}" if others else "no source writes such a state"
+
     def _moments(self, theirs: Source) -> dict[str, Tensor]:
-        assert self.state is not None
-        keys = {ours: key for ours, key in theirs.moments.items() if key in self.state or ours != "max_exp_avg_sq"}
+        keys = {ours: key for ours, key in theirs.moments.items() if key in self.state}
         moments = {ours: self._tensor(key) for ours, key in keys.items()}
         shapes = {key: tuple(tensor.shape) for key, tensor in moments.items()}
         if len(set(shapes.values())) > 1:
             raise self._error(f"has moments of different shapes, {shapes}")
-        step = self.state.get(theirs.step, self.group.get("step"))
+        step = self.state.get(theirs.step, self.group.get("step") if theirs.counts_in_group else None)
         if step is None:
-            raise self._error(f"has no counter, neither {theirs.step!r} nor 'step' in its param group")
+            beside = " or 'step' in its param group" if theirs.counts_in_group else ""
+            raise self._error(f"has no counter: expected {theirs.step!r} in its state{beside}")
         return {**moments, "step": torch.tensor(float(step))}
 
     def _tensor(self, key: str) -> Tensor:
-        assert self.state is not None
-        if key not in self.state:
-            close = [other for other, kind in SOURCES.items() if kind.buffer in self.state]
-            hint = f"; the source may be one of {close}" if close else ""
-            raise self._error(f"has no {key!r}, only {list(self.state)}{hint}")
         value = self.state[key]
         if not isinstance(value, Tensor):
             raise self._error(f"{key!r}: expected a tensor, found {value!r}")
@@ -385,6 +507,11 @@ class _Entry:
             raise self._error(
                 f"{key!r}: expected a whole tensor, found a DTensor; save the state with "
                 "get_optimizer_state_dict(options=StateDictOptions(full_state_dict=True))"
+            )
+        if hasattr(value, "boxes"):
+            raise self._error(
+                f"{key!r}: expected a whole tensor, found a rank's pieces of one; load them with "
+                "optimizer.load_state_dict, or all ranks' with optimizer.load_state_dict_from(folder)"
             )
         return value.detach().to(torch.float32, copy=True)
 

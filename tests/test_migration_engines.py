@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_optimizer_state
@@ -205,6 +206,24 @@ def test_sharded_state_is_refused() -> None:
     expected = "'momentum_buffer': expected a whole tensor, found a DTensor"
     with pytest.raises(ValueError, match=expected):
         from_checkpoint(muon.state_dict())
+
+
+@on_ranks(2)
+def test_a_matrix_whose_momentum_another_rank_saved_is_read_from_all_ranks_files() -> None:
+    """pytorch_optimizer's DistributedMuon, as Keller Jordan's, keeps a matrix's momentum on one rank."""
+    matrices, vector = [nn.Parameter(random((6, 4), n)) for n in range(3)], nn.Parameter(random((4,), 3))
+    groups = [{"params": matrices, "use_muon": True}, {"params": [vector], "use_muon": False}]
+    made = [cls(copy.deepcopy(groups)) for cls in (pytorch_optimizer.DistributedMuon, pytorch_optimizer.Muon)]
+    for step in range(2):
+        for optimizer in made:
+            for place, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+                param.grad = random(tuple(param.shape), 10 * step + place)
+            optimizer.step()
+    names = ["a", "b", "c", "bias"]
+    with pytest.raises(ValueError, match="parameter '[ab]' has no state. .* is in another rank's: pass a list of all"):
+        from_checkpoint(made[0].state_dict(), names, source="pytorch_optimizer")
+    found = from_checkpoint(gathered(made[0].state_dict()), names, source="pytorch_optimizer")
+    torch.testing.assert_close(found, from_checkpoint(made[1].state_dict(), names, source="pytorch_optimizer"))
 
 
 # Precisions, experts, pipelines

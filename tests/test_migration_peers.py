@@ -1,5 +1,7 @@
 """Other Muons: their settings as the page gives them, by their own classes or published formulas; and their state."""
 
+import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from lwopt_backend import migration
+from lwopt_backend import LayerWiseOptimizer, migration
 from lwopt_backend.groups.registry import optimizer_arguments
 from lwopt_backend.migration import convert_named_momentum, from_checkpoint
 from lwopt_backend.rules.newton_schulz import TABLES
@@ -182,76 +184,303 @@ def test_state_is_read_by_name_where_it_is_by_name() -> None:
         assert torch.equal(found["weight"]["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
 
 
-def of_two(momentum: dict[str, Any], moments: dict[str, Any], *groups: dict[str, Any]) -> dict[str, Any]:
-    """A state dict of a matrix and a vector, in one param group or two."""
+# What each optimizer writes after the same gradients of a matrix and of a vector: the installed ones themselves, the
+# others as the named version does
+SHAPE, MU, BETAS, STEPS = (6, 4), 0.95, (0.9, 0.95), 3
+GRADS = [(random(SHAPE, step), random((4,), 10 + step)) for step in range(STEPS)]
+AVERAGE, TOTAL = torch.zeros(SHAPE), torch.zeros(SHAPE)
+FIRST, SECOND = torch.zeros(4), torch.zeros(4)
+for of_matrix, of_vector in GRADS:
+    AVERAGE.mul_(MU).add_(of_matrix, alpha=1 - MU)
+    TOTAL.mul_(MU).add_(of_matrix)
+    FIRST.mul_(BETAS[0]).add_(of_vector, alpha=1 - BETAS[0])
+    SECOND.mul_(BETAS[1]).addcmul_(of_vector, of_vector, value=1 - BETAS[1])
+Written = dict[str, Any]
+
+
+def stepped(make: Callable[..., Any], *, vector: bool = True) -> Written:
+    """What an optimizer writes that ``make`` makes for the matrix, and for the vector unless it has none."""
+    params = [nn.Parameter(torch.ones(SHAPE)), *([nn.Parameter(torch.ones(4))] if vector else [])]
+    optimizer = make(*params)
+    for grads in GRADS:
+        for param, grad in zip(params, grads):
+            param.grad = grad.clone()
+        optimizer.step()
+    return dict(optimizer.state_dict())
+
+
+def merged(*written: Written) -> Written:
+    """As torch's get_optimizer_state_dict merges those of two optimizers, each of one parameter."""
+    groups = [{**of["param_groups"][0], "params": [number]} for number, of in enumerate(written)]
+    return {"state": {n: of["state"][0] for n, of in enumerate(written)}, "param_groups": groups}
+
+
+def written(momentum: Written, moments: Written, *groups: Written) -> Written:
+    """Literally: the state of the matrix and of the vector, in one param group or two."""
     params = [[0], [1]] if len(groups) == 2 else [[0, 1]]
-    in_groups = [{"params": of, **group} for of, group in zip(params, groups, strict=True)]
+    in_groups = [{**group, "params": of} for of, group in zip(params, groups, strict=True)]
     return {"state": {0: momentum, 1: moments}, "param_groups": in_groups}
 
 
-TWENTY, TWO = torch.full((3, 2), 20.0), torch.full((4,), 2.0)
-HALF = torch.full((3, 2), 0.5, dtype=torch.bfloat16)
-# dion has momentum of both kinds of parameters under one key, and the momentum's number is ``mu``.
-DIONS = {"mu": 0.95, "algorithm": "muon", "step": 7}, {"mu": 0.95, "algorithm": "adamw", "step": 7}
-OF_DION = {"momentum": TWENTY}, {"momentum": torch.ones(4), "variance": TWO}
-ON_DEVICE = {**OF_DION[1], "step_dev": torch.tensor(7.0)}
-OLDER = {"momentum_buffer": TWENTY}, {"use_muon": False, "step": 7, "moment1": torch.ones(4), "moment2": TWO}
-ADAMS = {"exp_avg": torch.ones(4), "exp_avg_sq": TWO, "step": 7}
-OF_HALF = {"momentum_buffer": HALF}, ADAMS
-SUM = {"momentum_form": "sum"}
-READ: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
-    "dion, a counter on the device": (of_two(OF_DION[0], ON_DEVICE, *DIONS), {"source": "dion"}, 1.0),
-    "dion, the counter of the group": (of_two(*OF_DION, *DIONS), {"source": "dion"}, 1.0),
-    "dion, sums": (of_two(*OF_DION, *DIONS), {"source": "dion", **SUM}, 20.0),
-    "moonlight": (of_two(*OLDER, {"momentum": 0.95}), {"source": "moonlight"}, 1.0),
-    "Keller Jordan, 2024": (of_two(*OLDER, {"momentum": 0.95}), {"source": "keller_jordan_2024"}, 1.0),
-    "Keller Jordan": (of_two(*OF_HALF, {"momentum": 0.75}), {"source": "keller_jordan", **SUM}, 2.0),
-    "DeepSpeed": (of_two(*OF_HALF, {"momentum": 0.75}), {"source": "deepspeed", **SUM}, 2.0),
-    "Megatron": (of_two(*OF_HALF, {"momentum": 0.75}), {"source": "megatron", **SUM}, 2.0),
-    "Megatron's older name": (of_two(*OF_HALF, {"momentum_beta": 0.75}), {"source": "megatron", **SUM}, 2.0),
-    "a given momentum goes first": (of_two(*OF_HALF, {"momentum": 0.9}), {"momentum": 0.5, **SUM}, 1.0),
-    "ours": (of_two({"momentum_buffer": TWENTY}, ADAMS, {"momentum": 0.95, **SUM}), {"source": "lwopt_backend"}, 1.0),
+def flagged(make: Any, **of_adam: Any) -> Callable[..., Any]:
+    """A Muon whose param groups say which of them it trains."""
+    of_vector = {"use_muon": False, "betas": BETAS, **of_adam}
+    return lambda matrix, vector: make([{"params": [matrix], "use_muon": True}, {"params": [vector], **of_vector}])
+
+
+def deepspeeds() -> Written:
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    with eager():
+        return stepped(flagged(MuonWithAuxAdam))
+
+
+def ours(form: str = "ema", **matrix: Any) -> Written:
+    """This package's, whose one rank has all pieces."""
+
+    def make(weight: nn.Parameter, bias: nn.Parameter) -> LayerWiseOptimizer:
+        model = nn.Linear(4, 6)
+        model.weight, model.bias = weight, bias
+        adamw = {"betas": BETAS}
+        options = {"name": "muon", "momentum_form": form, **matrix}
+        kept: dict[str, Any] = {"include": "weight", "report": False, "keep_full_grads": True}
+        return LayerWiseOptimizer(model, options, lr=0.02, adamw=adamw, **kept)
+
+    found = stepped(make)
+    whole = {
+        number: {key: next(iter(pieces.boxes.values())) for key, pieces in state.items()}
+        for number, state in found["state"].items()
+    }
+    return {**found, "state": whole}
+
+
+def torchs(cls: Any, **options: Any) -> Written:
+    return stepped(lambda param: cls([param], **options), vector=False)
+
+
+MOMENTUM, OLDER = {"momentum_buffer": TOTAL, "use_muon": True}, {"moment1": FIRST, "moment2": SECOND, "step": STEPS}
+BUFFER, ADAMS = {"momentum_buffer": AVERAGE}, {"exp_avg": FIRST, "exp_avg_sq": SECOND, "step": STEPS}
+JORDANS = {"lr": 0.02, "momentum": MU, "weight_decay": 0, "use_muon": True}
+HIS_ADAM = {"lr": 3e-4, "betas": BETAS, "eps": 1e-10, "weight_decay": 0, "use_muon": False}
+OLD = {"lr": 0.02, "momentum": MU, "nesterov": True, "ns_steps": 5}
+OLD_ADAM = {"adamw_lr_ratio": 0.015, "adamw_betas": BETAS, "adamw_eps": 1e-8, "adamw_wd": 0}
+BUFFERS = {"update_buffer": torch.zeros(1, 24), "update_buffer_views": [torch.zeros(24)]}
+MOONLIGHTS = {"lr": 1e-3, "wd": 0.1, "momentum": MU, "nesterov": True, "ns_steps": 5}
+DION = {"lr": 0.01, "mu": MU, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.01, "step": STEPS, "epsilon": 1e-8}
+DION_ADAM = {"momentum": FIRST, "variance": SECOND}
+MEGATRONS = {"lr": 3e-4, "momentum": MU, "weight_decay": 0.01, "wd_mult": 1.0, "lr_mult": 1.0, "max_lr": 3e-4}
+ITS_ADAM = {"lr": 3e-4, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.01, "bias_correction": True, "step": STEPS}
+ITS_MOMENTS = {"exp_avg": FIRST, "exp_avg_sq": SECOND, "master_param": torch.ones(4)}
+MUONIUMS = {"algorithm": "muon", "use_muon": True, "lr": 1e-3, "wd": 0.1, "momentum": MU, "nesterov": True}
+MUONIUMS |= {"ns_steps": 5, "orthogonalization_strategy": "polar_express", "flatten": False, "foreach": False}
+RATIO = {"lr_ratio": torch.tensor(1.0), "step": torch.tensor(3.0)}
+IN_STATE = {**MOMENTUM, "use_muon": True}, {**OLDER, "use_muon": False}
+WRITERS: dict[str, tuple[str | None, Callable[[], Written]]] = {  # and the source that reads it, if any does
+    "torch": (
+        "torch.optim.Muon",
+        lambda: merged(torchs(torch.optim.Muon, momentum=MU), written_by_adamw()),
+    ),
+    "DeepSpeed": ("deepspeed", deepspeeds),
+    "pytorch_optimizer": ("pytorch_optimizer", lambda: stepped(flagged(pytorch_optimizer.Muon))),
+    "ours": ("lwopt_backend", ours),
+    "ours, a sum": ("lwopt_backend", lambda: ours("sum")),
+    "Keller Jordan, July 2025": ("keller_jordan", lambda: written(BUFFER, ADAMS, JORDANS, HIS_ADAM)),
+    "April 2025": (
+        "keller_jordan_2025",
+        lambda: written({**BUFFER, "use_muon": True}, IN_STATE[1], {**OLD, "weight_decay": 0, **OLD_ADAM, **BUFFERS}),
+    ),
+    "January 2025": ("keller_jordan_2024", lambda: written(*IN_STATE, {**OLD, **OLD_ADAM})),
+    "9 November 2024": (
+        "keller_jordan_2024",
+        lambda: written({"momentum_buffer": TOTAL}, OLDER, OLD),  # it had no Adam yet
+    ),
+    "Moonlight": ("moonlight", lambda: written(*IN_STATE, {**MOONLIGHTS, "adamw_betas": BETAS, "adamw_eps": 1e-8})),
+    "dion, August 2026": (
+        "dion",
+        lambda: written(
+            {"momentum": TOTAL},
+            {**DION_ADAM, "step_dev": torch.tensor(3.0)},
+            *({**DION, "algorithm": "muon"}, {**DION, "algorithm": "adamw"}),
+        ),
+    ),
+    "dion before its counter was on the device": (
+        "dion",
+        lambda: written({"momentum": TOTAL}, DION_ADAM, {**DION, "algorithm": "muon"}, {**DION, "algorithm": "adamw"}),
+    ),
+    "Megatron 0.19, Emerging-Optimizers 0.3": ("megatron", lambda: written(BUFFER, ITS_MOMENTS, MEGATRONS, ITS_ADAM)),
+    "Emerging-Optimizers 0.1": (
+        "megatron",
+        lambda: written(BUFFER, ADAMS, {"lr": 3e-4, "momentum_beta": MU, "weight_decay": 0.01}, ITS_ADAM),
+    ),
+    # Others, of which no source reads the matrix. MuonClip has the keys of its base class Muon, and a sum under them.
+    "pytorch_optimizer's MuonClip": (None, lambda: stepped(flagged(pytorch_optimizer.MuonClip))),
+    "ours, muon2": (None, lambda: ours(precondition="muon2", ns_steps=3)),
+    "ours, normuon": (None, lambda: ours(name="normuon")),
+    "muonium 0.2.0": (None, lambda: written({"momentum_buffer": TOTAL, **RATIO}, ADAMS, MUONIUMS, ITS_ADAM)),
+    "its NorMuon": (
+        None,
+        lambda: written(
+            {"momentum_buffer": TOTAL, "variance_neuron": torch.ones(6, 1), **RATIO}, ADAMS, MUONIUMS, ITS_ADAM
+        ),
+    ),
+    "dion's Dion": (
+        None,
+        lambda: written({"momentum": TOTAL, "Q": torch.ones(4, 2)}, DION_ADAM, *of_dion("dion")),
+    ),
+    "Dion2, with error feedback": (None, lambda: written({"momentum": TOTAL}, DION_ADAM, *of_dion("dion2"))),
+    "dion's NorMuon": (
+        None,
+        lambda: written({"momentum": TOTAL, "variance_neuron": torch.ones(6, 1)}, DION_ADAM, *of_dion("normuon")),
+    ),
+    "dion's Lion": (None, lambda: written({"momentum": TOTAL}, DION_ADAM, *of_dion("lion"))),
+    "Emerging-Optimizers' AdaptiveMuon 0.3": (
+        None,
+        lambda: written({**BUFFER, "moment2_buffer": torch.ones(6, 1)}, ADAMS, {**MEGATRONS, "beta2": 0.95}, ITS_ADAM),
+    ),
+    "its SOAP": (None, lambda: written({**OF_MATRIX, "Q_L": torch.ones(6, 6)}, ADAMS, SOAPS, ITS_ADAM)),
+    "its LaProp": (None, lambda: written(OF_MATRIX, ADAMS, {**ITS_ADAM, "correct_bias": True}, ITS_ADAM)),
+    "its MuonHyperball": (None, lambda: written({**BUFFER, "hyperball_R": 4.1}, ADAMS, MEGATRONS, ITS_ADAM)),
+    "heavyball 3.2.1": (None, lambda: written({0: {"step": torch.tensor(3)}}, ADAMS, ITS_ADAM, ITS_ADAM)),
 }
+OF_MATRIX = {"exp_avg": AVERAGE, "exp_avg_sq": TOTAL, "step": STEPS}
+SOAPS = {**ITS_ADAM, "shampoo_beta": 0.95}
+NAMES = ["weight", "bias"]
 
 
-@pytest.mark.parametrize("case", READ)
-def test_state_of_any_form_and_dtype_becomes_ours(case: str) -> None:
-    state_dict, how, momentum = READ[case]
-    found = from_checkpoint(state_dict, ["weight", "bias"], **how)
-    torch.testing.assert_close(found["weight"], {"momentum_buffer": torch.full((3, 2), momentum)})
-    expected = {"exp_avg": torch.ones(4), "exp_avg_sq": TWO, "step": torch.tensor(7.0)}
-    torch.testing.assert_close(found["bias"], expected, rtol=0, atol=0)
+def of_dion(algorithm: str) -> tuple[Written, Written]:
+    return {**DION, "algorithm": algorithm}, {**DION, "algorithm": "adamw"}
 
 
-def state_of(state: dict[str, Any] | None = None, **group: Any) -> dict[str, Any]:
-    group = {"params": [0], "momentum": 0.9, **group}
-    return {"state": {0: {"momentum_buffer": TWENTY} if state is None else state}, "param_groups": [group]}
+def written_by_adamw() -> Written:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([param], betas=BETAS)
+    for _, grad in GRADS:
+        param.grad = grad.clone()
+        optimizer.step()
+    return dict(optimizer.state_dict())
+
+
+def assert_only(source: str | None, state: Written, names: list[str]) -> None:
+    """Every other source refuses it, or reads the same from it."""
+    truth = source and from_checkpoint(state, names, source=source)
+    for other in migration.SOURCES:
+        try:
+            found = from_checkpoint(state, names, source=other)
+        except ValueError as error:
+            assert other != source and str(error).startswith(f"the state dict of {other!r}: parameter ")
+        else:
+            assert truth, f"{other!r} reads {found}"
+            torch.testing.assert_close(found, truth, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_source_reads_its_own_and_no_other_ones_otherwise(writer: str) -> None:
+    source, write = WRITERS[writer]
+    state = write()
+    if source is not None and writer != "9 November 2024":
+        moments = {"exp_avg": FIRST, "exp_avg_sq": SECOND, "step": torch.tensor(3.0)}
+        for form, buffer in (("ema", AVERAGE), ("sum", TOTAL)):
+            found = from_checkpoint(state, NAMES, source=source, momentum_form=form)
+            expected = {"weight": {"momentum_buffer": buffer}, "bias": moments}
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_only(source, state, NAMES)
+
+
+# Those that write what torch.optim.AdamW does, with the same meaning: GaLore and Fira while they project nothing
+LIKE_ADAMW = {"Adam": "torch.optim.AdamW", "AdamW": "torch.optim.AdamW", "RAdam": "torch.optim.AdamW"}
+LIKE_ADAM = {"GaLore": "megatron", "Fira": "megatron"}
+READ = (torch.optim.Muon, pytorch_optimizer.Muon)  # above
+CLASSES = [
+    *((cls, LIKE_ADAMW.get(name)) for name, cls in vars(torch.optim).items()),
+    *((cls, {**LIKE_ADAMW, **LIKE_ADAM, "RAdam": None}.get(name)) for name, cls in vars(pytorch_optimizer).items()),
+]
+
+
+def written_by(cls: Any) -> Written | None:
+    """After three steps of a matrix, unless it cannot be made so, or needs more than a gradient."""
+    momentum = {"momentum": MU} if "momentum" in inspect.signature(cls).parameters else {}
+    for make in (lambda p: cls([p], lr=0.01, **momentum), lambda p: cls([{"params": [p], "use_muon": True}])):
+        with contextlib.suppress(Exception):
+            return stepped(make, vector=False)
+    return None
+
+
+def test_no_source_mistakes_what_a_class_of_torch_or_pytorch_optimizer_writes() -> None:
+    tried = []
+    for cls, source in CLASSES:
+        is_optimizer = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+        if is_optimizer and cls not in READ and (state := written_by(cls) or {}).get("state"):
+            assert_only(source, state, ["weight"])
+            tried.append(cls)
+    assert len(tried) > 90 and pytorch_optimizer.AdaGO in tried
+
+
+def test_a_matrix_of_16_bits_and_a_momentum_that_is_given() -> None:
+    half = AVERAGE.bfloat16()
+    state = written({"momentum_buffer": half}, ADAMS, JORDANS, HIS_ADAM)
+    found = from_checkpoint(state, NAMES, source="keller_jordan", momentum=0.5, momentum_form="sum")
+    torch.testing.assert_close(found["weight"], {"momentum_buffer": half.float() * 2}, rtol=0, atol=0)
+
+
+def of_one(state: Any = None, **group: Any) -> Written:
+    torchs = {"params": [0], "momentum": 0.9, "adjust_lr_fn": None, "weight_decay": 0.1}
+    return {"state": {0: BUFFER if state is None else state}, "param_groups": [{**torchs, **group}]}
 
 
 MOMENTS = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
-NO_MOMENTUM = {"state": {0: {"momentum_buffer": TWENTY}}, "param_groups": [{"params": [0]}]}
-WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (state_of(), {"source": "torch.optim.Moun"}, "unknown source 'torch.optim.Moun'; did you mean 'torch.optim.Muon'?"),
-    (state_of(), {"source": "sgd"}, "unknown source 'sgd'; known: 'torch.optim.Muon'"),
-    (state_of(), {"momentum_form": "som"}, "momentum_form: unknown form of momentum 'som'; did you mean 'sum'?"),
+NO_MOMENTUM = {"state": {0: BUFFER}, "param_groups": [{"params": [0], "adjust_lr_fn": None}]}
+TO_SUM = {"momentum_form": "sum"}
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (of_one(), {"source": "torch.optim.Moun"}, "unknown source 'torch.optim.Moun'; did you mean 'torch.optim.Muon'?"),
+    (of_one(), {"source": "sgd"}, "unknown source 'sgd'; known: 'torch.optim.Muon'"),
+    (of_one(), {"momentum_form": "som"}, "momentum_form: unknown form of momentum 'som'; did you mean 'sum'?"),
     ({"optimizer": {}}, {}, r"expected keys 'state' and 'param_groups', found \['optimizer'\]"),
-    (state_of(), {"names": None}, "has parameters by number; pass their names"),
-    (state_of(), {"names": ["a", "b"]}, r"names: expected 1, .* \(1\); found 2"),
-    (state_of(params=[0, 0]), {"names": ["a", "a"]}, "expected each name once, found 'a' twice"),
-    ({**state_of(), "state": {}}, {}, "parameter 'a' has no state; it has had no gradient yet"),
-    (state_of(), {"source": "dion"}, r"has no 'momentum', only \['momentum_buffer'\]; the source may be one of"),
-    (state_of(), {"source": "lwopt_backend"}, "in a param group without 'momentum_form'"),
-    (state_of(algorithm="lion"), {}, "is trained by Lion, whose state is not converted"),
-    (state_of({"momentum_buffer": 3.0}), {}, "'momentum_buffer': expected a tensor, found 3.0"),
-    (NO_MOMENTUM, SUM, "in a param group without 'momentum'; pass momentum, to convert 'ema' to 'sum'"),
-    (state_of({**MOMENTS, "exp_avg": torch.ones(3), "step": 1}), {}, "has moments of different shapes"),
-    (state_of(MOMENTS), {}, "has no counter, neither 'step' nor 'step' in"),
-    (state_of({"exp_avg_sq": torch.ones(2), "step": 1}), {}, r"has no 'exp_avg', only \['exp_avg_sq', 'step'\]"),
+    ({"state.a.step": 1}, {}, "pass .* that of get_optimizer_state_dict without flatten_optimizer_state_dict"),
+    ("muon.pt", {}, r"expected a dictionary, as optimizer.state_dict\(\) or torch.load returns it; found a str"),
+    ({"state": {}, "param_groups": [{"lr": 1.0}]}, {}, "param group 0: expected a key 'params', found none"),
+    ({**of_one(), "state": {"0": BUFFER}}, {}, r"expected state of .*, \[0\]; found that of \['0'\]"),
+    (
+        [of_one(), of_one(params=[1])],
+        {},
+        "expected the param groups of one optimizer's ranks, found others in number 1",
+    ),
+    (of_one(), {"names": None}, "has parameters by number; pass their names"),
+    (of_one(), {"names": ["a", "b"]}, r"names: expected 1, .* \(1\); found 2"),
+    (of_one(params=[0, 0]), {"names": "ab"}, r"names: expected 2, .* found 1"),
+    (of_one(params=[0, 0]), {"names": ["a", "a"]}, "expected each name once, found 'a' twice"),
+    (
+        of_one(params=[0, 1], param_names=["a", "b"]),
+        {"names": ["b", "a"]},
+        "expected the order of the state dict, whose parameter 0 is 'a'; found 'b'; leave names out",
+    ),
+    ({**of_one(), "state": {}}, {}, "parameter 'a' has no state. If every rank saved its own, .* pass a list of all"),
+    (of_one({"use_muon": True}), {"source": "moonlight"}, "parameter 'a' has no state. If every rank"),
+    (of_one(), {"source": "dion"}, "has 'momentum_buffer' in its state, .* the source may be one of .'torch.optim.M"),
+    (of_one(), {"source": "lwopt_backend"}, "in a param group without 'momentum_form', which 'lwopt_backend' writes"),
+    (of_one(dampening=0), {}, "a param group with 'dampening', .* be that of torch.optim.SGD, whose momentum is a sum"),
+    (
+        of_one({**MOMENTS, "GG": []}),
+        {},
+        "has 'GG' in its state, .* it may be that of SOAP, whose second moments are in",
+    ),
+    (of_one({"m": 1}), {}, "has 'm' in its state, which 'torch.optim.Muon' does not write; no source writes such a st"),
+    (of_one(algorithm="lion"), {}, "is trained by 'lion', whose state is not converted"),
+    (of_one({"momentum_buffer": 3.0}), {}, "'momentum_buffer': expected a tensor, found 3.0"),
+    (of_one({"momentum_buffer": torch.ones(3)}), {}, r"'momentum_buffer': expected a matrix's, found shape \(3,\)"),
+    (NO_MOMENTUM, TO_SUM, "in a param group without 'momentum'; pass momentum, to convert 'ema' to 'sum'"),
+    (of_one({**MOMENTS, "exp_avg": torch.ones(3), "step": 1}), {}, "has moments of different shapes"),
+    (of_one(MOMENTS, step=1), {}, "has no counter: expected 'step' in its state$"),
+    (
+        {"state": {0: MOMENTS}, "param_groups": [{"params": [0], "weight_decay": 0.1}]},
+        {"source": "megatron"},
+        "has no counter: expected 'step' in its state or 'step' in its param group",
+    ),
+    (of_one({"exp_avg_sq": torch.ones(2), "step": 1}), {}, r"has no 'exp_avg' in its state, only \['exp_avg_sq', 's"),
 ]
 
 
 @pytest.mark.parametrize(("state_dict", "how", "message"), WRONG)
-def test_what_cannot_be_read(state_dict: dict[str, Any], how: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_read(state_dict: Any, how: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_checkpoint(state_dict, **{"names": ["a"], **how})
 
