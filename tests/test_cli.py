@@ -166,13 +166,19 @@ WRONG = {
     "plan --shapes S --world-size 8 --option atoms={'nothing':'whole'}": "'nothing' matches no parameter",
     "plan --shapes S --world-size 8 --include *": "expected --include and --exclude with a model",
     "plan --shapes S --world-sizee 8": "--world-size",
+    "plan --shapes S --world-size 0": "Invalid value for '--world-size': ",
+    "plan --shapes S --world-size 8 --engine zero9": "Invalid value for '--engine': 'zero9' is not one of 'owned', 'z",
+    "plan --shapes S": "Missing option '--world-size'.",
+    "plan --shapes S --world-size 8 --option bucket_mb=-1": "bucket_mb: input should be greater than 0; found -1",
     "rules moun": "unknown rule 'moun'; did you mean 'muon'?",
+    "ruls": "No such command 'ruls'.",
 }
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG.items())
 def test_a_wrong_word_is_one_line_and_exit_code_two(shapes: Path, words: str, message: str) -> None:
-    assert message in refused(*(shapes if word == "S" else word for word in words.split()))
+    said = refused(*(shapes if word == "S" else word for word in words.split()))
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1, said
 
 
 def test_every_option_of_every_rule_and_host_has_a_default_a_meaning_and_a_source() -> None:

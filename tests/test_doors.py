@@ -135,16 +135,16 @@ WRONG_VALUES: dict[str, list[Any]] = {  # of options of LayerWiseMuon
 OF_ONE: dict[Door, list[Wrong]] = {
     layer_wise_muon: [
         *FOREIGN,
-        ({"lr": "2e-2"}, "LayerWiseMuon: 1 wrong option(s)\n  lr: input should be a valid number; found '2e-2'"),
+        ({"lr": "2e-2"}, "LayerWiseMuon: lr: input should be a valid number; found '2e-2'"),
         *(
-            ({key: value}, f"  {key}: input should be ... ; found {value!r}")
+            ({key: value}, f"LayerWiseMuon: {key}: input should be ... ; found {value!r}")
             for key, values in WRONG_VALUES.items()
             for value in values
         ),
         ({"adjust_lr_fn": "orignal"}, "adjust_lr_fn: input should be 'original', 'match_rms_adamw'"),
         (
             {"momentum": 2, "Momentum": 1},
-            "LayerWiseMuon: 2 wrong option(s)\n  momentum: ... \n  unknown key 'Momentum'; did you mean 'momentum'?",
+            "LayerWiseMuon: 2 wrong options\n  momentum: ... \n  unknown key 'Momentum'; did you mean 'momentum'?",
         ),
         ({"zzzz": 1}, "unknown key 'zzzz'; known: 'lr', 'weight_decay'"),
         ({"adamw": {"momentum": 1, "beta": []}}, "'adamw.momentum' ... unknown key 'adamw.beta'; did you mean 'betas'"),
@@ -169,7 +169,7 @@ OF_ONE: dict[Door, list[Wrong]] = {
         ({"overrides": [{"matrix": {"lr": 1.0}}]}, "overrides[0]: expected a section with 'params'"),
         (overriding("*"), "overrides[0]: expected options in 'matrix' or 'elementwise'; found none"),
         (overriding("*", matrx={}), "overrides[0]: unknown key 'matrx'; did you mean 'matrix'?"),
-        (overriding("*", matrix={"lrr": 1}), "overrides[0]: matrix: 1 wrong option(s)"),
+        (overriding("*", matrix={"lrr": 1}), "overrides[0]: matrix: unknown key 'lrr'"),
         (overriding("*", matrix={"name": "adamw"}), "overrides[0]: matrix: unknown rule 'adamw'"),
         (overriding("*", matrix=None), "[0]: matrix: expected a rule's name, or a section of options; found None"),
         ({"overrides": [{"params": 3, "matrix": {"lr": 1.0}}]}, "overrides[0]: params: expected a glob on names, or a"),

@@ -61,7 +61,7 @@ def with_plan(words: Sequence[str], command: Callable[..., None], about: str | N
     """Call ``command`` with the options of `lwopt plan` in ``words``."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(help=about)(functools.wraps(plan)(command))
-    main(lambda: app(words))
+    main(functools.partial(app, words))
 
 
 def _busiest(study: Study) -> int:

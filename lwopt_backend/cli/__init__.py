@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import typer
 
@@ -28,14 +29,29 @@ app.command()(rules)
 app.command()(env)
 
 
-def main(commands: Callable[[], None] = app) -> None:
+# What typer raises for wrong words on the command line; it names only some of the classes derived from it.
+WrongWords: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def main(commands: Callable[..., Any] = app) -> None:
     """Run a command. An error that the user can fix is one line and exit code 2; LWOPT_DEBUG=1 shows its traceback."""
     try:
-        commands()
+        code = commands(standalone_mode=False)  # otherwise typer draws a box around an error
+    except WrongWords as error:
+        said = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+        _fail(said.replace("Value error, ", ""))
+    except typer.Abort:
+        raise SystemExit(130) from None
     except (ValueError, OSError, ImportError, MemoryError) as error:
         sys.stdout.flush()
         if os.environ.get(DEBUG) == "1":
             traceback.print_exc()
-        said = "not enough memory" if isinstance(error, MemoryError) else error
+        _fail("not enough memory" if isinstance(error, MemoryError) else str(error))
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _fail(said: str) -> NoReturn:
+    """Nothing is said where typer shows the help in place of an error."""
+    if said:
         typer.secho(f"error: {said}", fg="red", err=True)
-        raise SystemExit(2) from None
+    raise SystemExit(2) from None

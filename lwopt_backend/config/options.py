@@ -106,7 +106,9 @@ def parse(model: type[M], options: Mapping[str, Any], where: str) -> M:
         return model(**options)
     except ValidationError as error:
         problems = [_problem(model, detail) for detail in error.errors()]
-    raise ValueError("\n  ".join([f"{where}: {len(problems)} wrong option(s)", *problems]))
+    if len(problems) == 1:
+        raise ValueError(f"{where}: {problems[0]}")
+    raise ValueError("\n  ".join([f"{where}: {len(problems)} wrong options", *problems]))
 
 
 def _problem(model: type[Options], detail: Mapping[str, Any]) -> str:
