@@ -52,6 +52,17 @@ def differing(a: Path, b: Path, *options: object) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("write_in", [torch_dist, torch_format])
+@pytest.mark.parametrize(("mode", "ranks"), [("blockwise", 2), ("duplicated", 2), ("blockwise", 1)])
+def test_a_muon_that_was_run_on_parts_of_matrices_is_noted(
+    tmp_path: Path, write_in: Any, mode: str, ranks: int
+) -> None:
+    given = {"arguments": {"muon_tp_mode": mode, "tensor_model_parallel_size": ranks}, "tp": ranks}
+    source, note = write_in(tmp_path / "from", **given), "parts of a matrix on the 2 tensor-parallel ranks"
+    noted = [inspected(source), json.loads(succeeds("convert", source, tmp_path / "to", "--to", "universal", "--json"))]
+    assert [note in str(found["notes"]) for found in noted] == [(mode, ranks) == ("blockwise", 2)] * 2
+
+
 def test_masters_of_other_weights_are_refused_with_the_reason(tmp_path: Path) -> None:
     """As in a genuine checkpoint of Megatron's, which test_megatron.py reads."""
     source, known = tmp_path / "from", truth(muon=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
+from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.pickles import options, scalar
 from lwopt_backend.checkpoint.names.families import EMBEDDING, HEAD
 
@@ -64,6 +64,18 @@ def is_tied(arguments: Mapping[str, Any]) -> bool:
 def tied(names: Collection[str], arguments: Mapping[str, Any]) -> dict[str, str]:
     """The output layer's name with that of the embedding in ``names``, if they are tied."""
     return {HEAD: EMBEDDING} if is_tied(arguments) and EMBEDDING in names and HEAD not in names else {}
+
+
+def training_notes(arguments: Mapping[str, Any], params: Mapping[str, Param]) -> list[str]:
+    """What Megatron's ``args`` say of its training that differs from training here."""
+    ranks = world(arguments)["tp"]
+    is_muons = any("momentum_buffer" in param.states for param in params.values())
+    if is_muons and ranks > 1 and arguments.get("muon_tp_mode") == "blockwise":
+        return [
+            f"Megatron's Muon orthogonalized the parts of a matrix on the {ranks} tensor-parallel ranks "
+            "(--muon-tp-mode blockwise, the default up to 0.19.2); here it orthogonalizes whole matrices"
+        ]
+    return []
 
 
 # The optimizer's known states, by the keys in Megatron's files.

@@ -93,7 +93,7 @@ def read(step: Path) -> Checkpoint:
         replicas=tuple(replicas),
         tied=conventions.tied(weights, arguments),
         buffers=buffers,
-        notes=tuple(notes),
+        notes=(*notes, *conventions.training_notes(arguments, params)),
     )
 
 

@@ -299,7 +299,7 @@ def read(step: Path) -> Checkpoint:
         replicas=replicas,
         tied=tied,
         buffers={name: buffer for rank in ranks.ranks for name, buffer in rank.buffers.items()},
-        notes=tuple(notes),
+        notes=(*notes, *conventions.training_notes(ranks.arguments, params)),
     )
 
 
