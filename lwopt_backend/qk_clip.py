@@ -39,12 +39,20 @@ class RowScaling:
     def __bool__(self) -> bool:
         return bool(self._factors)
 
+    def shape(self, name: str) -> Shape:
+        """A parameter's shape. Raises ValueError if it is not trained."""
+        if name not in self._shapes:
+            raise ValueError(f"no trained parameter is named {name!r}; {suggestion(str(name), self._shapes)}")
+        return self._shapes[name]
+
     def outputs(self, name: str) -> int:
         """A parameter's number of outputs. Raises ValueError if it is not trained."""
-        if name not in self._shapes:
-            raise ValueError(f"no trained parameter is named {name!r}; {suggestion(name, self._shapes)}")
-        shape = self._shapes[name]
-        return shape[-1] if name in self._transposed else shape[0]
+        return self.shape(name)[-1 if name in self._transposed else 0]
+
+    def bias_of(self, weight: str) -> str | None:
+        """The name of the trained bias of the layer that has this weight, if there is one."""
+        bias = f"{weight.removesuffix('weight')}bias"
+        return bias if weight.endswith("weight") and bias in self._shapes else None
 
     def set(self, factors: Mapping[str, Tensor]) -> None:
         """Replace all factors: one per output of each parameter named. Every rank must give the same.
@@ -99,7 +107,7 @@ class Heads:
         query: name of the query weight.
         key: name of the key weight. One fused weight may be both, if the routing table names its matrices "q" and "k".
         heads: number of query heads.
-        key_heads: number of key heads, if there are fewer.
+        key_heads: number of key heads; needed if the key has fewer outputs than the query.
         query_bias: name of the query projection's bias, if it has one.
         key_bias: name of the key projection's bias, if it has one.
 
@@ -113,6 +121,11 @@ class Heads:
     key_heads: int | None = None
     query_bias: str | None = None
     key_bias: str | None = None
+
+    def __post_init__(self) -> None:
+        for what, count in (("heads", self.heads), ("key_heads", 1 if self.key_heads is None else self.key_heads)):
+            if type(count) is not int or count < 1:
+                raise ValueError(f"{what}: expected a number of heads of at least 1, found {count!r}")
 
 
 class QKClip:
@@ -152,9 +165,14 @@ class QKClip:
         self._layers = dict(layers)
         self._options = {"threshold": threshold, "query_share": query_share}
         self._outputs: dict[tuple[str, str, str], Tensor] = {}
+        if not self._layers:
+            raise ValueError("layers: expected at least one attention layer, found none")
         for layer, heads in self._layers.items():
+            if not isinstance(heads, Heads):
+                raise ValueError(f"layer {layer!r}: expected Heads(query, key, heads=...), found {heads!r}")
             self._check_apart(layer, heads)
             self._factors(layer, torch.ones(heads.heads))
+            self._check_whole(layer, heads)
 
     def __call__(self, max_logits: Mapping[str, Tensor]) -> None:
         """Make the next step clip by ``max_logits``: by layer, each head's largest logit since the last step.
@@ -170,7 +188,7 @@ class QKClip:
         factors: dict[str, Tensor] = {}
         for layer, logits in max_logits.items():
             if layer not in self._layers:
-                raise ValueError(f"unknown layer {layer!r}; {suggestion(layer, self._layers)}")
+                raise ValueError(f"unknown layer {layer!r}; {suggestion(str(layer), self._layers)}")
             for name, found in self._factors(layer, logits).items():
                 factors[name] = found * factors[name] if name in factors else found
         self._optimizer.row_scaling.set(factors)
@@ -180,6 +198,12 @@ class QKClip:
         scaling = self._optimizer.row_scaling
         for weight, bias in ((of.query, of.query_bias), (of.key, of.key_bias)):
             outputs = scaling.outputs(weight)
+            for name, ndim in ((weight, 2), *(() if bias is None else ((bias, 1),))):
+                if len(scaling.shape(name)) != ndim:
+                    raise ValueError(
+                        f"layer {layer!r}: expected a weight with two dimensions and a bias with one, found {name!r} "
+                        f"of shape {scaling.shape(name)}"
+                    )
             if bias is not None and scaling.outputs(bias) != outputs:
                 raise ValueError(
                     f"layer {layer!r}: expected a bias of {outputs} outputs, as {weight!r} has; found {bias!r} with "
@@ -197,6 +221,23 @@ class QKClip:
                 f"layer {layer!r}: {of.query!r} is query and key; expected matrices 'q' and 'k' in it, found "
                 f"{inside if names else 'none, because no matrix rule updates it'}; divide it with the option "
                 f'"atoms": {{"{of.query}": {{"qkv": [outputs of q, of k, of v]}}}}'
+            )
+
+    def _check_whole(self, layer: str, of: Heads) -> None:
+        """Raises ValueError if a head's query or key has more than is named, or other sizes."""
+        scaling = self._optimizer.row_scaling
+        sides = (("query", QUERY, of.query, of.query_bias), ("key", KEY, of.key, of.key_bias))
+        for side, _, weight, bias in sides:
+            if bias is None and (own := scaling.bias_of(weight)) is not None:
+                raise ValueError(
+                    f"layer {layer!r}: expected {side}_bias={own!r}, found None; logits shrink only if the bias of "
+                    f"{weight!r} does too"
+                )
+        query, key = (len(self._outputs_of(weight, weight, part)) for _, part, weight, _ in sides)
+        if of.key_heads is None and query != key:
+            raise ValueError(
+                f"layer {layer!r}: expected as many outputs of the key as of the query, found {key} and {query}; give "
+                "key_heads, the number of key heads"
             )
 
     def _factors(self, layer: str, logits: Tensor) -> dict[str, Tensor]:

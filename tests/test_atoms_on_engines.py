@@ -31,10 +31,10 @@ COUNT = 3 + 3 + 1 + 2 + 1 + 1 + 3 + 1 + 4 + 2 + 5  # of matrices in the model
 ELEMENTWISE = {"name": "adamw", **ADAMW}
 BOUND = 100.0
 LAYERS = {
-    "fused": Heads("qkv.weight", "qkv.weight", heads=4, query_bias="qkv.bias", key_bias="qkv.bias"),
-    "grouped": Heads("grouped.weight", "grouped.weight", heads=2),
+    "fused": Heads("qkv.weight", "qkv.weight", heads=4, key_heads=4, query_bias="qkv.bias", key_bias="qkv.bias"),
+    "grouped": Heads("grouped.weight", "grouped.weight", heads=2, key_heads=2),
     "apart": Heads("mix.weight", "out.weight", heads=6, key_heads=2, query_bias=None, key_bias="out.bias"),
-    "transposed": Heads("gate_up.weight", "down.weight", heads=2),
+    "transposed": Heads("gate_up.weight", "down.weight", heads=2, key_heads=2),
 }
 
 
@@ -239,12 +239,28 @@ APART = "layer 'fused': 'qkv.weight' is query and key; expected matrices 'q' and
 DIVIDE = '; divide it with the option "atoms": {"qkv.weight": {"qkv": ['
 TWO_WEIGHTS = "'out.bias' is query_bias and key_bias, but query and key are two weights, 'mix.weight' and"
 OTHER_BIAS = "expected a bias of 24 outputs, as 'mix.weight' has; found 'qkv.bias' with 40"
-WRONG_LAYERS: list[tuple[dict[str, Any], Heads, str]] = [
+WRONG_LAYERS: list[tuple[dict[str, Any], Any, str]] = [
     ({}, Heads("qvk.weight", "down.weight", 2), "no trained parameter is named 'qvk.weight'; did you mean 'qkv.we"),
     ({}, Heads("qkv.weight", "qkv.weight", 5), "expected outputs of 'q' that divide into 5 heads, found 24 in 'qkv"),
     ({}, Heads("mix.weight", "out.weight", 6, key_heads=4), "layer 'fused': key_heads: expected a divisor of the 6"),
     ({}, Heads("mix.weight", "down.weight", 2, query_bias="out.bias", key_bias="out.bias"), TWO_WEIGHTS),
     ({}, Heads("mix.weight", "down.weight", 2, query_bias="qkv.bias"), f"layer 'fused': {OTHER_BIAS}"),
+    (
+        {},
+        Heads("gate_up.weight", "down.weight", 2),
+        "as many outputs of the key as of the query, found 24 and 46; give",
+    ),
+    (
+        {},
+        Heads("mix.weight", "out.weight", 6),
+        "expected key_bias='out.bias', found None; logits shrink only if the bias",
+    ),
+    (
+        {},
+        Heads("qkv.weight", "out.weight", 4, 4, "qkv.weight"),
+        "a bias with one, found 'qkv.weight' of shape (40, 24)",
+    ),
+    ({}, {"query": "mix.weight"}, "layer 'fused': expected Heads(query, key, heads=...), found {'query'"),
     ({"atoms": {}}, FUSED, f"{APART}a single matrix{DIVIDE}"),
     ({"atoms": {"qkv.weight": "whole"}}, FUSED, f"{APART}a single matrix{DIVIDE}"),
     ({"atoms": {"qkv.weight": {"split_sizes": [24, 8, 8]}}}, FUSED, f"{APART}'part0', 'part1', 'part2'{DIVIDE}"),
@@ -254,9 +270,17 @@ ONE_PER_HEAD = "layer 'fused': expected max_logits as a tensor of shape (4,), on
 
 
 @pytest.mark.parametrize(("options", "heads", "message"), WRONG_LAYERS)
-def test_wrong_layers_are_errors(options: dict[str, Any], heads: Heads, message: str) -> None:
+def test_wrong_layers_are_errors(options: dict[str, Any], heads: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         QKClip(optimizer_for(FusedLM(), **{"atoms": ATOMS, **options}), {"fused": heads})
+
+
+def test_no_layers_and_no_heads_are_errors() -> None:
+    with pytest.raises(ValueError, match="layers: expected at least one attention layer, found none"):
+        QKClip(optimizer_for(FusedLM(), atoms=ATOMS), {})
+    for counts in ({"heads": 0}, {"heads": 4.0}, {"heads": 4, "key_heads": True}):
+        with pytest.raises(ValueError, match="heads: expected a number of heads of at least 1, found"):
+            Heads("q", "k", **counts)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,9 +50,9 @@ def qk_clip_factors(
     """
     if max_logits.ndim != 1 or not len(max_logits):
         raise ValueError(f"max_logits: expected one per head, (heads,); found shape {tuple(max_logits.shape)}")
-    if not threshold > 0 or not 0 <= query_share <= 1:
+    if not 0 < threshold < math.inf or not 0 <= query_share <= 1:
         raise ValueError(
-            f"expected a threshold over 0 and a query_share in [0, 1]; found {threshold!r} and {query_share!r}"
+            f"expected a finite threshold over 0 and a query_share in [0, 1]; found {threshold!r} and {query_share!r}"
         )
     heads = len(max_logits)
     key_heads = heads if key_heads is None else key_heads
