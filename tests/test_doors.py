@@ -1,6 +1,7 @@
 """Wrong arguments, options and entries: every engine answers with what was found, expected, and called here."""
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -185,7 +186,8 @@ OF_ONE: dict[Door, list[Wrong]] = {
         (of_class("torch.nn.Linear"), "expected a torch.optim.Optimizer, found <class 'torch.nn.modules.linear."),
         (of_class(ADAM, betaz=1), "unknown key 'betaz'; did you mean 'betas'?"),
         (of_class("pytorch_optimizer.Muon", lr=0.02), "Muon cannot be made with one matrix as its parameters: Runtime"),
-        (of_class(ADAM, lr=-1.0), "torch.optim.Adam refuses these arguments: Invalid learning rate: -1.0"),
+        (of_class(ADAM, lr=0.1, eps=-1.0), "torch.optim.Adam refuses these arguments: Invalid epsilon value: -1.0"),
+        (of_class("torch.optim.SGD", lr=math.nan), "SGD: lr: expected a finite number of at least 0, found nan"),
     ],
     owned: [
         ({"bucket_md": 1.0}, "unknown key 'bucket_md'; did you mean 'bucket_mb'?"),

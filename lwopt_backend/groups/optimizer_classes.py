@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, Literal, TypeGuard
@@ -147,6 +148,9 @@ def check_arguments(path: str, model: type[Options], given: Mapping[str, Any]) -
     missing = [key for key, field in fields.items() if field.is_required() and key not in named]
     if missing:
         raise ValueError(f"{path}: expected the argument {missing[0]!r}, found none; add it")
+    rate = named.get("lr", 0.0)
+    if isinstance(rate, bool) or isinstance(rate, (int, float)) and not 0 <= rate < math.inf:
+        raise ValueError(f"{path}: lr: expected a finite number of at least 0, found {rate!r}")
     defaults = {key: field.default for key, field in fields.items() if field.default is not LEFT_TO_THE_CLASS}
     error = _error_of(path, {**defaults, **named})
     if error is None:
