@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lwopt_backend.config.options import suggestion
+from lwopt_backend.config.options import glob_suggestion, suggestion
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, new_state, rule_of
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.state import StateStore, check_fits, keeps_state, put
@@ -37,12 +37,15 @@ def convert_momentum(buffer: Tensor, momentum: float, *, source: Form, target: F
         A new tensor of the same shape and dtype.
 
     Raises:
-        ValueError: for an unknown form, and for a ``momentum`` outside [0, 1).
+        ValueError: for an unknown form, for a ``momentum`` outside [0, 1), and for a sum beyond float16's range.
 
     Examples:
         >>> total = convert_momentum(average, 0.95, source="ema", target="sum")
     """
-    return buffer.detach() * factor(momentum, source, target)
+    converted = buffer.detach() * factor(momentum, source, target)
+    if converted.dtype == torch.float16 and not converted.isfinite().all() and buffer.isfinite().all():
+        raise ValueError("the sum is beyond the range of float16; convert the buffer to float32 before")
+    return converted
 
 
 def convert_named_momentum(
@@ -174,22 +177,56 @@ def load_into(store: StateStore, named: Named, *, strict: bool) -> list[str]:
         store.pieces()  # raises if they cannot be replaced now
         if store.ambiguous:
             raise ValueError(f"{WHAT}: {store.ambiguous}")
-        given = [f"{name}: {sorted(state)}" for name, state in sorted(named.items())]
-        return _select(store, named, strict), [given for _ in store.ranks]
+        whole = {name: _whole(name, state) for name, state in _by_name(named).items()}
+        given = [f"{name}: {sorted(state)}" for name, state in sorted(whole.items())]
+        return _select(store, whole, strict), [given for _ in store.ranks]
 
     taken = agree_in_all(store.ranks, WHAT, check)
     put(store, state=taken)
     return [param.name for param in store.params if param.name not in taken]
 
 
+def _by_name(named: Any) -> Named:
+    """``named``. Raises ValueError for anything but state by parameter name."""
+    if not isinstance(named, Mapping) or named.keys() == {"state", "param_groups"}:
+        found = "a state dict" if isinstance(named, Mapping) else f"a {type(named).__name__}"
+        raise ValueError(f"{WHAT}: expected state by parameter name, as from_checkpoint returns it; found {found}")
+    return named
+
+
+def _whole(name: object, state: Any) -> dict[str, Tensor]:
+    """A parameter's state as tensors. Raises ValueError for anything else, for parts of tensors, and for a counter that
+    counts nothing."""
+    whose = f"{WHAT}: parameter {name!r}"
+    if not isinstance(name, str) or not isinstance(state, Mapping):
+        raise ValueError(f"{whose}: expected tensors by key under the parameter's name, found {type(state).__name__}")
+    for key, value in state.items():
+        if isinstance(value, Tensor) and (value.is_complex() or value.is_meta or _is_part(value)):
+            kind = "a DTensor, or another part" if _is_part(value) else f"{value.dtype} on {value.device}"
+            raise ValueError(f"{whose}: {key!r}: expected a whole tensor of real numbers, found {kind}")
+        if not isinstance(value, (Tensor, int, float)):
+            raise ValueError(f"{whose}: {key!r}: expected a tensor, found {type(value).__name__}")
+        if key == "step" and not torch.as_tensor(value).ndim and (not float(value).is_integer() or value < 0):
+            raise ValueError(f"{whose}: 'step': expected a number of steps, found {float(value)}")
+    return {key: torch.as_tensor(value) for key, value in state.items()}
+
+
+def _is_part(value: Tensor) -> bool:
+    """Whether it is a DTensor, or a rank's pieces of a tensor (``engines.owned.state.Pieces``)."""
+    return hasattr(value, "full_tensor") or hasattr(value, "boxes")
+
+
 def _select(store: StateStore, named: Named, strict: bool) -> dict[str, dict[str, Tensor]]:
     """The state in ``named`` of the parameters in ``store``.
 
     Raises ValueError, if ``strict``, for a parameter that only one side has. Always raises it for keys or shapes other
-    than its rule's, for a rule with owner state, and for different counters in one unit.
+    than its rule's, for a rule with owner state, for different counters in one unit, and if no name is known.
     """
     names = {param.name for param in store.params} & named.keys()
-    taken = {name: {key: torch.as_tensor(value) for key, value in named[name].items()} for name in names}
+    if named and not names and not any(name in store.elsewhere for name in named):
+        hint = glob_suggestion(next(iter(named)), [param.name for param in store.params])
+        raise ValueError(f"{WHAT}: none of the {len(named)} names is trained, such as {next(iter(named))!r}; {hint}")
+    taken = {name: dict(named[name]) for name in names}
     there = {name: _facts(state) for name, state in taken.items()}
     if strict:
         there |= {name: {} for name in named if name not in names and name not in store.elsewhere}

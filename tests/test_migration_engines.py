@@ -137,11 +137,38 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {  # what takes a state's place, 
 }
 
 
+COUNTED = {"exp_avg": OTHER, "exp_avg_sq": OTHER, "step": torch.tensor(1.5)}
+SILENT: list[tuple[Any, str]] = [  # that could load as something else, or not at all
+    (
+        {"module.lm_head.weight": {}},
+        "none of the 1 names is trained, such as 'module.lm_head.weight'; did you mean",
+    ),
+    ({"lm_head.weight": COUNTED}, "parameter 'lm_head.weight': 'step': expected a number of steps, found 1.5"),
+    (
+        {"lm_head.weight": {"exp_avg": OTHER * 1j}},
+        "expected a whole tensor of real numbers, found torch.complex64 on cpu",
+    ),
+    ({"lm_head.weight": {"exp_avg": OTHER.to("meta")}}, "real numbers, found torch.float32 on meta"),
+    ({"lm_head.weight": {"exp_avg": [1.0]}}, "'exp_avg': expected a tensor, found list"),
+    ({"lm_head.weight": None}, "expected tensors by key under the parameter's name, found NoneType"),
+    (
+        {"state": {}, "param_groups": []},
+        "expected state by parameter name, as from_checkpoint returns it; found a state",
+    ),
+    ([], "expected state by parameter name, as from_checkpoint returns it; found a list"),
+]
+
+
 def spoiled(state: Named, what: str) -> Named:
     return {name: found for name, found in {**state, **WRONG[what][0]}.items() if found is not None}
 
 
-def refused(engine: Engine, state: Named, **how: Any) -> str:
+def parts_of(engine: Engine) -> Any:
+    """What the engine's own state dict has of one parameter."""
+    return {"lm_head.weight": next(iter(engine.optimizer.state_dict()["state"].values()))}
+
+
+def refused(engine: Engine, state: Any, **how: Any) -> str:
     with pytest.raises(Exception) as error:
         load(engine, state, **how)
     return f"{type(error.value).__name__}: {error.value}"
@@ -156,6 +183,10 @@ def test_what_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing(engine: 
             if what != "counters" or isinstance(ours, UnderDeepSpeed):
                 error = refused(ours, spoiled(named_state(alone), what))
                 assert error.startswith("ValueError: load_named_state: ") and message in error
+        for given, message in SILENT:
+            assert message in refused(ours, given, strict=False)
+        if engine in ("plain", "fsdp2"):
+            assert "found a DTensor, or another part" in refused(ours, parts_of(ours), strict=False)
         go_on(ours, alone, AFTER)
 
 

@@ -145,6 +145,14 @@ def test_there_and_back_again(momentum: float) -> None:
     assert torch.equal(buffer, kept)
 
 
+def test_a_sum_that_float16_cannot_hold_is_an_error() -> None:
+    average = torch.full((2,), 1e4, dtype=torch.float16)
+    with pytest.raises(
+        ValueError, match="the sum is beyond the range of float16; convert the buffer to float32 before"
+    ):
+        migration.convert_momentum(average, 0.95, source="ema", target="sum")
+
+
 def test_named_states_are_converted_by_parameter() -> None:
     state = {"a": {"momentum_buffer": torch.ones(2)}, "b": {"momentum_buffer": torch.ones(2)}, "c": {"exp_avg": 1}}
     converted = convert_named_momentum(state, {"a": 0.5, "b": 0.75}, source="ema", target="sum")
