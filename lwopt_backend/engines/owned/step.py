@@ -291,8 +291,8 @@ class OwnedCore:
     ) -> None:
         self.members, self.shares = members_of(grouping), shares
         self.config, self.grad_dtype, self.keep_full = config, grad_dtype, keep_full
-        # Equal on all ranks for the same half of a user's group, unique otherwise.
-        self.group_keys = [f"{group['from_group']}.{group['rule']}" for group in grouping.groups]
+        # Equal on all ranks for the same part of a user's group, unique otherwise.
+        self.group_keys = [f"{g['from_group']}.{g['rule']}{g['overrides'] or ''}" for g in grouping.groups]
         self.holdings = self._plan(grouping, shares, layout=layout, bucket_mb=bucket_mb, grad_dtype=grad_dtype)
         buckets: list[tuple[Bucket, Sharers]] = []
         for held in self.holdings:
