@@ -58,7 +58,7 @@ def train(
     """Train on the rest of the data, a checkpoint every ``--save-every`` steps. ``model`` is DeepSpeed's engine."""
     total = torch.zeros((), device=accelerator.device)
     for batch in loader:
-        rates = [group["lr"] * group["lr_scale"] for group in optimizer.param_groups]
+        rates = [group["lr"] for group in optimizer.param_groups]
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)  # at the end of an accumulation it also clips, steps and schedules

@@ -70,7 +70,7 @@ def train(
             optimizer.zero_grad()
         if not accelerator.sync_gradients:
             continue
-        rates = [group["lr"] * group["lr_scale"] for group in optimizer.param_groups]
+        rates = [group["lr"] for group in optimizer.param_groups]
         scheduler.step()
         step = scheduler.last_epoch
         row = {"step": step, "loss": float(accelerator.reduce(total, "mean")), "grad_norm": float(norm), "lr": rates}

@@ -175,7 +175,7 @@ class Training:
         bar = tqdm(range(step, last), **show)
         for step in bar:
             started = time.perf_counter()
-            rates = [group["lr"] * group.get("lr_scale", 1.0) for group in self.engine.optimizer.param_groups]
+            rates = [group["lr"] for group in self.engine.optimizer.param_groups]
             loss = self._mean(self.engine.train_step(self._batches(step)))
             speed = tokens / (time.perf_counter() - started)
             taken = self.engine.optimizer.metrics() if self.args.metrics else {}

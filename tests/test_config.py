@@ -30,7 +30,6 @@ from lwopt_backend.groups import registry
 from lwopt_backend.groups.choices import arguments_of, muon_settings, settings_of
 from lwopt_backend.groups.grouping import group_parameters
 from lwopt_backend.groups.param_groups import as_groups, split
-from lwopt_backend.groups.registry import effective_lr
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed.optimizer import ZeROLayerWise
 from lwopt_backend.rules import option
@@ -149,7 +148,7 @@ def test_overrides_make_param_groups_of_their_own() -> None:
         {"params": "layers.4.*", "elementwise": {"weight_decay": 0.0}},
     ]
     groups = LayerWiseOptimizer(model, lr=0.02, weight_decay=0.1, report=False, overrides=overrides).param_groups
-    found = [(g["rule"], effective_lr(g), g["weight_decay"], [names[id(p)] for p in g["params"]]) for g in groups]
+    found = [(g["rule"], g["lr"], g["weight_decay"], [names[id(p)] for p in g["params"]]) for g in groups]
     others = ["embedding.weight", "layers.0.bias", "layers.2.bias", "gate.bias", "lm_head.weight"]
     *matrices, first, second = found
     assert matrices[:1] == [("muon", 0.02, 0.1, ["layers.0.weight", "gate.weight"])]
@@ -188,7 +187,7 @@ def test_groups_are_split_in_halves_and_keep_extra_keys() -> None:
     assert [(h["rule"], h["from_group"], len(h["params"])) for h in halves] == [
         ("muon", 0, 1), ("adamw", 0, 1), ("adamw", 1, 1),
     ]  # fmt: skip
-    assert [effective_lr(h) for h in halves] == [0.5, 0.5, 0.1], "a section in the group has the last word"
+    assert [h["lr"] for h in halves] == [0.5, 0.5, 0.1], "a section in the group has the last word"
     assert [h.get("name") for h in halves] == ["first", "first", None]
     assert halves[2]["eps"] == 1e-6
 
@@ -383,7 +382,7 @@ def test_an_engine_refuses_a_foreign_entry_on_every_rank_and_trains_with_ours() 
             engine_of({**given, "report": False}).__enter__()
         entry = json.loads(str(caught.value).splitlines()[-1])
         with engine_for(config(1) | {"optimizer": entry}) as engine:
-            rates = [(group["rule"], effective_lr(group)) for group in engine.basic_optimizer.param_groups]
+            rates = [(group["rule"], group["lr"]) for group in engine.basic_optimizer.param_groups]
     assert rates == [("muon", 5e-5), ("adamw", 5e-5)]
 
 

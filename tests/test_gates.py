@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import weakref
+from collections import Counter, OrderedDict
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.convert import as_ours
 from lwopt_backend.checkpoint.gates import check
 from lwopt_backend.checkpoint.names import CORE
-from lwopt_backend.groups.registry import effective_lr, option_names
+from lwopt_backend.groups.registry import option_names
 from tests.checkpoint_contents import changed
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -272,24 +273,32 @@ def test_what_we_saved_stays_without_places_and_unknown_rules_keep_their_options
     assert grouped([{"rule": "somebodys", "lr": 1.0}], [()]).groups == ({"rule": "somebodys", "lr": 1.0},)
 
 
-def test_groups_of_matrices_are_first_and_parameters_follow_them() -> None:
-    found = grouped([ADAM, {**ADAM, "lr": 0.3}, {"rule": "muon", "lr": 0.7}], [MOMENTS, MOMENTS, OF_MUON])
-    assert [effective_lr(group) for group in found.groups] == pytest.approx([0.7, 0.1, 0.3])
-    assert {name: param.group for name, param in found.params.items()} == {"p0": 1, "p1": 2, "p2": 0}
+OURS_AFTER = {"rule": "adamw", "lr": 0.1}, {"rule": "muon", "lr": 0.7}
+ORDERS: list[tuple[list[dict[str, Any]], list[int]]] = [  # groups, and the order in which an optimizer here has them
+    ([{**ADAM, "lr": 0.1}, {**ADAM, "lr": 0.3}, {**TORCHS, "lr": 0.7}], [2, 0, 1]),  # another's: matrices first
+    ([*OURS_AFTER], [0, 1]),  # as saved
+    ([{**group, "from_group": n, "overrides": []} for group in OURS_AFTER for n in (1, 0)], [3, 1, 2, 0]),  # a pipeline
+]
 
 
-def test_groups_of_others_get_one_rate_and_the_factors_between_their_base_rates() -> None:
-    """A schedule goes on from the matrices' base rate; where there is a floor, the rates in use have another ratio."""
-    of_muon, others = {**TORCHS, "lr": 0.01, "initial_lr": 0.02}, {**ADAM, "lr": 5e-4, "initial_lr": 4e-4}
-    matrices, rest = grouped([others, of_muon], [MOMENTS, OF_MUON]).groups
-    assert (matrices["lr"], matrices["initial_lr"], matrices["lr_scale"]) == (0.01, 0.02, 1.0)
-    assert (rest["initial_lr"], rest["lr_scale"]) == pytest.approx((0.02, 0.02))
-    assert effective_lr(rest) == pytest.approx(5e-4)
-    matrices, rest = grouped([{**ADAM, "lr": 4e-4}, {**TORCHS, "lr": 0.02}], [MOMENTS, OF_MUON], scheduler={}).groups
-    assert [group["lr"] for group in (matrices, rest)] == pytest.approx([0.02, 0.02])
-    assert (matrices["lr_scale"], effective_lr(rest)) == pytest.approx((1.0, 4e-4))
-    of_zero = grouped([{**ADAM, "lr": 4e-4}, {**TORCHS, "lr": 0.0}], [MOMENTS, OF_MUON], scheduler={}).groups
-    assert [(group["lr"], group["lr_scale"]) for group in of_zero] == [(0.0, 1.0), (4e-4, 1.0)], "no multiples of zero"
+@pytest.mark.parametrize(("groups", "order"), ORDERS)
+def test_parameters_and_schedules_follow_groups_in_the_order_of_our_optimizers(
+    groups: list[dict[str, Any]], order: list[int]
+) -> None:
+    """Rates stay as they are. Lists that are not by group, of any length, do too, and containers keep their types."""
+
+    def state(of: list[int]) -> dict[str, Any]:
+        numbers: dict[str, Any] = {"base_lrs": [float(n) for n in of], "lr_lambdas": [{"n": n} for n in of]}
+        fixed = {"milestones": Counter({4: 2}), "_milestones": [*range(len(of))], "nothing": OrderedDict()}
+        return {**fixed, **numbers, "_schedulers": [numbers, {**numbers, "_last_lr": []}]}
+
+    states, unmoved = [MOMENTS if "betas" in group else OF_MUON for group in groups], [*range(len(groups))]
+    found = grouped(groups, states, scheduler=state(unmoved), client={"mine": state(unmoved), "x": (1,)})
+    assert [group["lr"] for group in found.groups] == [groups[n]["lr"] for n in order]
+    assert {name: param.group for name, param in found.params.items()} == {f"p{n}": order.index(n) for n in unmoved}
+    for one in (found.scheduler, found.client["mine"]):
+        assert one == state(order) and type(one["nothing"]) is OrderedDict
+    assert found.client["x"] == (1,)
 
 
 @pytest.mark.parametrize(("group", "states"), [(ADAM, MOMENTS), ({"rule": "muon", "lr": 0.1}, OF_MUON)])
@@ -303,8 +312,22 @@ def test_the_rate_that_a_schedule_multiplies_is_the_warmups(group: dict[str, Any
     assert first(group, theirs) == 0.4
     assert first({**group, "initial_lr": 0.5}, theirs) == 0.5
     assert first(group, {"last_epoch": 3}) is None  # a schedule in place of the configured one
-    assert first(group, theirs, peak=[0.1, 0.2]) is None
+    assert first(group, theirs, peak=[0.1, 0.2]) is None and first(group, theirs, peak=[0.1]) == 0.1
     assert "initial_lr" not in grouped([group], [states], scheduler=theirs).groups[0]
+
+
+def test_of_the_peak_of_a_warmup_groups_have_the_share_that_they_had_in_training() -> None:
+    """DeepSpeed without this package writes the number into all groups."""
+
+    def peaks(*groups: dict[str, Any]) -> list[Any]:
+        schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.4, "warmup_num_steps": 8}}
+        states = [MOMENTS if "betas" in group else OF_MUON for group in groups]
+        more = {"arguments": {"ds_config": {"scheduler": schedule}}, "scheduler": {"last_batch_iteration": 3}}
+        return [group.get("initial_lr") for group in grouped([*groups], states, **more).groups]
+
+    ours = [{"rule": "muon", "lr": 0.01}, {"rule": "adamw", "lr": 1e-3}]
+    assert peaks(*ours) == pytest.approx([0.4, 0.04]) and peaks(*({**group, "lr": 0.0} for group in ours)) == [None] * 2
+    assert peaks({**TORCHS, "lr": 0.01}, {**ADAM, "lr": 1e-3}) == [0.4, 0.4]
 
 
 @pytest.mark.parametrize(

@@ -402,6 +402,9 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
         milestones=[2],
     ),
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    "cycle": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, [2 * group["lr"] for group in optimizer.param_groups], 8, cycle_momentum=False
+    ),
 }
 
 

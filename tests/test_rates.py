@@ -1,64 +1,113 @@
-"""Learning rates of param groups: with matrices, one ``lr`` for all, which schedules write, times ``lr_scale``."""
+"""Learning rates of param groups: the ``lr`` of each is the rate that trains it, whatever schedule writes it."""
 
+import contextlib
 import copy
+import functools
+import itertools
+import re
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
-from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from lwopt_backend.checkpoint import formats
 from lwopt_backend.groups import registry
-from lwopt_backend.groups.registry import LR_SCALE, effective_lr
-from tests.models import UnevenLM
+from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
+from tests.cells import cells, with_full
+from tests.command_line import succeeds
+from tests.engines import ENGINES, OWNED, ZERO, Alone, Cell, Engine, ExactLM, UnderDeepSpeed, running
+from tests.models import UnevenLM, largest_difference
+from tests.on_ranks import on_ranks
+from tests.owned import shares
+from tests.schedules import OF_TORCH, RATES, SCHEDULES, TOTAL, all_of, alone, lr_scheduler, moved
+from tests.schedules import rates as rates_of_steps
 
-MUON, ADAMW = 0.02, 3e-4
+MUON, ADAMW = RATES
 
 
-def optimizer_of_both(lr: float = MUON, elementwise_lr: float = ADAMW, **options: Any) -> LayerWiseOptimizer:
-    model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6))
+def optimizer_of_both(lr: Any = MUON, elementwise_lr: Any = ADAMW, **options: Any) -> LayerWiseOptimizer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6, bias=False))
     return LayerWiseOptimizer(model, lr=lr, elementwise_lr=elementwise_lr, report=False, **options)
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [effective_lr(group) for group in optimizer.param_groups]
-
-
-def written(optimizer: torch.optim.Optimizer) -> list[float]:
     return [group["lr"] for group in optimizer.param_groups]
 
 
-def test_groups_have_the_matrices_rate_and_factors() -> None:
-    both = optimizer_of_both()
-    assert written(both) == [MUON, MUON] and both.defaults["lr"] == MUON
-    assert rates(both) == [MUON, ADAMW]
-    alike = optimizer_of_both(0.01, 0.01)
-    assert written(alike) == [0.01, 0.01] and [group[LR_SCALE] for group in alike.param_groups] == [1.0, 1.0]
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_makes_the_rates_of_torchs_optimizers(name: str) -> None:
+    """The rates in use: of each group those that the schedule makes of torch.optim.Muon and AdamW alone."""
+    ours = optimizer_of_both()
+    (muon, adamw), truths = ([nn.Parameter(torch.ones(2, 2))] for _ in range(2)), list[Any]()
+    for group, single in enumerate((torch.optim.Muon(muon, lr=MUON), torch.optim.AdamW(adamw, lr=ADAMW))):
+        schedule = SCHEDULES[name](single, alone(group))
+        truths.append([rate for (rate,) in rates_of_steps(single, schedule, range(TOTAL))])
+    found = [*rates_of_steps(ours, SCHEDULES[name](ours, all_of), range(TOTAL))]
+    assert found == [pytest.approx(truth, rel=1e-14) for truth in zip(*truths)]
+    assert "constant" in name or len({rate for rate, _ in found}) > 1, "the schedule must move to be tested"
+
+
+def test_the_table_has_every_scheduler_of_torch() -> None:
+    assert {*lr_scheduler.__all__} - {LRScheduler.__name__} <= {*OF_TORCH}
+
+
+SAVED = [*OF_TORCH, "transformers greedy", "DeepSpeed's WarmupLR"]  # others save the like
 
 
 @pytest.mark.parametrize(
-    ("rates_given", "base", "expected"),
+    "name", [name if name in SAVED else pytest.param(name, marks=pytest.mark.full) for name in SCHEDULES]
+)
+def test_a_schedule_goes_on_from_a_folder_and_after_conversions(tmp_path: Path, name: str) -> None:
+    """Ten more steps have the rates of the run that was not interrupted, whatever the new one was made with."""
+    ours = optimizer_of_both()
+    schedule = SCHEDULES[name](ours, all_of)
+    [*rates_of_steps(ours, schedule, range(4))]
+    ours.save_state_dict(tmp_path / "own", scheduler=schedule.state_dict())
+    truth = [*rates_of_steps(ours, schedule, range(4, 14))]
+    succeeds("convert", tmp_path / "own", tmp_path / "u" / "tag", "--to", "universal", "--json")
+    succeeds("convert", tmp_path / "u" / "tag", tmp_path / "dcp", "--to", "dcp", "--json")
+    succeeds("diff", tmp_path / "own", tmp_path / "dcp")
+    for folder in ("own", "dcp"):
+        again = optimizer_of_both()
+        schedule = SCHEDULES[name](again, all_of)
+        schedule.load_state_dict(again.load_state_dict_from(tmp_path / folder)["scheduler"])
+        assert [*rates_of_steps(again, schedule, range(4, 14))] == truth, folder
+
+
+def test_groups_have_their_own_rates() -> None:
+    both = optimizer_of_both()
+    assert rates(both) == [MUON, ADAMW] and both.defaults["lr"] == MUON
+    overrides = [{"params": "layers.2.*", "matrix": {"lr": 0.01}}]
+    optimizer = LayerWiseOptimizer(UnevenLM(), lr=MUON, elementwise_lr=ADAMW, overrides=overrides, report=False)
+    assert rates(optimizer) == [MUON, 0.01, ADAMW] and optimizer.defaults["lr"] == MUON
+
+
+@pytest.mark.parametrize(
+    ("rates_given", "main", "expected"),
     [
         ((5e-3, 5e-3), 5e-3, [5e-3, 5e-3, 5e-3, 5e-3]),  # all groups have one: it is the optimizer's
         ((5e-3, None), MUON, [5e-3, 5e-3, MUON, ADAMW]),
         ((5e-3, 4e-3), MUON, [5e-3, 5e-3, 4e-3, 4e-3]),
     ],
 )
-def test_rates_of_the_users_groups_are_theirs(rates_given: Any, base: float, expected: list[float]) -> None:
+def test_rates_of_the_users_groups_are_theirs(rates_given: Any, main: float, expected: list[float]) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     groups: list[dict[str, Any]] = [
         {"params": list(layer.parameters()), **({} if rate is None else {"lr": rate})}
         for layer, rate in zip(model, rates_given)
     ]
     optimizer = LayerWiseOptimizer(model, lr=MUON, elementwise_lr=ADAMW, params=groups, include="*", report=False)
-    assert set(written(optimizer)) == {base} and rates(optimizer) == pytest.approx(expected)
-
-
-def test_a_rate_of_zero_has_no_multiples_so_that_groups_keep_their_own() -> None:
-    optimizer = optimizer_of_both(lr=0.0)
-    assert written(optimizer) == [0.0, ADAMW] and [group[LR_SCALE] for group in optimizer.param_groups] == [1.0, 1.0]
+    assert optimizer.defaults["lr"] == main and rates(optimizer) == expected
 
 
 def test_without_matrices_groups_have_their_own_rates_as_in_torch() -> None:
@@ -66,23 +115,7 @@ def test_without_matrices_groups_have_their_own_rates_as_in_torch() -> None:
     first, second = (list(layer.parameters()) for layer in model)
     groups = [{"params": first}, {"params": second, "lr": 1e-3}]
     optimizer = LayerWiseOptimizer(model, elementwise_lr=2e-3, params=groups, allow_no_matrix=True, report=False)
-    assert written(optimizer) == [2e-3, 1e-3] and not any(LR_SCALE in group for group in optimizer.param_groups)
-    assert optimizer.defaults["lr"] == 2e-3
-
-
-def test_a_groups_own_lr_scale_is_refused_by_name() -> None:
-    """As timm's groups have it, whose schedules multiply by it themselves."""
-    model = nn.Linear(6, 6)
-    with pytest.raises(ValueError, match="param group 0: 'lr_scale' is a key that this optimizer writes itself"):
-        LayerWiseOptimizer(model, params=[{"params": list(model.parameters()), LR_SCALE: 0.5}], report=False)
-
-
-def test_a_user_may_change_factors_and_metrics_tell_the_rates_in_use() -> None:
-    optimizer = optimizer_of_both()
-    optimizer.record_metrics()
-    optimizer.param_groups[1][LR_SCALE] *= 2
-    optimizer.step()
-    assert optimizer.metrics()["lr"] == [MUON, 2 * ADAMW]
+    assert rates(optimizer) == [2e-3, 1e-3] and optimizer.defaults["lr"] == 2e-3
 
 
 @pytest.mark.parametrize("scheduler", [OneCycleLR, CyclicLR])
@@ -134,10 +167,144 @@ def test_keys_of_torchs_adamw_are_asked_without_its_compiler(monkeypatch: pytest
     assert {**registry.torchs_keys.__wrapped__(), "params": group["params"]} == group
 
 
-def test_overrides_have_factors_of_the_same_rate() -> None:
-    overrides = [{"params": "layers.2.*", "matrix": {"lr": 0.01}}]
-    given: dict[str, Any] = {"lr": MUON, "elementwise_lr": ADAMW, "overrides": overrides}
-    optimizer = LayerWiseOptimizer(UnevenLM(), **given, report=False)
-    assert [(group["rule"], group["lr"], group[LR_SCALE]) for group in optimizer.param_groups] == [
-        ("muon", MUON, 1.0), ("muon", MUON, 0.5), ("adamw", MUON, ADAMW / MUON),
-    ]  # fmt: skip
+@pytest.mark.parametrize("name", ["LambdaLR", "SequentialLR", "ChainedScheduler", "OneCycleLR"])
+def test_saves_with_factors_are_read(tmp_path: Path, name: str) -> None:
+    """As this package wrote them before: every group had the matrices' ``lr`` and a factor ``lr_scale``."""
+    old, truth = optimizer_of_both(MUON, MUON), optimizer_of_both()
+    for group, factor in zip(old.param_groups, (1.0, ADAMW / MUON)):
+        group["lr_scale"] = factor
+    before = SCHEDULES[name](old, alone(0) if name == "OneCycleLR" else all_of)
+    schedule = SCHEDULES[name](truth, all_of)
+    for each in ((old, before), (truth, schedule)):
+        [*rates_of_steps(*each, range(4))]
+    old.save_state_dict(tmp_path / "old", scheduler=before.state_dict())
+    expected = [pytest.approx(rates, rel=1e-12) for rates in rates_of_steps(truth, schedule, range(4, 8))]
+    succeeds("convert", tmp_path / "old", tmp_path / "u" / "tag", "--to", "universal", "--json")
+    succeeds("convert", tmp_path / "u" / "tag", tmp_path / "dcp", "--to", "dcp", "--json")
+    for folder in ("old", "dcp"):
+        again = optimizer_of_both()
+        schedule = SCHEDULES[name](again, all_of)
+        schedule.load_state_dict(again.load_state_dict_from(tmp_path / folder)["scheduler"])
+        assert [*rates_of_steps(again, schedule, range(4, 8))] == expected, folder
+    again.load_state_dict(old.state_dict())
+    assert rates(again) == expected[0] and "lr_scale" not in again.param_groups[0]
+
+
+CONTAINERS: dict[str, Any] = {
+    "counter": Counter({4: 2, 6: 1}),
+    "ordered": OrderedDict(b=1, a={}),
+    "numbers": {4: 1, 0: {"x": ()}},
+    "list": [1, (2, [3, {}]), None, "text", 0.5, []],
+    "number": 3,
+    "with a tensor": {"state": torch.arange(3), "of": [torch.ones(2), {"x": 1}]},
+}
+
+
+def test_entries_come_back_as_they_were(tmp_path: Path) -> None:
+    optimizer_of_both().save_state_dict(tmp_path / "own", **CONTAINERS)
+    succeeds("convert", tmp_path / "own", tmp_path / "u" / "tag", "--to", "universal", "--json")
+    succeeds("convert", tmp_path / "u" / "tag", tmp_path / "dcp", "--to", "dcp", "--json")
+    for folder in ("own", "dcp"):
+        found = optimizer_of_both().load_state_dict_from(tmp_path / folder)
+        for key, value in CONTAINERS.items():
+            assert (type(found[key]), repr(found[key])) == (type(value), repr(value)), (folder, key)
+
+
+def test_schedules_in_a_folder_that_torch_saved_are_read_with_their_containers(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint makes text of the milestones."""
+    optimizer = optimizer_of_both()
+    state = SCHEDULES["SequentialLR"](optimizer, all_of).state_dict()
+    dcp.save({"model": {"w": torch.ones(2)}, "scheduler": state}, checkpoint_id=tmp_path, no_dist=True)
+    found = formats.read(tmp_path).scheduler
+    assert found == state and isinstance(found["_schedulers"][1]["milestones"], Counter)
+
+
+def test_timms_own_factor_of_a_group_is_kept_and_saved(tmp_path: Path) -> None:
+    """timm's schedules multiply by the key ``lr_scale`` what they write."""
+    made = []
+    for _ in range(2):
+        model = nn.Linear(6, 6, bias=False)
+        groups = [{"params": [model.weight], "lr_scale": 0.5}]
+        made.append(LayerWiseOptimizer(model, lr=MUON, params=groups, include="*", report=False))
+    made[0].param_groups[0]["lr"] = MUON / 2  # as timm writes it
+    made[0].save_state_dict(tmp_path)
+    made[1].load_state_dict_from(tmp_path)
+    assert [made[1].param_groups[0][key] for key in ("lr", "lr_scale")] == [MUON / 2, 0.5]
+
+
+TOLD = "all param groups have the learning rate 0.02, also those that were made with 0.0003"
+
+
+def test_one_rate_over_unlike_groups_is_told_once() -> None:
+    optimizer = optimizer_of_both()
+    schedule = OneCycleLR(optimizer, max_lr=MUON, total_steps=4, pct_start=0.5, div_factor=1.0, cycle_momentum=False)
+    with pytest.warns(UserWarning, match=TOLD) as told:
+        [*rates_of_steps(optimizer, schedule, range(4))]
+    assert sum("learning rate" in str(each.message) for each in told) == 1
+
+
+SILENT: dict[str, Any] = {
+    "zero": lambda optimizer: LambdaLR(optimizer, lambda step: 0.0),
+    "floor": lambda optimizer: CosineAnnealingLR(optimizer, 2, eta_min=ADAMW),
+    "lists": lambda optimizer: OneCycleLR(optimizer, [MUON, ADAMW], 8, cycle_momentum=False),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_zeros_floors_and_equal_rates_are_no_fault(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for optimizer in (optimizer_of_both(), optimizer_of_both(0.01, 0.01)):
+            [*rates_of_steps(optimizer, SILENT[name](optimizer), range(4))]
+
+
+# On every engine
+
+
+def optimizer_in(run: Engine) -> Any:
+    return run.made.basic_optimizer if isinstance(run, UnderDeepSpeed) else run.optimizer
+
+
+ON_ENGINES = ["OneCycleLR", "LambdaLR", "ReduceLROnPlateau", "SequentialLR", "DeepSpeed's OneCycle"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    with_full(
+        [(engine, ON_ENGINES[n % len(ON_ENGINES)]) for n, engine in enumerate(ENGINES)],
+        itertools.product(ENGINES, ON_ENGINES),
+    ),
+)
+def test_a_schedule_trains_as_with_torchs_optimizers(engine: str, name: str) -> None:
+    """Bit for bit: the weights show which rates were used."""
+    single = Alone(ExactLM(), "muon", "adamw")
+    schedules = [SCHEDULES[name](each, alone(group)) for group, each in enumerate(single.optimizers)]
+    with running(Cell(engine), ExactLM()) as run:
+        schedule = SCHEDULES[name](optimizer_in(run), all_of)
+        for step in range(4):
+            run.train(range(step, step + 1))
+            single.step(shares(step, 2), 2)
+            for each in (schedule, *schedules):
+                moved(each, step)
+        assert largest_difference(run.weights(), single.model) == 0.0
+
+
+@on_ranks(2)
+@cells(engine=[*ENGINES, "modules"])
+def test_one_rate_is_told_once_on_every_engine(engine: str) -> None:
+    with running_as(engine) as (run, optimizer):
+        for step in range(2):
+            train = functools.partial(run.train, range(step, step + 1)) if optimizer is None else optimizer.step
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                train()
+            assert sum("all param groups have" in str(each.message) for each in told) == step
+            for group in optimizer_in(run).param_groups:
+                group["lr"] = 0.01
+
+
+@contextlib.contextmanager
+def running_as(engine: str) -> Iterator[tuple[Engine, ModuleOptimizers | None]]:
+    with running(Cell(engine.replace("modules", "plain")), ExactLM()) as run:
+        yield run, ModuleOptimizers({"all": run.optimizer}) if engine == "modules" else None

@@ -116,7 +116,7 @@ dataset = [*batch]
 """
 TRAINER = """
 made = trainer.create_optimizer()
-assert [group["lr"] * group["lr_scale"] for group in made.param_groups] == [0.02, 3e-4]
+assert [group["lr"] for group in made.param_groups] == [0.02, 3e-4]
 """
 HEADS = (
     PLAIN
@@ -164,7 +164,7 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("owned", 2): (OPTIMIZER, "step(model, optimizer)"),
     ("rates", 0): (
         PLAIN + HEAD,
-        "assert 3e-4 / 64 in [group['lr'] * group['lr_scale'] for group in optimizer.param_groups]",
+        "assert 3e-4 / 64 in [group['lr'] for group in optimizer.param_groups]",
     ),
     ("rates", 1): (PLAIN + PREDICTION, "assert optimizer.clip_group_norms.keys() == {'mtp'}"),
     ("rates", 2): (HEADS, ""),

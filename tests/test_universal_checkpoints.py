@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.checkpoint.files import manifest
-from lwopt_backend.groups.registry import effective_lr
 from tests.cells import with_full
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import (
@@ -34,14 +34,18 @@ from tests.checkpoint_engines import (
     scheduled,
     without_compiling,
 )
+from tests.checkpoint_engines import settings_for as of_engine
 from tests.command_line import succeeds
 from tests.engines import OWNED, ZERO
 from tests.fused import ATOMS, FusedLM
 from tests.hostile import unlist
+from tests.models import MATRICES, UnevenLM, batch
 from tests.owned import BUCKET_MB
 from tests.ranks import RankPool
 from tests.rules import ELEMENTWISE, SECTIONS
-from tests.zero import ADAMW, config, engine_for, train
+from tests.schedules import METRICS, OF_TORCH, RATES, SCHEDULES, all_of, alone, takes_metric
+from tests.schedules import rates as rates_of_steps
+from tests.zero import ADAMW, ROWS, config, engine_for, train
 
 FULL = pytest.mark.full
 CLIENT = {"mine": 3, "random": torch.arange(9.0), "order": ([torch.arange(4)], {"n": numpy.float32(0.5)})}
@@ -164,6 +168,70 @@ def test_weights_alone_are_loaded(
             assert (found[key] == truth[key]) == (choice == "load_optimizer_states")
 
 
+# Schedules
+
+
+ROUTES = [
+    ("deepspeed muon 1", "transformers linear"),
+    ("deepspeed muon 2", "SequentialLR"),
+    ("zero 0", "ChainedScheduler"),
+    ("zero 1", "DeepSpeed's WarmupLR"),
+    ("zero 3", "OneCycleLR"),
+    ("owned 2", "ReduceLROnPlateau"),
+]
+MORE_ROUTES = itertools.product(("deepspeed muon 2", "zero 2"), OF_TORCH)
+
+
+def rates_on(engine: str, name: str, folder: str, load: bool, steps: range) -> list[list[float]]:
+    """The rates of these steps of an engine that saves after them, or loads before."""
+    model, muon = UnevenLM(), engine.startswith("deepspeed")
+    settings = of_engine(*engine.rsplit(" ", 1)) if muon else settings_for(engine)
+    params = settings["optimizer"]["params"]
+    if muon:
+        params |= {"muon_lr": RATES[0], "adam_lr": RATES[1]}
+        for param_name, param in model.named_parameters():
+            param.use_muon = param_name in MATRICES  # type: ignore[attr-defined]
+    else:
+        params |= {kind: {**params[kind], "lr": rate} for kind, rate in zip(("matrix", "elementwise"), RATES)}
+    settings |= {"checkpoint": {"load_universal": load}}
+    settings.pop("scheduler", None)
+    found = []
+    make = functools.partial(SCHEDULES[name], of=all_of)
+    with without_compiling(), engine_for(settings, model, lr_scheduler=make) as made:
+        if load:
+            made.load_checkpoint(folder)
+        for step in steps:
+            found.append([float(group["lr"]) for group in made.optimizer.param_groups])
+            made.backward(made(*batch(step, ROWS)))
+            made.step(lr_kwargs={"metrics": METRICS[step]} if takes_metric(made.lr_scheduler) else None)
+        if not load:
+            made.save_checkpoint(folder)
+    return found
+
+
+@pytest.mark.parametrize(("engine", "name"), with_full(ROUTES, MORE_ROUTES))
+def test_rates_go_on_as_in_the_run_that_is_not_interrupted(
+    ranks: RankPool, tmp_path: Path, engine: str, name: str
+) -> None:
+    """From DeepSpeed's own Muon or an engine with our optimizer, to an engine and to plain PyTorch."""
+    of_groups = []
+    for group, rate in enumerate(RATES):
+        single = torch.optim.SGD([torch.zeros(1)], lr=rate)
+        schedule = SCHEDULES[name](single, alone(group))
+        of_groups.append([rates[0] for rates in rates_of_steps(single, schedule, range(13))])
+    truth = [pytest.approx([*rates], rel=1e-14) for rates in zip(*of_groups)]
+    native, universal, dcp = (str(tmp_path / key) for key in ("native", "universal", "dcp"))
+    assert ranks.run(rates_on, engine, name, native, False, range(3))[0] == truth[:3]
+    succeeds("convert", native, universal, "--to", "universal", "--json")
+    succeeds("convert", native, dcp, "--to", "dcp", "--json")
+    here = "zero 2" if engine.startswith("deepspeed") else engine
+    assert ranks.run(rates_on, here, name, universal, True, range(3, 13))[0] == truth[3:]
+    optimizer = LayerWiseOptimizer(UnevenLM(), report=False)
+    schedule = SCHEDULES[name](optimizer, all_of)
+    schedule.load_state_dict(optimizer.load_state_dict_from(dcp)["scheduler"])
+    assert [*rates_of_steps(optimizer, schedule, range(3, 13))] == truth[3:]
+
+
 # Param groups
 
 
@@ -190,7 +258,7 @@ def train_grouped(
         else:
             train(engine, 3, same_rows=True)
             engine.save_checkpoint(folder)
-        found = [(group["rule"], effective_lr(group)) for group in engine.optimizer.param_groups]
+        found = [(group["rule"], group["lr"]) for group in engine.optimizer.param_groups]
         return found, train(engine, range(3, 6), same_rows=True)
 
 
@@ -204,7 +272,9 @@ def test_param_groups_are_known_by_their_parameters(ranks: RankPool, tmp_path: P
         assert rates == [("muon", 0.01), ("adamw", 0.01), ("muon", 0.03), ("adamw", 0.03), ("adamw", 0.01)]
         assert found == losses
     for error in ranks.errors(train_grouped, folder, here, [ONE + OTHER], [1.0], True):
-        assert "param group 0 here has parameters of the checkpoint's groups [0, 2], whose 'lr_scale' are [" in error
+        assert (
+            "param group 0 here has parameters of the checkpoint's groups [0, 2], whose 'lr' are [0.03, 0.01]" in error
+        )
 
 
 # Refusals

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.lr_schedules import WarmupLR
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from lwopt_backend.groups.registry import effective_lr
 from tests.cells import cells
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import assert_missed, convert_as_deepspeed_does, go_through, without_compiling
@@ -266,7 +266,7 @@ def test_a_stage_without_matrices_trains_and_keeps_to_the_schedule(model: str, p
         both.start(engine)
         for step in range(4):
             groups = engine.basic_optimizer.param_groups
-            assert effective_lr(groups[-1]) == pytest.approx(ADAMW["lr"] * (0.9**step))
+            assert groups[-1]["lr"] == pytest.approx(ADAMW["lr"] * (0.9**step))
             both.train(engine, range(step, step + 1))
             for schedule in schedules:
                 schedule.step()
@@ -277,16 +277,20 @@ def test_a_stage_without_matrices_trains_and_keeps_to_the_schedule(model: str, p
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("precision", ["fp32, stage 0", "bf16 + fp32, stage 1"])
-def test_one_rate_for_all_groups_keeps_the_ratio_on_a_stage_without_matrices(precision: str) -> None:
-    """Whose one group has the factor that it would have with matrices."""
+def test_of_a_configured_rate_a_stage_without_matrices_has_the_share_of_its_group(precision: str) -> None:
+    """The share that it would have beside matrices."""
     warmup = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 3}}
     settings = settings_for(precision) | {"scheduler": warmup}
+    single = torch.optim.AdamW([torch.zeros(1)], lr=ADAMW["lr"])
+    share = ADAMW["lr"] / MUON["lr"]
+    schedule = WarmupLR(single, 0.001 * share, 0.02 * share, 3)
     with engine_for(settings, pipeline(MODELS["embedding first"])) as engine:
         for step in range(4):
             train_step(engine, step)
-            *_, adamw = groups = engine.basic_optimizer.param_groups
-            assert effective_lr(adamw) == pytest.approx(groups[0]["lr"] * ADAMW["lr"] / MUON["lr"])
-        assert adamw["lr"] == 0.02
+            schedule.step()
+            rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
+            assert rates[-1] == pytest.approx(single.param_groups[0]["lr"])
+            assert rates[:-1] == pytest.approx([rates[-1] / share] * (len(rates) - 1))
 
 
 def model_to_refuse(kind: str) -> PipelineModule:

@@ -18,8 +18,18 @@ from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines.base import BaseOptimizer
 from lwopt_backend.engines.zero.plan import UnitStepper
 from lwopt_backend.groups.choices import Rules
-from lwopt_backend.groups.param_groups import NONE, ComparedOptions, as_groups, option_lines, split, with_options
-from lwopt_backend.groups.registry import LR_SCALE, build_matrix_rules, count_block_steps
+from lwopt_backend.groups.grouping import Grouping
+from lwopt_backend.groups.param_groups import (
+    NONE,
+    ComparedOptions,
+    as_groups,
+    main_rate,
+    option_lines,
+    split,
+    with_options,
+)
+from lwopt_backend.groups.rates import factors_of
+from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import zero
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark
@@ -44,6 +54,7 @@ class EngineOptimizer(BaseOptimizer):
     save_mark: SaveMark  # once it has an engine
     gradients: Gradients  # the same
     gathered: dict[str, Any] | None = None  # its state dict during a save that asks only some ranks for it
+    factors: Sequence[float] = ()  # of the rates in the last state that was loaded, if it is of an earlier version
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         self.name, self.rules, self.config = name, rules, config
@@ -52,28 +63,28 @@ class EngineOptimizer(BaseOptimizer):
         trainable = [p for group in self._given for p in group["params"] if p.requires_grad]
         is_matrix = {id(p): len(full_shape(p)) == 2 for p in trainable}
         trains_matrices = not config.allow_no_matrix or any(is_matrix.values())
-        super().__init__(split(self._given, is_matrix, rules, trains_matrices=trains_matrices), {})
-        self._begin(rules, trains_matrices)
+        super().__init__(split(self._given, is_matrix, rules), {})
+        self._begin(rules, trains_matrices, main_rate(self._given, rules, trains_matrices), self.param_groups)
 
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Route, plan and compare ranks for ``engine``, which is about to take this optimizer. Called on all ranks."""
         raise NotImplementedError
 
-    def _take_groups(self, groups: list[dict[str, Any]], trains_matrices: bool) -> None:
+    def _take_groups(self, groups: list[dict[str, Any]], grouping: Grouping) -> None:
         """Replace the provisional groups by the routed ones, keeping what a scheduler has already written into them."""
         both = (self.param_groups, groups)
-        before, after = ([(g["from_group"], g["rule"], g.get(LR_SCALE)) for g in some] for some in both)
+        before, after = ([(g["from_group"], g["rule"], g["overrides"]) for g in some] for some in both)
         if before == after:
             pairs = zip(self.param_groups, groups)
             groups = [{**old, "params": new["params"], "members": new["members"]} for old, new in pairs]
         elif any("initial_lr" in group for group in self.param_groups):  # torch's schedulers write it
             raise ValueError(
-                f"the lr_scheduler: expected {len(groups)} param groups, as the routed model has, found {len(before)}; "
-                "pass a callable instead, lr_scheduler=lambda optimizer: ..., or under Accelerate make it on the "
-                "optimizer that prepare() returned"
+                f"the lr_scheduler: expected {len(groups)} param groups, as the routed model has, found {len(before)}"
+                f"{' without overrides' * (len(groups) == len(before))}; pass a callable instead, lr_scheduler=lambda "
+                "optimizer: ..., or under Accelerate make it on the optimizer that prepare() returned"
             )
         self.param_groups = groups
-        self._begin(self.rules, trains_matrices)
+        self._begin(self.rules, grouping.trains_matrices, grouping.rate, grouping.groups)
 
     def state_store(self) -> StateStore:
         """The store of this rank's weights and state. Called on all ranks. Raises RuntimeError outside an engine."""
@@ -112,6 +123,7 @@ class EngineOptimizer(BaseOptimizer):
         """Load what ``state_dict`` returned. Raises ValueError if it was saved with other parameters or partitions."""
         zero.check_groups(state_dict["param_groups"], self.param_groups)
         zero.check_partitions(state_dict["param_groups"], state_dict["state"], self.param_groups)
+        self.factors = factors_of(state_dict["param_groups"])
         super().load_state_dict(state_dict)
         self.set_groups(self.param_groups)
 
@@ -142,7 +154,7 @@ class ZeROLayerWise(EngineOptimizer):
         elif deepspeed_engine.counts_cut_alone(engine):
             deepspeed_engine.when_wrapped(engine, deepspeed_engine.hear_of_copies)
         watch(engine, self)
-        self._take_groups(self._binding.groups(), self._binding.grouping.trains_matrices)
+        self._take_groups(self._binding.groups(), self._binding.grouping)
         deepspeed_engine.adopt_torch_scheduler(engine)
         prepare_loading(engine, self, self._binding.ranks)
         zero.guard_state_keys(engine, self, self._binding.grouping)
@@ -183,6 +195,7 @@ class ZeROLayerWise(EngineOptimizer):
         begins, ends = units[0] in shown, units[-1] in shown
         with one_call(self, begins=begins, ends=ends):
             if begins:
+                self._check_groups(self._all_groups)
                 self._compare_options(binding)
             for unit, (group, tensor) in shown.items():
                 stepper = self._steppers[unit]

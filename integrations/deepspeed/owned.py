@@ -23,6 +23,7 @@ from lwopt_backend.engines.owned.state import OwnedStore
 from lwopt_backend.engines.owned.step import OwnedCore, Share
 from lwopt_backend.groups.choices import Rules, settings_lines
 from lwopt_backend.groups.grouping import Grouping, group_parameters
+from lwopt_backend.groups.rates import factors_of
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import tensors
 from lwopt_backend.integrations.deepspeed.checkpoints import MARK
@@ -123,7 +124,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         """Check settings, route, plan and make the buffers for ``engine``, which takes this optimizer. On all ranks."""
         self.destroy()
         binding = bind(self.name, engine, self._given, self.rules, self.config)
-        self._take_groups(binding.groups(), binding.grouping.trains_matrices)
+        self._take_groups(binding.groups(), binding.grouping)
         deepspeed_engine.adopt_torch_scheduler(engine)
         self._stage, self._clip = engine.zero_optimization_stage(), engine.gradient_clipping() or 0.0
         self.loss_scaler = CreateLossScaler(  # dynamic or static in fp16, without effect in other precisions
@@ -220,6 +221,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self.gradients.begin_step()
         with one_call(self, begins=True, ends=True):
             presences = self._backward.finish(self.param_groups)
+            self._check_groups(self.param_groups)
             if self._loaded:
                 self.refresh_fp32_params()
             self._scale_gradients()
@@ -340,6 +342,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             store.publish()
         if load_optimizer_states:
             store.take_owner_states(saved.get(CHECKPOINT_KEY, {}))
+            self.factors = factors_of(groups)
             pairs = zip(groups, self.param_groups, strict=True)
             self.set_groups([{**g, "params": ours["params"], "members": ours["members"]} for g, ours in pairs])
             self.loss_scaler, self.overflow = saved["loss_scaler"], saved["overflow"]

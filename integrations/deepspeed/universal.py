@@ -30,7 +30,8 @@ from lwopt_backend.checkpoint.deepspeed.files import STEP, renumbered, tag_of
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups.param_groups import OURS
-from lwopt_backend.groups.registry import LR_SCALE, MATRIX_RULES, arguments, new_state, option_names
+from lwopt_backend.groups.rates import IN_GROUPS, regrouped, scaled
+from lwopt_backend.groups.registry import MATRIX_RULES, arguments, new_state, option_names
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, prepare_saving
 from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
 from lwopt_backend.plan import TrainedParam
@@ -79,12 +80,17 @@ def prepare_loading(
         if engine.zero_optimization_stage() == 3:
             # With load_module_only alone, DeepSpeed silently reads the weights from a file that has none.
             asked["load_optimizer_states"] = with_state
+        optimizer.factors = ()
         loaded: tuple[str | None, dict[str, Any] | None]
         if universal:
             loaded = _load(engine, optimizer, everyone, asked, with_state)
         else:
             with _as_configured(engine.optimizer):
                 loaded = load(*call.args, **call.kwargs)
+            if asked["load_lr_scheduler_states"] and not asked["load_module_only"] and engine.lr_scheduler is not None:
+                state = engine.lr_scheduler.state_dict()
+                if (true := scaled(state, optimizer.factors)) is not state:
+                    engine.lr_scheduler.load_state_dict(true)
         if loaded[0] is not None:  # the step begins anew; DeepSpeed goes on with an accumulation
             optimizer.gradients.drop()
             engine.micro_steps = 0
@@ -185,7 +191,7 @@ def _go_on(engine: DeepSpeedEngine, choice: Choice, asked: Mapping[str, Any]) ->
     engine.skipped_steps = checkpoint.arguments.get("skipped_steps", 0)
     if asked["load_lr_scheduler_states"]:
         if scheduler is not None:
-            scheduler.load_state_dict(dict(checkpoint.scheduler or {}))
+            scheduler.load_state_dict(in_memory(checkpoint.scheduler or {}))
         return []
     steps = engine.global_steps - engine.skipped_steps
     for key, there in {"last_epoch": steps, "last_batch_iteration": steps - 1}.items():  # torch's, and DeepSpeed's
@@ -253,7 +259,8 @@ def choose(
     with_scheduler = asked["load_lr_scheduler_states"] and not asked["load_module_only"]
     if with_scheduler and engine.lr_scheduler is not None:
         of_groups = [{params[p.name].group for p in store.params if p.group == number} for number in range(len(groups))]
-        checkpoint = dataclasses.replace(checkpoint, scheduler=_by_group(checkpoint.scheduler, of_groups))
+        scheduler = _by_group(checkpoint.scheduler, of_groups, len(checkpoint.groups))
+        checkpoint = dataclasses.replace(checkpoint, scheduler=scheduler)
         _check_scheduler(folder, engine.lr_scheduler.state_dict(), checkpoint.scheduler)
     return Choice(folder, checkpoint, params, rest, options, notes)
 
@@ -390,12 +397,13 @@ def _options(
     """The options that param group ``number`` takes over. ``members`` are its parameters in the checkpoint.
 
     Groups of this package's optimizers name their rule, and give all keys but ``PLACED``. Others give the rule's
-    options, with this ``lr_scale`` and the ``lr`` that yields the saved rate.
+    options, and what torch's schedulers keep in groups.
     """
     numbers = sorted({p.group for p in members.values() if p.group is not None and p.group < len(checkpoint.groups)})
     theirs = [checkpoint.groups[n] for n in numbers]
     ours = all("rule" in of_group for of_group in theirs)
-    wanted = {*option_names(group), "initial_lr"}
+    written = IN_GROUPS if all("initial_lr" in of_group for of_group in theirs) else ()  # Megatron has other max_lr
+    wanted = {*option_names(group), "initial_lr", *written}
     keys = dict.fromkeys(key for of_group in theirs for key in of_group)
     taken: dict[str, Any] = {}
     for key in (key for key in keys if (key not in PLACED if ours else key in wanted)):
@@ -408,24 +416,19 @@ def _options(
         if ours:
             raise CheckpointError(f"{text}; make the param groups of the checkpoint, or {ALONE}")
         notes.append(f"{text}; it keeps {group.get(key)}, as configured")
-    if ours or LR_SCALE not in group:
-        return taken
-    scale = group[LR_SCALE] or 1.0
-    return {**taken, LR_SCALE: scale, **{key: taken[key] / scale for key in ("lr", "initial_lr") if key in taken}}
+    return taken
 
 
-BY_GROUP = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas")  # lists in the states of torch's schedulers
-
-
-def _by_group(state: Mapping[str, Any] | None, of_groups: Sequence[set[int | None]]) -> Mapping[str, Any] | None:
-    """A scheduler's state with an entry for each param group here. The checkpoint's may differ, as on another pipeline
-    stage: ``of_groups`` are its groups with parameters of each."""
+def _by_group(
+    state: Mapping[str, Any] | None, of_groups: Sequence[set[int | None]], count: int
+) -> Mapping[str, Any] | None:
+    """A scheduler's state with an entry for each param group here. The checkpoint's ``count`` groups may differ, as on
+    another pipeline stage: ``of_groups`` are those with parameters of each."""
     numbers = [sorted(number for number in of_group if number is not None)[:1] for of_group in of_groups]
     if state is None or not all(numbers):
         return state
-    lists = {key: state[key] for key in BY_GROUP if isinstance(state.get(key), list)}
-    fits = {key: value for key, value in lists.items() if max(numbers) < [len(value)]}
-    return {**state, **{key: [value[number] for (number,) in numbers] for key, value in fits.items()}}
+    found: Mapping[str, Any] = regrouped(state, [number for (number,) in numbers], count)
+    return found
 
 
 def _check_scheduler(folder: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,8 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
 from lwopt_backend.checkpoint.formats import FORMATS, TARGETS
 from lwopt_backend.groups.optimizer_classes import LEFT_TO_THE_CLASS
-from lwopt_backend.groups.registry import LR_SCALE, MATRIX_RULES, options_of, rule_named, torchs_keys
+from lwopt_backend.groups.rates import regrouped
+from lwopt_backend.groups.registry import MATRIX_RULES, options_of, rule_named, torchs_keys
 
 # Param groups of other optimizers with this package's options, under which torch's DCP loads them: see
 # docs/from_frameworks.md. Torch's own options are kept and completed, so that torch.optim.AdamW also finds its own.
@@ -38,61 +39,79 @@ _PLACES = ("members", "from_group", "overrides")  # keys of engines that are no 
 
 
 def as_ours(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with this package's param groups, with ``rule``; those of matrix rules come first.
+    """The checkpoint with this package's param groups, with ``rule``, in the order in which its optimizers have them:
+    those of another optimizer with matrices first. The lists in states of schedulers keep to the groups.
 
     A group without a rule of this package, or with unknown options, stays as it is, and the notes say why; this
     package's optimizers will not load it, because it lacks their options.
     """
     found, notes = translated(checkpoint)
-    order = sorted(range(len(found)), key=lambda number: found[number].get("rule") not in MATRIX_RULES)
+    count = len(found)
+    order = sorted(range(count), key=lambda number: _place_of(checkpoint.groups, found, number))
     place: dict[int | None, int] = {number: position for position, number in enumerate(order)}
     params = {
         name: replace(param, group=place.get(param.group, param.group)) for name, param in checkpoint.params.items()
     }
-    groups = tuple(found[number] for number in order)
-    return replace(checkpoint, params=params, groups=groups, notes=(*checkpoint.notes, *notes))
+    return replace(
+        checkpoint,
+        params=params,
+        groups=tuple(found[number] for number in order),
+        scheduler=regrouped(checkpoint.scheduler, order, count),
+        client=regrouped(dict(checkpoint.client), order, count),
+        notes=(*checkpoint.notes, *notes),
+    )
+
+
+def _place_of(saved: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], number: int) -> tuple[Any, ...]:
+    """Sorts groups. This package saves them in its optimizers' order, except those of a pipeline's stages."""
+    is_matrix = found[number].get("rule") in MATRIX_RULES
+    if all("from_group" in group for group in saved):
+        return saved[number]["from_group"], not is_matrix, saved[number].get("overrides", [])
+    return (number,) if all("rule" in group for group in saved) else (not is_matrix, number)
 
 
 def translated(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]:
-    """The groups in order, with ``rule`` if they have a counterpart; and sentences on those that have none.
-
-    In a model with matrices, groups share one ``lr``, so groups without ``lr_scale`` get it: from their base rates, or
-    from the current rates if there are none.
-    """
+    """The groups in order, with ``rule`` if they have a counterpart; and sentences on those that have none."""
     members: dict[int, set[str]] = {}
     for param in checkpoint.params.values():
         if param.group is not None:
             members.setdefault(param.group, set()).update(set(param.states) - {MASTER})
-    found, notes = [], []
-    for number, group in enumerate(checkpoint.groups):
+    found, notes, peaks = [], [], _peaks(checkpoint)
+    for number, (group, peak) in enumerate(zip(checkpoint.groups, peaks)):
         try:
-            found.append(_translated(group, members.get(number, set()), checkpoint))
+            found.append(_translated(group, members.get(number, set()), checkpoint, peak))
         except ValueError as error:
             found.append(dict(group))
             if number in members:
                 notes.append(f"param group {number} does not fit a rule of this package: {error}")
-    return _with_one_rate(found), notes
+    return found, notes
 
 
-def _with_one_rate(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups; those without ``lr_scale`` get the base rate of the first group of matrices, if any."""
-    ours = [group for group in groups if group.keys() >= {"rule", "lr"} and LR_SCALE not in group]
-    base = "initial_lr" if all("initial_lr" in group for group in ours) else "lr"
-    first = next((group[base] for group in ours if group["rule"] in MATRIX_RULES), None)
-    for group in ours if first is not None else ():
-        scale = group[base] / first if first else 0.0
-        group[LR_SCALE] = scale = scale or 1.0
-        group.update({key: group[key] / scale for key in ("lr", "initial_lr") if key in group})
-    return groups
+def _peaks(checkpoint: Checkpoint) -> list[float | None]:
+    """By group, the rate after the configured warm-up of DeepSpeed's schedulers, which save no rates; None if unknown.
 
-
-def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoint) -> dict[str, Any]:
-    """``states`` are the keys of its parameters' state. Raises ValueError with the reason if it has no counterpart."""
+    The number in a ds_config is the rate of the matrices, and this package gives each of its groups a share; without
+    it, DeepSpeed writes the number into all groups.
+    """
+    groups = checkpoint.groups
     ds_config = checkpoint.arguments.get("ds_config") or {}
-    # DeepSpeed's schedulers save no rates, but the peak of the warmup is configured.
     peak = ((ds_config.get("scheduler") or {}).get("params") or {}).get("warmup_max_lr")
     is_theirs = "last_batch_iteration" in (checkpoint.scheduler or {})
-    peak = float(peak) if is_theirs and isinstance(peak, (int, float)) else None
+    if is_theirs and isinstance(peak, list) and len(peak) == len(groups):
+        return [float(each) for each in peak]
+    if not is_theirs or not isinstance(peak, (int, float)):
+        return [None] * len(groups)
+    if not all("rule" in group for group in groups):
+        return [float(peak)] * len(groups)
+    main = next(group["lr"] for group in sorted(groups, key=lambda group: group["rule"] not in MATRIX_RULES))
+    return [peak * (group["lr"] / main) if main else None for group in groups]
+
+
+def _translated(
+    group: Mapping[str, Any], states: set[str], checkpoint: Checkpoint, peak: float | None
+) -> dict[str, Any]:
+    """``states`` are the keys of its parameters' state. Raises ValueError with the reason if it has no counterpart."""
+    ds_config = checkpoint.arguments.get("ds_config") or {}
     if "rule" in group:
         fields = {}
         with suppress(ValueError):  # an unknown rule or class

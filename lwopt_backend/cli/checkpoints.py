@@ -270,7 +270,7 @@ def _show_conversion(summary: Mapping[str, Any]) -> None:
 
 # ``lwopt inspect``: a checkpoint's facts and problems.
 
-OPTIONS = ("lr", "lr_scale", "weight_decay", "momentum", "momentum_beta", "betas", "eps", "rule")
+OPTIONS = ("lr", "weight_decay", "momentum", "momentum_beta", "betas", "eps", "rule")
 UNCHECKED = "Tensors were not read (--no-check), so only missing ones were noticed."
 
 
@@ -436,14 +436,11 @@ def _under(
 
 def _notes(a: Checkpoint, b: Checkpoint) -> list[str]:
     """Differences other than tensors, where both checkpoints have the fact."""
-    from lwopt_backend.groups.registry import effective_lr
-
     pairs = [("Step", a.iteration, b.iteration), ("Samples", a.samples, b.samples)]
     if len(a.groups) == len(b.groups):
         for number, (ours, theirs) in enumerate(zip(a.groups, b.groups)):
             both = [key for key in ("lr", "weight_decay", "momentum", "eps") if key in ours and key in theirs]
-            effective = [{**group, "lr": effective_lr(group)} if "lr" in both else group for group in (ours, theirs)]
-            pairs += [(f"{key} of group {number}", *(group[key] for group in effective)) for key in both]
+            pairs += [(f"{key} of group {number}", ours[key], theirs[key]) for key in both]
     return [
         f"{what}: {ours} in A, {theirs} in B."
         for what, ours, theirs in pairs

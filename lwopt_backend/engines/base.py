@@ -10,7 +10,8 @@ import torch
 from lwopt_backend.config.hosts import NAME
 from lwopt_backend.config.versions import warn_if_newer
 from lwopt_backend.groups.choices import Rules
-from lwopt_backend.groups.registry import LR_SCALE, effective_lr
+from lwopt_backend.groups.param_groups import Groups
+from lwopt_backend.groups.rates import MadeRates, with_true_rates
 from lwopt_backend.plan.cost import Machine, machine_of
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.collectives import RECORDERS, Collectives, Recorder
@@ -93,7 +94,7 @@ class BaseOptimizer(torch.optim.Optimizer):
           from orthogonal, 0 if it is: ||U U^T - 1|| / sqrt(rows)
         - ``exchange_bytes``: what the busiest rank has sent
         - ``seconds``: of the busiest rank, by part: exchange, rule, elementwise and norm
-        - ``lr``: by param group, the effective learning rate, ``lr`` times ``lr_scale``
+        - ``lr``: by param group, the learning rate
 
         Steps of other optimizers in this process are included.
 
@@ -110,7 +111,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         norm, groups = self._norms_before_clipping()
         norms = {} if norm is None else {"grad_norm": float(norm)}
         named = {"clip_group_norms": {name: float(each) for name, each in groups.items()}} if groups else {}
-        rates = {"lr": [float(effective_lr(group)) for group in self.param_groups]}
+        rates = {"lr": [float(group["lr"]) for group in self.param_groups]}
         return {**norms, **named, **self._recorder.take(self._everyone()), **rates}
 
     def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
@@ -121,8 +122,9 @@ class BaseOptimizer(torch.optim.Optimizer):
         """All ranks that step together."""
         raise NotImplementedError
 
-    def _begin(self, rules: Rules, trains_matrices: bool) -> None:
-        """Set the ``defaults`` that schedulers read, and accept no further param group.
+    def _begin(self, rules: Rules, trains_matrices: bool, rate: float, groups: Groups) -> None:
+        """Set the ``defaults`` that schedulers read, and accept no further param group. ``groups`` are as configured,
+        and ``rate`` is their ``main_rate``.
 
         ``trains_matrices`` is whether the matrix rule trains anything, on any pipeline stage. Then no momentum is among
         the defaults: both halves have one, under two names, and schedulers would cycle that of one half.
@@ -130,18 +132,18 @@ class BaseOptimizer(torch.optim.Optimizer):
         warn_if_newer("torch", torch.__version__)
         main = rules.matrix if trains_matrices else rules.elementwise
         options = main.options.model_dump(exclude=set(MOMENTA) if trains_matrices else None)
-        self.defaults = {
-            **options,
-            "lr": self.param_groups[0]["lr"] if trains_matrices and self.param_groups else main.lr,
-        }
+        self.defaults = {**options, "lr": rate}
+        self._rates = MadeRates(groups)
         self._made = True
         self.set_groups(self.param_groups)
 
     def set_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the param groups, e.g. by those of a checkpoint. Either all of them have ``lr_scale``, or none."""
-        found = [dict(group) for group in groups]
-        has = any(LR_SCALE in group for group in found)
-        self.param_groups = [{LR_SCALE: 1.0, **group} for group in found] if has else found
+        """Replace the param groups, e.g. by those of a checkpoint."""
+        self.param_groups = with_true_rates([*groups])
+
+    def _check_groups(self, groups: Groups) -> None:
+        """Warn once of one rate over unlike groups. Called in every step."""
+        self._rates.warn(self.name, groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.hosts import NAME, ClippingConfig, HostConfig
 from lwopt_backend.groups.choices import Rules, arguments_of
-from lwopt_backend.groups.param_groups import Groups, as_groups, check_overrides, split
+from lwopt_backend.groups.param_groups import Groups, as_groups, check_overrides, main_rate, split
 from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import Block, TrainedParam
@@ -101,7 +101,8 @@ class Member(TrainedParam):
 class Grouping:
     """``groups`` are param groups of one rule each; ``names`` has parameters' names by id.
 
-    ``trains_matrices`` is whether the matrix rule trains anything, also in other parts of the model.
+    ``trains_matrices`` is whether the matrix rule trains anything, also in other parts of the model. ``rate`` is the
+    ``main_rate``.
     """
 
     routes: list[Route]
@@ -110,6 +111,7 @@ class Grouping:
     divided: Mapping[str, Divided]  # by name, of what the matrix rule updates, or tensor parallelism cuts by rows
     trains_matrices: bool
     clip_groups: Mapping[str, str] = field(default_factory=dict)  # of a parameter, by name, if it is in one
+    rate: float = 0.0
 
     def row_scaling(self) -> RowScaling:
         """Row factors for the trained parameters, none set so far."""
@@ -201,12 +203,12 @@ def group_parameters(
     check_overrides(rules, {r.name: r.kind == "matrix" for r in everywhere if r.kind != "frozen"})
     clip_groups = _clip_groups(config, everywhere)
     trains = "matrix" in kinds
-    groups = split(given, _are_matrices(routes, names), rules, names, trains_matrices=trains)
+    groups = split(given, _are_matrices(routes, names), rules, names)
     per_head = {names[id(param)] for group in groups if group.get("per_head") for param in group["params"]}
     divided = divide(model, routes, AtomSettings.parse(config.atoms), elsewhere=elsewhere, per_head=per_head)
     said = {name: f": {matrices.reason}" for name, matrices in divided.items() if not matrices.is_plain}
     routes = [replace(r, reason=f"{r.reason}{said.get(r.name, '')}{f'; {r.cut}' if r.cut else ''}") for r in routes]
-    return Grouping(routes, groups, names, divided, trains, clip_groups)
+    return Grouping(routes, groups, names, divided, trains, clip_groups, main_rate(given, rules, trains))
 
 
 def _clip_groups(config: HostConfig, routes: Sequence[Route]) -> dict[str, str]:

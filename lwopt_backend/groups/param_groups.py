@@ -6,20 +6,20 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from torch import Tensor, dtype, nn
+import torch
+from torch import Tensor, nn
 
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT, SHARED
 from lwopt_backend.config.hosts import HOSTS, NAME
 from lwopt_backend.config.options import glob_suggestion, nearest, option_suggestion
 from lwopt_backend.groups.choices import Choice, Rules
+from lwopt_backend.groups.rates import LR_SCALE, OF_USER
 from lwopt_backend.groups.registry import (
     BLOCK_STEP,
     ELEMENTWISE_RULES,
-    LR_SCALE,
     MATRIX_RULES,
     arguments,
     check_torchs_keys,
-    effective_lr,
     is_cautious,
     optimizer_arguments,
     rule_named,
@@ -119,7 +119,7 @@ def plain(value: Any) -> Any:
         return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, float):
         return int(value) if value.is_integer() else float(value)
-    return value if value is None or isinstance(value, (int, str, dtype)) else type(value).__qualname__
+    return value if value is None or isinstance(value, (int, str, torch.dtype)) else type(value).__qualname__
 
 
 # Param groups: every group of the user's is split by rule, and by the overrides that its parameters have.
@@ -185,9 +185,12 @@ def _kind(value: Any) -> str:
 
 
 def with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group with the options of a ``saved`` one, whose ``lr`` without ``lr_scale`` is its effective rate."""
+    """A param group with the options of a ``saved`` one; a rate that is a tensor stays one."""
     options = {key: value for key, value in saved.items() if key not in DECIDED}
-    return {**group, **({LR_SCALE: 1.0} if LR_SCALE in group else {}), **options}
+    rate = group.get("lr")
+    if isinstance(rate, Tensor) and not isinstance(options.get("lr", rate), Tensor):
+        options["lr"] = torch.full_like(rate, options["lr"])
+    return {**group, **options}
 
 
 def of_another_optimizer(saved: Any) -> bool:
@@ -222,8 +225,6 @@ def split(
     is_matrix: Mapping[int, bool],
     rules: Rules,
     names: Mapping[int, str] | None = None,
-    *,
-    trains_matrices: bool = True,
 ) -> list[dict[str, Any]]:
     """Each group's matrices, then its element-wise parameters, both in the group's order; empty parts are left out.
 
@@ -232,16 +233,12 @@ def split(
     ``weight_decay`` hold for all its parts. Its other options are the matrix rule's; those in the section
     ``"elementwise"``, or in the section of that rule's name, are the element-wise rule's. Overrides come last. Keys
     that are no option stay in all parts. The number of parts depends on the model and the user's groups, not on ranks.
-
-    Where the matrix rule trains anything, on any pipeline stage (``trains_matrices``), all parts have one rate as
-    ``lr``, which schedules write, and their own is ``lr`` times ``lr_scale``. The one rate is the matrix rule's, or the
-    ``lr`` that all of the user's groups have. Without matrices, parts have their own ``lr``, as in torch's optimizers.
     """
     parts = []
-    of_groups: set[float | None] = set()
     for number, group in enumerate(groups):
         matrix, elementwise, extra = _options(group, rules, f"param group {number}")
-        of_groups.add(matrix.lr if "lr" in group else None)
+        if LR_SCALE in extra:
+            extra[OF_USER] = True
         for kind, choice in (("matrix", matrix), ("elementwise", elementwise)):
             wanted = [p for p in group["params"] if is_matrix.get(id(p)) == (kind == "matrix")]
             by_overrides: dict[tuple[int, ...], list[Any]] = {}
@@ -257,20 +254,15 @@ def split(
                 steps = {BLOCK_STEP: 0} if kind == "matrix" and options.get("block_period", 1) > 1 else {}
                 marks = {"rule": changed.rule, "from_group": number, "overrides": list(which)}
                 parts.append({"params": params, **extra, **options, **steps, **marks})
-    if not trains_matrices:
-        return parts
-    rate = of_groups.pop() if len(of_groups) == 1 else None
-    return _with_one_rate(parts, rules.matrix.lr if rate is None else rate)
+    return parts
 
 
-def _with_one_rate(parts: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
-    """The parts with ``rate`` as ``lr``, and with its ratio to each part's rate as ``lr_scale``. A rate of 0 has no
-    multiples, so the parts keep their rates.
-
-    No part leaves it out: torch.distributed.checkpoint loads only existing keys, and would train at another rate.
-    """
-    own = {"lr": rate} if rate else {}
-    return [{**part, LR_SCALE: part["lr"] / rate if rate else 1.0, **own} for part in parts]
+def main_rate(groups: Groups, rules: Rules, trains_matrices: bool) -> float:
+    """The rate that the numbers of a schedule mean, and ``defaults["lr"]``: the one that all of the user's ``groups``
+    have, or else the matrix rule's; the element-wise rule's in a model that has no matrices on any pipeline stage."""
+    main = rules.matrix if trains_matrices else rules.elementwise
+    given = [float(group.get("lr", -1.0)) for group in groups]
+    return given[0] if given and given[0] >= 0 and len(set(given)) == 1 else float(main.lr)
 
 
 def overrides_of(name: str, kind: str, rules: Rules) -> tuple[int, ...]:
@@ -313,7 +305,7 @@ def _check_foreign(key: str, rules: Rules, where: str) -> None:
         raise ValueError(f"{where}: {key!r} is an option of {name!r}; write it into the group's section {name!r}")
     if any(key in config.model_fields for config in HOSTS.values()):
         raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
-    if key in OURS or key in (LR_SCALE, BLOCK_STEP):
+    if key in OURS or key in (OF_USER, BLOCK_STEP):
         raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")
     if nearest(key, known, cutoff=0.8) or {key.lower()} & {*MEANT, *GRANTED, *ADVICE}:
         sections = [f"{rules.elementwise.rule}.{option}" for option in type(rules.elementwise.options).model_fields]
@@ -322,7 +314,7 @@ def _check_foreign(key: str, rules: Rules, where: str) -> None:
 
 
 def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
-    """The rule of each param group, the number of its parameters, its effective learning rate and its weight decay.
+    """The rule of each param group, the number of its parameters, its learning rate and its weight decay.
 
     Groups alike in these are one. Default values are marked, because they may not be intended.
     """
@@ -349,14 +341,14 @@ def small_rate(groups: Groups) -> str | None:
         (group, rule)
         for group in groups
         if rule_of(group) in MATRIX_RULES
-        if 0 < effective_lr(group) * group.get("extra_scale_factor", 1.0) < LEAST_RATE
+        if 0 < group["lr"] * group.get("extra_scale_factor", 1.0) < LEAST_RATE
         if (rule := MATRIX_RULES[rule_of(group)].build(**arguments(group))).needs_large_rate
     ]
     if not small:
         return None
     group, count = small[0][0], sum(len(group["params"]) for group, _ in small)
     return (
-        f"{rule_name(group)} trains {count} parameter(s) at a learning rate of {effective_lr(group):g} with the factor "
+        f"{rule_name(group)} trains {count} parameter(s) at a learning rate of {float(group['lr']):g} with the factor "
         f"{group.get('adjust_lr_fn') or 'original'!r}, at which matrices hardly move. Give it a rate for Muon, such as "
         "0.02; or keep the rate and set 'adjust_lr_fn' to 'match_rms_adamw', which makes updates as large as AdamW's"
     )

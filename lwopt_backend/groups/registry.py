@@ -244,18 +244,12 @@ def by_path(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: {error}") from error
 
 
-LR_SCALE = "lr_scale"  # a param group's factor for the optimizer's one ``lr``; 1 if left out
 BLOCK_STEP = "block_step"  # of a group with ``block_period``, its steps since matrices were last due whole
 
 
 def rule_of(group: Mapping[str, Any]) -> str:
     """The name of a param group's rule. Groups without one are AdamW's, as ``with_torchs_keys`` makes them."""
     return str(group.get("rule", "adamw"))
-
-
-def effective_lr(group: Mapping[str, Any]) -> Any:
-    """The learning rate that a param group is trained with: ``lr``, which schedulers write, times ``lr_scale``."""
-    return group["lr"] * group.get(LR_SCALE, 1.0)
 
 
 def option_names(group: Mapping[str, Any]) -> list[str]:
@@ -265,14 +259,14 @@ def option_names(group: Mapping[str, Any]) -> list[str]:
 
 def arguments(group: Mapping[str, Any]) -> dict[str, Any]:
     """The current options of a param group's rule, with defaults for those that it lacks, unless they are left to its
-    class; ``lr`` is the effective rate."""
+    class; ``lr`` as a number."""
     fields = rule_named(rule_of(group)).model(group, "").model_fields
     found = {
         key: group[key] if key in group or field.is_required() else field.get_default(call_default_factory=True)
         for key, field in fields.items()
         if key in group or field.default is not classes.LEFT_TO_THE_CLASS
     }
-    return {**found, "lr": effective_lr(group)} if LR_SCALE in group else found
+    return {key: value.item() if key == "lr" and isinstance(value, Tensor) else value for key, value in found.items()}
 
 
 class _WithoutGroups(torch.optim.AdamW):

@@ -119,6 +119,7 @@ class MeshOptimizer(LayerWiseOptimizer):
                 f"{NAME}: parameter {self._taken!r} belongs to a LayerWiseOptimizer that was made later; step only that"
                 " one, or give each optimizer its own parameters in 'params'"
             )
+        self._check_groups(self.param_groups)
         if (changed := self._in_model.replaced()) is not None:
             if self._attachment is not None:
                 self._attachment.remove()

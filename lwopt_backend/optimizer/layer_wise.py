@@ -117,7 +117,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         marks = ("from_group", "overrides")
         groups = [{k: v for k, v in group.items() if k not in marks} for group in self._grouping.groups]
         super().__init__(with_torchs_keys(groups), {})
-        self._begin(rules, self._grouping.trains_matrices)
+        self._begin(rules, self._grouping.trains_matrices, self._grouping.rate, self._grouping.groups)
         self._clip_groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups)
         self._clipped = False  # since the last step
 
@@ -312,7 +312,7 @@ class LayerWiseOptimizer(BaseOptimizer):
 
         Args:
             path: the folder.
-            **more: other entries: tensors, numbers, strings, and dicts and lists of these.
+            **more: other entries: tensors, numbers, strings, and dicts, lists and tuples of these.
 
         Raises:
             OSError, ValueError: on all ranks, for an error on any rank.

@@ -107,6 +107,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def _step(self) -> None:
         self.core.check_loaded()
         presences = self._backward.finish(self.param_groups)
+        self._check_groups(self.param_groups)
         if self._loaded:
             self.refresh_masters()
         self._manager.receive_values()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -137,3 +138,11 @@ def mapped(state: Any, change: Callable[[Any], Any]) -> Any:
         parts = [mapped(value, change) for value in state]
         return tuple(parts) if isinstance(state, tuple) else parts
     return change(state)
+
+
+def with_values(found: Mapping[Any, Any], change: Callable[[Any, Any], Any]) -> dict[Any, Any]:
+    """A dictionary of the same type and order, with ``change(key, value)`` for its values."""
+    made = copy.copy(found) if isinstance(found, dict) else {}  # a Counter's own constructor would count pairs
+    for key, value in found.items():
+        made[key] = change(key, value)
+    return made

@@ -32,6 +32,7 @@ from lwopt_backend.checkpoint.files.folders import check_inside
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
 from lwopt_backend.groups import registry
+from lwopt_backend.groups.rates import factors_of, restored, scaled, with_true_rates
 from lwopt_backend.plan.layouts import boxes_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.state import STEPPED, STRUCTURE
@@ -337,6 +338,7 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
 # ``iteration``, ``samples``, ``scheduler`` (a state dict), ``arguments`` and ``names`` are read otherwise, and mean
 # what they mean in ``Checkpoint``; this package writes them under these keys, and training may.
 
+ENTRIES = "lwopt_entries"  # this package's record of entries without tensors, not flattened
 KNOWN = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
 GROUPS, STATE = "param_groups.", "state."
 OF_MODEL, OF_OPTIMIZER = "pytorch_model_fsdp_", "optimizer_"  # with a number, Accelerate's folders of a model's parts
@@ -418,7 +420,8 @@ class Saved:
         self.folder, self.change = folder, change
         self.keys = keys = _Keys(folder)
         self.weights = {name: folder.tensor(key) for name, key in keys.weights.items()}
-        self.groups, self.group_of = _groups(folder, keys.options, self.weights, change)
+        groups, self.group_of = _groups(folder, keys.options, self.weights, change)
+        self.groups, self._factors = with_true_rates(groups), factors_of(groups)
         names = {**self.weights, **self.group_of}
         self.states: dict[str, dict[str, LazyTensor]] = {}
         self.key_of: dict[tuple[str, str], str] = {}
@@ -474,12 +477,14 @@ class Saved:
 
     def others(self) -> dict[str, Any]:
         """Entries other than the model's and the optimizer's, nested as they were saved."""
-        folder, flat = self.folder, {}
+        folder, flat = self.folder, dict[tuple[Any, ...], Any]()
         for key in self.keys.others:
             path = tuple(folder.paths.get(key, (key,)))
             value = self.change(folder.object(key)) if key in folder.objects else folder.tensor(key)
             flat[path] = scalar(value) if path[0] in KNOWN else value
-        return by_paths(flat, folder.path)
+        whole = flat.pop((ENTRIES,), {})
+        found = {**{key: restored(value) for key, value in by_paths(flat, folder.path).items()}, **whole}
+        return {key: scaled(value, self._factors) for key, value in found.items()}
 
 
 class _Node(dict[Any, Any]):

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
-from lwopt_backend.checkpoint.dcp.reader import FILE, METADATA
+from lwopt_backend.checkpoint.dcp.reader import ENTRIES, FILE, METADATA
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import flush
 from lwopt_backend.checkpoint.files.manifest import Entry as FileEntry
@@ -193,6 +193,18 @@ def flattened(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
     return {paths[key]: value for key, value in flat.items()}
 
 
+def entries_of(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
+    """A program's entries, flattened for torch's loaders, and those without tensors as they are under ``ENTRIES``:
+    flattening makes text of a number that is a key, drops an empty dictionary, and forgets a Counter."""
+
+    def has_tensor(value: Any) -> bool:
+        if isinstance(value, (Mapping, list, tuple)):
+            return any(map(has_tensor, value.values() if isinstance(value, Mapping) else value))
+        return isinstance(value, (Tensor, LazyTensor))
+
+    return {**flattened(values), (ENTRIES,): {key: value for key, value in values.items() if not has_tensor(value)}}
+
+
 def save(
     folder: Path,
     shards: Shards,
@@ -342,10 +354,9 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
         "scheduler": checkpoint.scheduler,
         "names": None if checkpoint.names == "model" else checkpoint.names,
     }
-    rest: dict[str, Any] = {**{k: value for k, value in more.items() if value is not None}, **checkpoint.client}
+    objects = entries_of({**{key: value for key, value in more.items() if value is not None}, **checkpoint.client})
     if groups := _groups(checkpoint):
-        rest["optimizer"] = {"param_groups": groups}
-    objects = flattened(rest)
+        objects |= flattened({"optimizer": {"param_groups": groups}})
     if checkpoint.arguments:  # as one object: no program loads them in place
         objects["arguments",] = dict(checkpoint.arguments)
     objects[RECORD,] = dict(checkpoint.tied)

@@ -21,6 +21,7 @@ from lwopt_backend.checkpoint.contents import (
 )
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import Gathered, ModelStates
+from lwopt_backend.groups.rates import joined
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # Names are the module's own. DeepSpeed is not imported.
@@ -183,7 +184,7 @@ def _joined(parts: Sequence[Checkpoint]) -> Checkpoint:
     groups: list[Mapping[str, Any]] = []
     params: dict[str, Param] = {}
     replicas = [each for part in parts for each in part.replicas]
-    schedule: dict[str, dict[int, Any]] = {}  # a scheduler's lists, by the number of the param group
+    of_parts: list[list[int]] = []  # the numbers of each part's groups
     for part in parts:
         if part.iteration != first.iteration:
             counts = f"{first.iteration} and {part.iteration} steps"
@@ -194,9 +195,7 @@ def _joined(parts: Sequence[Checkpoint]) -> Checkpoint:
             numbers.append(fits[0] if fits else len(groups))
             known = {key: value for n in fits[:1] for key, value in groups[n].items() if value is not None}
             groups[numbers[-1] : numbers[-1] + 1] = [{**group, **known}]
-        for key, value in (part.scheduler or {}).items():
-            if isinstance(value, list) and len(value) == len(numbers):
-                schedule.setdefault(key, {}).update(zip(numbers, value))
+        of_parts.append(numbers)
         for name, param in part.params.items():
             before = params.get(name)
             if before is None or param.states and not before.states:
@@ -205,10 +204,10 @@ def _joined(parts: Sequence[Checkpoint]) -> Checkpoint:
                 common = before.states.keys() & param.states.keys()
                 replicas += [(f"{key} of {name}", before.states[key], param.states[key]) for key in sorted(common)]
     matrices = {name: of for part in parts for name, of in part.arguments.get(ds.MATRICES, {}).items()}
-    lists = {key: [of[n] for n in sorted(of)] for key, of in schedule.items() if len(of) == len(groups)}
     return replace(
         first,
-        scheduler=None if first.scheduler is None else {**first.scheduler, **lists},
+        scheduler=joined([part.scheduler for part in parts], of_parts),
+        client=joined([part.client for part in parts], of_parts),
         params=params,
         groups=tuple(groups),
         arguments={**first.arguments, **({ds.MATRICES: matrices} if matrices else {})},

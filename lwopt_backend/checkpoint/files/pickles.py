@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._weights_only_unpickler import Unpickler, _remove_safe_globals, get_globals_in_pkl
 
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, shape_of
+from lwopt_backend.runtime.nested import with_values
 
 PLAIN_DTYPE = re.compile(r"[biufcSU][0-9]{1,9}")  # no objects or fields: bytes of a file never become pointers
 
@@ -259,7 +260,7 @@ def replaced(found: Any, tensor: Callable[[Tensor, str], Any]) -> Any:
         if isinstance(value, (_Array, _Dtype)):
             return value.made
         if isinstance(value, dict):
-            return type(value)((k, of(v, f"{start}{k}")) for k, v in value.items())
+            return with_values(value, lambda k, v: of(v, f"{start}{k}"))
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
             entries = [of(v, f"{start}{i}") for i, v in enumerate(value)]
             return entries if isinstance(value, list) else tuple(entries)
@@ -277,7 +278,7 @@ def plain(value: Any, notes: list[str] | None = None) -> Any:
     """``value`` without objects of other programs' classes: namespaces become dictionaries, paths strings, enums
     ``"AttnBackend(5)"``; adds a note for each. Numbers, texts, tensors, arrays and dtypes do not change."""
     if isinstance(value, Mapping):
-        return {key: plain(entry, notes) for key, entry in value.items()}
+        return with_values(value, lambda _, entry: plain(entry, notes))
     if type(value) in (list, tuple):
         return type(value)(plain(entry, notes) for entry in value)
     if isinstance(value, type):
@@ -314,5 +315,5 @@ def in_memory(value: Any) -> Any:
     if isinstance(value, LazyTensor):
         return value.read()
     if isinstance(value, Mapping):
-        return {key: in_memory(entry) for key, entry in value.items()}
+        return with_values(value, lambda _, entry: in_memory(entry))
     return type(value)(map(in_memory, value)) if type(value) in (list, tuple) else value

@@ -33,6 +33,7 @@ from lwopt_backend.engines.modules.parts import (
     together,
 )
 from lwopt_backend.groups.param_groups import COMPARED_EVERY
+from lwopt_backend.groups.rates import MadeRates
 from lwopt_backend.optimizer import OwnedOptimizer
 from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
 from lwopt_backend.runtime.agreement import agree, check_on_all, digest
@@ -81,6 +82,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         mine = next((optimizer.defaults for optimizer in self.modules.values()), {})
         # As after unpickling: the base class's constructor requires parameters, which a rank may not have.
         self.__setstate__({"defaults": {key: mine.get(key) for key in sorted(common)}})
+        self._rates = MadeRates(self.param_groups)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -234,6 +236,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
         hooked = bool(self._optimizer_step_post_hooks or AFTER)  # such hooks may read parameters
         with one_call(self, begins=True, ends=True):
+            self._rates.warn(NAME, self.param_groups)
             norms = self._norms(2.0, compare=self._steps % COMPARED_EVERY == 0)
             self._steps += 1
             self.overflowed = tuple(name for name, found in norms.items() if not all(map(math.isfinite, found)))
@@ -247,6 +250,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
                 for part in self._parts.values():
                     if part.ours is not None:
                         part.ours._clipped = True
+                        part.ours._rates.told |= self._rates.told
                     part.optimizer.step()
                     if part.ours is not None and hooked:
                         part.ours.synchronize()

@@ -6,6 +6,7 @@
     optimizer.state.<parameter>.<key>                     state, fp32 masters of 16-bit parameters, owner state
     optimizer.param_groups.<number>.<option>              hyperparameters; ``params`` are the parameters' names
     lwopt_tied                                            further names of parameters, each with the name above
+    lwopt_entries                                         the next, as they were, without those that have tensors
     <anything else>                                       other entries of the program
 
 FSDP2's checkpoints have the same form (``checkpoint/dcp``). Every rank writes the pieces that it owns,
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from lwopt_backend.checkpoint.contents import MASTER, read_as_expected
 from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved
-from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, whole
+from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, entries_of, later, whole
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.ties import RECORD
 from lwopt_backend.engines.owned.state import (
@@ -74,7 +75,7 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
             )
         check_readable(SAVING, more)
         if everyone.rank == 0:
-            shards.objects.update(flattened(more))
+            shards.objects.update(entries_of(more))
             shards.objects[RECORD,] = _tied(core, model, names)
         for name, value in model.state_dict().items():  # in the model's order, on all ranks
             number = numbers.get(name)
