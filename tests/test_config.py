@@ -388,6 +388,15 @@ def test_an_engine_refuses_a_foreign_entry_on_every_rank_and_trains_with_ours() 
 
 @pytest.mark.parametrize("storage", ["zero", "owned"])
 @on_ranks(2)
+def test_an_override_of_all_matrices_holds_in_an_engine(storage: str) -> None:
+    """Before the engine knows names, the optimizer has as many groups, without overrides."""
+    overrides = [{"params": "*", "matrix": {"weight_decay": 0.3}}]
+    with engine_of({"storage": storage, "report": False, "lr": 0.02, "overrides": overrides}) as engine:
+        assert [group["weight_decay"] for group in engine.basic_optimizer.param_groups] == [0.3, 0.01]
+
+
+@pytest.mark.parametrize("storage", ["zero", "owned"])
+@on_ranks(2)
 def test_an_engine_shows_both_rates_and_decays_and_warns_once_of_adamws_rate(storage: str) -> None:
     entries = [{"lr": 0.02}, {"lr": 3e-4, "adjust_lr_fn": "match_rms_adamw"}, {"lr": 3e-4, "report": False}]
     warned = []

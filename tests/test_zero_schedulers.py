@@ -1,9 +1,12 @@
-"""Learning-rate schedules keep the ratio between Muon's rate and AdamW's, and are DeepSpeed's own or torch's, by
-configuration, as instances or as callables."""
+"""Learning-rate schedules, DeepSpeed's own or torch's, by configuration, as instances or as callables. By configuration
+they keep the ratio between Muon's rate and AdamW's where they would write one number over both."""
 
+import copy
 import itertools
+import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,10 +30,12 @@ STEPS = 6
 SCHEDULES = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.02, "warmup_num_steps": 4},
     "WarmupLR-own": {"warmup_num_steps": 4},  # no warmup_max_lr: DeepSpeed takes each group's own
-    "WarmupDecayLR": {"total_num_steps": 8, "warmup_max_lr": 0.02, "warmup_num_steps": 4},
+    "WarmupDecayLR": {"total_num_steps": 8, "warmup_min_lr": 0.01, "warmup_max_lr": 0.02, "warmup_num_steps": 4},
+    "WarmupDecayLR-default": {"total_num_steps": 8, "warmup_num_steps": 4},  # of 0.001
     "WarmupCosineLR": {"total_num_steps": 8, "warmup_num_steps": 2},
     "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2},
     "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.02, "cycle_first_step_size": 3},
+    "OneCycle-lists": {"cycle_min_lr": [0.001, 1e-5], "cycle_max_lr": [0.02, 0.03], "cycle_first_step_size": 3},
     "OneCycleLR": {"max_lr": 0.02, "total_steps": 10, "cycle_momentum": False},
     "CyclicLR": {"base_lr": 0.001, "max_lr": 0.02, "step_size_up": 3, "cycle_momentum": False},
     "LinearLR": {"start_factor": 0.1, "total_iters": 4},
@@ -47,11 +52,16 @@ FACTORS = "factors, by a callable"  # whose floor is a part of the rate in the o
 OWN_RATES, OF_GROUP = "its own rates, by instances", "a group's rate, by instances"  # which is for both its halves
 
 
-def on_one_process(name: str, params: dict[str, Any]) -> list[float]:
-    """The rates that the scheduler makes of AdamW alone that has Muon's rate, by step."""
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=zero.MUON["lr"], betas=zero.ADAMW["betas"])
-    scheduler = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
-    schedule = scheduler(optimizer, **params)
+def on_one_process(name: str, params: dict[str, Any], group: int) -> list[float]:
+    """The rates that the scheduler makes of one optimizer alone, by step. Numbers are Muon's."""
+    one = [torch.nn.Parameter(torch.zeros(1, 1))]
+    optimizer = torch.optim.AdamW(one, lr=(zero.MUON, zero.ADAMW)[group]["lr"], betas=zero.ADAMW["betas"])
+    scheduler: Any = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
+    if name == "WarmupDecayLR":
+        params = {"warmup_max_lr": 0.001, **params}
+    own = {key: value[group] for key, value in params.items() if isinstance(value, list)}
+    shared = {key: value * (1, RATIO)[group] for key, value in params.items() if key.endswith("_lr") and key not in own}
+    schedule = scheduler(optimizer, **{**params, **shared, **own})
     rates = []
     for _ in range(STEPS):
         optimizer.step()
@@ -61,7 +71,6 @@ def on_one_process(name: str, params: dict[str, Any]) -> list[float]:
 
 
 def rates_of(engine: Any) -> list[float]:
-    """The effective rates by param group."""
     return [group["lr"] for group in engine.basic_optimizer.param_groups]
 
 
@@ -72,20 +81,22 @@ def rates_of(engine: Any) -> list[float]:
 @on_ranks(2)
 def test_schedulers_by_config_keep_the_ratio_and_cycle_no_momentum(stage: int, storage: str, schedule: str) -> None:
     """DeepSpeed's OneCycle warns that it cycles none, as no half has both."""
-    name, params = schedule.removesuffix("-own"), SCHEDULES[schedule]
-    expected = on_one_process(name, params)
+    name, params = schedule.partition("-")[0], SCHEDULES[schedule]
+    expected = [*zip(*(on_one_process(name, params, group) for group in (0, 1)))]
     assert len(set(expected)) > 1, "the schedule must move to be tested"
     settings = zero.config(stage, **(zero.OWNED if storage == "owned" else {})) | {
         "scheduler": {"type": name, "params": params}
     }
-    with zero.engine_for(settings) as engine:
-        for step, rate in enumerate(expected):
+    given = copy.deepcopy(settings)
+    with zero.engine_for(settings) as engine, warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*all param groups have")
+        for step, rates in enumerate(expected):
             zero.train(engine, range(step, step + 1))
-            assert engine.get_lr() == pytest.approx([rate, rate])
-            assert rates_of(engine) == pytest.approx([rate, rate * RATIO])
+            assert engine.get_lr() == rates_of(engine) == pytest.approx(rates)
         muon, adamw = engine.basic_optimizer.param_groups
         assert (muon["momentum"], adamw["betas"]) == (0.95, zero.ADAMW["betas"])
         assert "betas" not in muon and "momentum" not in adamw
+    assert settings == given, "the user's configuration stays as it was"
 
 
 @on_ranks(2)
@@ -134,7 +145,7 @@ def test_a_schedule_trains_like_one_on_each_of_two_optimizers(storage: str, stag
                 schedule.step()
         assert rates_of(engine) == pytest.approx([one.param_groups[0]["lr"] for one in singles])
         assert how != OF_GROUP or rates_of(engine) == pytest.approx([0.0025, 0.0025])
-        # A single rate is multiplied by the factor after the schedule, not before: rounding.
+        # A share of the peak is a product: rounding.
         assert largest_difference(zero.full_weights(engine), single.model) <= (1e-7 if how == ONE_RATE else 0.0)
 
 
@@ -149,6 +160,27 @@ def test_scheduler_built_before_the_model_was_known_is_refused_where_groups_chan
     told = "the lr_scheduler: expected 2 param groups, as the routed model has, found 1.*lr_scheduler=lambda optimizer"
     with pytest.raises(ValueError, match=told):
         zero.build(settings, model, optimizer=optimizer, lr_scheduler=schedule)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("storage", "stage"), [("zero", 0), ("zero", 2), ("zero", 3), ("owned", 1)])
+def test_saves_with_factors_are_read_by_deepspeed_too(storage: str, stage: int, tmp_path: Path) -> None:
+    """Groups had the matrices' ``lr`` and a factor ``lr_scale``; torch's schedule saved ``lr`` without it."""
+    settings, rates = zero.settings_for(storage, stage, adamw={**zero.ADAMW, "lr": zero.MUON["lr"]}), []
+    for load in (False, True):
+        if load:
+            settings["optimizer"]["params"]["adamw"] = zero.ADAMW
+        with zero.engine_for(settings, lr_scheduler=partial(LambdaLR, lr_lambda=lambda step: 0.9**step)) as engine:
+            if load:
+                engine.load_checkpoint(str(tmp_path))
+                zero.train(engine, range(1, 3))
+                rates = rates_of(engine)
+            else:
+                engine.basic_optimizer.param_groups[0]["lr_scale"] = 1.0
+                engine.basic_optimizer.param_groups[1]["lr_scale"] = RATIO
+                zero.train(engine, 1)
+                engine.save_checkpoint(str(tmp_path))
+    assert rates == pytest.approx([zero.MUON["lr"] * 0.9**3, zero.ADAMW["lr"] * 0.9**3])
 
 
 WARM_UPS: Any = [

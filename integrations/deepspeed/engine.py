@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -306,26 +307,49 @@ def warn_of_rates_of_zero(engine: DeepSpeedEngine) -> None:
         )
 
 
-def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
+WRITE_ONE_RATE = {  # the rates that these write over all param groups, if a configuration gives one number
+    **dict.fromkeys(("WarmupLR", "WarmupDecayLR"), ("warmup_min_lr", "warmup_max_lr")),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+    "LRRangeTest": ("lr_range_test_min_lr",),
+    "OneCycleLR": ("max_lr",),
+    "CyclicLR": ("base_lr", "max_lr"),
+}
+
+
+def prepare_scheduler(engine: DeepSpeedEngine, groups: Groups, main: float) -> None:
+    """Prepare the scheduler in the configuration for an optimizer with these param ``groups``, as configured.
+
+    A number that it would write over all of them becomes a list with each group's share: the number is meant for a
+    group of the rate ``main``. The user's configuration does not change.
+    """
+    name, params = engine.scheduler_name(), engine.scheduler_params() or {}
+    if name is None or engine.client_lr_scheduler is not None:
+        return
+    of_deepspeed = getattr(lr_schedules, name, None)
+    scheduler_class: Any = of_deepspeed or getattr(torch.optim.lr_scheduler, name, None)
+    if name in WRITE_ONE_RATE:
+        defaults = {key: each.default for key, each in inspect.signature(scheduler_class).parameters.items()}
+        given = {key: params.get(key, defaults[key]) for key in WRITE_ONE_RATE[name]}
+        shares = [float(group["lr"]) / main if main else 1.0 for group in groups]
+        lists = {k: [rate * share for share in shares] for k, rate in given.items() if isinstance(rate, (int, float))}
+        params = engine._config.scheduler_params = {**params, **lists}
+    if of_deepspeed is None and scheduler_class is not None:
+        _adopt_torchs(engine, name, scheduler_class, params)
+
+
+def _adopt_torchs(engine: DeepSpeedEngine, name: str, scheduler_class: Any, params: Mapping[str, Any]) -> None:
     """Make ``"scheduler": {"type": <a torch scheduler>}`` work under ZeRO.
 
     DeepSpeed builds a scheduler named in the configuration on its own wrapper, which torch's schedulers refuse
     ("DeepSpeedZeroOptimizer is not an Optimizer"). It builds one given as a callable on the inner optimizer, so this
     makes it one. Raises ValueError for a scheduler that a configuration cannot describe.
     """
-    name = engine.scheduler_name()
-    if name is None or engine.client_lr_scheduler is not None or hasattr(lr_schedules, name):
-        return
-    scheduler_class = getattr(torch.optim.lr_scheduler, name, None)
-    if scheduler_class is None:
-        return
     if name == "ReduceLROnPlateau":
         raise ValueError(
             f"scheduler.type: expected a scheduler without a metric, found {name!r}: DeepSpeed would give it the batch "
             f"size as metric; pass deepspeed.initialize(lr_scheduler=lambda optimizer: {name}(optimizer, ...)) and "
             "call engine.step(lr_kwargs={'metrics': loss})"
         )
-    params = engine.scheduler_params() or {}
     engine.client_lr_scheduler = lambda optimizer: scheduler_class(optimizer, **params)
 
 

@@ -155,7 +155,7 @@ class ZeROLayerWise(EngineOptimizer):
             deepspeed_engine.when_wrapped(engine, deepspeed_engine.hear_of_copies)
         watch(engine, self)
         self._take_groups(self._binding.groups(), self._binding.grouping)
-        deepspeed_engine.adopt_torch_scheduler(engine)
+        deepspeed_engine.prepare_scheduler(engine, binding.grouping.groups, binding.grouping.rate)
         prepare_loading(engine, self, self._binding.ranks)
         zero.guard_state_keys(engine, self, self._binding.grouping)
         self._binding.announce(self.config)

@@ -125,7 +125,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self.destroy()
         binding = bind(self.name, engine, self._given, self.rules, self.config)
         self._take_groups(binding.groups(), binding.grouping)
-        deepspeed_engine.adopt_torch_scheduler(engine)
+        deepspeed_engine.prepare_scheduler(engine, binding.grouping.groups, binding.grouping.rate)
         self._stage, self._clip = engine.zero_optimization_stage(), engine.gradient_clipping() or 0.0
         self.loss_scaler = CreateLossScaler(  # dynamic or static in fp16, without effect in other precisions
             dtype=engine.get_data_types()[0],
