@@ -305,12 +305,33 @@ def test_differences_in_json_have_no_infinities(tmp_path: Path) -> None:
     assert text.code == 1 and "1 of 2 elements differ" in text.out and "1 differ." in text.out
 
 
-def test_steps_options_and_names_that_differ_are_said(source: Path, tmp_path: Path) -> None:
+def test_steps_options_schedules_and_entries_that_differ_are_told(source: Path, tmp_path: Path) -> None:
+    """Param groups are known by their parameters; without ``--weights`` each of these is a difference."""
     found = formats.read(source)
-    later = dataclasses.replace(found, iteration=9, groups=({**found.groups[0], "lr": 0.5}, *found.groups[1:]))
-    compared = differing(source, written(tmp_path / "b", later, write_universal))
-    assert compared["different"] == []
-    assert compared["notes"] == ["Step: 7 in A, 9 in B.", "lr of group 0: 0.02 in A, 0.5 in B."]
+    assert found.scheduler is not None
+    groups = tuple({**group, "lr": 0.5} if n == 0 else group for n, group in enumerate(found.groups))
+    params = {name: dataclasses.replace(p, group=len(groups) - 1 - (p.group or 0)) for name, p in found.params.items()}
+    by_group = {"milestones": {4: 1}, "base_lrs": [float(n) for n in range(len(groups))]}
+    one = dataclasses.replace(found, scheduler=by_group, client={"mine": {"rng": torch.ones(3), "seen": [1, 2]}})
+    other = dataclasses.replace(
+        found,
+        iteration=9,
+        params=params,
+        groups=groups[::-1],
+        scheduler={"milestones": {"4": 1}, "base_lrs": by_group["base_lrs"][::-1]},
+        client={"mine": {"rng": torch.zeros(3), "seen": [1, 3]}},
+    )
+    folders = [written(tmp_path / name, each, write_universal) for name, each in (("a", one), ("b", other))]
+    different = differing(*folders)["different"]
+    assert {(entry["name"], entry["key"], entry["what"]) for entry in different} == {
+        ("counters", "step", "7 in A, 9 in B"),
+        (f"param group 0, in B {len(groups) - 1}", "lr", "0.02 in A, 0.5 in B"),
+        ("scheduler", "milestones[4]", "only in A: 1"),
+        ("scheduler", "milestones.4", "only in B: 1"),
+        ("program", "mine.rng", "3 of 3 elements differ"),
+        ("program", "mine.seen[1]", "2 in A, 3 in B"),
+    }
+    assert differing(*folders, "--weights")["different"] == []
     notes = differing(source, written(tmp_path / "c", checkpoint(w=param(torch.ones(2))), write_dcp))["notes"]
     assert any("No parameter has the same name in both" in note and "--names-b" in note for note in notes)
 

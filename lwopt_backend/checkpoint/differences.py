@@ -1,23 +1,27 @@
-"""Compares two checkpoints of any formats, tensor by tensor."""
+"""Compares two checkpoints of any formats: tensor by tensor, and what else a run goes on with."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, LazyTensor, Param, held, same, unequal
+from lwopt_backend.checkpoint.convert import as_ours
+from lwopt_backend.groups.rates import regrouped
 
 STEP, OWNER, BUFFER = "step", "owner", "buffer"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor ``key`` of parameter ``name``, or its counter. ``what`` describes the difference, and is empty if equal.
-    If shapes are equal, ``elements`` differ, by at most ``largest``."""
+    """A tensor ``key`` of parameter ``name``, or its counter; or an entry of what ``name`` says, such as a param group.
+    ``what`` is the difference, empty if equal. If shapes are equal, ``elements`` differ, by at most ``largest``."""
 
     name: str
     key: str
@@ -85,6 +89,58 @@ def _leaves(found: Any, key: str = OWNER) -> dict[str, Any]:
     if not isinstance(found, Mapping | list | tuple):
         return {key: found}
     return {place: leaf for at, value in pairs for place, leaf in _leaves(value, f"{key}.{at}").items()}
+
+
+def of_runs(a: Checkpoint, b: Checkpoint) -> Iterator[Compared]:
+    """Yield every difference in the counters that both have, in param groups, in the scheduler's state and in entries
+    of the user's program.
+
+    Param groups are known by their parameters. Those of other optimizers are compared by this package's options.
+    """
+    for counter, of_a, of_b in (("step", a.iteration, b.iteration), ("samples", a.samples, b.samples)):
+        if None not in (of_a, of_b) and of_a != of_b:
+            yield Compared("counters", counter, f"{of_a} in A, {of_b} in B")
+    ours, theirs = as_ours(a), as_ours(b)
+    pairs: dict[tuple[int | None, int | None], tuple[int | None, int | None]] = {}  # with their numbers in the files
+    for name in a.params:
+        if (its_name := b.name_of(name)) in b.params:
+            key = ours.params[name].group, theirs.params[its_name].group
+            pairs.setdefault(key, (a.params[name].group, b.params[its_name].group))
+    partner: dict[int, int] = {}
+    for (one, other), (in_a, in_b) in pairs.items():
+        if one is not None and other is not None:
+            partner.setdefault(one, other)
+            said = f"param group {in_a}" if in_a == in_b else f"param group {in_a}, in B {in_b}"
+            yield from _unlike(said, dict(*ours.groups[one : one + 1]), dict(*theirs.groups[other : other + 1]))
+        elif one is not other:
+            yield Compared(f"param group {in_b if in_a is None else in_a}", "", _only(other is None))
+    order, count = [partner.get(number, number) for number in range(len(ours.groups))], len(theirs.groups)
+    moved = sorted(order) == [*range(count)]
+    for name, one_state, other_state in (
+        ("scheduler", ours.scheduler, theirs.scheduler),
+        ("program", dict(ours.client), dict(theirs.client)),
+    ):
+        yield from _unlike(name, one_state, regrouped(other_state, order, count) if moved else other_state)
+
+
+def _unlike(name: str, a: Any, b: Any, key: str = "") -> Iterator[Compared]:
+    """Yield the differences of two values, at any depth."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for at in {**a, **b}:
+            place = f"{key}.{at}".lstrip(".") if isinstance(at, str) else f"{key}[{at!r}]"
+            if at in a and at in b:
+                yield from _unlike(name, a[at], b[at], place)
+            else:
+                yield Compared(name, place, f"{_only(at in a)}: {reprlib.repr(a.get(at, b.get(at)))}")
+    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        for at, pair in enumerate(zip(a, b)):
+            yield from _unlike(name, *pair, f"{key}[{at}]")
+    elif isinstance(a, (Tensor, LazyTensor)) and isinstance(b, (Tensor, LazyTensor)):
+        lazy = [each if isinstance(each, LazyTensor) else held(each, key) for each in (a, b)]
+        found = _compared(name, key, *lazy)
+        yield from [found] if found.what else []
+    elif not (numpy.array_equal(a, b) or {str(a), str(b)} == {"nan"}):
+        yield Compared(name, key, f"{reprlib.repr(a)} in A, {reprlib.repr(b)} in B")
 
 
 def _only(in_a: bool) -> str:

@@ -378,12 +378,13 @@ def diff(
     kv_channels: KVChannels = None,
     vocab_size: VocabSize = None,
 ) -> None:
-    """Compare two checkpoints of any formats: weights, states, counters, buffers.
+    """Compare two checkpoints of any formats: weights, states, counters, buffers, param groups, the scheduler's state
+    and entries of the user's program.
 
     The exit code is 1 if they differ, and 2 if one cannot be read.
     """
     from lwopt_backend.checkpoint import convert, names
-    from lwopt_backend.checkpoint.differences import differences
+    from lwopt_backend.checkpoint.differences import differences, of_runs
 
     ours, theirs = opened(a, format_a)[1], opened(b, format_b)[1]
     numbers = numbers_of(heads=heads, query_groups=query_groups, kv_channels=kv_channels, vocab_size=vocab_size)
@@ -392,7 +393,7 @@ def diff(
     said = {names_a or ours.names, names_b or theirs.names}
     if vocabulary is None and len(said) > 1 and said <= {names.CORE, *names.FAMILIES}:
         vocabulary = names.CORE
-    notes = _notes(ours, theirs)
+    notes: list[str] = []
     ours = _under(ours, "a", vocabulary, names_a, numbers, notes)
     theirs = _under(theirs, "b", vocabulary, names_b, numbers, notes)
     if not set(ours.params) & set(theirs.params):
@@ -406,10 +407,11 @@ def diff(
     with progress("comparing", convert.nbytes(ours) + convert.nbytes(theirs), as_json) as advance:
         watched = [convert.watched(each, advance) for each in (ours, theirs)]
         compared = list(differences(watched[0], watched[1], weights))
-    different = [entry for entry in compared if entry.what]
+    equal = sum(not entry.what for entry in compared)
+    different = [entry for entry in compared if entry.what] + ([] if weights else [*of_runs(ours, theirs)])
     found = {
         **{"a": str(a), "b": str(b), "parameters": len({**ours.params, **theirs.params})},
-        **{"equal": len(compared) - len(different), "different": [dataclasses.asdict(entry) for entry in different]},
+        **{"equal": equal, "different": [dataclasses.asdict(entry) for entry in different]},
         "notes": notes,
     }
     print_json(found) if as_json else _show_differences(found, different)
@@ -432,20 +434,6 @@ def _under(
     if vocabulary is None and source is None:
         return checkpoint
     return names.translate(checkpoint, vocabulary or source or "", numbers, source=source)
-
-
-def _notes(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Differences other than tensors, where both checkpoints have the fact."""
-    pairs = [("Step", a.iteration, b.iteration), ("Samples", a.samples, b.samples)]
-    if len(a.groups) == len(b.groups):
-        for number, (ours, theirs) in enumerate(zip(a.groups, b.groups)):
-            both = [key for key in ("lr", "weight_decay", "momentum", "eps") if key in ours and key in theirs]
-            pairs += [(f"{key} of group {number}", ours[key], theirs[key]) for key in both]
-    return [
-        f"{what}: {ours} in A, {theirs} in B."
-        for what, ours, theirs in pairs
-        if ours is not None and theirs is not None and ours != theirs
-    ]
 
 
 def _show_differences(found: Mapping[str, Any], different: Sequence[Compared]) -> None:
