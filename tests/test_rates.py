@@ -118,6 +118,14 @@ def test_without_matrices_groups_have_their_own_rates_as_in_torch() -> None:
     assert rates(optimizer) == [2e-3, 1e-3] and optimizer.defaults["lr"] == 2e-3
 
 
+def test_metrics_tell_the_rates_in_use() -> None:
+    optimizer = optimizer_of_both(torch.tensor(MUON, dtype=torch.float64))
+    optimizer.record_metrics()
+    optimizer.param_groups[0]["lr"] *= 2
+    optimizer.step()
+    assert optimizer.metrics()["lr"] == [2 * MUON, ADAMW]
+
+
 @pytest.mark.parametrize("scheduler", [OneCycleLR, CyclicLR])
 def test_schedules_that_cycle_momentum_are_refused_beside_matrices(scheduler: Any) -> None:
     """They would cycle Muon's or AdamW's: the other has its momentum under another name."""
@@ -288,6 +296,42 @@ def test_a_schedule_trains_as_with_torchs_optimizers(engine: str, name: str) -> 
             for each in (schedule, *schedules):
                 moved(each, step)
         assert largest_difference(run.weights(), single.model) == 0.0
+
+
+@on_ranks(2)
+@cells(engine=ENGINES)
+def test_a_rate_that_is_a_tensor_is_followed(engine: str) -> None:
+    """Where its owner changes it in place, and after the state was loaded."""
+    single = Alone(ExactLM(), "muon", "adamw")
+    with running(Cell(engine), ExactLM()) as run:
+        optimizer = optimizer_in(run)
+        given = [torch.tensor(group["lr"], dtype=torch.float64) for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, given):
+            group["lr"] = rate
+        for step in range(3):
+            for number, rate in enumerate(given):
+                rate.mul_(0.5 + number)
+                single.optimizers[number].param_groups[0]["lr"] *= 0.5 + number
+            run.train(range(step, step + 1))
+            single.step(shares(step, 2), 2)
+        assert largest_difference(run.weights(), single.model) == 0.0
+
+
+def test_a_tensor_that_is_given_stays_the_rate(tmp_path: Path) -> None:
+    """Also in overrides, and after a load of numbers; one that is no rate is refused."""
+    rate, overrides = torch.tensor(0.02), [{"params": "layers.2.*", "matrix": {"lr": torch.tensor(0.01)}}]
+    optimizer = LayerWiseOptimizer(UnevenLM(), lr=rate, elementwise_lr=rate, overrides=overrides, report=False)
+    lone = LayerWiseMuon(UnevenLM().parameters(), lr=rate, adamw={"lr": rate})
+    assert optimizer.param_groups[1]["lr"] is overrides[0]["matrix"]["lr"]
+    assert all(group["lr"] is rate for group in (*optimizer.param_groups[::2], *lone.param_groups))
+    numbers = [{"params": "layers.2.*", "matrix": {"lr": 0.5}}]
+    LayerWiseOptimizer(UnevenLM(), lr=0.1, overrides=numbers, report=False).save_state_dict(tmp_path)
+    optimizer.load_state_dict_from(tmp_path)
+    assert [group["lr"] for group in optimizer.param_groups] == [torch.tensor(r) for r in (0.1, 0.5, 1e-3)]
+    assert all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
+    for wrong in (torch.tensor([0.1, 0.2]), torch.tensor(-1.0), torch.tensor(float("nan"))):
+        with pytest.raises(ValueError, match="lr: input should be"):
+            optimizer_of_both(wrong)
 
 
 @on_ranks(2)

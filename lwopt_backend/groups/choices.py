@@ -89,12 +89,19 @@ class Rules:
 
 def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
     """One line for each setting that must be equal on all ranks, which excludes ``report``."""
+
+    def spelled(value: Any) -> Any:
+        """With numbers in place of tensors, whose device differs between ranks."""
+        if isinstance(value, Mapping):
+            return {key: spelled(entry) for key, entry in value.items()}
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
     lines = [setting("torch.__version__", str(torch.__version__))]
     for kind, choice in (("matrix", rules.matrix), ("elementwise", rules.elementwise)):
         lines.append(setting(kind, choice.rule))
-        lines += [setting(f"{kind}.{key}", value) for key, value in choice.options.model_dump().items()]
+        lines += [setting(f"{kind}.{key}", spelled(value)) for key, value in choice.options.model_dump().items()]
     for number, override in enumerate(rules.overrides):
-        lines += [setting(f"overrides[{number}].{key}", value) for key, value in vars(override).items()]
+        lines += [setting(f"overrides[{number}].{key}", spelled(value)) for key, value in vars(override).items()]
     return lines + [setting(key, value) for key, value in config.model_dump(exclude={"report"}).items()]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import torch
-from pydantic import Field, PlainValidator, StrictBool, create_model, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, StrictBool, WrapValidator, create_model, model_validator
 from torch import Tensor
 
 from lwopt_backend.config.hosts import HostConfig
@@ -35,10 +35,21 @@ from lwopt_backend.runtime.state import try_steps
 ADAMW, SGD, LION = "torch.optim.AdamW", "torch.optim.SGD", "pytorch_optimizer.Lion"
 
 
+def _kept_tensor(given: Any, check: Callable[[Any], float]) -> Any:
+    """A rate: a number, or the given tensor of one element itself, so that it can be changed in place."""
+    is_one = isinstance(given, Tensor) and given.numel() == 1
+    found = check(given.item() if is_one else given)
+    return given if is_one else found
+
+
+KEEPS_TENSOR, AS_IT_IS = WrapValidator(_kept_tensor), PlainSerializer(lambda rate: rate)
+Rate = Annotated[NonNegative, KEEPS_TENSOR, AS_IT_IS]
+
+
 class AdamWOptions(Options):
     """torch.optim.AdamW's arguments."""
 
-    lr: NonNegative = option(1e-3, "learning rate", ADAMW)
+    lr: Rate = option(1e-3, "learning rate", ADAMW)
     betas: tuple[BelowOne, BelowOne] = option(
         (0.9, 0.999), "decay rates of the averages of gradients and of their squares", ADAMW
     )
@@ -207,15 +218,17 @@ def options_model(name: str, rule: Any) -> type[Options]:
 def _as_option(field: dataclasses.Field[Any], hint: Any) -> tuple[Any, Any]:
     """A field's type and default, with what ``rules.protocol.option`` declares."""
     default = ... if field.default is dataclasses.MISSING else field.default
-    if "meaning" not in field.metadata:
-        return hint, default
     said = field.metadata
+    if "meaning" not in said:
+        return Annotated[hint, KEEPS_TENSOR, AS_IT_IS] if field.name == "lr" else hint, default
     kinds = {*get_args(hint), hint}
     if said["check"] is not None:
         hint = Annotated[hint, PlainValidator(said["check"])]
     elif kinds & {bool, int, float}:
         finite: dict[str, Any] = {"allow_inf_nan": False} if float in kinds else {}
         hint = Annotated[hint, Field(strict=True, **said["bounds"], **finite)]
+    if field.name == "lr":
+        hint = Annotated[hint, KEEPS_TENSOR, AS_IT_IS]
     return hint, option(default, said["meaning"], said["source"])
 
 
