@@ -352,3 +352,64 @@ def test_one_rate_is_told_once_on_every_engine(engine: str) -> None:
 def running_as(engine: str) -> Iterator[tuple[Engine, ModuleOptimizers | None]]:
     with running(Cell(engine.replace("modules", "plain")), ExactLM()) as run:
         yield run, ModuleOptimizers({"all": run.optimizer}) if engine == "modules" else None
+
+
+WRONG = r"param group 0 \(muon\).*adjust_lr_fn: input should be 'original', .*found 'spectral_unclamp'"
+
+
+@on_ranks(2)
+@cells(engine=[*ENGINES, "modules"])
+def test_a_wrong_option_written_by_hand_changes_nothing(engine: str) -> None:
+    """On one rank it is told on all of those that report to each other in every step."""
+    with running_as(engine) as (run, optimizer):
+        run.train(range(1))
+        before, group = run.weights(), optimizer_in(run).param_groups[0]
+        if dist.get_rank() == 1 or engine.startswith(("zero", "fsdp2")):
+            group["adjust_lr_fn"] = "spectral_unclamp"
+        with pytest.raises((ValueError, RuntimeError), match=re.compile(WRONG, re.DOTALL)):
+            if optimizer is None:
+                run.train(range(1, 2))
+            else:
+                run.backward(shares(1, 2)[:1])
+                optimizer.step()
+        assert largest_difference(run.weights(), before) == 0.0
+
+
+@on_ranks(2)
+@cells(engine=["plain", "fsdp2", "modules"])
+def test_a_wrong_option_in_a_state_dict_is_refused_on_all_ranks(engine: str) -> None:
+    with running_as(engine) as (run, of_modules):
+        optimizer = of_modules or run.optimizer
+        run.train(range(1))
+        saved, before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(run.optimizer.param_groups[0])
+        if dist.get_rank() == 1:
+            (saved["all"] if engine == "modules" else saved)["param_groups"][0].update(
+                lr=0.5, adjust_lr_fn="spectral_unclamp"
+            )
+        with pytest.raises((ValueError, RuntimeError), match="adjust_lr_fn: input should be 'original'"):
+            optimizer.load_state_dict(saved)
+        assert run.optimizer.param_groups[0]["lr"] == before["lr"]
+
+
+@on_ranks(2)
+@cells(engine=[*ZERO, *OWNED])
+def test_a_wrong_option_in_deepspeeds_files_is_refused_on_all_ranks(engine: str, tmp_path: Path) -> None:
+    with running(Cell(engine), ExactLM()) as run:
+        run.train(range(1))
+        run.save(str(tmp_path))
+        stage = int(engine[-1])
+        file = next(tmp_path.glob(f"*/{'*zero_pp_rank_0*optim' if stage else 'mp_rank_00_model'}_states.pt"))
+        if dist.get_rank() == 0:
+            saved = torch.load(file, weights_only=False)
+            zero = saved["optimizer_state_dict" if stage else "optimizer"]
+            inner = (
+                zero if "param_groups" in zero else zero.get("base_optimizer_state", zero.get("optimizer_state_dict"))
+            )
+            inner["param_groups"][0]["adjust_lr_fn"] = "spectral_unclamp"
+            torch.save(saved, file)
+        dist.barrier()
+        run.train(range(1, 2))
+        before = run.weights()
+        with pytest.raises((ValueError, RuntimeError), match="adjust_lr_fn: input should be 'original'"):
+            run.load(str(tmp_path))
+        assert largest_difference(run.weights(), before) == 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lwopt_backend.checkpoint.deepspeed.files import NAMES, check_marks, mark_of
 from lwopt_backend.checkpoint.files.manifest import new_save_id
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups.param_groups import of_another_optimizer
+from lwopt_backend.groups.registry import check_group
 from lwopt_backend.integrations.deepspeed.tensors import mark
 from lwopt_backend.runtime.agreement import setting
 from lwopt_backend.runtime.collectives import Collectives
@@ -41,7 +42,8 @@ class Saved:
     """A checkpoint's description of itself. ``groups`` has the parameters' names, one list per param group of the
     optimizer (stages 1 and 2) or per sub-group (stage 3); None at stage 0, where ``names`` has them. ``owned`` is the
     mark of owned storage, ``stranger`` describes another optimizer that wrote it, ``save_id`` is the same in all files
-    of one save by this package. ``shards`` is the number of tensor-parallel ranks, or of pipeline stages."""
+    of one save by this package. ``shards`` is the number of tensor-parallel ranks, or of pipeline stages. ``options``
+    are this package's param groups."""
 
     world_size: int
     groups: list[list[str]] | None
@@ -50,6 +52,7 @@ class Saved:
     stranger: str | None = None
     save_id: str | None = None
     shards: int = 1
+    options: Sequence[Mapping[str, Any]] = ()
 
 
 class SaveMark:
@@ -131,6 +134,8 @@ def check(
         )
     if with_state:
         _check_optimizer(folder, saved, core, stage)
+        for number, group in enumerate(saved.options):
+            check_group(group, f"the checkpoint {str(folder)!r}: param group {number} ({group['rule']})")
     here, saved_on = engine.seq_dp_world_size, saved.world_size
     by_weights = stage < 3 or here <= saved_on  # at stage 3, every rank reads its own file
     if stage != 0 and here != saved_on and (with_state or not by_weights):
@@ -201,17 +206,24 @@ def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
     groups = None if shapes is None else [list(group) for group in shapes]
     names = optimizer.get(NAMES) if isinstance(optimizer, Mapping) else None
     stranger, shards = None if owned else _stranger(states, optimizer), states.get("mp_world_size") or 1
-    return Saved(states["dp_world_size"], groups, names, owned, stranger, save_id, shards)
+    options = [group for group in _inner(optimizer).get("param_groups") or () if "rule" in group]
+    return Saved(states["dp_world_size"], groups, names, owned, stranger, save_id, shards, options)
+
+
+def _inner(optimizer: Any) -> Mapping[str, Any]:
+    """The state of the optimizer that ZeRO's contains, or that is no ZeRO's."""
+    if isinstance(optimizer, Mapping) and "param_groups" not in optimizer:
+        optimizer = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
+    return optimizer if isinstance(optimizer, Mapping) else {}
 
 
 def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:
     """A description of the optimizer that wrote a checkpoint, if its param groups are another optimizer's."""
-    if isinstance(optimizer, Mapping) and "param_groups" not in optimizer:  # ZeRO's, which contains the inner one's
-        optimizer = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
-    if not isinstance(optimizer, Mapping) or not of_another_optimizer(optimizer.get("param_groups")):
+    groups: Any = _inner(optimizer).get("param_groups")
+    if not of_another_optimizer(groups):
         return None
     name = ((states.get("ds_config") or {}).get("optimizer") or {}).get("type")
-    options = ", ".join(key for key in optimizer["param_groups"][0] if key != "params")
+    options = ", ".join(key for key in groups[0] if key != "params")
     return f"its ds_config says {name!r}" if name else f"its param groups have {options}"
 
 

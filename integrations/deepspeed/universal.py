@@ -31,7 +31,7 @@ from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups.param_groups import OURS
 from lwopt_backend.groups.rates import IN_GROUPS, regrouped, scaled
-from lwopt_backend.groups.registry import MATRIX_RULES, arguments, new_state, option_names
+from lwopt_backend.groups.registry import MATRIX_RULES, arguments, check_group, new_state, option_names
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, prepare_saving
 from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
 from lwopt_backend.plan import TrainedParam
@@ -416,6 +416,7 @@ def _options(
         if ours:
             raise CheckpointError(f"{text}; make the param groups of the checkpoint, or {ALONE}")
         notes.append(f"{text}; it keeps {group.get(key)}, as configured")
+    check_group({**group, **taken}, f"{folder}: param group {number} ({group['rule']})")
     return taken
 
 

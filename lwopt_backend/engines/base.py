@@ -10,7 +10,7 @@ import torch
 from lwopt_backend.config.hosts import NAME
 from lwopt_backend.config.versions import warn_if_newer
 from lwopt_backend.groups.choices import Rules
-from lwopt_backend.groups.param_groups import Groups
+from lwopt_backend.groups.param_groups import CheckedOptions, Groups
 from lwopt_backend.groups.rates import MadeRates, with_true_rates
 from lwopt_backend.plan.cost import Machine, machine_of
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
@@ -133,7 +133,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         main = rules.matrix if trains_matrices else rules.elementwise
         options = main.options.model_dump(exclude=set(MOMENTA) if trains_matrices else None)
         self.defaults = {**options, "lr": rate}
-        self._rates = MadeRates(groups)
+        self._rates, self._checked = MadeRates(groups), CheckedOptions()
         self._made = True
         self.set_groups(self.param_groups)
 
@@ -142,7 +142,11 @@ class BaseOptimizer(torch.optim.Optimizer):
         self.param_groups = with_true_rates([*groups])
 
     def _check_groups(self, groups: Groups) -> None:
-        """Warn once of one rate over unlike groups. Called in every step."""
+        """Look at what was written into the param groups. Called in every step, before anything is changed.
+
+        Raises ValueError for options that the constructor would refuse. Warns once of one rate over unlike groups.
+        """
+        self._checked.check(groups)
         self._rates.warn(self.name, groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -19,6 +20,7 @@ from lwopt_backend.groups.registry import (
     ELEMENTWISE_RULES,
     MATRIX_RULES,
     arguments,
+    check_group,
     check_torchs_keys,
     is_cautious,
     optimizer_arguments,
@@ -70,6 +72,31 @@ class ElementwiseGroups:
 
 COMPARED_EVERY = 64  # steps, beginning with the first
 NONE = 2**31 - 1  # above every hash: the flag of a rank that compares nothing in this step, so that no rank does
+
+
+class CheckedOptions:
+    """Checks the options in param groups as the constructor does, in steps before which they were changed."""
+
+    def __init__(self) -> None:
+        self._found: list[dict[str, Any]] = []
+
+    def check(self, groups: Groups) -> None:
+        """Raises ValueError that names option, group and choices. Called in every step, before anything is changed."""
+        found = [arguments(group) for group in groups]
+        rates = [options.pop("lr", 0.0) for options in found]
+        if found == self._found and all(isinstance(rate, float) and 0 <= rate < math.inf for rate in rates):
+            return
+        for number, group in enumerate(groups):
+            check_group(group, f"param group {number} ({rule_of(group)})")
+        self._found = found
+
+    def problem(self, groups: Groups) -> str | None:
+        """What ``check`` raises, as a sentence."""
+        try:
+            self.check(groups)
+        except ValueError as error:
+            return str(error)
+        return None
 
 
 class ComparedOptions:
@@ -206,7 +233,8 @@ def check_saved_groups(
     facts: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda group: {"number of parameters": len(group["params"])},
     advice: str = "make the param groups it was saved with",
 ) -> None:
-    """Raises ValueError for saved param groups of another optimizer, with other rules, or with other ``facts``."""
+    """Raises ValueError for saved param groups of another optimizer, with other rules, with other ``facts``, or with
+    options that the constructor would refuse."""
     if of_another_optimizer(saved) and any(rule_of(group) != "adamw" for group in groups):
         raise ValueError(
             f"{where}: the checkpoint was written by another optimizer: its param groups have no 'rule'; load the "
@@ -216,8 +244,10 @@ def check_saved_groups(
     sides = ({n: {"rule": rule_of(g), **facts(g)} for n, g in enumerate(some)} for some in (groups, saved))
     check_fits(where, *sides, what="param group", advice=advice)
     for number, (group, of_group) in enumerate(zip(groups, saved)):
+        name = f"{where}: param group {number}"
         if rule_of(group) == "adamw":
-            check_torchs_keys(of_group, f"{where}: param group {number}")
+            check_torchs_keys(of_group, name)
+        check_group({"rule": rule_of(group), **of_group}, f"{name} ({rule_of(group)}) in the checkpoint")
 
 
 def split(

@@ -249,6 +249,19 @@ def options_of(rule: str, given: Mapping[str, Any], where: str) -> Options:
     return parse(model, given, where)
 
 
+ROUNDED_ZERO = -1e-12  # cyclic schedules end below 0 by rounding
+
+
+def check_group(group: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError for options in a param group that the constructor would refuse."""
+    names = rule_named(rule_of(group)).model(group, "").model_fields
+    given = {key: group[key] for key in names if key in group}
+    rate = given.get("lr")
+    if isinstance(rate, (int, float, Tensor)) and ROUNDED_ZERO <= rate < 0:
+        given["lr"] = 0.0
+    options_of(rule_of(group), given, where)
+
+
 def by_path(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Options with a class replaced by its path."""
     try:

@@ -143,7 +143,11 @@ class MeshOptimizer(LayerWiseOptimizer):
         return Attachment(self._steppers, self._matrix_rules, lambda: self.__dict__["state"])
 
     def _matrix_rules(self) -> dict[int, MatrixRule]:
-        return build_matrix_rules(self.param_groups, self.config)
+        try:
+            return build_matrix_rules(self.param_groups, self.config)
+        except Exception:  # in the hooks of a backward pass, before a step has looked at the options
+            self._checked.check(self.param_groups)
+            raise
 
     @property
     def gradients(self) -> MeshGradients:
@@ -187,7 +191,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         return mesh_state.with_owner_state(super().state_dict(), shards, self._bound)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned. Raises ValueError for state that does not fit, before anything is changed.
+        """Load what ``state_dict`` returned. State that does not fit raises on all ranks, before anything is changed.
 
         State keeps the dtype that it was created with, whatever the parameters'; rules are never loaded. This rank's
         part of a whole tensor is copied.
@@ -198,7 +202,13 @@ class MeshOptimizer(LayerWiseOptimizer):
     def _take_state(self, state_dict: dict[str, Any]) -> None:
         if self.state:
             shards = self._owner_shards()
-            mesh_state.check_loadable(state_dict, self.param_groups, self._names, self.state, shards)
+            ranks = [stepper.collectives for stepper in self._steppers]
+
+            def check() -> tuple[None, list[list[str]]]:
+                mesh_state.check_loadable(state_dict, self.param_groups, self._names, self.state, shards)
+                return None, [[] for _ in ranks]
+
+            agree_in_all(ranks, mesh_state.WHAT, check)
             if not state_dict["state"]:  # saved before the first state: start fresh
                 self.state = {}
                 self._make_state()

@@ -16,6 +16,7 @@ from lwopt_backend.engines.fsdp2.gradients import MeshGradients, sum_of_bits
 from lwopt_backend.engines.gradients import ClipGroups, Pick, everything
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.param_groups import option_lines, plain
+from lwopt_backend.groups.registry import check_group, rule_of
 from lwopt_backend.optimizer import LayerWiseOptimizer, OwnedOptimizer
 from lwopt_backend.runtime.agreement import (
     RanksDisagree,
@@ -100,12 +101,15 @@ class Part:
         return {**self.optimizer.state_dict(), HAS_STATE: bool(self.optimizer.state), PARAMS: self._named_shapes()}
 
     def check_saved(self, saved: Mapping[str, Any]) -> None:
-        """Raises ValueError for a ``state_dict`` of other parameters, or one without the saved state."""
+        """Raises ValueError for a ``state_dict`` of other parameters, with wrong options, or without saved state."""
         for ours, theirs in zip_longest(self._named_shapes(), saved[PARAMS]):
             if ours != theirs:
                 raise ValueError(
                     f"{self.where}: expected parameter {ours}, found {theirs}; load the state of the same parameters"
                 )
+        groups = [] if self.ours is None else self.ours.param_groups
+        for number, (group, theirs) in enumerate(zip(groups, saved["param_groups"])):
+            check_group({"rule": rule_of(group), **theirs}, f"{self.where}: param group {number} in the checkpoint")
         if self.ours is None and saved[HAS_STATE] and not saved["state"]:
             raise ValueError(
                 f"{self.where}: expected its saved state, found none, because the optimizer here has no state yet; "

@@ -273,7 +273,10 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
         def measure(part: Part) -> list[Tensor | float]:
             ours = (None, *part.groups.limits)
-            return [part.gradients.norm(order, part.groups.pick(g)) if g in ours else 0.0 for g in self._groups]
+            found = [part.gradients.norm(order, part.groups.pick(g)) if g in ours else 0.0 for g in self._groups]
+            if part.ours is not None:  # after the norm, in which the module's ranks meet
+                part.ours._checked.check(part.ours.param_groups)
+            return found
 
         return self._measure("the norm of gradients", len(self._groups), measure, compare)
 

@@ -44,7 +44,7 @@ from lwopt_backend.engines.owned.state import (
 from lwopt_backend.engines.owned.step import OwnedCore, broadcast_untrained, untrained
 from lwopt_backend.groups.grouping import Member
 from lwopt_backend.groups.param_groups import UNSAVED, with_options
-from lwopt_backend.groups.registry import rule_of
+from lwopt_backend.groups.registry import check_group, rule_of
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime.agreement import agree, check_on_all, setting
 from lwopt_backend.runtime.state import MATRICES, PARAM_GROUP, check_fits, fill
@@ -275,6 +275,8 @@ def _fitting(
             folder.check_range(saved.key_of.get((key, of_state), saved.keys.weights[key]), start, stop)
     options = {core.members[n].group: saved.groups[saved.group_of[key]] for n, key in names.keys.items()}
     in_use = [with_options(group, options[number]) for number, group in enumerate(groups)]
+    for number, group in enumerate(in_use):
+        check_group(group, f"{where}: param group {number} ({rule_of(group)})")
     return Fitting(saved, state, in_use, in_memory(read_as_expected(saved.others, folder.path, "DCP")))
 
 

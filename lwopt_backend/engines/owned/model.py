@@ -20,7 +20,7 @@ from lwopt_backend.engines import report
 from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT, BackwardPasses, BucketManager, Hook, is_followed
 from lwopt_backend.engines.owned.step import Groups, Holdings, OwnedCore
 from lwopt_backend.groups.grouping import ADVICE, Grouping, InModel, Member
-from lwopt_backend.groups.param_groups import ComparedOptions, option_lines
+from lwopt_backend.groups.param_groups import CheckedOptions, ComparedOptions, option_lines
 from lwopt_backend.groups.registry import state_nbytes
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
 from lwopt_backend.plan.buffers.owned import OwnedPlan
@@ -150,7 +150,7 @@ class Backward:
         self._manager = core.manager
         self._in_model = InModel(model, list(zip(core.manager.names, core.manager.params)))
         self._passes = BackwardPasses(core.manager, model)
-        self.options = ComparedOptions()
+        self.options, self._checked = ComparedOptions(), CheckedOptions()
         self._agreed: tuple[int, list[Presence]] | None = None  # the number of passes before it
 
     def finish(self, groups: Groups) -> list[Presence]:
@@ -197,6 +197,8 @@ class Backward:
                 f"parameter {unused!r}: expected a .grad from a backward pass of the model, found an assigned one, "
                 "which would not be used; set keep_full_grads=True to assign gradients"
             )
+        if mine is None and not drops:
+            mine = self._checked.problem(groups)
         self._passes.forget()
         manager.finish()
         passes = manager.passes
