@@ -45,6 +45,7 @@ PEERS = {  # what an environment has beyond the prepared one
     "hugging_face": ["--upgrade", requirement("accelerate"), requirement("transformers")],  # the newest
     "pytorch_optimizer": ["--upgrade", requirement("pytorch-optimizer")],
     "gram_newton_schulz": ["--no-deps", "gram-newton-schulz==0.1.6"],  # without its kernels: its own path for CPUs
+    "timm": ["--no-deps", "timm==1.0.31"],  # without torchvision: its schedulers alone
     "dion": ["triton"],  # and its sources, see the test
     "deepspeed_muon": ["--no-build-isolation", "--upgrade", requirement("deepspeed")],
 }
