@@ -278,7 +278,7 @@ def test_a_stage_without_matrices_trains_and_keeps_to_the_schedule(model: str, p
 @on_ranks(RANKS)
 @pytest.mark.parametrize("precision", ["fp32, stage 0", "bf16 + fp32, stage 1"])
 def test_of_a_configured_rate_a_stage_without_matrices_has_the_share_of_its_group(precision: str) -> None:
-    """The share that it would have beside matrices."""
+    """The share that it would have if matrices were there."""
     warmup = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 3}}
     settings = settings_for(precision) | {"scheduler": warmup}
     single = torch.optim.AdamW([torch.zeros(1)], lr=ADAMW["lr"])
