@@ -11,15 +11,17 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -101,6 +103,57 @@ def test_an_optimizer_made_after_a_forward_pass_holds_sharded_parameters() -> No
     assert run.optimizer.step(closure) == loss.item() and called == [True]
     assert all(isinstance(p, DTensor) for group in run.optimizer.param_groups for p in group["params"])
     run.check()
+
+
+def get_and_set(run: BesideTwin, folder: Path) -> None:
+    """torch lists the model's parameters before it asks the optimizer, so to set takes a line."""
+    saved = get_optimizer_state_dict(run.model, run.optimizer)
+    with torch.no_grad():
+        run.model(*batch(0, 4))
+    run.model.reshard()
+    set_optimizer_state_dict(run.model, run.optimizer, saved)
+
+
+def save_and_load(run: BesideTwin, folder: Path) -> None:
+    dcp.save({"model": run.model, "optimizer": run.optimizer}, checkpoint_id=folder)
+    with torch.no_grad():
+        run.model(*batch(0, 4))
+    dcp.load({"model": run.model, "optimizer": run.optimizer}, checkpoint_id=folder)
+
+
+CALLS: dict[str, Callable[[BesideTwin, Path], object]] = {
+    "clip": lambda run, folder: run.optimizer.clip_grad_norm_(1e-3),
+    "attach": lambda run, folder: run.optimizer.attach(run.model),
+    "get and set": get_and_set,
+    "save and load": save_and_load,
+    "step": lambda run, folder: None,
+}
+
+
+@on_ranks(2)
+@cells(call=[*CALLS], attached=[False, True])
+def test_calls_after_a_validation_pass_find_sharded_parameters(tmp_path: Path, call: str, attached: bool) -> None:
+    """It leaves the root's parameters unsharded, as other objects, whose gradients and state are none."""
+    run = BesideTwin(attach=attached)
+    run.train(1)
+    run.backward(1)
+    with torch.no_grad():
+        run.model(*batch(0, 4))
+    CALLS[call](run, tmp_path / "saved")
+    run.optimizer.step()
+    run.model.reshard()
+    run.twin.step_with_gradients_of(run.model)
+    run.optimizer.zero_grad()
+    run.train(1)
+    run.check()
+
+
+@on_ranks(2)
+def test_parameters_that_were_listed_while_the_root_was_unsharded_are_refused() -> None:
+    model = shard("rows", "fp32").model
+    model(*batch(0, 2))
+    with pytest.raises(ValueError, match=r"not in the model that is trained; pass that model's parameters, .*reshard"):
+        LayerWiseOptimizer(model, params=list(model.parameters()), report=False)
 
 
 SOME = ("layers.0.weight", "layers.2.bias", "layers.5.weight")
@@ -185,6 +238,27 @@ def test_with_fp32_state_a_step_of_bf16_parameters_is_computed_wide_and_rounded_
     run.optimizer.step()
     assert torch.equal(head.to_local().detach(), moved.bfloat16())
     assert torch.equal(whole(run.param(name)), matrix.detach().bfloat16())
+
+
+@on_ranks(2)
+def test_state_has_the_dtype_of_gradients_that_are_wider_than_their_weights() -> None:
+    """As in torch's optimizers. fully_shard keeps ``grad_dtype`` from torch 2.15."""
+    sharded = shard("rows", "bf16 parameters")
+    for param in sharded.model.parameters():
+        param.grad_dtype = torch.float32
+    optimizer = layer_wise(sharded.model)
+    name = "layers.2.weight"
+    param = dict(named(sharded.model))[name]
+    matrix = nn.Parameter(whole(param))
+    matrix.grad_dtype = torch.float32
+    for each in (sharded.model.lm_head.weight, param):
+        each.grad = torch.rand_like(each, dtype=torch.float32)
+    matrix.grad = whole(param.grad)
+    muon = torch.optim.Muon([matrix], **MUON)
+    muon.step()
+    optimizer.step()
+    assert torch.equal(whole(optimizer.state[param]["momentum_buffer"]), muon.state[matrix]["momentum_buffer"])
+    assert optimizer.state[sharded.model.lm_head.weight]["exp_avg"].dtype == torch.float32
 
 
 @on_ranks(2)
@@ -532,6 +606,20 @@ def test_routing_and_plan_are_printed_once() -> None:
     ):
         assert (line in output.getvalue()) == (dist.get_rank() == 0)
     assert dist.get_rank() == 0 or output.getvalue() == ""
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
+def test_the_dtype_in_which_gradients_are_reduced_is_printed(reduce_dtype: torch.dtype | None) -> None:
+    """The mean of 1 and 1/512 is 0.5 in bfloat16. Without reduce_dtype, versions of torch differ."""
+    model, rank = nn.Sequential(nn.Linear(8, 8, bias=False)), dist.get_rank()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        LayerWiseOptimizer(model, **MUON, include="*")
+    model(torch.full((1, 8), 1 / 512 if rank else 1.0)).sum().backward()
+    rounded = bool((model[0].weight.grad.to_local() == 0.5).all())
+    told = f"fully_shard reduces gradients in {'bfloat16' if rounded else 'float32'}"
+    assert rank or (told in output.getvalue()) and ("from 2.15" in output.getvalue()) == (reduce_dtype is None)
 
 
 def with_first_weight(weight: DTensor) -> None:

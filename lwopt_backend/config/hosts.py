@@ -146,7 +146,8 @@ class FSDP2Config(ClippingConfig):
         "each mesh has different parameters (experts)",
     )
     state_dtype: Literal["parameter", "float32"] = option(
-        "parameter", "dtype of the optimizer's state: the parameter's, as in torch's optimizers, or 'float32'"
+        "parameter",
+        "dtype of the optimizer's state: the parameter's or its wider grad_dtype, as in torch; or 'float32'",
     )
 
 

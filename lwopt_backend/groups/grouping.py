@@ -188,7 +188,8 @@ def group_parameters(
             if id(param) not in names:
                 raise ValueError(
                     f"param group {number}, position {position}: the parameter of shape {tuple(param.shape)} is not in "
-                    "the model that is trained; pass that model's parameters"
+                    "the model that is trained; pass that model's parameters, which fully_shard replaces and a forward "
+                    "pass unshards: list them after it, and after model.reshard()"
                 )
     if routes is None:
         routes = route_given(model, given, rules, config, output_heads(model))

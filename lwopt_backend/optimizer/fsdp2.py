@@ -91,7 +91,8 @@ class MeshOptimizer(LayerWiseOptimizer):
             warn_of_small_rate(self._grouping.groups)  # as configured, before a schedule changes them
             if self.config.report:
                 routes, groups = self._grouping.routes, self._grouping.groups
-                mesh_stepping.show(routes, groups, self._steppers, self._counted, self.plan_digest)
+                reduction = mesh.reduction(self._model)
+                mesh_stepping.show(routes, groups, self._steppers, self._counted, reduction, self.plan_digest)
 
     def _take_over(self, trained: Sequence[tuple[str, Tensor]]) -> None:
         """Let no earlier optimizer of these parameters step again: both steps would count."""
@@ -109,7 +110,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for group in self.param_groups:
             for param in group["params"]:
-                state[param] = before.get(param) or mesh.new_state(param.detach(), group, self.config)
+                state[param] = before.get(param) or mesh.new_state(param, group, self.config)
         self.state, self._stated = state, list(state)
 
     def _step(self) -> None:
@@ -187,6 +188,7 @@ class MeshOptimizer(LayerWiseOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As every torch optimizer's, with owner state as DTensors; called on all ranks if there is any owner state."""
         self._options.compare_next()
+        mesh.reshard(self._model)  # torch's get_optimizer_state_dict lists the model's parameters after this call
         shards = self._owner_shards() if self.state else []
         return mesh_state.with_owner_state(super().state_dict(), shards, self._bound)
 

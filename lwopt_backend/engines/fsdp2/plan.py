@@ -98,6 +98,24 @@ def is_sharded(models: Any) -> bool:
     return any(isinstance(each, (FSDPModule, DTensor)) for each in chain(modules, params))
 
 
+def reduction(model: nn.Module) -> str:
+    """In which dtypes ``fully_shard`` reduces the gradients of ``model``, for the table; "" if that is not known."""
+    found: set[torch.dtype] = set()
+    by_version = False
+    for module in model.modules():
+        policy = getattr(module._get_fsdp_state(), "_mp_policy", None) if isinstance(module, FSDPModule) else None
+        param = next(module.parameters(), None)
+        if policy is not None and param is not None:
+            unset = param.dtype if torch.__version__ >= "2.15" else policy.param_dtype or param.dtype
+            found.add(policy.reduce_dtype or unset)
+            by_version |= policy.reduce_dtype is None and policy.param_dtype not in (None, param.dtype)
+    if not found:
+        return ""
+    dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+    reason = " without reduce_dtype, that is param_dtype up to torch 2.14, and the parameters' dtype from 2.15"
+    return f"fully_shard reduces gradients in {dtypes}{';' + reason if by_version else ''}."
+
+
 def reshard(model: nn.Module) -> None:
     """Reshard every FSDP module: after a forward pass, the root keeps its unsharded parameters."""
     for module in model.modules():
@@ -272,11 +290,18 @@ def by_wire(members: Sequence[MeshMember], rules: Mapping[int, MatrixRule]) -> l
     return [[m for m in members if id(m) in kept], *list(found.values())[1:]]
 
 
-def new_state(like: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> dict[str, Tensor]:
+def new_state(param: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> dict[str, Tensor]:
     """Fresh state for a parameter, sharded as it is, in the configured dtype."""
+    like, dtype = param.detach(), state_dtype(param, config)
+    return dict(registry.new_state(like if like.dtype == dtype else torch.empty_like(like, dtype=dtype), group))
+
+
+def state_dtype(param: Tensor, config: FSDP2Config) -> torch.dtype:
+    """The configured dtype of a parameter's state. torch's optimizers create state like gradients, whose ``grad_dtype``
+    fully_shard keeps from torch 2.15."""
     if config.state_dtype == "float32":
-        like = torch.empty_like(like, dtype=torch.float32)
-    return dict(registry.new_state(like, group))
+        return torch.float32
+    return torch.promote_types(param.dtype, getattr(param, "grad_dtype", None) or param.dtype)
 
 
 def mesh_state_nbytes(
@@ -285,8 +310,8 @@ def mesh_state_nbytes(
     """Bytes of the state that the rank at ``coordinate`` keeps."""
     found = 0
     for m in members:
-        dtype = torch.float32 if config.state_dtype == "float32" else m.param.dtype
-        found += registry.state_nbytes(math.prod(m.sharding.local_shape(coordinate)), groups[m.group], dtype)
+        numel = math.prod(m.sharding.local_shape(coordinate))
+        found += registry.state_nbytes(numel, groups[m.group], state_dtype(m.param, config))
     return found
 
 

@@ -265,11 +265,12 @@ def show(
     groups: Groups,
     steppers: Sequence[MeshStepper],
     counted: Sequence[Counted],
+    reduction: str,
     plan_digest: str,
 ) -> None:
     """Print the routing table, one plan table per mesh, and the plan digest to standard output.
 
-    ``groups`` are the param groups as configured.
+    ``groups`` are the param groups as configured. ``reduction`` says in which dtype gradients are reduced.
     """
     console = report.standard_output()
     report.show_routing(console, routes, groups)
@@ -279,6 +280,8 @@ def show(
             console.print(sentence)
         if stepper.mesh is not None:
             console.print(_table(stepper, stepper.mesh))
+    if reduction:
+        console.print(reduction)
     report.show_digest(console, plan_digest)
 
 
