@@ -31,7 +31,7 @@ from tests import fsdp2
 from tests.models import MATRICES, UnevenLM, largest_difference
 from tests.owned import BUCKET_MB, shares
 from tests.ranks import gathered
-from tests.rules import CAUTIOUS, ELEMENTWISE, SECTIONS, PlainRule, elementwise_optimizer, matrix_optimizer
+from tests.references import CAUTIOUS, ELEMENTWISE, SECTIONS, PlainRule, elementwise_optimizer, matrix_optimizer
 from tests.zero import OWN_ROWS, PRECISIONS, engine_for, full_weights, newton_schulz_in_float32
 
 ZERO = ("zero 0", "zero 1", "zero 2", "zero 3")

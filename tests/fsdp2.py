@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.models import MATRICES, UnevenLM, batch, largest_difference
 from tests.ranks import kept_in_a_world
-from tests.rules import ADAMW, MUON
+from tests.references import ADAMW, MUON
 from tests.zero import ROWS
 
 EVEN = (64, 40)  # hidden sizes that divide by 2 and 4

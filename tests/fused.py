@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import VOCABULARY
-from tests.rules import Blocks
+from tests.references import Blocks
 
 WIDTH = 24
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.groups.choices import Rules, muon_settings, settings_of
 from tests.pages import blocks
-from tests.rule_steps import Trained, random, rule_of
+from tests.references import Trained, random, rule_of
 
 SETTINGS = {name: page for page in ("migration", "from_frameworks") for _, name, _ in blocks(page, "json") if name}
 PEERS = ["torch", "keller_jordan", "dion", "moonlight", "pytorch_optimizer", "deepspeed", "megatron"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lwopt_backend import LayerWiseOptimizer
 from tests.models import largest_difference
 from tests.ranks import kept_in_a_world
-from tests.rules import ADAMW, MUON
+from tests.references import ADAMW, MUON
 from tests.zero import OWN_ROWS, OWNED, batch_shares
 
 BUCKET_MB = OWNED["bucket_mb"]

@@ -23,7 +23,7 @@ from tests.fused import ATOMS, BLOCKS, HEADS, MATRICES, PER_HEAD, Experts, Fused
 from tests.models import largest_difference
 from tests.on_ranks import on_ranks
 from tests.owned import exact_sums, optimizer_for, shares, train
-from tests.rules import ADAMW, MUON
+from tests.references import ADAMW, MUON
 from tests.zero import Reference, config, engine_for
 
 STEPS = 3

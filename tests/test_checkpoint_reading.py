@@ -32,7 +32,7 @@ from tests.hostile import stage0
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.rules import ELEMENTWISE, SECTIONS
+from tests.references import ELEMENTWISE, SECTIONS
 from tests.zero import ROWS, engine_for, settings_for, train
 
 ALL_KINDS: dict[str, Any] = {"model": functools.partial(engines.Buffered, tied=True), "frozen": (FROZEN,)}

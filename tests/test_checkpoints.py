@@ -44,7 +44,7 @@ from tests.fused import PER_HEAD, FusedLM, HeadsLM
 from tests.on_ranks import on_ranks
 from tests.owned import exact_sums, shares
 from tests.ranks import RankPool
-from tests.rules import SECTIONS
+from tests.references import SECTIONS
 from tests.zero import ADAMW, OWN_ROWS
 
 STEPS = 2

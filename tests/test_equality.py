@@ -28,7 +28,7 @@ from tests.models import MATRICES, largest_difference
 from tests.on_ranks import on_ranks
 from tests.owned import shares
 from tests.ranks import RankPool
-from tests.rules import CAUTIOUS, REGISTERED, SECTIONS, state_of
+from tests.references import CAUTIOUS, REGISTERED, SECTIONS, state_of
 from tests.zero import ADAMW, MUON
 
 # torch's fused loop over vectors rounds otherwise than what it does with the last few elements, and which those are

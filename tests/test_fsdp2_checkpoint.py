@@ -18,7 +18,7 @@ from tests.checkpoint_contents import same
 from tests.counted import Counted
 from tests.fsdp2 import BesideTwin, backward, layer_wise, shard, whole
 from tests.on_ranks import on_ranks
-from tests.rules import SECTIONS
+from tests.references import SECTIONS
 
 
 def whole_state(optimizer: Any) -> dict[str, dict[str, Tensor]]:

@@ -29,7 +29,7 @@ from lwopt_backend.planner.study import Deployment, plan_study
 from lwopt_backend.rules.newton_schulz import IMMEDIATE, PACKAGES, check_package
 from tests.allocations import allocations
 from tests.ranks import RankPool
-from tests.rule_steps import random, rule_of
+from tests.references import random, rule_of
 
 pytestmark = pytest.mark.gpu
 READS = {"plain": 0, "modules": 1, "fsdp2": 0, "zero0": 1, "zero1": 0, "zero2": 0, "zero3": 0, "owned": 1}

@@ -27,7 +27,7 @@ from tests.checkpoint_engines import without_compiling
 from tests.command_line import SAMPLES, succeeds
 from tests.fsdp2 import mesh_of
 from tests.ranks import RankPool
-from tests.rule_steps import Trained, rule_of
+from tests.references import Trained, rule_of
 from tests.zero import engine_for
 
 States = dict[str, dict[str, Tensor]]

@@ -36,7 +36,7 @@ from tests.models import MATRICES, UnevenLM, largest_difference
 from tests.on_ranks import on_ranks
 from tests.owned import shares
 from tests.ranks import gathered
-from tests.rule_steps import random
+from tests.references import random
 
 BEFORE, AFTER = range(3), range(3, 6)
 Named = dict[str, dict[str, Tensor]]

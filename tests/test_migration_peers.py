@@ -17,7 +17,7 @@ from lwopt_backend.migration import convert_named_momentum, from_checkpoint
 from lwopt_backend.rules.newton_schulz import TABLES
 from tests.migration import distance, eager, ours_for, rules_for
 from tests.pages import PAGES
-from tests.rule_steps import SHAPES, Table, gradients, orthogonalized, random, rule_of, trained, trained_by
+from tests.references import SHAPES, Table, gradients, orthogonalized, random, rule_of, trained, trained_by
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -19,7 +19,7 @@ from lwopt_backend.rules.muon import DEFINED, SCALES, Muon, takes_gram
 from lwopt_backend.rules.newton_schulz import TABLES, by_step, segments
 from lwopt_backend.rules.protocol import sums_of
 from tests.cells import cells
-from tests.rule_steps import SHAPES, Trained, gradients, orthogonalized, random, rule_of, trained, trained_by
+from tests.references import SHAPES, Trained, gradients, orthogonalized, random, rule_of, trained, trained_by
 
 SIMPLE = (3.4445, -4.7750, 2.0315)
 STEPS = {"simple": 5, "quintic": 5, "polar_express": 8, "polar_express_5": 5}  # that a table is for

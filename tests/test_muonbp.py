@@ -21,7 +21,7 @@ from tests.fsdp2 import EVEN, MATRIX_NAMES, BesideTwin, named, shard_rows
 from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import gathered
-from tests.rules import MUON
+from tests.references import MUON
 from tests.test_cli import run as lwopt
 from tests.test_zero_tensor_parallel import FUSED, ShardedLM, sharded_engine
 from tests.test_zero_tensor_parallel import MATRICES as OF_SHARDED

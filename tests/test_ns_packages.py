@@ -15,7 +15,7 @@ from lwopt_backend.groups.registry import MATRIX_RULES, MuonOptions
 from lwopt_backend.rules import gram_newton_schulz, newton_schulz
 from lwopt_backend.rules.newton_schulz import TABLES, by_step
 from tests.cells import cells
-from tests.rule_steps import random, rule_of
+from tests.references import random, rule_of
 from tests.test_muon import STEPS
 
 packages: Any = import_module("lwopt_backend.rules.newton_schulz")

@@ -21,8 +21,7 @@ from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper
 from lwopt_backend.runtime.whole import Slices
 from tests import zero
 from tests.on_ranks import on_ranks
-from tests.rule_steps import gradients, random
-from tests.rules import ELEMENTWISE, SECTIONS, state_of
+from tests.references import ELEMENTWISE, SECTIONS, gradients, random, state_of
 
 
 class Own(torch.optim.SGD):

@@ -36,7 +36,7 @@ from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.pages import DOCS, PAGES, blocks, section, table, unpack_page
 from tests.ranks import RankPool
-from tests.rules import REGISTERED
+from tests.references import REGISTERED
 
 README, MIGRATION = PAGES["README"], PAGES["migration"] + PAGES["from_frameworks"]
 FILES = {block.name: block.text for block in blocks("start/quickstart") if "." in block.name}

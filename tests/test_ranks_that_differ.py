@@ -28,7 +28,7 @@ from tests.launcher import run_on_ranks, torchrun
 from tests.on_ranks import on_ranks
 from tests.owned import shares
 from tests.ranks import RankFailed, RankPool
-from tests.rules import SECTIONS
+from tests.references import SECTIONS
 
 
 # One decision

@@ -22,7 +22,7 @@ from tests.engines import ENGINES, Cell, ExactLM, running
 from tests.models import MATRICES
 from tests.on_ranks import on_ranks
 from tests.ranks import gathered
-from tests.rules import SECTIONS
+from tests.references import SECTIONS
 from tests.zero import ADAMW
 
 

@@ -27,7 +27,7 @@ from lwopt_backend.runtime.whole import FlatPieces, Slices, WholeMatrices
 from tests.cells import cells
 from tests.counted import Counted
 from tests.on_ranks import on_ranks
-from tests.rule_steps import random, rule_of
+from tests.references import random, rule_of
 from tests.test_plan import SHAPES, atoms_of, plan_of
 
 

@@ -42,7 +42,7 @@ from tests.hostile import unlist
 from tests.models import MATRICES, UnevenLM, batch
 from tests.owned import BUCKET_MB
 from tests.ranks import RankPool
-from tests.rules import ELEMENTWISE, SECTIONS
+from tests.references import ELEMENTWISE, SECTIONS
 from tests.schedules import METRICS, OF_TORCH, RATES, SCHEDULES, all_of, alone, takes_metric
 from tests.schedules import rates as rates_of_steps
 from tests.zero import ADAMW, ROWS, config, engine_for, train

@@ -25,7 +25,7 @@ from tests.counted import Counted
 from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.rules import layer_wise
+from tests.references import layer_wise
 from tests.zero import ROWS, Reference, batch_shares, engine_for, newton_schulz_in_float32, settings_for, train
 
 OF_SAVES = ["fp32", "bf16", "bf16+fp32", "fp16", "autocast"]

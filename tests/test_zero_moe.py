@@ -26,7 +26,7 @@ from tests.engines import falling
 from tests.models import VOCABULARY, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.rules import layer_wise
+from tests.references import layer_wise
 from tests.zero import ROWS, Beside, Reference, build, engine_for, train, train_step
 from tests.zero import settings_for as zero_settings
 

@@ -31,7 +31,7 @@ from tests.engines import falling
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool, gathered
-from tests.rules import layer_wise
+from tests.references import layer_wise
 from tests.zero import (
     ADAMW,
     BF16,

@@ -25,7 +25,7 @@ from tests.cells import cells
 from tests.command_line import succeeds
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
-from tests.rules import SECTIONS, layer_wise, matrix_optimizer
+from tests.references import SECTIONS, layer_wise, matrix_optimizer
 from tests.zero import PRECISIONS, ROWS, Beside, Reference, engine_for, settings_for, train_step
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from lwopt_backend.integrations import deepspeed_zero
 from tests.models import MATRICES, UnevenLM, batch, largest_difference
 from tests.ranks import gathered
-from tests.rule_steps import orthogonalized
-from tests.rules import ADAMW, MUON, Blocks, Separate
+from tests.references import ADAMW, MUON, Blocks, Separate, orthogonalized
 
 ROWS = 8  # of the global batch, at every world size
 OWN_ROWS = 24  # the same where ranks have their own; divides into 1 to 4 ranks and 1 or 2 micro-batches

@@ -32,7 +32,7 @@ from tests import fsdp2, hostile, zero
 from tests.command_line import torch_dist
 from tests.faults.campaign import SEED, count, in_raw_words, raw
 from tests.ranks import RankPool
-from tests.rules import CLASSES, PlainRule, elementwise_optimizer
+from tests.references import CLASSES, PlainRule, elementwise_optimizer
 
 MOST_FLOPS = 200  # iterations of Newton-Schulz that a test waits for
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lwopt_backend import LayerWiseOptimizer
 from tests.migration import entry
-from tests.rule_steps import random
+from tests.references import random
 
 STEPS = 20
 LIMIT = 0.03  # of what a matrix moves by: both iterate in bf16, and dion also takes its step in it; found 0.014

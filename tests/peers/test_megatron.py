@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tests.command_line import succeeds
 from tests.launcher import ROOT
 from tests.ranks import free_port
-from tests.rule_steps import Trained, rule_of
+from tests.references import Trained, rule_of
 
 sys.path.append(str(ROOT / "examples"))
 

@@ -1,6 +1,7 @@
-"""What tests of rules on engines share: the rules, and training with them on one process, on whole parameters."""
+"""References on one process, on whole parameters: the rules that tests train with, torch's optimizers and this
+package's rules on whole matrices, and formulas written out here."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytorch_optimizer
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lwopt_backend import register_elementwise
-from lwopt_backend.groups.registry import ELEMENTWISE_RULES
+from lwopt_backend.config.hosts import HostConfig
+from lwopt_backend.config.options import parse
+from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, build_matrix_rule
+from lwopt_backend.rules import MatrixRule, OwnerStateRule
 from lwopt_backend.runtime.elementwise import Counters
-from tests.rule_steps import Trained, rule_of
 
 
 def state_of(*keys: str, **counters: torch.dtype) -> Any:
@@ -34,7 +37,6 @@ register_elementwise(
 )
 MUON = {"lr": 0.02, "weight_decay": 0.1}
 ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-Blocks = dict[str, list[Callable[[Tensor], Tensor]]]  # which elements of a parameter are a matrix, to read
 SECTIONS: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon", **MUON},
     "sum, coupled": {"name": "muon", **MUON, "momentum_form": "sum", "weight_decay_form": "coupled"},
@@ -80,41 +82,80 @@ def layer_wise(rule: str, **options: Any) -> dict[str, Any]:
     return {"type": "LayerWise", "params": {**rules, "report": False, **options}}
 
 
-class Cautious(torch.optim.Optimizer):
-    """AdamW or Lion with cautious weight decay, as "Cautious Weight Decay" has them: no decay of what grows."""
-
-    def __init__(self, params: Iterable[Tensor], name: str, **options: Any) -> None:
-        self.name = name
-        defaults = {"adamw": {"betas": (0.9, 0.999), "eps": 1e-8}, "lion": {"betas": (0.9, 0.99)}}[name]
-        super().__init__(params, {**defaults, **options})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    update = getattr(self, self.name)(param.grad, state, group)
-                    decays = ~((param > 0) & (update < 0) | (param < 0) & (update > 0))
-                    kept = torch.where(decays, 1 - group["lr"] * group["weight_decay"], 1.0)
-                    param.copy_(param * kept - update)
-
-    def adamw(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        beta1, beta2 = group["betas"]
-        step = state["step"] = state.get("step", 0) + 1
-        mean = state.setdefault("mean", torch.zeros_like(grad)).lerp_(grad, 1 - beta1)
-        square = state.setdefault("square", torch.zeros_like(grad)).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = (square.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
-        return torch.zeros_like(grad).addcdiv_(mean, root, value=group["lr"] / (1 - beta1**step))
-
-    def lion(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        beta1, beta2 = group["betas"]
-        mean = state.setdefault("mean", torch.zeros_like(grad))
-        update = mean.lerp(grad, 1 - beta1).sign_()
-        mean.lerp_(grad, 1 - beta2)
-        return update * group["lr"]
+# One matrix
+SHAPES = [(48, 63), (63, 48), (32, 32), (1, 7), (7, 1), (200, 3)]
+SIMPLE = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients
 
 
+def random(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(shape: tuple[int, ...], steps: int = 4) -> Sequence[Tensor]:
+    return [random(shape, 100 + step) for step in range(steps)]
+
+
+Table = Sequence[tuple[float, float, float]]
+
+
+def orthogonalized(matrix: Tensor, table: Table, margin: float = 1.0) -> Tensor:
+    """Newton-Schulz with a row of ``table`` for each step, in the matrix's dtype; written out here, not taken from our
+    rules."""
+    x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    x = x / (x.norm() * margin).clamp(min=1e-7)
+    for a, b, c in table:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if matrix.size(0) > matrix.size(1) else x
+
+
+def rule_of(name: str, **options: Any) -> MatrixRule:
+    checked = parse(MATRIX_RULES[name].model({}, name), options, name)
+    return build_matrix_rule({"rule": name, **checked.model_dump()}, HostConfig())
+
+
+class Trained:
+    """A matrix that a rule trains as the steppers drive it."""
+
+    def __init__(self, rule: MatrixRule, value: Tensor) -> None:
+        self.rule = rule
+        self.value = value.clone()
+        self.state = {key: torch.zeros_like(value) for key in rule.state_keys}
+        self.owner_state: dict[str, Any] = {}
+        if isinstance(rule, OwnerStateRule):
+            self.owner_state = rule.new_owner_state(tuple(value.shape), value.device)
+
+    def update(self, grad: Tensor) -> Tensor:
+        """What the owner sends back for ``grad``."""
+        grad = self.rule.gradient(grad, self.value)
+        self.rule.accumulate(grad, self.state)
+        direction = self.rule.direction(grad, self.state).to(self.rule.exchange_dtype)
+        if isinstance(self.rule, OwnerStateRule):
+            return self.rule.transform_with(direction, self.owner_state)
+        return self.rule.transform(direction)
+
+    def step(self, grad: Tensor) -> Tensor:
+        self.rule.apply(self.value, self.update(grad), tuple(self.value.shape))
+        return self.value
+
+
+def trained(rule: MatrixRule, shape: tuple[int, ...], steps: int = 4) -> Tensor:
+    matrix = Trained(rule, random(shape, 1))
+    for grad in gradients(shape, steps):
+        matrix.step(grad)
+    return matrix.value
+
+
+def trained_by(make: Callable[[nn.Parameter], torch.optim.Optimizer], shape: tuple[int, int]) -> Tensor:
+    param = nn.Parameter(random(shape, 1))
+    optimizer = make(param)
+    for grad in gradients(shape):
+        param.grad = grad.clone()
+        optimizer.step()
+    return param.detach()
+
+
+# All matrices, or everything else, of a model
 class PlainRule:
     def __init__(self, params: list[Tensor], section: dict[str, Any]) -> None:
         self.params = params
@@ -136,6 +177,9 @@ def matrix_optimizer(params: list[Tensor], section: dict[str, Any]) -> Any:
         return PlainRule(params, section)
     options = {key: value for key, value in section.items() if key not in ("name", "class")}
     return CLASSES[section["name"]](params, **options)
+
+
+Blocks = dict[str, list[Callable[[Tensor], Tensor]]]  # which elements of a parameter are a matrix, to read
 
 
 class Separate:
@@ -163,6 +207,40 @@ class Separate:
     def zero_grad(self) -> None:
         for param in self.params:
             param.grad = None
+
+
+class Cautious(torch.optim.Optimizer):
+    """AdamW or Lion with cautious weight decay, as "Cautious Weight Decay" has them: no decay of what grows."""
+
+    def __init__(self, params: Iterable[Tensor], name: str, **options: Any) -> None:
+        self.name = name
+        defaults = {"adamw": {"betas": (0.9, 0.999), "eps": 1e-8}, "lion": {"betas": (0.9, 0.99)}}[name]
+        super().__init__(params, {**defaults, **options})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    update = getattr(self, self.name)(param.grad, self.state[param], group)
+                    decays = ~((param > 0) & (update < 0) | (param < 0) & (update > 0))
+                    kept = torch.where(decays, 1 - group["lr"] * group["weight_decay"], 1.0)
+                    param.copy_(param * kept - update)
+
+    def adamw(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        beta1, beta2 = group["betas"]
+        step = state["step"] = state.get("step", 0) + 1
+        mean = state.setdefault("mean", torch.zeros_like(grad)).lerp_(grad, 1 - beta1)
+        square = state.setdefault("square", torch.zeros_like(grad)).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = (square.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+        return torch.zeros_like(grad).addcdiv_(mean, root, value=group["lr"] / (1 - beta1**step))
+
+    def lion(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        beta1, beta2 = group["betas"]
+        mean = state.setdefault("mean", torch.zeros_like(grad))
+        update = mean.lerp(grad, 1 - beta1).sign_()
+        mean.lerp_(grad, 1 - beta2)
+        return update * group["lr"]
 
 
 def elementwise_optimizer(params: list[Tensor], section: dict[str, Any]) -> torch.optim.Optimizer:
