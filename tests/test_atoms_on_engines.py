@@ -1,30 +1,22 @@
 """Matrices in a parameter are updated as if they were separate parameters, on every engine, bit for bit; and QK-clip
 after a step equals multiplying the rows of heads by hand."""
 
-import itertools
-import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lwopt_backend import Heads, LayerWiseOptimizer, QKClip
-from lwopt_backend.plan import TrainedParam
-from lwopt_backend.plan.layouts import View
-from lwopt_backend.qk_clip import RowScaling
-from lwopt_backend.runtime.state import StatePiece, part_of
 from tests.cells import cells
 from tests.engines import ENGINES, ZERO, Cell, running
 from tests.fused import ATOMS, BLOCKS, HEADS, MATRICES, PER_HEAD, Experts, FusedLM, HeadsLM
 from tests.models import largest_difference
 from tests.on_ranks import on_ranks
-from tests.owned import exact_sums, optimizer_for, shares, train
+from tests.owned import exact_sums, shares, train
 from tests.references import ADAMW, MUON
-from tests.zero import Reference, config, engine_for
+from tests.zero import Reference
 
 STEPS = 3
 COUNT = 3 + 3 + 1 + 2 + 1 + 1 + 3 + 1 + 4 + 2 + 5  # of matrices in the model
@@ -89,7 +81,7 @@ def there_is(ranks: int, engine: str, how: tuple[str, dict[str, Any]]) -> bool:
 
 @cells(there_is, ranks=[1, 2, 3, 4], engine=ENGINES, how=HOW)
 @on_ranks()
-def test_every_engine(engine: str, how: tuple[str, dict[str, Any]]) -> None:
+def test_fused_weights_and_qk_clip_on_every_engine(engine: str, how: tuple[str, dict[str, Any]]) -> None:
     """All ranks train on all rows. FSDP2 loses the hooks that make the sums of three ranks exact."""
     options, build = {"atoms": ATOMS, **how[1]}, FusedLM if engine == "fsdp2" else lambda: exact_sums(FusedLM())
     cell = Cell(engine, alike=True, sharding=options.pop("sharding", "rows"), options=options)
@@ -125,7 +117,7 @@ def test_every_engine(engine: str, how: tuple[str, dict[str, Any]]) -> None:
 
 @cells(lambda ranks, engine: (ranks, engine) != (3, "fsdp2"), ranks=[1, 2, 3, 4], engine=ENGINES)
 @on_ranks()
-def test_heads_on_every_engine(engine: str) -> None:
+def test_per_head_on_every_engine_equals_one_process(engine: str) -> None:
     """Each is trained as a parameter of its own would be by torch.optim.Muon; o_proj is one matrix. FSDP2 as above."""
     build = HeadsLM if engine == "fsdp2" else lambda: exact_sums(HeadsLM())
     single = Reference(build(), matrices=(*HEADS, "grouped.o_proj.weight"), blocks=HEADS)
@@ -154,7 +146,7 @@ class Stack(nn.Module):
 
 @cells(ranks=[2, 3, 4], layout=["compact", "auto"], rule=["muon", "normuon"])
 @on_ranks()
-def test_a_stack_is_owned_by_several_ranks(layout: str, rule: str, tmp_path: Path) -> None:
+def test_experts_of_a_stack_are_owned_by_several_ranks(layout: str, rule: str, tmp_path: Path) -> None:
     """Trained as where no matrix is cut, and resumed from files by another optimizer."""
     world_size = dist.get_world_size()
 
@@ -173,142 +165,3 @@ def test_a_stack_is_owned_by_several_ranks(layout: str, rule: str, tmp_path: Pat
     pieces = [p for b in optimizer.core.manager.buckets for p in b.pieces]
     mine = sum(p.numel // 24**2 for p in pieces if optimizer.core.members[p.param].name == "experts.up")
     assert mine <= -(-6 // world_size), "experts are shared out"
-
-
-# QK-clip
-def test_any_range_and_box_of_a_parameter_takes_the_factors_of_its_outputs() -> None:
-    """However it is cut, within a row or not; stored transposed, of one dimension or of three."""
-    shapes = {"plain": (6, 4), "transposed": (4, 6), "bias": (6,), "conv": (6, 2, 2)}
-    factors = torch.arange(2.0, 8.0)
-    scaling = RowScaling(shapes, frozenset({"transposed"}), lambda name: ())
-    for name, shape in shapes.items():
-        param = TrainedParam(name, shape, "float32", "muon")
-        outputs = factors if name in ("transposed", "bias") else factors.view(-1, *[1] * (len(shape) - 1))
-        whole = torch.ones(shape) * outputs
-        views = [View.of_range(*cut) for cut in itertools.combinations(range(whole.numel() + 1), 2)]
-        cuts = itertools.product(*(itertools.combinations(range(size + 1), 2) for size in shape))
-        views += [View.of_box(shape, [(start, stop - start) for start, stop in cut]) for cut in cuts]
-        for view in views:
-            scaling.set({name: factors})
-            elements = torch.ones(view.sizes)
-            assert scaling.scale([param], [StatePiece(0, view, elements, {})])
-            assert torch.equal(elements, part_of(whole, view)) and not scaling
-            assert not scaling.scale([param], [StatePiece(0, view, elements, {})])
-
-
-@on_ranks(2)
-def test_fp32_masters_are_clipped_and_the_parameter_is_their_rounding() -> None:
-    model = FusedLM().bfloat16()
-    optimizer = optimizer_for(model, atoms=ATOMS, grad_dtype="float32")
-    clip, seen = QKClip(optimizer, {"fused": LAYERS["fused"]}, BOUND), []
-    for _ in range(2):
-        model(*shares(0, 1)[0]).backward()
-        optimizer.step()
-        optimizer.synchronize()
-        seen.append(model.qkv.weight.detach().clone())
-        optimizer.zero_grad()
-        clip({"fused": torch.full((4,), 400.0)})
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-    before, after = seen
-    assert torch.equal(after[:32], before[:32] / 2) and torch.equal(after[32:], before[32:])
-
-
-def test_heads_of_a_fused_weight_are_clipped_alike_as_matrices_and_as_parts() -> None:
-    found = [HeadsLM().fused.wqkv.weight]
-    for options in ({"atoms": {}}, PER_HEAD):
-        model = HeadsLM()
-        optimizer = optimizer_for(model, **options)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        layer = Heads("fused.wqkv.weight", "fused.wqkv.weight", heads=4, key_heads=2)
-        clip = QKClip(optimizer, {"0": layer}, BOUND)
-        with mock.patch.object(
-            optimizer.row_scaling, "matrices_in", side_effect=AssertionError("looked up every step")
-        ):
-            clip({"0": torch.tensor([400.0, 100.0, 90.0, 250.0])})
-        model(*shares(0, 1)[0]).backward()
-        optimizer.step()
-        found.append(model.fused.wqkv.weight.detach())
-    before, apart, by_head = found
-    assert torch.equal(by_head, apart) and not torch.equal(apart, before)
-
-
-FUSED = LAYERS["fused"]
-APART = "layer 'fused': 'qkv.weight' is query and key; expected matrices 'q' and 'k' in it, found "
-DIVIDE = '; divide it with the option "atoms": {"qkv.weight": {"qkv": ['
-TWO_WEIGHTS = "'out.bias' is query_bias and key_bias, but query and key are two weights, 'mix.weight' and"
-OTHER_BIAS = "expected a bias of 24 outputs, as 'mix.weight' has; found 'qkv.bias' with 40"
-WRONG_LAYERS: list[tuple[dict[str, Any], Any, str]] = [
-    ({}, Heads("qvk.weight", "down.weight", 2), "no trained parameter is named 'qvk.weight'; did you mean 'qkv.we"),
-    ({}, Heads("qkv.weight", "qkv.weight", 5), "expected outputs of 'q' that divide into 5 heads, found 24 in 'qkv"),
-    ({}, Heads("mix.weight", "out.weight", 6, key_heads=4), "layer 'fused': key_heads: expected a divisor of the 6"),
-    ({}, Heads("mix.weight", "down.weight", 2, query_bias="out.bias", key_bias="out.bias"), TWO_WEIGHTS),
-    ({}, Heads("mix.weight", "down.weight", 2, query_bias="qkv.bias"), f"layer 'fused': {OTHER_BIAS}"),
-    (
-        {},
-        Heads("gate_up.weight", "down.weight", 2),
-        "as many outputs of the key as of the query, found 24 and 46; give",
-    ),
-    (
-        {},
-        Heads("mix.weight", "out.weight", 6),
-        "expected key_bias='out.bias', found None; logits shrink only if the bias",
-    ),
-    (
-        {},
-        Heads("qkv.weight", "out.weight", 4, 4, "qkv.weight"),
-        "a bias with one, found 'qkv.weight' of shape (40, 24)",
-    ),
-    ({}, {"query": "mix.weight"}, "layer 'fused': expected Heads(query, key, heads=...), found {'query'"),
-    ({"atoms": {}}, FUSED, f"{APART}a single matrix{DIVIDE}"),
-    ({"atoms": {"qkv.weight": "whole"}}, FUSED, f"{APART}a single matrix{DIVIDE}"),
-    ({"atoms": {"qkv.weight": {"split_sizes": [24, 8, 8]}}}, FUSED, f"{APART}'part0', 'part1', 'part2'{DIVIDE}"),
-    ({"atoms": {}, "exclude": ["qkv.weight"]}, FUSED, f"{APART}none, because no matrix rule updates it{DIVIDE}"),
-]
-ONE_PER_HEAD = "layer 'fused': expected max_logits as a tensor of shape (4,), one per head; found "
-
-
-@pytest.mark.parametrize(("options", "heads", "message"), WRONG_LAYERS)
-def test_wrong_layers_are_errors(options: dict[str, Any], heads: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        QKClip(optimizer_for(FusedLM(), **{"atoms": ATOMS, **options}), {"fused": heads})
-
-
-def test_no_layers_and_no_heads_are_errors() -> None:
-    with pytest.raises(ValueError, match="layers: expected at least one attention layer, found none"):
-        QKClip(optimizer_for(FusedLM(), atoms=ATOMS), {})
-    for counts in ({"heads": 0}, {"heads": 4.0}, {"heads": 4, "key_heads": True}):
-        with pytest.raises(ValueError, match="heads: expected a number of heads of at least 1, found"):
-            Heads("q", "k", **counts)
-
-
-@pytest.mark.parametrize(
-    ("logits", "message"),
-    [
-        ({"fusd": torch.ones(4)}, "unknown layer 'fusd'; did you mean 'fused'?"),
-        (torch.ones(4), "max_logits: expected a mapping of layers to tensors of shape (heads,); found a Tensor"),
-        ({"fused": torch.ones(3)}, f"{ONE_PER_HEAD}shape (3,)"),
-        ({"fused": torch.ones(4, 1)}, f"{ONE_PER_HEAD}shape (4, 1)"),
-        ({"fused": torch.tensor(1.0)}, f"{ONE_PER_HEAD}shape ()"),
-        ({"fused": [1.0, 2.0, 3.0, 4.0]}, f"{ONE_PER_HEAD}a list"),
-    ],
-)
-def test_wrong_logits_are_errors(logits: Any, message: str) -> None:
-    clip = QKClip(optimizer_for(FusedLM(), atoms=ATOMS), LAYERS)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        clip(logits)
-
-
-@on_ranks(2)
-def test_other_optimizers_are_refused_with_what_to_pass() -> None:
-    """Also the optimizer that ZeRO wraps; and this package's where a fused weight was left whole."""
-    with engine_for(config(2, rows=8, atoms={"qkv.weight": "whole"}), FusedLM()) as engine:
-        for other, name in (
-            (torch.optim.SGD(FusedLM().parameters()), "torch.optim.sgd.SGD"),
-            (engine.optimizer, "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"),
-        ):
-            with pytest.raises(TypeError, match=f"QKClip: expected .* engine.basic_optimizer .*; found {name}"):
-                QKClip(other, {"fused": FUSED})
-        with pytest.raises(ValueError, match=re.escape(APART)):
-            QKClip(engine.basic_optimizer, {"fused": FUSED})

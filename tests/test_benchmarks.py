@@ -196,7 +196,7 @@ def test_a_step_launches_at_most_so_much(engine: str) -> None:
 
 
 def test_a_package_that_cannot_be_timed_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not there, or there without its kernels: see test_ns_packages.py."""
+    """Not there, or there without its kernels: see test_newton_schulz.py."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "gram_newton_schulz", None)
     monkeypatch.setitem(sys.modules, KERNELS, ModuleType(KERNELS))

@@ -32,7 +32,7 @@ def test_torch_bit_by_bit_and_pytorch_optimizer_to_bfloat16s_rounding(shape: tup
 SIMPLE: Table = [(3.4445, -4.7750, 2.0315)] * 5
 QUINTIC: Table = [(4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037)]
 QUINTIC += [(2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012)]
-POLAR = list(TABLES["polar_express_5"].triples)  # test_muon.py computes it as its paper does
+POLAR = list(TABLES["polar_express_5"].triples)  # which test_newton_schulz.py checks
 
 
 def orthogonal(u: Tensor, table: Table, dtype: torch.dtype, margin: float = 1.0) -> Tensor:
