@@ -109,16 +109,17 @@ BLOCKS: Blocks = {
 }
 
 
-class ByGroup(nn.Module):
-    """torchtitan's fused weight: for every group its queries' heads, the key's and the value's."""
+class FusedQKVLinear(nn.Module):
+    """torchtitan's: every group of queries has these, their key and their value."""
 
-    def __init__(self, groups: int) -> None:
+    def __init__(self, inputs: int = 24, heads: int = 6, kv_heads: int = 3, size: int = 4) -> None:
         super().__init__()
-        self.heads_per_kv, self.r_dim, self.head_dim = 2, 4, 4
-        self.wqkv = nn.Linear(WIDTH, groups * 16, bias=False)
+        self.heads_per_kv, self.head_dim, self.r_dim = heads // kv_heads, size, heads // kv_heads + 2
+        self.wqkv = nn.Linear(inputs, kv_heads * self.r_dim * size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wqkv(x).tanh().mean(-1, keepdim=True)
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        grouped = self.wqkv(x).unflatten(-1, (-1, self.r_dim, self.head_dim))
+        return dict(zip("qkv", grouped.split([self.heads_per_kv, 1, 1], dim=-2)))
 
 
 class Grouped(nn.Module):
@@ -159,14 +160,15 @@ class HeadsLM(nn.Module):
         torch.manual_seed(seed)
         self.config = Sizes()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.grouped, self.latent, self.fused = Grouped(), Latent(), ByGroup(2)
+        self.grouped, self.latent, self.fused = Grouped(), Latent(), FusedQKVLinear(heads=4, kv_heads=2)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
         x = x + self.grouped(x)
         x = x + self.latent(x)
-        return nn.functional.cross_entropy(self.lm_head(x + self.fused(x)).float().flatten(0, 1), targets.flatten())
+        x = x + self.fused.wqkv(x).tanh().mean(-1, keepdim=True)
+        return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
 
 
 PER_HEAD = {"atoms": {}, "overrides": [{"params": "*.weight", "matrix": {"per_head": True}}]}
