@@ -1,6 +1,5 @@
-"""Matrices of public models, Megatron-Core's figures for them, and plans of every kind."""
+"""Matrices of public models, and plans of every kind."""
 
-import csv
 import hashlib
 import json
 import random
@@ -18,13 +17,6 @@ from lwopt_backend.plan.owners import Limits
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.shapes import read_shapes_json
 from lwopt_backend.planner.study import Deployment, Study, plan_study
-
-
-@cache
-def figures() -> list[dict[str, str]]:
-    """The rows of what Megatron-Core planned for models, measured by its own code."""
-    with Path(public_models.__file__).with_name("megatron_planner.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 @cache
