@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lwopt_backend.plan import exchange
 from lwopt_backend.plan.atoms import Atom, matrices_of
-from lwopt_backend.plan.buckets import BucketTime, Stage, Timeline, critical_path, cut_buckets, pipeline
+from lwopt_backend.plan.buckets import BucketTime, Stage, Timeline, cut_buckets, pipeline
 from lwopt_backend.plan.cost import MACHINES, Machine, newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas, in_blocks
@@ -43,7 +42,7 @@ SMALL = [(1, 7), (7, 1), (6, 10), (13, 5), (4, 4), (64, 24)]
 NUMELS = [rows * columns for rows, columns in SMALL]
 
 
-def test_partitions_cut_parameters_where_deepspeed_does() -> None:
+def test_flat_partitions_cut_parameters_where_deepspeed_does() -> None:
     layout = FlatPartition.build([4, 5, 1], 3)
     assert layout.partition_numel == 4  # 10 elements, padded to a multiple of 2 * 3
     assert layout.fragments(0) == (Fragment(0, 0, 4, 0),)
@@ -87,7 +86,7 @@ GPT = [(1152, 384), (384, 384), (1536, 384), (384, 1536)] * 12
 
 
 @on_ranks(4)
-def test_parts_are_where_torch_puts_them() -> None:
+def test_shards_on_a_mesh_are_where_torch_puts_them() -> None:
     for mesh_shape, all_placements in PLACEMENTS.items():
         mesh = mesh_of(*mesh_shape, names=("outer", "inner")[: len(mesh_shape)])
         coordinate = tuple(mesh.get_coordinate())
@@ -115,7 +114,7 @@ def test_stay_gives_an_atom_to_the_rank_that_stores_most_of_it() -> None:
     assert sum(map(len, plan.buckets)) <= 15 and sum(plan.moved_numel()) <= 15 * (64 * 256) // 2, "at 15 boundaries"
 
 
-def test_balance_moves_no_more_than_it_must_to_be_as_even_as_longest_first() -> None:
+def test_balance_moves_no_more_than_it_must_to_be_as_even_as_lpt() -> None:
     # costs 7, 6, 5, 4, 3 on two ranks, longest first: 7 | 6, then 5 to 6, 4 to 7, 3 to 11; the busiest has 14
     atoms = [Atom(str(i), (1, 1), cost) for i, cost in enumerate([7, 6, 5, 4, 3])]
     layout = FlatPartition.build([1] * 5, 2)  # ranks store atoms 0-3 and 4 (partition of 4)
@@ -150,18 +149,7 @@ def test_the_modelled_step_is_the_busiest_ranks_and_auto_takes_the_shorter() -> 
     assert plan_of([(64, 64)] * 8, 2, "auto").ownership.policy == "stay", "already balanced, nothing to move"
 
 
-@pytest.mark.parametrize(("ranks", "bound"), [(2, 1.01), (3, 1.02), (4, 1.01), (8, 1.05), (16, 1.34), (64, 1.0)])
-def test_work_is_balanced_over_all_buckets(ranks: int, bound: float) -> None:
-    atoms = atoms_of(GPT)
-    plan = plan_spread(atoms, rows_over(GPT, ranks))
-    ideal = max(sum(atom.cost for atom in atoms) / ranks, max(atom.cost for atom in atoms))
-    owners = dict(enumerate(plan.ownership.owners))
-    assert max(plan.ownership.loads) <= bound * ideal
-    assert critical_path(atoms, plan.buckets, owners, [0] * ranks) <= 1.35 * ideal
-    assert all(len(bucket) >= min(2 * ranks, len(atoms)) for bucket in plan.buckets)
-
-
-def test_owners_have_room_are_where_the_matrix_is_and_take_the_nearest_copy() -> None:
+def test_owners_have_least_load_are_where_the_matrix_is_and_take_the_nearest_copy() -> None:
     same = [(16, 16)] * 6
     busy = plan_spread(atoms_of(same), rows_over(same, 2), loads=[4 * newton_schulz_flops((16, 16)), 0])
     assert busy.owned_counts() == [1, 5], "rank 0 has work elsewhere, as much as of four of the six"
@@ -178,7 +166,7 @@ def on_four(*dims: int | None, late: tuple[bool, bool] = (False, False)) -> Mesh
     return MeshLayout(coordinates, tuple(Sharding(shape, (2, 2), dims, late) for shape in SMALL))
 
 
-def test_rows_of_copies_own_equally_much_of_a_bucket() -> None:
+def test_rows_of_an_hsdp_mesh_own_equally_much_of_a_bucket() -> None:
     shapes, mesh = [(64, 16)] * 8, (8, 2)
     shardings = tuple(Sharding(shape, mesh, (None, 0), (False, False)) for shape in shapes)
     plan = plan_spread(atoms_of(shapes), MeshLayout(tuple(itertools.product(range(8), range(2))), shardings), Limits(8))
@@ -189,7 +177,7 @@ def test_rows_of_copies_own_equally_much_of_a_bucket() -> None:
     )
 
 
-def test_seconds_of_copies_are_those_of_links_in_a_row_and_along_a_column() -> None:
+def test_seconds_of_hsdp_are_those_of_links_in_a_row_and_along_a_column() -> None:
     machine = Machine("m", 1e30, 10.0, 0.0, node_size=2, node_bytes_per_second=100.0)
     sharding = Sharding((64, 16), (2, 2), (None, 0), (False, False))
     layout = MeshLayout(tuple(itertools.product(range(2), range(2))), (sharding,))
@@ -255,7 +243,7 @@ def assert_arrives(ways: list[Transfer]) -> None:
 @pytest.mark.parametrize(
     ("where", "over"), [*itertools.product(FLAT, [1, 2, 3, 4, 7]), *((where, None) for where in LAYOUTS)]
 )
-def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(where: str, over: Any) -> None:
+def test_all_to_all_brings_every_element_to_its_owner_once_and_every_piece_back(where: str, over: Any) -> None:
     spread = over is None
     plan = plan_spread(atoms_of(SMALL), LAYOUTS[where], Limits(2)) if spread else plan_of(SHAPES, over, where)
     layout: Layout = plan.layout
@@ -293,22 +281,16 @@ def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(where: 
             sent_back[rank] += returned
             if where in FLAT:
                 assert (back[rank].sends, back[rank].receives) == (forth[rank].receives, forth[rank].sends)
+        if where.startswith("stage"):  # stage 0's copies only come back, and their owner alone keeps the state
+            assert plan.trips(bucket) == (1 if where == "stage 0" else 2)
+            for atom, owner in ((atom, plan.ownership.owners[atom]) for atom in members):
+                keepers = [owner] if where == "stage 0" else [part.rank for part in layout.fragments(atom)]
+                assert [rank for rank in ranks if plan.keeps_state(atom, rank)] == keepers
     assert plan.wire_bytes() == [2 * sum(ways) for ways in zip(moved, sent_back)]
     if where in FLAT:
         assert plan.moved_numel() == moved
         local = [atom for rank in ranks for atom in plan.local_atoms(rank)]
         assert sorted([*local, *itertools.chain(*plan.buckets)]) == list(range(len(SHAPES)))
-
-
-@pytest.mark.parametrize(("name", "trips"), [("stage 0", 1), ("stage 3 on 3", 2), ("stage 3 on 4", 2)])
-def test_what_is_everywhere_only_comes_back_and_parts_go_to_their_owner_too(name: str, trips: int) -> None:
-    layout = LAYOUTS[name]
-    plan = plan_spread(atoms_of(SMALL), layout)
-    travelling = [n for n, members in enumerate(plan.buckets) if any(plan.atoms[i].numel > 4 for i in members)]
-    assert {plan.trips(bucket) for bucket in travelling} == {trips}
-    for index, owner in enumerate(plan.ownership.owners):
-        keepers = [rank for rank in range(layout.world_size) if plan.keeps_state(index, rank)]
-        assert keepers == ([owner] if trips == 1 else [part.rank for part in layout.fragments(index)])
 
 
 def test_buckets_hold_at_most_their_size_or_one_matrix() -> None:
@@ -405,11 +387,3 @@ def test_planning_takes_one_pass_over_kinds_of_matrices_not_over_ranks() -> None
     with mock.patch.object(exchange, "own_block", side_effect=exchange.own_block) as asked:
         plan = plan_spread(atoms_of(shapes), rows_over(shapes, 256), block_period=5)
     assert asked.call_count == 256 + 64 and plan.in_blocks == set(range(len(shapes)))
-
-
-def test_50_000_matrices_with_a_block_period_are_planned_in_seconds() -> None:
-    """Seconds of CPU, of which an idle machine takes a third."""
-    shapes, began = [(8, 8)] * 50_000, time.process_time()
-    plan = plan_spread(atoms_of(shapes), rows_over(shapes, 8), block_period=5)
-    assert time.process_time() - began < 5
-    assert sum(map(len, plan.buckets)) == len(shapes)
