@@ -1,4 +1,4 @@
-"""The command ``lwopt``, called as a user calls it: plans, simulations, measurements, rules, and wrong arguments."""
+"""The command ``lwopt``, called as a user calls it: plans and their pictures, rules, and wrong arguments."""
 
 import json
 import os
@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import matplotlib
 import pytest
 import torch
 from click.testing import CliRunner
 
 from lwopt_backend.checkpoint import formats, names
+from lwopt_backend.cli.tables import recording
 from lwopt_backend.config.atoms import Division
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.groups.registry import MATRIX_RULES
 from lwopt_backend.plan.cost import max_min_squared
+from lwopt_backend.planner import picture
 from tests.command_line import commands, refused, torch_dist
 
 LAYER = [["q", [256, 256]], ["o", [256, 256]], ["up", [1024, 256]], ["down", [256, 1024]]]
@@ -42,7 +45,7 @@ def plan(shapes: Path, *arguments: object) -> dict[str, Any]:
     return json.loads(run("plan", "--shapes", shapes, "--json", *arguments))
 
 
-def test_json_holds_the_plan_and_nothing_else_is_printed(shapes: Path) -> None:
+def test_plan_json_holds_the_plan_and_nothing_else_is_printed(shapes: Path) -> None:
     found = plan(shapes, "--world-size", 8, "--layout", "padded", "--bucket-mb", 1e6, "--assignments")
     matrices = {f"layers.{i}.{name}": shape for i in range(6) for name, shape in LAYER}
     assert sorted(name for name, _, _ in found["assignments"]) == sorted(matrices)
@@ -150,6 +153,62 @@ def test_the_printed_plan(models: dict[str, Path], monkeypatch: pytest.MonkeyPat
     assert len(found["stages"]) == 2 and found["stages"][0]["padding_pct"]["experts"] == 0
 
 
+# Pictures
+def drawn(axes: Any, number: int) -> list[float]:
+    """The heights of one kind of bars, or of the outline that stands for many."""
+    if axes.containers:
+        return [bar.get_height() for bar in axes.containers[number]]
+    values, _, baseline = axes.patches[number].get_data()
+    return [float(high - low) for high, low in zip(values, baseline)]
+
+
+@pytest.mark.parametrize("ranks", [4, 48])
+def test_the_picture_shows_work_and_memory_of_every_rank_and_every_bucket(shapes: Path, ranks: int) -> None:
+    data = plan(shapes, "--world-size", ranks, "--layout", "padded", "--bucket-mb", 2)
+    work, memory, buckets = picture.draw(data).axes
+    loads, per_rank = data["load_per_rank"], data["memory_per_rank"]
+    totals = [sum(rank[kind] for kind in picture.MEMORY) for rank in per_rank]
+    order = sorted(range(ranks), key=lambda rank: (-loads[rank], -totals[rank], rank))
+    most = 1e3 * data["seconds_parts"]["compute"]
+    assert drawn(work, 0) == pytest.approx([most * loads[rank] / max(loads) for rank in order])
+    kinds = [kind for kind in picture.MEMORY if any(rank[kind] for rank in per_rank)]
+    for number, kind in enumerate(kinds):
+        assert drawn(memory, number) == pytest.approx([per_rank[rank][kind] / 2**30 for rank in order])
+    spans = data["timeline"]
+    assert [bar.get_x() for bar in buckets.containers[1]] == pytest.approx([1e3 * each["work"][0] for each in spans])
+    assert len(buckets.containers) == 3 and spans[-1]["back"][1] == data["seconds_overlapped"]
+
+
+def test_html_of_a_picture_escapes_names_and_ignores_the_users_matplotlib_settings(shapes: Path) -> None:
+    hostile = "</title><img src=x onerror=alert(1)> $\\frac{$"
+    data = {**plan(shapes, "--world-size", 4, "--engine", "zero2"), "source": hostile}
+    console, path, pages = recording(), shapes.with_name("plan.html"), []
+    console.print(hostile)
+    for settings in ({}, {"axes.facecolor": "red", "font.size": 30}):
+        with matplotlib.rc_context(settings):
+            picture.write_html(data, console, path)
+        pages.append(path.read_text())
+    assert pages[0] == pages[1] and pages[0].count("<img") == 1 and "<script" not in pages[0]
+    assert "data:image/png;base64," in pages[0] and "&lt;img src=x onerror" in pages[0]
+
+
+def test_a_picture_is_written_whole_or_the_old_one_stays(shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        os.ftruncate(file, 10)
+        raise OSError("no space left on device")
+
+    data, path = plan(shapes, "--world-size", 4), shapes.with_name("plan.png")
+    picture.write_png(data, path)
+    old = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        picture.write_png(data, path)
+    assert old.startswith(b"\x89PNG") and path.read_bytes() == old and {*path.parent.iterdir()} == {path, shapes}
+    monkeypatch.setitem(sys.modules, "matplotlib.style", None)
+    with pytest.raises(ImportError, match="pictures of plans need matplotlib .*pip install matplotlib"):
+        picture.write_png(data, path)
+
+
 WRONG = {
     "plan --world-size 8": "expected one of --hf and --shapes, found none",
     "plan --shapes S --world-size 8 --hf x": "expected one of --hf and --shapes, found both",
@@ -204,7 +263,7 @@ def test_every_option_of_every_rule_and_host_has_a_default_a_meaning_and_a_sourc
     assert {option["name"] for option in listed["atoms"]} == set(Division.model_fields)
 
 
-def test_options_are_printed_as_tables_of_rules_of_hosts_and_of_divisions() -> None:
+def test_rules_prints_tables_of_rules_of_hosts_and_of_divisions() -> None:
     printed, one = run("rules"), run("rules", "muon")
     for option in ("ns_device", "state_dtype", "keep_full_grads", "split_sizes"):
         assert f"│ {option} " in printed, option

@@ -190,9 +190,17 @@ ONE_PER_HEAD = "layer 'fused': expected max_logits as a tensor of shape (4,), on
 
 
 @pytest.mark.parametrize(("options", "heads", "message"), WRONG_LAYERS)
-def test_wrong_layers_of_qk_clip_are_errors(options: dict[str, Any], heads: Heads, message: str) -> None:
+def test_wrong_layers_of_qk_clip_are_errors(options: dict[str, Any], heads: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         QKClip(optimizer_for(FusedLM(), **{"atoms": ATOMS, **options}), {"fused": heads})
+
+
+def test_no_layers_and_no_heads_are_errors() -> None:
+    with pytest.raises(ValueError, match="layers: expected at least one attention layer, found none"):
+        QKClip(optimizer_for(FusedLM(), atoms=ATOMS), {})
+    for counts in ({"heads": 0}, {"heads": 4.0}, {"heads": 4, "key_heads": True}):
+        with pytest.raises(ValueError, match="heads: expected a number of heads of at least 1, found"):
+            Heads("q", "k", **counts)
 
 
 @pytest.mark.parametrize(
