@@ -50,7 +50,7 @@ def on_meta(made: hf.PretrainedConfig) -> nn.Module:
     return model
 
 
-def test_models_whose_stacked_experts_are_no_matrices_say_how_little_is_one() -> None:
+def test_routing_says_how_little_is_a_matrix_where_stacked_experts_are_excluded() -> None:
     model = on_meta(hf.MixtralConfig(**{**TINY, "intermediate_size": 128}))
     headline, note = routing_headline(routed(model, exclude=["*.experts.*"]))
     assert "elements are in parameters of 3 and more dimensions (stacked experts" in note
@@ -176,7 +176,9 @@ EXPECTED: dict[Make, dict[str, str]] = {  # by reason the names, without ".weigh
 
 
 @pytest.mark.parametrize(("make", "expected"), EXPECTED.items())
-def test_parameters_are_routed_by_what_the_model_does_with_them(make: Make, expected: dict[str, str]) -> None:
+def test_embeddings_heads_norms_and_biases_are_routed_by_what_they_are_used_for(
+    make: Make, expected: dict[str, str]
+) -> None:
     routes = routes_of(make())
     for reason, names in expected.items():
         is_matrix = re.fullmatch(r"2-D weight.*|\d+ stacked experts", reason)
@@ -187,7 +189,7 @@ def test_parameters_are_routed_by_what_the_model_does_with_them(make: Make, expe
 
 
 # Overrides by name
-def test_globs_overrule_structure_and_exclude_wins_by_every_name_of_a_parameter() -> None:
+def test_include_and_exclude_globs_overrule_structure_and_exclude_wins() -> None:
     routes = routes_of(UnevenLM(), include=["lm_head.*", "layers.*"], exclude=["layers.2.*"])
     found = {name: (r.kind, r.reason) for name, r in routes.items()}
     assert found["lm_head"] == ("matrix", "included by 'lm_head.*'")
@@ -227,7 +229,7 @@ def test_marks_of_megatron_and_deepspeed_keep_a_parameter_from_the_matrix_rule()
         ({"include": ["*.bias"]}, "include: '*.bias' matches only parameters that are not 2-D"),
     ],
 )
-def test_globs_that_do_nothing_are_errors(globs: dict[str, list[str]], message: str) -> None:
+def test_include_and_exclude_globs_that_do_nothing_are_errors(globs: dict[str, list[str]], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         routed(UnevenLM(), **globs)
 
@@ -268,7 +270,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any], set[str], set[str]]] = {  # reason
     "prefix through a network": (peft.PrefixTuningConfig, {**NETWORK, "prefix_projection": True}, set(), {"prompt"}),
     "p-tuning": (peft.PromptEncoderConfig, NETWORK, set(), {"prompt"}),
 }
-OTHER_NAMES = [pytest.param(name, marks=pytest.mark.full) for name in ("default", "emb", "lm_head", "norm_bias")]
+ADAPTERS = ("my_head", "default", "emb", "lm_head", "norm_bias")  # of which no name says what an adapter is
 
 
 def llama() -> nn.Module:
@@ -301,19 +303,19 @@ def causes(routes: dict[str, Route]) -> set[str]:
     return {r.reason.partition(": ")[2] for r in routes.values()}
 
 
-@pytest.mark.parametrize("adapter", ["my_head", *OTHER_NAMES])
 @pytest.mark.parametrize("method", METHODS)
-def test_what_peft_trains_is_a_matrix_if_it_is_a_linear_of_the_model(method: str, adapter: str) -> None:
-    if (method, adapter) == ("copies", "lm_head"):
-        pytest.skip("PEFT 0.21 refuses an adapter that is called like a module whose copy is trained")
+def test_what_peft_trains_is_a_matrix_if_it_is_lora_of_a_linear(method: str) -> None:
     made, options, of_matrices, of_others = METHODS[method]
-    model = wrapped(made(**options), adapter)
-    routes = list(trained(model, adapter).values())
-    assert {r.reason for r in routes if r.kind == "matrix"} == of_matrices
-    assert {r.reason for r in routes if r.kind != "matrix"} == of_others
+    for adapter in ADAPTERS:
+        if (method, adapter) == ("copies", "lm_head"):
+            continue  # PEFT 0.21 refuses an adapter that is called like a module whose copy is trained
+        model = wrapped(made(**options), adapter)
+        routes = list(trained(model, adapter).values())
+        assert {r.reason for r in routes if r.kind == "matrix"} == of_matrices, adapter
+        assert {r.reason for r in routes if r.kind != "matrix"} == of_others, adapter
 
 
-def test_an_unknown_adapter_is_elementwise_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_peft_adapter_is_elementwise_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peft_layers, "ADAPTERS", {})
     routes = trained(wrapped(peft.LoHaConfig(**FOUR)))
     assert not matrices(routes)
@@ -333,7 +335,7 @@ def test_lora_of_what_is_no_plain_linear_is_elementwise() -> None:
 
 
 @pytest.mark.parametrize("first", ["default", "emb"])
-def test_copies_of_every_adapter_are_routed_as_what_they_are_copies_of(first: str) -> None:
+def test_modules_to_save_of_every_adapter_are_routed_as_what_they_are_copies_of(first: str) -> None:
     made = peft.LoraConfig(**{**COPIED, **Q})
     model = wrapped(made, first)
     model.add_adapter("second", made)
@@ -345,7 +347,7 @@ def test_copies_of_every_adapter_are_routed_as_what_they_are_copies_of(first: st
         assert copies == {f"{name}.modules_to_save.weight": reason for name, reason in own.items()}
 
 
-def test_heads_are_found_where_a_classifier_is_copied_and_where_width_tells() -> None:
+def test_output_heads_are_found_where_a_classifier_is_copied_and_where_width_tells() -> None:
     made = peft.LoraConfig(r=4, target_modules=["query"], task_type="SEQ_CLS")
     model = wrapped(made, model=hf.RobertaForSequenceClassification(hf.RobertaConfig(**TINY)))
     model.add_adapter("second", made)
@@ -357,7 +359,7 @@ def test_heads_are_found_where_a_classifier_is_copied_and_where_width_tells() ->
     assert len(routes) == 4 and causes(routes) == {WIDE}
 
 
-def test_wrapped_models_keep_their_routes_under_further_wrappers_and_inside_a_model() -> None:
+def test_peft_models_keep_their_routes_under_further_wrappers_and_inside_a_model() -> None:
     plain, model, inside = (lora(adapter="emb", target_modules=["q_proj", "lm_head"]) for _ in range(3))
     inner = model.base_model.model
     inner.lm_head, inner.model.layers[0] = checkpoint_wrapper(inner.lm_head), checkpoint_wrapper(inner.model.layers[0])
@@ -366,7 +368,7 @@ def test_wrapped_models_keep_their_routes_under_further_wrappers_and_inside_a_mo
         assert [(r.kind, r.reason) for r in routed(other)] == [(r.kind, r.reason) for r in routed(plain)]
 
 
-def test_globs_overrule_what_peft_layers_say_and_frozen_weights_are_not_looked_at() -> None:
+def test_globs_overrule_what_peft_layers_say_and_quantized_weights_are_not_looked_at() -> None:
     """Quantized ones have different shapes, and some have no weight at all."""
     model = lora(target_modules=["q_proj", "lm_head"])
     routes = trained(model, include=["*.lm_head.lora_*"], exclude=["*.q_proj.*"])
@@ -383,7 +385,7 @@ def blocks_of(model: nn.Module) -> dict[str, list[Block]]:
     return {name.removeprefix("base_model.model."): list(d.blocks) for name, d in divide(model, routes).items()}
 
 
-def test_b_of_a_fused_weight_has_its_outputs() -> None:
+def test_lora_b_of_a_fused_weight_has_its_q_k_and_v() -> None:
     gpt = hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2))
     found = blocks_of(lora(gpt, target_modules=["c_attn"], fan_in_fan_out=True))
     a, b = (found[f"transformer.h.0.attn.c_attn.lora_{factor}.default.weight"] for factor in "AB")
@@ -393,7 +395,7 @@ def test_b_of_a_fused_weight_has_its_outputs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])  # which store experts as (outputs, inputs), and transposed
-def test_lora_of_stacked_experts_has_matrices_for_each(kind: str) -> None:
+def test_lora_of_stacked_experts_has_matrices_for_each_expert(kind: str) -> None:
     def of_experts(r: int) -> nn.Module:
         made = getattr(hf, f"{kind}Config")(**TINY, num_key_value_heads=2, head_dim=8, num_local_experts=3)
         targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -457,7 +459,7 @@ def told(routes: list[Route]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
-def test_deepspeed_routes_alike_and_equals_a_single_process(stage: int) -> None:
+def test_lora_under_deepspeed_is_routed_alike_and_equals_a_single_process(stage: int) -> None:
     model, reference = adapted(), adapted_reference()
     expected = told(routed(model))
     wanted = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -471,7 +473,7 @@ def test_deepspeed_routes_alike_and_equals_a_single_process(stage: int) -> None:
 
 
 @on_ranks(2)
-def test_fsdp2_routes_alike() -> None:
+def test_lora_on_fsdp2_is_routed_alike() -> None:
     model = lora(adapter="emb", target_modules=["q_proj", "lm_head", "embed_tokens"])
     plain = told(routed(model))
     for layer in model.base_model.model.model.layers:
