@@ -96,7 +96,9 @@ def test_listed_shapes_keep_their_order_and_every_2d_one_is_a_matrix(tmp_path: P
         ("config", {"model_type": "llama", "num_attention_heads": 0}, "correct the file"),
     ],
 )
-def test_errors_name_the_file_and_what_was_found(tmp_path: Path, file: str, content: Any, message: str) -> None:
+def test_errors_in_json_files_name_the_file_and_what_was_found(
+    tmp_path: Path, file: str, content: Any, message: str
+) -> None:
     path = tmp_path / f"{file}.json"
     path = path if content is None else written(path, content)
     with pytest.raises(ValueError, match=rf"{file}\.json: (.|\n)*{message}"):
@@ -112,7 +114,7 @@ def saved(family: str, folder: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_configuration_gives_the_models_shapes_and_hidden_matrices(family: str, tmp_path: Path) -> None:
+def test_config_json_gives_the_models_shapes_and_hidden_matrices(family: str, tmp_path: Path) -> None:
     model = saved(family, tmp_path)
     true = shapes_of(model)
     for path in (tmp_path, tmp_path / "config.json"):
@@ -142,7 +144,7 @@ def test_meta_construction_of_the_full_deepseek_v3_allocates_nothing(tmp_path: P
     assert "DeepseekV3ForCausalLM" in shapes.notes[0] and "names no architecture" in shapes.notes[0]
 
 
-def test_a_configuration_may_ask_for_kernels_quantization_and_code_that_are_not_here(tmp_path: Path) -> None:
+def test_config_json_may_ask_for_kernels_quantization_and_code_that_are_not_here(tmp_path: Path) -> None:
     model, path = saved("llama", tmp_path), tmp_path / "config.json"
     content = json.loads(path.read_text()) | {
         "_attn_implementation": "flash_attention_2",
@@ -162,7 +164,7 @@ def test_a_configuration_may_ask_for_kernels_quantization_and_code_that_are_not_
     assert read_shapes(read_hugging_face(tmp_path)) == shapes_of(transformers.BartForConditionalGeneration(bart))
 
 
-def test_a_configuration_takes_globs_and_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_json_takes_include_and_exclude_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("llama", tmp_path)
     found = kinds(read_hugging_face(tmp_path, training=Training.routed(["lm_head*"], ["*.0.mlp.up_proj.weight"])))
     names = ("lm_head.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight")

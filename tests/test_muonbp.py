@@ -98,11 +98,11 @@ def train(run: BesideTwin, steps: range) -> None:
 @pytest.mark.parametrize("sharding", ["rows", "hybrid", "columns", "tensor parallel"])
 @pytest.mark.parametrize("attach", [False, True])
 @on_ranks(4)
-def test_blocks_equal_one_process_and_nothing_of_them_travels(sharding: str, attach: bool) -> None:
+def test_muonbp_on_fsdp2_equals_one_process_and_blocks_do_not_travel(sharding: str, attach: bool) -> None:
     run = beside_twin(sharding, attach=attach, bucket_matrices=1)
     planned = sum(stepper.plan.wire_bytes()[stepper.collectives.rank] for stepper in run.optimizer._steppers)
     assert sum(gathered(planned)) > 0
-    for step in range(2 * PERIOD + 2):
+    for step in range(PERIOD + 2):
         with Counted() as counted:
             run.backward(step)
             run.update()
@@ -112,7 +112,7 @@ def test_blocks_equal_one_process_and_nothing_of_them_travels(sharding: str, att
 
 @pytest.mark.parametrize("flat", [False, True])
 @on_ranks(4)
-def test_a_run_resumes_within_the_period_with_blocks_of_another_sharding(tmp_path: Path, flat: bool) -> None:
+def test_muonbp_resumes_within_the_block_period_on_another_sharding(tmp_path: Path, flat: bool) -> None:
     """From rows to columns, after the second of three steps, so that one more in blocks follows."""
     run, other = beside_twin("rows", sharded=shard_rows(UnevenLM(hidden=EVEN))), beside_twin("columns")
     old, new = run.twin.optimizers[0], other.twin.optimizers[0]
@@ -142,7 +142,7 @@ def flat_blocks(params: Sequence[nn.Parameter], stage: int) -> list[list[Box]]:
 
 @pytest.mark.parametrize(("stage", "parted"), [(1, [1, 2, 1, 1]), (2, [1, 2, 1, 1]), (3, [2, 1, 2, 2])])
 @on_ranks(2)
-def test_zeros_pieces_are_blocks_where_they_are_rows(tmp_path: Path, stage: int, parted: list[int]) -> None:
+def test_muonbp_on_zero_has_blocks_where_pieces_are_rows(tmp_path: Path, stage: int, parted: list[int]) -> None:
     """Whole matrices in the first step, blocks in the second, and after a load, in the third."""
     settings = settings_for("zero", stage, rows=ROWS // 2, **OPTIONS)
     single = Reference(UnevenLM(hidden=(60, 37)))
@@ -154,14 +154,14 @@ def test_zeros_pieces_are_blocks_where_they_are_rows(tmp_path: Path, stage: int,
 
 
 @on_ranks(2)
-def test_stage_0_has_no_blocks_and_is_refused() -> None:
+def test_muonbp_on_zero_0_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 1 at stage 0, where every rank stores whole matrices"):
         build(settings_for("zero", 0, **OPTIONS))
 
 
 @pytest.mark.usefixtures("worlds_to_spoil")
 @on_ranks(2)
-def test_shards_under_deepspeed_are_blocks(tmp_path: Path) -> None:
+def test_muonbp_of_tensor_parallel_shards_under_deepspeed(tmp_path: Path) -> None:
     """By rows, by columns, of both matrices in a fused weight; and copies, which are whole."""
     settings = settings_for("zero", 1, atoms=FUSED, **OPTIONS)
     single = Reference(ShardedLM(), matrices=OF_SHARDED)
@@ -189,12 +189,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_no_publication_combines_is_refused_and_owned_storage_too(reason: str) -> None:
+def test_muonbp_with_what_no_publication_combines_is_refused_and_owned_storage_too(reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         LayerWiseOptimizer(nn.Linear(8, 8), **{"matrix": "muon", **OPTIONS, "lr": 0.02, **REFUSED[reason]})
 
 
-def test_a_plan_says_what_travels_between_whole_steps(tmp_path: Path) -> None:
+def test_lwopt_plan_says_what_muonbp_sends_between_whole_steps(tmp_path: Path) -> None:
     shapes = tmp_path / "shapes.json"
     shapes.write_text(json.dumps([["layers.0.w", [64, 32]], ["layers.1.w", [64, 32]], ["small.w", [1, 32]]]))
     rule = f"matrix={json.dumps({'name': 'muon', 'block_period': 5})}"

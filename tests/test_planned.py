@@ -100,7 +100,7 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", ENGINES)
 @on_ranks(2)
-def test_the_planner_says_what_a_run_does(phi3: str, case: str) -> None:
+def test_lwopt_plan_has_the_digest_and_the_bytes_of_a_run(phi3: str, case: str) -> None:
     engine, dtype, options = ENGINES[case]
     if engine == "owned":
         digest, held = owned(phi3, dtype, options)
@@ -116,7 +116,7 @@ def test_the_planner_says_what_a_run_does(phi3: str, case: str) -> None:
 
 
 @on_ranks(4)
-def test_the_planner_says_what_a_run_on_copies_of_shards_does(phi3: str) -> None:
+def test_lwopt_plan_has_the_digest_and_the_bytes_of_a_run_on_an_hsdp_mesh(phi3: str) -> None:
     model = model_in(phi3, "float32")
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh_of(2, 2, names=("copies", "shards")))
@@ -136,7 +136,7 @@ def test_the_planner_says_what_a_run_on_copies_of_shards_does(phi3: str) -> None
         planned(phi3, *words, 3)
 
 
-def test_a_plans_name_is_that_of_its_owners_and_stages_whatever_the_rates(phi3: str) -> None:
+def test_the_plan_digest_is_of_owners_and_stages_whatever_the_rates(phi3: str) -> None:
     options = [{}, {"matrix": {"name": "muon", "lr": 0.5}}, {"bucket_numel": 1000}, {"atoms": {"*qkv*": "whole"}}]
     words = ("--world-size", 2, "--engine", "zero2", "--cluster", "cpu", "--dtype", "float32")
     digests = [planned(phi3, *words, **given)["digest"] for given in options]
@@ -151,7 +151,7 @@ def test_a_plans_name_is_that_of_its_owners_and_stages_whatever_the_rates(phi3: 
 
 
 @on_ranks(2)
-def test_before_there_is_a_plan_its_name_is_an_error() -> None:
+def test_before_there_is_a_plan_its_digest_is_an_error() -> None:
     param = nn.Parameter(torch.zeros(4, 4))
     late = fsdp2.LayerWiseOptimizer(UnevenLM(), sharded_later=True, report=False)
     for optimizer in (LayerWise([param]), LayerWiseMuon([param], storage="owned"), late):
@@ -160,14 +160,14 @@ def test_before_there_is_a_plan_its_name_is_an_error() -> None:
 
 
 @on_ranks(2)
-def test_the_report_of_a_run_ends_with_the_name_of_its_plan(phi3: str) -> None:
+def test_the_report_of_a_run_ends_with_the_plan_digest(phi3: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         optimizer = lwopt_backend.LayerWiseOptimizer(model_in(phi3, "float32"))
     lines = printed.getvalue().splitlines()
     assert lines[-1].startswith(f"Plan {optimizer.plan_digest}: ") if dist.get_rank() == 0 else lines == []
 
 
-def test_the_dtype_is_that_of_the_configuration_and_a_plan_says_which_it_assumed(phi3: str, tmp_path: Path) -> None:
+def test_lwopt_plan_takes_the_dtype_of_config_json_or_says_which_it_assumed(phi3: str, tmp_path: Path) -> None:
     written = json.loads((Path(phi3) / "config.json").read_text())
     written = {key: value for key, value in written.items() if key not in ("dtype", "torch_dtype")}
     words = ("--world-size", 2, "--engine", "zero2")
