@@ -3,7 +3,6 @@
     python -m benchmarks.timeline --hf llama-70b/config.json --world-size 512 --engine zero3 --cluster h100-8x-ib
     python -m benchmarks.timeline --hf config.json --world-size 64 --engine fsdp2 --attach --trace step.json
     python -m benchmarks.timeline --table          the cells of docs/performance.md; --table llama3.1-8b, of some models
-    python -m benchmarks.timeline --peers --results FILE             also peers, see benchmarks/clock/peers.py
 
 Other options than those below are those of `lwopt plan`. One rank is rehearsed as in benchmarks/rehearsal; what the
 others do is generated from the plan. Devices and wires are the cluster's; see benchmarks/clock/play.py.
@@ -22,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clock import peers
 from benchmarks.clock.cells import CELLS, rows
 from benchmarks.clock.generate import records
 from benchmarks.clock.passes import Given, GivenPasses, ShardedPasses
@@ -101,17 +99,12 @@ def run(words: Sequence[str]) -> None:
     parser.add_argument("--active", type=float, default=1.0)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--table", nargs="*", choices=sorted({model for model, _ in CELLS}))
-    parser.add_argument("--peers", nargs="*", choices=sorted({model for model, _ in peers.CELLS}))
-    parser.add_argument("--results", type=Path)
     own, of_plan = parser.parse_known_args(words)
     if own.table is not None:
         for row in rows(predicted, own.table):
             print(row, flush=True)
         return
-    if own.peers is not None:
-        peers.show(recorded, own.peers, own.results)
-        return
-    del own.table, own.peers, own.results
+    del own.table
     options = Own(**vars(own))
 
     def command(**given: Any) -> None:

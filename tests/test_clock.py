@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +18,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
-from benchmarks.clock import cells, peers
+from benchmarks.clock import cells
 from benchmarks.clock.generate import generator_of, records
 from benchmarks.clock.passes import BACKWARD, Given, GivenPasses
 from benchmarks.clock.play import Played, Rates, play
@@ -32,7 +29,6 @@ from benchmarks.clock.shown import figures, write_trace
 from benchmarks.rehearsal import engines
 from benchmarks.rehearsal.engines import MeshEngine
 from benchmarks.timeline import passes_of, predicted, recorded_rank, run
-from lwopt_backend.engines.fsdp2.plan import in_rows, over_all_ranks
 from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT
 from lwopt_backend.plan.cost import Machine
 from lwopt_backend.planner.study import Study
@@ -356,97 +352,3 @@ def test_the_table_has_a_row_for_each_engine_that_fits(capsys: pytest.CaptureFix
         run(["--table"])
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split(" | ")[1] for row in rows] == ["ZeRO 1, 2", "FSDP2, with passes"]
-
-
-# Peers. Flops and bytes are by hand: a step of Newton-Schulz multiplies n x m by m x n, n x n by n x n, n x n by n x m.
-
-SHAPES = [(64, 64), (200, 64), (64, 200), (64, 64), (200, 64)]
-
-
-def iterated(shape: tuple[int, ...]) -> int:
-    n, m = min(shape), max(shape)
-    return 5 * 2 * (n * n * m + n * n * n + n * n * m)
-
-
-def products(record: Record) -> int:
-    return sum(event.flops for event in record if isinstance(event, Work))
-
-
-class OnShards(TorchDispatchMode):
-    """Counts products and collectives of this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = self.collectives = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            (rows, inner), (_, columns) = (each.shape for each in args[-2:])
-            self.flops += 2 * rows * inner * columns
-        name = func._schema.name.removeprefix("_c10d_functional::")
-        self.collectives += name != func._schema.name and name not in ("wait_tensor", "_wrap_tensor_autograd")
-        return func(*args, **(kwargs or {}))
-
-
-def stepped_over_gloo() -> tuple[int, int]:
-    mesh = over_all_ranks("cpu", dist.get_world_size(), dist.get_rank())
-    params = [nn.Parameter(in_rows(shape, torch.bfloat16, mesh)) for shape in SHAPES]
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer = torch.optim.Muon(params)
-    optimizer.step()
-    with OnShards() as counted:
-        optimizer.step()
-    return counted.flops, counted.collectives
-
-
-@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
-def test_torchs_muon_on_fsdp2_is_recorded_as_it_runs_over_gloo(ranks: RankPool) -> None:
-    ((record, _),) = peers.stepped(peers.torchs, True, SHAPES, ranks.world_size)
-    starts = [event for event in record if isinstance(event, Start)]
-    assert (products(record), len(starts)) == ranks.run(stepped_over_gloo)[0]
-    assert len(starts) > len(SHAPES) and all(start.nbytes > 0 for start in starts)
-    assert {event.start for event in record if isinstance(event, Wait)} == {*range(len(starts))}
-
-
-def test_deepspeeds_muon_updates_a_matrix_on_every_rank_that_has_a_part_of_it() -> None:
-    size, updated = sum(map(math.prod, SHAPES)) // 4, []
-    for rank in range(4):
-        end, mine = 0, 0
-        for shape in sorted(SHAPES, reverse=True):
-            begin, end = end, end + math.prod(shape)
-            mine += iterated(shape) * (begin < (rank + 1) * size and end > rank * size)
-        updated.append(mine)
-    found = [products(record) for record, count in peers.zero12("standard", SHAPES, 4) for _ in range(count)]
-    assert sorted(found) == sorted(updated) and sum(updated) > sum(map(iterated, SHAPES))
-
-
-def test_deepspeeds_muon_gathers_gradients_momentum_and_updates_at_zero3() -> None:
-    found = [*peers.zero3("standard", SHAPES, 4)]
-    assert sum(products(record) * count for record, count in found) == sum(map(iterated, SHAPES))
-    numel, largest = sum(map(math.prod, SHAPES)), max(map(math.prod, SHAPES))
-    for record, _ in found:  # the gradients, the momentum; for two rounds of four ranks, both again, padded
-        sent = [event.nbytes for event in record if isinstance(event, Start)]
-        assert sent == [2 * part * 3 // 4 for part in (numel, numel, *[4 * largest] * 4)]
-
-
-def test_the_table_of_peers_has_every_peer_and_says_how_often_ranks_do_a_product(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """dion is in no package index; torch.optim.Muon stands in for it."""
-    dion = SimpleNamespace(Muon=lambda params, distributed_mesh: torch.optim.Muon(params))
-    some = {engine: peers.PEERS[engine] for engine in ("owned", "fsdp2")}
-    with (
-        mock.patch.dict(sys.modules, dion=dion),
-        mock.patch.multiple(peers, CELLS=(("gpt2-124m", 8),), PEERS=some),
-    ):
-        run(["--peers", "--results", str(tmp_path / "results.json")])
-    _, _, *rows = capsys.readouterr().out.splitlines()
-    shown = {(row[1], row[2]): row[3:] for row in (row.split(" | ") for row in rows)}
-    assert shown["in place of DDP", "torch.optim.Muon on every rank"][3] == "8.00"
-    assert shown["in place of DDP", "ours"][3] == shown["FSDP2", "ours"][3] == "1.00"
-    assert shown["FSDP2", "dion.Muon"] == shown["FSDP2", "torch.optim.Muon"]
-    figures = json.loads((tmp_path / "results.json").read_text())["figures"]
-    assert len(figures) == len(rows) == 7 and figures[0]["over_ours"] == 1

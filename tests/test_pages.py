@@ -17,7 +17,6 @@ import torch
 import typer
 from transformers import Trainer
 
-from benchmarks.clock import peers
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers, run
 from lwopt_backend.cli import app
 from lwopt_backend.config.atoms import AtomSettings
@@ -229,20 +228,6 @@ def test_the_readmes_steps_take_what_the_clock_predicts() -> None:
     owned = f"{ms['owned, with passes']}; {ms['owned, overlap_param_gather, with passes']} with `overlap_param_gather`"
     expected = [ms["ZeRO 1, 2"], ms["ZeRO 1, 2"], ms["ZeRO 3"], ms["FSDP2"], owned]
     assert [row[-1] for row in table("README", "What it costs")[1:]] == expected
-
-
-def test_the_steps_of_peers_are_those_of_the_results() -> None:
-    figures = json.loads((ROOT / "benchmarks/results/clock_peers.json").read_text())["figures"]
-    shown = {(each["engine"], each["model"], each["ranks"], f"{each['ms']:,.0f} ms") for each in figures}
-    models = [("llama3.1-8b", 8), ("llama3.1-8b", 64), ("llama3.1-70b", 64)]
-    for engine, _, *cells, _ in table("performance", "Peers on one clock")[1:]:
-        for (model, ranks), cell in zip(models, cells, strict=True):
-            assert not cell or (engine, model, ranks, cell.partition(" ms")[0] + " ms") in shown
-    systems = {(each["engine"], each["system"]) for each in figures}
-    named = {(peers.ENGINES[engine], name) for engine, some in peers.PEERS.items() for name in some}
-    assert named <= systems, "every peer is recorded"
-    torchs = next(each for each in figures if each["system"] == "torch.optim.Muon" and each["ranks"] == 64)
-    assert f"not {torchs['ms']:,.0f}]" in README
 
 
 def test_every_page_is_in_the_navigation_and_the_readme_is_short() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from benchmarks.rehearsal.absent_gpu import OTHER, Recorder, absent_gpu, pretended, replaced, tensors_in
 from benchmarks.rehearsal.engines import ENGINES, Engine, FlatEngine, MeshEngine, OwnedEngine, Passes
@@ -109,7 +108,6 @@ def merged(works: Sequence[Work]) -> list[Work]:
 
 # Recording. A stretch of work between two collectives, waits or reads is one ``Work`` of each kind.
 
-FUNCTIONAL = ("_c10d_functional", "_dtensor")  # collectives of DTensors
 PRODUCTS = {"aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}  # with the number of their operands
 
 
@@ -124,7 +122,6 @@ class Tracer(Recorder):
         self._at = ("", 0)
         self._starts = 0
         self._open: int | None = None  # a collective whose caller may wait at once
-        self._returned: dict[int, int] = {}  # the collective that returned some memory
 
     def begin(self) -> None:
         """Begin a record."""
@@ -194,27 +191,11 @@ class Tracer(Recorder):
         if func.namespace == "c10d":
             self._open = self.start(self._collective(func._schema.name.partition("::")[2], args))
             return
-        if func.namespace in FUNCTIONAL:
-            self._functional(func._schema.name.partition("::")[2], args, found)
-            return
         flops, nbytes = cost(func._schema.name, args, found)
         self.add(Work(self._part(), self._at, flops, nbytes, 1, self.stream))
 
-    def _functional(self, name: str, args: Any, found: Any) -> None:
-        """A collective of a DTensor: the tensor that it returns is waited for, or is there."""
-        if name == "wait_tensor":
-            number = self._returned.pop(args[0].untyped_storage()._cdata, None)
-            if number is not None:
-                self.add(Wait(number, self.stream))
-            return
-        number = self.start(self._collective(name, (found, args[0]), _resolve_process_group(args[-1])))
-        if name == "shard_dim_alltoall":
-            self._open = number
-        else:
-            self._returned[found.untyped_storage()._cdata] = number
-
-    def _collective(self, name: str, args: Any, group: ProcessGroup | None = None) -> Start:
-        group = group or ProcessGroup.unbox(next(each for each in args if isinstance(each, torch.ScriptObject)))
+    def _collective(self, name: str, args: Any) -> Start:
+        group = ProcessGroup.unbox(next(each for each in args if isinstance(each, torch.ScriptObject)))
         ranks, rank = group.size(), group.rank()
         into, out = ([*tensors_in([each])] for each in args[:2])
         total = max(sum(tensor.numel() * tensor.itemsize for tensor in some) for some in (into, out))
@@ -224,16 +205,13 @@ class Tracer(Recorder):
             mine = [splits[rank] if splits else flat.numel() // ranks for splits, flat in zip(args[3:5], args[:2])]
             kind = "all-to-all"
             nbytes = max(len(received) - mine[0], len(sent) - mine[1]) * sent.itemsize
-        elif "alltoall" in name:
-            kind, nbytes = "all-to-all", total * (ranks - 1) // ranks
-        elif name.startswith(("allreduce", "all_reduce")):
+        elif name.startswith("allreduce"):
             kind, nbytes = "all-reduce", 2 * total * (ranks - 1) // ranks
         else:
             nbytes = total * (ranks - 1) // ranks
             sizes = [tensor.numel() for tensor in max(into, out, key=len)]
             operations = sum(map(bool, sizes)) if len({*sizes}) > 1 else 1  # NCCL drops those of no elements
-            gathers = "allgather" in name.replace("_", "")
-            kind = "reduce-scatter" if "reduce_scatter" in name else "all-gather" if gathers else kind
+            kind = "reduce-scatter" if "reduce_scatter" in name else "all-gather" if "allgather" in name else kind
         what = self._part() if self._part() != OTHER else kind
         what = f"{what} {self._at[1]}" if self._at[0] else what
         return Start(what, kind, nbytes, ranks, self._at, dist_stride(group), operations, stream=self.stream)
