@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import conformance
 from benchmarks.rules import measure, packaged
 from benchmarks.step_systems import OURS, Hooks, Setting, built, systems
 from benchmarks.step_watch import Watch
 from lwopt_backend.rules.newton_schulz import IMMEDIATE, KERNELS, PACKAGES
 from tests.launcher import ROOT, succeeds
 from tests.on_ranks import on_ranks
+from tests.pages import PAGES
 from tests.ranks import gathered
 
 WIDTH = 32  # whose parts over the ranks fill vector registers: AdamW then rounds as on whole parameters
@@ -35,6 +37,11 @@ def figures(tmp_path: Path, benchmark: str, arguments: str) -> tuple[Any, str]:
     assert found["versions"]["torch"] == torch.__version__
     assert found["machine"]["cores"] and len(found["commit"].rstrip("+")) == 40
     return found["figures"], printed
+
+
+def results(name: str) -> Any:
+    """The figures of a file that pages quote."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["figures"]
 
 
 def steps(tmp_path: Path, metric: str, arguments: str = "") -> dict[str, dict[str, list[Any]]]:
@@ -134,6 +141,12 @@ def test_a_stack_of_experts_is_exact_here_and_refused_by_torch(tmp_path: Path) -
     assert (ours["verdict"], ours["difference"]) == ("a number", 0)
     assert theirs["verdict"] == "refused" and "only supports 2D" in theirs["said"]
     assert "benchmarks.conformance --peer torch --case experts  ValueError" in printed
+
+
+def test_the_table_of_peers_is_that_of_the_results() -> None:
+    rows = {(row["peer"], row["case"]): row for row in results("conformance")}
+    assert conformance.with_table(PAGES["peers"], rows) == PAGES["peers"]
+    assert {peer for peer, _ in rows} == {*conformance.PEERS} and {case for _, case in rows} == {*conformance.CASES}
 
 
 @pytest.mark.full
