@@ -58,7 +58,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something on a rank, from begin to end: on the host, a stream or the wire."""
+    """Work on a rank's stream, from begin to end."""
 
     where: str
     what: str
@@ -68,7 +68,7 @@ class Span:
 
 @dataclass(slots=True)
 class Trip:
-    """A collective as played: when the first and the last rank had started it, and which was that; from begin to end.
+    """A collective as played: when each rank had started it, and from begin to end.
 
     ``waited`` is the longest that a rank's step stood still for it; ``mean`` over all records.
     """
@@ -79,7 +79,6 @@ class Trip:
     nbytes: int = 0
     begin: float = 0.0
     end: float = 0.0
-    last: int = 0
     waited: float = 0.0
     mean: float = 0.0
 
@@ -91,8 +90,8 @@ class Trip:
 @dataclass(frozen=True)
 class Played:
     """A step of all ranks. ``ends``, ``works``, ``hosts`` and ``counts`` are by record: the second in which a rank is
-    done, its work on the device, what its device waited for the host, and how many ranks have the record. ``spans`` are
-    of records, not all if they are many."""
+    done, its work on the device, what its device waited for the host, and how many ranks have the record; so are
+    ``spans``."""
 
     rates: Rates
     ends: tuple[float, ...]
@@ -101,7 +100,7 @@ class Played:
     counts: tuple[int, ...]
     trips: tuple[Trip, ...]
     given: float  # seconds of the model's passes and their host's collectives, played alone
-    spans: dict[int, list[Span]]
+    spans: tuple[list[Span], ...]
 
     @property
     def seconds(self) -> float:
@@ -129,8 +128,7 @@ class Played:
     @property
     def hidden(self) -> float:
         """The share of the wire's seconds in which the busiest rank's streams work."""
-        spans = self.spans[self.busiest]
-        works = sorted((span.begin, span.end) for span in spans if span.where not in ("host", "wire"))
+        works = sorted((span.begin, span.end) for span in self.spans[self.busiest])
         both, at = 0.0, 0
         for trip in self.trips:
             while at < len(works) and works[at][1] <= trip.begin:
@@ -153,7 +151,6 @@ def _covered(works: Sequence[tuple[float, float]], first: int, begin: float, end
 
 
 GIVEN = ("backward", "forward")  # work that is the model's
-MOST_SPANS = 3_000_000
 
 
 def play(records: Sequence[tuple[Record, int]], rates: Rates) -> Played:
@@ -172,7 +169,7 @@ def play(records: Sequence[tuple[Record, int]], rates: Rates) -> Played:
         tuple(count for _, count in records),
         tuple(clock.trips),
         _Clock([(_passes_alone(records[0][0]), 1)], rates).run(),
-        {number: rank.spans for number, rank in enumerate(ranks) if rank.keeps},
+        tuple(rank.spans for rank in ranks),
     )
 
 
@@ -200,8 +197,7 @@ class _Clock:
     def __init__(self, records: Sequence[tuple[Record, int]], rates: Rates) -> None:
         self.rates = rates
         self.trips: list[Trip] = []
-        kept = MOST_SPANS // max(1, *(len(record) for record, _ in records))
-        self.ranks = [_Rank(number, record, number <= kept) for number, (record, _) in enumerate(records)]
+        self.ranks = [_Rank(number, record) for number, (record, _) in enumerate(records)]
         self._going = deque(self.ranks)
         self._waiting: defaultdict[int, list[_Rank]] = defaultdict(list)
 
@@ -234,12 +230,10 @@ class _Clock:
             self._going.extend(self._waiting.pop(number, ()))
 
     def _begin(self, trip: Trip) -> None:
-        trip.last = max(range(len(self.ranks)), key=trip.ready.__getitem__)
         trip.begin = max(max(trip.ready), *(rank.wire for rank in self.ranks))
         trip.end = trip.begin + self.rates.wire(trip.start, trip.nbytes)
         for rank in self.ranks:
             rank.wire = trip.end
-            rank.span("wire", trip.start.what, trip.begin, trip.end)
 
 
 @dataclass
@@ -248,7 +242,6 @@ class _Rank:
 
     number: int
     record: Record
-    keeps: bool
     at: int = 0
     host: float = 0.0
     wire: float = 0.0
@@ -277,7 +270,6 @@ class _Rank:
             elif isinstance(event, Join):
                 streams[event.stream] = max(free, streams.get(event.on, 0.0))
             else:
-                self.span("host", event.what, self.host, free)
                 self.host = max(self.host, free)
             self.at += 1
         return None
@@ -289,7 +281,8 @@ class _Rank:
         end = max(begin + seconds, launched)
         if rates.blocking:
             launched = end
-        self.span(event.stream, event.what if not event.at[0] else f"{event.what} {event.at[1]}", begin, end)
+        if end > begin:
+            self.spans.append(Span(event.stream, event.what, begin, end))
         self.host, self.streams[event.stream] = launched, end
         self.stood += max(0.0, begin - free) + max(0.0, end - begin - seconds)
         self.work += 0.0 if event.what in GIVEN else seconds
@@ -306,7 +299,3 @@ class _Rank:
     @property
     def done(self) -> float:
         return max(self.host, *self.streams.values())
-
-    def span(self, where: str, what: str, begin: float, end: float) -> None:
-        if self.keeps and end > begin:
-            self.spans.append(Span(where, what, begin, end))

@@ -252,7 +252,7 @@ class _Handle:
 
 @dataclass
 class Session:
-    """An engine that plays ``rank`` of a plan. Steps are recorded, and prices of work asked for, within ``opened``."""
+    """An engine that plays ``rank`` of a plan. Steps are recorded within ``opened``."""
 
     planned: Planned
     setting: Setting
@@ -273,12 +273,6 @@ class Session:
         tracer.begin()
         engine.step() if passes is None else engine.train(passes)
         return tracer.end()
-
-    def price(self, work: Callable[[], object]) -> list[Work]:
-        """What ``work`` does, which calls the real code."""
-        self.tracer.begin()
-        work()
-        return [event for event in self.tracer.end() if isinstance(event, Work)]
 
 
 @contextmanager

@@ -1,15 +1,12 @@
-"""What is shown of a played step: its figures, what waits for what, and a trace for chrome://tracing and Perfetto."""
+"""What is shown of a played step: its figures, and what waits for what."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from benchmarks.clock.play import GIVEN, Played, Trip
+from benchmarks.clock.play import Played, Trip
 from lwopt_backend.engines.report import numbers
 
 PREDICTED = "A prediction: nothing here was measured on a GPU or a network."
@@ -67,20 +64,3 @@ def waits(played: Played, most: int = 12) -> Table:
 def _late(trip: Trip) -> float:
     """Seconds from when the median rank has started a collective to when the last has."""
     return max(trip.ready) - sorted(trip.ready)[len(trip.ready) // 2]
-
-
-def write_trace(played: Played, path: Path) -> None:
-    """Write the played ranks as trace events: a process a rank, a thread for its host, each stream and the wire."""
-    events: list[dict[str, Any]] = []
-    threads = ("host", "compute", "reduce", "beside", "gather", "wire")
-    for rank, spans in played.spans.items():
-        times = played.counts[rank]
-        name = f"{times} ranks, {ms(played.works[rank])} of work each"
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
-        for number, thread in enumerate(threads):
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": thread}})
-        for span in spans:
-            what = {"name": span.what, "ph": "X", "pid": rank, "tid": threads.index(span.where)}
-            kind = "model" if span.what in GIVEN else span.where
-            events.append({**what, "cat": kind, "ts": span.begin * 1e6, "dur": (span.end - span.begin) * 1e6})
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"what": PREDICTED}}))
