@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from benchmarks import record
 from benchmarks.public_models import study
 from benchmarks.rehearsal.absent_gpu import Recorder, absent_gpu, pretended
 from benchmarks.rehearsal.engines import ENGINES
@@ -115,11 +116,13 @@ def main() -> None:
     parser.add_argument("--engine", nargs="+", choices=sorted(ENGINES), default=["fsdp2", "zero3", "zero1"])
     parser.add_argument("--against", metavar="COMMIT")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.answer:
-        return answer(options.answer)
-    roots = {"this": ROOT}
+        answer(options.answer)
+        return
+    roots, figures = {"this": ROOT}, list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         git = ["git", "-C", str(ROOT), "worktree"]
         if options.against:
@@ -128,14 +131,14 @@ def main() -> None:
         try:
             for engine in options.engine:
                 for name, step in compared(engine, roots, options.rounds).items():
-                    print(
-                        f"{engine:6} {name:10} {step['ms']:6.1f} ms, {step['calls']} calls, "
-                        f"{step['operations']} operations",
-                        flush=True,
-                    )
+                    figures.append({"engine": engine, "commit": name, **step})
+                    shown = f"{step['ms']:6.1f} ms, {step['calls']} calls, {step['operations']} operations"
+                    print(f"{engine:6} {name:10} {shown}", flush=True)
         finally:
             if options.against:
                 subprocess.run([*git, "remove", "--force", roots[options.against]], check=True)
+    if options.json:
+        record.write(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -2,36 +2,30 @@
 
     python -m benchmarks.rules                          a minute or two on a CPU, shapes at an eighth of their sides
     python -m benchmarks.rules --scale 1 --json rules.json
-    python -m benchmarks.rules --device cuda            the default where there is a GPU, shapes as they are
+    python -m benchmarks.rules --device cuda            shapes as they are
 
 The peer is the iteration of torch.optim.Muon, which takes one matrix after the other. Ours: plain, with the same
 coefficients and, one by one, the same bits; on the Gram matrix; with Polar Express's coefficients, plain and Gram; and
-in fp32. On a GPU the packages gram-newton-schulz (in fp16) and quack-kernels are also timed where they are
-installed; square matrices take the standard iteration, and the row says so. Where one is not timed, a line says why.
-"One by one" takes some matrices of a shape one after the other, "batched" stacks them and takes them together, the
-stacking timed with it.
+in fp32. On a GPU the packages gram-newton-schulz (in fp16) and quack-kernels are also timed where they can be. "One by
+one" takes some matrices of a shape one after the other, "batched" stacks them and takes them together, the stacking
+timed with it.
 
-All variants take turns, a round at a time, so that a machine that slows down does so for all of them. Times are
-medians over the rounds, per matrix; ratios are of medians, to torch.optim.Muon's: less is faster. The difference is
-the largest, relative and in the Frobenius norm, to that peer's result: rounding, or for Polar Express other
-polynomials. The program fails if the plain variant, one by one, differs in a bit from torch.optim.Muon.
+All variants take turns, a round at a time, so that a machine that slows down does so for all. Times are medians of the
+rounds, per matrix: of CPU time, or on a GPU on the clock; ratios are to torch.optim.Muon's: less is faster. The program
+fails if the plain variant, one by one, differs in a bit from torch.optim.Muon.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 from torch.optim import _muon
 
@@ -40,7 +34,7 @@ from lwopt_backend.rules import Muon, gram_newton_schulz, newton_schulz
 from lwopt_backend.rules.newton_schulz import PACKAGES, check_package
 
 SHAPES = {
-    "GPT-2, fused QKV": (2304, 768),
+    "GPT-2, QKV": (2304, 768),
     "Moonlight, expert": (1408, 2048),
     "Llama-3-8B, key": (1024, 4096),
     "Llama-3-8B, query": (4096, 4096),
@@ -48,97 +42,27 @@ SHAPES = {
 }
 PEER, PLAIN = "torch.optim.Muon", "plain"
 MUON = Muon()
+COUNT = 4  # matrices of a shape
 Iterate = Callable[[Tensor], Tensor]
-Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-@dataclass
-class Row:
-    """A variant on stacks of one shape: seconds per matrix of every round, and how far it is from the peer."""
-
-    shape: tuple[int, int]
-    of: str
-    variant: str
-    batched: bool
-    seconds: list[float] = field(default_factory=list)
-    ratio: float = 0.0
-    difference: float = 0.0
-
-    @property
-    def milliseconds(self) -> float:
-        return 1e3 * statistics.median(self.seconds)
-
-
-def torchs(matrix: Tensor) -> Tensor:
-    return _muon._zeropower_via_newtonschulz(matrix, MUON.ns_coefficients, MUON.ns_steps, MUON.eps)
-
-
-def variants(shape: tuple[int, int], packages: Mapping[str, Iterate]) -> dict[str, Iterate]:
-    """By name; all but the peer take one matrix of ``shape``, or a stack of them."""
-    options = {"steps": MUON.ns_steps, "eps": MUON.eps}
-    bf16 = {**options, "dtype": torch.bfloat16}
-    square = ", standard" if shape[0] == shape[1] else ""
-    return {
-        PEER: torchs,
-        PLAIN: partial(newton_schulz, coefficients=MUON.ns_coefficients, **bf16),
-        "gram": partial(gram_newton_schulz, coefficients=MUON.ns_coefficients, **bf16),
-        "polar_express": partial(newton_schulz, coefficients="polar_express", **bf16),
-        "polar_express, gram": partial(gram_newton_schulz, coefficients="polar_express", **bf16),
-        "fp32": partial(newton_schulz, coefficients=MUON.ns_coefficients, dtype=torch.float32, **options),
-        "fp32, gram": partial(gram_newton_schulz, coefficients=MUON.ns_coefficients, dtype=torch.float32, **options),
-        **{f"{name}{square}": iterate for name, iterate in packages.items()},
-    }
-
-
-def packaged(device: torch.device) -> tuple[dict[str, Iterate], dict[str, str]]:
-    """By name, the packages that run on ``device``, and why the others do not."""
-    found: dict[str, Iterate] = {}
-    why_not = {}
+def variants(device: torch.device) -> dict[str, Iterate]:
+    """By name; all but the peer take one matrix, or a stack of them. Prints why a package is left out."""
+    options: dict[str, Any] = {"steps": MUON.ns_steps, "eps": MUON.eps}
+    peer = (MUON.ns_coefficients, MUON.ns_steps, MUON.eps)
+    found: dict[str, Iterate] = {PEER: lambda matrix: _muon._zeropower_via_newtonschulz(matrix, *peer)}
+    coefficients: dict[str, Any] = {"": MUON.ns_coefficients, "polar_express": "polar_express", "fp32": peer[0]}
+    for name, chosen in coefficients.items():
+        more = {**options, "coefficients": chosen, "dtype": torch.float32 if name == "fp32" else torch.bfloat16}
+        found[name or PLAIN] = partial(newton_schulz, **more)
+        found[f"{name}, gram".removeprefix(", ")] = partial(gram_newton_schulz, **more)
     for name in PACKAGES:
         try:
             check_package(name, device)
             found[name] = Muon(ns_method=name).transform
         except ValueError as error:
-            why_not[name] = str(error)
-    return found, why_not
-
-
-def measure(
-    shapes: dict[str, tuple[int, int]],
-    count: int,
-    rounds: int,
-    device: torch.device,
-    packages: Mapping[str, Iterate],
-    done: Callable[[], None],
-) -> list[Row]:
-    """All rows. ``done`` is called after every timed call; the first rounds warm up."""
-    rows, warm_up = [], warm_up_rounds(device)
-    for of, shape in shapes.items():
-        generator = torch.Generator().manual_seed(0)
-        matrices = [torch.randn(shape, generator=generator).to(device) for _ in range(count)]
-        expected = one_by_one(torchs, matrices)
-        timed: list[tuple[Row, Run]] = []
-        for name, iterate in variants(shape, packages).items():
-            timed.append((Row(shape, of, name, False), partial(one_by_one, iterate)))
-            if name != PEER:
-                timed.append((Row(shape, of, name, True), partial(batched, iterate)))
-        for turn in range(warm_up + rounds):
-            for row, run in timed[turn % len(timed) :] + timed[: turn % len(timed)]:
-                seconds, results = timing(run, matrices)
-                if turn >= warm_up:
-                    row.seconds.append(seconds / count)
-                else:
-                    row.difference = max(map(difference, results, expected))
-                done()
-        for row, _ in timed:
-            row.ratio = row.milliseconds / timed[0][0].milliseconds
-            rows.append(row)
-    return rows
-
-
-def warm_up_rounds(device: torch.device) -> int:
-    """The packages' kernels are compiled at their first calls."""
-    return 3 if device.type == "cuda" else 1
+            print(f"not timed: {error}")
+    return found
 
 
 def one_by_one(iterate: Iterate, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -149,87 +73,59 @@ def batched(iterate: Iterate, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
     return iterate(torch.stack(list(matrices))).unbind(0)
 
 
-def timing(run: Run, matrices: Sequence[Tensor]) -> tuple[float, Sequence[Tensor]]:
-    """Seconds of one call, and what it returned."""
-    synchronize(matrices[0].device)
-    begin = time.perf_counter()
-    results = run(matrices)
-    synchronize(matrices[0].device)
-    return time.perf_counter() - begin, results
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cpu":
+        began = time.process_time()
+        run()
+        return time.process_time() - began
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - began
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def measure(
+    of: str, shape: tuple[int, ...], iterations: dict[str, Iterate], rounds: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """The rows of a shape: milliseconds a matrix, and their ratio to the peer's. The first rounds warm up."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(shape, generator=generator).to(device) for _ in range(COUNT)]
+    runs = {(name, False): partial(one_by_one, iterate, matrices) for name, iterate in iterations.items()}
+    runs |= {(name, True): partial(batched, iterate, matrices) for name, iterate in iterations.items() if name != PEER}
+    if not all(map(torch.equal, runs[PLAIN, False](), runs[PEER, False]())):
+        raise SystemExit(f"plain Newton-Schulz is not torch.optim.Muon's, bit by bit: {of}")
+    taken: dict[Any, list[float]] = {key: [] for key in runs}
+    warm_up = 3 if device.type == "cuda" else 1  # kernels are compiled at their first calls
+    for turn in range(warm_up + rounds):
+        keys = [*runs]
+        for key in keys[turn % len(keys) :] + keys[: turn % len(keys)]:
+            taken[key] += [seconds(runs[key], device)] * (turn >= warm_up)
+    ms = {key: 1e3 * statistics.median(some) / COUNT for key, some in taken.items()}
+    rows = [{"variant": name, "batched": many, "ms": ms[name, many]} for name, many in runs]
+    return [{"of": of, "shape": shape, **row, "ratio": row["ms"] / ms[PEER, False]} for row in rows]
 
 
-def difference(result: Tensor, expected: Tensor) -> float:
-    return float((result.float() - expected.float()).norm() / expected.float().norm())
-
-
-def table(rows: Sequence[Row], title: str) -> Table:
-    """One line per shape and variant, batched and one by one."""
-    drawn = Table(title=title, title_justify="left")
-    drawn.add_column("shape")
-    drawn.add_column("variant", no_wrap=True)
-    for heading in ("one by one\nms a matrix", "\nratio", "batched\nms a matrix", "\nratio", "difference"):
-        drawn.add_column(heading, justify="right")
-    found = {(row.shape, row.of, row.variant, row.batched): row for row in rows}
-    for row in rows:
-        if row.batched:
-            continue
-        if row.variant == PEER:
-            drawn.add_section()
-        name = f"{row.shape[0]} x {row.shape[1]}, {row.of}" if row.variant == PEER else ""
-        together = found.get((row.shape, row.of, row.variant, True))
-        last = max(row.difference, together.difference if together else 0.0)
-        drawn.add_row(name, row.variant, *cells(row), *(cells(together) if together else ("", "")), f"{last:.1e}")
-    return drawn
-
-
-def cells(row: Row) -> tuple[str, str]:
-    return f"{row.milliseconds:.3f}", f"{row.ratio:.2f}x"
-
-
-def scaled(scale: float) -> dict[str, tuple[int, int]]:
-    return {name: tuple(max(1, round(side * scale)) for side in shape) for name, shape in SHAPES.items()}
-
-
-def main(
-    scale: Annotated[
-        float | None, typer.Option(help="Scale of all sides; by default 1 on a GPU and 1/8 on a CPU.")
-    ] = None,
-    matrices: Annotated[int, typer.Option(min=1, help="In a stack.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured ones.")] = 9,
-    threads: Annotated[int, typer.Option(min=1, help="On a CPU.")] = 1,
-    device: Annotated[str | None, typer.Option(help="Default: the GPU, or the CPU.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Shapes too small to time, to see that it runs.")] = False,
-    output: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
-) -> None:
-    """Time Newton-Schulz by shape and variant, batched and one by one."""
-    torch.set_num_threads(threads)
-    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if quick:
-        scale, matrices, rounds = 1 / 128, 2, 1
-    scale = scale or (1.0 if on.type == "cuda" else 1 / 8)
-    shapes = scaled(scale)
-    packages, why_not = packaged(on)
-    calls = (warm_up_rounds(on) + rounds) * sum(2 * len(variants(shape, packages)) - 1 for shape in shapes.values())
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("timing", total=calls)
-        rows = measure(shapes, matrices, rounds, on, packages, lambda: bar.advance(task))
-    name = torch.cuda.get_device_name(on) if on.type == "cuda" else f"CPU, {threads} thread(s)"
-    console = Console(width=130 if not Console().is_terminal else None, highlight=False)
-    console.print(table(rows, f"{name}; {matrices} matrices of each shape, {rounds} rounds"))
-    for reason in why_not.values():
-        console.print(f"not timed: {reason}", soft_wrap=True)
-    if output:
-        figures = [{"device": name, **asdict(row), "milliseconds": row.milliseconds} for row in rows]
-        record.write(output, figures)
-    unequal = [row.of for row in rows if row.variant == PLAIN and not row.batched and row.difference]
-    if unequal:
-        raise SystemExit(f"plain Newton-Schulz is not torch.optim.Muon's, bit by bit: {', '.join(unequal)}")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", type=float, help="of all sides; by default 1 on a GPU and 1/8 on a CPU")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device(options.device)
+    scale = options.scale or (1.0 if device.type == "cuda" else 1 / 8)
+    iterations, figures = variants(device), []
+    for of, shape in SHAPES.items():
+        rows = measure(of, tuple(max(1, round(side * scale)) for side in shape), iterations, options.rounds, device)
+        for row in rows:
+            how = "batched" if row["batched"] else "one by one"
+            print(f"{row['shape']!s:14} {of:18} {row['variant']:20} {how:10} {row['ms']:9.3f} ms {row['ratio']:5.2f}x")
+        figures += rows
+    if options.json:
+        record.write(options.json, figures)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

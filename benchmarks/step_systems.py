@@ -24,9 +24,19 @@ VOCABULARY = 256
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
 ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 COMPARED_AFTER = 3  # steps
-OURS, GRAM, TORCHS = "ours", "ours, gram_aspect=1.5", "torch.optim.Muon"
-DEEPSPEEDS = "DeepSpeed's Muon"
-ENGINES = ("plain", "modules", "fsdp2", "zero0", "zero1", "zero2", "zero3", "owned")
+OURS, TORCHS, DEEPSPEEDS = "ours", "torch.optim.Muon", "DeepSpeed's Muon"
+ENGINES: dict[str, dict[str, dict[str, Any]]] = {  # by engine, what is compared, with options of this package
+    "plain": {OURS: {}, "ours, compact": {"layout": "compact"}, TORCHS: {}},
+    "modules": {OURS: {}},
+    "fsdp2": {
+        OURS: {},
+        "ours, gram_aspect=1.5": {"gram_aspect": 1.5},
+        "ours, bucket_matrices=16": {"bucket_matrices": 16},
+        TORCHS: {},
+    },
+    **{f"zero{stage}": {OURS: {}, DEEPSPEEDS: {}, "AdamW": {}} for stage in range(4)},
+    "owned": {OURS: {"storage": "owned"}},
+}
 
 
 class Block(nn.Module):
@@ -53,31 +63,25 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A small byte-level GPT without positions, with its loss."""
+    """A small byte-level GPT without positions, with its loss; or its matrices and no other parameters."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, matrices_only: bool) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width, bias=False)
-        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        self.width, self.matrices_only = width, matrices_only
+        norm = nn.Identity if matrices_only else nn.LayerNorm
+        if not matrices_only:
+            self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.Sequential(*(Block(width, norm) for _ in range(layers)))
+        if not matrices_only:
+            self.norm = nn.LayerNorm(width, bias=False)
+            self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.matrices_only:
+            x = torch.sin(tokens.unsqueeze(-1) * torch.arange(1, self.width + 1, device=tokens.device))
+            return self.blocks(x).square().mean()
         logits = self.lm_head(self.norm(self.blocks(self.embedding(tokens))))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class Matrices(nn.Module):
-    """The matrices of such a GPT and no other parameters."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.blocks = nn.Sequential(*(Block(width, nn.Identity) for _ in range(layers)))
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = torch.sin(tokens.unsqueeze(-1) * torch.arange(1, self.width + 1, device=tokens.device))
-        return self.blocks(x).square().mean()
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Setting:
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        return (Matrices if self.matrices_only else Model)(self.layers, self.width).to(self.device)
+        return Model(self.layers, self.width, self.matrices_only).to(self.device)
 
     @property
     def muon(self) -> dict[str, Any]:
@@ -124,7 +128,7 @@ Around = Callable[[Callable[[], Any]], Any]
 @dataclass
 class Hooks:
     """What makes the calls of a step's parts: ``update`` is the optimizer's part of it with the host's own work,
-    ``optimizer`` the optimizer alone. DeepSpeed's Muon orthogonalizes in backward at stages 1 and 2; that is both."""
+    ``optimizer`` the optimizer alone."""
 
     update: Around = lambda work: work()
     optimizer: Around = lambda work: work()
@@ -132,10 +136,8 @@ class Hooks:
 
 @dataclass
 class System:
-    """``step`` trains one step. ``optimizers`` hold what is kept between steps, ``params`` are by name.
-
-    ``promised`` are the bytes that our plan says this rank sends in a step, ``padding`` its elements of padding.
-    """
+    """``step`` trains one step. ``promised`` are the bytes that our plan says this rank sends in it, ``padding`` its
+    elements of padding."""
 
     name: str
     step: Callable[[Sequence[tuple[Tensor, Tensor]], Hooks], None]
@@ -147,96 +149,53 @@ class System:
     close: Callable[[], None] = field(default=lambda: None)
 
 
-Make = Callable[[], System]
+def systems(engine: str, setting: Setting) -> dict[str, Callable[[], System]]:
+    """The systems to compare on ``engine``, by name; this package's is the first."""
+    make = _trained if engine in ("plain", "modules", "fsdp2") else _under_deepspeed
+    left_out = (DEEPSPEEDS, "AdamW") if setting.matrices_only else ()  # whose launches are in the host's code
+    named = [(name, options) for name, options in ENGINES[engine].items() if name not in left_out]
+    return {name: functools.partial(make, name, engine, setting, options) for name, options in named}
 
 
-def systems(engine: str, setting: Setting) -> dict[str, Make]:
-    """The systems to compare on ``engine``, by name; this package's is the first. Peers that are not installed are left
-    out."""
-    if engine in ("plain", "modules", "fsdp2"):
-        return _in_torch(engine, setting)
-    if isinstance(imported("deepspeed"), str):
-        return {}
-    ours: dict[str, Any] = {"type": "LayerWiseMuon", "params": {**setting.muon, "adamw": ADAMW}}
-    if engine == "owned":
-        ours["params"]["storage"] = "owned"
-        return {OURS: lambda: _under_deepspeed(OURS, setting, ours, 2)}
-    shared = {key: value for key, value in ADAMW.items() if key != "lr"}  # its two halves have one weight decay
-    muon = {**MUON, **shared, "muon_lr": MUON["lr"], "adam_lr": ADAMW["lr"], "torch_adam": True}
-    entries: dict[str, dict[str, Any]] = {
-        OURS: ours,
-        GRAM: {"type": "LayerWiseMuon", "params": {**ours["params"], "gram_aspect": 1.5}},
-        DEEPSPEEDS: {"type": "Muon", "params": {**muon, "ns_method": "standard"}},
-        f"{DEEPSPEEDS}, gram": {"type": "Muon", "params": {**muon, "ns_method": "gram"}},
-        "AdamW": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
-    }
-    make = functools.partial(_under_deepspeed, setting=setting, stage=int(engine[-1]))
-    return {name: functools.partial(make, name, entry=entry) for name, entry in entries.items()}
-
-
-def _in_torch(engine: str, setting: Setting) -> dict[str, Make]:
-    def ours(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
-        options = {**setting.muon, "elementwise": {"name": "adamw", **ADAMW}, **options}
-        if engine == "plain":
-            options["bucket_mb"] = setting.bucket_mb
-        return [LayerWiseOptimizer(model, **options)]
-
-    def modules(model: nn.Module) -> list[Any]:
-        return [ModuleOptimizers({"all": ours(model)[0]})]
-
-    def dions(model: nn.Module) -> list[torch.optim.Optimizer]:
-        # Its names for the same: the sum form of momentum has another scale, which Newton-Schulz takes out.
-        muon = {"lr": MUON["lr"], "weight_decay": MUON["weight_decay"], "mu": MUON["momentum"], "nesterov": True}
-        muon |= {"adjust_lr": "rms_norm", "use_polar_express": False}
-        matrices, others = _split(model)
-        mesh = init_device_mesh(setting.device, (setting.ranks,))
-        dion = imported("dion")
-        return [dion.Muon(matrices, distributed_mesh=mesh, **muon), *_adamw(others)]
-
-    make = functools.partial(_trained, setting=setting, sharded=engine == "fsdp2")
-    if engine == "modules":
-        return {OURS: lambda: make(OURS, modules)}
-    found = {OURS: lambda: make(OURS, ours), GRAM: lambda: make(GRAM, functools.partial(ours, gram_aspect=1.5))}
-    for layout in ("padded", "compact") if engine == "plain" and setting.ranks > 1 else ():
-        name = f"ours, {layout}"
-        found[name] = functools.partial(make, name, functools.partial(ours, layout=layout))
-    found[TORCHS] = lambda: make(TORCHS, torchs)
-    found["AdamW"] = lambda: make("AdamW", lambda model: _adamw(list(model.parameters())))
-    if engine == "fsdp2":
-        name = "ours, bucket_matrices=16"
-        found[name] = lambda: make(name, functools.partial(ours, bucket_matrices=16))
-        if not isinstance(imported("dion"), str):
-            found["dion.Muon"] = lambda: make("dion.Muon", dions)
-    return found
+@contextmanager
+def built(makes: Mapping[str, Callable[[], System]]) -> Iterator[list[System]]:
+    """The systems, and the end of their engines."""
+    made = [make() for make in makes.values()]
+    try:
+        yield made
+    finally:
+        for system in made:
+            system.close()
 
 
 def torchs(model: nn.Module) -> list[torch.optim.Optimizer]:
     """torch.optim.Muon and AdamW."""
-    matrices, others = _split(model)
-    return [torch.optim.Muon(matrices, **MUON), *_adamw(others)]
-
-
-def _adamw(params: list[Tensor]) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(params, **ADAMW)] if params else []
-
-
-def _split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     named = list(model.named_parameters())
-    return [p for name, p in named if is_matrix(name)], [p for name, p in named if not is_matrix(name)]
+    others = [param for name, param in named if not is_matrix(name)]
+    muon = torch.optim.Muon([param for name, param in named if is_matrix(name)], **MUON)
+    return [muon, torch.optim.AdamW(others, **ADAMW)] if others else [muon]
 
 
-def _trained(name: str, optimizers_of: Callable[[nn.Module], list[Any]], setting: Setting, sharded: bool) -> System:
+def _trained(name: str, engine: str, setting: Setting, options: Mapping[str, Any]) -> System:
     """In plain PyTorch: torch's own optimizers on every rank (DDP), or on shards of FSDP2."""
-    model: nn.Module = setting.model()
-    if sharded:
+    model = called = setting.model()
+    if engine == "fsdp2":
         mesh = init_device_mesh(setting.device, (setting.ranks,))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    optimizers = optimizers_of(model)
-    called = model
-    if not sharded and setting.ranks > 1 and not name.startswith(OURS):
-        called = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizers: list[Any] = []
+    if name.startswith(OURS):
+        given = {**setting.muon, "elementwise": {"name": "adamw", **ADAMW}, **options}
+        given |= {"bucket_mb": setting.bucket_mb} if engine == "plain" else {}
+        optimizers = [LayerWiseOptimizer(model, **given)]
+    else:
+        optimizers = torchs(model)
+        if engine == "plain" and setting.ranks > 1:
+            called = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    (first, *_), rank = optimizers, torch.distributed.get_rank()
+    if engine == "modules":
+        optimizers = [ModuleOptimizers({"all": first})]
 
     def step(batches: Sequence[tuple[Tensor, Tensor]], hooks: Hooks) -> None:
         for tokens, targets in batches:
@@ -246,78 +205,57 @@ def _trained(name: str, optimizers_of: Callable[[nn.Module], list[Any]], setting
             optimizer.zero_grad()
 
     found = System(name, step, model, optimizers, lambda p: p.full_tensor() if isinstance(p, DTensor) else p)
-    if hasattr(first := optimizers[0], "core"):  # owned storage's
+    if engine == "plain" and name.startswith(OURS):
         found.padding = first.core.holdings[0].plan.padding
-        found.promised = first.memory_report()[torch.distributed.get_rank()].sent
-    elif isinstance(first, LayerWiseOptimizer):  # on FSDP2, in its two exchanges
-        found.promised = sum(stepper.plan.wire_bytes()[torch.distributed.get_rank()] for stepper in first._steppers)
+        found.promised = first.memory_report()[rank].sent
+    elif engine == "fsdp2" and name.startswith(OURS):  # in its two exchanges
+        found.promised = sum(stepper.plan.wire_bytes()[rank] for stepper in first._steppers)
     return found
 
 
-def _under_deepspeed(name: str, setting: Setting, entry: dict[str, Any], stage: int) -> System:
-    deepspeed = imported("deepspeed")
-    muon_module = importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+def _under_deepspeed(name: str, engine: str, setting: Setting, options: Mapping[str, Any]) -> System:
+    deepspeed = importlib.import_module("deepspeed")
     importlib.import_module("lwopt_backend.integrations.deepspeed_zero").register()
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    stage = 2 if engine == "owned" else int(engine[-1])
     bucket = setting.layers * 12 * setting.width**2 // 4  # a fraction of the model, as the defaults are of large ones
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = setting.width**2 - 1  # every matrix is partitioned
         # DeepSpeed's own backward of a linear layer rounds otherwise, and would stay for all later engines.
         zero["memory_efficient_linear"] = False
-        if entry["type"] == "Muon":
-            zero["reduce_scatter"] = False  # it refuses the default
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": setting.accumulation,
-        "gradient_clipping": 0.0,
-        "zero_optimization": zero,
-        "optimizer": entry,
-        "steps_per_print": 1_000_000,
+        zero["reduce_scatter"] = name != DEEPSPEEDS  # which refuses the default
+    shared = {key: value for key, value in ADAMW.items() if key != "lr"}  # its two halves have one weight decay
+    theirs = {**MUON, **shared, "muon_lr": MUON["lr"], "adam_lr": ADAMW["lr"], "torch_adam": True}
+    entries: dict[str, dict[str, Any]] = {
+        OURS: {"type": "LayerWiseMuon", "params": {**setting.muon, "adamw": ADAMW, **options}},
+        DEEPSPEEDS: {"type": "Muon", "params": {**theirs, "ns_method": "standard"}},
+        "AdamW": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
     }
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": setting.accumulation}
+    config |= {"gradient_clipping": 0.0, "zero_optimization": zero, "optimizer": entries[name]}
+    config |= {"steps_per_print": 1_000_000}
     model = setting.model()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    inner = engine.basic_optimizer
-    inner_step, muon_update = inner.step, muon_module.muon_update
+    made, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    inner_step = made.basic_optimizer.step
 
     def step(batches: Sequence[tuple[Tensor, Tensor]], hooks: Hooks) -> None:
-        in_step = False
-
-        def optimizer_step(*args: Any, **kwargs: Any) -> Any:
-            return hooks.optimizer(lambda: inner_step(*args, **kwargs))
-
-        def orthogonalized(*args: Any, **kwargs: Any) -> Any:
-            work = functools.partial(muon_update, *args, **kwargs)
-            return hooks.optimizer(work) if in_step else hooks.update(lambda: hooks.optimizer(work))
-
-        inner.step, muon_module.muon_update = optimizer_step, orthogonalized
+        made.basic_optimizer.step = lambda *args, **kwargs: hooks.optimizer(lambda: inner_step(*args, **kwargs))
         for tokens, targets in batches:
-            engine.backward(engine(tokens, targets))
-            in_step = True
-            hooks.update(engine.step)
-            in_step = False
-        inner.step, muon_module.muon_update = inner_step, muon_update
+            made.backward(made(tokens, targets))
+            hooks.update(made.step)
 
     def whole(param: Tensor) -> Tensor:
-        return param.detach() if stage == 0 else deepspeed.utils.safe_get_full_fp32_param(param)
+        on_every_rank = stage == 0 or engine == "owned"
+        return param.detach() if on_every_rank else deepspeed.utils.safe_get_full_fp32_param(param)
 
-    if entry["params"].get("storage") == "owned":
-        whole = lambda param: param.detach()  # noqa: E731
-    return System(name, step, model, [engine.optimizer, inner], whole, close=engine.destroy)
-
-
-def imported(name: str) -> Any:
-    """The module, or in words why it is left out."""
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # whatever goes wrong there is no reason to measure nothing
-        return f"{name} is left out: {type(error).__name__}: {error}"
+    return System(name, step, model, [made.optimizer, made.basic_optimizer], whole, close=made.destroy)
 
 
-def reference(setting: Setting, adamw: bool) -> dict[str, Tensor]:
-    """The weights after ``COMPARED_AFTER`` steps of torch.optim in one process: AdamW alone, or Muon for matrices."""
+def reference(setting: Setting) -> dict[str, Tensor]:
+    """The weights after ``COMPARED_AFTER`` steps of torch.optim.Muon and AdamW in one process."""
     model = setting.model()
-    optimizers = [torch.optim.AdamW(model.parameters(), **ADAMW)] if adamw else torchs(model)
+    optimizers = torchs(model)
     for step in range(COMPARED_AFTER):
         for tokens, targets in setting.batches(step):
             (model(tokens, targets) / setting.accumulation).backward()
@@ -334,14 +272,3 @@ def difference(system: System, expected: Mapping[str, Tensor]) -> tuple[float, f
         found = (system.whole(param).detach().cpu() - expected[name]).abs().max().item()
         largest[is_matrix(name)] = max(largest[is_matrix(name)], found)
     return largest[True], largest[False]
-
-
-@contextmanager
-def built(makes: Mapping[str, Make]) -> Iterator[list[System]]:
-    """The systems, and the end of their engines."""
-    made = [make() for make in makes.values()]
-    try:
-        yield made
-    finally:
-        for system in made:
-            system.close()

@@ -8,8 +8,8 @@ A part writes PART.xml (JUnit) or PART.json, and PART.log; results.json has all 
 ran no test, or whose time is up, fails. The suite, `make test`, is on a CPU only run if it is named.
 
 FOLDER has wheels of what this machine lacks of pyproject.toml's requirements with the extras deepspeed and test, of
-setuptools from 77 on (torch 2.11 takes none from 82 on), and, if they are to be measured, of gram-newton-schulz,
-quack-kernels and dion. They and this project are installed into `.make/beside/gpu`, on top of this interpreter's
+setuptools from 77 on (torch 2.11 takes none from 82 on), and, if they are to be measured, of gram-newton-schulz and
+quack-kernels. They and this project are installed into `.make/beside/gpu`, on top of this interpreter's
 packages with their torch; pip names what is still missing. To collect wheels elsewhere:
 
     DS_BUILD_OPS=0 pip wheel --no-deps --no-build-isolation -w FOLDER deepspeed
@@ -41,15 +41,14 @@ def commands(device: str) -> dict[str, list[str]]:
     pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", "--durations=10"]
     on_device = [*pytest, "tests/test_gpu.py", "--device", device, "-k"]
     size = "--layers 1 --width 64 --tokens 8 --rounds 1" if cpu else "--layers 6 --width 2048 --tokens 2048"
-    options = ["--device", device, "--ranks", "1", "--engine", *ENGINES, *size.split(), "--metric"]
-    step = ["-m", "benchmarks.step", *options]
+    options = ["--device", device, "--ranks", "1", "--engine", *ENGINES, *size.split()]
+    small = ["--scale", "0.01", "--rounds", "1"] if cpu else []
     return {
         "suite": [*pytest, "-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"],
         "one-rank": [*on_device, "not several_ranks"],
         "ranks": [*on_device, "several_ranks"],
-        "newton-schulz": ["-m", "benchmarks.rules", "--device", device, *(["--quick"] if cpu else [])],
-        "step": [*step, "time"],
-        "memory": [*step, "memory"],
+        "newton-schulz": ["-m", "benchmarks.rules", "--device", device, *small],
+        "step": ["-m", "benchmarks.step", *options],
     }
 
 

@@ -8,6 +8,7 @@ What a step's host may wait for (READS, on one rank; docs/launches.md has more r
 - ZeRO 0, and DeepSpeed with owned storage: the norm that decides whether the step is taken."""
 
 import functools
+import importlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ def training(
 
 def offload_by(patch: pytest.MonkeyPatch, pinned: bool) -> None:
     """FSDP2 and ZeRO keep their optimizer's part in memory of the CPU."""
-    deepspeed = step_systems.imported("deepspeed")
+    deepspeed = importlib.import_module("deepspeed")
     initialize = deepspeed.initialize
 
     def with_offload(*args: Any, config: Row, **kwargs: Any) -> Any:
@@ -109,7 +110,7 @@ def trained(engine: str, device: str, change: Callable[[Any], object] = lambda s
     the norm of all differences by that of what the weights moved by."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), training(engine, device, **how) as made:
         system, setting = made
-        expected, start = step_systems.reference(setting, False), dict(setting.model().named_parameters())
+        expected, start = step_systems.reference(setting), dict(setting.model().named_parameters())
         change(system)
         steps(system, setting, step_systems.Hooks(), range(step_systems.COMPARED_AFTER))
         found = {name: system.whole(param).detach().cpu() for name, param in system.model.named_parameters()}
@@ -192,7 +193,8 @@ def needed(engine: str, device: str, folder: str) -> Row:
             {"plain": "owned"}.get(engine, engine), CLUSTERS["h100-8x-ib"], options, dtype=torch.float32
         )
         plan = plan_study(read_shapes_json(path, stored.training), Deployment(1), stored).worst.planned[0].memory(0)
-        state = step_watch.kept_bytes(system)["momentum"]
+        kept = [state["momentum_buffer"] for state in system.optimizers[-1].state.values()]
+        state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in kept)
     return {"state": state, "step": max(most), "planned": {"state": plan.state, "step": plan.workspace + plan.exchange}}
 
 
