@@ -7,8 +7,8 @@
 #                    ARGS=oldest or ARGS=torch==2.15.0 for some; TORCH_INDEX_URL names an index of CPU builds
 # make test-peers    clients and peers that are not ours, each in an environment of its own; ARGS="trl lightning" for some
 # make test-faults   the fault campaign: kills, full disks, damaged and hostile files, bad settings; at most an hour
-# make test-gpu      what needs an NVIDIA GPU, without a network: bits, waits, memory, several ranks on it, benchmarks;
-#                    ARGS="--wheels FOLDER" installs from a folder what is missing, see scripts/gpu.py; results in runs/gpu
+# make test-gpu      what needs an NVIDIA GPU, without a network: bits, waits, memory, several ranks on it, a benchmark;
+#                    results go to runs/gpu, or to the folder $OUT
 # make docs          build the pages in docs/ as a site, strictly, into site/
 # make compare       train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each;
 #                    ARGS=--rules compares every published rule, with three seeds
@@ -21,6 +21,8 @@ PYTHON ?= python3
 ARGS ?=
 RUN = OMP_NUM_THREADS=1 "$$(cat .make/python)"
 PYTEST = -m pytest -n 2 --dist loadfile --durations=15
+OUT ?= runs/gpu
+ON_GPU = CUBLAS_WORKSPACE_CONFIG=:4096:8 "$$(cat .make/python 2> /dev/null || echo $(PYTHON))"
 train: CONFIG ?= configs/zero2_muon.json
 train-fsdp2: CONFIG ?= configs/fsdp2_muon.json
 
@@ -54,7 +56,7 @@ test-full: environment
 	@$(RUN) $(PYTEST) --full $(ARGS)
 ifeq ($(strip $(ARGS)),)
 	@$(RUN) $(PYTEST) --transport strict
-	@$(RUN) scripts/gpu.py --device cpu
+	@$(RUN) $(PYTEST) tests/test_gpu.py --device cpu
 	@$(RUN) scripts/versions.py oldest
 endif
 
@@ -69,7 +71,9 @@ test-faults: environment
 
 # Without `environment`, which needs a network.
 test-gpu:
-	@"$$(cat .make/python 2> /dev/null || echo $(PYTHON))" scripts/gpu.py $(ARGS)
+	@$(ON_GPU) -m pytest tests/test_gpu.py --device cuda --junit-xml="$(OUT)/tests.xml" $(ARGS)
+	@$(ON_GPU) -m benchmarks.step --device cuda --ranks 1 --engine plain fsdp2 zero1 zero2 zero3 owned \
+		--layers 6 --width 2048 --tokens 2048 --json "$(OUT)/step.json"
 
 docs: environment
 	@$(RUN) scripts/beside.py docs $(ARGS)

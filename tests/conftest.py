@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.cells import table
 from tests.ranks import RankPool, RankProcesses
@@ -25,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError(f"no GPU: torch {torch.__version__} finds none; run this on a machine with one")
     config.addinivalue_line("markers", "full: runs in `make test-full` only")
     config.addinivalue_line("markers", "gpu: runs with `--device` only, as in `make test-gpu`")
     config.addinivalue_line("markers", "on_gloo: needs gloo itself, and is not run with `--transport strict`")

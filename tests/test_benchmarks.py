@@ -132,6 +132,7 @@ def test_a_step_launches_at_most_so_much(engine: str) -> None:
 
 
 def test_without_a_gpu_the_tests_on_one_say_so() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "gpu.py")]
-    ended = subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
-    assert ended.returncode == 1 and ended.stderr.startswith("no GPU: torch")
+    command = [sys.executable, "-m", "pytest", "tests/test_gpu.py", "--device", "cuda"]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
+    assert ended.returncode == 4 and "no GPU: torch" in ended.stderr
