@@ -31,14 +31,6 @@ RULES = f"""# The rules and their options
 
 `lwopt rules` prints these tables. [Options](options.md) has the options of a whole optimizer, [choosing a
 rule](optimizers.md) helps to choose, and [the mathematics](rules.md) explains what a rule computes."""
-RUNS = "`make test-versions` ran in November 2026, on CPUs, on two cores that other work shared:"
-RAN = [
-    ("deepspeed 0.19.7", "184 passed; 36 skipped, whose settings are refused on a CPU with this DeepSpeed", "318"),
-    ("torch 2.9.0", "1,332 passed", "903"),
-    ("torch 2.11.0", "1,332 passed", "621"),
-    ("torch 2.14.1", "1,338 passed", "1,053"),
-    ("torch 2.15.0", "1,338 passed", "393"),
-]
 OPTION = ("option", "default", "meaning", "source")
 LONGEST = 100  # characters of a cell; what a meaning has beyond its first sentence then is below the table
 CLASSES = {"soap", "shampoo", "lion", "sgd", "torch_optimizer"}  # whose options others declare
@@ -75,8 +67,7 @@ def published() -> str:
 
 def versions() -> str:
     rows = [[name, f"`{of.supported}`", ", ".join(of.tested), f"`{of.command}`"] for name, of in VERSIONS.items()]
-    declared = table(("package", "supported", "tested", "the command"), rows)
-    return "\n\n".join([declared, RUNS, table(("release", "tests", "seconds"), RAN)])
+    return table(("package", "supported", "tested", "the command"), rows)
 
 
 def command_line() -> str:
