@@ -20,7 +20,6 @@ from lwopt_backend.routing.routing import Route, named_as_stack
 
 Matrix = tuple[str, tuple[int, int]]
 Model = Callable[[str], Iterator[Matrix]]  # of a flavour
-FLAVOURS = ("hf", "mcore_fused", "mcore_grouped")
 
 
 def gpt2(layers: int, width: int) -> Model:

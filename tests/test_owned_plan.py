@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from benchmarks import planner, public_models
+from benchmarks import public_models
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.buffers.dealing import (
     MOST_PARTS,
@@ -24,6 +24,7 @@ from lwopt_backend.plan.buffers.dealing import (
 from lwopt_backend.plan.buffers.layout import LAYOUTS, Bucket, OwnedParam, Slot
 from lwopt_backend.plan.buffers.owned import OwnedPlan, arrange_cut, plan_owned
 from lwopt_backend.plan.cost import MACHINES, newton_schulz_flops
+from tests import megatron_planner as planner
 
 SEEDS = range(20)
 
@@ -32,7 +33,7 @@ SEEDS = range(20)
 def figures() -> dict[str, list[dict[str, str]]]:
     """What it planned for models, measured by its own code; apart for 1,024 ranks."""
     found: dict[str, list[dict[str, str]]] = {}
-    with Path(public_models.__file__).with_name("megatron_planner.csv").open() as file:
+    with (Path(__file__).parent / "data" / "megatron_planner.csv").open() as file:
         for row in csv.DictReader(file):
             on_most = ", 1024 ranks" if row["world_size"] == "1024" else ""
             found.setdefault(f"{row['model']}{on_most}", []).append(row)
@@ -47,7 +48,6 @@ def test_padded_and_compact_plans_are_about_as_lean_and_as_even_as_megatrons(row
     """No cell is more than 3 points of padding or 0.03 of balance worse, and no compact plan 5 % over the best known.
 
     By flops, which training balances, and by Megatron-Core's own estimate.
-    How many are worse at all: ``python -m benchmarks.planner``.
     """
     for row in figures()[rows]:
         for cell in planner.plan_cell(row).values():

@@ -1,34 +1,24 @@
-"""The planner for owned storage compared with Megatron-Core's, on every cell of its figures: padding and balance.
+"""The planner for owned storage compared with Megatron-Core's, on a cell of its figures: padding and balance.
 
-    python -m benchmarks.planner                       all 216 cells by both measures of work, some minutes
-    python -m benchmarks.planner --models gpt2-124m    some models
-
-``megatron_planner.csv`` holds what Megatron-Core's own code planned (August 2026): buckets, elements with padding, cost
-imbalance (max over mean of l s^2 per rank), a longest-first deal of the whole model, and the lower bound of any.
+``data/megatron_planner.csv`` holds what Megatron-Core's own code planned (August 2026): buckets, elements with padding,
+cost imbalance (max over mean of l s^2 per rank), a longest-first deal of the whole model, and the lower bound of any.
 Megatron's plan is made again here, has to have those figures, and is then also judged by Newton-Schulz's flops. Our
 plans balance the measure by which both are judged: flops, as in training, or l s^2. Both plan over all ranks.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from benchmarks import record
-from benchmarks.public_models import MODELS, atoms
+from benchmarks.public_models import atoms
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.dealing import deal, ends_where_even
 from lwopt_backend.plan.buffers.layout import OwnedParam, aligned, aligned_shard, imbalance
 from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
 from lwopt_backend.plan.cost import Shape, max_min_squared, newton_schulz_flops, per_rank
 
-FIGURES = Path(__file__).with_name("megatron_planner.csv")
 MEASURES: dict[str, Callable[[Shape], int]] = {"flops": newton_schulz_flops, "l s^2": max_min_squared}
 
 
@@ -109,42 +99,3 @@ def plan_cell(row: dict[str, str]) -> dict[str, Cell]:
     if any(abs(a - b) > 1e-9 for a, b in zip(known, found.theirs)) or found.nearest < known[3] - 1e-4:
         raise ValueError(f"{found.name}: expected {known} of Megatron-Core, found {found.theirs}, {found.nearest}")
     return cells
-
-
-def summary(cells: Sequence[Cell], measure: str) -> Iterator[dict[str, Any]]:
-    """A row a model, and one of all."""
-    for model in [*dict.fromkeys(cell.name[0] for cell in cells), "all"]:
-        some = [cell for cell in cells if model in (cell.name[0], "all")]
-        worse = sum(any(cell.worse) for cell in some)
-        better = sum(cell.better for cell in some)
-        yield {
-            "measure": measure,
-            "model": model,
-            "better": better,
-            "equal": len(some) - better - worse,
-            "worse": worse,
-            "padding": max(cell.worse[0] for cell in some),  # the most points by which a cell is worse
-            "balance": max(cell.worse[1] for cell in some),
-            "compact": max(cell.excess for cell in some),
-        }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), help="default: all that the figures have")
-    parser.add_argument("--json", type=Path, help="write the rows there")
-    options = parser.parse_args()
-    rows = [row for row in csv.DictReader(FIGURES.open()) if not options.models or row["model"] in options.models]
-    if not rows:
-        parser.error(f"the figures have no cell of {', '.join(options.models)}")
-    with ProcessPoolExecutor() as pool:
-        found = list(pool.map(plan_cell, rows))
-    figures = [row for measure in MEASURES for row in summary([cells[measure] for cells in found], measure)]
-    for row in figures:
-        print(", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{value}" for key, value in row.items()))
-    if options.json:
-        record.write(options.json, figures)
-
-
-if __name__ == "__main__":
-    main()
