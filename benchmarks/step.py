@@ -12,8 +12,7 @@ process, after as many steps.
 Then the systems take turns, so that a machine that slows down does so for all. Milliseconds are medians of ``--rounds``
 steps on the slowest rank, with their ratio to this package's: of CPU time with the transport's threads, or on a GPU on
 the clock. The update is the optimizer's part of a step with the host's own work in it. Bytes are those of the rank that
-sends most; next to them are the plan's, for owned storage in plain PyTorch with one micro-batch, and for FSDP2's two
-exchanges.
+sends most.
 
 With ``--launches``, ranks step in batches of equal shapes and read nothing, as on an accelerator, and the model has
 matrices alone. Every operation on a GPU costs a launch, and so does all for which a host waits: both are counted.
@@ -37,8 +36,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks import record
@@ -116,8 +113,7 @@ def counted(system: System, setting: Setting) -> Figures:
     watch = Watch(dist.get_rank(), setting.ranks)
     with watch.watching() as hooks:
         system.step(setting.batches(COMPARED_AFTER - 1), hooks)
-    told = {"planned": system.promised, "padding": system.padding, "update_seconds": [], "step_seconds": []}
-    return {**watch.count.figures(), **told}
+    return {**watch.count.figures(), "update_seconds": [], "step_seconds": []}
 
 
 def timed(system: System, setting: Setting, step: int, found: Figures) -> None:
@@ -167,27 +163,22 @@ def cells(row: Row, ours: Row, setting: Setting) -> dict[str, str]:
     if setting.matrices_only:
         most = max(by_rank, key=lambda figures: figures["operations"] + figures["newton_schulz"])
         each = {key: f"{most[key] / setting.matrices:.1f}" for key in ("operations", "newton_schulz")}
-        more = ("calls", "host_reads", "collectives", "allocations")
+        more = ("calls", "host_reads", "collectives")
         return {**each, "matrices, all ranks": str(total(row, "matrices")), **{key: str(most[key]) for key in more}}
     found = {}
     for part in ("update", "step") if by_rank[0]["step_seconds"] else ():
         ms, base = slowest(row, f"{part}_seconds"), slowest(ours, f"{part}_seconds")
         found[f"{part}, ms"] = f"{ms:.1f}  {ms / base:.2f}x"
     found |= {f"{part}, MB": f"{most_sent(row, part):.2f}" for part in ("update", "step")}
-    if by_rank[0]["planned"] is not None:
-        found["planned"] = f"{max(figures['planned'] for figures in by_rank) / 1e6:.2f}"
     matrices, others = map(max, zip(*(figures["differ"] for figures in by_rank)))
     return {**found, "differ: matrices": f"{matrices:.1e}", "others": f"{others:.1e}"}
 
 
-def table(rows: list[Row], setting: Setting) -> Table:
+def show(rows: list[Row], setting: Setting) -> None:
     ours = {row["engine"]: row for row in reversed(rows)}  # the first of each engine
-    shown = [cells(row, ours[row["engine"]], setting) for row in rows]
-    headings = list(dict.fromkeys(heading for cell in shown for heading in cell))
-    drawn = Table("engine", "system", *headings, title=f"{setting.ranks} ranks ({setting.device})")
-    for row, cell in zip(rows, shown):
-        drawn.add_row(row["engine"], row["system"], *(cell.get(heading, "") for heading in headings))
-    return drawn
+    for row in rows:
+        shown = ", ".join(f"{name} {value}" for name, value in cells(row, ours[row["engine"]], setting).items())
+        print(f"{row['engine']} on {setting.ranks} ranks ({setting.device}), {row['system']}: {shown}", flush=True)
 
 
 def problems(rows: list[Row], setting: Setting) -> list[str]:
@@ -196,18 +187,12 @@ def problems(rows: list[Row], setting: Setting) -> list[str]:
     exact = setting.device == "cpu" and not setting.matrices_only  # which are batched, and so round otherwise
     exact = exact and setting.ranks & (setting.ranks - 1) == 0  # sums of equal gradients are exact
     for row in rows:
-        name, by_rank = f"{row['engine']}, {row['system']}", row["by_rank"]
-        if row["system"] == OURS and exact and any(each["differ"][0] for each in by_rank):
-            found.append(f"{name} differs from torch.optim in one process")
-        if row["system"] == OURS and total(row, "matrices") != setting.matrices:
-            found.append(f"{name} orthogonalizes {total(row, 'matrices')} of {setting.matrices} matrices")
-        if by_rank[0]["planned"] is not None and setting.accumulation == 1:
-            sent = [figures["step"] for figures in by_rank]
-            exchanged = [of.get("alltoall_base", 0) for of in sent]
-            without_flags = [sum(of.values()) - of.get("allreduce", 0) for of in sent]
-            said = sum(exchanged if row["engine"] == "fsdp2" else without_flags)
-            if said != total(row, "planned"):
-                found.append(f"{name} sent {said} bytes, its plan says {total(row, 'planned')}")
+        if row["system"] != OURS:
+            continue
+        if exact and any(figures["differ"][0] for figures in row["by_rank"]):
+            found.append(f"{row['engine']} differs from torch.optim in one process")
+        if total(row, "matrices") != setting.matrices:
+            found.append(f"{row['engine']} orthogonalizes {total(row, 'matrices')} of {setting.matrices} matrices")
     return found
 
 
@@ -238,7 +223,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(run_rank, (setting, options, folder), nprocs=ranks)
             rows = torch.load(f"{folder}/rows.pt", weights_only=False)
-        Console(width=170 if not Console().is_terminal else None, highlight=False).print(table(rows, setting))
+        show(rows, setting)
         results += [{"setting": asdict(setting), **row} for row in rows]
         wrong += problems(rows, setting)
     if options.json:

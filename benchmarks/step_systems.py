@@ -136,16 +136,13 @@ class Hooks:
 
 @dataclass
 class System:
-    """``step`` trains one step. ``promised`` are the bytes that our plan says this rank sends in it, ``padding`` its
-    elements of padding."""
+    """What is compared; ``step`` trains one step."""
 
     name: str
     step: Callable[[Sequence[tuple[Tensor, Tensor]], Hooks], None]
     model: nn.Module
     optimizers: Sequence[Any]
     whole: Callable[[Tensor], Tensor]  # a parameter's weights, on all ranks
-    promised: int | None = None
-    padding: int | None = None
     close: Callable[[], None] = field(default=lambda: None)
 
 
@@ -193,9 +190,8 @@ def _trained(name: str, engine: str, setting: Setting, options: Mapping[str, Any
         optimizers = torchs(model)
         if engine == "plain" and setting.ranks > 1:
             called = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    (first, *_), rank = optimizers, torch.distributed.get_rank()
     if engine == "modules":
-        optimizers = [ModuleOptimizers({"all": first})]
+        optimizers = [ModuleOptimizers({"all": optimizers[0]})]
 
     def step(batches: Sequence[tuple[Tensor, Tensor]], hooks: Hooks) -> None:
         for tokens, targets in batches:
@@ -204,13 +200,7 @@ def _trained(name: str, engine: str, setting: Setting, options: Mapping[str, Any
             hooks.update(functools.partial(hooks.optimizer, optimizer.step))
             optimizer.zero_grad()
 
-    found = System(name, step, model, optimizers, lambda p: p.full_tensor() if isinstance(p, DTensor) else p)
-    if engine == "plain" and name.startswith(OURS):
-        found.padding = first.core.holdings[0].plan.padding
-        found.promised = first.memory_report()[rank].sent
-    elif engine == "fsdp2" and name.startswith(OURS):  # in its two exchanges
-        found.promised = sum(stepper.plan.wire_bytes()[rank] for stepper in first._steppers)
-    return found
+    return System(name, step, model, optimizers, lambda p: p.full_tensor() if isinstance(p, DTensor) else p)
 
 
 def _under_deepspeed(name: str, engine: str, setting: Setting, options: Mapping[str, Any]) -> System:

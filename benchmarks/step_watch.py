@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.rehearsal.absent_gpu import replaced, sent, tensors_in
+from benchmarks.rehearsal.absent_gpu import replaced, sent
 from benchmarks.step_systems import Hooks
 
 NOT_COUNTED = ("barrier", "wait_tensor", "wrap_tensor_autograd")
@@ -39,7 +39,6 @@ class Count:
     matrices: int = 0  # in them
     host_reads: int = 0
     collectives: int = 0
-    allocations: int = 0
 
     def launches(self) -> int:
         return self.operations + self.newton_schulz
@@ -99,7 +98,6 @@ class Watch(TorchDispatchMode):
                 launched = 0 if name in NOT_LAUNCHED else launches(name, args)
                 count.newton_schulz += launched * self.within["newton_schulz"]
                 count.operations += launched * (not self.within["newton_schulz"])
-                count.allocations += new_storages(result, [*args, *(kwargs or {}).values()])
         return result
 
     def _collective(self, name: str, args: Any) -> None:
@@ -136,8 +134,3 @@ def launches(name: str, args: Sequence[Any]) -> int:
 
 def dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.ndim == 2 and tensor.t().is_contiguous())
-
-
-def new_storages(result: Any, args: Sequence[Any]) -> int:
-    made, given = ({t.untyped_storage()._cdata for t in tensors_in(some)} for some in ([result], args))
-    return len(made - given)
