@@ -16,14 +16,12 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "deepspeed", "dion", "gram-newton-schulz", "quack-kernels")
 
 
 def write(path: Path, figures: Sequence[Any]) -> None:
     """Write ``figures``, which JSON can hold, one a line, below what they depend on."""
-    module = sys.modules["__main__"].__spec__  # a benchmark is a module, scripts/gpu.py a script
-    started = ["-m", module.name] if module else [os.path.relpath(sys.argv[0], ROOT)]
-    command = shlex.join(["python", *started, *sys.argv[1:]])
+    module = sys.modules["__main__"].__spec__
+    command = shlex.join(["python", *(["-m", module.name] if module else sys.argv[:1]), *sys.argv[1:]])
     told = {"command": command, "machine": machine(), "versions": versions(), "commit": commit()}
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n  ".join(map(json.dumps, figures))
@@ -32,20 +30,17 @@ def write(path: Path, figures: Sequence[Any]) -> None:
 
 def machine() -> dict[str, Any]:
     """The devices, and how busy the CPU is as the figures are written."""
-    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    cpu = names[0] if names else platform.machine()
-    return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus, "load": round(os.getloadavg()[0], 1)}
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    load = round(os.getloadavg()[0], 1)
+    return {"cpu": (names or [platform.machine()])[0], "cores": os.cpu_count(), "gpus": gpus, "load": load}
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    installed = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    found = {name: installed[name] for name in ("torch", "deepspeed") if name in installed}
+    return {"python": platform.python_version(), **found}
 
 
 def commit() -> str | None:
@@ -57,7 +52,3 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + "+" * bool(changed)
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []

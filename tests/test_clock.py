@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from lwopt_backend.plan.cost import CLUSTERS, Machine
 from lwopt_backend.planner.study import Study
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.whole import WholeMatrices
-from tests.planner_shapes import LAYER, MODEL, SMALL, study_in
+from tests.planner_shapes import LAYER, SMALL, study_in
 from tests.ranks import RankPool
 
 
@@ -124,7 +125,7 @@ def test_a_collective_begins_with_the_last_rank_and_takes_the_most_bytes() -> No
     late = [Work("a", flops=4), sends(5), Wait(0), Work("c", flops=2)]
     played = plays(early, late)
     (trip,) = played.trips
-    assert (trip.begin, trip.end, trip.waited, trip.mean) == (4, 9, 5, 5)
+    assert (trip.begin, trip.end) == (4, 9)
     assert played.ends == (10, 11) and played.seconds == 11
     assert played.works == (5, 6) and played.busiest == 1 and played.hidden == 0 and played.bound == 16
 
@@ -142,7 +143,7 @@ def test_a_stream_waits_for_what_it_joins_and_a_host_for_what_it_reads_and_launc
     where = {span.what: (span.begin, span.end) for span in plays(record, launch=0.5).spans[0]}
     assert where == {"a": (0, 2), "aside": (2, 7), "b": (2, 3), "c": (3, 4), "d": (7, 8)}
     slow = plays([Work("a", flops=1, calls=10)], launch=0.5)
-    assert slow.seconds == 5 and slow.works == (1,) and slow.hosts == (4,), "the device stands still for its host"
+    assert slow.seconds == 5 and slow.works == (1,), "the device stands still for its host"
 
 
 def test_ranks_that_start_other_collectives_are_found() -> None:
@@ -320,20 +321,14 @@ def test_parameters_of_owned_storage_return_behind_the_next_forward_pass(studied
     assert later.given == pytest.approx(at_once.given) and later.seconds < at_once.seconds
 
 
-def test_the_command_says_what_a_step_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "shapes.json").write_text(json.dumps(MODEL))
-    with pytest.raises(SystemExit) as ended:
-        timeline.run(f"--shapes {tmp_path}/shapes.json --world-size 64 --engine fsdp2 --attach".split())
-    assert not ended.value.code
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "A prediction" in printed and "hidden behind work" in printed and "What waits for what" in printed
-
-
-def test_the_table_has_a_row_for_each_engine_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_row_for_each_engine_that_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ways = {name: timeline.WAYS[name] for name in ("ZeRO 1, 2", "FSDP2, with passes", "owned, with passes")}
     with mock.patch.multiple(timeline, CELLS=(("gpt2-124m", 8),), WAYS=ways, FITS=1e-9):
-        timeline.run(["--table", "--json", str(tmp_path / "rows.json")])
-    _, _, *rows = capsys.readouterr().out.splitlines()
+        monkeypatch.setattr(sys, "argv", ["timeline", "--json", str(tmp_path / "rows.json")])
+        timeline.main()
+    rows = capsys.readouterr().out.splitlines()
     written = json.loads((tmp_path / "rows.json").read_text())["figures"]
     assert [f"| {' | '.join(row)} |" for row in written] == rows
     assert [row[1] for row in written] == ["ZeRO 1, 2", "FSDP2, with passes"]

@@ -16,16 +16,8 @@ from typing import Any
 from benchmarks.clock.record import COMPUTE, Event, Join, Record, Start, Wait, Work
 from lwopt_backend.plan.cost import LAUNCH_SECONDS, Machine
 
-# Bytes per second that element-wise kernels read and write: 80 % of the peak of the memory of each cluster's devices.
-MEMORY = {
-    "h100-8x-ib": 2.7e12,
-    "h200-8x-ib": 3.8e12,
-    "b200-8x-ib": 6.4e12,
-    "gb200-72x-ib": 6.4e12,
-    "a100-8x-ib": 1.6e12,
-    "mi300x-8x-roce": 4.2e12,
-    "h100-8x-ethernet": 2.7e12,
-}
+# Bytes per second that element-wise kernels read and write: 80 % of the peak of a device's memory, by cluster.
+MEMORY = {"h100-8x-ib": 2.7e12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +60,7 @@ class Span:
 
 @dataclass(slots=True)
 class Trip:
-    """A collective as played: when each rank had started it, and from begin to end.
-
-    ``waited`` is the longest that a rank's step stood still for it; ``mean`` over all records.
-    """
+    """A collective as played: when each rank had started it, and from begin to end."""
 
     start: Start
     ready: list[float]
@@ -79,8 +68,6 @@ class Trip:
     nbytes: int = 0
     begin: float = 0.0
     end: float = 0.0
-    waited: float = 0.0
-    mean: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -89,14 +76,11 @@ class Trip:
 
 @dataclass(frozen=True)
 class Played:
-    """A step of all ranks. ``ends``, ``works``, ``hosts`` and ``counts`` are by record: the second in which a rank is
-    done, its work on the device, what its device waited for the host, and how many ranks have the record; so are
-    ``spans``."""
+    """A step of all ranks. ``ends``, ``works``, ``counts`` and ``spans`` are by record: the second in which a rank is
+    done, its work on the device, how many ranks have the record, and when the work is done."""
 
-    rates: Rates
     ends: tuple[float, ...]
     works: tuple[float, ...]
-    hosts: tuple[float, ...]
     counts: tuple[int, ...]
     trips: tuple[Trip, ...]
     given: float  # seconds of the model's passes and their host's collectives, played alone
@@ -128,26 +112,14 @@ class Played:
     @property
     def hidden(self) -> float:
         """The share of the wire's seconds in which the busiest rank's streams work."""
-        works = sorted((span.begin, span.end) for span in self.spans[self.busiest])
-        both, at = 0.0, 0
-        for trip in self.trips:
-            while at < len(works) and works[at][1] <= trip.begin:
-                at += 1
-            both += _covered(works, at, trip.begin, trip.end)
-        return both / self.wire if self.wire else 1.0
-
-
-def _covered(works: Sequence[tuple[float, float]], first: int, begin: float, end: float) -> float:
-    """Seconds between begin and end that are within ``works``, from the ``first`` on, which are in order."""
-    found, at = 0.0, begin
-    for low, high in works[first:]:
-        if low >= end:
-            break
-        low, high = max(low, at), min(high, end)
-        if high > low:
-            found += high - low
-            at = high
-    return found
+        works: list[list[float]] = []  # which do not overlap
+        for begin, end in sorted((span.begin, span.end) for span in self.spans[self.busiest]):
+            if works and begin <= works[-1][1]:
+                works[-1][1] = max(works[-1][1], end)
+            else:
+                works.append([begin, end])
+        both = (min(high, trip.end) - max(low, trip.begin) for low, high in works for trip in self.trips)
+        return sum(max(0.0, seconds) for seconds in both) / self.wire if self.wire else 1.0
 
 
 GIVEN = ("backward", "forward")  # work that is the model's
@@ -162,10 +134,8 @@ def play(records: Sequence[tuple[Record, int]], rates: Rates) -> Played:
     clock.run()
     ranks = clock.ranks
     return Played(
-        rates,
         tuple(rank.done for rank in ranks),
         tuple(rank.work for rank in ranks),
-        tuple(rank.stood for rank in ranks),
         tuple(count for _, count in records),
         tuple(clock.trips),
         _Clock([(_passes_alone(records[0][0]), 1)], rates).run(),
@@ -238,7 +208,7 @@ class _Clock:
 
 @dataclass
 class _Rank:
-    """A rank on its way through its record. ``stood`` is the seconds in which its device stood still for the host."""
+    """A rank on its way through its record."""
 
     number: int
     record: Record
@@ -246,7 +216,6 @@ class _Rank:
     host: float = 0.0
     wire: float = 0.0
     work: float = 0.0
-    stood: float = 0.0
     streams: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0})
     starts: list[Start] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -266,7 +235,9 @@ class _Rank:
                 trip = clock.trips[event.start]
                 if trip.started < len(clock.ranks):
                     return event.start
-                self._wait(event, trip, rates, len(clock.ranks))
+                streams[event.stream] = max(free, trip.end)
+                if rates.blocking:
+                    self.host = streams[event.stream]
             elif isinstance(event, Join):
                 streams[event.stream] = max(free, streams.get(event.on, 0.0))
             else:
@@ -284,17 +255,7 @@ class _Rank:
         if end > begin:
             self.spans.append(Span(event.stream, event.what, begin, end))
         self.host, self.streams[event.stream] = launched, end
-        self.stood += max(0.0, begin - free) + max(0.0, end - begin - seconds)
         self.work += 0.0 if event.what in GIVEN else seconds
-
-    def _wait(self, event: Wait, trip: Trip, rates: Rates, ranks: int) -> None:
-        free = self.streams[event.stream]
-        waited = max(0.0, trip.end - max(free, self.host)) if event.stream == COMPUTE else 0.0
-        trip.waited = max(trip.waited, waited)
-        trip.mean += waited / ranks
-        self.streams[event.stream] = max(free, trip.end)
-        if rates.blocking:
-            self.host = self.streams[event.stream]
 
     @property
     def done(self) -> float:

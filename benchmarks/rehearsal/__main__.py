@@ -3,9 +3,9 @@
     python -m benchmarks.rehearsal --hf llama-70b/config.json --world-size 512 --engine fsdp2
     python -m benchmarks.rehearsal --shapes shapes.json --world-size 4 --rank 2 --steps 2 --json
 
-Options other than --rank and --steps are those of `lwopt plan`. Nothing is allocated, and no other rank runs. The
-tables compare with the plan: the memory of the step by kind, its collectives with their bytes, its operations, and its
-waits for the GPU. The exit code is 1 if they differ, if devices are mixed, or if the step waits where it should not.
+Options other than --rank and --steps are those of `lwopt plan`. Nothing is allocated, and no other rank runs. The lines
+compare with the plan: the memory of the step, its collectives with their bytes, and its waits for the GPU. The exit
+code is 1 if they differ, if devices are mixed, or if the step waits where it should not.
 
 Engines owned and fsdp2 run whole optimizers, without FSDP2's own gathers and reductions. For zero1 to zero3, only this
 package's steppers run, on flat partitions, because DeepSpeed's engine needs a GPU. Owned storage with --ep is refused.
@@ -17,20 +17,17 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from lwopt_backend.cli import main
 from lwopt_backend.cli.plan import plan, studied
-from lwopt_backend.cli.tables import NONE
-from lwopt_backend.engines.report import nbytes, numbers, show_digest, standard_output
 from lwopt_backend.planner.study import Study
 
-from .step import Figure, Rehearsal, rehearse
+from .step import Rehearsal, rehearse
 
 
 def run(words: Sequence[str]) -> None:
@@ -42,63 +39,38 @@ def run(words: Sequence[str]) -> None:
 
     def command(**given: Any) -> None:
         model, study = studied(given)
-        rank = _busiest(study) if own.rank is None else own.rank
+        rank = busiest(study) if own.rank is None else own.rank
         found = rehearse(study, rank, steps=own.steps)
         if given["as_json"]:
             shown = [asdict(each) for each in found]
             typer.echo(json.dumps({"source": model.source, "digest": study.digest, "rank": rank, "rehearsals": shown}))
         else:
-            _print(model.source, study, rank, found)
+            typer.echo(f"Model: {model.source}\nPlan: {study.digest}\nRank {rank} of {study.deployment.world_size}")
+            typer.echo("\n".join(line for each in found for line in lines(each)))
         problems = [f"{each.name}: {problem}" for each in found for problem in each.problems]
         for problem in problems:
             typer.secho(f"error: {problem}", fg="red", err=True)
         raise typer.Exit(bool(problems))
 
-    with_plan(of_plan, command, __doc__)
-
-
-def with_plan(words: Sequence[str], command: Callable[..., None], about: str | None) -> None:
-    """Call ``command`` with the options of `lwopt plan` in ``words``."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=about)(functools.wraps(plan)(command))
-    main(functools.partial(app, words))
+    app.command(help=__doc__)(functools.wraps(plan)(command))  # with the options of `lwopt plan`
+    main(functools.partial(app, of_plan))
 
 
-def _busiest(study: Study) -> int:
+def busiest(study: Study) -> int:
     """The busiest rank of the slowest stage."""
     loads = study.worst.loads()
     return study.worst.index * study.deployment.stage_ranks + loads.index(max(loads))
 
 
-def _print(source: str, study: Study, rank: int, found: Sequence[Rehearsal]) -> None:
-    console = standard_output()
-    console.print(f"Model: {source}")
-    console.print(f"Rehearsed: rank {rank} of {study.deployment.world_size}, engine {study.setting.engine}")
-    for each in found:
-        console.print(_table(each))
-        for what, shown in (
-            ("Memory at the peak", {kind: nbytes(n) for kind, n in each.memory.items()}),
-            ("Operations", each.operations),
-            ("Waits for the GPU", each.waits),
-        ):
-            console.print(f"{what}: {', '.join(f'{kind} {count}' for kind, count in shown.items()) or 'none'}")
-    show_digest(console, study.digest)
-
-
-def _table(each: Rehearsal) -> Table:
-    """One row per figure, next to the plan's."""
-
-    def shown(figure: Figure, value: int | None) -> str:
-        if value is None:
-            return NONE
-        return f"{value} ({nbytes(value)})" if figure.unit == "bytes" else str(value)
-
-    title = f"The {each.name} parameters: rank {each.rank} of the {each.ranks} that share them"
-    table = Table("a step", *numbers("rehearsed", "planned"), "", title=title)
+def lines(each: Rehearsal) -> Iterator[str]:
+    yield f"The {each.name} parameters: rank {each.rank} of the {each.ranks} that share them"
     for figure in each.figures:
-        differs = "differs" if figure.difference else "" if figure.exact or figure.planned is None else "an estimate"
-        table.add_row(figure.what, shown(figure, figure.rehearsed), shown(figure, figure.planned), differs)
-    return table
+        planned = (
+            "" if figure.planned is None else f", planned {figure.planned}{'' if figure.exact else ' (an estimate)'}"
+        )
+        yield f"  {figure.what}: {figure.rehearsed} {figure.unit}{planned}"
+    yield f"  waits: {', '.join(f'{times} x {what}' for what, times in each.waits.items()) or 'none'}"
 
 
 if __name__ == "__main__":

@@ -42,39 +42,31 @@ _READ = torch.ops.aten._local_scalar_dense.default
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operations on the GPU: memory by kind, collectives and their bytes, and what waits for the GPU.
+    """Records the operations on the GPU by part of the step, memory, collectives, and what waits for the GPU.
 
-    ``kind`` is what new memory is recorded as; if empty, the part of the step that asks for it. ``alive`` is the bytes
-    of every kind now, ``peak`` the most at once, and ``at_peak`` the bytes of every kind then. ``collectives`` has the
-    calls and the bytes that this rank sends, by name. ``waits`` counts what waits for the GPU, by what it does and
-    where: reads, and copies in both directions.
+    ``total`` is the bytes that are alive now, ``peak`` the most at once. ``collectives`` has the calls and the bytes
+    that this rank sends, by name. ``waits`` counts what waits for the GPU, by what it does and where: reads, and copies
+    in both directions.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.kind = ""
-        self.total = 0
+        self.total = self.peak = 0
         self.stream = "compute"  # on which work is
-        self.alive: Counter[str] = Counter()
-        self._storages: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
+        self._storages: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._labels: list[str] = []
         self._views: dict[Any, bool] = {}
         self.forget()
 
     def forget(self) -> None:
         """Begin to count anew; what is alive stays."""
-        self.forget_peak()
+        self.peak = self.total
         self.operations: Counter[str] = Counter()
         self.collectives: dict[str, tuple[int, int]] = {}
         self.waits: Counter[tuple[str, str]] = Counter()
 
-    def forget_peak(self) -> None:
-        """Look for a new peak from now on."""
-        self.peak, self.at_peak = self.total, dict(self.alive)
-
-    def name(self, kind: str, tensors: Iterable[Tensor]) -> tuple[int, int]:
-        """Record the memory of these tensors as ``kind``; returns the bytes of their elements and of their memory, each
-        counted once. What is on the CPU has no memory here."""
+    def sizes(self, tensors: Iterable[Tensor]) -> tuple[int, int]:
+        """The bytes of their elements and of their memory, each counted once. What is on the CPU has no memory here."""
         elements: dict[tuple[int, int, int], int] = {}
         memory: dict[int, int] = {}
         for tensor in tensors:
@@ -82,11 +74,7 @@ class Recorder(TorchDispatchMode):
             place = key or id(tensor), int(tensor.storage_offset()), tensor.numel()
             elements[place] = tensor.numel() * tensor.itemsize
             if key is not None:
-                before, nbytes, storage = self._storages[key]
-                self.alive[before] -= nbytes
-                self.alive[kind] += nbytes
-                self._storages[key] = (kind, nbytes, storage)
-                memory[key] = nbytes
+                memory[key], _ = self._storages[key]
         return sum(elements.values()), sum(memory.values())
 
     def address(self, tensor: Tensor) -> int:
@@ -186,17 +174,13 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
         if key not in self._storages:
-            nbytes, kind = storage.nbytes(), self.kind or self._part()
-            self._storages[key] = (kind, nbytes, weakref.ref(storage, lambda _: self._freed(key)))
-            self.alive[kind] += nbytes
-            self.total += nbytes
-            if self.total > self.peak:
-                self.peak, self.at_peak = self.total, dict(self.alive)
+            self._storages[key] = (storage.nbytes(), weakref.ref(storage, lambda _: self._freed(key)))
+            self.total += storage.nbytes()
+            self.peak = max(self.peak, self.total)
         return key
 
     def _freed(self, key: int) -> None:
-        kind, nbytes, _ = self._storages.pop(key)
-        self.alive[kind] -= nbytes
+        nbytes, _ = self._storages.pop(key)
         self.total -= nbytes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +21,6 @@ from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.engines.zero.plan import GroupStepper
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping
-from lwopt_backend.groups.registry import ELEMENTWISE_RULES
 from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
 from lwopt_backend.optimizer.layer_wise import Sharing
 from lwopt_backend.plan import MatrixPlan, Replicas
@@ -233,12 +231,6 @@ class MeshEngine(Engine):
     def matrix_steppers(self) -> list[tuple[MatrixStepper, MatrixPlan]]:
         """The steppers of matrices in their order, each with its plan."""
         return [(each.stepper, each.plan) for each in self._optimizer._steppers]
-
-    def elementwise_numel(self, rank: int) -> int:
-        """The elements that a rank steps one by one."""
-        members = [member for each in self._optimizer._steppers for member in each.members]
-        alone = [member for member in members if member.rule in ELEMENTWISE_RULES]
-        return sum(math.prod(member.sharding.local_shape((rank,))) for member in alone)
 
     def attach(self) -> None:
         """Exchange buckets in backward passes from now on."""

@@ -58,17 +58,14 @@ class Figure:
 class Rehearsal:
     """One step of ``rank`` of the ``ranks`` that share the parameters called ``name``.
 
-    ``memory`` is the bytes at the peak of the step by kind, ``operations`` their number by part of the step, ``waits``
-    how often it waited for the GPU, by place. ``problems`` are sentences: differences from the plan, and what went
-    wrong.
+    ``waits`` is how often it waited for the GPU, by place. ``problems`` are sentences: differences from the plan, and
+    what went wrong.
     """
 
     name: str
     rank: int
     ranks: int
     figures: tuple[Figure, ...] = ()
-    memory: Mapping[str, int] = field(default_factory=dict)
-    operations: Mapping[str, int] = field(default_factory=dict)
     waits: Mapping[str, int] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
@@ -109,7 +106,7 @@ def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int) -> Reh
             engine = ENGINES[stage.setting.engine](planned, stage.setting)
             for number in range(steps):
                 doing = f"step {number + 1} of {steps}"
-                kept, peak_before = _step(engine, recorder, counted)
+                kept = _step(engine, recorder, counted)
         except Exception as error:
             return replace(found, problems=(f"{doing}: {_told(error)}",))
         mine_planned = planned.memory(mine % planned.group_size)
@@ -117,7 +114,6 @@ def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int) -> Reh
             *_work(recorder, counted, planned, mine),
             *_memory(engine, kept, mine_planned),
             Figure("peak of the step", recorder.peak, mine_planned.peak, exact=False),
-            Figure("peak of the backward pass", peak_before),
             *(Figure("gradients on their way", way, mine_planned.transient) for way in engine.transient()),
         )
         waits = {f"{what} at {where}": times for (what, where), times in sorted(recorder.waits.items())}
@@ -128,9 +124,7 @@ def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int) -> Reh
             *_waits(engine, waits),
             *_left(engine, recorder, counted, planned),
         ]
-        memory = {kind: nbytes for kind, nbytes in recorder.at_peak.items() if nbytes}
-        operations = dict(recorder.operations)
-    return replace(found, figures=figures, memory=memory, operations=operations, waits=waits, problems=tuple(problems))
+    return replace(found, figures=figures, waits=waits, problems=tuple(problems))
 
 
 def others_of(planned: Planned) -> Callable[[Any, int], list[Any]]:
@@ -143,17 +137,15 @@ def others_of(planned: Planned) -> Callable[[Any, int], list[Any]]:
     return say
 
 
-def _step(engine: Engine, recorder: Recorder, counted: Counted) -> tuple[Kept, int]:
-    """One backward pass and one step; returns what is kept in between, and the peak of the backward pass."""
+def _step(engine: Engine, recorder: Recorder, counted: Counted) -> Kept:
+    """One backward pass and one step; returns what is kept in between."""
     recorder.forget()
     counted.matrices = 0
-    recorder.kind = "gradients"
     engine.backward()
-    kept = {kind: recorder.name(kind, tensors) for kind, tensors in engine.tensors().items()}
-    recorder.kind, peak = "", recorder.peak
-    recorder.forget_peak()
+    kept = {kind: recorder.sizes(tensors) for kind, tensors in engine.tensors().items()}
+    recorder.peak = recorder.total
     engine.step()
-    return kept, peak
+    return kept
 
 
 def _told(error: Exception) -> str:
@@ -228,10 +220,7 @@ def _work(recorder: Recorder, counted: Counted, planned: Planned, rank: int) -> 
         if calls or done:
             found.append(Figure(f"{kind}s", done, calls, "calls"))
     sent = sum(nbytes for kind, (_, nbytes) in recorder.collectives.items() if kind in TRAFFIC)
-    found.append(Figure("sent", sent, planned.memory(place).sent))
-    more = {kind: nbytes for kind, (_, nbytes) in recorder.collectives.items() if kind not in TRAFFIC}
-    found += [Figure(f"sent in {kind}", nbytes) for kind, nbytes in more.items()]
-    return [*found, Figure("operations on the GPU", sum(recorder.operations.values()), unit="operations")]
+    return [*found, Figure("sent", sent, planned.memory(place).sent)]
 
 
 def _memory(engine: Engine, kept: Kept, planned: RankMemory) -> list[Figure]:
@@ -245,7 +234,7 @@ def _memory(engine: Engine, kept: Kept, planned: RankMemory) -> list[Figure]:
 
 def _left(engine: Engine, recorder: Recorder, counted: Counted, planned: Planned) -> list[str]:
     """A sentence, if memory is kept after the step that is neither a parameter's nor state."""
-    named = [*engine.tensors().items(), ("owner state", counted.owner_state())]
-    left = recorder.total - sum(recorder.name(kind, tensors)[1] for kind, tensors in named)
+    named = [*engine.tensors().values(), counted.owner_state()]
+    left = recorder.total - sum(recorder.sizes(tensors)[1] for tensors in named)
     most = FLAG_NBYTES * (len(planned.lines) + planned.ranks)
     return [f"after the step, {left} bytes are kept that nobody names; flags may take {most}"] if left > most else []
