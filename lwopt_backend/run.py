@@ -4,8 +4,9 @@
     torchrun -m lwopt_backend.run --optimizer='{"lr": "auto", "adamw": {"lr": 3e-4}}' run_clm.py --fsdp --output_dir ...
 
 The script finds them registered with DeepSpeed. With ``--optimizer=``, Hugging Face's Trainer gets a
-``LayerWiseOptimizer`` with these arguments instead. Only the script imports transformers, after it has set its
-environment variables. The launcher puts its own ``--local_rank=N`` before the script's name; the script gets it.
+``LayerWiseOptimizer`` with these arguments instead. This is for scripts that stay as they are; your own passes
+``optimizer_cls_and_kwargs`` to its Trainer. Only the script imports transformers, after it has set its environment
+variables. The launcher puts its own ``--local_rank=N`` before the script's name; the script gets it.
 """
 
 from __future__ import annotations
