@@ -6,7 +6,10 @@ not answer in time ends the pool's processes, and the next call starts fresh one
 
 import contextlib
 import functools
+import gc
+import importlib
 import os
+import reprlib
 import shutil
 import socket
 import tempfile
@@ -17,6 +20,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch.distributed as dist
@@ -27,9 +31,20 @@ from torch.distributed import TCPStore
 
 from tests import strict_transport
 
+# What ranks import, in the process that all are forked from: once, in memory that they share. Some of it DeepSpeed or
+# DTensor would import at the first use.
+IMPORTED = ["torch._dynamo", "torch.distributed.checkpoint", "transformers.trainer", "pytorch_optimizer", "deepspeed"]
+IMPORTED += ["deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3"]
+IMPORTED += ["deepspeed.runtime.zero.muon.muon_optimizer", "lwopt_backend.integrations.deepspeed_zero"]
+IMPORTED += [
+    f"tests.{name}" for name in ("checkpoint_engines", "command_line", "engines", "fused", "on_ranks", "owned")
+]
 TIMEOUT_SECONDS = 120.0
 LOST = "lost"
 MOST_THREADS = 32
+SHOWN = reprlib.Repr()
+SHOWN.maxother = SHOWN.maxstring = 400
+SHOWN.maxdict = SHOWN.maxlist = SHOWN.maxtuple = 40
 
 
 class RankFailed(AssertionError):
@@ -110,7 +125,8 @@ class RankProcesses:
             ours, theirs = context.Pipe()
             settings = (self._folder, self._warning_filters, self._transport, self._device)
             process = context.Process(target=_serve, args=(theirs, self._store.port, *settings), daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ, DS_ACCELERATOR=self._device or "cpu", OMP_NUM_THREADS="1"):
+                process.start()  # and at first the process that is forked, which DeepSpeed asks for its accelerator
             self._processes.append(process)
             self._pipes.append(ours)
             self._world_size = 0  # it is in none yet
@@ -176,7 +192,7 @@ class RankPool:
 
 def forkserver() -> Any:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.rank_imports"])
+    context.set_forkserver_preload(IMPORTED)
     return context
 
 
@@ -217,7 +233,6 @@ def _serve(
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     # With a cache of all processes, inductor may load a library that another process has not written to its end.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "inductor", str(os.getpid())))
-    os.environ["LWOPT_TEST_DEVICE"] = device or "cpu"
     import torch
 
     if device:
@@ -225,8 +240,9 @@ def _serve(
     if device == "cuda":
         torch.cuda.set_device(0)
         torch.cuda.init()
-    import tests.rank_imports  # noqa: F401 - a process to fork from says nothing where this fails
-
+    for name in IMPORTED:  # a process to fork from says nothing where this fails
+        importlib.import_module(name)
+    prepare()
     for text in warning_filters:
         warnings.filterwarnings(*parse_warning_filter(text, escape=False))
     torch.set_num_threads(1)
@@ -248,8 +264,28 @@ def _serve(
                     strict_transport.settle(Path(folder, f"{os.getpid()}.listed"))
                 pipe.send((True, value))
         except BaseException as error:
-            pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+            pipe.send((False, (f"{type(error).__name__}: {error}", told(error))))
         torch.nn.functional.linear = linear  # ZeRO-3 leaves its own there, which rounds bf16 otherwise
+
+
+def prepare() -> None:
+    import deepspeed
+    import torch
+
+    importlib.import_module("lwopt_backend.integrations.deepspeed_zero").register()
+    deepspeed.utils.logger.setLevel("WARNING")
+    # DeepSpeed's stage 3 collects garbage and makes text of its parameters in every engine, which would take half a
+    # second.
+    torch.set_printoptions(threshold=8, edgeitems=1)
+    gc.collect()
+    gc.freeze()
+
+
+def told(error: BaseException) -> str:
+    """The traceback; and for an assertion, what its function has as local variables, which is what differs."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    found = frame.f_locals if isinstance(error, AssertionError) else {}
+    return "".join([traceback.format_exc(), *(f"    {name} = {SHOWN.repr(value)}\n" for name, value in found.items())])
 
 
 class _Worlds:

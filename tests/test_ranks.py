@@ -9,7 +9,7 @@ from torch import nn
 
 from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.collectives import TorchCollectives
-from tests.ranks import RankPool
+from tests.ranks import RankFailed, RankPool
 from tests.zero import config
 
 
@@ -30,12 +30,16 @@ def test_the_linear_that_zero_init_puts_in_place_does_not_stay(ranks: RankPool) 
 
 
 def wrong_assertion() -> None:
-    assert {"same": 1, "rank": dist.get_rank()} == {"same": 1, "rank": 7}, "wrong"
+    found = {"same": 1, "rank": dist.get_rank()}
+    assert found == {"same": 1, "rank": 7}, "wrong"
 
 
 def test_an_assertion_on_ranks_says_what_differs(ranks: RankPool) -> None:
-    for rank, error in enumerate(ranks.errors(wrong_assertion)):
-        assert error.startswith("AssertionError: wrong\nassert ") and f"{{'rank': {rank}}} != {{'rank': 7}}" in error
+    with pytest.raises(RankFailed, match="AssertionError: wrong") as failed:
+        ranks.run(wrong_assertion)
+    assert "    found = {'rank': 0, 'same': 1}\n" in str(failed.value) and 'assert found == {"same"' in str(
+        failed.value
+    )
 
 
 def parts_of_a_default_group_that_is_split() -> None:
