@@ -272,7 +272,6 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
             "contiguous",
             lambda tensor, **how: tensor if tensor.is_contiguous(**how) else _in_order(tensor, how),
         ),
-        (FakeTensor, "__invert__", lambda tensor: torch.ops.aten.bitwise_not.default(tensor)),
         (FakeTensor, "new", lambda tensor, *sizes: tensor.new_empty(sizes)),
         (FakeTensor, "__getitem__", _part_of),
         (FakeTensor, "__setitem__", lambda tensor, index, value: _part_of(tensor, index).copy_(torch.as_tensor(value))),
