@@ -1,24 +1,28 @@
-"""The benchmarks run, and what they say of exactness, bytes and work holds."""
+"""What pages quote of benchmarks is what the results say; the benchmarks run, and what they say of work holds."""
 
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import conformance
+from benchmarks import conformance, step
+from benchmarks.public_models import study
 from benchmarks.step_systems import DEEPSPEEDS, OURS, TORCHS, Hooks, Setting, built, systems
 from benchmarks.step_watch import Watch
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
+from tests import megatron_planner, planner_shapes
 from tests.launcher import ROOT, succeeds
 from tests.on_ranks import on_ranks
-from tests.pages import PAGES
+from tests.pages import PAGES, table
 from tests.ranks import gathered
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,13 +34,154 @@ def results(name: str) -> list[Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
 
 
+def of_systems(name: str) -> dict[tuple[str, int, str], Any]:
+    return {(row["engine"], row["ranks"], row["system"]): row for row in results(name)}
+
+
 # Pages.
+
+
+def test_every_file_of_results_is_quoted() -> None:
+    quoted = set(re.findall(r"benchmarks/results/(\w+\.json)", "".join(PAGES.values())))
+    assert quoted == {path.name for path in RESULTS.iterdir()}
 
 
 def test_the_table_of_peers_is_that_of_the_results() -> None:
     rows = {(row["peer"], row["case"]): row for row in results("conformance")}
     assert conformance.with_table(PAGES["peers"], rows) == PAGES["peers"]
     assert {peer for peer, _ in rows} == {*conformance.PEERS} and {case for _, case in rows} == {*conformance.CASES}
+
+
+def test_predicted_steps_are_those_of_the_results() -> None:
+    rows = results("timeline")
+    assert table("performance", "A step on one clock")[1:] == rows
+    ms = {row[1]: f"{float(row[3]):.0f} ms" for row in rows if row[0] == "llama3.1-8b, 64"}
+    owned = f"{ms['owned, with passes']}; {ms['owned, overlap_param_gather, with passes']} with `overlap_param_gather`"
+    expected = [ms["ZeRO 1, 2"], ms["ZeRO 1, 2"], ms["ZeRO 3"], ms["FSDP2"], owned]
+    assert [row[-1] for row in table("README", "What it costs")[1:]] == expected
+    engines = {"ZeRO 1, 2": "zero1", "ZeRO 3": "zero3", "FSDP2": "fsdp2"}
+    planned = []  # the planner's seconds over the clock's
+    for model, ranks, engine, taken in [(*row[0].split(", "), row[1], float(row[3])) for row in rows]:
+        if model.startswith("llama") and engine in engines:
+            planned.append(1e3 * study(model, engines[engine], int(ranks)).worst.timeline.seconds / taken)
+    assert f"the time is {min(planned):.2f} to {max(planned):.2f} of" in PAGES["planner"]
+
+
+# A step, by systems.
+
+
+def ratio(theirs: Any, ours: Any, key: str) -> str:
+    return f"{step.slowest(theirs, key) / step.slowest(ours, key):.2f}"
+
+
+def sent(row: Any, part: str = "step") -> str:
+    return f"{step.most_sent(row, part):.1f}"
+
+
+def differs(row: Any) -> str:
+    most = max(figures["differ"][0] for figures in row["by_rank"])
+    return f"{most:.1e}" if most else "0.0"
+
+
+def test_figures_of_deepspeed_are_those_of_the_results() -> None:
+    rows = of_systems("step_deepspeed")
+    ours, theirs, adamw = ([rows[f"zero{n}", 2, name] for n in range(4)] for name in (OURS, DEEPSPEEDS, "AdamW"))
+    assert [cells[1:] for cells in table("benchmarks", "DeepSpeed")[1:]] == [
+        [ratio(*pair, "step_seconds") for pair in zip(theirs, ours)],
+        *([sent(row) for row in some] for some in (theirs, ours, adamw)),
+        *([differs(row) for row in some] for some in (theirs, ours)),
+    ]
+    assert ", ".join(ratio(*pair, "step_seconds") for pair in zip(theirs, ours)) in PAGES["comparison"]
+
+
+def test_figures_of_fsdp2_are_those_of_the_results() -> None:
+    shown = {cells[0]: cells[1:] for cells in table("benchmarks", "FSDP2")[1:]}
+    for file, size in (("step_fsdp2", "12 layers, d=384"), ("step_fsdp2_768", "6 layers, d=768")):
+        rows = of_systems(file)
+        for ranks in (2, 4):
+            ours, gram, torchs = (rows["fsdp2", ranks, name] for name in (OURS, GRAM, TORCHS))
+            times = [f"{step.slowest(ours, 'update_seconds'):.0f} ms"]
+            times += [ratio(other, ours, "update_seconds") for other in (gram, torchs)]
+            times += [f"{step.slowest(ours, 'step_seconds'):.0f} ms", ratio(torchs, ours, "step_seconds")]
+            assert shown[f"{size}, {ranks}"] == times
+        updates = [ratio(rows["fsdp2", n, TORCHS], rows["fsdp2", n, OURS], "update_seconds") for n in (2, 4)]
+        assert f"| {', '.join(updates)} |" in PAGES["comparison"]
+    rows = of_systems("step_fsdp2")
+    longer = ratio(rows["fsdp2", 4, TORCHS], rows["fsdp2", 4, OURS], "update_seconds")
+    assert f"its update takes {longer} times as long" in PAGES["README"]
+    both = [rows["fsdp2", 4, name] for name in (OURS, TORCHS)]
+    assert [cells[1:] for cells in table("benchmarks", "FSDP2", "in an update, a rank")[1:]] == [
+        [str(row["by_rank"][0]["collectives"]) for row in both],
+        [f"{sent(row, 'update')} MB" for row in both],
+        [differs(row) for row in both],
+    ]
+
+
+def test_figures_in_place_of_ddp_are_those_of_the_results() -> None:
+    rows = of_systems("step_owned")
+    for ranks in (2, 3):
+        ours, *others = (rows["plain", ranks, name] for name in (OURS, COMPACT, TORCHS))
+        found = [cells[1:] for cells in table("benchmarks", "In place of DDP", f"{ranks} ranks")[1:]]
+        assert found == [
+            [f"{step.slowest(row, 'step_seconds'):.0f} ms", ratio(row, ours, "step_seconds"), sent(row)]
+            for row in (ours, *others)
+        ]
+    two = [ratio(rows["plain", n, TORCHS], rows["plain", n, OURS], "step_seconds") for n in (2, 3)]
+    assert f"| {', '.join(two)} |" in PAGES["comparison"]
+
+
+ON = {"plain PyTorch": "plain", "`ModuleOptimizers`": "modules", 'DeepSpeed, `"storage": "owned"`': "owned"}
+ON |= {"FSDP2": "fsdp2", "ZeRO 0": "zero0", "ZeRO 1, 2": "zero1", "ZeRO 3": "zero3"}
+
+
+def test_launches_are_those_of_the_results() -> None:
+    rows = of_systems("launches")
+    shown = table("launches", "Operations")[1:] + table("launches", "Operations", "on")[1:]
+    for name, ranks, *figures in shown:
+        engine, _, buckets = name.partition(", `bucket")
+        system = BUCKETS if buckets else OURS if len(figures) > 2 else TORCHS
+        for number in ranks.split(", "):
+            row = rows[ON[engine], int(number), system]
+            if engine == "ZeRO 1, 2":
+                assert row["by_rank"] == rows["zero2", int(number), system]["by_rank"]
+            cells = step.cells(row, row, Setting(**row["setting"]))
+            keys = ("operations", "newton_schulz", "calls", "host_reads", "collectives")
+            assert [figure.strip("*") for figure in figures] == [cells[key] for key in keys][: len(figures)], name
+
+
+@pytest.mark.full
+def test_the_planner_is_compared_with_megatrons_as_on_its_page() -> None:
+    with ProcessPoolExecutor(2) as pool:
+        cells = [*pool.map(megatron_planner.plan_cell, planner_shapes.figures())]
+    for name, better, equal, worse, padding, balance, compact in table("planner", "Compared with Megatron-Core")[1:]:
+        measure, model = ("l s^2", "all") if name.endswith("l s²") else ("flops", name.partition(" ")[0])
+        some = [of[measure] for of in cells if model in ("all", of[measure].name[0])]
+        lost = [cell.worse for cell in some if any(cell.worse)]
+        gained = sum(cell.better for cell in some)
+        assert [int(better), int(equal), int(worse)] == [gained, len(some) - gained - len(lost), len(lost)]
+        most = [max(each) for each in zip(*lost)]
+        assert [padding, balance] == (
+            [f"{most[0]:.2f} points" if most[0] else "none", f"{most[1]:.4f}"] if lost else ["", ""]
+        )
+        assert compact == f"{max(cell.excess for cell in some):.3f}" and 10 * len(lost) <= len(some) or model != "all"
+    better, equal, worse = table("planner", "Compared with Megatron-Core")[-2][1:4]
+    assert f"{better} have" in PAGES["comparison"] and f"{equal} are equal, and {worse}" in PAGES["comparison"]
+
+
+def test_host_times_are_those_of_the_results() -> None:
+    ms = {row["engine"]: f"{row['ms']:.1f} ms" for row in results("host_time")}
+    text = " ".join(PAGES["launches"].split())
+    assert f"{ms['fsdp2']} on FSDP2, {ms['zero3']} on ZeRO 3 and {ms['zero1']} on ZeRO 1" in text
+
+
+def test_losses_of_rules_are_those_of_the_results() -> None:
+    found = json.loads((RESULTS / "rules.json").read_text())["rules"]
+    shown = table("benchmarks", "Muon and AdamW", "rule")[1:]
+    assert {name for name, *_ in shown} == {*found}
+    for name, rate, loss, steps in shown:
+        row = found[name]
+        counted = ", ".join("never" if number is None else str(number) for number in row["steps"])
+        assert (float(rate), loss, steps) == (row["lr"], f"{statistics.mean(row['losses']):.3f}", counted), name
 
 
 # Programs.
@@ -88,13 +233,6 @@ def test_a_stack_of_experts_is_exact_here_and_refused_by_torch(tmp_path: Path) -
     assert (ours["verdict"], ours["difference"]) == ("a number", 0)
     assert theirs["verdict"] == "refused" and "only supports 2D" in theirs["said"]
     assert "benchmarks.conformance --peer torch --case experts  ValueError" in printed
-
-
-@pytest.mark.full
-def test_newton_schulz_is_timed_in_every_variant(tmp_path: Path) -> None:
-    """The program fails if the plain one has other bits than torch's."""
-    found, printed = figures(tmp_path, "rules", "--scale 0.0078 --rounds 1")
-    assert len(found) == 5 * (1 + 2 * 6) and len(re.findall("^not timed: ns_method is ", printed, re.M)) == 2
 
 
 # What the rank with the most launches does at most in a step of 12 matrices of 4 shapes on 2 ranks:
