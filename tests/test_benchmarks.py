@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from benchmarks import conformance, step
 from benchmarks.public_models import study
@@ -20,6 +21,7 @@ from benchmarks.step_systems import DEEPSPEEDS, OURS, TORCHS, Hooks, Setting, bu
 from benchmarks.step_watch import Watch
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from tests import megatron_planner, planner_shapes
+from tests.command_line import lwopt
 from tests.launcher import ROOT, succeeds
 from tests.on_ranks import on_ranks
 from tests.pages import PAGES, table
@@ -65,6 +67,25 @@ def test_predicted_steps_are_those_of_the_results() -> None:
         if model.startswith("llama") and engine in engines:
             planned.append(1e3 * study(model, engines[engine], int(ranks)).worst.timeline.seconds / taken)
     assert f"the time is {min(planned):.2f} to {max(planned):.2f} of" in PAGES["planner"]
+
+
+def test_memory_in_the_readme_is_what_lwopt_plan_prints(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    config = LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    engines = ("zero1", "zero2", "zero3", "fsdp2", "owned")
+    for engine, row in zip(engines, table("README", "What it costs")[1:], strict=True):
+        dtype = ["--dtype", "float32"] if "fp32 parameters" in row[0] else []
+        words = ["--hf", str(tmp_path), "--world-size", "64", "--engine", engine, *dtype]
+        document = json.loads(lwopt("plan", *words, "--json").out)
+        held = [(of, of["parameters"] + of["gradients"] + of["masters"]) for of in document["memory_per_rank"]]
+        buffers = [max(of["workspace"] + of["exchange"], of["transient"]) for of, _ in held]
+        adamw = 8 * sum(of["numel"] for of in document["routing"]) / (1 if engine == "owned" else 64)
+        expected = [max(kept for _, kept in held), max(of["state"] for of, _ in held), adamw, max(buffers)]
+        for cell, nbytes in zip(row[1:5], expected):
+            shown = cell.partition(" under DDP")[0]
+            assert float(shown) == round(nbytes / 2**30, len(shown.partition(".")[2])), (engine, cell)
 
 
 # A step, by systems.
