@@ -50,20 +50,6 @@ def gated(name: str, width: int, inner: int, fused: bool) -> list[Matrix]:
     return [(f"{name}.gate", (inner, width)), (f"{name}.up", (inner, width)), (f"{name}.down", (width, inner))]
 
 
-def dense(
-    layers: int, width: int, heads: int, kv_heads: int, head: int, inner: int
-) -> Callable[[str], Iterator[Matrix]]:
-    """Llama-like."""
-
-    def matrices(flavour: str) -> Iterator[Matrix]:
-        fused = flavour != "hf"
-        for i in range(layers):
-            yield from attention(f"layers.{i}.attn", width, heads, kv_heads, head, fused)
-            yield from gated(f"layers.{i}.mlp", width, inner, fused)
-
-    return matrices
-
-
 def experts(name: str, count: int, width: int, inner: int, flavour: str) -> list[Matrix]:
     each = [gated(f"{name}.experts.{e}", width, inner, flavour != "hf") for e in range(count)]
     if flavour == "mcore_grouped":
@@ -71,16 +57,19 @@ def experts(name: str, count: int, width: int, inner: int, flavour: str) -> list
     return [matrix for expert in each for matrix in expert]
 
 
-def sparse(
-    layers: int, width: int, heads: int, kv_heads: int, head: int, count: int, inner: int
+def llama(
+    layers: int, width: int, heads: int, kv_heads: int, head: int, inner: int, count: int = 0
 ) -> Callable[[str], Iterator[Matrix]]:
-    """Mixtral-like."""
+    """Llama-like; with ``count`` experts, Mixtral-like."""
 
     def matrices(flavour: str) -> Iterator[Matrix]:
         for i in range(layers):
             yield from attention(f"layers.{i}.attn", width, heads, kv_heads, head, flavour != "hf")
-            yield f"layers.{i}.moe.router", (count, width)
-            yield from experts(f"layers.{i}.moe", count, width, inner, flavour)
+            if count:
+                yield f"layers.{i}.moe.router", (count, width)
+                yield from experts(f"layers.{i}.moe", count, width, inner, flavour)
+            else:
+                yield from gated(f"layers.{i}.mlp", width, inner, flavour != "hf")
 
     return matrices
 
@@ -109,12 +98,11 @@ def latent(
 
 MODELS: dict[str, Model] = {
     "gpt2-124m": gpt2(12, 768),
-    "llama-7b": dense(32, 4096, 32, 32, 128, 11008),
-    "llama3.1-8b": dense(32, 4096, 32, 8, 128, 14336),
-    "llama3.1-70b": dense(80, 8192, 64, 8, 128, 28672),
-    "qwen3-32b": dense(64, 5120, 64, 8, 128, 25600),
-    "mixtral-8x7b": sparse(32, 4096, 32, 8, 128, 8, 14336),
-    "qwen3-30b-a3b": sparse(48, 2048, 32, 4, 128, 128, 768),
+    "llama-7b": llama(32, 4096, 32, 32, 128, 11008),
+    "llama3.1-8b": llama(32, 4096, 32, 8, 128, 14336),
+    "llama3.1-70b": llama(80, 8192, 64, 8, 128, 28672),
+    "qwen3-32b": llama(64, 5120, 64, 8, 128, 25600),
+    "qwen3-30b-a3b": llama(48, 2048, 32, 4, 128, 768, 128),
     "deepseek-v3": latent(61, 3, 128, 18432, 256),
     "kimi-k2-like": latent(61, 1, 64, 18432, 384),
 }

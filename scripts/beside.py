@@ -23,7 +23,6 @@ import venv
 from collections.abc import Sequence
 from importlib.metadata import requires, version
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from lwopt_backend.config.versions import VERSIONS, requirement
@@ -109,14 +108,6 @@ def faults(arguments: Sequence[str]) -> int:
     return run(environment("faults", of_extra("faults")), "pytest", *options, *chosen)
 
 
-def cases(junit: Path) -> tuple[list[Any], list[str]]:
-    """The test cases that ran, from pytest's results, and a sentence for each that was skipped."""
-    found = [*ElementTree.parse(junit).iter("testcase")] if junit.exists() else []
-    skipped = {case: case.find("skipped") for case in found}
-    texts = [f"{case.get('name')}: {why.get('message')}" for case, why in skipped.items() if why is not None]
-    return [case for case, why in skipped.items() if why is None], texts
-
-
 def peers(arguments: Sequence[str]) -> int:
     """A peer without a test that ran also fails, and every skipped test is named at the end."""
     chosen = arguments or list(PEERS)
@@ -131,11 +122,12 @@ def peers(arguments: Sequence[str]) -> int:
             results = Path(folder, "results.xml")
             options = ("-p", "no:cacheprovider", "--durations=15", f"--junit-xml={results}")
             ended = run(python, "pytest", *options, *tests)
-            ran, left = cases(results)
-        skipped += [f"{name}: {text}" for text in left]
+            found = [*ElementTree.parse(results).iter("testcase")] if results.exists() else []
+        left = [case for case in found if case.find("skipped") is not None]
+        skipped += [f"{name}: {case.get('name')}: {case[0].get('message')}" for case in left]
         if ended != 0:
             failed.append(name)
-        elif not ran:
+        elif len(left) == len(found):
             failed.append(f"{name} (no test ran)")
     if skipped:
         print("\n  ".join(["skipped:", *skipped]), file=sys.stderr)

@@ -29,9 +29,6 @@ class Amount(NamedTuple):
     cost: int = 0
     numel: int = 0
 
-    def plus(self, cost: int, numel: int) -> Amount:
-        return Amount(self.cost + cost, self.numel + numel)
-
 
 def records(session: Session, template: Record) -> Iterator[tuple[Record, int]]:
     """The distinct records of all ranks that share the plan, each with the number of ranks that have it.
@@ -63,7 +60,8 @@ class Generator:
         self._prices: dict[str, tuple[Amount, int, list[Work]]] = {}
 
     def _add(self, place: Place, rank: int, cost: int, numel: int) -> None:
-        self._amounts[place, rank] = self._amounts[place, rank].plus(cost, numel)
+        had = self._amounts[place, rank]
+        self._amounts[place, rank] = Amount(had.cost + cost, had.numel + numel)
 
     def _count_pieces(self, plans: list[MatrixPlan]) -> None:
         """What ranks of ZeRO and FSDP2 own and store of each bucket."""

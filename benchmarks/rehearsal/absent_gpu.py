@@ -33,7 +33,6 @@ from lwopt_backend.runtime import collectives
 DEVICE = torch.device("cuda", 0)
 REAL_NUMEL = 2**16  # larger tensors on the CPU are also fake
 PACKAGE = Path(lwopt_backend.__file__).resolve().parent
-ELSEWHERE = "the caller"
 OTHER = "other"
 OURS = "lwopt: "  # begins the labels of a step's parts in profiles
 
@@ -230,12 +229,8 @@ def sent(name: str, args: Any, rank: int, ranks: int) -> int:
         return second - first
     if name == "broadcast":
         return (ranks - 1) * first if args[2] == rank else 0
-    if name in ("send", "recv"):
-        return first if name == "send" else 0
     if name == "alltoall_base":  # no splits are equal parts
         return second - (args[4][rank] * args[1].itemsize if args[4] else second // ranks)
-    if name == "alltoall":
-        return second - int(args[1][rank].nbytes)
     raise NotImplementedError(f"the bytes of a collective {name!r} are not known; add its rule")
 
 
@@ -246,7 +241,7 @@ def place(frame: FrameType | None) -> str:
         if path.is_relative_to(PACKAGE) and not name.startswith("<"):
             return f"{path.relative_to(PACKAGE).as_posix()}: {name}"
         frame = frame.f_back
-    return ELSEWHERE
+    return "the caller"
 
 
 @contextmanager
@@ -256,6 +251,10 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
     def read(tensor: Tensor) -> Any:
         recorder.waited("read")
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu").numpy(force=True).tolist()
+
+    def contiguous(tensor: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        ordered = tensor.is_contiguous(memory_format=memory_format)
+        return tensor if ordered else tensor.clone(memory_format=memory_format)
 
     # The methods are those with which torch's Python side asks for the GPU's driver.
     instead: list[tuple[Any, str, Any]] = [
@@ -267,11 +266,7 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
         (torch.cuda, "synchronize", lambda device=None: recorder.waited("synchronize")),
         (FakeTensor, "tolist", read),
         (FakeTensor, "copy_", lambda tensor, *args, **kwargs: torch.ops.aten.copy_.default(tensor, *args, **kwargs)),
-        (
-            FakeTensor,
-            "contiguous",
-            lambda tensor, **how: tensor if tensor.is_contiguous(**how) else _in_order(tensor, how),
-        ),
+        (FakeTensor, "contiguous", contiguous),
         (FakeTensor, "new", lambda tensor, *sizes: tensor.new_empty(sizes)),
         (FakeTensor, "__getitem__", _part_of),
         (FakeTensor, "__setitem__", lambda tensor, index, value: _part_of(tensor, index).copy_(torch.as_tensor(value))),
@@ -304,12 +299,6 @@ class _Stream:
 
     def record_event(self) -> _Stream:
         return self
-
-
-def _in_order(tensor: Tensor, how: Mapping[str, Any]) -> Tensor:
-    """A contiguous copy."""
-    copied: Tensor = torch.ops.aten.clone.default(tensor, **{"memory_format": torch.contiguous_format, **how})
-    return copied
 
 
 def _part_of(tensor: Tensor, index: Any) -> Tensor:
