@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor
-from lwopt_backend.checkpoint.dcp import reader as read_dcp
+from lwopt_backend.checkpoint.dcp import state_dicts as read_dcp
 from lwopt_backend.checkpoint.dcp.reader import Chunk, DcpFolder, Entry
 from lwopt_backend.checkpoint.deepspeed import universal as read_universal
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.checkpoint import formats, gates
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held, read_as_expected
-from lwopt_backend.checkpoint.dcp import reader as dcp_reader
+from lwopt_backend.checkpoint.dcp import state_dicts as dcp_reader
 from lwopt_backend.checkpoint.deepspeed import files as deepspeed_files
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.files import folders, pickles, torch_files

@@ -58,7 +58,7 @@ FORMATS = {
     "deepspeed": Format("DeepSpeed's own files, stages 0 to 3", f"{_HERE}.deepspeed.zero", pointer="latest"),
     "dcp": Format(
         "torch.distributed.checkpoint, of FSDP2 and of plain PyTorch",
-        reader=f"{_HERE}.dcp.reader",
+        reader=f"{_HERE}.dcp.state_dicts",
         writer=f"{_HERE}.dcp.saving",
         written="torch dcp",
     ),

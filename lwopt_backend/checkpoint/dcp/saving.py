@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
-from lwopt_backend.checkpoint.dcp.reader import ENTRIES, FILE, METADATA
+from lwopt_backend.checkpoint.dcp.reader import FILE, METADATA
+from lwopt_backend.checkpoint.dcp.state_dicts import ENTRIES
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import flush
 from lwopt_backend.checkpoint.files.manifest import Entry as FileEntry

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from lwopt_backend.checkpoint.contents import MASTER, read_as_expected
 from lwopt_backend.checkpoint.dcp import saving
-from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved
+from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, entries_of, later, whole
+from lwopt_backend.checkpoint.dcp.state_dicts import Saved
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.ties import RECORD
 from lwopt_backend.engines.owned.state import (

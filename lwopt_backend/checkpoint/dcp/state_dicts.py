@@ -1,0 +1,325 @@
+"""Reads checkpoints of torch's state dicts, of FSDP2 and of plain PyTorch, in folders of DCP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lwopt_backend.checkpoint import contents, ties
+from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, OwnerStates, Param
+from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
+from lwopt_backend.checkpoint.files.pickles import plain, scalar
+from lwopt_backend.groups import registry
+from lwopt_backend.groups.rates import factors_of, restored, scaled, with_true_rates
+from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.state import STEPPED, STRUCTURE
+
+
+def _state_of(saved: Mapping[str, LazyTensor]) -> Mapping[str, Any]:
+    found = {key: tensor.read() for key, tensor in saved.items() if key not in (STRUCTURE, STEPPED)}
+    if STRUCTURE not in saved:
+        return found
+    described = saved[STRUCTURE]
+    try:
+        state: Mapping[str, Any] = nested.rebuild(nested.description(described.read()), found)
+        return state
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{described.where}: expected the structure of {sorted(found)}, found another ({error!r}); copy it again"
+        ) from error
+
+
+def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
+    """Pop and return the elements of a parameter's matrices; None if they are not saved."""
+    described = saved.get(MATRICES)
+    if described is None or described.dtype != torch.uint8 or len(described.shape) != 1:
+        return None
+    del saved[MATRICES]
+    try:
+        return list(map(str, nested.rebuild(nested.description(described.read()), {})))
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{described.where}: the names of its matrices cannot be read ({error!r})") from error
+
+
+def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
+    """The keys of the rule's state with the parameter's shape; None if it has no other state."""
+    if group.get("rule", "") in {"", *registry.ELEMENTWISE_RULES}:
+        return None
+    if "class" in group:  # the file names the class, which is not imported; all its state is owner state
+        return set()
+    try:
+        return set(registry.new_state(torch.empty(weight.shape, device="meta"), group))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{weight.where}: the rule of its group fails ({error}): {dict(group)}") from error
+
+
+# Checkpoints of FSDP2 runs, with or without this package, are made of torch's state dicts:
+#
+#     {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer), anything else}
+#
+# nested (``state.<parameter>.<key>``, ``param_groups.<number>.<option>``) or flattened
+# (``param_groups.<parameter>.<option>``), under whatever names. Parameters have the module's own names. Only
+# ``iteration``, ``samples``, ``scheduler`` (a state dict), ``arguments`` and ``names`` are read otherwise, and mean
+# what they mean in ``Checkpoint``; this package writes them under these keys, and training may.
+
+ENTRIES = "lwopt_entries"  # this package's record of entries without tensors, not flattened
+KNOWN = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
+GROUPS, STATE = "param_groups.", "state."
+OF_MODEL, OF_OPTIMIZER = "pytorch_model_fsdp_", "optimizer_"  # with a number, Accelerate's folders of a model's parts
+MOST_OPTIMIZERS = 64  # every key is compared with all their names
+
+
+def recognises(path: Path) -> bool:
+    """Whether it is a folder of DCP. Megatron's formats, which DCP also writes, must be tested first."""
+    return any((folder / METADATA).is_file() for folder in (path, path / f"{OF_MODEL}0"))
+
+
+def _opened(path: Path) -> DcpFolder:
+    """The folder, or the content of Accelerate's folders in it. Raises CheckpointError."""
+    model, optimizer, second = (path / name for name in (f"{OF_MODEL}0", f"{OF_OPTIMIZER}0", f"{OF_MODEL}1"))
+    if (path / METADATA).is_file() or not model.is_dir():
+        return DcpFolder(path)
+    if second.exists():
+        raise CheckpointError(
+            f"{path}: expected one model, found {model.name} and {second.name}; give one of these folders, for its "
+            "weights alone"
+        )
+    folder = DcpFolder(model)
+    if optimizer.exists():
+        folder.add(DcpFolder(optimizer))
+        folder.path = path
+    return folder
+
+
+@contents.reader("DCP")
+def read(path: Path) -> Checkpoint:
+    """A checkpoint's content. Raises CheckpointError for damage, and for tensors that are neither weight nor state."""
+    saved = Saved(_opened(path))
+    if not saved.weights:
+        advice = "load a save of ModuleOptimizers with ModuleOptimizers"
+        if path.name.startswith(OF_OPTIMIZER):
+            advice = f"give the folder above, in which Accelerate also saves {OF_MODEL}0"
+        raise CheckpointError(f"{path}: expected one model's weights, best under 'model', found none; {advice}")
+    params = {name: saved.param(name, w) for name, w in saved.weights.items() if w.dtype.is_floating_point}
+    others, notes = saved.others(), list[str]()
+    if ties.RECORD in others:
+        tied = ties.recorded(others.pop(ties.RECORD), params)
+    else:
+        tied, notes = ties.heads(params)
+    known = {key: others[key] for key, kind in KNOWN.items() if isinstance(others.get(key), kind)}
+    client = {key: value for key, value in others.items() if key not in known}
+    steps = {int(param.step) for param in params.values() if param.step is not None}
+    if "iteration" not in known and len(steps) == 1:
+        count = known["iteration"] = steps.pop()
+        notes.append(f"{path} has no iteration: {count} is assumed, the optimizer's count of steps")
+    arguments = dict(known.get("arguments", {}))
+    if saved.matrices:
+        arguments[MATRICES] = {**(arguments.get(MATRICES) or {}), **saved.matrices}
+    return Checkpoint(
+        format="torch dcp",
+        version="",
+        names=known.get("names", "model"),
+        params={name: param for name, param in params.items() if name not in tied},
+        groups=tuple(saved.groups),
+        arguments=arguments,
+        iteration=known.get("iteration"),
+        samples=known.get("samples"),
+        scheduler=known.get("scheduler"),
+        tied=tied,
+        buffers={name: weight for name, weight in saved.weights.items() if name not in params},
+        client=client,
+        notes=tuple(notes),
+    )
+
+
+class Saved:
+    """One model and its optimizer in a folder.
+
+    ``weights`` are by parameter; ``states`` by parameter and key, owner state included; ``groups`` are the param
+    groups' options; ``group_of`` is a parameter's group number; ``matrices`` are a parameter's, if saved. ``change``
+    converts other objects, by default to ``plain`` data. Raises CheckpointError for state of unknown parameters.
+    """
+
+    def __init__(self, folder: DcpFolder, change: Callable[[Any], Any] = plain) -> None:
+        self.folder, self.change = folder, change
+        self.keys = keys = _Keys(folder)
+        self.weights = {name: folder.tensor(key) for name, key in keys.weights.items()}
+        groups, self.group_of = _groups(folder, keys.options, self.weights, change)
+        self.groups, self._factors = with_true_rates(groups), factors_of(groups)
+        names = {**self.weights, **self.group_of}
+        self.states: dict[str, dict[str, LazyTensor]] = {}
+        self.key_of: dict[tuple[str, str], str] = {}
+        for key, rest in keys.states.items():
+            name, state = _split(rest, names, f"{key} in {folder.path}")
+            self.states.setdefault(name, {})[state] = folder.tensor(key)
+            self.key_of[name, state] = key
+        found = {name: take_matrices(of_name) for name, of_name in self.states.items()}
+        self.matrices = {name: matrices for name, matrices in found.items() if matrices is not None}
+
+    def param(self, name: str, weight: LazyTensor) -> Param:
+        """A parameter's saved tensors. Raises CheckpointError for state of unknown shape or place.
+
+        Owner state is saved as ``<key>``, or ``[<place>].<key>`` if the parameter has several matrices: one tensor
+        each, cut by rows. State with more than tensors by name also has ``structure`` and ``stepped``, and a parameter
+        whose shape does not define its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
+        """
+        group, saved = self.group_of.get(name), dict(self.states.get(name, {}))
+        counter, master = saved.pop("step", None), saved.pop(contents.MASTER, None)
+        described = {key.removesuffix(STRUCTURE) for key in saved if key == STRUCTURE or key.endswith(f".{STRUCTURE}")}
+        matrix_of = {key: max((m for m in described if key.startswith(m)), key=len, default=None) for key in saved}
+        own = None  # the keys of state other than owner state, if known from the rule
+        if group is not None and (None in matrix_of.values() or "" in described):
+            own = _own_keys(weight, self.groups[group])
+        states = {} if master is None else {contents.MASTER: master}
+        owners: dict[int, dict[str, LazyTensor]] = {}
+        for key, tensor in saved.items():
+            matrix = matrix_of[key]
+            misshapen = f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}"
+            if key in own if own is not None else matrix is None and tensor.shape in (weight.shape, ()):
+                if tensor.shape != weight.shape and own is not None:
+                    raise CheckpointError(misshapen)
+                states[key] = tensor
+            elif matrix is None and own is None:
+                raise CheckpointError(f"{misshapen}; state of other shapes is read only for rules of this package")
+            else:
+                matrix = key.rpartition(".")[0] if matrix is None else matrix.removesuffix(".")
+                number = re.fullmatch(r"\[(\d+)\]", matrix)
+                if matrix and number is None:
+                    raise CheckpointError(
+                        f"{tensor.where}: expected the rows of matrix {matrix!r} in a fused parameter, found none in "
+                        "the checkpoint; save the state again where it was trained"
+                    )
+                of_owner = owners.setdefault(int(number[1]) if number else 0, {})
+                of_owner[key.removeprefix(f"{matrix}." if matrix else "")] = tensor
+        real = {  # before the first step, only the form of the state is saved
+            place: partial(_state_of, state)
+            for place, state in sorted(owners.items())
+            if STEPPED not in state or bool(state[STEPPED].read().item())
+        }
+        step = None if counter is None else float(counter.read().item())
+        return Param(weight, states, step, group, OwnerStates(real))
+
+    def others(self) -> dict[str, Any]:
+        """Entries other than the model's and the optimizer's, nested as they were saved."""
+        folder, flat = self.folder, dict[tuple[Any, ...], Any]()
+        for key in self.keys.others:
+            path = tuple(folder.paths.get(key, (key,)))
+            value = self.change(folder.object(key)) if key in folder.objects else folder.tensor(key)
+            flat[path] = scalar(value) if path[0] in KNOWN else value
+        whole = flat.pop((ENTRIES,), {})
+        found = {**{key: restored(value) for key, value in by_paths(flat, folder.path).items()}, **whole}
+        return {key: scaled(value, self._factors) for key, value in found.items()}
+
+
+class _Node(dict[Any, Any]):
+    """A dictionary, or a list by index, that was flattened."""
+
+
+def by_paths(flat: Mapping[tuple[Any, ...], Any], folder: Path) -> dict[str, Any]:
+    """Nest values by their paths. Raises CheckpointError for paths that contradict each other."""
+    root = _Node()
+    for path, value in flat.items():
+        place: Any = root
+        for part in path[:-1]:
+            place = place.setdefault(part, _Node())
+            if not isinstance(place, _Node):
+                raise CheckpointError(f"{folder}: expected {path} once, found a value and a dictionary; copy it again")
+        place[path[-1]] = value
+
+    def with_lists(value: Any) -> Any:
+        if not isinstance(value, _Node):
+            return value
+        found = {key: with_lists(part) for key, part in value.items()}
+        is_list = all(isinstance(key, int) for key in found)
+        return [found[key] for key in sorted(found)] if is_list else found
+
+    return {key: with_lists(value) for key, value in root.items()}
+
+
+@dataclass
+class _Keys:
+    """A folder's keys by kind: weights by name; states and options by the rest of the key after the optimizer's."""
+
+    folder: DcpFolder
+    weights: dict[str, str] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        folder = self.folder
+        every = [*folder.tensors, *folder.objects]
+        starts = (re.search(rf"(^|\.){re.escape(GROUPS)}", key) for key in every)
+        optimizers = {start.string[: start.end() - len(GROUPS)] for start in starts if start}
+        if len(optimizers) > MOST_OPTIMIZERS:
+            raise CheckpointError(f"{folder.path}: expected one optimizer's groups, found {len(optimizers)}")
+        model: dict[tuple[Any, ...], dict[str, str]] = {}
+        has_model = any(folder.paths.get(key, (key,))[:-1] == ("model",) for key in every if key in folder.tensors)
+        for key in every:
+            optimizer = max((prefix for prefix in optimizers if key.startswith(prefix)), key=len, default=None)
+            rest = "" if optimizer is None else key.removeprefix(optimizer)
+            path = folder.paths.get(key, (key,))
+            if rest.startswith(GROUPS):
+                self.options[key] = rest.removeprefix(GROUPS)
+            elif rest.startswith(STATE) and key in folder.tensors:
+                self.states[key] = rest.removeprefix(STATE)
+            elif key in folder.tensors and (path[:-1] == ("model",) or folder.tensors[key].shape and not has_model):
+                model.setdefault(tuple(path[:-1]), {})[str(path[-1])] = key
+            else:
+                self.others.append(key)
+        if len(model) > 1:
+            raise CheckpointError(
+                f"{folder.path}: expected one model's weights, best under 'model', found tensors under "
+                f"{sorted('.'.join(map(str, prefix)) for prefix in model)}"
+            )
+        self.weights = next(iter(model.values()), {})
+
+
+def _name_in(key: str, names: Collection[str]) -> str | None:
+    """The longest of ``names`` with which a key begins, before a dot."""
+    end = len(key)
+    while (end := key.rfind(".", 0, end)) > 0:
+        if key[:end] in names:
+            return key[:end]
+    return None
+
+
+def _split(rest: str, names: Collection[str], where: str) -> tuple[str, str]:
+    """The parameter, with the longest name that fits, and the rest of the key."""
+    if (name := _name_in(rest, names)) is not None:
+        return name, rest[len(name) + 1 :]
+    if rest.partition(".")[0].isdecimal():
+        raise CheckpointError(
+            f"{where}: expected state by a parameter's name, found a number; save the state with torch's "
+            "get_optimizer_state_dict, which names parameters"
+        )
+    raise CheckpointError(f"{where}: expected state of a known parameter; save the weights under 'model'")
+
+
+def _groups(
+    folder: DcpFolder, options: Mapping[str, str], names: Collection[str], change: Callable[[Any], Any]
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The groups' options, and each parameter's group; if flattened, equal options make a group."""
+    numbered: dict[int, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
+    for key, rest in options.items():
+        value = folder.tensor(key).read().tolist() if key in folder.tensors else scalar(change(folder.object(key)))
+        first, _, option = rest.partition(".")
+        if first.isdecimal() and _name_in(rest, names) is None:
+            numbered.setdefault(int(first), {})[option] = value
+        else:
+            name, option = _split(rest, names, f"{key} in {folder.path}")
+            by_name.setdefault(name, {})[option] = value
+    groups = [numbered[number] for number in sorted(numbered)]
+    group_of = {name: number for number, group in enumerate(groups) for name in group.pop("params", [])}
+    for name, of_name in by_name.items():
+        if of_name not in groups:
+            groups.append(of_name)
+        group_of[name] = groups.index(of_name)
+    return groups, group_of
