@@ -142,6 +142,25 @@ def held(tensor: Tensor, where: str) -> LazyTensor:
     return LazyTensor(tuple(tensor.shape), tensor.dtype, copied, where)
 
 
+def aliases(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
+    """The names of tensors with the bytes of an earlier one, each with that one's name."""
+    first: dict[Any, str] = {}
+    places = {name: (tensor.place, tensor.shape) for name, tensor in tensors.items() if tensor.place and tensor.numel}
+    named = {name: first.setdefault(place, name) for name, place in places.items()}
+    return {name: other for name, other in named.items() if name != other}
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, where: str) -> LazyTensor:
+    """A lazy tensor of zeros."""
+    return LazyTensor(
+        tuple(shape), dtype, partial(torch.zeros, tuple(shape), dtype=dtype), where, partial(_zeros, dtype)
+    )
+
+
+def _zeros(dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    return torch.zeros(stop - start, dtype=dtype)
+
+
 def joined(parts: Sequence[LazyTensor], function: Callable[[list[Tensor]], Tensor], shape: Sequence[int]) -> LazyTensor:
     """``function`` of ``parts``, of ``shape``. All parts are in memory while it is read."""
     first, shape = parts[0], tuple(shape)

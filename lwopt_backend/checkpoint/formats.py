@@ -68,6 +68,7 @@ FORMATS = {
         writer=f"{_HERE}.safetensors",
         written="safetensors",
     ),
+    "pytorch-bin": Format("weights as pytorch_model.bin", f"{_HERE}.pytorch_bin"),
 }
 TARGETS = tuple(name for name, format in FORMATS.items() if format.writer)
 

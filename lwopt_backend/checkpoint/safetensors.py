@@ -14,7 +14,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, reader, shape_of
+from lwopt_backend.checkpoint.contents import (
+    Checkpoint,
+    CheckpointError,
+    LazyTensor,
+    Param,
+    aliases,
+    is_trained,
+    reader,
+    shape_of,
+)
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.manifest import Files, crc_of
@@ -30,9 +39,10 @@ from lwopt_backend.checkpoint.files.torch_files import Record, Stored
 FILE_BYTES = 5 * 10**9  # of tensors in one file, transformers' default
 DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
-    **{torch.uint8: "U8", torch.bool: "BOOL"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
+    **{torch.bool: "BOOL", torch.complex64: "C64"},
 }
 INDEX = "model.safetensors.index.json"
 
@@ -49,7 +59,7 @@ def write(
     Weights are the model's; in ``dtype``, if given, they are made from master weights if there are any. Buffers do not
     change. Tied names are left out, as in transformers. Raises CheckpointError for a dtype that the format lacks.
     """
-    tensors = {name: exported(param, dtype) for name, param in checkpoint.params.items()} | dict(checkpoint.buffers)
+    tensors = {name: param.exported(dtype) for name, param in checkpoint.params.items()} | dict(checkpoint.buffers)
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise CheckpointError(f"{name}: expected a dtype of safetensors, found {tensor.dtype}; give --dtype")
@@ -74,13 +84,6 @@ def write(
         with written.open(INDEX) as file:
             file.write((json.dumps(index, indent=2) + "\n").encode())
     manifest.write(folder, written.entries, checkpoint.iteration)
-
-
-def exported(param: Param, dtype: torch.dtype | None) -> LazyTensor:
-    """The weight, in ``dtype`` if given; a conversion starts from the master weight."""
-    if param.weight is not None and dtype in (None, param.weight.dtype):
-        return param.weight
-    return param.best if dtype is None else param.best.to(dtype)
 
 
 def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], workers: int) -> None:
@@ -115,31 +118,47 @@ def read(path: Path) -> Checkpoint:
     """The weights in a folder, without state. Raises CheckpointError if files are damaged, missing or not listed."""
     manifest.check_files(path)
     opened = lru_cache(OPEN)(partial(safe_open, framework="pt"))
-    if not (path / INDEX).is_file():
-        tensors = _load(path / ONE_FILE, opened)
-    else:
-        places = _json(path / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise CheckpointError(f"{path / INDEX}: expected files by tensors' names under 'weight_map'; copy it again")
-        found: dict[str, LazyTensor] = {}
-        for file in dict.fromkeys(places.values()):
-            check_name(file, f"{path / INDEX}")
-            of_file = _load(path / file, opened)
-            listed = {name for name, place in places.items() if place == file}
-            if different := sorted(listed ^ set(of_file)):
-                where = "its header" if different[0] in listed else INDEX
-                said = f"expected {different[0]!r} in {where}, found none"
-                raise CheckpointError(f"{path / file}: {said}; copy all files of one checkpoint")
-            found |= of_file
-        tensors = {name: found[name] for name in places}
-    config = _json(path / CONFIG) if (path / CONFIG).is_file() else {}
+    return weights("safetensors", path, *sharded(path, ONE_FILE, INDEX, partial(_load, opened=opened)))
+
+
+def sharded(
+    path: Path, one_file: str, index: str, load: Callable[[Path], Mapping[str, LazyTensor]]
+) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
+    """The tensors of ``one_file`` in a folder, or of the files that ``index`` names, and notes. Raises CheckpointError
+    for tensors that a file lacks; as in transformers, the index decides about others and about repeated ones."""
+    if not (path / index).is_file():
+        return dict(load(path / one_file)), ()
+    places = _json(path / index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f"{path / index}: expected files by tensors' names under 'weight_map'; copy it again")
+    files, found = dict[str, Mapping[str, LazyTensor]](), dict[str, LazyTensor]()
+    for name, file in places.items():
+        if file not in files:
+            check_name(file, f"{path / index}")
+            files[file] = load(path / file)
+        if name not in files[file]:
+            raise CheckpointError(
+                f"{path / file}: expected {name!r}, as in {index}, found none; copy all files of one checkpoint"
+            )
+        found[name] = files[file][name]
+    more = sorted({name for of_file in files.values() for name in of_file} - found.keys())
+    notes = (f"{len(more)} tensor(s) that {index} does not list are left out, such as {more[0]!r}",) if more else ()
+    return found, notes
+
+
+def weights(format: str, path: Path, tensors: Mapping[str, LazyTensor], notes: tuple[str, ...]) -> Checkpoint:
+    """A checkpoint of weights and buffers alone, with the folder's config.json."""
+    tied = aliases(tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
     return Checkpoint(
-        format="safetensors",
+        format=format,
         version="",
         names="model",
-        params={name: Param(tensor) for name, tensor in tensors.items() if tensor.dtype.is_floating_point},
-        arguments=config,
-        buffers={name: tensor for name, tensor in tensors.items() if not tensor.dtype.is_floating_point},
+        params={name: Param(tensor) for name, tensor in tensors.items() if is_trained(tensor.dtype)},
+        arguments=_json(path / CONFIG) if (path / CONFIG).is_file() else {},
+        tied=tied,
+        buffers={name: tensor for name, tensor in tensors.items() if not is_trained(tensor.dtype)},
+        notes=notes,
     )
 
 
@@ -164,7 +183,8 @@ def _load(path: Path, opened: Callable[[Path], Any]) -> dict[str, LazyTensor]:
     for name, (dtype, shape) in forms.items():
         where = f"{name} in {path}"
         if dtype not in _DTYPES:
-            raise CheckpointError(f"{where}: expected a dtype of {', '.join(_DTYPES)}, found {dtype}; copy it again")
+            known = ", ".join(_DTYPES)
+            raise CheckpointError(f"{where}: expected a dtype of {known}, found {dtype}, which is not supported")
         mapped = partial(_mapped, opened, path, name, whole)
         found[name] = LazyTensor(shape, _DTYPES[dtype], partial(_read, mapped), where, partial(_read_range, mapped))
     return found

@@ -278,9 +278,7 @@ def read_model_states(
     shapes = None if listed is None else [{name: shape_of(shape) for name, shape in g.items()} for g in listed]
     tied = dict(saved.get("shared_params") or {})
     if shapes is None and not tied:  # DeepSpeed lists none at stage 0: tensors with the bytes of another
-        first: dict[Any, str] = {}
-        named = {name: first.setdefault((t.place, t.shape), name) for name, t in tensors.items() if t.numel}
-        tied = {name: other for name, other in named.items() if name != other}
+        tied = contents.aliases(tensors)
     trained = {name for group in shapes or () for name in group}
     frozen = _frozen(files[0], of_ranks, tensors)
     if shapes is not None:  # DeepSpeed lists no frozen parameters at stage 1, but the module has them
