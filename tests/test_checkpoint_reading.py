@@ -1,8 +1,10 @@
 """Checkpoints of DeepSpeed's own optimizers are read as they held them, and continue in this package."""
 
 import functools
+import json
 import shutil
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
+from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.dcp import state_dicts as read_dcp
 from lwopt_backend.checkpoint.dcp.reader import Chunk, DcpFolder, Entry
@@ -27,6 +31,7 @@ from tests import checkpoint_engines as engines
 from tests.cells import cells
 from tests.checkpoint_contents import params_of, same
 from tests.checkpoint_engines import FROZEN, PARTS, assert_holds
+from tests.command_line import succeeds
 from tests.fsdp2 import shard
 from tests.hostile import stage0
 from tests.models import UnevenLM
@@ -242,18 +247,95 @@ def with_state(name: str, size: int) -> dict[str, Any]:
     return {"model": ONES, "optim": {"state": state, "param_groups": {"0": {"lr": 1}}}}
 
 
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"one": ONES, "two": ONES}, "expected one model's weights"),
-        (with_state("b", 2), "expected state of a known parameter"),
-        (with_state("3", 2), "expected state by a parameter's name"),
-        (with_state("a", 3), r"expected the weight's shape \(2,\), found \(3,\)"),
-    ],
-)
-def test_what_is_not_known_is_refused(tmp_path: Path, state: dict[str, Any], message: str) -> None:
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(CheckpointError, match=message):
+class Pooled(nn.Module):
+    """With a layer that gets no gradient, and parameters in double precision and of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.pooler = nn.Linear(6, 4), nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4, dtype=torch.float64)
+        self.c = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.b(self.a(x).double()) * self.c).abs().sum()
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def trained(make: Make) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Pooled()
+    optimizer = make(model)
+    for step in range(3):
+        model(torch.full((2, 6), 0.1 * step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), amsgrad=True)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor([param for param in model.parameters() if not param.is_complex()])
+
+
+def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+
+
+def with_average(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, state = by_name(model, optimizer).values()
+    more = {"ema": {name: weight + 1 for name, weight in weights.items()}, "rng": torch.get_rng_state()}
+    return {"state_dict": weights, "optimizer": state, **more}
+
+
+def numbered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def of_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    state = by_name(model, optimizer)["optimizer"]
+    state["state"]["critic.weight"] = {"exp_avg": torch.ones(2)}
+    return {**by_name(model, optimizer), "optimizer": state}
+
+
+# How it is trained and saved, whether its state is read, and the note on what is not as usual
+ORDINARY: dict[str, tuple[Make, Callable[..., dict[str, Any]], bool, str]] = {
+    "a parameter without gradients": (adamw, by_name, True, "2 parameter(s), such as 'pooler.weight', never had a gra"),
+    "an average and random numbers": (adamw, with_average, True, "never had a gradient: their state is zero"),
+    "state of other shapes": (adafactor, by_name, False, "expected the weight's shape (4, 6), found (4, 1)"),
+    "state by number": (adamw, numbered, False, "such as optimizer.state.0.step, are left out: it has the parameters'"),
+    "state of another model": (adamw, of_another, True, "such as optimizer.state.critic.weight.exp_avg, are left out"),
+}
+
+
+@pytest.mark.parametrize("case", ORDINARY)
+def test_weights_of_ordinary_checkpoints_are_converted_whatever_the_state_is(tmp_path: Path, case: str) -> None:
+    """Bit for bit, in every dtype; a parameter without gradients has zeros, as it would at its first."""
+    make, content, has_state, note = ORDINARY[case]
+    model, optimizer = trained(make)
+    dcp.save(content(model, optimizer), checkpoint_id=tmp_path / "saved", no_dist=True)
+    for target in ("dcp", "universal", "safetensors"):
+        told = json.loads(succeeds("convert", tmp_path / "saved", tmp_path / target, "--to", target, "--json"))
+        assert [said for said in told["notes"] if note in said], told["notes"]
+        found = formats.read(tmp_path / target)
+        for name, weight in model.state_dict().items():
+            assert same(found.params[name].best.read(), weight), name
+        for name, param in model.named_parameters() if has_state and target != "safetensors" else ():
+            zeros = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+            expected = {**zeros, "step": torch.tensor(0.0 if target == "dcp" else 3.0), **optimizer.state[param]}
+            read = {key: tensor.read() for key, tensor in found.params[name].states.items() if key != "fp32"}
+            assert same({**read, "step": torch.tensor(found.params[name].step)}, expected), name
+        if "average" in case and target != "safetensors":
+            assert same(found.client["ema"]["b.weight"].read(), model.b.weight.detach() + 1)
+
+
+def test_two_models_are_refused(tmp_path: Path) -> None:
+    dcp.save({"one": ONES, "two": ONES}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"found tensors under \['one', 'two'\]; save the one to convert under"):
         read_dcp.read(tmp_path)
 
 
@@ -298,7 +380,7 @@ def test_options_of_numbered_layers_are_not_compared_with_every_name() -> None:
     rates = {f"optimizer.param_groups.{name}.lr": 0.5 for name in listed}
     folder = mock.Mock(path=Path("step"), tensors={}, objects=rates, object=rates.__getitem__)
     options = {key: key.removeprefix("optimizer.param_groups.") for key in rates}
-    groups, group_of = read_dcp._groups(folder, options, Names.fromkeys(listed, 0), plain)
+    groups, group_of, _ = read_dcp._groups(folder, options, Names.fromkeys(listed, 0), plain)
     assert groups == [{"lr": 0.5}] and group_of == dict.fromkeys(listed, 0)
 
 

@@ -114,8 +114,8 @@ def test_weights_as_safetensors(tmp_path: Path) -> None:
             assert same(found[name], param.weight.read() if dtype is None else param.states[MASTER].read().to(dtype))
         with safe_open(folder / "model.safetensors", "pt") as opened:
             assert opened.metadata()["format"] == "pt"  # which transformers asks for
-    strange = Param(held(torch.ones(2, dtype=torch.complex64), "strange"))
-    with pytest.raises(CheckpointError, match="x: expected a dtype of safetensors, found torch.complex64"):
+    strange = Param(held(torch.ones(2, dtype=torch.complex128), "strange"))
+    with pytest.raises(CheckpointError, match="x: expected a dtype of safetensors, found torch.complex128"):
         write_safetensors.write(dataclasses.replace(checkpoint, params={"x": strange}), tmp_path)
 
 

@@ -168,6 +168,26 @@ def test_weights_alone_are_loaded(
             assert (found[key] == truth[key]) == (choice == "load_optimizer_states")
 
 
+def load_export(folder: str, settings: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    with engine_for(universal(settings), uneven(5)) as engine:
+        with pytest.raises(ValueError) as caught:
+            engine.load_checkpoint(folder)
+        engine.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
+        return str(caught.value), model_in(engine)
+
+
+def test_weights_of_safetensors_are_loaded_over_a_universal_folder(
+    ranks: RankPool, saved: dict[Any, Saved], tmp_path: Path
+) -> None:
+    folder, truth = saved[MUON]
+    succeeds("convert", folder / "native", tmp_path / "weights", "--to", "safetensors", "--json")
+    told = succeeds("convert", tmp_path / "weights", tmp_path / "new", "--to", "universal", "--json")
+    assert "load_optimizer_states=False" in told
+    for said, weights in ranks.run(load_export, str(tmp_path / "new"), settings_for("zero 1")):
+        assert "expected state" in said and "load_optimizer_states=False" in said
+        assert same(weights, {name: truth["model"][name] for name in weights})
+
+
 # Schedules
 
 

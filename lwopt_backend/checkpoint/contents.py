@@ -24,24 +24,33 @@ from lwopt_backend.checkpoint.formats import CheckpointError as CheckpointError
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def _bits(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.contiguous().view(_BITS[real.dtype.itemsize])
+
+
 def same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape are equal bit for bit; much faster than ``unequal``."""
-    bits = _BITS[one.dtype.itemsize]
-    return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
+    return torch.equal(_bits(one), _bits(other))
 
 
 def unequal(one: Tensor, other: Tensor) -> Tensor:
     """A mask of the elements whose bits differ, except where both are NaN."""
-    bits = _BITS[one.dtype.itemsize]
-    differs = one.contiguous().view(bits) != other.contiguous().view(bits)
-    if one.dtype.is_floating_point and bool(differs.any()):
+    differs = _bits(one) != _bits(other)
+    differs = differs.any(-1) if one.is_complex() else differs
+    if is_trained(one.dtype) and bool(differs.any()):
         differs &= ~(one.isnan() & other.isnan())
     return differs
 
 
+def is_trained(dtype: torch.dtype) -> bool:
+    """Whether parameters have this dtype; all others are buffers'."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def infinite(values: Tensor) -> int:
     """The number of non-finite elements. A finite sum proves quickly that all are; an infinite one proves nothing."""
-    if not values.is_floating_point():
+    if not is_trained(values.dtype):
         return 0
     wide = values if values.dtype.itemsize >= 4 or values.dtype == torch.bfloat16 else values.float()
     return 0 if bool(wide.sum().isfinite()) else int((~wide.isfinite()).sum())
@@ -288,6 +297,12 @@ class Param:
         """The parameter with these in place of its ``tensors``."""
         states = {key: tensor for key, tensor in tensors.items() if key != WEIGHT}
         return replace(self, weight=tensors.get(WEIGHT), states=states)
+
+    def exported(self, dtype: torch.dtype | None = None) -> LazyTensor:
+        """The weight, in ``dtype`` if given; a conversion starts from the master weight."""
+        if self.weight is not None and dtype in (None, self.weight.dtype):
+            return self.weight
+        return self.best if dtype is None else self.best.to(dtype)
 
     @property
     def best(self) -> LazyTensor:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint import gates, names
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MASTER, MATRICES, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
 from lwopt_backend.checkpoint.formats import FORMATS, TARGETS
 from lwopt_backend.groups.optimizer_classes import LEFT_TO_THE_CLASS
@@ -35,6 +36,7 @@ ADAPTIVE_MUON = (
     "moment2_buffer is kept, but rule 'adamuon' does not load it: Emerging-Optimizers 0.2 averages squares of updates "
     "with the factor by shape, 0.3 and this package without the factor, and the checkpoint does not record the version"
 )
+WEIGHTS_ALONE = "DeepSpeed loads weights alone with engine.load_checkpoint(folder, load_optimizer_states=False)"
 _PLACES = ("members", "from_group", "overrides")  # keys of engines that are no options
 
 
@@ -204,6 +206,31 @@ def place_of(checkpoint: Checkpoint, target: str, destination: Path) -> Place:
     return Place(destination / name, {format.pointer: name})
 
 
+def needed(checkpoint: Checkpoint, target: str, vocab_size: int | None, dtype: torch.dtype | None = None) -> Checkpoint:
+    """What ``target`` stores of the checkpoint: of ``safetensors`` the weights alone, in ``dtype`` if given.
+
+    Raises CheckpointError if what it stores is missing, of another shape, or beyond ``vocab_size``; state that it does
+    not store may be of any form.
+    """
+    gates.check_form(checkpoint, vocab_size, with_state=target != "safetensors")
+    if target != "safetensors":
+        return checkpoint
+    params = {name: Param(param.exported(dtype)) for name, param in checkpoint.params.items()}
+    replicas = tuple(pair for pair in checkpoint.replicas if pair[0].startswith(("weight of", "buffer")))
+    arguments = {key: value for key, value in checkpoint.arguments.items() if key != MATRICES}
+    return replace(checkpoint, params=params, groups=(), arguments=arguments, replicas=replicas)
+
+
+def _stepped_together(params: Mapping[str, Param]) -> dict[str, Param]:
+    """The parameters as ZeRO counts them: those that were never stepped get their group's count of steps."""
+    counts: dict[int | None, set[float]] = {}
+    for param in params.values():
+        if param.step:
+            counts.setdefault(param.group, set()).add(param.step)
+    common = {group: min(steps) for group, steps in counts.items() if len(steps) == 1}
+    return {n: replace(p, step=common.get(p.group, 0.0)) if p.step == 0 else p for n, p in params.items()}
+
+
 def prepared(
     checkpoint: Checkpoint,
     target: str,
@@ -211,21 +238,23 @@ def prepared(
     source_vocabulary: str | None,
     numbers: names.Numbers,
 ) -> Checkpoint:
-    """The checkpoint under the names of ``vocabulary``, by default its own. Everything but its values is checked.
+    """The checkpoint under the names of ``vocabulary``, by default its own.
 
     For DCP, param groups get this package's options, under which its optimizers load them. Raises CheckpointError;
     nothing is written before.
     """
     vocabulary = vocabulary or source_vocabulary or (checkpoint.names if checkpoint.names in names.FAMILIES else None)
     _check_used(checkpoint, vocabulary, source_vocabulary, numbers.model_fields_set)
-    gates.check_form(checkpoint, numbers.vocab_size)
     if vocabulary is not None:
         checkpoint = names.translate(checkpoint, vocabulary, numbers, source=source_vocabulary)
     checkpoint = _with_lions_steps(checkpoint)
     if any("moment2_buffer" in param.states for param in checkpoint.params.values()):
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, ADAPTIVE_MUON))
     if target == "universal":
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *_without_group(checkpoint)))
+        notes = (*checkpoint.notes, *_without_group(checkpoint))
+        if not any(param.states or param.owner_states for param in checkpoint.params.values()):
+            notes = (*notes, WEIGHTS_ALONE)
+        checkpoint = replace(checkpoint, params=_stepped_together(checkpoint.params), notes=notes)
     return as_ours(checkpoint) if target == "dcp" else checkpoint
 
 

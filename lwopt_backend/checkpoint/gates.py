@@ -42,14 +42,22 @@ class Refused(CheckpointError):
 
 def check(checkpoint: Checkpoint, vocab_size: int | None = None) -> list[str]:
     """Check a checkpoint's form and its values together; return notes. Raises Refused."""
-    return check_values(checkpoint, problems=_problems(checkpoint, vocab_size))
+    return [*on_state(checkpoint), *check_values(checkpoint, problems=_problems(checkpoint, vocab_size))]
 
 
-def check_form(checkpoint: Checkpoint, vocab_size: int | None = None) -> None:
-    """Raises Refused for problems that are visible without values: missing states, states of another shape than their
-    parameter's, and a ``vocab_size`` beyond the rows of the embedding or below its trained rows."""
-    if problems := _problems(checkpoint, vocab_size):
+def check_form(checkpoint: Checkpoint, vocab_size: int | None = None, with_state: bool = True) -> None:
+    """Raises Refused for problems that are visible without values: a ``vocab_size`` beyond the rows of the embedding or
+    below its trained rows, and ``with_state`` missing states and states of another shape than their parameter's."""
+    if problems := _problems(checkpoint, vocab_size) if with_state else list(_vocabulary(checkpoint, vocab_size)):
         raise Refused(problems, "")
+
+
+def on_state(checkpoint: Checkpoint) -> list[str]:
+    """A note on parameters without optimizer state."""
+    if not any(param.states for param in checkpoint.params.values()):
+        return ["There is no optimizer state, only weights."]
+    frozen = list(_frozen(checkpoint))
+    return [f"{len(frozen)} parameter(s) without a param group have no state, such as {frozen[0]!r}."] if frozen else []
 
 
 def _problems(checkpoint: Checkpoint, vocab_size: int | None) -> list[str]:
@@ -67,10 +75,6 @@ def check_values(checkpoint: Checkpoint, workers: int = 1, problems: Sequence[st
     weights that do not round to the saved weights, bit for bit, for replicas that differ, and for earlier
     ``problems``."""
     problems, notes = list(problems), []
-    if not any(param.states for param in checkpoint.params.values()):
-        notes.append("There is no optimizer state, only weights.")
-    elif frozen := list(_frozen(checkpoint)):
-        notes.append(f"{len(frozen)} parameter(s) without a param group have no state, such as {frozen[0]!r}.")
     wrong: dict[str, int] = {}
     masters = 0
     looks = (partial(_values, name, param) for name, param in checkpoint.params.items())

@@ -195,11 +195,12 @@ def convert(
     found = ties.declared(found, tied or ())
     place = conversion.place_of(found, to, destination)
     folders.refuse_existing(place.folder)  # before hours are spent on reading
-    with progress("converting", conversion.nbytes(found) * (1 if dry_run else 2), as_json) as advance:
-        seen = conversion.watched(found, advance)
+    stored = conversion.needed(found, to, vocab_size, options.get("dtype"))
+    with progress("converting", conversion.nbytes(stored) * (1 if dry_run else 2), as_json) as advance:
+        seen = conversion.watched(stored, advance)
         made = conversion.prepared(seen, to, vocabulary, source_names, numbers)
-        result = _as_written(made, to, options)
-        notes = gates.check_values(seen, workers)  # before hours are spent on writing
+        result = _as_written(made, to)
+        notes = [*gates.on_state(found), *gates.check_values(seen, workers)]  # before hours are spent on writing
         if not dry_run:
             conversion.write(made, to, place, workers=workers, **options)
     summary = {
@@ -226,16 +227,12 @@ def _options(to: str, dtype: str | None) -> dict[str, Any]:
     return {"dtype": name and getattr(torch, name)}
 
 
-def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint as the target stores it: exports have weights only, and FSDP2's weights are the masters."""
-    from lwopt_backend.checkpoint.contents import MASTER, Param
+def _as_written(made: Checkpoint, to: str) -> Checkpoint:
+    """The checkpoint as the target stores it: FSDP2's weights are the masters."""
+    from lwopt_backend.checkpoint.contents import MASTER
 
     params = dict(made.params)
-    if to == "safetensors":
-        from lwopt_backend.checkpoint.safetensors import exported
-
-        params = {name: Param(exported(param, options["dtype"])) for name, param in params.items()}
-    elif to == "dcp":
+    if to == "dcp":
         for name, param in params.items():
             kept = {key: tensor for key, tensor in param.states.items() if key != MASTER}
             params[name] = dataclasses.replace(param, weight=param.best, states=kept)
@@ -366,8 +363,8 @@ UNNAMED = "model"  # the names of checkpoints that do not record them
 def diff(
     a: Folder,
     b: Annotated[Path, typer.Argument(help="Folder of the other checkpoint.")],
-    format_a: Annotated[str, typer.Option("--from-a", help=f"Format of A: {FORMATS}.")] = AUTO,
-    format_b: Annotated[str, typer.Option("--from-b", help=f"Format of B: {FORMATS}.")] = AUTO,
+    format_a: Annotated[str, typer.Option("--from-a", help="Format of A, as --from.")] = AUTO,
+    format_b: Annotated[str, typer.Option("--from-b", help="Format of B, as --from.")] = AUTO,
     vocabulary: Annotated[Text, typer.Option("--names", help=HELP["compared names"])] = None,
     names_a: Annotated[Text, typer.Option("--names-a", help=HELP["names a"])] = None,
     names_b: Annotated[Text, typer.Option("--names-b", help="Naming scheme of B, if B does not record it.")] = None,

@@ -358,6 +358,8 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     objects = entries_of({**{key: value for key, value in more.items() if value is not None}, **checkpoint.client})
     if groups := _groups(checkpoint):
         objects |= flattened({"optimizer": {"param_groups": groups}})
+    tensors.update({path: value for path, value in objects.items() if isinstance(value, LazyTensor)})
+    objects = {path: value for path, value in objects.items() if path not in tensors}
     if checkpoint.arguments:  # as one object: no program loads them in place
         objects["arguments",] = dict(checkpoint.arguments)
     objects[RECORD,] = dict(checkpoint.tied)

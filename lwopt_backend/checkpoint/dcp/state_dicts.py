@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
     try:
         return set(registry.new_state(torch.empty(weight.shape, device="meta"), group))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{weight.where}: the rule of its group fails ({error}): {dict(group)}") from error
+        raise Strange(f"{weight.where}: the rule of its group fails ({error}): {dict(group)}") from error
 
 
 # Checkpoints of FSDP2 runs, with or without this package, are made of torch's state dicts:
@@ -72,6 +72,7 @@ ENTRIES = "lwopt_entries"  # this package's record of entries without tensors, n
 KNOWN = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
 GROUPS, STATE = "param_groups.", "state."
 OF_MODEL, OF_OPTIMIZER = "pytorch_model_fsdp_", "optimizer_"  # with a number, Accelerate's folders of a model's parts
+USUAL = ("model", "state_dict", "model_state_dict", "module")  # a model's name among other dictionaries of tensors
 MOST_OPTIMIZERS = 64  # every key is compared with all their names
 
 
@@ -106,12 +107,13 @@ def read(path: Path) -> Checkpoint:
         if path.name.startswith(OF_OPTIMIZER):
             advice = f"give the folder above, in which Accelerate also saves {OF_MODEL}0"
         raise CheckpointError(f"{path}: expected one model's weights, best under 'model', found none; {advice}")
-    params = {name: saved.param(name, w) for name, w in saved.weights.items() if w.dtype.is_floating_point}
-    others, notes = saved.others(), list[str]()
+    params, notes = _params(saved)
+    others = saved.others()
     if ties.RECORD in others:
         tied = ties.recorded(others.pop(ties.RECORD), params)
     else:
-        tied, notes = ties.heads(params)
+        tied, of_ties = ties.heads(params)
+        notes += of_ties
     known = {key: others[key] for key, kind in KNOWN.items() if isinstance(others.get(key), kind)}
     client = {key: value for key, value in others.items() if key not in known}
     steps = {int(param.step) for param in params.values() if param.step is not None}
@@ -138,32 +140,84 @@ def read(path: Path) -> Checkpoint:
     )
 
 
+# States that torch's optimizers make at a parameter's first gradient, all zero. Before it, they save none.
+ZERO_AT_FIRST = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+
+
+def _params(saved: Saved) -> tuple[dict[str, Param], list[str]]:
+    """The parameters with their state, and notes: what is not read of the state, and whose state is zero."""
+    params, notes, strange = dict[str, Param](), list(saved.left), dict[int | None, str]()
+    for name, weight in saved.weights.items():
+        if not contents.is_trained(weight.dtype):
+            continue
+        try:
+            params[name] = saved.param(name, weight)
+        except Strange as error:
+            strange.setdefault(saved.group_of.get(name), str(error))
+            params[name] = Param(weight, group=saved.group_of.get(name))
+    for group, reason in strange.items():
+        names = [name for name, param in params.items() if param.group == group]
+        params.update({name: Param(params[name].weight, group=group) for name in names})
+        notes.append(f"the state of {len(names)} parameter(s) is left out: {reason}")
+    for group in {param.group for param in params.values()} - {None}:
+        members = {name: param for name, param in params.items() if param.group == group}
+        never = [name for name, param in members.items() if not param.states.keys() - {contents.MASTER}]
+        never = [name for name in never if members[name].step is None and not members[name].owner_states]
+        like = [param for name, param in members.items() if name not in never]
+        if not like or not never:
+            continue
+        keys = {key for param in like for key in param.states} - {contents.MASTER}
+        known = keys <= ZERO_AT_FIRST and not any(param.owner_states for param in like)
+        params.update({name: _before_first(members[name], like, known) for name in never})
+        said = "is zero" if known else "is left out, and they are in no param group"
+        notes.append(f"{len(never)} parameter(s), such as {never[0]!r}, never had a gradient: their state {said}")
+    return params, notes
+
+
+def _before_first(param: Param, others: Sequence[Param], known: bool) -> Param:
+    """A parameter before its first gradient, with zeros for the state that ``others`` have, if it is ``known`` so."""
+    if not known:
+        return replace(param, group=None)
+    dtype = param.best.dtype
+    like = next((other for other in others if other.best.dtype == dtype), None)
+    dtypes = {key: dtype if like is None else tensor.dtype for key, tensor in (like or others[0]).states.items()}
+    zeros = {key: contents.zeros(param.shape, of_key, key) for key, of_key in dtypes.items() if key != contents.MASTER}
+    return replace(param, states={**param.states, **zeros}, step=None if others[0].step is None else 0.0)
+
+
+class Strange(CheckpointError):
+    """State whose form is not known, of a parameter whose weight can be read."""
+
+
 class Saved:
     """One model and its optimizer in a folder.
 
     ``weights`` are by parameter; ``states`` by parameter and key, owner state included; ``groups`` are the param
-    groups' options; ``group_of`` is a parameter's group number; ``matrices`` are a parameter's, if saved. ``change``
-    converts other objects, by default to ``plain`` data. Raises CheckpointError for state of unknown parameters.
+    groups' options; ``group_of`` is a parameter's group number; ``matrices`` are a parameter's, if saved. ``left`` has
+    sentences on state of no known parameter. ``change`` converts other objects, by default to ``plain`` data.
     """
 
     def __init__(self, folder: DcpFolder, change: Callable[[Any], Any] = plain) -> None:
         self.folder, self.change = folder, change
         self.keys = keys = _Keys(folder)
         self.weights = {name: folder.tensor(key) for name, key in keys.weights.items()}
-        groups, self.group_of = _groups(folder, keys.options, self.weights, change)
+        groups, self.group_of, unknown = _groups(folder, keys.options, self.weights, change)
         self.groups, self._factors = with_true_rates(groups), factors_of(groups)
         names = {**self.weights, **self.group_of}
         self.states: dict[str, dict[str, LazyTensor]] = {}
         self.key_of: dict[tuple[str, str], str] = {}
         for key, rest in keys.states.items():
-            name, state = _split(rest, names, f"{key} in {folder.path}")
-            self.states.setdefault(name, {})[state] = folder.tensor(key)
-            self.key_of[name, state] = key
+            if (split := _split(rest, names)) is None:
+                unknown.append(key)
+                continue
+            self.states.setdefault(split[0], {})[split[1]] = folder.tensor(key)
+            self.key_of[split] = key
+        self.left = _left_out(unknown, folder.path)
         found = {name: take_matrices(of_name) for name, of_name in self.states.items()}
         self.matrices = {name: matrices for name, matrices in found.items() if matrices is not None}
 
     def param(self, name: str, weight: LazyTensor) -> Param:
-        """A parameter's saved tensors. Raises CheckpointError for state of unknown shape or place.
+        """A parameter's saved tensors. Raises Strange for state of unknown shape or place.
 
         Owner state is saved as ``<key>``, or ``[<place>].<key>`` if the parameter has several matrices: one tensor
         each, cut by rows. State with more than tensors by name also has ``structure`` and ``stepped``, and a parameter
@@ -180,18 +234,16 @@ class Saved:
         owners: dict[int, dict[str, LazyTensor]] = {}
         for key, tensor in saved.items():
             matrix = matrix_of[key]
-            misshapen = f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}"
             if key in own if own is not None else matrix is None and tensor.shape in (weight.shape, ()):
-                if tensor.shape != weight.shape and own is not None:
-                    raise CheckpointError(misshapen)
                 states[key] = tensor
             elif matrix is None and own is None:
-                raise CheckpointError(f"{misshapen}; state of other shapes is read only for rules of this package")
+                misshapen = f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}"
+                raise Strange(f"{misshapen}; state of other shapes is read only for rules of this package")
             else:
                 matrix = key.rpartition(".")[0] if matrix is None else matrix.removesuffix(".")
                 number = re.fullmatch(r"\[(\d+)\]", matrix)
                 if matrix and number is None:
-                    raise CheckpointError(
+                    raise Strange(
                         f"{tensor.where}: expected the rows of matrix {matrix!r} in a fused parameter, found none in "
                         "the checkpoint; save the state again where it was trained"
                     )
@@ -273,12 +325,29 @@ class _Keys:
                 model.setdefault(tuple(path[:-1]), {})[str(path[-1])] = key
             else:
                 self.others.append(key)
-        if len(model) > 1:
-            raise CheckpointError(
-                f"{folder.path}: expected one model's weights, best under 'model', found tensors under "
-                f"{sorted('.'.join(map(str, prefix)) for prefix in model)}"
-            )
-        self.weights = next(iter(model.values()), {})
+        chosen = self._model_among(model)
+        self.weights = model.pop(chosen, {})
+        self.others += [key for of_other in model.values() for key in of_other.values()]
+
+    def _model_among(self, found: Mapping[tuple[Any, ...], Mapping[str, str]]) -> tuple[Any, ...]:
+        """Which of the dictionaries with tensors is the model's: the one with a usual name, or else the only one with
+        all names that the optimizer's state has. Raises CheckpointError if that is not one."""
+        named = [[path for path in found if path[-1:] == (name,)] for name in USUAL]
+        usual = next((paths for paths in named if paths), [])
+        fitting = [path for path, of_path in found.items() if self._fits(of_path)]
+        for paths in (usual, list(found), fitting):
+            if len(paths) == 1:
+                return paths[0]
+        if not found:
+            return ()
+        raise CheckpointError(
+            f"{self.folder.path}: expected one model's weights, best under 'model', found tensors under "
+            f"{sorted('.'.join(map(str, prefix)) for prefix in found)}; save the one to convert under 'model'"
+        )
+
+    def _fits(self, names: Collection[str]) -> bool:
+        rests = [rest for rest in (*self.states.values(), *self.options.values()) if not rest[:1].isdecimal()]
+        return bool(rests) and all(_name_in(rest, names) is not None for rest in rests)
 
 
 def _name_in(key: str, names: Collection[str]) -> str | None:
@@ -290,36 +359,46 @@ def _name_in(key: str, names: Collection[str]) -> str | None:
     return None
 
 
-def _split(rest: str, names: Collection[str], where: str) -> tuple[str, str]:
-    """The parameter, with the longest name that fits, and the rest of the key."""
-    if (name := _name_in(rest, names)) is not None:
-        return name, rest[len(name) + 1 :]
-    if rest.partition(".")[0].isdecimal():
-        raise CheckpointError(
-            f"{where}: expected state by a parameter's name, found a number; save the state with torch's "
-            "get_optimizer_state_dict, which names parameters"
-        )
-    raise CheckpointError(f"{where}: expected state of a known parameter; save the weights under 'model'")
+def _split(rest: str, names: Collection[str]) -> tuple[str, str] | None:
+    """The parameter, with the longest name that fits, and the rest of the key; None for an unknown parameter."""
+    name = _name_in(rest, names)
+    return None if name is None else (name, rest[len(name) + 1 :])
+
+
+def _left_out(keys: Sequence[str], folder: Path) -> list[str]:
+    """A sentence on the ``keys`` of an optimizer's state that are of no known parameter."""
+    if not keys:
+        return []
+    why = "it belongs to no weight of the model"
+    if any(part.isdecimal() for part in keys[0].partition(STATE)[2].split(".")[:1]):
+        why = "it has the parameters' numbers, and not their names: save it with torch's get_optimizer_state_dict"
+    return [f"{len(keys)} entries of the optimizer's state in {folder}, such as {keys[0]}, are left out: {why}"]
 
 
 def _groups(
     folder: DcpFolder, options: Mapping[str, str], names: Collection[str], change: Callable[[Any], Any]
-) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The groups' options, and each parameter's group; if flattened, equal options make a group."""
+) -> tuple[list[dict[str, Any]], dict[str, int], list[str]]:
+    """The groups' options, each parameter's group, and the keys of unknown parameters; if flattened, equal options make
+    a group. Groups of numbers in place of names are left out."""
     numbered: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
+    unknown: list[str] = []
     for key, rest in options.items():
         value = folder.tensor(key).read().tolist() if key in folder.tensors else scalar(change(folder.object(key)))
         first, _, option = rest.partition(".")
         if first.isdecimal() and _name_in(rest, names) is None:
             numbered.setdefault(int(first), {})[option] = value
+        elif (split := _split(rest, names)) is not None:
+            by_name.setdefault(split[0], {})[split[1]] = value
         else:
-            name, option = _split(rest, names, f"{key} in {folder.path}")
-            by_name.setdefault(name, {})[option] = value
+            unknown.append(key)
     groups = [numbered[number] for number in sorted(numbered)]
-    group_of = {name: number for number, group in enumerate(groups) for name in group.pop("params", [])}
+    members = [group.pop("params", []) for group in groups]
+    if any(type(name) is not str for of_group in members for name in of_group):
+        groups, members = [], []
+    group_of = {name: number for number, of_group in enumerate(members) for name in of_group}
     for name, of_name in by_name.items():
         if of_name not in groups:
             groups.append(of_name)
         group_of[name] = groups.index(of_name)
-    return groups, group_of
+    return groups, group_of, unknown

@@ -247,10 +247,11 @@ UNIVERSAL_VERSION = 0.4  # DeepSpeed's UNIVERSAL_CHECKPOINT_VERSION_VALUE
 def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     """Write to ``folder``, a tag's, which is empty. ``workers`` files are written at a time.
 
-    Parameters without state, which are frozen, are written with the buffers into the files of model states. Raises
-    CheckpointError for a parameter whose name cannot be a folder's.
+    Parameters without state, which are frozen, are written with the buffers into the files of model states; weights
+    alone are written as trained. Raises CheckpointError for a parameter whose name cannot be a folder's.
     """
     trained = {name: param for name, param in checkpoint.params.items() if param.states or param.group is not None}
+    trained = trained or dict(checkpoint.params)
     for name in trained:
         check_name(name, f"the parameter {name!r}, used as a folder's name")
     # As in torch's state dicts; the loaders pair them with the engine's by position.
@@ -286,8 +287,9 @@ def _save(files: Files, name: str, content: Any) -> tuple[Record, ...]:
 
 
 def _states_to_write(param: Param) -> dict[str, LazyTensor]:
-    """State in 16 bits stays in 16 bits; the master weight is written in fp32."""
-    return {MASTER: param.best.to(torch.float32), **{k: t for k, t in param.states.items() if k != MASTER}}
+    """State in 16 bits stays in 16 bits; the master weight is written in fp32, or in a wider dtype if it has that."""
+    wide = torch.float32 if param.best.dtype.itemsize < 4 else param.best.dtype
+    return {MASTER: param.best.to(wide), **{k: t for k, t in param.states.items() if k != MASTER}}
 
 
 def _write_param(name: str, param: Param, files: Files, records: dict[str, Record]) -> None:

@@ -256,6 +256,8 @@ def _fitting(
     weights. Raises ValueError for a checkpoint that does not fit, and for wrong checksums of state."""
     saved = read_as_expected(lambda: Saved(folder, lambda value: value), folder.path, "DCP")
     where = f"{LOADING}: {folder.path}"
+    for sentence in saved.left:
+        raise ValueError(f"{where}: {sentence}")
     check_fits(where, *_params_of(names, saved))
     known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
     for key in [*names.keys.values(), *others, *saved.weights]:
