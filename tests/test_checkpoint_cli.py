@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,7 @@ def test_masters_of_other_weights_are_refused_with_the_reason(tmp_path: Path) ->
 
 
 # Formats
-def test_every_format_says_what_it_is_and_how_large_its_states_are(made: dict[str, Path]) -> None:
+def test_every_format_says_what_it_is_and_how_large_its_states_are(made: dict[str, Path], tmp_path: Path) -> None:
     known = {
         "source": "megatron torch_dist",
         "torch": "megatron torch",
@@ -91,15 +93,18 @@ def test_every_format_says_what_it_is_and_how_large_its_states_are(made: dict[st
         "safetensors": "safetensors",
     }
     for key, path in made.items():
-        found = inspected(path)
+        found, step = inspected(path), next(iter(path.glob("*7")), path)
         assert (found["format"], found["path"], found["problems"]) == (known[key], str(path), [])
         assert found["step"] == (None if key == "safetensors" else 7)
         assert found["size"] == sum(state["size"] for state in found["states"]) > 0
-        assert found["size_of_files"] == sum(len(content) for content in files(path).values())
+        assert found["size_of_files"] == sum(len(content) for content in files(step).values())
         assert found["world_size"] == 2 or key not in ("source", "torch")
         text = succeeds("inspect", path)
         assert known[key] in text and "No problems found." in text and f"{found['parameters']:,}, of" in text
+    run = shutil.copytree(made["universal"], tmp_path / "run")
+    shutil.copytree(run / "global_step7", run / "global_step8")
     found = inspected(made["universal"] / "global_step7")
+    assert [inspected(run)[key] == found[key] for key in ("files", "size_of_files")] == [True, True]
     states = {state["state"]: state for state in found["states"]}
     elements = states["fp32"]["elements"]
     counted = {"state": "weight", "dtype": "bfloat16", "tensors": 21, "elements": elements, "size": 2 * elements}
@@ -198,6 +203,19 @@ def test_the_vocabularys_padding_is_cut(source: Path, tmp_path: Path) -> None:
     assert differing(source, tmp_path / "cut")["different"] == []
     both = {(entry["name"], entry["what"]) for entry in differing(source, padded)["different"]}
     assert both == {(name, "shape [16, 8] in A, [20, 8] in B") for name in (EMBEDDING, "output_layer.weight")}
+
+
+def test_a_file_stands_for_its_folder_and_a_format_for_itself(made: dict[str, Path]) -> None:
+    assert inspected(made["safetensors"] / "model.safetensors") == inspected(made["safetensors"])
+    said = refused("inspect", made["universal"], "--from", "dcp")
+    assert "expected torch.distributed.checkpoint, of" in said and "say --from universal, or leave it out" in said
+
+
+def test_a_terminated_conversion_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Slurm does at a job's limit."""
+    monkeypatch.setattr(write_dcp, "write", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    assert lwopt("convert", source, tmp_path / "to", "--to", "dcp").code == 143
+    assert list(tmp_path.iterdir()) == [] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 # What is printed and what is written

@@ -137,6 +137,26 @@ def test_safetensors_in_several_files(tmp_path: Path) -> None:
     assert same(weights, {name: param.weight.read() for name, param in checkpoint.params.items()})
 
 
+def test_a_range_is_read_from_the_parts_that_have_it(small_blocks: None) -> None:
+    """1,000 ranks have a part of each tensor, some of them none."""
+    sizes = [int(n) for n in torch.randint(0, 4, (999,), generator=torch.Generator().manual_seed(0))] + [3]
+    whole, looked_at = torch.arange(sum(sizes)), list[int]()
+
+    class Parts(list[LazyTensor]):
+        def __getitem__(self, number: Any) -> Any:
+            looked_at.append(number)
+            return super().__getitem__(number)
+
+    parts = Parts(held(part, "part") for part in whole.split(sizes))
+    parts[:] = [dataclasses.replace(part, read_range=lambda a, b, part=part: part.read()[a:b]) for part in parts]
+    found = end_to_end(parts, (len(whole),))
+    for start, stop in ((0, 1), (5, 17), (len(whole) - 3, len(whole)), (700, 701)):
+        looked_at.clear()
+        assert same(found.piece(start, stop).read(), whole[start:stop])
+        assert len(looked_at) <= 3 * (stop - start) + 8
+    assert same(found.read(), whole)
+
+
 # Memory. PyTorch's allocator is asked, whose events do not depend on time; what is smaller than a block does not count
 BLOCK = 1024  # elements: small, so that small tensors have many
 LARGEST = 4 * 256 * 128  # bytes in fp32

@@ -213,6 +213,7 @@ WRONG = {
     "plan --world-size 8": "expected one of --hf and --shapes, found none",
     "plan --shapes S --world-size 8 --hf x": "expected one of --hf and --shapes, found both",
     "plan --shapes missing.json --world-size 8": "missing.json",
+    "plan --hf meta-llama/Llama-3.1-8B --world-size 8": "hf download meta-llama/Llama-3.1-8B config.json --local-dir",
     "plan --shapes S --world-size 8 --cluster h100-8x": "did you mean 'h100-8x-ib'?",
     "plan --shapes S --world-size 8 --group-size auto": "'--group-size': Input should be a valid integer",
     "plan --shapes S --world-size 8 --engine zero2 --layout padded": "only with engine 'owned', found 'zero2'",

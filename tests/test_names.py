@@ -416,7 +416,7 @@ def test_names_made_twice_maps_of_other_names_and_stacks_of_other_sizes_are_refu
     names = NameMap(CORE, "mine", (rule("a", "c"), rule("b", "c")))
     with pytest.raises(CheckpointError, match="two rules make 'c'"):
         apply(names, checkpoint_of({"a": torch.ones(1), "b": torch.ones(1)}, CORE))
-    said = "expected names of megatron-core, from which the map to hf-llama starts, found model"
+    said = "the checkpoint does not record their family; name their family with --source-names"
     with pytest.raises(CheckpointError, match=said):
         apply(find("hf-llama"), checkpoint_of({}, "model"))
     weights, arguments = core("Mixtral")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -18,7 +19,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.formats import DEBUG
+from lwopt_backend.checkpoint.formats import DEBUG, FOLDER_OF
 from lwopt_backend.checkpoint.formats import CheckpointError as CheckpointError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -220,11 +221,10 @@ def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
 
 
 def _range_of(parts: Sequence[LazyTensor], ends: Sequence[int], start: int, stop: int) -> Tensor:
-    cuts = [
-        part.piece(max(start - begin, 0), min(stop - begin, part.numel))
-        for begin, part in zip(ends, parts)
-        if begin < stop and begin + part.numel > start
-    ]
+    """Elements [start, stop) of parts of which part ``i`` is [ends[i], ends[i + 1]); 1,000 ranks have a part each."""
+    numbers = range(bisect.bisect_right(ends, start) - 1, bisect.bisect_left(ends, stop))
+    cuts = [parts[i].piece(max(start - ends[i], 0), min(stop, ends[i + 1]) - ends[i]) for i in numbers]
+    cuts = [cut for cut in cuts if cut.numel]
     return torch.cat([cut.read() for cut in cuts]) if len(cuts) > 1 else cuts[0].read()
 
 
@@ -381,7 +381,8 @@ class Checkpoint:
 def reader(
     writer: str, folder_of: Callable[[Path], Path] = Path
 ) -> Callable[[Callable[[Path], T]], Callable[[Path], T]]:
-    """Decorates a function of a folder, which is then called with ``folder_of(path)`` by ``read_as_expected``."""
+    """Decorates a function of a folder, which is then called with ``folder_of(path)``, a step's folder, by
+    ``read_as_expected``."""
 
     def decorated(read: Callable[[Path], T]) -> Callable[[Path], T]:
         @functools.wraps(read)
@@ -389,6 +390,7 @@ def reader(
             folder = folder_of(path)
             return read_as_expected(lambda: read(folder), folder, writer)
 
+        setattr(read_folder, FOLDER_OF, folder_of)
         return read_folder
 
     return decorated

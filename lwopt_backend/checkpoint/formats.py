@@ -21,6 +21,7 @@ class CheckpointError(ValueError):
 
 
 AUTO = "auto"
+FOLDER_OF = "folder_of"  # a reader's attribute: from the given folder to the step's
 DEBUG = "LWOPT_DEBUG"  # set to 1 in the environment, tracebacks of errors are printed
 
 _HERE = "lwopt_backend.checkpoint"
@@ -76,14 +77,19 @@ TARGETS = tuple(name for name, format in FORMATS.items() if format.writer)
 def find(path: Path, format: str = AUTO) -> str:
     """The name in FORMATS of a folder's format: ``format``, or the first whose reader recognises the folder.
 
-    Raises CheckpointError if there is none.
+    Raises CheckpointError if there is none, or if the folder is of another format than ``format``.
     """
     if format != AUTO and format not in FORMATS:
         raise CheckpointError(f"unknown format {format!r}; {suggestion(format, (AUTO, *FORMATS))}")
     if not path.is_dir():
         found = "something else" if path.exists() else "nothing"
         raise CheckpointError(f"{path}: expected a checkpoint's folder, found {found}; give the folder")
-    kind = format if format != AUTO else next((name for name in FORMATS if recognises(name, path)), None)
+    kind = next((name for name in (format, *FORMATS) if name != AUTO and recognises(name, path)), None)
+    if format not in (AUTO, kind):
+        if kind is None:  # its reader says what is wrong
+            return format
+        said = f"expected {FORMATS[format].help}, found {FORMATS[kind].help}"
+        raise CheckpointError(f"{path}: {said}; say --from {kind}, or leave it out")
     if kind is None:
         hint = ""
         if any(path.glob("*.distcp")):
@@ -96,6 +102,12 @@ def find(path: Path, format: str = AUTO) -> str:
             f"{path}: expected a checkpoint of a known format, found none{hint}. Known formats: {known}"
         )
     return kind
+
+
+def step_of(path: Path, format: str) -> Path:
+    """The folder of one step that is read, which a pointer in ``path`` may name."""
+    found: Path = getattr(_reader(format).read, FOLDER_OF)(path)
+    return found
 
 
 def recognises(name: str, path: Path) -> bool:

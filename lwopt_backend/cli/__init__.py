@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -35,6 +36,7 @@ WrongWords: type[Exception] = typer.BadParameter.__mro__[2]
 
 def main(commands: Callable[..., Any] = app) -> None:
     """Run a command. An error that the user can fix is one line and exit code 2; LWOPT_DEBUG=1 shows its traceback."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # removes unfinished folders
     try:
         code = commands(standalone_mode=False)  # otherwise typer draws a box around an error
     except WrongWords as error:
@@ -47,6 +49,8 @@ def main(commands: Callable[..., Any] = app) -> None:
         if os.environ.get(DEBUG) == "1":
             traceback.print_exc()
         _fail("not enough memory" if isinstance(error, MemoryError) else str(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

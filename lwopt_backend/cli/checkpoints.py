@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lwopt_backend.checkpoint.differences import Compared
 
 MODEL = "The model's numbers, if the checkpoint does not record them"
+PATIENCE = 60.0  # seconds between lines of progress in a log
 FAMILIES = ", ".join(formats.FAMILIES)
 FORMATS = ", ".join(formats.FORMATS)
 Folder = Annotated[Path, typer.Argument(help="Folder of a checkpoint.")]
@@ -67,15 +69,32 @@ def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
     return found, formats.read(path, found)
 
 
+def folder_of(path: Path) -> Path:
+    """The folder of a checkpoint, in which ``path`` may be a file."""
+    return path.parent if path.is_file() else path
+
+
 @contextmanager
 def progress(what: str, total: int, silent: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of ``total`` bytes on standard error, if that is a terminal. Yields a function to call with read bytes."""
+    """A bar of ``total`` bytes on standard error; if that is no terminal, as in a job's log, a line each minute.
+    Yields a function to call with read bytes."""
     console = Console(stderr=True)
+    done, begun, said = 0, time.monotonic(), time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, said
+        done += count
+        bar.advance(task, count)
+        if bar.disable and not silent and (now := time.monotonic()) - said > PATIENCE:
+            left = (now - begun) * (total - done) / done
+            console.print(f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {left:.0f} s left")
+            said = now
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     disable = silent or not console.is_terminal
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=disable) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
+        yield advance
 
 
 def described(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -191,12 +210,14 @@ def convert(
     for given in (vocabulary, source_names):
         if given is not None:
             names.find(given)
+    source = folder_of(source)
     reader, found = opened(source, format)
     found = ties.declared(found, tied or ())
     place = conversion.place_of(found, to, destination)
     folders.refuse_existing(place.folder)  # before hours are spent on reading
     stored = conversion.needed(found, to, vocab_size, options.get("dtype"))
-    with progress("converting", conversion.nbytes(stored) * (1 if dry_run else 2), as_json) as advance:
+    started, total = time.monotonic(), conversion.nbytes(stored) * (1 if dry_run else 2)
+    with progress("converting", total, as_json) as advance:
         seen = conversion.watched(stored, advance)
         made = conversion.prepared(seen, to, vocabulary, source_names, numbers)
         result = _as_written(made, to)
@@ -207,6 +228,7 @@ def convert(
         "source": {"path": str(source), "reader": reader, **described(found)},
         "result": {"path": str(place.folder), "written": not dry_run, **described(result)},
         "notes": [*made.notes, *notes],
+        "seconds": time.monotonic() - started,
     }
     print_json(summary) if as_json else _show_conversion(summary)
 
@@ -262,7 +284,9 @@ def _show_conversion(summary: Mapping[str, Any]) -> None:
     table.add_row("all", "", "", nbytes(before["size"]), "", nbytes(after["size"]))
     console.print(table)
     print_sentences(console, "Notes", summary["notes"])
-    console.print(f"\nWritten to {after['path']}." if after["written"] else "\nNothing was written (--dry-run).")
+    took = f" in {summary['seconds']:.0f} s, {nbytes(after['size'] / max(summary['seconds'], 1e-9))} a second"
+    said = f"Written to {after['path']}{took}." if after["written"] else "Nothing was written (--dry-run)."
+    console.print(f"\n{said}")
 
 
 # ``lwopt inspect``: a checkpoint's facts and problems.
@@ -281,9 +305,10 @@ def inspect(
 
     The exit code is 1 if there are problems, and 2 if it cannot be read.
     """
+    path = folder_of(path)
     reader, checkpoint = opened(path, format)
     problems, advice, notes = _checked(checkpoint, as_json) if check else ([], "", [UNCHECKED])
-    files = [file for file in path.rglob("*") if file.is_file()]
+    files = [file for file in formats.step_of(path, reader).rglob("*") if file.is_file()]
     found = {
         **{"path": str(path), "reader": reader, **described(checkpoint)},
         **{"files": len(files), "size_of_files": sum(file.stat().st_size for file in files)},
@@ -383,7 +408,7 @@ def diff(
     from lwopt_backend.checkpoint import convert, names
     from lwopt_backend.checkpoint.differences import differences, of_runs
 
-    ours, theirs = opened(a, format_a)[1], opened(b, format_b)[1]
+    ours, theirs = opened(folder_of(a), format_a)[1], opened(folder_of(b), format_b)[1]
     numbers = numbers_of(heads=heads, query_groups=query_groups, kv_channels=kv_channels, vocab_size=vocab_size)
     if vocabulary is None and numbers != Numbers():
         vocabulary = names.CORE

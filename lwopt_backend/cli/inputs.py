@@ -78,6 +78,11 @@ def read_model(hf: Path | None, shapes: Path | None, training: Training) -> Mode
     from lwopt_backend.planner.shapes import read_hugging_face, read_shapes_json
 
     if hf:
+        if not hf.exists() and hf.suffix != ".json":
+            raise ValueError(
+                f"--hf {hf}: expected a config.json or a folder with one on this machine, found none; of a model on "
+                f"the hub, get it first: hf download {hf} config.json --local-dir model, then give --hf model"
+            )
         return read_hugging_face(hf, training=training)
     if training.config.include or training.config.exclude:
         raise ValueError("expected --include and --exclude with a model, found a list of shapes; leave them out")

@@ -184,9 +184,10 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
     that do not divide; for states that cannot follow their parameter.
     """
     if checkpoint.names != names.source:
+        found = "does not record their family" if checkpoint.names == "model" else f"has those of {checkpoint.names}"
         raise CheckpointError(
-            f"expected names of {names.source}, from which the map to {names.target} starts, found "
-            f"{checkpoint.names}; give a map for these, or name their vocabulary"
+            f"--names {names.target}: expected names of {names.source}, the checkpoint {found}; name their family with "
+            f"--source-names (in lwopt diff --names-a or --names-b), {names.target} if they are those already"
         )
     given = {} if numbers is None else numbers.model_dump(exclude_unset=True)
     arguments = checkpoint.arguments
