@@ -602,8 +602,8 @@ def test_opening_the_torch_format_reads_no_tensor(setup: TorchSetup, tmp_path: P
     """But counts of steps. A master is compared with its weight when it is read, whole or in part."""
     step, known = made(setup, tmp_path)
     read: list[tuple[int, ...]] = []
-    read_strided = torch_files.read_strided
-    with mock.patch.object(torch_files, "read_strided", lambda *at: read.append(at[2]) or read_strided(*at)):
+    box = torch_files.StoredTensor.box
+    with mock.patch.object(torch_files.StoredTensor, "box", lambda *at: read.append(at[2]) or box(*at)):
         found = formats.read(step)
         assert set(read) <= {()}
         master = found.params[NORM].states["fp32"]

@@ -2,7 +2,6 @@
 it goes on on other ranks and layouts, bit for bit, is in test_checkpoints.py."""
 
 import copy
-import math
 import os
 import pickle
 import shutil
@@ -25,8 +24,9 @@ from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files import manifest
+from lwopt_backend.engines.owned import files as owned_files
 from lwopt_backend.engines.owned import step
-from lwopt_backend.engines.owned.state import state_pieces
+from lwopt_backend.engines.owned.state import put_state, state_pieces
 from tests.cells import with_full
 from tests.checkpoint_contents import same
 from tests.models import UnevenLM
@@ -152,9 +152,19 @@ def without_a_chunk(path: Path) -> None:
     (path.parent / ".metadata").write_bytes(pickle.dumps(saved))
 
 
+def flip(path: Path) -> None:
+    """A bit of the largest tensor."""
+    chunks = [chunk for entry in DcpFolder(path.parent).tensors.values() for chunk in entry.chunks]
+    place = max((c.stored for c in chunks if c.stored.path == path), key=lambda stored: stored.length)
+    data = bytearray(path.read_bytes())
+    data[place.offset + place.length // 2] ^= 4
+    path.write_bytes(data)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (Path.unlink, "is missing; copy all files"),
     "cut": (lambda path: os.truncate(path, path.stat().st_size - 64), "ends early: expected"),
+    "a flipped bit": (flip, "is damaged: a checksum is wrong"),
     "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "is damaged"),
     "no metadata": (lambda path: (path.parent / ".metadata").unlink(), "found no .metadata, which is written last"),
     "cut metadata": (lambda path: os.truncate(path.parent / ".metadata", 400), ".metadata"),
@@ -177,9 +187,15 @@ def load_all_in_vain(messages: dict[str, str]) -> None:
         in_vain(optimizer, lambda folder=folder: optimizer.load_state_dict_from(folder), message)  # type: ignore[misc]
 
 
-def load_a_flipped_bit(folder: str, good: str) -> None:
+def load_what_is_lost_meanwhile(folder: str, good: str) -> None:
     model, optimizer = trained(layout="compact")
-    with pytest.raises(Exception, match="is damaged: a checksum is wrong"):
+
+    def lose(*what: Any) -> None:
+        for path in Path(folder).glob("*.distcp"):
+            os.truncate(path, 0)
+        put_state(*what)
+
+    with mock.patch.object(owned_files, "put_state", lose), pytest.raises(Exception, match="ends early|is damaged"):
         optimizer.load_state_dict_from(folder)
     for use in (optimizer.step, lambda: optimizer.save_state_dict(f"{folder}, again")):
         with pytest.raises(
@@ -198,12 +214,8 @@ def load_a_flipped_bit(folder: str, good: str) -> None:
 def test_after_a_load_that_failed_in_between_no_step_is_taken_until_one_succeeds(
     ranks: RankPool, saves: Path, tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(saves, tmp_path / "flipped") / "state"
-    weight = max(DcpFolder(folder).tensors["model.embedding.weight"].chunks, key=lambda chunk: math.prod(chunk.sizes))
-    data = bytearray(weight.stored.path.read_bytes())
-    data[weight.stored.offset + weight.stored.length // 2] ^= 4
-    weight.stored.path.write_bytes(data)
-    ranks.run(load_a_flipped_bit, str(folder), str(saves / "state"))
+    folder = shutil.copytree(saves, tmp_path / "lost") / "state"
+    ranks.run(load_what_is_lost_meanwhile, str(folder), str(saves / "state"))
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])

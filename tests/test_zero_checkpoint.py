@@ -53,14 +53,17 @@ def check_zero_to_fp32(folder: Path, engine: Any, kind: str, stage: int, precisi
         assert same({name: found[name] for name in masters}, masters)
 
 
-def stop_and_go_on(folder: Path, kind: str, stage: int, precision: str, first: int) -> None:
+def stop_and_go_on(folder: Path, kind: str, stage: int, precision: str, first: int, older: bool = False) -> None:
     """Save after ``first`` steps and go on; go back to there in the same engine, and in a new one."""
     settings, further = scheduled(settings_of(kind, stage, precision, clip=0.5)), range(first, first + 2)
+    if older:
+        settings["checkpoint"] = {"checkpoint_serialization": False}
     with engine_for(settings) as engine:
         train(engine, first)
         engine.save_checkpoint(folder, client_state={"rows": 3})
         before = snapshot(engine)
-        check_zero_to_fp32(folder, engine, kind, stage, precision)
+        if not older:  # which DeepSpeed's script cannot read
+            check_zero_to_fp32(folder, engine, kind, stage, precision)
         losses = train(engine, further)
         after = snapshot(engine)
         engine.load_checkpoint(folder)
@@ -94,6 +97,15 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, kind: str, stage: 
 @on_ranks()
 def test_runs_resume_at_once_and_on_4_ranks(tmp_path: Path, kind: str, stage: int, precision: str, first: int) -> None:
     stop_and_go_on(tmp_path, kind, stage, precision, first)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("zero", 1), ("zero", 3), ("owned", 1)])
+@on_ranks()
+def test_files_in_the_form_before_torch_1_6_resume_and_convert(tmp_path: Path, kind: str, stage: int) -> None:
+    stop_and_go_on(tmp_path / "run", kind, stage, "fp32", 2, older=True)
+    if torch.distributed.get_rank() == 0:
+        succeeds("convert", tmp_path / "run", tmp_path / "universal", "--to", "universal")
+        assert succeeds("diff", tmp_path / "run", tmp_path / "universal")
 
 
 @pytest.mark.parametrize(("stage", "precision"), SOME)

@@ -8,17 +8,17 @@ model states has enough facts, and is read here without its tensors.
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from lwopt_backend.checkpoint.deepspeed.files import NAMES, check_marks, mark_of
+from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.deepspeed.files import NAMES, check_marks, load_mapping, mark_of
 from lwopt_backend.checkpoint.files.manifest import new_save_id
+from lwopt_backend.checkpoint.files.pickles import options
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups.param_groups import of_another_optimizer
 from lwopt_backend.groups.registry import check_group
@@ -206,8 +206,8 @@ def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
     groups = None if shapes is None else [list(group) for group in shapes]
     names = optimizer.get(NAMES) if isinstance(optimizer, Mapping) else None
     stranger, shards = None if owned else _stranger(states, optimizer), states.get("mp_world_size") or 1
-    options = [group for group in _inner(optimizer).get("param_groups") or () if "rule" in group]
-    return Saved(states["dp_world_size"], groups, names, owned, stranger, save_id, shards, options)
+    ours = [options(group) for group in _inner(optimizer).get("param_groups") or () if "rule" in group]
+    return Saved(states["dp_world_size"], groups, names, owned, stranger, save_id, shards, ours)
 
 
 def _inner(optimizer: Any) -> Mapping[str, Any]:
@@ -228,15 +228,12 @@ def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:
 
 
 def _without_tensors(file: Path) -> Mapping[str, Any]:
-    """On the meta device, weights take no memory and a mapped file's are not read. Client states may be any objects;
-    DeepSpeed unpickles the same file next."""
     try:
-        states: Mapping[str, Any] = torch.load(file, map_location="meta", mmap=True, weights_only=False)
-    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        return load_mapping(file)
+    except CheckpointError as error:
         raise ValueError(
             f"{str(file)!r} cannot be read ({error}): its save was interrupted, or it was damaged; load another tag"
         ) from error
-    return states
 
 
 def _wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:

@@ -28,6 +28,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed.files import STEP, renumbered, tag_of
 from lwopt_backend.checkpoint.files.pickles import in_memory
+from lwopt_backend.checkpoint.files.torch_files import Archive, check_files
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups.param_groups import OURS
 from lwopt_backend.groups.rates import IN_GROUPS, regrouped, scaled
@@ -117,18 +118,19 @@ def _load(
 ) -> tuple[str, dict[str, Any]]:
     """Load what ``engine.load_checkpoint`` was ``asked`` for; returns the folder and the client state.
 
-    The first of ``everyone`` reads the contents without tensors, and sends them; each rank then opens the files that it
-    loads from. Raises, on every rank and before anything is changed, if the checkpoint does not fit. Tensors are
-    checked when they are read: after an error, which every rank raises, no rank takes a step before a load succeeds.
+    The first of ``everyone`` reads the contents without tensors, and sends them. Raises, on every rank and before
+    anything is changed, if the checkpoint does not fit, or if a file is damaged: each rank checks a share of the files.
+    Then each reads its pieces; after an error, which every rank raises, no rank takes a step before a load succeeds.
     """
     store: StateStore = optimizer.state_store()
-    folder, checkpoint = from_first(everyone, WHAT, lambda: open_folder(asked))
+    folder, checkpoint, files = from_first(everyone, WHAT, lambda: open_folder(asked))
 
     def decide() -> tuple[Choice, list[list[str]]]:
         choice = choose(engine, store, (folder, checkpoint), asked, with_state)
         return choice, [[setting(key, str(asked[key])) for key in ("load_dir", "tag")]] * len(store.ranks)
 
     choice = agree_in_all(store.ranks, WHAT, decide)
+    check_on_all(everyone, WHAT, lambda: check_files(files[everyone.rank :: everyone.world_size]))
     parts = {"weights", "state"} if with_state else {"weights"}
     optimizer.half_loaded |= parts
     check_on_all(everyone, WHAT, lambda: _put(store, choice, with_state))
@@ -205,8 +207,9 @@ def _go_on(engine: DeepSpeedEngine, choice: Choice, asked: Mapping[str, Any]) ->
     return []
 
 
-def open_folder(asked: Mapping[str, Any]) -> tuple[Path, Checkpoint]:
-    """The folder of the checkpoint that an engine is ``asked`` for, and its content. Raises CheckpointError."""
+def open_folder(asked: Mapping[str, Any]) -> tuple[Path, Checkpoint, list[Path]]:
+    """The folder of the checkpoint that an engine is ``asked`` for, its content, and its files. Raises
+    CheckpointError."""
     root, tag = Path(asked["load_dir"]), asked["tag"]
     folder = tag_of(root, deepspeed_universal.POINTER) if tag is None else root / str(tag)
     if not formats.recognises("universal", folder):
@@ -214,7 +217,9 @@ def open_folder(asked: Mapping[str, Any]) -> tuple[Path, Checkpoint]:
             f"checkpoint.load_universal is on: expected a universal checkpoint in {folder}, found no "
             "zero/optimizer_state.pt; switch it off, or convert the checkpoint with lwopt convert --to universal"
         )
-    return folder, deepspeed_universal.read(folder)
+    checkpoint = deepspeed_universal.read(folder)
+    files = [file.stored.path for file in checkpoint.files if isinstance(file, Archive)]
+    return folder, dataclasses.replace(checkpoint, files=()), files
 
 
 @dataclass(frozen=True)

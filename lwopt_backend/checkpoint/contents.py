@@ -11,10 +11,11 @@ import traceback
 from array import array
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -84,6 +85,12 @@ class LazyTensor:
     read_range: ReadRange | None = None
     stride: tuple[int, ...] | None = None
     place: tuple[str, int] | None = None
+
+    def __reduce__(self) -> Any:
+        return LazyTensor, tuple(getattr(self, each.name) for each in fields(self))
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise ValueError("expected a tensor of the file as it is, found attributes for it")  # in a pickle that is read
 
     @property
     def numel(self) -> int:
@@ -334,6 +341,7 @@ class Checkpoint:
     - ``tied``: further names of parameters, each with the name in ``params``.
     - ``buffers``: the module's, by name. ``client``: other entries of the user's program, as plain data.
     - ``notes``: sentences on omissions and oddities that are no reason to refuse.
+    - ``files``: those that were opened; ``finish`` compares the checksums of all that was read.
     """
 
     format: str
@@ -351,6 +359,12 @@ class Checkpoint:
     buffers: Mapping[str, LazyTensor] = field(default_factory=dict)
     client: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    files: tuple[Checked, ...] = field(default=(), compare=False, repr=False)
+
+    def finish(self) -> None:
+        """Raises CheckpointError for a wrong checksum of anything that was read since the files were opened."""
+        for file in self.files:
+            file.finish()
 
     def name_of(self, name: str) -> str:
         """The name in ``params`` of a parameter with this name, which may be one in ``tied``."""
@@ -378,17 +392,39 @@ class Checkpoint:
                 raise CheckpointError(f"{self.format}: {said}; copy it again")
 
 
+class Checked(Protocol):
+    """A file whose checksums are compared as it is read."""
+
+    def finish(self) -> None:
+        """Raises CheckpointError for a wrong checksum of what was read."""
+
+
+_read: ContextVar[list[Checked] | None] = ContextVar("files that a reader has opened", default=None)
+
+
+def finish_later(file: Checked) -> None:
+    """Add a file to the ``files`` of the checkpoint that is being read."""
+    found = _read.get()
+    if found is not None:
+        found.append(file)
+
+
 def reader(
     writer: str, folder_of: Callable[[Path], Path] = Path
-) -> Callable[[Callable[[Path], T]], Callable[[Path], T]]:
+) -> Callable[[Callable[[Path], Checkpoint]], Callable[[Path], Checkpoint]]:
     """Decorates a function of a folder, which is then called with ``folder_of(path)``, a step's folder, by
-    ``read_as_expected``."""
+    ``read_as_expected``; the result gets the files that it opened."""
 
-    def decorated(read: Callable[[Path], T]) -> Callable[[Path], T]:
+    def decorated(read: Callable[[Path], Checkpoint]) -> Callable[[Path], Checkpoint]:
         @functools.wraps(read)
-        def read_folder(path: Path) -> T:
-            folder = folder_of(path)
-            return read_as_expected(lambda: read(folder), folder, writer)
+        def read_folder(path: Path) -> Checkpoint:
+            folder, files = folder_of(path), list[Checked]()
+            token = _read.set(files)
+            try:
+                found = read_as_expected(lambda: read(folder), folder, writer)
+            finally:
+                _read.reset(token)
+            return replace(found, files=tuple(files))
 
         setattr(read_folder, FOLDER_OF, folder_of)
         return read_folder

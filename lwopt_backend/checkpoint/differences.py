@@ -48,6 +48,8 @@ def differences(a: Checkpoint, b: Checkpoint, weights_only: bool = False) -> Ite
             yield from _of_param(name, ours, theirs, weights_only)
     for name in {**a.buffers, **b.buffers}:
         yield _compared(name, BUFFER, a.buffers.get(name), b.buffers.get(name))
+    for each in (a, b):
+        each.finish()
 
 
 def _of_param(name: str, a: Param, b: Param, weights_only: bool) -> Iterator[Compared]:

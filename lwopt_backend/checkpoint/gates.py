@@ -84,6 +84,7 @@ def check_values(checkpoint: Checkpoint, workers: int = 1, problems: Sequence[st
         wrong.update({what: count for what, count in counts.items() if count})
     for what, one, other in checkpoint.replicas:
         problems += _differing(what, one, other)
+    checkpoint.finish()
     if problems:
         unrounded = any("does not round" in problem for problem in problems)
         raise Refused(problems, ADVICE if unrounded and checkpoint.format.startswith("megatron") else "")

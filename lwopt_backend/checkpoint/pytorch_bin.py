@@ -22,7 +22,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _load(path: Path) -> dict[str, LazyTensor]:
-    found = torch_files.load(path, path.resolve().parent)  # in Hugging Face's cache a file is a link
+    found = torch_files.load(path)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected tensors by name, found a {type(found).__name__}")
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, LazyTensor)}

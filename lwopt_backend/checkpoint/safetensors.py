@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import (
     Checkpoint,
@@ -20,7 +18,9 @@ from lwopt_backend.checkpoint.contents import (
     LazyTensor,
     Param,
     aliases,
+    finish_later,
     is_trained,
+    memory,
     reader,
     shape_of,
 )
@@ -28,7 +28,7 @@ from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.manifest import Files, crc_of
 from lwopt_backend.checkpoint.files.threads import in_order
-from lwopt_backend.checkpoint.files.torch_files import Record, Stored
+from lwopt_backend.checkpoint.files.torch_files import Record, Stored, StoredTensor
 
 # Writes weights, without optimizer state, as safetensors for ``from_pretrained``.
 #
@@ -101,11 +101,10 @@ def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], work
 #     model.safetensors, or files that model.safetensors.index.json names    weights and buffers
 #     config.json, where there is one                                       how the model was built
 #
-# The format has no checksums. If a manifest has a file's, it is compared before the file's first tensor is used. Damage
-# to other files shows only if the header does not fit the size.
+# The format has no checksums. If a manifest has a file's, it is compared as the file is read. Damage to other files
+# shows only if the header does not fit the size.
 
 ONE_FILE, CONFIG = "model.safetensors", "config.json"
-OPEN = 4  # files that stay open: opening one parses its header, which may list thousands of tensors
 _DTYPES = {word: dtype for dtype, word in DTYPES.items()}
 
 
@@ -117,8 +116,7 @@ def recognises(path: Path) -> bool:
 def read(path: Path) -> Checkpoint:
     """The weights in a folder, without state. Raises CheckpointError if files are damaged, missing or not listed."""
     manifest.check_files(path)
-    opened = lru_cache(OPEN)(partial(safe_open, framework="pt"))
-    return weights("safetensors", path, *sharded(path, ONE_FILE, INDEX, partial(_load, opened=opened)))
+    return weights("safetensors", path, *sharded(path, ONE_FILE, INDEX, _load))
 
 
 def sharded(
@@ -162,48 +160,36 @@ def weights(format: str, path: Path, tensors: Mapping[str, LazyTensor], notes: t
     )
 
 
-def _load(path: Path, opened: Callable[[Path], Any]) -> dict[str, LazyTensor]:
-    """The lazy tensors of one file, in the file's order, from its header alone. ``opened`` maps a file into memory.
-    Raises CheckpointError if it is damaged or has unknown dtypes."""
-    found, listed = {}, manifest.read(path.parent)
+def _load(path: Path) -> dict[str, LazyTensor]:
+    """The lazy tensors of one file, in the file's order, from its header alone. Raises CheckpointError if it is damaged
+    or has unknown dtypes."""
+    listed = manifest.read(path.parent)
     entry = None if listed is None else listed.files.get(path.name)
-    whole = None
-    if entry is not None:
-        whole = Record(Stored(path, 0, entry.nbytes), (entry.crc32,), max(entry.nbytes, 1), str(path))
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(path, framework="numpy") as file:  # which checks that the tensors fill the file
             slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
             forms = {name: (each.get_dtype(), shape_of(each.get_shape())) for name, each in slices}
+        record = Record(Stored(path, 0, path.stat().st_size), None if entry is None else entry.crc32, str(path))
+        size = int.from_bytes(bytes(memory(record.read(0, 8))), "little")
+        header = json.loads(bytes(memory(record.read(8, size))))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy all files of {path.parent}") from error
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"{path} is damaged: {error}; copy or download it again (a Git LFS pointer has some 130 bytes)"
         ) from error
+    finish_later(record)
+    found = {}
     for name, (dtype, shape) in forms.items():
-        where = f"{name} in {path}"
         if dtype not in _DTYPES:
             known = ", ".join(_DTYPES)
-            raise CheckpointError(f"{where}: expected a dtype of {known}, found {dtype}, which is not supported")
-        mapped = partial(_mapped, opened, path, name, whole)
-        found[name] = LazyTensor(shape, _DTYPES[dtype], partial(_read, mapped), where, partial(_read_range, mapped))
+            raise CheckpointError(
+                f"{name} in {path}: expected a dtype of {known}, found {dtype}, which is not supported"
+            )
+        start = 8 + size + int(header[name]["data_offsets"][0])
+        stride = torch.empty(shape, device="meta").stride()
+        found[name] = StoredTensor(record, start, shape, stride, _DTYPES[dtype]).lazy()
     return found
-
-
-def _mapped(opened: Callable[[Path], Any], path: Path, name: str, whole: Record | None) -> Tensor:
-    """A tensor of the mapped file, of which ``whole`` checks all bytes once, if their checksum is known."""
-    if whole is not None:
-        whole.check()
-    found: Tensor = opened(path).get_tensor(name)
-    return found
-
-
-def _read(mapped: Callable[[], Tensor]) -> Tensor:
-    return mapped().clone()
-
-
-def _read_range(mapped: Callable[[], Tensor], start: int, stop: int) -> Tensor:
-    return mapped().view(-1)[start:stop].clone()
 
 
 def _json(path: Path) -> dict[str, Any]:

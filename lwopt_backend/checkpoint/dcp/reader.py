@@ -22,8 +22,7 @@ from lwopt_backend.checkpoint.contents import (
     shape_of,
 )
 from lwopt_backend.checkpoint.files import manifest, pickles, torch_files
-from lwopt_backend.checkpoint.files.folders import check_inside
-from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
+from lwopt_backend.checkpoint.files.torch_files import Archive, Stored, StoredTensor
 from lwopt_backend.plan.layouts import boxes_of
 
 # DCP's file ``.metadata``: a folder's tensors with their chunks, other objects, and their places.
@@ -76,10 +75,11 @@ class DcpFolder:
     def __init__(self, path: Path, with_files: bool = True) -> None:
         self.path, metadata = path, path / METADATA
         try:
-            check_inside(metadata, path)
+            if metadata.exists() and not metadata.is_file():  # a pipe would block
+                raise OSError("not a file")
             content = metadata.read_bytes()
             manifest.check(metadata, lambda: zlib.crc32(content))
-            saved = pickles.load_metadata(content, str(metadata))
+            saved = pickles.load(content, str(metadata))
         except OSError as error:
             raise CheckpointError(
                 f"{metadata} cannot be read ({error}), and the folder's other files need it; copy it again"
@@ -103,7 +103,19 @@ class DcpFolder:
         self._check_chunks()
         if with_files:
             self._check_files()
-        self._saved: dict[Stored, StoredTensor] = {}
+        self._saved: dict[Stored, tuple[StoredTensor, Archive]] = {}
+        contents.finish_later(self)
+
+    def finish(self) -> None:
+        """Compare the chunks of which some was read. Raises CheckpointError for a wrong checksum."""
+        for _, archive in list(self._saved.values()):
+            archive.finish()
+
+    def check(self, rank: int, ranks: int) -> None:
+        """Read a share of the folder, one of ``ranks``. Raises CheckpointError for a wrong checksum."""
+        places = sorted(self.stored, key=lambda place: (place.path, place.offset))
+        for place in places[rank::ranks]:
+            Archive(place, str(place.path)).check()
 
     def _check_files(self) -> None:
         """Raises CheckpointError for files that are missing, truncated, or of another save."""
@@ -119,7 +131,6 @@ class DcpFolder:
             ends[place.path] = max(ends.get(place.path, 0), place.offset + place.length)
             used[place.path] = used.get(place.path, 0) + place.length
         for path, end in sorted(ends.items()):
-            check_inside(path, folder)
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing; copy all files of {folder}")
             size = path.stat().st_size
@@ -198,15 +209,6 @@ class DcpFolder:
             raise CheckpointError(incomplete(where, math.prod(sizes) - missing, sizes, offsets))
         return torch.empty(sizes, dtype=entry.dtype) if found is None else found
 
-    def check_range(self, key: str, start: int, stop: int) -> None:
-        """Raises CheckpointError unless the elements [start, stop) of a tensor have their checksums."""
-        entry, where = self.tensors[key], f"{key} in {self.path}"
-        for offsets, sizes in boxes_of(entry.shape, start, stop):
-            for chunk in entry.near(offsets, sizes):
-                ends = zip(offsets, sizes, chunk.offsets, chunk.sizes)
-                if all(a < b + m and b < a + n for a, n, b, m in ends):
-                    self._stored(chunk, entry, where).record.check()
-
     def object(self, key: str) -> Any:
         """An object other than a tensor, with the tensors in it in memory."""
         stored = self.objects[key]
@@ -216,10 +218,10 @@ class DcpFolder:
 
     def _stored(self, chunk: Chunk, entry: Entry, where: str) -> StoredTensor:
         assert chunk.stored is not None  # checked before
-        saved = self._saved.get(chunk.stored)
-        if saved is None:
+        if chunk.stored not in self._saved:
             loaded = torch_files.load_part(chunk.stored, f"{where}/{chunk.stored.path.name}")
-            saved = self._saved.setdefault(chunk.stored, loaded)
+            self._saved.setdefault(chunk.stored, loaded)
+        saved, _ = self._saved[chunk.stored]
         if not isinstance(saved, StoredTensor) or (saved.shape, saved.dtype) != (chunk.sizes, entry.dtype):
             found = f"{saved.dtype} of {saved.shape}" if isinstance(saved, StoredTensor) else type(saved).__name__
             raise CheckpointError(

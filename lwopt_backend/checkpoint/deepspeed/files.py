@@ -327,9 +327,9 @@ def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[t
             raise CheckpointError(f"{file}: {wrong}; copy all files of one save to {file.parent} again")
 
 
-def load_mapping(file: Path, folder: Path | None = None) -> Mapping[str, Any]:
+def load_mapping(file: Path) -> Mapping[str, Any]:
     """``torch_files.load`` of a file that must contain a dictionary. Raises CheckpointError."""
-    saved = torch_files.load(file, folder)
+    saved = torch_files.load(file)
     if isinstance(saved, Mapping):
         return saved
     raise CheckpointError(f"{file}: expected DeepSpeed's dictionary, found {type(saved).__name__}")
@@ -386,7 +386,9 @@ def checkpoint_of(
     order = dict.fromkeys((*(name for name in states.module if name in everything), *everything))
     scaler = common.get("loss_scaler")
     numbers = vars(scaler).items() if isinstance(scaler, Stub) else None
-    of_scaler = None if numbers is None else {key: plain(value) for key, value in numbers if key != "stub_args"}
+    of_scaler = (
+        None if numbers is None else {key: plain(value) for key, value in numbers if not key.startswith("stub_")}
+    )
     known = {"clip_grad": common.get("clip_grad"), "loss_scaler": of_scaler, MATRICES: matrices}
     as_saved = [*map(options, groups)]
     factors = factors_of(as_saved)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -22,7 +21,6 @@ from lwopt_backend.checkpoint.contents import (
     OwnerStates,
     Param,
     reader,
-    shape_of,
 )
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import STEP, ModelStates, load_mapping
@@ -32,19 +30,11 @@ from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.files.threads import all_done
-from lwopt_backend.checkpoint.files.torch_files import (
-    Record,
-    Stored,
-    StoredTensor,
-    directory_crc,
-    save,
-    save_as_it_lies,
-)
+from lwopt_backend.checkpoint.files.torch_files import directory_crc, save, save_as_it_lies
 
 #     latest_universal                             the tag
 #     <tag>/mp_rank_00_model_states.pt             stage 3: zero_pp_rank_0_mp_rank_00_...
-#     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; this package adds ``OURS``:
-#                                                  the contents and places of all files below, for loaders
+#     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; this package adds ``OURS``
 #     <tag>/zero/<parameter>/fp32.pt, <key>.pt     {"param": the whole tensor, ...}; from stage 3 the flat tensor itself
 #     <tag>/zero/<parameter>/step.pt               the number itself
 #     <tag>/owner_state/<parameter>.pt             this package: owner state of its matrices, by their place
@@ -55,7 +45,6 @@ from lwopt_backend.checkpoint.files.torch_files import (
 POINTER = "latest_universal"
 OWNERS = "owner_state"  # a sibling of the folder "zero"
 OURS = "lwopt"  # the key in optimizer_state.pt for data outside the format
-FILES, CRCS = "files", "crc32"  # in it, by parameter: each state's shape, dtype, place, and the place of its checksums
 
 
 def recognises(path: Path) -> bool:
@@ -65,8 +54,8 @@ def recognises(path: Path) -> bool:
 @reader("DeepSpeed", lambda path: ds.tag_of(path, POINTER))
 def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest_universal`` names. Raises CheckpointError."""
-    has_manifest = manifest.check_files(tag) is not None
-    common = load_mapping(tag / ds.UNIVERSAL_MARK, tag)
+    manifest.check_files(tag)
+    common = load_mapping(tag / ds.UNIVERSAL_MARK)
     if MARK in common:
         raise CheckpointError(
             f"{tag}: expected owned storage converted by lwopt, found a conversion by DeepSpeed, which loses state "
@@ -83,12 +72,10 @@ def read(tag: Path) -> Checkpoint:
     step = None
     if not ours and stage3 is not None and stage3.get("state"):
         step = ds.as_number(next(iter(stage3["state"].values())).get(STEP))
-    if FILES in ours:
-        found = dict(_listed_params(tag, ours, has_manifest))
-    else:
-        folders = {name for name in ds.names_in(tag / "zero") if (tag / "zero" / name).is_dir()}
-        there = dict.fromkeys((*(name for name in states.module if name in folders), *sorted(folders)))
-        found = {name: _param(tag, name, shapes.get(name)) for name in there}
+    folders = {name for name in ds.names_in(tag / "zero") if (tag / "zero" / name).is_dir()}
+    there = dict.fromkeys((*(name for name in states.module if name in folders), *sorted(folders)))
+    owned = ours.get("owner_states", ())
+    found = {name: _param(tag, name, shapes.get(name), name in owned) for name in there}
     params = {}
     for name, param in found.items():
         weight = states.weight(name, param.shape) if parts == 1 else None
@@ -150,52 +137,21 @@ def _listed(
     return group_of, shapes
 
 
-def _listed_params(tag: Path, ours: Mapping[str, Any], has_manifest: bool) -> Iterator[tuple[str, Param]]:
-    """Parameters with their state at the places in ``ours``: no file of a parameter is opened before it is read. Files
-    are checked unless a manifest lists them. Raises CheckpointError."""
-    file, crcs = tag / ds.UNIVERSAL_MARK, ours[CRCS].read().numpy().view("uint32")
-    for name, listed in ours[FILES].items():
-        check_name(name, f"a parameter in {file}")
-        states = {}
-        for key, (shape, dtype, offset, block, first) in listed["states"].items():
-            check_name(key, f"a state in {file}")
-            path = tag / "zero" / name / f"{key}.pt"
-            place = Stored(path, offset, math.prod(shape_of(shape)) * dtype.itemsize, tag)
-            stop = first + -(-place.length // block)
-            if not 0 <= offset < 2**60 or not 0 <= first <= stop <= len(crcs):
-                raise CheckpointError(f"{file}: expected the place of {path}, found none; copy it again")
-            if not has_manifest and not path.is_file():
-                raise CheckpointError(f"{path} is missing; copy the whole folder again")
-            if not has_manifest and path.stat().st_size < offset + place.length:
-                raise CheckpointError(f"{path} ends early; copy the whole folder again")
-            record = Record(place, array("I", crcs[first:stop].tobytes()), block, str(path))
-            stride = torch.empty(shape, device="meta").stride()
-            states[key] = StoredTensor(record, 0, tuple(shape), stride, dtype, f"{key} in {path}").lazy()
-        owners = _Owners(tag / OWNERS / f"{name}.pt", tag)
-        if listed["owner_states"] and not has_manifest and not owners.path.is_file():
-            raise CheckpointError(f"{owners.path} is missing; copy the whole folder again")
-        owner = {place: partial(owners.read, place) for place in listed["owner_states"]}
-        yield name, Param(None, states, listed["step"], owner_states=OwnerStates(owner))
-
-
 @dataclass(frozen=True)
 class _Owners:
     """A file of owner state, opened when it is first read."""
 
     path: Path
-    tag: Path
 
     @cached_property
-    def _saved(self) -> Mapping[Any, Any]:
-        return load_mapping(self.path, self.tag)
+    def saved(self) -> Mapping[Any, Any]:
+        return load_mapping(self.path)
 
     def read(self, place: int) -> Any:
-        if place not in self._saved:
-            raise CheckpointError(f"{self.path}: expected owner state of matrix {place}; copy the folder")
-        return ds.read_as_it_lay(self._saved[place])
+        return ds.read_as_it_lay(self.saved[place])
 
 
-def _param(tag: Path, name: str, shape: tuple[int, ...] | None) -> Param:
+def _param(tag: Path, name: str, shape: tuple[int, ...] | None, with_owners: bool) -> Param:
     folder = tag / "zero" / name
     found: dict[str, LazyTensor] = {}
     step = None
@@ -203,7 +159,7 @@ def _param(tag: Path, name: str, shape: tuple[int, ...] | None) -> Param:
         key, dot, ending = file.rpartition(".")
         if not dot or ending != "pt":
             raise CheckpointError(f"{folder / file}: expected state of a parameter; remove it")
-        saved = torch_files.load(folder / file, tag)
+        saved = torch_files.load(folder / file)
         if key == STEP:
             step = ds.as_number(saved)
         else:
@@ -218,7 +174,9 @@ def _param(tag: Path, name: str, shape: tuple[int, ...] | None) -> Param:
                 "different checkpoints"
             )
     ordered = {key: found[key] for key in sorted(found, key=lambda key: key != MASTER)}
-    return Param(None, ordered, step)
+    owners = _Owners(tag / OWNERS / f"{name}.pt")
+    places = owners.saved if owners.path.is_file() or with_owners else {}
+    return Param(None, ordered, step, owner_states=OwnerStates({p: partial(owners.read, p) for p in places}))
 
 
 def state_in(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTensor:
@@ -267,23 +225,20 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     by_rank = {**states, "module": OrderedDict(rest)}
     (folder / "zero").mkdir()
     files = Files(folder)
-    records: dict[str, dict[str, Record]] = {name: {} for name in trained}
     all_done(
         [
             partial(_save, files, "mp_rank_00_model_states.pt", whole),  # the largest file
             partial(_save, files, "zero_pp_rank_0_mp_rank_00_model_states.pt", by_rank),
-            *(partial(_write_param, name, param, files, records[name]) for name, param in trained.items()),
+            *(partial(_write_param, name, param, files) for name, param in trained.items()),
         ],
         workers,
     )
-    _save(files, str(ds.UNIVERSAL_MARK), _common(checkpoint, trained, groups, records))
+    _save(files, str(ds.UNIVERSAL_MARK), _common(checkpoint, trained, groups))
     manifest.write(folder, files.entries, checkpoint.iteration)
 
 
-def _save(files: Files, name: str, content: Any) -> tuple[Record, ...]:
-    written = save(content, files.folder / name)
-    files.add(name, written.crc32)
-    return written.records
+def _save(files: Files, name: str, content: Any) -> None:
+    files.add(name, save(content, files.folder / name))
 
 
 def _states_to_write(param: Param) -> dict[str, LazyTensor]:
@@ -292,13 +247,12 @@ def _states_to_write(param: Param) -> dict[str, LazyTensor]:
     return {MASTER: param.best.to(wide), **{k: t for k, t in param.states.items() if k != MASTER}}
 
 
-def _write_param(name: str, param: Param, files: Files, records: dict[str, Record]) -> None:
-    """Write a parameter's files, and add the places of its states to ``records``."""
+def _write_param(name: str, param: Param, files: Files) -> None:
     place = f"zero/{name}"
     (files.folder / place).mkdir(parents=True)
     for key, tensor in _states_to_write(param).items():
         check_name(key, f"the state {key!r} of parameter {name!r}")
-        (records[key],) = _save(files, f"{place}/{key}.pt", {"param": tensor, "cat_dim": 0})
+        _save(files, f"{place}/{key}.pt", {"param": tensor, "cat_dim": 0})
     if param.step is not None:
         _save(files, f"{place}/{STEP}.pt", torch.tensor(float(param.step)))
     if param.owner_states:
@@ -309,25 +263,10 @@ def _write_param(name: str, param: Param, files: Files, records: dict[str, Recor
         files.add(f"{OWNERS}/{name}.pt", directory_crc(path))
 
 
-def _files_listed(trained: Mapping[str, Param], records: Mapping[str, Mapping[str, Record]]) -> dict[str, Any]:
-    """The entries that ``_listed_params`` reads."""
-    crcs = array("I")
-    files: dict[str, Any] = {}
-    for name, param in trained.items():
-        states = {}
-        for key, tensor in _states_to_write(param).items():
-            record = records[name][key]
-            states[key] = (tuple(tensor.shape), tensor.dtype, record.stored.offset, record.block, len(crcs))
-            crcs.extend(record.crcs)
-        files[name] = {"states": states, "step": param.step, "owner_states": list(param.owner_states)}
-    return {FILES: files, CRCS: torch.frombuffer(crcs or array("I", [0]), dtype=torch.int32)}
-
-
 def _common(
     checkpoint: Checkpoint,
     trained: Mapping[str, Param],
     groups: list[dict[str, Any]],
-    records: Mapping[str, Mapping[str, Record]],
 ) -> dict[str, Any]:
     steps = [param.step for param in trained.values() if param.step is not None]
     step = {STEP: torch.tensor(max(steps))} if steps else {}
@@ -341,7 +280,7 @@ def _common(
             "source": f"{checkpoint.format} {checkpoint.version}",
             "world": dict(checkpoint.world),
             "params": {name: param.group for name, param in checkpoint.params.items()},
-            **_files_listed(trained, records),
+            "owner_states": [name for name, param in trained.items() if param.owner_states],
             "arguments": arguments,
         },
     }

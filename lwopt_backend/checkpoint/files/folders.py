@@ -47,19 +47,6 @@ def flush(path: Path) -> None:
         os.close(number)
 
 
-def check_inside(path: Path, folder: Path) -> None:
-    """Raises CheckpointError for a file about to be read that is not a regular file (a pipe would block), or that a
-    link places outside of a checkpoint's ``folder``. The folder itself may be a link, e.g. to another disk."""
-    real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(folder)):
-        raise CheckpointError(
-            f"{path}: expected a file in the folder {folder}, found a link to {real}; replace the link by the file, if "
-            "you know who made it"
-        )
-    if real.exists() and not real.is_file():
-        raise CheckpointError(f"{path}: expected a file, found something else; copy it again")
-
-
 # Folders that are written whole or not at all, and the small files that point to them.
 # A folder is filled under a temporary name in the same parent, flushed to disk, and renamed; no folder is replaced.
 # Pointers (``latest``, ``latest_universal``) are written last. Temporary names begin with a dot and end in

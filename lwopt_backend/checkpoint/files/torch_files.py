@@ -1,4 +1,4 @@
-"""Files of torch.save: read lazily, with their checksums, and written without all tensors in memory."""
+"""Files of torch.save: read lazily, compared with their checksums as they are read, and written block by block."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import sys
 import threading
 import zipfile
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,58 +23,123 @@ from torch import Tensor
 from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, held
 from lwopt_backend.checkpoint.files import manifest, pickles
-from lwopt_backend.checkpoint.files.folders import check_inside
 from lwopt_backend.checkpoint.files.threads import in_order
 
-# The zip archives of torch.save, in a file or in a part of one: stored records, each with its checksum. The last two
-# fields of a local header are the lengths of the name and the padding after it; then come the record's bytes. Format:
-# https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
-
-CHUNK = 2**22  # bytes read at once; they fit into the processor's cache
-_HEADER = struct.Struct("<4s22xHH")
+# torch.load is not used. It runs TorchScript's archives, unpacks tar files wherever their names lead, may write source
+# code next to the program, and compares no checksum. zipfile finds the records of an archive, and pickles.Unpickler
+# reads the structure, in which a tensor is a place in a record: no byte of a tensor is read before it is needed.
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A place in a file: ``length`` bytes from ``offset`` on. If ``folder`` is given, the file must be in it; the first
-    reader checks."""
+    """A place in a file: ``length`` bytes from ``offset`` on."""
 
     path: Path
     offset: int
     length: int
-    folder: Path | None = None
 
 
 class Record:
-    """Bytes in a file with their CRC32s, one for every ``block`` bytes. A block is read and checked once, on first
-    use."""
+    """Bytes in a file with their CRC32, None if the writer wrote none. All that is read of them is added to the sum;
+    ``finish`` adds the rest and compares. What is read in one piece is compared at once."""
 
-    def __init__(self, stored: Stored, crcs: Sequence[int], block: int, where: str) -> None:
-        self.stored, self.crcs, self.block, self._where = stored, crcs, block, where
-        self._checked, self._lock = set[int](), threading.Lock()
+    def __init__(self, stored: Stored, crc32: int | None, where: str) -> None:
+        self.stored, self.crc32, self.where = stored, crc32, where
+        self._runs: dict[int, tuple[int, int]] = {}  # by their ends: the start and the CRC32 of what was read
+        self._lock = threading.Lock()
+        self._compared = crc32 is None
 
-    def check(self, start: int = 0, stop: int | None = None) -> None:
-        """Check the bytes [start, stop), by default all. Raises CheckpointError for a wrong checksum."""
-        stop = self.stored.length if stop is None else stop
+    def __reduce__(self) -> Any:  # other ranks read parts of it, which nobody can compare
+        return Record, (self.stored, None, self.where)
+
+    def read(self, first: int, count: int) -> Tensor:
+        """The bytes from ``first`` on. Raises CheckpointError if the file ends early, or for a wrong checksum."""
+        found = torch.empty(count, dtype=torch.uint8)
+        _fill(self.stored, first, contents.memory(found), self.where)
+        if not self._compared:
+            self._add(first, contents.memory(found))
+        return found
+
+    def _add(self, first: int, data: memoryview) -> None:
         with self._lock:
-            for number in {*range(start // self.block, -(-stop // self.block))} - self._checked:
-                first = number * self.block
-                length = min(self.block, self.stored.length - first)
-                self._compare(number, _crc_of(Stored(self.stored.path, self.stored.offset + first, length)))
+            start, crc = self._runs.pop(first, (first, 0))
+        crc = zlib.crc32(data, crc)
+        with self._lock:
+            self._runs[first + len(data)] = start, crc
+        if start == 0 and first + len(data) == self.stored.length:
+            self._compare(crc)
 
-    def check_read(self, data: memoryview) -> None:
-        """Check ``data``, the bytes of the whole record."""
-        for number in range(len(self.crcs)):
-            if number not in self._checked:
-                self._compare(number, zlib.crc32(data[number * self.block : (number + 1) * self.block]))
+    def _compare(self, found: int) -> None:
+        if found != self.crc32:
+            raise damaged(self.where, "a checksum is wrong")
+        self._compared = True
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Record, (self.stored, self.crcs, self.block, self._where)
+    def finish(self) -> None:
+        """Compare the whole, if some of it was read. Raises CheckpointError for a wrong checksum."""
+        if self._compared or not self._runs:
+            return
+        runs = sorted((start, stop, crc) for stop, (start, crc) in self._runs.items())
+        total, done = 0, 0
+        for start, stop, crc in [*runs, (self.stored.length, self.stored.length, 0)]:
+            for begin in range(done, start, CHUNK):  # what nobody has read
+                data = memoryview(bytearray(min(CHUNK, start - begin)))
+                _fill(self.stored, begin, data, self.where)
+                total = zlib.crc32(data, total)
+            if done <= start < stop:
+                total, done = _combined(total, crc, stop - start), stop
+        self._compare(total)
 
-    def _compare(self, number: int, found: int) -> None:
-        if found != self.crcs[number]:
-            raise _damaged(self._where, "a checksum is wrong")
-        self._checked.add(number)
+
+CHUNK = 2**21  # bytes read at once; they fit into the processor's cache
+
+
+def _fill(stored: Stored, first: int, data: memoryview, where: str) -> None:
+    try:
+        with stored.path.open("rb", buffering=0) as file:
+            file.seek(stored.offset + first)
+            while data:
+                read = file.readinto(data)
+                if not read:
+                    raise CheckpointError(f"{where} ends early: {stored.path} is not whole; copy it again")
+                data = data[read:]
+    except OSError as error:
+        raise CheckpointError(f"{stored.path} cannot be read: {error}") from error
+
+
+# The CRC32 of two pieces together, as in zlib's crc32_combine: polynomials over two elements, the lowest power last.
+POLYNOMIAL = 0xEDB88320
+
+
+def _product(a: int, b: int) -> int:
+    found = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            found ^= b
+        b = b >> 1 ^ (POLYNOMIAL if b & 1 else 0)
+    return found
+
+
+@lru_cache(4096)
+def _shift(nbytes: int) -> int:
+    """x to the power of the number of bits."""
+    found, square = 1 << 31, 1 << 23  # 1, and x**8
+    while nbytes:
+        if nbytes & 1:
+            found = _product(found, square)
+        square, nbytes = _product(square, square), nbytes >> 1
+    return found
+
+
+def _combined(first: int, second: int, nbytes: int) -> int:
+    """The CRC32 of bytes with ``first`` and then ``nbytes`` with ``second``."""
+    return _product(_shift(nbytes), first) ^ second
+
+
+# Archives, in a file or in a part of one: stored records, each with its checksum. The last two fields of a local header
+# are the lengths of the name and the padding after it; then come the record's bytes. Format:
+# https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+
+_HEADER = struct.Struct("<4s22xHH")
 
 
 class Archive:
@@ -84,7 +148,6 @@ class Archive:
 
     def __init__(self, stored: Stored, where: str) -> None:
         self.stored, self.where = stored, where
-        whole = max(stored.length, 1)  # each record has one checksum
         with io.BufferedReader(_Part(stored)) as file:
             try:
                 archive = zipfile.ZipFile(file)
@@ -93,24 +156,33 @@ class Archive:
                 if main is None:
                     raise ValueError("it has no data.pkl")
                 root = main.removesuffix("data.pkl")
+                if f"{root}constants.pkl" in archive.namelist():
+                    raise ValueError("it is TorchScript's, which is a program")
                 if sum(entry.file_size for entry in entries) > stored.length:
                     raise ValueError("its records overlap")
                 self.records = {
-                    entry.filename.removeprefix(root): Record(_place(file, entry, stored), (entry.CRC,), whole, where)
-                    for entry in entries
+                    entry.filename.removeprefix(root): Record(_place(file, entry, stored), entry.CRC or None, where)
+                    for entry in entries  # without checksums, torch writes 0
                 }
                 file.seek(archive.start_dir)
                 self.crc32 = zlib.crc32(file.read())
             except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, struct.error) as error:
-                raise _damaged(where, error) from error
-        for name, record in self.records.items():
-            if not name.startswith("data/"):
-                record.check()
+                raise damaged(where, error) from error
+
+    def finish(self) -> None:
+        """Compare the records of which some was read. Raises CheckpointError for a wrong checksum."""
+        for record in self.records.values():
+            record.finish()
+
+    def check(self) -> None:
+        """Read all records and compare them. Raises CheckpointError for a wrong checksum."""
+        for record in self.records.values():
+            for start in range(0, record.stored.length if record.crc32 is not None else 0, CHUNK):
+                record.read(start, min(CHUNK, record.stored.length - start))
 
     def bytes(self, name: str) -> bytes:
-        stored = self.records[name].stored
-        with io.BufferedReader(_Part(stored)) as file:
-            return file.read()
+        record = self.records[name]
+        return bytes(contents.memory(record.read(0, record.stored.length)))
 
 
 class _Part(io.RawIOBase):
@@ -162,25 +234,11 @@ def _place(file: io.BufferedReader[_Part], entry: zipfile.ZipInfo, stored: Store
     return Stored(stored.path, stored.offset + start, entry.file_size)
 
 
-def _crc_of(stored: Stored) -> int:
-    crc, left, buffer = 0, stored.length, memoryview(bytearray(min(CHUNK, max(stored.length, 1))))
-    with stored.path.open("rb", buffering=0) as file:
-        file.seek(stored.offset)
-        while left:
-            read = file.readinto(buffer[: min(left, len(buffer))])
-            if not read:
-                raise _damaged(str(stored.path), "it ends early")
-            crc = zlib.crc32(buffer[:read], crc)
-            left -= read
-    return crc
-
-
-def _damaged(where: str, reason: object) -> CheckpointError:
+def damaged(where: str, reason: object) -> CheckpointError:
     return CheckpointError(f"{where} is damaged: {reason}; copy it again")
 
 
-# torch reads the pickled structure, with stubs for classes of other programs. Tensors become places in the file's
-# records, whose lengths must fit; each tensor is read and checked on first use.
+# Reading
 
 
 @dataclass(frozen=True)
@@ -192,27 +250,27 @@ class StoredTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    where: str
+
+    def __reduce__(self) -> Any:
+        return StoredTensor, tuple(getattr(self, each.name) for each in fields(self))
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise ValueError("expected a tensor of the file as it is, found attributes for it")  # in a pickle that is read
 
     def box(self, begin: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
         """Elements from number ``begin`` on. Raises CheckpointError for a wrong checksum."""
-        start, stored = self.start + begin * self.dtype.itemsize, self.record.stored
-        if stored.folder is not None:
-            check_inside(stored.path, stored.folder)
-        count = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride))
-        is_whole = count * self.dtype.itemsize == stored.length and _is_contiguous(shape, stride)
-        if count and not is_whole:
-            self.record.check(start, start + count * self.dtype.itemsize)
-        found = read_strided(stored.path, stored.offset + start, shape, stride, self.dtype, self.where)
-        if is_whole:
-            self.record.check_read(contents.memory(found))
-        return found
+        if 0 in shape:
+            return torch.empty(shape, dtype=self.dtype)
+        count = 1 + sum((size - 1) * step for size, step in zip(shape, stride))
+        size = self.dtype.itemsize
+        flat = self.record.read(self.start + begin * size, count * size).view(self.dtype)
+        return torch.as_strided(flat, shape, stride).contiguous()
 
     def lazy(self) -> LazyTensor:
+        record, read = self.record, partial(self.box, 0, self.shape, self.stride)
+        where, place = f"a tensor in {record.where}", (str(record.stored.path), record.stored.offset + self.start)
         ranged = self._range if _is_contiguous(self.shape, self.stride) else None
-        place = str(self.record.stored.path), self.record.stored.offset + self.start
-        read = partial(self.box, 0, self.shape, self.stride)
-        return LazyTensor(self.shape, self.dtype, read, self.where, ranged, self.stride, place)
+        return LazyTensor(self.shape, self.dtype, read, where, ranged, self.stride, place)
 
     def _range(self, start: int, stop: int) -> Tensor:
         return self.box(start, (stop - start,), (1,))
@@ -222,46 +280,102 @@ def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return torch.empty_strided(shape, stride, device="meta").is_contiguous()
 
 
-def load(path: Path, folder: Path | None = None) -> Any:
+Make = Callable[[StoredTensor], Any]
+
+
+def load(path: Path) -> Any:
     """The content of a file, with a ``LazyTensor`` for every tensor and a ``Stub`` for objects of classes that are not
-    here. ``folder`` is the checkpoint's, which must contain the file; by default, the file's own folder.
+    here. Raises CheckpointError for a file that is damaged, or that a manifest lists with another checksum.
 
-    A tensor's bytes are checked when they are read. Raises CheckpointError for a file that is damaged, or that names a
-    class that is not allowed.
+    A tensor's bytes are added to their record's checksum as they are read; ``contents.reader`` finishes the checksums.
     """
-    check_inside(path, folder or path.parent)
-    archive = Archive(_whole(path), str(path))
+    stored, where = _whole(path), str(path)
+    with path.open("rb") as file:
+        start = file.read(len(OLDER))
+    if start == OLDER:
+        return _older_content(stored, where, StoredTensor.lazy)
+    if start[:4] != b"PK\x03\x04":
+        raise CheckpointError(f"{where}: expected a file of torch.save, found another, or its end; copy it again")
+    archive = Archive(stored, where)
     manifest.check(path, lambda: archive.crc32)
-    return _load(archive, StoredTensor.lazy)
+    contents.finish_later(archive)
+    return _content(archive, StoredTensor.lazy)
 
 
-def load_part(stored: Stored, where: str) -> Any:
-    """The content of a part of a file, with a ``StoredTensor`` for every tensor."""
-    return _load(Archive(stored, where), lambda tensor: tensor)
+def check_files(paths: Iterable[Path]) -> None:
+    """Read whole files of torch.save. Raises CheckpointError for a wrong checksum; the older form has none."""
+    for path in filter(zipfile.is_zipfile, paths):
+        Archive(_whole(path), str(path)).check()
+
+
+def load_part(stored: Stored, where: str) -> tuple[Any, Archive]:
+    """The content of a part of a file, with a ``StoredTensor`` for every tensor, and its records."""
+    archive = Archive(stored, where)
+    return _content(archive, lambda tensor: tensor), archive
 
 
 def load_here(stored: Stored, where: str) -> Any:
-    """Like ``load_part``, with the tensors themselves, in memory."""
-    return _load(Archive(stored, where), lambda tensor: tensor.lazy().read())
+    """The content of a part of a file, with the tensors in memory."""
+    return _content(Archive(stored, where), lambda tensor: tensor.lazy().read())
 
 
-def read_strided(
-    path: Path, start: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, where: str
-) -> Tensor:
-    """A tensor whose first element is at byte ``start`` of a file; strides are in elements."""
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    count = 1 + sum((size - 1) * step for size, step in zip(shape, stride))
-    flat = torch.empty(count, dtype=dtype)
-    data = contents.memory(flat)
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while data:
-            read = file.readinto(data)
-            if not read:
-                raise CheckpointError(f"{where} ends early: {path} is not whole; copy it again")
-            data = data[read:]
-    return torch.as_strided(flat, shape, stride).contiguous()
+def _content(archive: Archive, make: Make) -> Any:
+    order = archive.bytes("byteorder").decode() if "byteorder" in archive.records else "little"
+    _check_order(archive.where, order)
+
+    def record(key: str, nbytes: int) -> Record:
+        return _of_length(archive.records.get(f"data/{key}"), key, nbytes)
+
+    with pickles.naming(archive.where):
+        return pickles.Unpickler(io.BytesIO(archive.bytes("data.pkl")), record, partial(_tensor, make)).load()
+
+
+def _check_order(where: str, order: str) -> None:
+    if order != sys.byteorder:
+        raise CheckpointError(f"{where}: expected this byte order, found {order}; save it again on such a machine")
+
+
+def _of_length(record: Record | None, key: str, nbytes: int) -> Record:
+    if record is None or record.stored.length != nbytes:
+        there = "none" if record is None else f"one of {record.stored.length}"
+        raise ValueError(f"expected a record data/{key} of {nbytes} bytes, found {there}")
+    return record
+
+
+def _tensor(
+    make: Make, record: Record, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> Any:
+    """The tensor at a place. Raises ValueError for one with more elements than its record."""
+    end = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if 0 not in shape and end * dtype.itemsize > record.stored.length:
+        raise ValueError(f"expected the elements of a tensor of shape {shape}, found fewer")
+    return make(StoredTensor(record, offset * dtype.itemsize, shape, stride, dtype))
+
+
+# The form before torch 1.6, of checkpoint_serialization false in ds_config: five pickles (a number, the form, facts of
+# the machine, the content, the storages' keys), then the storages in this order, each after its number of elements.
+
+OLDER = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
+
+
+def _older_content(stored: Stored, where: str, make: Make) -> Any:
+    with io.BufferedReader(_Part(stored)) as file, pickles.naming(where):
+        _, form, machine = (pickles.Unpickler(file).load() for _ in range(3))
+        if form != 1001:
+            raise ValueError(f"expected form 1001, found {str(form)[:20]}")
+        _check_order(where, "little" if machine["little_endian"] else "big")
+        begin, sizes = file.tell(), dict[str, int]()
+        pickles.Unpickler(file, sizes.setdefault, lambda *_: None).load()
+        records = dict[str, Record]()
+        keys, at = pickles.Unpickler(file).load(), file.tell()
+        for key in keys:
+            records[key] = Record(Stored(stored.path, stored.offset + at + 8, sizes[key]), None, where)
+            at += 8 + sizes[key]
+        if at > stored.length:
+            raise damaged(where, "it ends early")
+        file.seek(begin)
+        record = lambda key, nbytes: _of_length(records.get(key), key, nbytes)  # noqa: E731
+        return pickles.Unpickler(file, record, partial(_tensor, make)).load()
 
 
 def _whole(path: Path) -> Stored:
@@ -274,46 +388,13 @@ def _whole(path: Path) -> Stored:
     return Stored(path, 0, found.st_size)
 
 
-def _load(archive: Archive, make: Callable[[StoredTensor], Any]) -> Any:
-    stored, where = archive.stored, archive.where
-    order = archive.bytes("byteorder").decode() if "byteorder" in archive.records else "little"
-    if order != sys.byteorder:
-        raise CheckpointError(f"{where}: expected this byte order, found {order}; save it again on such a machine")
-
-    def storage(key: str, nbytes: int) -> torch.UntypedStorage:
-        record = archive.records.get(f"data/{key}")
-        if record is None or record.stored.length != nbytes:
-            there = "none" if record is None else f"one of {record.stored.length}"
-            raise ValueError(f"expected a record data/{key} of {nbytes} bytes, found {there}")
-        made = torch.UntypedStorage(nbytes, device="meta")
-        vars(made)["record"] = record
-        return made
-
-    found = pickles.load(archive.bytes("data.pkl"), where, storage)
-    try:
-        return pickles.replaced(found, lambda tensor, key: make(_place_of(tensor, f"{key} in {stored.path}")))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} cannot be unpickled ({error}); copy it again") from error
-
-
-def _place_of(tensor: Tensor, where: str) -> StoredTensor:
-    """The place of a tensor's bytes. Raises ValueError for a tensor with more elements than its record."""
-    shape, stride, itemsize = tuple(tensor.shape), tensor.stride(), tensor.dtype.itemsize
-    record: Record | None = vars(tensor.untyped_storage()).get("record")
-    if record is None:
-        raise ValueError(f"expected a record of {where}, found none")
-    end = tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in zip(shape, stride))
-    if 0 not in shape and end * itemsize > record.stored.length:
-        raise ValueError(f"expected the elements of {where} of shape {shape}, found fewer")
-    return StoredTensor(record, int(tensor.storage_offset()) * itemsize, shape, stride, tensor.dtype, where)
-
+# Writing
 
 ALIGNMENT = 64  # bytes, so that files can be mapped into memory
 FORMAT_VERSION = b"3\n"  # of PyTorch's archives: kProducedFileFormatVersion
 PADDING = 0x4246  # "FB", the header's field that PyTorch pads with
 _PADDING = struct.Struct("<HH")
 _ZIP64 = struct.Struct("<HHQQ")
-SMALLEST_BLOCK, MOST_BLOCKS = 2**16, 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,7 +402,9 @@ class _Storage:
     """Stands for a tensor's bytes while the structure is pickled."""
 
     tensor: LazyTensor
+    kind: Any
     key: str
+    count: int
 
 
 class _Pickler(pickle.Pickler):
@@ -336,34 +419,21 @@ class _Pickler(pickle.Pickler):
             value = held(value, "")
         if not isinstance(value, LazyTensor):
             return NotImplemented
-        storage = _Storage(value, str(len(self.storages)))
+        make, (_, _, _, _, *rest) = torch.empty(0, dtype=value.dtype).__reduce_ex__(2)  # in torch's form
+        kind = next((name for name, dtype in pickles.STORAGES.items() if dtype == value.dtype), None)
+        of = (torch.UntypedStorage, value.nbytes) if kind is None else (getattr(torch, kind), value.numel)
+        storage = _Storage(value, of[0], str(len(self.storages)), of[1])
         self.storages.append(storage)
-        hooks: OrderedDict[str, Any] = OrderedDict()
-        place = (storage, 0, torch.Size(value.shape), torch.empty(value.shape, device="meta").stride(), False, hooks)
-        if value.dtype in torch.storage._dtype_to_storage_type_map():
-            return torch._utils._rebuild_tensor_v2, place
-        return torch._utils._rebuild_tensor_v3, (*place, value.dtype)
+        stride = torch.empty(value.shape, device="meta").stride()
+        return make, (storage, 0, torch.Size(value.shape), stride, *rest)
 
     def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, _Storage):
-            return None
-        tensor, kind = value.tensor, torch.storage._dtype_to_storage_type_map().get(value.tensor.dtype)
-        if kind is None:  # a newer dtype, such as float8's, whose storage is bytes
-            return "storage", torch.UntypedStorage, value.key, "cpu", tensor.nbytes
-        return "storage", getattr(torch, kind), value.key, "cpu", tensor.numel
+        return ("storage", value.kind, value.key, "cpu", value.count) if isinstance(value, _Storage) else None
 
 
-@dataclass(frozen=True)
-class Written:
-    """A file that was written: its directory's CRC32, and each tensor's record, in their order."""
-
-    crc32: int
-    records: tuple[Record, ...]
-
-
-def save(content: Any, path: Path, workers: int = 1) -> Written:
+def save(content: Any, path: Path, workers: int = 1) -> int:
     """Write ``content``, in which tensors may be lazy: ``workers`` blocks of them, or whole ones if ranges cannot be
-    read, are in memory. They become contiguous.
+    read, are in memory, where torch.save needs all of them. Returns the CRC32 of the file's directory.
 
     ``torch.load`` reads the file: an archive of stored records, each at a multiple of ``ALIGNMENT`` bytes, as in
     PyTorch's own (torch/serialization.py, ``_save``; caffe2/serialize/inline_container.cc).
@@ -372,18 +442,15 @@ def save(content: Any, path: Path, workers: int = 1) -> Written:
     pickler = _Pickler(pickled)
     pickler.dump(content)
     small = {"data.pkl": pickled.getvalue(), "byteorder": sys.byteorder.encode(), "version": FORMAT_VERSION}
-    records = []
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
         for name, data in small.items():
-            _write(archive, path, name, len(data), [data])
+            _write(archive, name, len(data), [data])
         for storage in pickler.storages:
-            tensor = storage.tensor
-            blocks = map(contents.memory, in_order(tensor.block_reads(), workers))
-            records.append(_write(archive, path, f"data/{storage.key}", tensor.nbytes, blocks))
+            blocks = map(contents.memory, in_order(storage.tensor.block_reads(), workers))
+            start = _write(archive, f"data/{storage.key}", storage.tensor.nbytes, blocks)
             if hasattr(os, "posix_fadvise"):  # Linux starts to write pages that are declared unneeded (mm/fadvise.c)
-                place = records[-1].stored
-                os.posix_fadvise(file.fileno(), place.offset, place.length, os.POSIX_FADV_DONTNEED)
-    return Written(directory_crc(path), tuple(records))
+                os.posix_fadvise(file.fileno(), start, storage.tensor.nbytes, os.POSIX_FADV_DONTNEED)
+    return directory_crc(path)
 
 
 def directory_crc(path: Path) -> int:
@@ -402,43 +469,17 @@ def save_as_it_lies(content: Any, file: BinaryIO) -> None:
         raise
 
 
-def _write(
-    archive: zipfile.ZipFile, path: Path, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]
-) -> Record:
-    """Write a record of blocks, which begins at a multiple of ``ALIGNMENT``."""
+def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> int:
+    """Write a record of blocks, which begins at a multiple of ``ALIGNMENT``; returns its place."""
     entry = zipfile.ZipInfo(f"archive/{name}")
     entry.file_size = nbytes
     is_large = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as in zipfile
     header = _HEADER.size + len(entry.filename) + (_ZIP64.size if is_large else 0) + _PADDING.size
     padding = -(archive.start_dir + header) % ALIGNMENT
     entry.extra = _PADDING.pack(PADDING, padding) + bytes(padding)
-    start, sums = archive.start_dir + header + padding, Sums(nbytes)
+    start = archive.start_dir + header + padding
     with archive.open(entry, "w", force_zip64=is_large) as file:
         for data in blocks:
             file.write(data)
-            sums.add(data)
     assert archive.start_dir == start + nbytes, f"{name}: expected {nbytes} bytes, found {archive.start_dir - start}"
-    return Record(Stored(path, start, nbytes), sums.crcs, sums.block, name)
-
-
-class Sums:
-    """The CRC32s of ``nbytes`` bytes, one for every ``block``; data is added in any lengths.
-
-    Blocks are small compared with a tensor, because at stage 3 a rank reads a part of every tensor, and checks whole
-    blocks. There are at most ``MOST_BLOCKS``, because the CRC32s of all tensors are read at once.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.block = max(SMALLEST_BLOCK, -(-nbytes // MOST_BLOCKS))
-        self.crcs: list[int] = []
-        self._end = 0
-
-    def add(self, data: bytes | memoryview) -> None:
-        left = memoryview(data)
-        while left:
-            if self._end % self.block == 0:
-                self.crcs.append(0)
-            taken = left[: self.block - self._end % self.block]
-            self.crcs[-1] = zlib.crc32(taken, self.crcs[-1])
-            self._end += len(taken)
-            left = left[len(taken) :]
+    return start

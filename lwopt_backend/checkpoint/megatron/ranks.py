@@ -221,7 +221,7 @@ def read_ranks(step: Path) -> Ranks:
         raise CheckpointError(f"{step}: expected folders mp_rank_*, found none; name their parent folder")
     loaded = {}
     for numbers, folder in folders.items():
-        found = loaded[numbers] = torch_files.load(folder / MODEL_FILE, step)
+        found = loaded[numbers] = torch_files.load(folder / MODEL_FILE)
         if not isinstance(found, dict) or "args" not in found:
             raise CheckpointError(
                 f"{folder / MODEL_FILE}: expected Megatron's args, found {type(found).__name__}; copy it again"

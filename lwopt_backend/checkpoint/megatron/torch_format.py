@@ -86,7 +86,7 @@ def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], Kept]]:
             )
         weights = rank.weights
         for number, path in sorted(files.items()):
-            inners = of_ranks.inner_optimizers(torch_files.load(path, path.parents[1]), str(path))
+            inners = of_ranks.inner_optimizers(torch_files.load(path), str(path))
             groups = [group for inner in inners for group in inner.groups]
             sharded = {index for index, group in enumerate(groups) if group.get("is_expert_parallel", False)}
             shares = dealt(
@@ -120,7 +120,7 @@ def from_buffers(
     path = rank.file.with_name(FLAT_FILE)
     total = sum(weight.numel for weight in rank.weights.values())
     found: dict[str, Param] = {}
-    for key, buffer, shapes, chunk in _buffers(torch_files.load(path, path.parents[1]), rank, arguments, str(path)):
+    for key, buffer, shapes, chunk in _buffers(torch_files.load(path), rank, arguments, str(path)):
         where = f"{key} in {path}"
         flats = {state: flat for state, flat in buffer.items() if state != "numel_unpadded"}
         if set(flats) != set(wanted := conventions.flat_states(flats, arguments)):

@@ -16,7 +16,6 @@ as boxes of the whole tensors, into its own file.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,6 +194,7 @@ def load(
     elsewhere = {name for of_rank in everyone.gather_objects(list(others)) for name in of_rank}
 
     opened = agree(everyone, LOADING, lambda: (open_folder(folder, with_files=everyone.rank == 0), []))
+    check_on_all(everyone, LOADING, lambda: opened.check(everyone.rank, everyone.world_size))
     found = agree(everyone, LOADING, lambda: (_fitting(core, groups, names, others, elsewhere, opened), []))
     saved, rest = found.saved, found.rest
     rest.pop(RECORD, None)
@@ -271,11 +271,6 @@ def _fitting(
             raise ValueError(f"the weight {key!r}: expected shape {tuple(value.shape)}, the checkpoint has {found}")
     in_folder = [_state_in(saved, names.keys[number], member) for number, member in enumerate(core.members)]
     state = checked_state(core, groups, where, in_folder, anew=True)
-    for piece in state_pieces(core):
-        key = names.keys[piece.member]
-        for of_state, tensor in state[piece.member].items():
-            start, stop = (piece.start, piece.stop) if of_state in piece.tensors else (0, math.prod(tensor.shape))
-            folder.check_range(saved.key_of.get((key, of_state), saved.keys.weights[key]), start, stop)
     options = {core.members[n].group: saved.groups[saved.group_of[key]] for n, key in names.keys.items()}
     in_use = [with_options(group, options[number]) for number, group in enumerate(groups)]
     for number, group in enumerate(in_use):
