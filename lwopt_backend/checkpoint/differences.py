@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +124,8 @@ def of_runs(a: Checkpoint, b: Checkpoint) -> Iterator[Compared]:
         ("program", dict(ours.client), dict(theirs.client)),
     ):
         yield from _unlike(name, one_state, regrouped(other_state, order, count) if moved else other_state)
+    for each in (a, b):
+        each.finish()
 
 
 def _unlike(name: str, a: Any, b: Any, key: str = "") -> Iterator[Compared]:
@@ -134,7 +137,7 @@ def _unlike(name: str, a: Any, b: Any, key: str = "") -> Iterator[Compared]:
                 yield from _unlike(name, a[at], b[at], place)
             else:
                 yield Compared(name, place, f"{_only(at in a)}: {reprlib.repr(a.get(at, b.get(at)))}")
-    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+    elif isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)) and len(a) == len(b):
         for at, pair in enumerate(zip(a, b)):
             yield from _unlike(name, *pair, f"{key}[{at}]")
     elif isinstance(a, (Tensor, LazyTensor)) and isinstance(b, (Tensor, LazyTensor)):

@@ -101,7 +101,8 @@ def _opened(path: Path) -> DcpFolder:
 @contents.reader("DCP")
 def read(path: Path) -> Checkpoint:
     """A checkpoint's content. Raises CheckpointError for damage, and for tensors that are neither weight nor state."""
-    saved = Saved(_opened(path))
+    told = list[str]()
+    saved = Saved(_opened(path), partial(plain, notes=told))
     if not saved.weights:
         advice = "load a save of ModuleOptimizers with ModuleOptimizers"
         if path.name.startswith(OF_OPTIMIZER):
@@ -136,7 +137,7 @@ def read(path: Path) -> Checkpoint:
         tied=tied,
         buffers={name: weight for name, weight in saved.weights.items() if name not in params},
         client=client,
-        notes=tuple(notes),
+        notes=(*notes, *told),
     )
 
 

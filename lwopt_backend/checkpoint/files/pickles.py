@@ -55,16 +55,18 @@ class Stub:
     stub_items: list[Any]
 
 
-# numpy's objects. Arrays are built from their bytes, because numpy's own functions trust their input.
+# numpy's objects. Arrays are built from their bytes, because numpy's own functions trust their input. Arrays of other
+# dtypes (objects, fields, dates) are left out: ``made`` is a text that says so.
 
 
 class _Dtype:
     def __init__(self, kind: Any = None, *_: Any) -> None:
-        if type(kind) is not str or not PLAIN_DTYPE.fullmatch(kind):
-            raise ValueError(f"expected a numpy dtype of plain numbers or text, found {str(kind)[:50]!r}")
-        self.made = numpy.dtype(kind)
+        is_plain = type(kind) is str and PLAIN_DTYPE.fullmatch(kind)
+        self.made: Any = numpy.dtype(kind) if is_plain else f"numpy.dtype({str(kind)[:50]!r})"
 
     def __setstate__(self, state: Any) -> None:
+        if isinstance(self.made, str):
+            return
         _, order, *fields = state
         if order not in ("<", ">", "|", "=") or any(fields[:3]):
             raise ValueError(f"expected the state of numpy's dtype {self.made}, found another's")
@@ -72,11 +74,20 @@ class _Dtype:
 
 
 class _Array:
-    made: numpy.ndarray[Any, Any] | None = None
+    made: Any = None
 
     def __setstate__(self, state: Any) -> None:
         _, sizes, dtype, is_fortran, data = state
-        self.made = _elements(dtype, data, shape_of(sizes), "F" if is_fortran else "C")
+        if isinstance(dtype, _Dtype) and isinstance(dtype.made, str):
+            self.made = f"numpy.ndarray({shape_of(sizes)}, {dtype.made})"
+        else:
+            self.made = _elements(dtype, data, shape_of(sizes), "F" if is_fortran else "C")
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    if isinstance(dtype, _Dtype) and isinstance(dtype.made, str):
+        return dtype
+    return _elements(dtype, data, (1,))[0]
 
 
 def _elements(dtype: Any, data: Any, shape: tuple[int, ...], order: Any = "C") -> numpy.ndarray[Any, Any]:
@@ -96,10 +107,10 @@ def _elements(dtype: Any, data: Any, shape: tuple[int, ...], order: Any = "C") -
 class Known:
     """What a name stands for. Unlike a function or a class, a pickle cannot change it: BUILD sets attributes."""
 
-    __slots__ = ("_make",)
+    __slots__ = ("_make", "name")
 
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
+    def __init__(self, name: str, make: Callable[..., Any]) -> None:
+        self.name, self._make = name, make
 
     def __call__(self, *arguments: Any) -> Any:
         return self._make(*arguments)
@@ -132,7 +143,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
     "torch.serialization._get_layout": str,
     "numpy.dtype": _Dtype,
     **{f"numpy.{core}.multiarray._reconstruct": lambda *_: _Array() for core in ("core", "_core")},
-    **{f"numpy.{core}.multiarray.scalar": lambda of, data: _elements(of, data, (1,))[0] for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
 }
 TENSORS = {f"torch._utils._rebuild_{name}" for name in ("tensor", "tensor_v2", "tensor_v3")}
 AROUND = {f"torch._utils._rebuild_{name}" for name in ("parameter", "parameter_with_state")}  # their first argument
@@ -150,10 +161,10 @@ class Unpickler(pickle.Unpickler):
     ) -> None:
         super().__init__(file, encoding="utf-8")
         self._record, self._tensor = record, tensor
-        self._known: dict[str, Any] = {name: Known(make) for name, make in KNOWN.items()}
-        self._known |= {name: Known(self._tensor_of) for name in TENSORS}
-        self._known |= {name: Known(lambda data, *_: data) for name in AROUND}
-        self._known[OF_TYPE] = Known(lambda make, _, arguments, __: make(*arguments))
+        self._known: dict[str, Any] = {name: Known(name, make) for name, make in KNOWN.items()}
+        self._known |= {name: Known(name, self._tensor_of) for name in TENSORS}
+        self._known |= {name: Known(name, lambda data, *_: data) for name in AROUND}
+        self._known[OF_TYPE] = Known(OF_TYPE, lambda make, _, arguments, __: make(*arguments))
 
     def find_class(self, module: str, name: str, /) -> Any:
         module = "builtins" if module == "__builtin__" else module  # its name up to protocol 2
@@ -165,9 +176,11 @@ class Unpickler(pickle.Unpickler):
         return self._known[full]
 
     def persistent_load(self, saved: Any) -> Any:
+        if saved[0] == "module":  # with its source code, in the form before torch 1.6
+            return saved[1]
         _, kind, key, _, numel, *view = saved
         name = kind.__name__ if isinstance(kind, type) else ""
-        dtype = torch.uint8 if name == "UntypedStorage" else STORAGES.get(name)
+        dtype = torch.uint8 if name == "UntypedStorage" else (STORAGES | QUANTIZED).get(name)
         known = type(key) is str and type(numel) is int and view in ([], [None])
         if dtype is None or not known or self._record is None:
             raise ValueError(f"expected a tensor's storage, found {str(saved)[:100]}")
@@ -177,11 +190,14 @@ class Unpickler(pickle.Unpickler):
         if type(storage) is not _Storage or type(offset) is not int or offset < 0 or self._tensor is None:
             raise ValueError("expected a tensor in a storage of the file, found another")
         dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
+        if dtype in QUANTIZED.values():
+            raise ValueError(f"expected a tensor of plain numbers, found {dtype}")
         return self._tensor(storage.record, offset, shape_of(shape), shape_of(stride), dtype)
 
 
 class _Storage:
     __slots__ = ("dtype", "record")
+    made = "a tensor's storage"
 
     def __init__(self, record: Record, dtype: torch.dtype) -> None:
         self.record, self.dtype = record, dtype
@@ -193,6 +209,7 @@ STORAGES = {
     **{"ComplexFloatStorage": torch.complex64, "LongStorage": torch.int64, "IntStorage": torch.int32},
     **{"ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8},
 }
+QUANTIZED = {"QInt8Storage": torch.qint8, "QUInt8Storage": torch.quint8, "QInt32Storage": torch.qint32}  # left out
 
 
 @contextlib.contextmanager
@@ -216,18 +233,30 @@ def load(data: bytes, where: str) -> Any:
 # Objects of other programs, such as Megatron's ``args``, as plain data.
 
 
+SIMPLE = (str, bytes, int, float, complex, type(None), torch.dtype)
+
+
 def plain(value: Any, notes: list[str] | None = None) -> Any:
     """``value`` without objects of other programs' classes: namespaces become dictionaries, paths strings, others text
-    such as ``"AttnBackend(5)"``; adds a note for each. Containers stay what they are, and numbers, texts, tensors,
-    arrays and dtypes do not change. Raises CheckpointError for what contains itself."""
+    such as ``"AttnBackend(5)"``, or dictionaries of their arguments; adds a note for each. Containers stay what they
+    are, and numbers, texts, tensors, arrays and dtypes do not change. Raises CheckpointError for what contains itself.
+    """
     within: set[int] = set()
+
+    def note(text: str) -> None:
+        if notes is not None and text not in notes:
+            notes.append(text)
 
     def of(value: Any) -> Any:
         if isinstance(value, type):
             return f"{value.__module__}.{value.__qualname__}"
-        if isinstance(value, (_Array, _Dtype)):
+        if isinstance(value, Known):
+            return value.name
+        if isinstance(value, (_Array, _Dtype, _Storage)):
+            if isinstance(value.made, str):
+                note(f"{value.made} was kept as this text, without its content")
             return value.made
-        if not isinstance(value, (dict, list, tuple, deque, Stub)) or isinstance(value, torch.Size):
+        if not isinstance(value, (dict, list, tuple, set, frozenset, deque, Stub)) or isinstance(value, torch.Size):
             return value
         if id(value) in within:
             raise CheckpointError(f"expected no reference cycle, found a {type(value).__name__} that contains itself")
@@ -236,23 +265,34 @@ def plain(value: Any, notes: list[str] | None = None) -> Any:
         within.remove(id(value))
         return made
 
+    def of_key(value: Any) -> Any:
+        made = of(value)
+        try:
+            hash(made)
+        except TypeError:
+            return str(made)
+        return made
+
     def of_container(value: Any) -> Any:
         if isinstance(value, dict):
             made = copy(value)
             made.clear()
-            made.update({str(key) if isinstance(key, Stub) else key: of(entry) for key, entry in value.items()})
+            made.update({of_key(key): of(entry) for key, entry in value.items()})
             return made
+        if isinstance(value, (set, frozenset)):
+            return type(value)(map(of_key, value))
         if isinstance(value, (list, tuple, deque)):
             entries = map(of, value)
             return deque(entries, value.maxlen) if isinstance(value, deque) else type(value)(entries)
-        if notes is not None:
-            notes.append(f"an object of class {type(value).__name__} was kept as plain data")
+        note(f"an object of class {type(value).__name__} was kept as plain data")
         attributes = {key: of(entry) for key, entry in vars(value).items() if key not in ("stub_args", "stub_items")}
         name, arguments = type(value).__name__, [of(argument) for argument in value.stub_args]
         if name.endswith("Path"):
             return str(PurePosixPath(*map(str, arguments)))
         if value.stub_items:
             attributes["items"] = [of(entry) for entry in value.stub_items]
+        if not attributes and not all(isinstance(argument, SIMPLE) for argument in arguments):
+            attributes[name] = arguments
         return attributes if attributes or not arguments else f"{name}({', '.join(map(str, arguments))})"
 
     try:
@@ -281,4 +321,6 @@ def in_memory(value: Any) -> Any:
         return value.read()
     if isinstance(value, Mapping):
         return with_values(value, lambda _, entry: in_memory(entry))
+    if isinstance(value, deque):
+        return deque(map(in_memory, value), value.maxlen)
     return type(value)(map(in_memory, value)) if type(value) in (list, tuple) else value

@@ -157,8 +157,11 @@ class Archive:
                     raise ValueError("it has no data.pkl")
                 root = main.removesuffix("data.pkl")
                 if f"{root}constants.pkl" in archive.namelist():
-                    raise ValueError("it is TorchScript's, which is a program")
-                if sum(entry.file_size for entry in entries) > stored.length:
+                    raise CheckpointError(
+                        f"{where}: expected a file of torch.save, found TorchScript's, which is a program; save the "
+                        "module's state_dict()"
+                    )
+                if sum(entry.compress_size for entry in entries) > stored.length:
                     raise ValueError("its records overlap")
                 self.records = {
                     entry.filename.removeprefix(root): Record(_place(file, entry, stored), entry.CRC or None, where)
@@ -166,6 +169,8 @@ class Archive:
                 }
                 file.seek(archive.start_dir)
                 self.crc32 = zlib.crc32(file.read())
+            except CheckpointError:
+                raise
             except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, struct.error) as error:
                 raise damaged(where, error) from error
 
@@ -221,9 +226,13 @@ class _Part(io.RawIOBase):
 
 
 def _place(file: io.BufferedReader[_Part], entry: zipfile.ZipInfo, stored: Stored) -> Stored:
-    """The place of a record's bytes. Raises ValueError for another kind of archive, OSError and struct.error."""
+    """The place of a record's bytes. Raises CheckpointError for another kind of archive, and ValueError, OSError and
+    struct.error for damage."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size or entry.flag_bits & 1:
-        raise ValueError(f"expected {entry.filename} stored as torch.save does, found it compressed or encrypted")
+        raise CheckpointError(
+            f"{stored.path}: expected {entry.filename} stored as torch.save does, found it compressed or encrypted; "
+            "unpack the file and save it with torch.save"
+        )
     file.seek(entry.header_offset)
     signature, name, padding = _HEADER.unpack(file.read(_HEADER.size))
     if signature != b"PK\x03\x04" or file.read(name) != entry.orig_filename.encode():
@@ -291,11 +300,13 @@ def load(path: Path) -> Any:
     """
     stored, where = _whole(path), str(path)
     with path.open("rb") as file:
-        start = file.read(len(OLDER))
-    if start == OLDER:
+        start = file.read(32)
+    if start[:1] == pickle.PROTO and OLDER in start:
         return _older_content(stored, where, StoredTensor.lazy)
     if start[:4] != b"PK\x03\x04":
-        raise CheckpointError(f"{where}: expected a file of torch.save, found another, or its end; copy it again")
+        raise CheckpointError(
+            f"{where}: expected a file of torch.save, found another or half of one; copy or save it again"
+        )
     archive = Archive(stored, where)
     manifest.check(path, lambda: archive.crc32)
     contents.finish_later(archive)
@@ -355,7 +366,7 @@ def _tensor(
 # The form before torch 1.6, of checkpoint_serialization false in ds_config: five pickles (a number, the form, facts of
 # the machine, the content, the storages' keys), then the storages in this order, each after its number of elements.
 
-OLDER = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
+OLDER = pickle.dumps(0x1950A86A20F9469CFC6C, 2)[2:]  # after the protocol, and in newer ones a frame
 
 
 def _older_content(stored: Stored, where: str, make: Make) -> Any:
