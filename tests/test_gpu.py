@@ -130,6 +130,27 @@ def compiled(system: Any) -> None:
         block.compile()
 
 
+def on_two_streams(system: Any) -> None:
+    """The MLPs run on a side stream of a GPU, where autograd then accumulates their gradients, late."""
+    if next(system.model.parameters()).device.type != "cuda":
+        return
+    side = torch.cuda.Stream()
+
+    def aside(forward: Callable[[Any], Any], x: Any) -> Any:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.record_stream(side)
+            y = forward(x)
+        torch.cuda.current_stream().wait_stream(side)
+        y.record_stream(torch.cuda.current_stream())
+        return y
+
+    for block in system.model.blocks:
+        for layer in (block.up, block.down):
+            layer.forward = functools.partial(aside, layer.forward)
+            layer.weight.register_hook(lambda grad: torch.cuda._sleep(SLEEP))
+
+
 def watched(engine: str, device: str) -> Row:
     """What our step dispatches, the fourth; on a GPU also where it waits in the fifth, and its kernels then."""
     with training(engine, device, matrices_only=True, layers=3) as (system, setting):
@@ -286,3 +307,10 @@ def test_several_ranks_on_one_device_have_the_bits_of_torch_optim(ranks: RankPoo
     """All have equal batches, whose mean gradient is each one's to the bit."""
     for found in ranks.run(trained, engine, device, one_by_one=True, bucket_mb=0.1):
         assert found["differ"][0] == 0.0
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True, ids=["2 ranks"])
+def test_a_model_that_uses_two_streams(ranks: RankPool, device: str) -> None:
+    """A bucket that one stream sends has gradients that the other stream has written."""
+    for found in ranks.run(trained, "plain", device, on_two_streams, one_by_one=True, bucket_mb=0.1):
+        assert found["differ"] == (0.0, 0.0)

@@ -74,17 +74,49 @@ class Beside:
         if self._streams is None:
             yield
             return
-        self._own.wait_stream(self._streams.current_stream(self._device))
+        self.follow()
         with self._streams.stream(self._own):
             for tensor in reads():
                 if tensor.device.type == self._device.type:
                     tensor.record_stream(self._own)
             yield
 
+    def follow(self) -> None:
+        """Later work here waits for all work on the caller's stream."""
+        if self._streams is not None:
+            self._own.wait_stream(self._streams.current_stream(self._device))
+
     def join(self) -> None:
         """Later work on the caller's stream waits for all work here."""
         if self._streams is not None:
             self._streams.current_stream(self._device).wait_stream(self._own)
+
+
+class Writers:
+    """The streams that use a buffer before it is sent, where ``device`` has streams.
+
+    autograd runs a backward operation, and the hooks of a gradient, on the stream of the forward operation. So a model
+    with two streams fills a buffer from both.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._noted: list[Any] = []
+
+    def note(self, buffer: Tensor) -> None:
+        """The caller's stream is about to use ``buffer``, whose memory stays until that stream is done with it."""
+        if self._streams is not None and (stream := self._streams.current_stream(self._device)) not in self._noted:
+            self._noted.append(stream)
+            buffer.record_stream(stream)
+
+    def join(self) -> None:
+        """Later work on the caller's stream waits for the work of all noted streams. Forget them."""
+        noted, self._noted = self._noted, []
+        current: Any = self._streams.current_stream(self._device) if noted else None
+        for stream in noted:
+            if stream != current:
+                current.wait_stream(stream)
 
 
 def _in(buffer: Tensor, segments: Sequence[Segment], numels: list[int]) -> Segments:

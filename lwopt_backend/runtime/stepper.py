@@ -30,7 +30,8 @@ class EarlyExchange:
     exchanged again. The result therefore always equals that of a step without early exchange. After such a
     repetition, early exchange pauses for 1 step, then for 2, up to 32.
 
-    Directions are computed on a different stream from that of the gradients, so that gradients need not wait.
+    Directions are computed on a different stream from that of the gradients, so that gradients need not wait. A read
+    may be torn by a later change of the gradient; the comparison finds that difference too.
     """
 
     def __init__(self, stepper: MatrixStepper, buckets: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -55,6 +56,7 @@ class EarlyExchange:
         bucket = self._bucket_of.get(atom)
         if bucket is None or self._pause:
             return
+        self._beside.follow()  # this gradient's stream: every FSDP2 root reduces on its own
         if atom not in self._waiting[bucket]:
             self.forget()
         self._waiting[bucket].discard(atom)

@@ -21,7 +21,7 @@ from lwopt_backend.runtime.collectives import (
     phase,
     sending,
 )
-from lwopt_backend.runtime.exchange import Beside
+from lwopt_backend.runtime.exchange import Beside, Writers
 from lwopt_backend.runtime.whole import owned_dtype
 
 
@@ -191,6 +191,7 @@ class BucketBuffers:
         self._across: PartsPending | None = None
         self._back: PartsPending | None = None
         first = params[bucket.slots[0].param]
+        self._writers = Writers(first.device)
         self.values = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         for slot in bucket.slots:
             view = self.view(self.values, slot.param)
@@ -293,11 +294,13 @@ class BucketBuffers:
     def _full_buffer(self) -> Tensor:
         if self.full is None:
             self.full = self._ledger.empty(self.bucket.numel, self._grad_dtype, self.values.device)
+        self._writers.note(self.full)
         return self.full
 
     def launch(self) -> None:
         """Start reducing the gradients to their owners; missing ones are zero. Called on all ranks."""
         full, ranks = self._full_buffer(), self.sharers.instance
+        self._writers.join()
         here = {i for i, p in self._params.items() if p.grad is not None} if self._keep_full else self._arrived
         for index in self._slots.keys() - here:
             self.view(full, index).zero_()
