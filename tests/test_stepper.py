@@ -22,6 +22,7 @@ from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.exchange import Beside, ways_back, ways_to_owners
+from lwopt_backend.runtime.presence import numbers_on
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import FlatPieces, Slices, WholeMatrices
 from tests.cells import cells
@@ -256,3 +257,12 @@ def test_norms_of_a_gpu_go_to_a_group_with_gloo_in_one_copy() -> None:
     one, two = (torch.tensor(value, dtype=torch.float32) for value in (1.5, 2.5))
     (row,) = scalars_on(torch.device("cpu"), [[one, 3.0, two]])
     assert row.tolist() == [1.5, 3.0, 2.5]
+
+
+def test_flags_go_to_a_gpu_from_pinned_memory() -> None:
+    """Above 64 KiB, or 16,000 parameters, CUDA copies other memory after the host has waited for the GPU."""
+    device = torch.device("cuda", 0)
+    with mock.patch.object(torch.accelerator, "is_available", lambda: True), mock.patch.object(torch, "tensor") as made:
+        numbers_on(device, [1, 0], torch.int32)
+    made.assert_called_once_with([1, 0], dtype=torch.int32, device="cpu", pin_memory=True)
+    made.return_value.to.assert_called_once_with(device, non_blocking=True)

@@ -21,6 +21,12 @@ def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
     return torch.where(both[1] > 0, math.nan, both[0])
 
 
+def numbers_on(device: torch.device, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The numbers on ``device``. Their copy to an accelerator is from pinned memory, for which no host waits."""
+    pinned = device.type != "cpu" and torch.accelerator.is_available()
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
+
+
 class Presence:
     """Which parameters have a gradient on any rank, and the maximum of the ranks' ``flags`` and ``more``, all int32.
 
@@ -43,7 +49,7 @@ class Presence:
         if collectives.world_size == 1 and more is None:
             self._found = mine
             return
-        self._flags = torch.tensor(mine, dtype=torch.int32).to(device, non_blocking=True)  # so that no GPU host waits
+        self._flags = numbers_on(device, mine, torch.int32)
         if more is not None:
             self._flags = torch.cat([self._flags, more])
         self._pending = collectives.all_reduce_max(self._flags)

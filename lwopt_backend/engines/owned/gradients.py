@@ -11,7 +11,7 @@ from lwopt_backend.engines.gradients import Pick, clip_factor, everything
 from lwopt_backend.engines.owned.bucket_manager import BucketManager
 from lwopt_backend.engines.owned.buckets import Sharers
 from lwopt_backend.runtime.collectives import NORM, phase
-from lwopt_backend.runtime.presence import largest_of_all
+from lwopt_backend.runtime.presence import largest_of_all, numbers_on
 
 
 class OwnedGradients:
@@ -69,7 +69,7 @@ class OwnedGradients:
             found[entry] = found[entry] + value if entry in found else value
         sums = torch.zeros(len(self._entry) + 1, dtype=torch.float64, device=self._device)
         if found:
-            entries = torch.tensor(list(found)).to(self._device, non_blocking=True)  # so that no GPU host waits
+            entries = numbers_on(self._device, list(found), torch.int64)
             sums.index_copy_(0, entries, torch.stack(list(found.values())))
         self._widest.everyone.all_reduce(sums)
         return sums
