@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.groups.param_groups import ElementwiseGroups
 from lwopt_backend.groups.registry import new_state, options_of
+from lwopt_backend.rules.protocol import TorchOptimizer
 from lwopt_backend.runtime import elementwise as cautious_decay
 from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper
 from lwopt_backend.runtime.whole import Slices
@@ -246,6 +247,26 @@ def test_a_tensor_that_a_class_changes_in_its_group_is_kept() -> None:
         step(ours, model)
         step(theirs, twin)
     assert torch.equal(model.weight, twin.weight)
+
+
+class OnTheDevice(Own):
+    """Its group has tensors where a host would wait to read them: a rate, and in a list a count of the steps."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0].update(rate=torch.zeros((), device="meta"), counts=[torch.zeros((), device="meta")])
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["counts"][0].add_(1)
+        self.scaled_step(1.0)
+
+
+def test_tensors_of_a_group_are_not_read_to_see_whether_they_change() -> None:
+    rule, state = TorchOptimizer(OnTheDevice), dict[str, Any]()
+    with mock.patch.object(Tensor, "__repr__", side_effect=AssertionError("a host would wait")):
+        for _ in range(2):
+            rule.step(torch.ones(2, 2), torch.ones(2, 2), state)
+    assert [*state["group"]] == ["counts"]
 
 
 def test_element_wise_classes_are_registered_by_who_knows_that_they_are() -> None:
