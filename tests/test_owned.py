@@ -1,5 +1,6 @@
 """Owned storage under what users do: their loops, models, norms and precisions, bit for bit as on one process."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lwopt_backend.engines.owned.bucket_manager import BucketManager
@@ -27,7 +29,7 @@ from tests.owned import Branches, Turn, assert_same, back, exact_sums, optimizer
 from tests.ranks import gathered
 
 ALL = tuple(scenarios.MODES)
-BROADCAST = TorchCollectives.broadcast
+BROADCAST = TorchCollectives.start_broadcast
 LAYOUTS = {"auto": 0.0001, "padded": 0.0001, "compact": 0.0005}  # in megabytes, what makes six buckets of ``Branches``
 
 
@@ -311,12 +313,84 @@ def test_frozen_weights_and_all_kinds_of_buffers_begin_as_the_first_ranks() -> N
         for param in frozen.parameters():
             param.fill_(rank)
     model[2].num_batches_tracked.fill_(rank)
-    with mock.patch.object(TorchCollectives, "broadcast", autospec=True, side_effect=BROADCAST) as broadcast:
+    with mock.patch.object(TorchCollectives, "start_broadcast", autospec=True, side_effect=BROADCAST) as broadcast:
         optimizer_in(model)
     found = {**dict(frozen.named_parameters()), **dict(model.named_buffers())}
     assert [name for name, tensor in found.items() if tensor.float().ne(0).any() and "running_var" not in name] == []
     sent = [call.args[1].dtype for call in broadcast.call_args_list]
     assert sent.count(torch.uint8) == 1 and len(found) > 200
+
+
+class Normed(nn.Module):
+    """With BatchNorm, whose statistics are of this rank's rows, and a buffer that counts them. ``seen`` has its buffers
+    at the beginning of every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 5)
+        self.seen: list[list[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append([buffer.clone() for buffer in self.buffers()])
+        for name in ("wide", "flags"):
+            if hasattr(self, name) and self.training:
+                getattr(self, name).add_((x.sum() > 0).to(getattr(self, name).dtype))
+        return self.last(self.norm(self.first(x)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["plain", "kept gradients", "lazy return"])
+def test_buffers_are_those_of_ddp(mode: str) -> None:
+    """In passes that are reduced and under no_sync, in evaluations, and of buffers that are added later."""
+    rank, (model, optimizer) = dist.get_rank(), scenarios.made(Normed, mode)
+    inside = exact_sums(Normed())
+    wrapped, theirs = DistributedDataParallel(inside), scenarios.optimizers_of(inside)
+    with mock.patch.object(TorchCollectives, "start_broadcast", autospec=True, side_effect=BROADCAST) as broadcast:
+        for step in range(3):
+            for part, apart in enumerate([False, True, False]):
+                for trained, no_sync in ((model, optimizer.no_sync), (wrapped, wrapped.no_sync)):
+                    with no_sync() if apart else contextlib.nullcontext():
+                        Turn(trained, step, rank).back(part)
+            optimizer.step()
+            optimizer.synchronize()
+            optimizer.zero_grad()
+            scenarios.step_all(theirs)
+            for trained in (model, wrapped):
+                with torch.no_grad():
+                    trained.eval()(rows(step, rank, 9))
+                trained.train()
+            for each in (model, inside) if step == 0 else ():
+                each.register_buffer("wide", torch.full((3,), rank, dtype=torch.float64))
+                each.register_buffer("flags", torch.zeros(2, dtype=torch.int8))
+    assert len(model.seen) == len(inside.seen) == 12
+    for ours, others in zip(model.seen, inside.seen):
+        assert len(ours) == len(others) and all(map(torch.equal, ours, others))
+    nbytes = [sum(buffer.nbytes for buffer in model.seen[number]) for number in (0, -1)]
+    sent = 2 * nbytes[0] + 4 * nbytes[1] if rank == 0 else 0
+    assert broadcast.call_count == 6 and optimizer.traffic()["buffers"] == sent
+
+
+@on_ranks(2)
+def test_buffers_may_stay_each_ranks_own() -> None:
+    model = Normed()
+    model.norm.running_mean.fill_(dist.get_rank())
+    optimizer = optimizer_in(model, broadcast_buffers=False)
+    assert float(model.norm.running_mean[0]) == dist.get_rank()
+    back(model, 0)
+    optimizer.step()
+    assert len({str(of_rank) for of_rank in gathered(model.norm.running_mean.tolist())}) == 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["plain", "no overlap"])
+def test_an_evaluation_on_one_rank_finds_the_buffers_of_the_first(mode: str) -> None:
+    model, optimizer = scenarios.made(Normed, mode)
+    back(model, 0)
+    optimizer.step()
+    if dist.get_rank() == 1:
+        model.eval()(rows(0, 0))
+    assert gathered(model.norm.running_mean.tolist())[0] == model.norm.running_mean.tolist()
 
 
 # Parameters that are still on their way

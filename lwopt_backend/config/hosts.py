@@ -164,6 +164,12 @@ class OwnedConfig(OwnedStorageConfig, ClippingConfig):
         "keep the mean gradients in param.grad on all ranks after backward. That takes memory for all gradients; "
         "otherwise only owners have them",
     )
+    broadcast_buffers: StrictBool = option(
+        True,
+        "copy buffers, such as BatchNorm's, from the first rank to all. This happens when the optimizer is made, and "
+        "after each backward pass whose gradients are reduced",
+        "DDP",
+    )
     overlap_grad_reduce: StrictBool = option(
         True, "send buckets during backward as they fill, not at the step", MEGATRON
     )

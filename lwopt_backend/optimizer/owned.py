@@ -15,6 +15,7 @@ from lwopt_backend.config.hosts import NAME, OwnedConfig
 from lwopt_backend.engines.base import loaded, saved
 from lwopt_backend.engines.gradients import Pick, checked_order
 from lwopt_backend.engines.owned import model as owned_model
+from lwopt_backend.engines.owned.bucket_manager import Hook
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.engines.owned.model import (
     Backward,
@@ -26,7 +27,8 @@ from lwopt_backend.engines.owned.model import (
     wait_in_forward,
 )
 from lwopt_backend.engines.owned.state import OwnedStore, held_state, state_of, take_state
-from lwopt_backend.engines.owned.step import OwnedCore, Share, broadcast_untrained
+from lwopt_backend.engines.owned.step import OwnedCore, Share
+from lwopt_backend.engines.owned.untrained import Buffers, broadcast_untrained
 from lwopt_backend.groups.choices import Rules, settings_lines
 from lwopt_backend.groups.grouping import Given, Grouping
 from lwopt_backend.groups.param_groups import warn_of_small_rate
@@ -66,7 +68,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
         rules, self.config, self._grouping, shares = agree(everyone, NAME, decide)
         trained = {id(param) for group in self._grouping.groups for param in group["params"]}
-        broadcast_untrained(model, trained, shares)
+        kept = () if self.config.broadcast_buffers else {name for name, _ in model.named_buffers()}
+        broadcast_untrained(model, trained, shares, lambda name: name not in kept)
         self.core = OwnedCore(
             self._grouping,
             shares,
@@ -83,6 +86,10 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self._model = model
         self._manager, self.row_scaling = self.core.manager, self.core.row_scaling
         self._backward = Backward(self.core, model)
+        self._buffers = Buffers(model, shares if self.config.broadcast_buffers else (), self._manager.ledger.send)
+        self._manager.pass_ended = self._buffers.send
+        if self._buffers.any:
+            model.register_forward_pre_hook(Hook(self._buffers, lambda buffers, *args: buffers.receive()))
         self._loaded = False
         tell_when_loaded(model, self._take_loaded)
         if self.config.overlap_param_gather:
@@ -107,6 +114,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def _step(self) -> None:
         self.core.check_loaded()
         presences = self._backward.finish(self.param_groups)
+        self._buffers.receive()
         self._check_groups(self.param_groups)
         if self._loaded:
             self.refresh_masters()
@@ -130,6 +138,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     def _take_loaded(self) -> None:
         self._loaded = True
+        self._buffers.receive(keep=True)
 
     @property
     def gradients(self) -> OwnedGradients:
@@ -158,6 +167,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def load_state_dict_from(self, path: str | PathLike[str]) -> dict[str, Any]:
         from lwopt_backend.engines.owned import files as owned_files
 
+        self._buffers.receive()
         groups, more = owned_files.load(self.core, self.param_groups, self._model, Path(path))
         self.take_groups(groups)
         return more

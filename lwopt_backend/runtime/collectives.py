@@ -280,6 +280,10 @@ class Collectives:
     def broadcast(self, tensor: Tensor) -> None:
         """Copy the first rank's ``tensor`` to all ranks, in place."""
 
+    def start_broadcast(self, tensor: Tensor) -> Pending:
+        """Start copying the first rank's ``tensor`` to all ranks, in place."""
+        return DONE
+
 
 # torch 2.13 renamed both functions, and warns about their old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -475,6 +479,9 @@ class TorchCollectives(Collectives):
 
     def broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def start_broadcast(self, tensor: Tensor) -> Pending:
+        return _started(dist.broadcast(tensor, group=self.group, group_src=0, async_op=True))
 
     def barrier(self) -> None:
         dist.barrier(self.group)

@@ -181,6 +181,7 @@ class BucketManager:
         self.bucket_of = {slot.param: n for n, bucket in enumerate(buckets) for slot in bucket.slots}
         self._touched = [False] * len(params)  # had a gradient on this rank since the last drop_gradients()
         self.reduces: Callable[[], bool] | None = None  # the host's answer to whether the next pass reduces
+        self.pass_ended: Callable[[], None] | None = None  # called on all ranks, once the buckets of a pass have left
         self._keep_full = keep_full
         self.overlap = overlap  # whether buckets are sent during backward passes, or all of them in ``finish``
         self._reducing = True
@@ -270,6 +271,8 @@ class BucketManager:
         self._begin()
         self.passes += 1
         self._left_behind = False
+        if self.pass_ended is not None:
+            self.pass_ended()
         if self._keep_full:
             for bucket in self.settled():
                 with torch.no_grad():

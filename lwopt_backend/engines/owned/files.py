@@ -41,7 +41,8 @@ from lwopt_backend.engines.owned.state import (
     put_state,
     state_pieces,
 )
-from lwopt_backend.engines.owned.step import OwnedCore, broadcast_untrained, untrained
+from lwopt_backend.engines.owned.step import OwnedCore
+from lwopt_backend.engines.owned.untrained import broadcast_untrained, untrained
 from lwopt_backend.groups.grouping import Member
 from lwopt_backend.groups.param_groups import UNSAVED, with_options
 from lwopt_backend.groups.registry import check_group, rule_of

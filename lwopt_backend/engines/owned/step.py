@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.engines.base import batch_numel_on, machine_for
-from lwopt_backend.engines.owned.bucket_manager import BucketManager, is_followed
+from lwopt_backend.engines.owned.bucket_manager import BucketManager
 from lwopt_backend.engines.owned.buckets import BucketBuffers, Sharers
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.grouping import Grouping, Member
@@ -328,7 +327,7 @@ class OwnedCore:
                 each.check_device(device)
             parts: list[list[int]] = [[] for _ in shares]
             for number, member in enumerate(self.members):
-                parts[_share_of(member.name, shares)].append(number)
+                parts[share_number(member.name, shares)].append(number)
             for shared, part in zip(shares, parts):
                 if not part:
                     raise ValueError(
@@ -372,7 +371,7 @@ class OwnedCore:
 
     def share_of(self, name: str) -> Share:
         """The ranks that share a parameter or a buffer."""
-        return self.shares[_share_of(name, self.shares)]
+        return self.shares[share_number(name, self.shares)]
 
     def check_loaded(self) -> None:
         """Raises RuntimeError, on all ranks, if the last load ended in an error in between."""
@@ -450,77 +449,6 @@ class OwnedCore:
         self.manager.stepped()
 
 
-BROADCAST_NBYTES = 250 * 2**20  # of tensors that are broadcast together, as in DDP
-
-
-def _share_of(name: str, shares: Sequence[Share]) -> int:
+def share_number(name: str, shares: Sequence[Share]) -> int:
     """The number of the share that a parameter or a buffer is in."""
     return next((i for i, shared in enumerate(shares) if shared.takes is not None and shared.takes(name)), 0)
-
-
-def untrained(model: nn.Module, trained: Collection[int]) -> list[tuple[str, Tensor]]:
-    """All buffers, and all parameters that are not ``trained``, by id, nor another optimizer's; by name."""
-    params = ((name, param) for name, param in model.named_parameters() if id(param) not in trained)
-    return [*((name, param.data) for name, param in params if not is_followed(param)), *model.named_buffers()]
-
-
-def broadcast_untrained(
-    model: nn.Module,
-    trained: Collection[int],
-    shares: Sequence[Share],
-    chosen: Callable[[str], bool] = lambda name: True,
-) -> None:
-    """Copy what is ``untrained`` and whose name is ``chosen`` from the first rank that shares it, as DDP does.
-    Called on all ranks.
-
-    Experts come from the first of their own ranks. Raises, on all ranks, ValueError for a tensor on a device for which
-    its process group has no backend, and RanksDisagree if ranks have other names, shapes or dtypes.
-    """
-    found: list[list[tuple[str, Tensor]]] = [[] for _ in shares]
-    for name, tensor in untrained(model, trained):
-        if chosen(name):
-            found[_share_of(name, shares)] += _stored(name, tensor.detach())
-
-    def check() -> tuple[list[list[list[Tensor]]], list[list[str]]]:
-        lines = [[f"{name} {tuple(t.shape)} {t.dtype} {t.layout}" for name, t in named] for named in found]
-        return [_batches(named, shared.ranks) for named, shared in zip(found, shares)], lines
-
-    agreed = agree_in_all([shared.ranks for shared in shares], WHAT, check)
-    for shared, batches in zip(shares, agreed):
-        for tensors in batches:
-            whole = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-            shared.ranks.broadcast(whole)
-            if shared.ranks.rank:
-                parts = whole.split([tensor.numel() * tensor.itemsize for tensor in tensors])
-                for tensor, part in zip(tensors, parts):
-                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a clone is aligned
-
-
-def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A tensor, or the tensors in which a subclass stores its elements, such as a quantized weight."""
-    if is_traceable_wrapper_subclass(tensor):
-        for inner in tensor.__tensor_flatten__()[0]:
-            yield from _stored(f"{name}.{inner}", getattr(tensor, inner))
-    else:
-        yield name, tensor
-
-
-def _batches(named: Sequence[tuple[str, Tensor]], ranks: Collectives) -> list[list[Tensor]]:
-    """The tensors that are broadcast together: on one device, at most BROADCAST_NBYTES or one tensor."""
-    batches: list[list[Tensor]] = []
-    room: dict[torch.device, tuple[list[Tensor], int]] = {}
-    for name, tensor in named:
-        if not ranks.sends(tensor):
-            raise ValueError(
-                f"{WHAT}: expected every frozen parameter and buffer where the process group can send it, found "
-                f"{name!r}, a {tensor.layout} tensor on {tensor.device}; move it to the device of the trained "
-                "parameters"
-            )
-        nbytes = tensor.numel() * tensor.itemsize
-        batch, held = room.get(tensor.device, ([], BROADCAST_NBYTES))
-        if held + nbytes > BROADCAST_NBYTES:
-            batch, held = [], 0
-            batches.append(batch)
-        batch.append(tensor)
-        room[tensor.device] = (batch, held + nbytes)
-    return batches

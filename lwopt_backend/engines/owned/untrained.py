@@ -1,0 +1,151 @@
+"""What owned storage keeps equal on all ranks although it trains none of it: frozen parameters and buffers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lwopt_backend.engines.owned.bucket_manager import is_followed
+from lwopt_backend.engines.owned.step import WHAT, Share, share_number
+from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.collectives import Collectives, Pending
+from lwopt_backend.runtime.whole import copy_alike
+
+BROADCAST_NBYTES = 250 * 2**20  # of tensors that are broadcast together, as in DDP
+
+
+def untrained(model: nn.Module, trained: Collection[int]) -> list[tuple[str, Tensor]]:
+    """All buffers, and all parameters that are not ``trained``, by id, nor another optimizer's; by name."""
+    params = ((name, param) for name, param in model.named_parameters() if id(param) not in trained)
+    return [*((name, param.data) for name, param in params if not is_followed(param)), *model.named_buffers()]
+
+
+def broadcast_untrained(
+    model: nn.Module,
+    trained: Collection[int],
+    shares: Sequence[Share],
+    chosen: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Copy what is ``untrained`` and whose name is ``chosen`` from the first rank that shares it, as DDP does.
+    Called on all ranks.
+
+    Experts come from the first of their own ranks. Raises, on all ranks, ValueError for a tensor on a device for which
+    its process group has no backend, and RanksDisagree if ranks have other names, shapes or dtypes.
+    """
+    found = _by_share([(name, tensor) for name, tensor in untrained(model, trained) if chosen(name)], shares)
+
+    def check() -> tuple[list[list[list[Tensor]]], list[list[str]]]:
+        lines = [[f"{name} {tuple(t.shape)} {t.dtype} {t.layout}" for name, t in named] for named in found]
+        return [_batches(named, shared.ranks) for named, shared in zip(found, shares)], lines
+
+    agreed = agree_in_all([shared.ranks for shared in shares], WHAT, check)
+    for shared, batches in zip(shares, agreed):
+        for tensors in batches:
+            message = Message(tensors, shared.ranks)
+            message.receive()
+
+
+class Message:
+    """A broadcast from the first rank of ``tensors`` on one device, by their bytes. Made on all ranks, which starts
+    it."""
+
+    def __init__(self, tensors: Sequence[Tensor], ranks: Collectives) -> None:
+        self._ranks = ranks
+        self._alike: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in sorted(tensors, key=lambda tensor: (-tensor.itemsize, str(tensor.dtype))):  # each starts aligned
+            self._alike.setdefault(tensor.dtype, []).append(tensor)
+        flat = [torch._C._nn.flatten_dense_tensors(some).view(torch.uint8) for some in self._alike.values()]
+        self._bytes = torch.cat(flat) if len(flat) > 1 else flat[0]
+        self._pending: Pending = ranks.start_broadcast(self._bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """What the first rank sends to the others."""
+        return self._bytes.numel() * (self._ranks.world_size - 1) if self._ranks.rank == 0 else 0
+
+    def receive(self, *, keep: bool = False) -> None:
+        """Wait, and copy what has come, unless to ``keep`` this rank's."""
+        self._pending.wait()
+        parts = self._bytes.split([sum(tensor.nbytes for tensor in some) for some in self._alike.values()])
+        for (dtype, some), part in zip(self._alike.items(), parts) if self._ranks.rank and not keep else ():
+            copy_alike(some, torch._C._nn.unflatten_dense_tensors(part.view(dtype), some))
+
+
+class Buffers:
+    """Copies ``model``'s buffers from the first rank that shares them. Methods are called on all ranks.
+
+    DDP does so before a forward pass if gradients of the one before were reduced. Here they leave when these have left,
+    and arrive by the next forward pass or step: an evaluation may then run on some ranks only, and all have equal ones.
+    """
+
+    def __init__(self, model: nn.Module, shares: Sequence[Share], sent: Callable[[str, int], None]) -> None:
+        self._model, self._shares, self._sent = model, shares, sent
+        self._messages: list[Message] = []
+        # Whether there is anything to do. A model without buffers is not searched for them in every pass, as in DDP.
+        self.any = any(True for _ in model.buffers()) and any(shared.ranks.world_size > 1 for shared in shares)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Start to copy them. The model may have got others since the last time, the same on all ranks."""
+        self.receive()
+        if not self.any:
+            return
+        for named, shared in zip(_by_share([*self._model.named_buffers()], self._shares), self._shares):
+            for tensors in _batches(named, shared.ranks):
+                self._messages.append(Message(tensors, shared.ranks))
+                self._sent("buffers", self._messages[-1].nbytes)
+
+    def __del__(self) -> None:
+        with suppress(RuntimeError):  # a transport whose buffers are freed hangs
+            for message in getattr(self, "_messages", ()) if not sys.is_finalizing() else ():
+                message.receive(keep=True)
+
+    @torch.no_grad()
+    def receive(self, *, keep: bool = False) -> None:
+        """Wait for them; ``keep`` this rank's, if others have been loaded in between."""
+        messages, self._messages = self._messages, []
+        for message in messages:
+            message.receive(keep=keep)
+
+
+def _by_share(named: Sequence[tuple[str, Tensor]], shares: Sequence[Share]) -> list[list[tuple[str, Tensor]]]:
+    """For each of the shares, the stored tensors that its ranks have in common."""
+    found: list[list[tuple[str, Tensor]]] = [[] for _ in shares]
+    for name, tensor in named:
+        found[share_number(name, shares)] += _stored(name, tensor.detach())
+    return found
+
+
+def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, or the tensors in which a subclass stores its elements, such as a quantized weight."""
+    if is_traceable_wrapper_subclass(tensor):
+        for inner in tensor.__tensor_flatten__()[0]:
+            yield from _stored(f"{name}.{inner}", getattr(tensor, inner))
+    else:
+        yield name, tensor
+
+
+def _batches(named: Sequence[tuple[str, Tensor]], ranks: Collectives) -> list[list[Tensor]]:
+    """The tensors that are broadcast together: on one device, at most BROADCAST_NBYTES or one tensor."""
+    batches: list[list[Tensor]] = []
+    room: dict[torch.device, tuple[list[Tensor], int]] = {}
+    for name, tensor in named:
+        if not ranks.sends(tensor):
+            raise ValueError(
+                f"{WHAT}: expected every frozen parameter and buffer where the process group can send it, found "
+                f"{name!r}, a {tensor.layout} tensor on {tensor.device}; move it to the device of the trained "
+                "parameters"
+            )
+        nbytes = tensor.numel() * tensor.itemsize
+        batch, held = room.get(tensor.device, ([], BROADCAST_NBYTES))
+        if held + nbytes > BROADCAST_NBYTES:
+            batch, held = [], 0
+            batches.append(batch)
+        batch.append(tensor)
+        room[tensor.device] = (batch, held + nbytes)
+    return batches
