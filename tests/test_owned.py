@@ -7,6 +7,7 @@ import gc
 import io
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -391,6 +392,24 @@ def test_an_evaluation_on_one_rank_finds_the_buffers_of_the_first(mode: str) -> 
     if dist.get_rank() == 1:
         model.eval()(rows(0, 0))
     assert gathered(model.norm.running_mean.tolist())[0] == model.norm.running_mean.tolist()
+
+
+@on_ranks(2)
+def test_a_channels_last_weight_is_contiguous_and_trains_alike_with_a_warning() -> None:
+    found, images = [], torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for order in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 2), nn.Flatten(), nn.Linear(8, 3)
+        model = nn.Sequential(*layers).to(memory_format=order)
+        with warnings.catch_warnings(record=True) as told:
+            optimizer = optimizer_in(model, atoms={})
+        said = [str(each.message) for each in told if "'0.weight' and 1 more parameter(s) had" in str(each.message)]
+        assert len(said) == (dist.get_rank() == 0 and order == torch.channels_last)
+        model(images).square().mean().backward()
+        optimizer.step()
+        found.append(model)
+    assert_same(*found)
+    assert found[1][:2](images.to(memory_format=order)).is_contiguous(memory_format=order)
 
 
 # Parameters that are still on their way

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -299,6 +300,8 @@ class OwnedCore:
                 slots = (replace(slot, param=held.numbers[slot.param]) for slot in bucket.slots)
                 buckets.append((replace(bucket, slots=tuple(slots)), held.sharers))
         buckets.sort(key=lambda pair: -min(slot.param for slot in pair[0].slots))
+        if shares[0].ranks.rank == 0:
+            warn_of_strides(self.members)
         self.manager = BucketManager(
             [bucket for bucket, _ in buckets],
             [sharers for _, sharers in buckets],
@@ -447,6 +450,18 @@ class OwnedCore:
         for presence in presences:
             presence.finish()
         self.manager.stepped()
+
+
+def warn_of_strides(members: Sequence[Member]) -> None:
+    """Warn once of parameters that do not store their elements in the order of their indices."""
+    if found := [member.name for member in members if not member.param.is_contiguous()]:
+        more = f" and {len(found) - 1} more parameter(s)" if len(found) > 1 else ""
+        warnings.warn(
+            f"{WHAT}: {found[0]!r}{more} had another memory format, such as channels_last, and is contiguous now, "
+            "because buffers are. Values stay. A convolution of channels_last inputs returns channels_last outputs as "
+            "before, and reorders its weight in each pass",
+            stacklevel=6,
+        )
 
 
 def share_number(name: str, shares: Sequence[Share]) -> int:
