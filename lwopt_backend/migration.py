@@ -14,6 +14,7 @@ from lwopt_backend.config.options import glob_suggestion, suggestion
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, new_state, rule_of
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.state import StateStore, check_fits, keeps_state, put
+from lwopt_backend.runtime.undisturbed import undisturbed
 
 # Muon's momentum has two forms: a moving average of gradients, or their sum. Starting from zero, B <- mu B + (1 - mu) G
 # equals 1 - mu times M <- mu M + G, as long as mu does not change. If mu was changed during a run, no factor is exact;
@@ -170,6 +171,7 @@ def change_form(store: StateStore, target: Form) -> None:
             group["momentum_form"] = target
 
 
+@undisturbed()
 def load_into(store: StateStore, named: Named, *, strict: bool) -> list[str]:
     """``load_named_state`` into ``store``."""
 

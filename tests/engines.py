@@ -133,7 +133,7 @@ def check(limit: float, *cells: Cell) -> None:
 def running(cell: Cell, model: nn.Module, *, converted: bool = False) -> Iterator[Engine]:
     """The engine of a cell. What it loads is ``converted``, for DeepSpeed to universal, or of an engine like it."""
     rate = {} if cell.rate is None else {"lr": cell.rate}
-    matrix = {**SECTIONS[cell.matrix], **_precise(cell.matrix, cell.clip or cell.apart), **rate}
+    matrix = {**SECTIONS[cell.matrix], **precise(cell.matrix, cell.clip or cell.apart), **rate}
     rules = {"matrix": matrix, "elementwise": {**RULES[cell.elementwise], **rate}}
     if cell.engine == "plain":
         options = {"bucket_mb": BUCKET_MB, **_options(cell), **_groups(cell, model, "params")}
@@ -361,7 +361,7 @@ def _groups(cell: Cell, model: nn.Module, argument: str) -> dict[str, Any]:
     return {argument: of} if of else {}
 
 
-def _precise(matrix: str, clip: object) -> dict[str, Any]:
+def precise(matrix: str, clip: object) -> dict[str, Any]:
     """Norms are rounded otherwise than torch's; a bf16 iteration would turn that into 1e-2 of an update."""
     return {"ns_dtype": "float32"} if clip and matrix == "muon" else {}
 
@@ -377,7 +377,7 @@ class Alone:
         self.model, self.clip, self.apart = model, clip, apart
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         matrices = {name: named.pop(name) for name in MATRICES}
-        section = {**SECTIONS[matrix], **_precise(matrix, clip or apart)}
+        section = {**SECTIONS[matrix], **precise(matrix, clip or apart)}
         torchs = {key: value for key, value in section.items() if key in ("lr", "weight_decay")}
         of_all = list(matrices.values())
         first = torch.optim.Muon(of_all, **torchs) if matrix == "muon" else matrix_optimizer(of_all, section)

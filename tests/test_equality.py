@@ -5,8 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,32 @@ import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
 
 from lwopt_backend import LayerWiseOptimizer, register_elementwise
+from lwopt_backend.migration import load_named_state
 from lwopt_backend.runtime.elementwise import Counters
 from tests import fsdp2, owned
 from tests.cells import cells
-from tests.engines import ENGINES, EXACT, OWNED, RULES, ZERO, Alone, Cell, ExactLM, check, running
+from tests.engines import (
+    ENGINES,
+    EXACT,
+    OWNED,
+    RULES,
+    ZERO,
+    Alone,
+    Cell,
+    Engine,
+    ExactLM,
+    OnFSDP2,
+    check,
+    precise,
+    running,
+)
 from tests.models import MATRICES, largest_difference
 from tests.on_ranks import on_ranks
 from tests.owned import shares
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gathered
 from tests.references import CAUTIOUS, REGISTERED, SECTIONS, state_of
 from tests.zero import ADAMW, MUON
 
@@ -356,3 +373,88 @@ def test_two_optimizers_take_turns_on_one_model(engine: str, second: str, freeze
     alternate(truth, alone, [0, 1], freeze, late)
     found = fsdp2.weights_of(nets if "fsdp2" in engine else copy.deepcopy(nets))  # a copy waits for what is under way
     assert largest_difference(found, dict(truth.named_parameters())) == 0.0
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """torch also fills memory that it has not written with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference mode": torch.inference_mode,
+    "a default device": lambda: torch.device("meta"),
+    "deterministic algorithms": deterministic,
+}
+
+
+def within(context: Callable[[], AbstractContextManager[Any]], cell: Cell, folder: str) -> tuple[list[Any], Any]:
+    """What an optimizer returns that is made in a context, where its methods, all of them, are called too; and the
+    weights of this rank."""
+    returned: list[Any] = []
+    model, plain = ExactLM(), cell.engine == "plain"
+    buffer = torch.ones_like(model.get_parameter(MATRICES[0]))
+    rules = {"matrix": {**SECTIONS[cell.matrix], **precise(cell.matrix, True)}, "elementwise": RULES["adamw"]}
+    if not plain:
+        fsdp2.fsdp(model, fsdp2.mesh_of())
+    with context():
+        optimizer: Any = LayerWiseOptimizer(model, **rules, report=False)
+    run = (Engine if plain else OnFSDP2)(cell, model, optimizer)
+    run.whole = None  # type: ignore[attr-defined]
+    for step in range(3):
+        with context() if step else nullcontext():
+            handle = nullcontext() if plain else optimizer.attach(model)
+        run.backward(shares(step, dist.get_world_size())[dist.get_rank() :][:1])
+        with context(), handle:
+            returned.append(float(optimizer.clip_grad_norm_(1.0)))
+            if plain:
+                returned += [float(clip_grad_norm_(model.parameters(), 0.5)), float(optimizer.grad_norm("layers.*"))]
+                returned.append(optimizer.count_zeros())
+            optimizer.record_metrics()
+            optimizer.step()
+            returned.append({**optimizer.metrics(), "seconds": None})
+            optimizer.synchronize()
+            optimizer.zero_grad()
+            saved = optimizer.state_dict()
+            if step == 1 and plain:
+                optimizer.save_state_dict(folder)
+                optimizer.load_state_dict_from(folder)
+                optimizer.refresh_masters()
+                returned += [optimizer.memory_report(), optimizer.traffic()]
+            if step == 1:
+                optimizer.load_state_dict(saved)
+            if step == 1 and cell.matrix == "muon":
+                load_named_state(optimizer, {MATRICES[0]: {"momentum_buffer": buffer}}, strict=False)
+    return returned, run.weights()
+
+
+@on_ranks(2)
+@cells(engine=["plain", "fsdp2"], matrix=["muon", "soap"])
+def test_a_callers_contexts_change_nothing(engine: str, matrix: str) -> None:
+    cell = Cell(engine, matrix)
+    with tempfile.TemporaryDirectory() as own:
+        folder = f"{gathered(own)[0]}/saved"
+        returned, weights = within(nullcontext, cell, folder)
+        for what, context in CONTEXTS.items():
+            found, others = within(context, cell, folder)
+            assert found == returned, what
+            assert all(torch.equal(weights[name], others[name]) for name in weights), what
+        dist.barrier()
+
+
+@on_ranks(2)
+@cells(engine=[*ZERO, *OWNED])
+def test_a_step_of_deepspeed_may_be_within_autocast(engine: str) -> None:
+    found = []
+    for context in (nullcontext, CONTEXTS["autocast"]):
+        with running(Cell(engine, clip=1.0), ExactLM()) as run:
+            run.made.backward(run.made(*shares(0, 2)[dist.get_rank()]))
+            with context():
+                run.made.step()
+            found.append(run.weights())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

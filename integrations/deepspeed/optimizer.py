@@ -42,6 +42,7 @@ from lwopt_backend.runtime.agreement import agree, disagreement
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, StateStore, keeps_state
+from lwopt_backend.runtime.undisturbed import undisturbed
 
 
 class EngineOptimizer(BaseOptimizer):
@@ -177,6 +178,7 @@ class ZeROLayerWise(EngineOptimizer):
         super().set_groups(groups)
         self._all_groups = self.param_groups  # DeepSpeed replaces the list by its own
 
+    @undisturbed()
     def step(self) -> None:  # type: ignore[override]
         """One step of the current ``param_groups`` of DeepSpeed: everything (stage 0, BF16_Optimizer), a param group
         (ZeRO-1/2) or a sub-group (ZeRO-3). Called on all ranks, without a closure.

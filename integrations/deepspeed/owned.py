@@ -36,6 +36,7 @@ from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import agree_in_all, digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
+from lwopt_backend.runtime.undisturbed import undisturbed
 
 # Keys of zero_optimization that owned storage uses; all others are refused or have no effect.
 HONOURED = ("stage", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights")
@@ -207,6 +208,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Called at stage 2, before a step that the training loop decides on: all gradients are reduced."""
 
+    @undisturbed()
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """One step with the gradients of the backward passes since the last one. Called on all ranks.

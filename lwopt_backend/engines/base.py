@@ -15,6 +15,7 @@ from lwopt_backend.groups.rates import MadeRates, with_true_rates
 from lwopt_backend.plan.cost import Machine, machine_of
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.collectives import RECORDERS, Collectives, Recorder
+from lwopt_backend.runtime.undisturbed import undisturbed
 
 
 def machine_for(device: torch.device) -> Machine:
@@ -84,6 +85,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         if self._recorder is not None:
             RECORDERS.add(self._recorder)
 
+    @undisturbed()
     def metrics(self) -> dict[str, Any]:
         """Measurements of the steps since the last call, by name. Call it on all ranks, after a step.
 

@@ -387,7 +387,7 @@ def small_rate(groups: Groups) -> str | None:
 def warn_of_small_rate(groups: Groups) -> None:
     """Warn once of matrices that would hardly move."""
     if (slow := small_rate(groups)) is not None:
-        warnings.warn(f"{NAME}: {slow}", stacklevel=4)
+        warnings.warn(f"{NAME}: {slow}", stacklevel=5)
 
 
 def check_overrides(rules: Rules, names: Mapping[str, bool]) -> None:

@@ -28,6 +28,7 @@ from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import StepRefused, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import keeps_state
+from lwopt_backend.runtime.undisturbed import undisturbed
 
 MADE_LAST = WeakTensorKeyDictionary()  # a weak reference to the last optimizer that was made for a parameter
 
@@ -129,6 +130,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         step_all(self._steppers, self.param_groups, self._matrix_rules(), *kept, self._options)
         count_block_steps(self.param_groups)
 
+    @undisturbed()
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
         module = mesh.sharded_module(model, "attach")
         self._ensure_bound()
@@ -185,6 +187,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._ensure_bound()
         return mesh_state.owner_shards(self._steppers, rules, self.state)
 
+    @undisturbed()
     def state_dict(self) -> dict[str, Any]:
         """As every torch optimizer's, with owner state as DTensors; called on all ranks if there is any owner state."""
         self._options.compare_next()
@@ -192,6 +195,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         shards = self._owner_shards() if self.state else []
         return mesh_state.with_owner_state(super().state_dict(), shards, self._bound)
 
+    @undisturbed()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. State that does not fit raises on all ranks, before anything is changed.
 

@@ -28,6 +28,7 @@ from lwopt_backend.groups.registry import with_torchs_keys
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.rules.protocol import AFTER, one_call
 from lwopt_backend.runtime.state import StateStore
+from lwopt_backend.runtime.undisturbed import undisturbed
 
 
 class Sharing(NamedTuple):
@@ -87,6 +88,7 @@ class LayerWiseOptimizer(BaseOptimizer):
             cls = MeshOptimizer if sharded_later or is_sharded(model) else OwnedOptimizer
         return super().__new__(cls)
 
+    @undisturbed()
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -141,10 +143,11 @@ class LayerWiseOptimizer(BaseOptimizer):
         """
         with one_call(self, begins=True, ends=True):
             loss = None if closure is None else torch.enable_grad()(closure)()
-            if self._clip_groups.limits and not self._clipped:
-                self._clip(self._clip_groups.limits)
-            self._clipped = False
-            self._step()
+            with undisturbed(), torch.no_grad():
+                if self._clip_groups.limits and not self._clipped:
+                    self._clip(self._clip_groups.limits)
+                self._clipped = False
+                self._step()
             if self._optimizer_step_post_hooks or AFTER:  # which may read parameters
                 self.synchronize()
         return loss
@@ -179,6 +182,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         limits = {**self._clip_groups.limits, None: max_norm}
         return self._clip(limits, norm_type, error_if_nonfinite, foreach)[None].float()
 
+    @undisturbed()
     @torch.no_grad()
     def _clip(
         self, limits: Mapping[str | None, float], norm_type: float = 2.0, finite: bool = False, foreach: Any = None

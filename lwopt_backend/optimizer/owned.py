@@ -37,6 +37,7 @@ from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
+from lwopt_backend.runtime.undisturbed import undisturbed
 
 
 class OwnedOptimizer(LayerWiseOptimizer):
@@ -105,9 +106,11 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         return self._manager.no_sync()
 
+    @undisturbed()
     def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
         return self.gradients.norm(checked_order(norm_type), self._picked(names))
 
+    @undisturbed()
     def count_zeros(self, names: str | Sequence[str] = "*") -> int:
         return self.gradients.count_zeros(self._picked(names))
 
@@ -124,13 +127,16 @@ class OwnedOptimizer(LayerWiseOptimizer):
             self._manager.receive_values()
         self._backward.stepped()
 
+    @undisturbed()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of an interrupted backward pass included."""
         self._backward.discard()
 
+    @undisturbed()
     def synchronize(self) -> None:
         self._manager.receive_values()
 
+    @undisturbed()
     def refresh_masters(self) -> None:
         self._manager.receive_values()
         self.core.refresh_masters()
@@ -159,11 +165,13 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def state_store(self) -> OwnedStore:
         return OwnedStore(self.core, self.param_groups)
 
+    @undisturbed()
     def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
         from lwopt_backend.engines.owned import files as owned_files
 
         owned_files.save(self.core, self.param_groups, self._model, Path(path), more)
 
+    @undisturbed()
     def load_state_dict_from(self, path: str | PathLike[str]) -> dict[str, Any]:
         from lwopt_backend.engines.owned import files as owned_files
 
@@ -178,11 +186,13 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self._backward.options.compare_next()
         self._loaded = True
 
+    @undisturbed()
     def state_dict(self) -> dict[str, Any]:
         """This rank's pieces of the state, which torch.distributed.checkpoint saves for any number of ranks."""
         self._backward.options.compare_next()
         return saved(self, lambda: state_of(self.core, self.param_groups))
 
+    @undisturbed()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict`` of this rank, or one of whole tensors. Called on all ranks.
 
@@ -190,6 +200,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         """
         loaded(self, state_dict, lambda found: self.take_groups(take_state(self.core, self.param_groups, found)))
 
+    @undisturbed()
     def memory_report(self) -> list[RankMemory]:
         return owned_model.memory_of_all(self.core, self.param_groups)
 

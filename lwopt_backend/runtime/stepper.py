@@ -14,6 +14,7 @@ from lwopt_backend.plan.exchange import own_block
 from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.collectives import Collectives, all_reduce_nbytes, sending
 from lwopt_backend.runtime.exchange import Arrival, Beside, Segments, ways_back, ways_to_owners
+from lwopt_backend.runtime.undisturbed import undisturbed
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_alike, filled_on
 
 # Early exchange: buckets sent in the backward pass, used only if they equal those that the step would send.
@@ -65,7 +66,11 @@ class EarlyExchange:
             if self._stepper.in_blocks(rules).intersection(self._buckets[bucket]):
                 return
             atoms = self._stepper.sent_atoms(bucket)
-            with self._beside.running(lambda: [part.grad for atom in atoms for part in storage(atom)]):
+            with (
+                undisturbed(),
+                torch.no_grad(),
+                self._beside.running(lambda: [part.grad for atom in atoms for part in storage(atom)]),
+            ):
                 self._departed[bucket] = self._stepper.send_directions(bucket, _Run(rules, copied(storage)))
 
     def forget(self) -> None:

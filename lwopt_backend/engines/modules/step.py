@@ -38,6 +38,7 @@ from lwopt_backend.optimizer import OwnedOptimizer
 from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
 from lwopt_backend.runtime.agreement import agree, check_on_all, digest
 from lwopt_backend.runtime.collectives import ranks_of
+from lwopt_backend.runtime.undisturbed import undisturbed
 
 Measured = dict[str, list[float]]  # by module
 
@@ -61,6 +62,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         >>> optimizer = ModuleOptimizers({"vision": vision, "text": LayerWiseOptimizer(model.text)})
     """
 
+    @undisturbed()
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer | None], *, process_group: Any = None) -> None:
         self._everyone = ranks_of(process_group)
         what = f"{NAME}: expected all modules on all ranks, in one order, with None for modules on other ranks"
@@ -112,6 +114,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
                     stack.enter_context(optimizer.no_sync())
             yield
 
+    @undisturbed()
     @torch.no_grad()
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """The norm of each module's mean gradients, those of modules on other ranks included.
@@ -128,6 +131,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         return {name: _total(norms, norm_type) for name, norms in self._norms(norm_type).items()}
 
+    @undisturbed()
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all modules' mean gradients as one vector, each element counted once.
@@ -143,6 +147,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         return _total([*chain(*self._norms(norm_type).values())], norm_type)
 
+    @undisturbed()
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -200,6 +205,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """The norm over all modules of each group in ``clip_groups`` before it was last clipped, fp32 on the CPU."""
         return dict(self._group_norms)
 
+    @undisturbed()
     @torch.no_grad()
     def scale_grads(self, factor: float) -> None:
         """Multiply all gradients, e.g. after a backward pass from a scaled loss.
@@ -214,6 +220,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         for part in self._parts.values():
             part.gradients.scale(factor)
 
+    @undisturbed()
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
         """Step every module or none.
@@ -258,6 +265,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
+    @undisturbed()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of an interrupted backward pass included.
 
@@ -324,6 +332,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     # Checkpoints
 
+    @undisturbed()
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's optimizers.
 
@@ -334,6 +343,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         return saved(self, lambda: {name: self._parts[name].state_dict() for name in self.modules})
 
+    @undisturbed()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this rank's modules.
 
@@ -359,6 +369,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         check_on_all(self._everyone, NAME, check)
         together(self._everyone, "load_state_dict", self._parts, load)
 
+    @undisturbed()
     def save_state_dict(self, path: str | PathLike[str]) -> None:
         """Write ``state_dict`` of all ranks to a folder of torch.distributed.checkpoint.
 
@@ -376,6 +387,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         self._measure("options", 0, lambda part: [], compare=True)
         state.save(self._everyone, self.state_dict(), Path(path))
 
+    @undisturbed()
     def load_state_dict_from(self, path: str | PathLike[str]) -> None:
         """Load what ``save_state_dict`` wrote; modules may be on other ranks now.
 
