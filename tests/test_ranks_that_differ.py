@@ -23,8 +23,9 @@ from lwopt_backend.runtime.agreement import RanksDisagree, agree, digest, first_
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.elementwise import ElementwiseStepper
 from tests.cells import cells, with_full
-from tests.engines import ENGINES, ZERO, Cell, Engine, ExactLM, running
+from tests.engines import ENGINES, ZERO, Cell, Engine, ExactLM, UnderDeepSpeed, running
 from tests.launcher import run_on_ranks, torchrun
+from tests.models import largest_difference
 from tests.on_ranks import on_ranks
 from tests.owned import shares
 from tests.ranks import RankFailed, RankPool
@@ -342,6 +343,49 @@ def test_gradients_of_one_rank_that_are_not_finite_are_one_decision_of_all(engin
                 theirs = weight.nan_to_num()
                 dist.broadcast(theirs, 0)
                 assert torch.equal(weight.nan_to_num(), theirs)
+
+
+# A step that ends in between: some weights and state are those of the next step
+class Ended(Exception):
+    """In the middle of a step."""
+
+
+@on_ranks(2)
+@cells(engine=[*ENGINES, "modules"])
+def test_after_a_step_that_ended_in_between_no_other_is_taken_before_a_load(engine: str, tmp_path: Path) -> None:
+    folder, modules = str(tmp_path / "saved"), engine == "modules"
+    with running(Cell("plain" if modules else engine), ExactLM()) as run:
+        if modules:
+            run.optimizer = ModuleOptimizers({"all": run.optimizer})
+        plain_step(run, 0)
+        run.save(folder) if not modules else run.optimizer.save_state_dict(folder)
+        with mock.patch.object(ElementwiseStepper, "step", side_effect=Ended), pytest.raises(Ended):
+            plain_step(run, 1)
+        sharded = engine in ("zero 1", "zero 2", "zero 3")  # DeepSpeed has no gradients left
+        said = "a backward pass" if sharded else "the last step ended in an error after .* The error was: Ended"
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=said):
+                run.made.step() if isinstance(run, UnderDeepSpeed) else run.optimizer.step()
+        if engine in ("plain", "fsdp2"):
+            run.load(folder)
+            run.optimizer.zero_grad()
+            plain_step(run, 1)
+            found = run.weights()
+    if engine in ("plain", "fsdp2"):
+        with running(Cell(engine), ExactLM()) as run:
+            run.train(range(2))
+            assert largest_difference(run.weights(), found) == 0.0
+
+
+def plain_step(run: Engine, number: int) -> None:
+    """A step of the engine, without the norms that a ``ModuleOptimizers`` calls otherwise."""
+    rows = shares(number, run.parts)[run.part :: run.parts]
+    if isinstance(run, UnderDeepSpeed):
+        run.step(rows)
+        return
+    run.backward(rows)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
 
 
 # A rank that fails: it raises its own error, and the others end when its program does

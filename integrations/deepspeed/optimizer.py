@@ -187,6 +187,7 @@ class ZeROLayerWise(EngineOptimizer):
         Raises RuntimeError outside an engine, and on every rank, before anything is changed, if DeepSpeed's storage is
         not as planned, or if options differ.
         """
+        self._whole.check()
         self.check_loaded()
         replicated = self._binding is not None and self._binding.replicated
         if replicated and self._overflows():
@@ -201,7 +202,8 @@ class ZeROLayerWise(EngineOptimizer):
                 self._compare_options(binding)
             for unit, (group, tensor) in shown.items():
                 stepper = self._steppers[unit]
-                stepper.step(group, self.state[tensor])
+                with self._whole.changing():
+                    stepper.step(group, self.state[tensor])
                 if self.row_scaling:
                     self.row_scaling.scale(stepper.params, stepper.pieces({}, 0))
             if ends:

@@ -219,6 +219,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         """
         if self._owned is None:
             raise self._no_engine()
+        self._whole.check()
         self.check_loaded()
         self.gradients.begin_step()
         with one_call(self, begins=True, ends=True):
@@ -229,7 +230,8 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             self._scale_gradients()
             self.loss_scaler.update_scale(self.overflow)
             if not self.overflow:
-                self.core.step(self.param_groups, presences)
+                with self._whole.changing():
+                    self.core.step(self.param_groups, presences)
                 self.core.manager.receive_values()
             else:
                 self.core.manager.drop_gradients()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lwopt_backend.groups.param_groups import CheckedOptions, Groups
 from lwopt_backend.groups.rates import MadeRates, with_true_rates
 from lwopt_backend.plan.cost import Machine, machine_of
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
+from lwopt_backend.runtime.agreement import StepRefused
 from lwopt_backend.runtime.collectives import RECORDERS, Collectives, Recorder
 from lwopt_backend.runtime.undisturbed import undisturbed
 
@@ -50,6 +52,36 @@ def loaded(
         after(optimizer)
 
 
+class Whole:
+    """Whether an optimizer's weights and state are those of whole steps. ``name`` is for errors."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._broken = ""
+
+    def check(self) -> None:
+        """Raises RuntimeError if an error has ended a step that had begun to change weights and state."""
+        if self._broken:
+            raise RuntimeError(
+                f"{self._name}: the last step ended in an error after it had changed some weights and state; load a "
+                f"checkpoint, or restart. The error was: {self._broken}"
+            )
+
+    @contextmanager
+    def changing(self, *, begun: bool = False) -> Iterator[None]:
+        """Context of a step's changes. ``StepRefused`` is raised before there are any, unless some have ``begun``."""
+        try:
+            yield
+        except BaseException as error:
+            if begun or not isinstance(error, StepRefused):
+                self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def loaded(self) -> None:
+        """Weights and state have been loaded."""
+        self._broken = ""
+
+
 MOMENTA = ("momentum", "betas")  # defaults by which torch's OneCycleLR and CyclicLR choose what they cycle
 
 
@@ -60,6 +92,7 @@ class BaseOptimizer(torch.optim.Optimizer):
     _made = False  # whether the base class's constructor has added all param groups
     _plan_digest: str | None = None  # once there is a plan
     _recorder: Recorder | None = None  # while steps are measured
+    _whole: Whole
 
     @property
     def plan_digest(self) -> str:
@@ -137,10 +170,12 @@ class BaseOptimizer(torch.optim.Optimizer):
         self.defaults = {**options, "lr": rate}
         self._rates, self._checked = MadeRates(groups), CheckedOptions()
         self._made = True
+        self._whole = Whole(self.name)
         self.set_groups(self.param_groups)
 
     def set_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Replace the param groups, e.g. by those of a checkpoint."""
+        self._whole.loaded()
         self.param_groups = with_true_rates([*groups])
 
     def _check_groups(self, groups: Groups) -> None:

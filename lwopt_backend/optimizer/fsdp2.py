@@ -114,7 +114,8 @@ class MeshOptimizer(LayerWiseOptimizer):
                 state[param] = before.get(param) or mesh.new_state(param, group, self.config)
         self.state, self._stated = state, list(state)
 
-    def _step(self) -> None:
+    def _begin_step(self) -> None:
+        self._whole.check()
         self._ensure_bound()
         if self._taken is not None:
             raise StepRefused(
@@ -126,8 +127,12 @@ class MeshOptimizer(LayerWiseOptimizer):
             if self._attachment is not None:
                 self._attachment.remove()
             raise StepRefused(f"{NAME}: {changed} (rank {ranks_of().rank})")
+
+    def _step(self) -> None:
         kept = (self._elementwise, self.state, self._attachment, self.row_scaling)
-        step_all(self._steppers, self.param_groups, self._matrix_rules(), *kept, self._options)
+        rules = self._matrix_rules()
+        with self._whole.changing():
+            step_all(self._steppers, self.param_groups, rules, *kept, self._options)
         count_block_steps(self.param_groups)
 
     @undisturbed()

@@ -144,18 +144,28 @@ class LayerWiseOptimizer(BaseOptimizer):
         with one_call(self, begins=True, ends=True):
             loss = None if closure is None else torch.enable_grad()(closure)()
             with undisturbed(), torch.no_grad():
-                if self._clip_groups.limits and not self._clipped:
-                    self._clip(self._clip_groups.limits)
-                self._clipped = False
-                self._step()
+                try:
+                    self._begin_step()
+                    if self._clip_groups.limits and not self._clipped:
+                        self._clip(self._clip_groups.limits)
+                    self._clipped = False
+                    self._step()
+                finally:
+                    self._end_step()
             if self._optimizer_step_post_hooks or AFTER:  # which may read parameters
                 self.synchronize()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
+    def _begin_step(self) -> None:
+        """Raises RuntimeError, before anything is changed, if this step cannot be taken. Called on all ranks."""
+
     def _step(self) -> None:
         raise NotImplementedError
+
+    def _end_step(self) -> None:
+        """The step, or the attempt, is over."""
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None

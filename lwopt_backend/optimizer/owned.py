@@ -37,6 +37,7 @@ from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
+from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.undisturbed import undisturbed
 
 
@@ -87,6 +88,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self._model = model
         self._manager, self.row_scaling = self.core.manager, self.core.row_scaling
         self._backward = Backward(self.core, model)
+        self._presences: list[Presence] | None = None  # in a step, once ranks have met
         self._buffers = Buffers(model, shares if self.config.broadcast_buffers else (), self._manager.ledger.send)
         self._manager.pass_ended = self._buffers.send
         if self._buffers.any:
@@ -114,18 +116,27 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def count_zeros(self, names: str | Sequence[str] = "*") -> int:
         return self.gradients.count_zeros(self._picked(names))
 
+    def _begin_step(self) -> None:
+        if self._presences is None:
+            self._whole.check()
+            self.core.check_loaded()
+            self._presences = self._backward.finish(self.param_groups)
+            self._buffers.receive()
+
     def _step(self) -> None:
-        self.core.check_loaded()
-        presences = self._backward.finish(self.param_groups)
-        self._buffers.receive()
+        assert self._presences is not None
         self._check_groups(self.param_groups)
         if self._loaded:
             self.refresh_masters()
         self._manager.receive_values()
-        self.core.step(self.param_groups, presences)
+        with self._whole.changing():
+            self.core.step(self.param_groups, self._presences)
         if not self.config.overlap_param_gather:
             self._manager.receive_values()
         self._backward.stepped()
+
+    def _end_step(self) -> None:
+        self._presences = None
 
     @undisturbed()
     def zero_grad(self, set_to_none: bool = True) -> None:

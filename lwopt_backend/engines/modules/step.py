@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.engines.base import loaded, saved
+from lwopt_backend.engines.base import Whole, loaded, saved
 from lwopt_backend.engines.gradients import check_finite, checked_order, clip_factor
 from lwopt_backend.engines.modules.parts import (
     NAME,
@@ -80,6 +80,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         self._clipped, self._group_norms = False, dict[str, Tensor]()
         self.overflowed: tuple[str, ...] = ()
         self._steps = 0
+        self._whole = Whole(NAME)
         common = frozenset.intersection(*(has.defaults for has in found))
         mine = next((optimizer.defaults for optimizer in self.modules.values()), {})
         # As after unpickling: the base class's constructor requires parameters, which a rank may not have.
@@ -242,9 +243,12 @@ class ModuleOptimizers(torch.optim.Optimizer):
         if closure is not None:
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
         hooked = bool(self._optimizer_step_post_hooks or AFTER)  # such hooks may read parameters
-        with one_call(self, begins=True, ends=True):
+        with one_call(self, begins=True, ends=True), ExitStack() as ends:
+            for ours in (part.ours for part in self._parts.values() if part.ours is not None):
+                ends.callback(ours._end_step)
+            self._whole.check()
             self._rates.warn(NAME, self.param_groups)
-            norms = self._norms(2.0, compare=self._steps % COMPARED_EVERY == 0)
+            norms = self._norms(2.0, compare=self._steps % COMPARED_EVERY == 0, steps=True)
             self._steps += 1
             self.overflowed = tuple(name for name, found in norms.items() if not all(map(math.isfinite, found)))
             if len(self._groups) > 1 and not self._clipped:
@@ -254,11 +258,12 @@ class ModuleOptimizers(torch.optim.Optimizer):
                 self.zero_grad()
                 return False
             with inner_steps():
-                for part in self._parts.values():
+                for number, part in enumerate(self._parts.values()):
                     if part.ours is not None:
                         part.ours._clipped = True
                         part.ours._rates.told |= self._rates.told
-                    part.optimizer.step()
+                    with self._whole.changing(begun=number > 0):
+                        part.optimizer.step()
                     if part.ours is not None and hooked:
                         part.ours.synchronize()
             return True
@@ -275,11 +280,13 @@ class ModuleOptimizers(torch.optim.Optimizer):
         for part in self._parts.values():
             part.optimizer.zero_grad(set_to_none)
 
-    def _norms(self, norm_type: float, *, compare: bool = False) -> Measured:
-        """The norms of each module's gradients, one for each of ``_groups``."""
+    def _norms(self, norm_type: float, *, compare: bool = False, steps: bool = False) -> Measured:
+        """The norms of each module's gradients, one for each of ``_groups``; if it ``steps``, those of a step."""
         order = checked_order(norm_type)
 
         def measure(part: Part) -> list[Tensor | float]:
+            if steps and part.ours is not None:
+                part.ours._begin_step()
             ours = (None, *part.groups.limits)
             found = [part.gradients.norm(order, part.groups.pick(g)) if g in ours else 0.0 for g in self._groups]
             if part.ours is not None:  # after the norm, in which the module's ranks meet
@@ -368,6 +375,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
         check_on_all(self._everyone, NAME, check)
         together(self._everyone, "load_state_dict", self._parts, load)
+        self._whole.loaded()
 
     @undisturbed()
     def save_state_dict(self, path: str | PathLike[str]) -> None:
