@@ -133,6 +133,7 @@ def breaks_at(model: nn.Module, name: str) -> Any:
     return model.get_parameter(name).register_hook(fail)
 
 
+AGAIN = r"expected the optimizer's zero_grad\(\) on all ranks after an error .* The error was: LayerWiseOptimizer: "
 BROKEN = "LayerWiseOptimizer: a backward pass ended in an exception; all gradients are dropped, on all ranks (rank 1)"
 
 
@@ -156,9 +157,10 @@ def test_a_broken_backward_pass_is_dropped_and_training_goes_on(where: str, afte
     if handle is not None:
         handle.remove()
     if after == "all step" or (after == "it drops, others step" and not breaks):
-        with pytest.raises(RuntimeError, match=f"^{re.escape(BROKEN)}$"):
-            optimizer.step()
-    optimizer.zero_grad()  # as a user would; where step() has raised there is nothing left to drop
+        for message in (f"^{re.escape(BROKEN)}$", AGAIN):
+            with pytest.raises(RuntimeError, match=message):
+                optimizer.step()
+    optimizer.zero_grad()
     train_ours(model, optimizer, (2, 3))
     assert_same(model, truth((0, 2, 3)))
 
@@ -168,8 +170,25 @@ def test_gradients_that_one_rank_drops_are_used_by_none() -> None:
     model, optimizer = made()
     back(model, 5)
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match=r"another rank has called zero_grad\(\) where this one uses its grad"):
+        for message in (r"another rank has called zero_grad\(\) where this one uses its gradients", AGAIN):
+            with pytest.raises(RuntimeError, match=message):
+                optimizer.step()
+    optimizer.zero_grad()
+    train_ours(model, optimizer, 2)
+    assert_same(model, truth(2))
+
+
+@on_ranks(4)
+def test_after_unlike_numbers_of_passes_nothing_trains_until_gradients_are_cleared() -> None:
+    """Instances have other numbers, so that every reduction meets its own."""
+    model, optimizer = made(group_size=2)
+    for _ in range(2 if dist.get_rank() < 2 else 1):
+        back(model, 7)
+    for message in ("ranks ran different numbers of backward passes", AGAIN, AGAIN):
+        with pytest.raises(RuntimeError, match=message):
             optimizer.step()
+    with pytest.raises(RuntimeError, match=AGAIN):
+        optimizer.clip_grad_norm_(1.0)
     optimizer.zero_grad()
     train_ours(model, optimizer, 2)
     assert_same(model, truth(2))

@@ -89,14 +89,16 @@ def test_a_gradient_that_no_backward_pass_made_is_an_error_on_every_rank() -> No
         RuntimeError, match=r"'left.weight': expected a .grad from a backward .*set keep_full_grads=True.*\(rank 1\)"
     ):
         optimizer.step()
-    model.zero_grad()
+    optimizer.zero_grad()
     owned.Turn(model, 0, 0).back(use="both")
     optimizer.step()
 
 
-def train_scaled(mode: str) -> None:
-    """With torch.amp.GradScaler, whose second step overflows on one rank; the truth is a loop without that step. Scales
-    are powers of two and sums of two commute, so not a bit may differ."""
+@on_ranks(2)
+@pytest.mark.parametrize("mode", owned.MODES)
+def test_grad_scaler_unscales_and_skips_on_all_ranks(mode: str) -> None:
+    """Its second step overflows on one rank; the truth is a loop without that step. Scales are powers of two and sums
+    of two commute, so not a bit may differ."""
     model, expected = owned.Branches(), owned.Branches()
     optimizer, theirs = owned.optimizer_in(model, mode), owned.optimizers_of(expected)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1000)
@@ -109,16 +111,20 @@ def train_scaled(mode: str) -> None:
         if step != 1:
             owned.mean_gradients(expected, owned.Turn.back, step)
             owned.step_all(theirs)
+    optimizer.synchronize()
     owned.assert_same(model, expected)
     assert scaler.get_scale() == 2.0**3
 
 
 @on_ranks(2)
-def test_grad_scaler_works_on_kept_gradients_and_refuses_others() -> None:
-    """It finds none to unscale; going on with scaled ones would be silent."""
-    train_scaled("kept gradients")
-    with pytest.raises(RuntimeError, match="set keep_full_grads"):
-        train_scaled("plain")
+def test_grad_scaler_hears_of_what_another_rank_owns() -> None:
+    """One parameter, which one rank owns, has a non-finite gradient."""
+    model = exact_sums(owned.Branches())
+    optimizer, scaler = owned.optimizer_in(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    model.left.weight.register_hook(lambda grad: grad * math.inf)
+    scaler.scale(owned.Turn(model, 0, dist.get_rank()).loss()).backward()
+    scaler.unscale_(optimizer)
+    assert scaler._found_inf_per_device(optimizer)[torch.device("cpu")].item() == 1.0
 
 
 # Norms and zeros: every element counts once

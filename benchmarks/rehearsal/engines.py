@@ -162,7 +162,7 @@ class OwnedEngine(Engine):
 
     def backward(self) -> None:
         self._pass(Passes())
-        _ = self._optimizer.gradients  # sends what is left
+        self._core.manager.finish()  # sends what is left
         for _ in self._core.manager.settled():
             pass  # the last gradients arrive
 
@@ -204,6 +204,8 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         for param in ctx.params:
+            for before in (param._backward_hooks or {}).values():
+                before(param)
             ctx.passes.backward([param])
             param.grad = torch.empty_like(param) if param.grad is None else param.grad
             for hook in param._post_accumulate_grad_hooks.values():

@@ -26,6 +26,7 @@ from lwopt_backend.engines.owned.model import (
     tell_when_loaded,
     wait_in_forward,
 )
+from lwopt_backend.engines.owned.shown import gradients_shown
 from lwopt_backend.engines.owned.state import OwnedStore, held_state, state_of, take_state
 from lwopt_backend.engines.owned.step import OwnedCore, Share
 from lwopt_backend.engines.owned.untrained import Buffers, broadcast_untrained
@@ -44,8 +45,8 @@ from lwopt_backend.runtime.undisturbed import undisturbed
 class OwnedOptimizer(LayerWiseOptimizer):
     """``LayerWiseOptimizer`` of a plain model; copies all parameters and buffers from the group's first rank to all.
 
-    After backward, ``param.grad`` is None unless ``keep_full_grads`` is set: the owners have the mean gradients, which
-    ``step`` frees.
+    After backward, the owners have the mean gradients, which ``step`` frees. ``param.grad`` is a ``ReducedGradient``,
+    with ``keep_full_grads`` the mean gradient itself.
     """
 
     config: OwnedConfig
@@ -87,6 +88,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self.state.update(held_state(self.core, self.param_groups))
         self._model = model
         self._manager, self.row_scaling = self.core.manager, self.core.row_scaling
+        if not self.config.keep_full_grads:
+            self._manager.marks = gradients_shown(self._manager.names, self._manager.params, self)
         self._backward = Backward(self.core, model)
         self._presences: list[Presence] | None = None  # in a step, once ranks have met
         self._buffers = Buffers(model, shares if self.config.broadcast_buffers else (), self._manager.ledger.send)
@@ -159,9 +162,35 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     @property
     def gradients(self) -> OwnedGradients:
-        """Waits until all gradients are at their owners."""
-        self._backward.finish(self.param_groups)
+        """Waits until all gradients are at their owners. Read on all ranks, which compare what they have done."""
+        if self._presences is None:
+            self._backward.finish(self.param_groups, reads=True)
         return self.core.gradients
+
+    @property
+    def version(self) -> int:
+        """As ``Reader``."""
+        return self._manager.version
+
+    def shown(self, *, order: float | None = None, together: bool = False) -> OwnedGradients:
+        """As ``Reader``."""
+        manager, said = self._manager, ""
+        if torch._C._current_graph_task_id() != -1:
+            said = "expected the end of backward, because ranks add it up until then; use it after backward"
+        elif not manager.has_unused_gradients:
+            said = "the step has used it; read it before the step"
+        elif manager.apart and self._everyone().world_size > 1:
+            said = "ranks have not added up the passes under no_sync(); use it after a pass outside"
+        if said:
+            raise RuntimeError(f"{NAME}: param.grad: {said}")
+        if together or not self._backward.has_met or not (order is None or self.core.gradients.knows(order)):
+            return self.gradients
+        return self.core.gradients
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """As ``Reader``."""
+        if self._manager.has_unused_gradients:
+            self._manager.forget(numbers)
 
     def _picked(self, names: str | Sequence[str]) -> Pick:
         globs = [names] if isinstance(names, str) else list(names)
@@ -220,10 +249,3 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     def _everyone(self) -> Collectives:
         return self.core.holdings[0].sharers.everyone
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Read by torch.amp.GradScaler, which needs ``param.grad``. Raises RuntimeError unless ``keep_full_grads``."""
-        if not self.config.keep_full_grads:
-            raise RuntimeError(f"{NAME}: GradScaler unscales param.grad, which only owners have; set keep_full_grads")
-        return False

@@ -12,7 +12,7 @@ from lwopt_backend.runtime.collectives import Collectives, Pending
 
 
 def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
-    """The maximum of a scalar tensor over all ranks; NaN if any rank's is NaN. Called on all ranks.
+    """The maximum over all ranks of each element; NaN where any rank has NaN. Called on all ranks.
 
     gloo's MAX may drop a NaN, or the values before it, depending on the order of ranks.
     """

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -70,10 +71,11 @@ class BackwardPasses:
         self._manager = manager
         self._running = False
         self._told = False  # whether the manager was told of the running pass
-        self._handles: list[Any] = [
-            param.register_post_accumulate_grad_hook(Hook(self, BackwardPasses._take, index))
-            for index, param in enumerate(manager.params)
-        ]
+        self._handles: list[Any] = []
+        for index, param in enumerate(manager.params):
+            if manager.marks:
+                self._handles.append(param.register_hook(Hook(self, BackwardPasses._before, index)))
+            self._handles.append(param.register_post_accumulate_grad_hook(Hook(self, BackwardPasses._take, index)))
         self._handles.append(model.register_forward_pre_hook(Hook(self, BackwardPasses._before_forward)))
         self._handles.append(model.register_forward_hook(Hook(self, BackwardPasses._after_forward)))
 
@@ -91,6 +93,11 @@ class BackwardPasses:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def _before(self, index: int, grad: Tensor) -> None:
+        """autograd also runs this for ``torch.autograd.grad``, where nothing is accumulated."""
+        self._begin()
+        self._manager.lift(index)
 
     def _take(self, index: int, param: Tensor) -> None:
         self._begin()
@@ -185,8 +192,15 @@ class BucketManager:
         self._keep_full = keep_full
         self.overlap = overlap  # whether buckets are sent during backward passes, or all of them in ``finish``
         self._reducing = True
-        self._left_behind = False  # a pass left its gradients unreduced
+        self.left_behind = False  # a pass left its gradients unreduced
         self.passes = 0  # reducing backward passes since the last step
+        self.version = 0  # of the mean gradients
+        # What param.grad shows of gradients that were taken, if anything: see ``ReducedGradient``.
+        self.marks: Sequence[Tensor] = ()
+        self._shown = [False] * len(params)  # whether param.grad shows a gradient for the step, if nobody removed it
+        self._lifted: dict[int, bool] = {}  # in a backward pass, marks that were taken away, and whether one was shown
+        self._stale: set[int] = set()  # parameters of whose gradients earlier passes are to be forgotten
+        self.changes = 0  # a sum over all that was done to gradients; ranks compare it
         self._begin()
 
     def _begin(self) -> None:
@@ -206,7 +220,7 @@ class BucketManager:
     def no_sync(self) -> Iterator[None]:
         """Keep gradients on this rank, to be reduced together with those of a later backward pass."""
         before, self._reducing = self._reducing, False
-        self._left_behind = True
+        self.left_behind = True
         try:
             yield
         finally:
@@ -216,7 +230,7 @@ class BucketManager:
         """Note that a backward pass begins."""
         if self.reduces is not None:
             self._reducing = self.reduces()
-            self._left_behind = self._left_behind or not self._reducing
+            self.left_behind = self.left_behind or not self._reducing
         self._open = self._open or self._reducing
 
     def arrived(self, index: int) -> None:
@@ -236,6 +250,7 @@ class BucketManager:
         self._touched[index] = True
         with torch.no_grad():
             self.buckets[number].take(index)
+        self._show(index)
         if not self._reducing:
             return
         self._open = True
@@ -251,6 +266,9 @@ class BucketManager:
         """Send the buckets that were not sent during the backward pass. Called on all ranks."""
         if self._open and self.overlap:
             self._launch_rest()
+        for index, shown in self._lifted.items():  # into which torch.autograd.grad has accumulated nothing
+            self.params[index].grad, self._shown[index] = self.marks[index], shown
+        self._lifted = {}
 
     def _launch_rest(self) -> None:
         while self._next < len(self.buckets):
@@ -265,19 +283,27 @@ class BucketManager:
         self._left.add(number)
         with torch.no_grad():
             self._arrive(number)  # its transfer of an earlier pass
+            self._look(slot.param for slot in self.buckets[number].bucket.slots)
+            self._forget_stale(number)
             self.buckets[number].launch()
+        self.version += 1
 
     def _end_pass(self) -> None:
         self._begin()
         self.passes += 1
-        self._left_behind = False
+        self.left_behind = False
         if self.pass_ended is not None:
             self.pass_ended()
+        if self.buckets[0].sharers.everyone.world_size > 1:  # other ranks may have a gradient where this one has none
+            for index, shown in enumerate(self._shown):
+                if not shown and index not in self._lifted:
+                    self._show(index)
         if self._keep_full:
             for bucket in self.settled():
                 with torch.no_grad():
                     bucket.spread_gradients()
             self._show_everywhere()
+            self._shown = [param.grad is not None for param in self.params]
 
     def _show_everywhere(self) -> None:
         """Set ``param.grad`` to the mean gradient where only other ranks had one. Called on all ranks."""
@@ -300,6 +326,53 @@ class BucketManager:
         self._arrive(number)
         with torch.no_grad():
             self.buckets[number].settle()
+            self._forget_stale(number)
+
+    # What param.grad shows: the user may remove it, which drops what has accumulated
+
+    def _show(self, index: int) -> None:
+        if self.marks:
+            self._lifted.pop(index, None)
+            try:
+                self.params[index].grad = self.marks[index]
+            except RuntimeError:  # the parameter was cast or moved, which the step refuses
+                return
+            self._shown[index] = True
+
+    def lift(self, index: int) -> None:
+        """Take the mark out of param.grad, to which autograd is about to add a gradient."""
+        self._look([index])
+        if self.params[index].grad is self.marks[index]:
+            self.params[index].grad = None
+            self._lifted[index], self._shown[index] = self._shown[index], False
+
+    def _look(self, indices: Iterable[int]) -> None:
+        """Drop the gradients that were removed from param.grad since they were shown there."""
+        for index in indices:
+            if self._shown[index]:
+                grad = self.params[index].grad
+                if grad is None if self._keep_full else grad is not self.marks[index]:
+                    self._shown[index] = self._touched[index] = False
+                    self.forget([index])
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """Forget the gradients of these parameters in all passes so far; those of a step's are then zero."""
+        for index in indices:
+            self.buckets[self.bucket_of[index]].forget_taken(index)
+            self._stale.add(index)
+            self.version += 1
+            if self.passes:  # before, gradients were only this rank's
+                self.note("forget", index)
+
+    def note(self, what: str, *params: int) -> None:
+        """Note what was done to mean gradients, in any order between two passes."""
+        self.changes = (self.changes + crc32(repr((what, params, self.passes)).encode())) % 2**31
+
+    def _forget_stale(self, number: int) -> None:
+        bucket = self.buckets[number]
+        if stale := self._stale.intersection(slot.param for slot in bucket.bucket.slots):
+            bucket.forget(stale)
+            self._stale -= stale
 
     # Step
 
@@ -308,7 +381,7 @@ class BucketManager:
 
         A rank that had fewer backward passes than the others takes part with zeros. Called on all ranks.
         """
-        if self._open or self._left_behind or self.passes < passes:
+        while self._open or self.left_behind or self.passes < passes:
             self._launch_rest()
 
     def has_gradient(self, index: int) -> bool:
@@ -321,9 +394,13 @@ class BucketManager:
 
     def unused_grad(self) -> str | None:
         """A parameter with a ``grad`` from outside a backward pass (the manager takes those of passes), or None."""
+        self._look(range(len(self.params)))
         if self._keep_full:
             return None
-        return next((name for name, param in zip(self.names, self.params) if param.grad is not None), None)
+        for index, param in enumerate(self.params):
+            if (grad := param.grad) is not None and not (self.marks and grad is self.marks[index]):
+                return self.names[index]
+        return None
 
     def take_changed(self) -> None:
         """Copy gradients that the user assigned to param.grad (``keep_full``)."""
@@ -343,7 +420,7 @@ class BucketManager:
         if self._keep_full:
             self.passes = 0
         else:
-            self.drop_gradients()
+            self._drop()  # marks stay, as gradients do in torch
 
     def send_values(self, number: int) -> None:
         """Start sending a bucket's new parameters to all ranks. Called on all ranks, bucket by bucket."""
@@ -360,12 +437,18 @@ class BucketManager:
 
     def drop_gradients(self) -> None:
         """Drop all gradients; waits for those in flight."""
-        for bucket in self.buckets:
-            bucket.drop_gradients()
+        self._drop()
         for param in self.params:
             param.grad = None
+
+    def _drop(self) -> None:
+        for bucket in self.buckets:
+            bucket.drop_gradients()
         self._touched = [False] * len(self.params)
-        self._left_behind = False
+        self._shown = [False] * len(self.params)
+        self._lifted, self._stale, self.changes = {}, set(), 0
+        self.version += 1
+        self.left_behind = False
         self.passes = 0
         self._begin()
 
@@ -375,13 +458,21 @@ class BucketManager:
             for bucket in getattr(self, "buckets", ()) if not sys.is_finalizing() else ():
                 bucket.receive_values()
                 bucket.drop_gradients()
+            for param, mark in zip(self.params, self.marks):
+                if param.grad is mark:
+                    param.grad = None
 
     @property
     def has_unused_gradients(self) -> bool:
         """Whether a backward pass or ``no_sync`` ran since the last step. The same on all ranks that ran one."""
-        return self.passes > 0 or self._open or self._left_behind
+        return self.passes > 0 or self._open or self.left_behind
+
+    @property
+    def apart(self) -> bool:
+        """Whether gradients of the last passes, under ``no_sync``, are each rank's own."""
+        return self.left_behind and not self._open
 
     @property
     def all_left(self) -> bool:
         """Whether a pass has reduced since the last step, and all gradients were sent to their owners."""
-        return self.passes > 0 and not self._open and not self._left_behind
+        return self.passes > 0 and not self._open and not self.left_behind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -277,6 +277,18 @@ class BucketBuffers:
         view.add_(param.grad) if index in self._arrived else view.copy_(param.grad)
         self._arrived.add(index)
         param.grad = None
+
+    def forget_taken(self, index: int) -> None:
+        """Forget what ``take`` has moved here of a parameter's gradients, and what was not sent."""
+        self._arrived.discard(index)
+
+    def forget(self, params: Collection[int]) -> None:
+        """Forget what was reduced of these parameters' gradients. Called after ``arrive``."""
+        self._beside.join()
+        self._settle_across()
+        for piece, grad in zip(self.pieces, self.owned_grads()) if self.mine is not None else ():
+            if piece.param in params:
+                grad.zero_()
 
     def take_changed(self) -> None:
         """With ``keep_full``, copy gradients that the user has assigned to param.grad."""

@@ -20,7 +20,7 @@ from lwopt_backend.engines import report
 from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT, BackwardPasses, BucketManager, Hook, is_followed
 from lwopt_backend.engines.owned.step import Groups, Holdings, OwnedCore
 from lwopt_backend.groups.grouping import ADVICE, Grouping, InModel, Member
-from lwopt_backend.groups.param_groups import CheckedOptions, ComparedOptions, option_lines
+from lwopt_backend.groups.param_groups import NONE, CheckedOptions, ComparedOptions, option_lines
 from lwopt_backend.groups.registry import state_nbytes
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
 from lwopt_backend.plan.buffers.owned import OwnedPlan
@@ -151,38 +151,54 @@ class Backward:
         self._in_model = InModel(model, list(zip(core.manager.names, core.manager.params)))
         self._passes = BackwardPasses(core.manager, model)
         self.options, self._checked = ComparedOptions(), CheckedOptions()
-        self._agreed: tuple[int, list[Presence]] | None = None  # the number of passes before it
+        self._read: int | None = None  # the number of passes when ranks have last agreed to use the gradients
+        self._refused = ""  # why steps are, until the gradients are cleared
 
-    def finish(self, groups: Groups) -> list[Presence]:
-        """Which parameters have a gradient on any rank. Raises RuntimeError, on all ranks, if one reports an error, or
-        if options in the param ``groups`` differ."""
-        if self._agreed is None or self._agreed[0] != self._manager.passes or not self._manager.all_left:
-            error = self._agree(groups)
-            if error is not None:
-                self._agreed = None
-                if not isinstance(error, RanksDisagree):  # the step can be repeated with equal options
-                    self._manager.drop_gradients()
-                raise error
-        assert self._agreed is not None
+    def finish(self, groups: Groups, *, reads: bool = False) -> list[Presence]:
+        """Which parameters have a gradient on any rank, for a step, or for a use before that, which ``reads``.
+
+        Raises RuntimeError, on all ranks, if one reports an error, if ranks have done different things, or if options
+        in the param ``groups`` differ. After an error other than the last, gradients must be cleared.
+        """
+        if self._refused:
+            raise StepRefused(
+                f"{self._name}: expected the optimizer's zero_grad() on all ranks after an error that concerned all of "
+                f"them, found none; call it, then run the next backward pass. The error was: {self._refused}"
+            )
+        presences, error = self._agree(groups, reads=reads)
+        if error is not None:
+            self._read = None
+            if not isinstance(error, RanksDisagree):  # the step can be repeated with equal options
+                self._manager.drop_gradients()
+                self._refused = str(error)
+            raise error
+        self._read = self._manager.passes
         self._manager.take_changed()
-        return self._agreed[1]
+        return presences
+
+    @property
+    def has_met(self) -> bool:
+        """Whether ``finish`` was called since the last backward pass."""
+        return self._read == self._manager.passes and self._manager.all_left
 
     def stepped(self) -> None:
         """The gradients have been used."""
-        self._agreed = None
+        self._read = None
 
     def discard(self) -> None:
         """Drop all gradients. Ranks whose pass was interrupted meet the others here, or in their step."""
         if self._passes.interrupted or self._manager.has_unused_gradients:
             self._agree((), drops=True)
-        self._agreed = None
+        self._read, self._refused = None, ""
         self._manager.drop_gradients()
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
         self._passes.remove()
 
-    def _agree(self, groups: Groups, *, drops: bool = False) -> Exception | None:
+    def _agree(
+        self, groups: Groups, *, reads: bool = False, drops: bool = False
+    ) -> tuple[list[Presence], Exception | None]:
         """Send the rest of a backward pass, exchange reports with all ranks, and return an error of any rank.
 
         All ranks call the same collectives in any case. A rank that ``drops`` its gradients may meet ranks here that
@@ -201,28 +217,42 @@ class Backward:
             mine = self._checked.problem(groups)
         self._passes.forget()
         manager.finish()
-        passes = manager.passes
-        presences = self._core.presences([mine is not None, drops, passes, -passes, *self.options.flags(groups)])
-        self._agreed = (passes, presences)
-        any_problem, any_drops, most, fewest, *options = presences[0].anywhere()[-6:]
-        if most != -fewest:
-            raise RuntimeError(
-                f"{self._name}: ranks ran different numbers of backward passes since the last step: {most} on some, "
-                f"{-fewest} on others, {passes} on this rank; run equally many on all, or accumulate under no_sync()"
+        alike = (manager.passes, int(reads), manager.changes)
+        options = (NONE, NONE) if reads or drops else self.options.flags(groups)
+        flags = [mine is not None, drops, *alike, *(-each for each in alike), *options]
+        presences = self._core.presences(flags)
+        any_problem, any_drops, *found = presences[0].anywhere()[-len(flags) :]
+        most, fewest = found[:3], [-each for each in found[3:6]]
+        if most[0] != fewest[0]:
+            manager.finish(most[0])  # with zeros, or what others have sent would stay in flight
+            return presences, RuntimeError(
+                f"{self._name}: ranks ran different numbers of backward passes since the last step: {most[0]} on some, "
+                f"{fewest[0]} on others, {alike[0]} on this rank; run equally many on all, or accumulate under "
+                "no_sync()"
             )
         everyone = self._core.holdings[0].sharers.everyone
         if any_problem:
             rank, said = next((rank, said) for rank, said in enumerate(everyone.gather_objects(mine)) if said)
-            return StepRefused(f"{self._name}: {said} (rank {rank})")
-        if any_drops and not drops:
-            return RuntimeError(
+            return presences, StepRefused(f"{self._name}: {said} (rank {rank})")
+        if any_drops:
+            return presences, None if drops else RuntimeError(
                 f"{self._name}: another rank has called zero_grad() where this one uses its gradients; all ranks drop "
                 "them. Call the same methods on all ranks"
             )
-        if any_drops:
-            return None
+        if most[1] != fewest[1]:
+            ours, theirs = ("uses gradients (a norm, clipping)", "steps")[:: 1 if reads else -1]
+            return presences, RuntimeError(
+                f"{self._name}: another rank {theirs} where this one {ours}; all ranks drop the gradients. Call the "
+                "same functions on all ranks"
+            )
+        if most[2] != fewest[2]:
+            return presences, RuntimeError(
+                f"{self._name}: ranks did different things to their gradients (param.grad = None, zero_grad(), "
+                "scaling); all ranks drop them. Do the same on all ranks"
+            )
         self._core.order_buckets(presences)
-        return disagreement(everyone, self._name, option_lines(groups)) if self.options.differ(options) else None
+        differ = self.options.differ(found[6:])
+        return presences, disagreement(everyone, self._name, option_lines(groups)) if differ else None
 
 
 # Hooks on a model whose parameters are views of buffers: every reader of parameters waits for them first.
