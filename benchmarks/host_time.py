@@ -2,12 +2,13 @@
 
     python -m benchmarks.host_time --against 3ed42a3
     python -m benchmarks.host_time --engine fsdp2 --rounds 20
+    python -m benchmarks.host_time --engine owned --backward
 
 The rank of llama3.1-8b (224 matrices) with the most work of 64 ranks is rehearsed: see benchmarks/rehearsal. Both
 commits take steps in turn, each in a separate process; the table has the least milliseconds of ``--rounds`` steps. They
 are CPU seconds of the step without those inside functions of torch that Python calls, and without what it costs to see
 these calls, as measured at the beginning. Python in torch around such functions counts as outside: collectives,
-optimizers.
+optimizers. With ``--backward``, they are all CPU seconds of a backward pass, whose operations have no kernels.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def outside(step: Callable[[], object], each: float = 0.0) -> tuple[float, int]:
     return took - calls.inside - each * calls.count, calls.count
 
 
-def answer(engine: str) -> None:
-    """For every line that is read, take a step, and write its milliseconds outside torch's functions."""
+def answer(engine: str, backward: bool) -> None:
+    """For every line that is read, take a step, and write its milliseconds outside torch's functions, or those of its
+    backward pass."""
     answers, sys.stdout = sys.stdout, sys.stderr
     warnings.simplefilter("ignore")
     wanted = study(MODEL, engine, RANKS)
@@ -84,20 +86,24 @@ def answer(engine: str) -> None:
         rehearsed = ENGINES[engine](planned, wanted.setting)
         for number, _ in enumerate(chain(range(WARM_UP), sys.stdin)):
             recorder.forget()
+            began = time.thread_time_ns()
             rehearsed.backward()
+            passed = time.thread_time_ns() - began
             nanoseconds, calls = outside(rehearsed.step, each)
+            if backward:
+                nanoseconds = passed
             if number >= WARM_UP:
                 found = {"ms": nanoseconds / 1e6, "calls": calls, "operations": sum(recorder.operations.values())}
                 print(json.dumps(found), file=answers, flush=True)
 
 
-def compared(engine: str, roots: dict[str, Path], rounds: int) -> dict[str, dict[str, float]]:
+def compared(engine: str, roots: dict[str, Path], rounds: int, *more: str) -> dict[str, dict[str, float]]:
     """By commit, the figures of the step that took least; the commits' code lies in ``roots``."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in roots}
     with ExitStack() as stack:
         children = {}
         for name, root in roots.items():
-            command = [sys.executable, "-P", __file__, "--answer", engine]  # this file, on that commit's modules
+            command = [sys.executable, "-P", __file__, "--answer", engine, *more]  # on that commit's modules
             env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
             child = subprocess.Popen(
                 command, cwd=root, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -114,13 +120,14 @@ def compared(engine: str, roots: dict[str, Path], rounds: int) -> dict[str, dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", nargs="+", choices=sorted(ENGINES), default=["fsdp2", "zero3", "zero1"])
+    parser.add_argument("--backward", action="store_true")
     parser.add_argument("--against", metavar="COMMIT")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.answer:
-        answer(options.answer)
+        answer(options.answer, options.backward)
         return
     roots, figures = {"this": ROOT}, list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +137,7 @@ def main() -> None:
             subprocess.run([*git, "add", "--quiet", "--detach", roots[options.against], options.against], check=True)
         try:
             for engine in options.engine:
-                for name, step in compared(engine, roots, options.rounds).items():
+                for name, step in compared(engine, roots, options.rounds, *["--backward"] * options.backward).items():
                     figures.append({"engine": engine, "commit": name, **step})
                     shown = f"{step['ms']:6.1f} ms, {step['calls']} calls, {step['operations']} operations"
                     print(f"{engine:6} {name:10} {shown}", flush=True)
