@@ -395,6 +395,19 @@ def test_an_evaluation_on_one_rank_finds_the_buffers_of_the_first(mode: str) -> 
 
 
 @on_ranks(2)
+def test_a_buffer_that_a_loop_changes_before_the_step_keeps_its_value() -> None:
+    """As a router's bias is changed that balances its experts; its ranks get no value from before."""
+    model = exact_sums(Normed())
+    model.register_buffer("bias", torch.zeros(3))
+    optimizer = optimizer_in(model)
+    for step in range(3):
+        back(model, step)
+        model.bias += 1
+        optimizer.step()
+        assert gathered(model.bias.tolist()) == [[step + 1.0] * 3] * 2
+
+
+@on_ranks(2)
 def test_a_channels_last_weight_is_contiguous_and_trains_alike_with_a_warning() -> None:
     found, images = [], torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
     for order in (torch.contiguous_format, torch.channels_last):

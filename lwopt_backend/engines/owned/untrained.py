@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,9 @@ class Message:
             self._alike.setdefault(tensor.dtype, []).append(tensor)
         flat = [torch._C._nn.flatten_dense_tensors(some).view(torch.uint8) for some in self._alike.values()]
         self._bytes = torch.cat(flat) if len(flat) > 1 else flat[0]
+        self._receives = ranks.rank > 0
+        some = chain.from_iterable(self._alike.values() if self._receives else ())
+        self._versions = {id(tensor): tensor._version for tensor in some}
         self._pending: Pending = ranks.start_broadcast(self._bytes)
 
     @property
@@ -69,11 +73,14 @@ class Message:
         return self._bytes.numel() * (self._ranks.world_size - 1) if self._ranks.rank == 0 else 0
 
     def receive(self, *, keep: bool = False) -> None:
-        """Wait, and copy what has come, unless to ``keep`` this rank's."""
+        """Wait, and copy what has come, unless to ``keep`` this rank's. A tensor that has been changed since stays: all
+        ranks change it, and what has come is from before."""
         self._pending.wait()
         parts = self._bytes.split([sum(tensor.nbytes for tensor in some) for some in self._alike.values()])
-        for (dtype, some), part in zip(self._alike.items(), parts) if self._ranks.rank and not keep else ():
-            copy_alike(some, torch._C._nn.unflatten_dense_tensors(part.view(dtype), some))
+        for (dtype, some), part in zip(self._alike.items(), parts) if self._receives and not keep else ():
+            pairs = zip(some, torch._C._nn.unflatten_dense_tensors(part.view(dtype), some))
+            unchanged = [pair for pair in pairs if pair[0]._version == self._versions[id(pair[0])]]
+            copy_alike([into for into, _ in unchanged], [come for _, come in unchanged])
 
 
 class Buffers:
