@@ -181,6 +181,8 @@ REFUSED: dict[str, Call] = {
     "a dot product": lambda model: (model.left.weight.grad * model.left.weight).sum(),
     "its largest element": lambda model: model.left.weight.grad.abs().max(),
     "a norm of rows": lambda model: model.left.weight.grad.norm(dim=1),
+    "a norm of order 0": lambda model: model.left.weight.grad.norm(0),
+    "a norm of order -inf": lambda model: clip(model, norm_type=-float("inf")),
     "deepcopy": lambda model: copy.deepcopy(model.left.weight.grad),
     "pickle": lambda model: pickle.dumps(model.left.weight.grad),
     "a change of another precision": lambda model: model.left.weight.grad.double().mul_(2),
@@ -274,7 +276,9 @@ def test_a_norm_in_another_precision_is_that_of_the_gradient(dtype: torch.dtype)
     assert sum(float(grad.double().norm()) ** 2 for grad in grads(model)) ** 0.5 == pytest.approx(norm, rel=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
         assert float(clip(model, foreach=False)) == pytest.approx(norm, rel=1e-2)
+        assert model.left.weight.grad.norm(dtype=torch.float64).dtype == torch.float64
     optimizer.step()
+    model.share_memory()
     model.to(torch.float64)
     assert model.left.weight.grad.dtype == torch.float64
 

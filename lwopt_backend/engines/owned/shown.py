@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -82,6 +83,10 @@ class ReducedGradient(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReducedGradient({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, at its owners)"
 
+    def share_memory_(self) -> ReducedGradient:
+        """``model.share_memory()`` asks for it, and there is no memory."""
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self.refusal(aten.clone.default)
 
@@ -136,9 +141,11 @@ def _copy(marks: Marks, func: Any, *, dtype: Any = None, device: Any = None, **h
 
 
 def _norms(marks: Marks, func: Any, ord: float = 2.0, dim: Any = None, *rest: Any, **more: Any) -> list[Tensor]:
-    if dim is not None or any(rest):
+    order, dtype = float(ord), more.get("dtype") or torch.float32
+    if dim is not None or any(rest) or order in (0.0, -math.inf):  # these are no roots of sums over pieces
         raise marks[0].refusal(func)
-    return _reader(marks, func, reads=True).shown(order=float(ord)).norms(_numbers(marks), float(ord))
+    norms = _reader(marks, func, reads=True).shown(order=order).norms(_numbers(marks), order)
+    return [norm.to(dtype) for norm in norms]
 
 
 def _change(marks: Marks, func: Any, *rest: Any, **more: Any) -> None:
