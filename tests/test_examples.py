@@ -109,7 +109,7 @@ def test_the_launcher_is_found_below_an_environment(tmp_path: Path) -> None:
     packages = next(tmp_path.glob("above/lib/python*/site-packages"))
     (packages / "below.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     script = tmp_path / "script.py"
-    script.write_text("import os\nprint('this is rank', os.environ['RANK'])\n")
+    script.write_text("import os\nprint('this is rank ' + os.environ['RANK'])\n")  # ranks mix what several writes print
     printed = succeeds([str(tmp_path / "above" / "bin" / "python"), str(ROOT / "scripts/launch.py"), str(script)], ROOT)
     assert all(f"this is rank {rank}" in printed for rank in range(2))
 
