@@ -27,7 +27,7 @@ from tests.zero import config, engine_for
 
 HEADS, WIDTH, SIZE, TOKENS = 4, 6, 10, 12
 BOUND = 100.0
-FUSED = Heads("qkv.weight", "qkv.weight", heads=4, query_bias="qkv.bias", key_bias="qkv.bias")
+FUSED = Heads("qkv.weight", "qkv.weight", heads=4, key_heads=4, query_bias="qkv.bias", key_bias="qkv.bias")
 
 
 def logits(query: Tensor, key: Tensor, inputs: Tensor) -> Tensor:

@@ -236,6 +236,14 @@ def load(data: bytes, where: str) -> Any:
 SIMPLE = (str, bytes, int, float, complex, type(None), torch.dtype)
 
 
+def _as_key(made: Any) -> Any:
+    try:
+        hash(made)
+    except TypeError:
+        return str(made)
+    return made
+
+
 def plain(value: Any, notes: list[str] | None = None) -> Any:
     """``value`` without objects of other programs' classes: namespaces become dictionaries, paths strings, others text
     such as ``"AttnBackend(5)"``, or dictionaries of their arguments; adds a note for each. Containers stay what they
@@ -265,22 +273,14 @@ def plain(value: Any, notes: list[str] | None = None) -> Any:
         within.remove(id(value))
         return made
 
-    def of_key(value: Any) -> Any:
-        made = of(value)
-        try:
-            hash(made)
-        except TypeError:
-            return str(made)
-        return made
-
     def of_container(value: Any) -> Any:
         if isinstance(value, dict):
             made = copy(value)
             made.clear()
-            made.update({of_key(key): of(entry) for key, entry in value.items()})
+            made.update({_as_key(of(key)): of(entry) for key, entry in value.items()})
             return made
         if isinstance(value, (set, frozenset)):
-            return type(value)(map(of_key, value))
+            return type(value)(_as_key(of(entry)) for entry in value)
         if isinstance(value, (list, tuple, deque)):
             entries = map(of, value)
             return deque(entries, value.maxlen) if isinstance(value, deque) else type(value)(entries)
