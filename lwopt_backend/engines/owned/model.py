@@ -29,7 +29,7 @@ from lwopt_backend.routing.models import check_is_module
 from lwopt_backend.routing.routing import Route, named_parameters
 from lwopt_backend.runtime.agreement import RanksDisagree, StepRefused, disagreement
 from lwopt_backend.runtime.collectives import all_reduce_nbytes
-from lwopt_backend.runtime.presence import Presence
+from lwopt_backend.runtime.presence import Presence, read_at_once
 from lwopt_backend.runtime.whole import owned_dtype
 
 FSDP2 = "for fully_shard models use lwopt_backend.LayerWiseOptimizer"
@@ -221,6 +221,7 @@ class Backward:
         options = (NONE, NONE) if reads or drops else self.options.flags(groups)
         flags = [mine is not None, drops, *alike, *(-each for each in alike), *options]
         presences = self._core.presences(flags)
+        read_at_once(presences)
         any_problem, any_drops, *found = presences[0].anywhere()[-len(flags) :]
         most, fewest = found[:3], [-each for each in found[3:6]]
         if most[0] != fewest[0]:
