@@ -350,6 +350,7 @@ class Ended(Exception):
     """In the middle of a step."""
 
 
+@pytest.mark.on_gloo  # the step that ends leaves an exchange that nobody waits for
 @on_ranks(2)
 @cells(engine=[*ENGINES, "modules"])
 def test_after_a_step_that_ended_in_between_no_other_is_taken_before_a_load(engine: str, tmp_path: Path) -> None:
