@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
 from itertools import chain
 from typing import Any
 
@@ -104,16 +104,26 @@ def reduction(model: nn.Module) -> str:
     by_version = False
     for module in model.modules():
         policy = getattr(module._get_fsdp_state(), "_mp_policy", None) if isinstance(module, FSDPModule) else None
-        param = next(module.parameters(), None)
-        if policy is not None and param is not None:
-            unset = param.dtype if torch.__version__ >= "2.15" else policy.param_dtype or param.dtype
+        trained = [p for p in _sharded_by(module) if p.requires_grad and isinstance(p, DTensor)] if policy else []
+        if policy is not None and trained:
+            computed = [policy.param_dtype or param.dtype for param in trained]
+            kept = [getattr(param, "grad_dtype", param.dtype) or own for param, own in zip(trained, computed)]
+            unset = reduce(torch.promote_types, kept if torch.__version__ >= "2.15" else computed)
             found.add(policy.reduce_dtype or unset)
-            by_version |= policy.reduce_dtype is None and policy.param_dtype not in (None, param.dtype)
+            by_version |= policy.reduce_dtype is None and kept != computed
     if not found:
         return ""
     dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
-    reason = " without reduce_dtype, that is param_dtype up to torch 2.14, and the parameters' dtype from 2.15"
+    reason = " without reduce_dtype, that is param_dtype up to torch 2.14, and the parameters' grad_dtype from 2.15"
     return f"fully_shard reduces gradients in {dtypes}{';' + reason if by_version else ''}."
+
+
+def _sharded_by(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters that ``fully_shard(module)`` shards, or ignores: those that no call for an inner module has."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _sharded_by(child)
 
 
 def reshard(model: nn.Module) -> None:
