@@ -240,17 +240,19 @@ def test_with_fp32_state_a_step_of_bf16_parameters_is_computed_wide_and_rounded_
     assert torch.equal(whole(run.param(name)), matrix.detach().bfloat16())
 
 
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 @on_ranks(2)
-def test_state_has_the_dtype_of_gradients_that_are_wider_than_their_weights() -> None:
-    """As in torch's optimizers. fully_shard keeps ``grad_dtype`` from torch 2.15."""
+@cells(grad_dtype=[torch.float32, None])
+def test_state_has_the_dtype_of_gradients_that_are_wider_than_their_weights(grad_dtype: torch.dtype | None) -> None:
+    """As in torch.optim.Muon. fully_shard keeps ``grad_dtype`` from torch 2.15; None is any dtype."""
     sharded = shard("rows", "bf16 parameters")
     for param in sharded.model.parameters():
-        param.grad_dtype = torch.float32
+        param.grad_dtype = grad_dtype
     optimizer = layer_wise(sharded.model)
     name = "layers.2.weight"
     param = dict(named(sharded.model))[name]
     matrix = nn.Parameter(whole(param))
-    matrix.grad_dtype = torch.float32
+    matrix.grad_dtype = grad_dtype
     for each in (sharded.model.lm_head.weight, param):
         each.grad = torch.rand_like(each, dtype=torch.float32)
     matrix.grad = whole(param.grad)

@@ -307,11 +307,11 @@ def new_state(param: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> d
 
 
 def state_dtype(param: Tensor, config: FSDP2Config) -> torch.dtype:
-    """The configured dtype of a parameter's state. torch's optimizers create state like gradients, whose ``grad_dtype``
-    fully_shard keeps from torch 2.15."""
+    """The configured dtype of a parameter's state. torch's Muon and SGD create it like the gradient, whose
+    ``grad_dtype`` fully_shard keeps from torch 2.15; None allows any dtype."""
     if config.state_dtype == "float32":
         return torch.float32
-    return torch.promote_types(param.dtype, getattr(param, "grad_dtype", None) or param.dtype)
+    return torch.promote_types(param.dtype, getattr(param, "grad_dtype", param.dtype) or torch.float32)
 
 
 def mesh_state_nbytes(
