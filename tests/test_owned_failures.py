@@ -82,6 +82,12 @@ def some_sparse() -> Tensor:
     return torch.eye(2).to_sparse() if dist.get_rank() else torch.eye(2)
 
 
+def with_wide_gradients(dtype: torch.dtype | None) -> nn.Module:
+    model = Branches().bfloat16()
+    model.left.weight.grad_dtype = dtype
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "DDP": (lambda: DDP(Branches()), "wrapped in DistributedDataParallel; pass the module inside"),
     "DDP within": (lambda: nn.Sequential(DDP(Branches())), "its module '0' is wrapped in DistributedDataParallel"),
@@ -92,6 +98,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(nn.Embedding(7, 6, sparse=True)),
         "expected dense gradients, found sparse ones of '0'",
     ),
+    "wide gradients": (
+        lambda: with_wide_gradients(torch.float32 if dist.get_rank() else torch.bfloat16),
+        "'left.weight' has the attribute grad_dtype torch.float32, but its gradients are kept in torch.bfloat16; keep",
+    ),
+    "gradients of any dtype": (lambda: with_wide_gradients(None), "'left.weight' has the attribute grad_dtype None"),
     "meta": (on_meta, "'left.weight': expected values, found none on the meta device"),
     "frozen on meta": (
         lambda: with_buffer(torch.ones(2, device="meta")),

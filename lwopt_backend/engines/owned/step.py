@@ -326,6 +326,7 @@ class OwnedCore:
         def divide() -> tuple[list[list[int]], list[list[str]]]:
             device = self.members[0].param.device
             check_devices(grouping.groups, self.config, device, grouping.smallest_matrix)
+            check_gradients(self.members, self.grad_dtype)
             for each in ranks:
                 each.check_device(device)
             parts: list[list[int]] = [[] for _ in shares]
@@ -450,6 +451,18 @@ class OwnedCore:
         for presence in presences:
             presence.finish()
         self.manager.stepped()
+
+
+def check_gradients(members: Sequence[Member], dtype: torch.dtype | None) -> None:
+    """Raises ValueError for a parameter whose gradients would lose bits in buffers of ``dtype``, None: their own."""
+    for name, param in ((member.name, member.param) for member in members):
+        wanted, kept = getattr(param, "grad_dtype", param.dtype) or torch.float32, dtype or param.dtype
+        if torch.promote_types(wanted, kept) != kept:
+            raise ValueError(
+                f"{WHAT}: parameter {name!r} has the attribute grad_dtype {param.grad_dtype}, but its gradients are "
+                f"kept in {kept}; keep them in float32 (LayerWiseOptimizer's option grad_dtype, DeepSpeed's "
+                "data_types.grad_accum_dtype), or reset the attribute"
+            )
 
 
 def warn_of_strides(members: Sequence[Member]) -> None:
