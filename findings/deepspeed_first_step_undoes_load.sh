@@ -9,15 +9,9 @@
 # At stage 0 the loaded weights go into the bf16 model and not into the optimizer's fp32 copy.
 # The first step writes that copy over them. A check right after the load finds -4 at each stage.
 
-set -eu
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT HUP INT TERM
-python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.4.6 setuptools==80.9.0 wheel==0.45.1
-"$work/venv/bin/pip" install --quiet --no-build-isolation deepspeed==0.19.8
-export DS_ACCELERATOR=cpu RANK=0 WORLD_SIZE=1 LOCAL_RANK=0
-cd "$work"
-"$work/venv/bin/python" -W ignore - <<'PY'
+set -- torch==2.13.0 deepspeed==0.19.8
+. "$(dirname "$0")/environment"
+python -W ignore - <<'PY'
 import deepspeed
 import torch
 import torch.distributed as dist

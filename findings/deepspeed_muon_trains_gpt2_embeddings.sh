@@ -9,15 +9,9 @@
 # Both are orthogonalized, and so is the head, which is tied to `wte`.
 # Llama calls its embedding `embed_tokens`, which goes to AdamW.
 
-set -eu
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT HUP INT TERM
-python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.4.6 setuptools==80.9.0 wheel==0.45.1 transformers==5.24.0
-"$work/venv/bin/pip" install --quiet --no-build-isolation deepspeed==0.19.8
-export DS_ACCELERATOR=cpu RANK=0 WORLD_SIZE=1 LOCAL_RANK=0
-cd "$work"
-"$work/venv/bin/python" -W ignore - <<'PY'
+set -- torch==2.13.0 transformers==5.24.0 deepspeed==0.19.8
+. "$(dirname "$0")/environment"
+python -W ignore - <<'PY'
 import deepspeed
 import torch
 import torch._dynamo

@@ -8,13 +8,9 @@
 # The next synchronized backward adds the kept gradient.
 # Here a micro-batch of gradient 100 was thrown away, and the weight still moves by 101 in place of 1.
 
-set -eu
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT HUP INT TERM
-python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.4.6
-cd "$work"
-"$work/venv/bin/python" -W ignore - <<'PY'
+set -- torch==2.13.0
+. "$(dirname "$0")/environment"
+python -W ignore - <<'PY'
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

@@ -9,13 +9,9 @@
 # A new gradient of norm 32 then weighs 3.2 against 0.9, so nearly nothing of the past remains.
 # With nesterov=True, which is the default, bf16 gives 13.1 as well.
 
-set -eu
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT HUP INT TERM
-python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.4.6
-cd "$work"
-"$work/venv/bin/python" -W ignore - <<'PY'
+set -- torch==2.13.0
+. "$(dirname "$0")/environment"
+python -W ignore - <<'PY'
 import torch
 
 

@@ -9,13 +9,9 @@
 #   SOAP               its first step only initializes the eigenbases, without an update.
 #                      They come from zero gradients then, and the first real gradient is applied at once.
 
-set -eu
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT HUP INT TERM
-python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.4.6 pytorch-optimizer==4.1.0
-cd "$work"
-"$work/venv/bin/python" -W ignore - <<'PY'
+set -- torch==2.13.0 pytorch-optimizer==4.1.0
+. "$(dirname "$0")/environment"
+python -W ignore - <<'PY'
 from collections.abc import Callable
 
 import torch

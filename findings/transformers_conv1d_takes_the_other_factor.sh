@@ -10,13 +10,9 @@
 # The narrow one (mlp.c_proj) gets 2 in place of 1.
 # The direction of the update is the same, so the two are wrong by opposite factors.
 
-set -eu
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT HUP INT TERM
-python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.4.6 transformers==5.24.0
-cd "$work"
-"$work/venv/bin/python" -W ignore - <<'PY'
+set -- torch==2.13.0 transformers==5.24.0
+. "$(dirname "$0")/environment"
+python -W ignore - <<'PY'
 import torch
 from transformers import GPT2Config, GPT2Model
 
