@@ -10,7 +10,6 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from operator import gt
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,16 @@ from torch.optim.lr_scheduler import LambdaLR
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2 as fsdp2_engine
 from tests import fsdp2
-from tests.models import MATRICES, UnevenLM, largest_difference
+from tests.models import UnevenLM, largest_difference
 from tests.owned import BUCKET_MB, shares
 from tests.ranks import gathered
-from tests.references import CAUTIOUS, ELEMENTWISE, SECTIONS, PlainRule, elementwise_optimizer, matrix_optimizer
-from tests.zero import OWN_ROWS, PRECISIONS, engine_for, full_weights, newton_schulz_in_float32
+from tests.references import RULES, SECTIONS, Apart, Reference, newton_schulz_in_float32, precise
+from tests.zero import OWN_ROWS, PRECISIONS, engine_for, full_weights
 
 ZERO = ("zero 0", "zero 1", "zero 2", "zero 3")
 OWNED = ("owned 0", "owned 1", "owned 2")  # owned storage under DeepSpeed
 ENGINES = ("plain", *ZERO, *OWNED, "fsdp2")
-RULES = {**ELEMENTWISE, **CAUTIOUS}
+Alone = Reference
 CLIENT = {"mine": 3}  # what the user's own program saves along
 
 
@@ -99,7 +98,6 @@ class _LayerNorm(nn.LayerNorm):
 
 
 EXACT = {nn.Linear: _Linear, nn.Embedding: _Embedding, nn.LayerNorm: _LayerNorm}
-Apart = tuple[tuple[str, str, float], ...]  # clip groups: a name, a glob and the largest norm
 
 
 class ExactLM(UnevenLM):
@@ -361,76 +359,8 @@ def _groups(cell: Cell, model: nn.Module, argument: str) -> dict[str, Any]:
     return {argument: of} if of else {}
 
 
-def precise(matrix: str, clip: object) -> dict[str, Any]:
-    """Norms are rounded otherwise than torch's; a bf16 iteration would turn that into 1e-2 of an update."""
-    return {"ns_dtype": "float32"} if clip and matrix == "muon" else {}
-
-
 def _model(sharding: str) -> ExactLM:
     return ExactLM(hidden=fsdp2.EVEN) if sharding in fsdp2.EVEN_ONLY else ExactLM()
-
-
-class Alone:
-    """One process, with torch's optimizers or a rule on whole matrices."""
-
-    def __init__(self, model: nn.Module, matrix: str, elementwise: str, clip: float = 0.0, apart: Apart = ()) -> None:
-        self.model, self.clip, self.apart = model, clip, apart
-        named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        matrices = {name: named.pop(name) for name in MATRICES}
-        section = {**SECTIONS[matrix], **precise(matrix, clip or apart)}
-        torchs = {key: value for key, value in section.items() if key in ("lr", "weight_decay")}
-        of_all = list(matrices.values())
-        first = torch.optim.Muon(of_all, **torchs) if matrix == "muon" else matrix_optimizer(of_all, section)
-        self.optimizers = [first, elementwise_optimizer(list(named.values()), RULES[elementwise])]
-        self.params = [matrices, named]
-
-    def step(self, micro_batches: list[tuple[Tensor, Tensor]], parts: int, factor: float = 1.0) -> list[float]:
-        """One step on the rows of all ``parts``, with rates times ``factor``; the norm that it clipped by."""
-        for rows in micro_batches:
-            (self.model(*rows) / (len(micro_batches) // parts)).backward()
-        for param in self.model.parameters():
-            if param.grad is not None:
-                param.grad.div_(parts)
-        rest, norms = dict(self.model.named_parameters()), []
-        for _, glob, limit in self.apart:
-            own = [rest.pop(name) for name in list(rest) if fnmatchcase(name, glob)]
-            norms.append(float(nn.utils.clip_grad_norm_(own, limit)))
-        if self.clip:
-            norms.insert(0, float(nn.utils.clip_grad_norm_(rest.values(), self.clip)))
-        for optimizer in self.optimizers:
-            with _at(optimizer, factor):
-                optimizer.step()
-            optimizer.zero_grad()
-        return norms
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        """What a checkpoint has of each trained parameter: its master, states and counter, and what its owner keeps."""
-        found: dict[str, dict[str, Any]] = {}
-        for optimizer, params in zip(self.optimizers, self.params):
-            for place, (name, param) in enumerate(params.items()):
-                if isinstance(optimizer, PlainRule):
-                    state, owner = optimizer.matrices[place].state, optimizer.matrices[place].owner_state
-                elif isinstance(optimizer, torch.optim.Muon) or params is self.params[1]:
-                    state, owner = optimizer.state[param], {}
-                else:
-                    counted = {key: value for key, value in optimizer.param_groups[0].items() if key == "step"}
-                    state, owner = {}, {"group": counted, "state": dict(optimizer.state[param])}
-                found[name] = copy.deepcopy({"fp32": param.detach(), **state, "owner": owner})
-        return found
-
-
-@contextlib.contextmanager
-def _at(optimizer: Any, factor: float) -> Iterator[None]:
-    if isinstance(optimizer, PlainRule):
-        rates = [vars(matrix.rule) for matrix in optimizer.matrices]
-    else:
-        rates = optimizer.param_groups
-    before = [one["lr"] for one in rates]
-    for one in rates:
-        one["lr"] *= factor
-    yield
-    for one, rate in zip(rates, before):
-        one["lr"] = rate
 
 
 @functools.cache
@@ -438,7 +368,7 @@ def reference(
     matrix: str, elementwise: str, parts: int, accumulation: int, clips: tuple[float, Apart], steps: int, sharding: str
 ) -> tuple[dict[str, Tensor], list[float]]:
     """One process on the micro-batches of all ``parts``."""
-    alone, norms = Alone(_model(sharding), matrix, elementwise, *clips), []
+    alone, norms = Reference(_model(sharding), matrix, elementwise, *clips), list[float]()
     with newton_schulz_in_float32() if any(clips) else contextlib.nullcontext():
         for step in range(steps):
             norms += alone.step(shares(step, parts * accumulation), parts)

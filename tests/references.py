@@ -1,11 +1,17 @@
 """References on one process, on whole parameters: the rules that tests train with, torch's optimizers and this
 package's rules on whole matrices, and formulas written out here."""
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytorch_optimizer
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lwopt_backend import register_elementwise
@@ -14,6 +20,12 @@ from lwopt_backend.config.options import parse
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, build_matrix_rule
 from lwopt_backend.rules import MatrixRule, OwnerStateRule
 from lwopt_backend.runtime.elementwise import Counters
+from tests.models import MATRICES, UnevenLM, batch, largest_difference
+
+ROWS = 8  # of the global batch, at every world size
+OWN_ROWS = 24  # the same where ranks have their own; divides into 1 to 4 ranks and 1 or 2 micro-batches
+Rows = tuple[Tensor, Tensor]
+Apart = tuple[tuple[str, str, float], ...]  # clip groups: a name, a glob and the largest norm
 
 
 def state_of(*keys: str, **counters: torch.dtype) -> Any:
@@ -74,6 +86,7 @@ CAUTIOUS: dict[str, dict[str, Any]] = {
     "cautious adamw": {"name": "adamw", **ADAMW, "weight_decay_form": "cautious"},
     "cautious lion": {"name": "lion", "lr": 1e-3, "weight_decay": 0.1, "weight_decay_form": "cautious"},
 }
+RULES = {**ELEMENTWISE, **CAUTIOUS}
 
 
 def layer_wise(rule: str, **options: Any) -> dict[str, Any]:
@@ -248,3 +261,176 @@ def elementwise_optimizer(params: list[Tensor], section: dict[str, Any]) -> torc
     if "weight_decay_form" in section:
         return Cautious(params, section["name"], **options)
     return ELEMENTWISE_RULES[section["name"]].optimizer(options)(params, **options)
+
+
+# The model on one process
+def batch_shares(step: int, count: int, rows: int = ROWS) -> list[Rows]:
+    tokens, targets = batch(step, rows)
+    return list(zip(tokens.chunk(count), targets.chunk(count)))
+
+
+def full_weights(engine: Any) -> dict[str, Tensor]:
+    """The fp32 master weights of a DeepSpeed engine, whole, by name; parameters themselves at stage 0, and those that
+    are not trained."""
+    get: Callable[[Tensor], Tensor | None] = deepspeed.utils.safe_get_full_fp32_param
+    found = {}
+    for name, param in engine.module.named_parameters():
+        master = None if engine.zero_optimization_stage() == 0 else get(param)
+        with deepspeed.zero.GatheredParameters(param, enabled=master is None and hasattr(param, "ds_id")):
+            found[name] = (param if master is None else master).detach().clone()
+    return found
+
+
+def precise(matrix: str, clip: object) -> dict[str, Any]:
+    """Norms are rounded otherwise than torch's; a bf16 iteration would turn that into 1e-2 of an update."""
+    return {"ns_dtype": "float32"} if clip and matrix == "muon" else {}
+
+
+@contextlib.contextmanager
+def newton_schulz_in_float32() -> Iterator[None]:
+    """Make torch.optim.Muon iterate in fp32; it has no option for that."""
+
+    def iterate(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+        return orthogonalized(grad, [coefficients] * steps)
+
+    with mock.patch.object(torch.optim._muon, "_zeropower_via_newtonschulz", iterate):
+        yield
+
+
+class Reference:
+    """One process, with torch.optim.Muon and AdamW or other rules, on whole matrices; where a parameter has ``blocks``,
+    each is one. Frozen parameters have no optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        matrix: str = "muon",
+        elementwise: str = "adamw",
+        clip: float = 0.0,
+        apart: Apart = (),
+        *,
+        muon: dict[str, Any] = MUON,
+        adamw: dict[str, Any] = ADAMW,
+        matrices: Sequence[str] = MATRICES,
+        blocks: Blocks | None = None,
+    ) -> None:
+        """``muon`` and ``adamw`` are the options of torch's, where those train."""
+        self.model, self.clip, self.apart = model or UnevenLM(), clip, apart
+        self.norm = 0.0  # of the last step's gradients, before they were clipped
+        others = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        chosen = {name: others.pop(name) for name in matrices if self.model.get_parameter(name).requires_grad}
+        self.params, of_all = [chosen, others], list(chosen.values())
+        if matrix != "muon":
+            first = matrix_optimizer(of_all, {**SECTIONS[matrix], **precise(matrix, clip or apart)})
+        else:
+            first = Separate(chosen, blocks, **muon) if blocks else torch.optim.Muon(of_all, **muon)
+        section = {"name": "adamw", **adamw} if elementwise == "adamw" else RULES[elementwise]
+        self.optimizers: list[Any] = [first, elementwise_optimizer(list(others.values()), section)]
+
+    def train(self, steps: int | range) -> list[float]:
+        """Train on the global batches; the gradient norms."""
+        norms = []
+        for step in range(steps) if isinstance(steps, int) else steps:
+            self.step(batch_shares(step, 1))
+            norms.append(self.norm)
+        return norms
+
+    def train_on_all(self, steps: int | range, *, parts: int = 1) -> None:
+        """Train on what all ranks have where each has its own, in ``parts`` micro-batches."""
+        world_size = dist.get_world_size()
+        for step in range(steps) if isinstance(steps, int) else steps:
+            self.step(batch_shares(step, parts * world_size, OWN_ROWS), world_size)
+
+    def step(self, micro_batches: Sequence[Rows] = (), parts: int = 1, factor: float = 1.0) -> list[float]:
+        """One step on the rows of all ``parts``, or on the gradients that there are, with rates times ``factor``; the
+        norms that it clipped by."""
+        for rows in micro_batches:
+            (self.model(*rows) / (len(micro_batches) // parts)).backward()
+        for param in self.model.parameters():
+            if param.grad is not None:
+                param.grad.div_(parts)
+        rest, norms = dict(self.model.named_parameters()), []
+        for _, glob, limit in self.apart:
+            own = [rest.pop(name) for name in list(rest) if fnmatchcase(name, glob)]
+            norms.append(float(nn.utils.clip_grad_norm_(own, limit)))
+        self.norm = float(nn.utils.clip_grad_norm_(rest.values(), self.clip or float("inf")))
+        for optimizer in self.optimizers:
+            with _at(optimizer, factor):
+                optimizer.step()
+            optimizer.zero_grad()
+        return [self.norm, *norms] if self.clip else norms
+
+    def difference(self, of: Any) -> float:
+        """From weights by name, or from a DeepSpeed engine's."""
+        return largest_difference(of if isinstance(of, Mapping) else full_weights(of), self.model)
+
+    def check(self, of: Any, limit: float = 0.0) -> None:
+        assert (difference := self.difference(of)) <= limit, difference
+
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """Without its counter."""
+        state = self.optimizers[name not in self.params[0]].state[self.model.get_parameter(name)]
+        return {key: value for key, value in state.items() if key != "step"}
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """What a checkpoint has of each trained parameter: its master, states and counter, and what its owner keeps."""
+        found: dict[str, dict[str, Any]] = {}
+        for optimizer, params in zip(self.optimizers, self.params):
+            for place, (name, param) in enumerate(params.items()):
+                if isinstance(optimizer, PlainRule):
+                    state, owner = optimizer.matrices[place].state, optimizer.matrices[place].owner_state
+                elif isinstance(optimizer, torch.optim.Muon) or params is self.params[1]:
+                    state, owner = optimizer.state[param], {}
+                else:
+                    counted = {key: value for key, value in optimizer.param_groups[0].items() if key == "step"}
+                    state, owner = {}, {"group": counted, "state": dict(optimizer.state[param])}
+                found[name] = copy.deepcopy({"fp32": param.detach(), **state, "owner": owner})
+        return found
+
+
+@contextlib.contextmanager
+def _at(optimizer: Any, factor: float) -> Iterator[None]:
+    if factor == 1.0:
+        yield
+        return
+    if isinstance(optimizer, PlainRule):
+        rates = [vars(matrix.rule) for matrix in optimizer.matrices]
+    else:
+        rates = optimizer.param_groups
+    before = [one["lr"] for one in rates]
+    for one in rates:
+        one["lr"] *= factor
+    yield
+    for one, rate in zip(rates, before):
+        one["lr"] = rate
+
+
+class Masters(Reference):
+    """fp32 masters of a 16-bit model on one process. DeepSpeed rounds the model first and takes the masters from that.
+    Gradients of micro-batches add up in fp32, or in the model's dtype; ``predivided`` by their scale, or scaled."""
+
+    def __init__(self, dtype: torch.dtype, in_fp32: bool = True, predivided: bool = False) -> None:
+        super().__init__(UnevenLM().to(dtype).float())
+        self.low = UnevenLM().to(dtype)
+        self.in_fp32, self.predivided = in_fp32, predivided
+
+    def advance(
+        self, step: int, accumulation: int = 1, *, clip: float = 0.0, scale: float = 1.0, factor: float = 1.0
+    ) -> float:
+        """A step with the loss times ``factor`` and, until gradients are summed, ``scale``; the norm before a clip."""
+        sums: dict[Tensor, Tensor] = {}
+        before, after = (scale, 1.0) if self.predivided else (1.0, scale)
+        for rows in batch_shares(step, accumulation):
+            (self.low(*rows) / accumulation * (scale * factor)).backward()
+            for param in self.low.parameters():
+                grad = (param.grad.float() if self.in_fp32 else param.grad) / before
+                sums[param] = sums[param] + grad if param in sums else grad
+                param.grad = None
+        for master, param in zip(self.model.parameters(), self.low.parameters()):
+            master.grad = sums[param].float() / after
+        self.clip = clip
+        self.step()
+        with torch.no_grad():
+            for master, param in zip(self.model.parameters(), self.low.parameters()):
+                param.copy_(master)
+        return self.norm

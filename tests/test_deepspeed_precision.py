@@ -67,7 +67,7 @@ def test_gradients_not_finite_skip_the_step_and_the_next_is_exact(storage: str, 
         scale = 64.0
         settings["fp16"] = {"enabled": True, "initial_scale_power": 6, "hysteresis": 1, "loss_scale_window": 100}
     masters = Masters(DTYPES[precision])
-    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=10) for o in (masters.muon, masters.adamw)]
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=10) for o in masters.optimizers]
     with engine_for(settings) as engine:
         for step in range(4):
             if step in (0, 2):
@@ -152,7 +152,7 @@ def test_the_gradient_is_clipped_and_not_the_orthogonalized_update(storage: str,
         norm = engine.get_global_grad_norm()
         assert truth > 200 * clip and float(norm) == pytest.approx(truth, rel=1e-3 if precision == "fp16" else 1e-5)
         ours = norms_of(engine.basic_optimizer.state.values())
-        theirs = norms_of([*masters.muon.state.values(), *masters.adamw.state.values()])
+        theirs = norms_of(state for one in masters.optimizers for state in one.state.values())
         for key, total in ours.items():
             dist.all_reduce(total)
             torch.testing.assert_close(total, theirs[key], rtol=2e-3 if precision == "fp16" else 1e-4, atol=0)

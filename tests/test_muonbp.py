@@ -149,7 +149,7 @@ def test_muonbp_on_zero_has_blocks_where_pieces_are_rows(tmp_path: Path, stage: 
     params = [single.model.get_parameter(name) for name in MATRICES]
     blocks = flat_blocks(params, stage)
     assert [*map(len, blocks)] == parted
-    single.muon = MuonBP(params, blocks)
+    single.optimizers[0] = MuonBP(params, blocks)
     Beside(single, settings).train_and_resume(lambda: engine_for(settings, UnevenLM(hidden=(60, 37))), tmp_path)
 
 
@@ -175,7 +175,7 @@ def test_muonbp_of_tensor_parallel_shards_under_deepspeed(tmp_path: Path) -> Non
             by_rows: list[Box] = [(slice(start, half),), (slice(half, stop),)]
             by_columns: list[Box] = [(slice(None), slice(columns // 2)), (slice(None), slice(columns // 2, None))]
             blocks.append({"mix": matrices[-1:], "down": by_columns, "out": by_columns}.get(name, by_rows))
-    single.muon = MuonBP(params, blocks, matrices)
+    single.optimizers[0] = MuonBP(params, blocks, matrices)
     Beside(single, settings).train_and_resume(lambda: sharded_engine(settings), tmp_path)
 
 

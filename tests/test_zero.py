@@ -302,7 +302,7 @@ def test_what_only_some_ranks_use_counts_as_a_zero_gradient_of_the_others(
     single = Reference(Forked(), matrices=(*MATRICES, "ways.0.weight", "ways.1.weight"))
     if optimizer == "AdamW":
         settings["optimizer"] = {"type": optimizer, "params": {**ADAMW, "torch_adam": True}}
-        single.muon = torch.optim.AdamW(single.muon.param_groups[0]["params"], **ADAMW)
+        single.optimizers[0] = torch.optim.AdamW(single.optimizers[0].param_groups[0]["params"], **ADAMW)
     with zero.newton_schulz_in_float32(), engine_for(settings, Forked()) as engine:
         for step in range(STEPS):
             shares = zero.batch_shares(step, 2)

@@ -261,7 +261,7 @@ def test_a_stage_without_matrices_trains_and_keeps_to_the_schedule(model: str, p
     """With tied weights alone, of which another stage counts the gradients, there are none for DeepSpeed's norm."""
     settings = settings_for(precision)
     both = beside(model, settings)
-    schedules = [falling(optimizer) for optimizer in (both.single.muon, both.single.adamw)]
+    schedules = [falling(optimizer) for optimizer in both.single.optimizers]
     with engine_for(settings, pipeline(MODELS[model]), lr_scheduler=falling) as engine:
         both.start(engine)
         for step in range(4):

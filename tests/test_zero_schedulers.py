@@ -132,7 +132,7 @@ def test_a_schedule_trains_like_one_on_each_of_two_optimizers(storage: str, stag
     if kwargs:
         del settings["optimizer"]
     single = zero.Reference(muon={**zero.MUON, "lr": rates[0]}, adamw={**zero.ADAMW, "lr": rates[1]})
-    singles = (single.muon, single.adamw)
+    singles = single.optimizers
     schedules = [
         alone(one) if kwargs else lr_schedules.WarmupLR(one, **{**warmup, "warmup_max_lr": rate})
         for one, rate in zip(singles, rates)

@@ -25,7 +25,7 @@ from tests.cells import cells
 from tests.command_line import succeeds
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
-from tests.references import SECTIONS, layer_wise, matrix_optimizer
+from tests.references import layer_wise
 from tests.zero import PRECISIONS, ROWS, Beside, Reference, engine_for, settings_for, train_step
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
@@ -291,9 +291,8 @@ class Sharded(NamedTuple):
     def beside_torch(self, settings: dict[str, Any]) -> Beside:
         if self.rule == "muon":
             return beside_torch(settings)
-        single = Reference(ShardedLM(), matrices=(matrices := [name for name in MATRICES if "gated" not in name]))
-        single.muon = matrix_optimizer([single.model.get_parameter(name) for name in matrices], SECTIONS[self.rule])
-        return Beside(single, settings)
+        matrices = [name for name in MATRICES if "gated" not in name]
+        return Beside(Reference(ShardedLM(), self.rule, matrices=matrices), settings)
 
 
 @on_ranks(2)

@@ -1,10 +1,9 @@
 """What tests under DeepSpeed share: configurations of both storages, a training loop, and single-process references."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import pytest
@@ -14,12 +13,20 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from lwopt_backend.integrations import deepspeed_zero
-from tests.models import MATRICES, UnevenLM, batch, largest_difference
+from tests.models import UnevenLM, largest_difference
 from tests.ranks import gathered
-from tests.references import ADAMW, MUON, Blocks, Separate, orthogonalized
+from tests.references import (
+    ADAMW,
+    MUON,
+    OWN_ROWS,
+    ROWS,
+    Reference,
+    batch_shares,
+    full_weights,
+    newton_schulz_in_float32,
+)
+from tests.references import Masters as Masters
 
-ROWS = 8  # of the global batch, at every world size
-OWN_ROWS = 24  # the same where ranks have their own; divides into 1 to 4 ranks and 1 or 2 micro-batches
 OWNED = {"storage": "owned", "bucket_mb": 0.004}  # several buckets of the small model
 
 BF16 = {"bf16": {"enabled": True}}
@@ -115,128 +122,10 @@ def train_step(engine: Any, step: int) -> None:
     train(engine, range(step, step + 1))
 
 
-def batch_shares(step: int, count: int, rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:
-    tokens, targets = batch(step, rows)
-    return list(zip(tokens.chunk(count), targets.chunk(count)))
-
-
 def own_rows(step: int, count: int) -> list[tuple[Tensor, Tensor]]:
     """This rank's ``count`` micro-batches where every rank has its own. With ``ExactLM`` sums over ranks are exact."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return batch_shares(step, count * world_size, OWN_ROWS)[rank::world_size]
-
-
-class Reference:
-    """torch.optim.Muon and torch.optim.AdamW on one process. Where a parameter has ``blocks``, each is a matrix."""
-
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        *,
-        muon: dict[str, Any] = MUON,
-        adamw: dict[str, Any] = ADAMW,
-        matrices: Sequence[str] = MATRICES,
-        blocks: Blocks | None = None,
-    ) -> None:
-        self.model = model or UnevenLM()
-        named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        chosen = {name: named.pop(name) for name in matrices if self.model.get_parameter(name).requires_grad}
-        if blocks is None:
-            self.muon: Any = torch.optim.Muon(list(chosen.values()), **muon)
-        else:
-            self.muon = Separate(chosen, blocks, **muon)
-        self.adamw = torch.optim.AdamW(list(named.values()), **adamw)
-
-    def train(self, steps: int | range) -> list[float]:
-        """Train on the global batches; the gradient norms."""
-        norms = []
-        for step in range(steps) if isinstance(steps, int) else steps:
-            self.model(*batch_shares(step, 1)[0]).backward()
-            norms.append(self.step())
-        return norms
-
-    def train_on_all(self, steps: int | range, *, parts: int = 1) -> None:
-        """Train on what all ranks have by ``own_rows``."""
-        world_size = torch.distributed.get_world_size()
-        for step in range(steps) if isinstance(steps, int) else steps:
-            for tokens, targets in batch_shares(step, parts * world_size, OWN_ROWS):
-                (self.model(tokens, targets) / parts).backward()
-            for param in self.model.parameters():
-                if param.grad is not None:
-                    param.grad.div_(world_size)
-            self.step()
-
-    def step(self, clip: float = 0.0) -> float:
-        """A step on the existing gradients; their norm before clipping."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip or float("inf")))
-        for optimizer in (self.muon, self.adamw):
-            optimizer.step()
-            optimizer.zero_grad()
-        return norm
-
-    def difference(self, engine: Any) -> float:
-        return largest_difference(full_weights(engine), self.model)
-
-    def check(self, engine: Any, limit: float = 0.0) -> None:
-        assert (difference := self.difference(engine)) <= limit, difference
-
-    def state_of(self, name: str) -> dict[str, Tensor]:
-        """Without its counter."""
-        optimizer = self.muon if name in MATRICES else self.adamw
-        state = optimizer.state[self.model.get_parameter(name)]
-        return {key: value for key, value in state.items() if key != "step"}
-
-
-class Masters(Reference):
-    """fp32 masters of a 16-bit model on one process. DeepSpeed rounds the model first and takes the masters from that.
-    Gradients of micro-batches add up in fp32, or in the model's dtype; ``predivided`` by their scale, or scaled."""
-
-    def __init__(self, dtype: torch.dtype, in_fp32: bool = True, predivided: bool = False) -> None:
-        super().__init__(UnevenLM().to(dtype).float())
-        self.low = UnevenLM().to(dtype)
-        self.in_fp32, self.predivided = in_fp32, predivided
-
-    def advance(
-        self, step: int, accumulation: int = 1, *, clip: float = 0.0, scale: float = 1.0, factor: float = 1.0
-    ) -> float:
-        """A step with the loss times ``factor`` and, until gradients are summed, ``scale``; the norm before a clip."""
-        sums: dict[Tensor, Tensor] = {}
-        before, after = (scale, 1.0) if self.predivided else (1.0, scale)
-        for rows in batch_shares(step, accumulation):
-            (self.low(*rows) / accumulation * (scale * factor)).backward()
-            for param in self.low.parameters():
-                grad = (param.grad.float() if self.in_fp32 else param.grad) / before
-                sums[param] = sums[param] + grad if param in sums else grad
-                param.grad = None
-        for master, param in zip(self.model.parameters(), self.low.parameters()):
-            master.grad = sums[param].float() / after
-        norm = self.step(clip)
-        with torch.no_grad():
-            for master, param in zip(self.model.parameters(), self.low.parameters()):
-                param.copy_(master)
-        return norm
-
-
-@contextlib.contextmanager
-def newton_schulz_in_float32() -> Iterator[None]:
-    """Make torch.optim.Muon iterate in fp32; it has no option for that."""
-
-    def iterate(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-        return orthogonalized(grad, [coefficients] * steps)
-
-    with mock.patch.object(torch.optim._muon, "_zeropower_via_newtonschulz", iterate):
-        yield
-
-
-def full_weights(engine: Any) -> dict[str, Tensor]:
-    """The fp32 master weights, whole, by name; parameters themselves at stage 0, and those that are not trained."""
-    get: Callable[[Tensor], Tensor | None] = deepspeed.utils.safe_get_full_fp32_param
-    found = {}
-    for name, param in engine.module.named_parameters():
-        master = None if engine.zero_optimization_stage() == 0 else get(param)
-        with deepspeed.zero.GatheredParameters(param, enabled=master is None and hasattr(param, "ds_id")):
-            found[name] = (param if master is None else master).detach().clone()
-    return found
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -260,7 +149,7 @@ class Beside:
         """``factor`` is of the gradients that DeepSpeed reduces, where it is known not to be 1."""
         self.single, self.train_step = single, train_step
         self.whole_batch, self.whole_name, self.factor = whole_batch, whole_name, factor
-        self.clip = settings["gradient_clipping"]
+        self.clip = single.clip = settings["gradient_clipping"]
         self.autocasts = "torch_autocast" in settings
         self.dtype = next((DTYPES[key] for key in DTYPES if key in settings), None)  # of weights and gradients
         self.rounds_to = torch.bfloat16 if self.autocasts else self.dtype
@@ -294,7 +183,8 @@ class Beside:
             for name, param in self.single.model.named_parameters():
                 param.grad.copy_(given[name])
             with newton_schulz_in_float32() if self.clip else contextlib.nullcontext():
-                norm = self.single.step(self.clip)
+                self.single.step()
+            norm = self.single.norm
             assert self.clip == 0.0 or norm > self.clip, "the clip must bite to be tested"
             assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-3 if self.rounds_to else 1e-5)
         engine._take_model_step = take_step

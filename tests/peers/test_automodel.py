@@ -58,7 +58,7 @@ def test_a_recipe_trains_what_torch_optim_trains() -> None:
     optimizer, schedule = made(recipe, model)
     single = Reference(model_of(), muon=matrix, adamw={"lr": 0.01, "weight_decay": 0.05})
     steps = SimpleNamespace(epoch_len=6, num_epochs=1, max_steps=None)
-    schedules = recipe.lr_scheduler.build([single.muon, single.adamw], steps)
+    schedules = recipe.lr_scheduler.build(single.optimizers, steps)
     for step in range(6):
         for trains in (model, single.model):
             trains(*batch(step, 4)).backward()

@@ -65,7 +65,7 @@ def test_its_engine_trains_what_torch_optim_trains_and_resumes() -> None:
     module, rates = sharded(), {"lr": 0.01, "weight_decay": 0.1}
     engine = engine_of(module, override_optimizer_config=SETTINGS)
     single = Reference(model_of(), muon={**rates, "adjust_lr_fn": "match_rms_adamw"}, adamw=rates)
-    both = (single.muon, single.adamw)
+    both = single.optimizers
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: min(1.0, step / WARMUP)) for each in both]
     file = io.BytesIO()
     for step in range(STEPS):
@@ -75,7 +75,8 @@ def test_its_engine_trains_what_torch_optim_trains_and_resumes() -> None:
         step_of(engine, step)
         single.model(*batch(step, 4)).backward()
         with newton_schulz_in_float32():
-            single.step(clip=1.0)
+            single.clip = 1.0
+            single.step()
         for schedule in schedules:
             schedule.step()
     assert largest_difference(weights_of(module), single.model) < 1e-5
