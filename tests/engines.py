@@ -31,7 +31,7 @@ from tests.models import UnevenLM, largest_difference
 from tests.owned import BUCKET_MB, shares
 from tests.ranks import gathered
 from tests.references import RULES, SECTIONS, Apart, Reference, newton_schulz_in_float32, precise
-from tests.zero import OWN_ROWS, PRECISIONS, engine_for, full_weights
+from tests.zero import OWN_ROWS, PRECISIONS, config, engine_for, full_weights
 
 ZERO = ("zero 0", "zero 1", "zero 2", "zero 3")
 OWNED = ("owned 0", "owned 1", "owned 2")  # owned storage under DeepSpeed
@@ -335,18 +335,11 @@ class UnderDeepSpeed(Engine):
 def _settings(cell: Cell, rules: dict[str, Any], universal: bool) -> dict[str, Any]:
     storage, stage = cell.engine.split()
     sizes = {"bucket_mb": BUCKET_MB} if storage == "owned" else {"bucket_numel": 2000}
-    params = {**rules, "storage": storage, **sizes, **_options(cell)}
-    parts = 1 if cell.alike else dist.get_world_size()
-    return {
-        "train_micro_batch_size_per_gpu": OWN_ROWS // cell.accumulation // parts,
-        "gradient_accumulation_steps": cell.accumulation,
-        "gradient_clipping": cell.clip,
-        "zero_optimization": {"stage": int(stage), "reduce_bucket_size": 10_000, **cell.zero},
-        "optimizer": {"type": "LayerWise", "params": params},
-        "steps_per_print": 1_000_000,
-        "checkpoint": {"load_universal": universal},
-        **PRECISIONS[cell.precision],
-    }
+    rows = OWN_ROWS // cell.accumulation // (1 if cell.alike else dist.get_world_size())
+    settings = config(int(stage), accumulation=cell.accumulation, clip=cell.clip, rows=rows)
+    settings["zero_optimization"] |= cell.zero
+    settings["optimizer"] = {"type": "LayerWise", "params": {**rules, "storage": storage, **sizes, **_options(cell)}}
+    return {**settings, "checkpoint": {"load_universal": universal}, **PRECISIONS[cell.precision]}
 
 
 def _options(cell: Cell) -> dict[str, Any]:
