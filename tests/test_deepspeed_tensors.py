@@ -111,17 +111,3 @@ def test_what_is_not_there_is_an_error_on_all_ranks(storage: str, stage: int, pr
         train(engine, 1, same_rows=True)
         assert_missing(ValueError, OF_A_MATRIX, "gate.weight", "exp_avg")
         assert_missing(ValueError, OF_OTHERS.format("momentum_buffer"), "lm_head.weight", "momentum_buffer")
-
-
-@on_ranks(2)
-def test_without_zero_deepspeed_returns_gradients_only() -> None:
-    """With every optimizer: the parameters themselves are whole and in fp32 there."""
-    single = Reference()
-    with engine_for(settings_for("zero", 0)) as engine:
-        train(engine, 2, same_rows=True)
-        single.train(2)
-        backward(engine, single, 2)
-        param = engine.module.layers[2].weight
-        assert utils.safe_get_full_fp32_param(param) is None
-        assert utils.safe_get_full_optimizer_state(param, "momentum_buffer") is None
-        assert torch.equal(utils.safe_get_full_grad(param), single.model.layers[2].weight.grad)
