@@ -31,7 +31,7 @@ class Own(torch.optim.SGD):
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)
 
-    def scaled_step(self, factor: float) -> None:
+    def step(self, closure: Any = None, factor: float = 1.0) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -64,39 +64,24 @@ class History(Own):
 
     def step(self, closure: Any = None) -> None:
         self.history.append(1)
-        self.scaled_step(len(self.history))
-
-
-class TensorInGroup(Own):
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, lr)
-        self.param_groups[0]["count"] = torch.zeros(())
-
-    def step(self, closure: Any = None) -> None:
-        self.param_groups[0]["count"] += 1
-        self.scaled_step(float(self.param_groups[0]["count"]))
+        super().step(factor=len(self.history))
 
 
 class OwnSchedule(Own):
-    def step(self, closure: Any = None) -> None:
-        self.scaled_step(1.0)
-        self.param_groups[0]["lr"] *= 0.9
+    """Changes its rate, at once or in a later step."""
 
-
-class LaterSchedule(Own):
-    """Changes its rate in the third step."""
+    changes_in = 1
 
     def step(self, closure: Any = None) -> None:
         state = self.state_of_first()
         state["step"] = state.get("step", 0) + 1
-        self.scaled_step(1.0)
-        if state["step"] == 3:
+        super().step()
+        if state["step"] == self.changes_in:
             self.param_groups[0]["lr"] *= 0.9
 
 
-class NeedsClosure(Own):
-    def step(self, closure: Any) -> None:
-        closure()
+class LaterSchedule(OwnSchedule):
+    changes_in = 3
 
 
 class Communicates(Own):
@@ -104,7 +89,7 @@ class Communicates(Own):
 
     def step(self, closure: Any = None) -> None:
         dist.all_reduce(self.param_groups[0]["params"][0].grad)
-        self.scaled_step(1.0)
+        super().step()
 
 
 class FailsLater(Own):
@@ -116,19 +101,14 @@ class FailsLater(Own):
         self.state_of_first()["step"] = 1
 
 
+KINDS = ("plain", "fsdp2", "zero")
 REFUSED = [
-    (Forgetful, "which checkpoints save; found more in its attribute 'velocity'"),
-    (Opaque, "found a object at 'state.helper', which checkpoints do not hold"),
-    (History, "which checkpoints save; found more in its attribute 'history'"),
-    (OwnSchedule, "expected an unchanged argument 'lr', found a class that changes it"),
-    (NeedsClosure, "missing 1 required positional argument: 'closure'"),
-    (Communicates, "expected a step of one rank alone, found the collective c10d.allreduce_.default"),
-    (FailsLater, "a second step"),
-]
-CALLS = [  # the parts that are stepped together, call by call, and how many steps each part then has made
-    ([[0, 1, 2]] * 4, [4, 4, 4]),
-    ([[2], [0, 1]] * 4, [4, 4, 4]),
-    ([[0], [0, 1], [0, 1]], [3, 2, 0]),  # what had no gradient in some steps is younger than the others
+    ("plain", Forgetful, "which checkpoints save; found more in its attribute 'velocity'"),
+    ("plain", Opaque, "found a object at 'state.helper', which checkpoints do not hold"),
+    ("plain", History, "which checkpoints save; found more in its attribute 'history'"),
+    ("plain", OwnSchedule, "expected an unchanged argument 'lr', found a class that changes it"),
+    *((engine, FailsLater, "a second step") for engine in KINDS),
+    *((engine, Communicates, "of one rank alone, found the collective c10d.allreduce_") for engine in KINDS),
 ]
 
 
@@ -147,8 +127,7 @@ def made(engine: str, section: dict[str, Any]) -> Iterator[Any]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("engine", ["plain", "fsdp2", "zero"])
-@pytest.mark.parametrize(("cls", "message"), REFUSED)
+@pytest.mark.parametrize(("engine", "cls", "message"), REFUSED)
 def test_a_class_that_cannot_be_run_is_refused_when_the_optimizer_is_made(engine: str, cls: Any, message: str) -> None:
     """On all ranks, of which one would step the matrix."""
     section = {"name": "torch_optimizer", "class": f"{__name__}.{cls.__name__}", "lr": 0.1}
@@ -169,8 +148,8 @@ def test_a_rate_that_a_class_changes_later_is_an_error_then() -> None:
     model = nn.Sequential(nn.Linear(3, 2, bias=False))
     section = {"name": "torch_optimizer", "class": LaterSchedule, "lr": 0.1}
     optimizer = LayerWiseOptimizer(model, section, include="*", report=False)
-    step(optimizer, model)
-    step(optimizer, model)
+    for _ in range(2):
+        step(optimizer, model)
     with pytest.raises(ValueError, match="LaterSchedule cannot train matrix '0.weight': expected an unchanged .* 'lr'"):
         step(optimizer, model)
 
@@ -183,7 +162,7 @@ class OfOthers(Own):
         self.factor = factor
 
     def step(self, closure: Any = None) -> None:
-        self.scaled_step(self.factor)
+        super().step(factor=self.factor)
 
 
 UNSET = object()
@@ -214,18 +193,28 @@ class NeedsNorm(Own):
             raise ValueError("every weight must have a norm")
 
 
+class TensorInGroup(Own):
+    """Changes a tensor in its group."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["count"] = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["count"] += 1
+        super().step(factor=float(self.param_groups[0]["count"]))
+
+
 CALLED: list[tuple[type[Own], dict[str, Any]]] = [
-    (Strict, {}),
-    (Strict, {"factor": 2.0}),
-    (Strict, {"palm": True}),
-    (OwnDefault, {}),
-    (OwnDefault, {"lr": 0.2}),
-    (NeedsNorm, {}),
+    *((Strict, given) for given in ({}, {"factor": 2.0}, {"palm": True})),
+    *((OwnDefault, given) for given in ({}, {"lr": 0.2})),
+    *((cls, dict[str, Any]()) for cls in (NeedsNorm, TensorInGroup)),
 ]
 
 
 @pytest.mark.parametrize(("cls", "given"), CALLED)
 def test_a_class_is_called_with_what_was_written_and_what_its_own_constructor_takes(cls: Any, given: Any) -> None:
+    """And goes on from all that it has kept."""
     model, twin = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
     twin.load_state_dict(model.state_dict())
     section = {"name": "torch_optimizer", "class": cls, **given}
@@ -238,17 +227,6 @@ def test_a_class_is_called_with_what_was_written_and_what_its_own_constructor_ta
     assert {"factor", "palm", "hidden"} & ours.param_groups[0].keys() == {*given} - {"lr"}
 
 
-def test_a_tensor_that_a_class_changes_in_its_group_is_kept() -> None:
-    model, twin = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
-    twin.load_state_dict(model.state_dict())
-    section = {"name": "torch_optimizer", "class": TensorInGroup, "lr": 0.1}
-    ours, theirs = LayerWiseOptimizer(model, section, include="*", report=False), TensorInGroup(twin.parameters())
-    for _ in range(3):
-        step(ours, model)
-        step(theirs, twin)
-    assert torch.equal(model.weight, twin.weight)
-
-
 class OnTheDevice(Own):
     """Its group has tensors where a host would wait to read them: a rate, and in a list a count of the steps."""
 
@@ -258,7 +236,7 @@ class OnTheDevice(Own):
 
     def step(self, closure: Any = None) -> None:
         self.param_groups[0]["counts"][0].add_(1)
-        self.scaled_step(1.0)
+        super().step()
 
 
 def test_tensors_of_a_group_are_not_read_to_see_whether_they_change() -> None:
@@ -269,14 +247,7 @@ def test_tensors_of_a_group_are_not_read_to_see_whether_they_change() -> None:
     assert [*state["group"]] == ["counts"]
 
 
-def test_element_wise_classes_are_registered_by_who_knows_that_they_are() -> None:
-    for rule in ("torch_optimizer", {"name": "torch_optimizer", "class": "torch.optim.RMSprop"}):
-        with pytest.raises(ValueError, match="a rule of the other kind; .*; register_elementwise adds a class"):
-            LayerWiseOptimizer(nn.Linear(3, 2), elementwise=rule, report=False)
-    with pytest.raises(
-        ValueError, match="dampening: expected 0, because momentum starts with zeros here .* found 0.5;"
-    ):
-        LayerWiseOptimizer(nn.Linear(3, 2), elementwise={"name": "sgd", "momentum": 0.9, "dampening": 0.5})
+def test_a_registered_class_has_the_defaults_of_its_constructor() -> None:
     assert options_of("rmsprop", {"alpha": 0.5}, "here").model_dump()["centered"] is False
 
 
@@ -285,30 +256,32 @@ class Keywords(torch.optim.AdamW):
         super().__init__(params, **kwargs)
 
 
-def test_a_class_with_keywords_has_its_own_arguments_and_those_of_its_base() -> None:
-    given = {"class": Keywords, "lr": 0.5, "scale": 2.0, "weight_decay": 0.0}
-    options = options_of("torch_optimizer", given, "here").model_dump()
-    assert options == {"class": f"{__name__}.Keywords", "scale": 2.0, "lr": 0.5, "weight_decay": 0.0}
-    with pytest.raises(ValueError, match="unknown key 'amsgrat'; did you mean 'amsgrad'"):
-        options_of("torch_optimizer", {**given, "amsgrat": True}, "here")
-
-
 class WithoutRate(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
-    def step(self, closure: Any = None) -> None:
-        pass
 
-
-def test_a_class_without_a_learning_rate_or_inside_something_else_is_refused() -> None:
+def test_a_class_with_keywords_has_its_own_arguments_and_those_of_its_base() -> None:
     class Inside(torch.optim.SGD):
         pass
 
-    with pytest.raises(ValueError, match="'torch_optimizer' has no option 'lr', which schedules write to every"):
-        options_of("torch_optimizer", {"class": WithoutRate}, "here")
-    with pytest.raises(ValueError, match="expected one at the top of a module, .* found .*Inside, defined inside a"):
-        options_of("torch_optimizer", {"class": Inside}, "here")
+    given = {"class": Keywords, "lr": 0.5, "scale": 2.0, "weight_decay": 0.0}
+    options = options_of("torch_optimizer", given, "here").model_dump()
+    assert options == {"class": f"{__name__}.Keywords", "scale": 2.0, "lr": 0.5, "weight_decay": 0.0}
+    for wrong, message in (
+        ({**given, "amsgrat": True}, "unknown key 'amsgrat'; did you mean 'amsgrad'"),
+        ({"class": WithoutRate}, "'torch_optimizer' has no option 'lr', which schedules write to every"),
+        ({"class": Inside}, "expected one at the top of a module, .* found .*Inside, defined inside a"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            options_of("torch_optimizer", wrong, "here")
+
+
+CALLS = [  # the parts that are stepped together, call by call, and how many steps each part then has made
+    ([[0, 1, 2]] * 4, [4, 4, 4]),
+    ([[2], [0, 1]] * 4, [4, 4, 4]),
+    ([[0], [0, 1], [0, 1]], [3, 2, 0]),  # what had no gradient in some steps is younger than the others
+]
 
 
 class CountsForOne(Own):
@@ -321,7 +294,7 @@ class CountsForOne(Own):
             state = self.state[param]
             state.setdefault("step", 0)
         state["step"] += 1
-        self.scaled_step(state["step"] + group["calls"])
+        super().step(factor=state["step"] + group["calls"])
 
 
 @pytest.mark.parametrize(("calls", "counts"), CALLS)
@@ -394,18 +367,18 @@ def test_an_update_too_small_to_change_a_weight_still_has_a_sign() -> None:
 
 
 WRONG = [
-    ("rmsprop", {}, "unknown key 'weight_decay_form'"),
+    ("rmsprop", {"weight_decay_form": "cautious"}, "unknown key 'weight_decay_form'"),
     ("adamw", {"weight_decay_form": "cautius"}, "input should be 'decoupled' or 'cautious'; found 'cautius'"),
     ("lion", {"weight_decay_form": "cautius"}, "input should be 'own' or 'cautious'; found 'cautius'"),
+    ("sgd", {"momentum": 0.9, "dampening": 0.5}, "expected 0, because momentum starts with zeros here .* found 0.5;"),
+    ("torch_optimizer", {}, "a rule of the other kind; .*; register_elementwise adds a class"),
 ]
 
 
 @pytest.mark.parametrize(("rule", "given", "message"), WRONG)
-def test_a_form_of_decay_that_there_is_not_is_refused(rule: str, given: dict[str, Any], message: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    elementwise = {"name": rule, "weight_decay_form": "cautious", **given}
+def test_wrong_element_wise_options_are_refused(rule: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LayerWiseOptimizer(model, elementwise=elementwise, report=False)
+        LayerWiseOptimizer(nn.Linear(3, 2), elementwise={"name": rule, **given}, report=False)
 
 
 @on_ranks(2)

@@ -57,10 +57,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
 
 
-def alike(ours: Any, theirs: Any) -> bool:
-    return same(whole_of(ours), whole_of(theirs))
-
-
 def like(state_dict: Any, theirs: Any) -> Any:
     """torch's whole tensors cut as this package's are, as a checkpoint's reader does."""
     if isinstance(theirs, DTensor):
@@ -79,7 +75,7 @@ def test_torchs_sequence(form: str) -> None:
     train(model, adamw, range(3))
     train(our_model, ours, range(3))
     saved = copy.deepcopy(get_optimizer_state_dict(model, adamw, options=options))
-    assert alike(get_optimizer_state_dict(our_model, ours, options=options), saved)
+    assert same(whole_of(get_optimizer_state_dict(our_model, ours, options=options)), whole_of(saved))
     now = weights_of(model)
     train(model, adamw, range(3, 6))
 
@@ -102,8 +98,11 @@ def test_torchs_sequence(form: str) -> None:
 
 
 def whole_of(value: Any) -> Any:
+    """What is sharded is whole, and owned storage's pieces are their boxes."""
     if isinstance(value, dict):
         return {key: whole_of(entry) for key, entry in value.items()}
+    if isinstance(value, Pieces):
+        return value.boxes
     return whole(value) if isinstance(value, Tensor) else value
 
 
@@ -151,20 +150,11 @@ def test_masters_of_16_bits_and_groups_as_they_are_are_kept(tmp_path: Path) -> N
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for model, optimizer in zip(models, (first, second)):
         train(model, optimizer, range(3, 6))
-    assert pieces_are_alike(second, first)
+    assert same(*(whole_of(optimizer.state_dict()) for optimizer in (first, second)))
     first.param_groups[0]["lr"] = 1e-4
     first.save_state_dict(tmp_path)
     second.load_state_dict_from(tmp_path)
-    assert pieces_are_alike(second, first)
-
-
-def pieces_are_alike(one: Any, other: Any) -> bool:
-    def boxes(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: boxes(entry) for key, entry in value.items()}
-        return value.boxes if isinstance(value, Pieces) else value
-
-    return same(boxes(one.state_dict()), boxes(other.state_dict()))
+    assert same(*(whole_of(optimizer.state_dict()) for optimizer in (first, second)))
 
 
 WRONG: list[tuple[Callable[[Any], Any], str]] = [
@@ -184,22 +174,18 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
+@on_ranks(2)
+def test_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
     (model, adamw), (_, ours) = torchs(), ours_on("owned")
     train(model, adamw, range(1))
+    adam = copy.deepcopy(adamw.state_dict())
+    adam["param_groups"][0]["decoupled_weight_decay"] = False
+    with pytest.raises(ValueError, match=f"^load_state_dict: {ADAMS}"):
+        ours_on("fsdp2")[1].load_state_dict(adam)
     _, untouched = ours_on("owned")
     for spoil, message in WRONG:
         saved = copy.deepcopy(adamw.state_dict())
         spoil(saved)
         with pytest.raises(ValueError, match=message):
             ours.load_state_dict(saved)
-        assert pieces_are_alike(ours, untouched)
-
-
-@on_ranks(2)
-def test_adams_state_is_refused_on_fsdp2() -> None:
-    (model, adamw), (_, ours) = torchs(), ours_on("fsdp2")
-    train(model, adamw, range(1))
-    adamw.param_groups[0]["decoupled_weight_decay"] = False
-    with pytest.raises(ValueError, match=f"^load_state_dict: {ADAMS}"):
-        ours.load_state_dict(adamw.state_dict())
+        assert same(whole_of(ours.state_dict()), whole_of(untouched.state_dict()))
