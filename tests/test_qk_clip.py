@@ -74,28 +74,6 @@ def test_qk_clip_gives_the_rows_of_a_head_the_factors_of_their_part() -> None:
     assert row_factors([(1, factors.key), (2, None)]).tolist() == [0.5, 1.0, 1.0, 0.25, 1.0, 1.0], "values stay"
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: qk_clip_factors(torch.ones(2, 3)), r"expected one per head, \(heads,\); found shape \(2, 3"),
-        (lambda: qk_clip_factors(torch.ones(0)), "max_logits: expected one per head"),
-        (lambda: qk_clip_factors(torch.ones(4), key_heads=3), "key_heads: expected a divisor of the 4 .* found 3"),
-        (
-            lambda: qk_clip_factors(torch.ones(4), 0.0),
-            "expected a finite threshold over 0 and a query_share .* found 0.0",
-        ),
-        (lambda: qk_clip_factors(torch.ones(4), math.nan), "expected a finite threshold over 0"),
-        (lambda: qk_clip_factors(torch.ones(4), math.inf), "expected a finite threshold over 0"),
-        (lambda: qk_clip_factors(torch.ones(4), query_share=1.5), "found 100.0 and 1.5"),
-        (lambda: row_factors([(3, None)]), "parts: expected factors of equally many heads"),
-        (lambda: row_factors([(3, torch.ones(2)), (3, torch.ones(3))]), r"found \[\(2,\), \(3,\)\]"),
-    ],
-)
-def test_wrong_arguments_of_qk_clip_are_named(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 # QKClip with an optimizer
 def test_qk_clip_scales_any_range_and_box_of_a_parameter_by_its_outputs() -> None:
     """However it is cut, within a row or not; stored transposed, of one dimension or of three."""
@@ -155,69 +133,69 @@ def test_qk_clip_of_a_fused_qkv_is_the_same_with_per_head() -> None:
     assert torch.equal(by_head, apart) and not torch.equal(apart, before)
 
 
+# What is refused
+def clip_of(layers: Any, **options: Any) -> QKClip:
+    return QKClip(optimizer_for(FusedLM(), **{"atoms": ATOMS, **options}), layers)
+
+
+def layer(*given: Any, **more: Any) -> Callable[[], object]:
+    return lambda: clip_of({"fused": Heads(*given, **more)})
+
+
+def fused(**options: Any) -> Callable[[], object]:
+    return lambda: clip_of({"fused": FUSED}, **options)
+
+
+def logged(given: Any) -> Callable[[], object]:
+    return lambda: clip_of({"fused": FUSED})(given)
+
+
+MIX = ("mix.weight", "down.weight", 2)
 APART = "layer 'fused': 'qkv.weight' is query and key; expected matrices 'q' and 'k' in it, found "
 DIVIDE = '; divide it with the option "atoms": {"qkv.weight": {"qkv": ['
+OTHER_BIAS = "layer 'fused': expected a bias of 24 outputs, as 'mix.weight' has; found 'qkv.bias' with 40"
 TWO_WEIGHTS = "'out.bias' is query_bias and key_bias, but query and key are two weights, 'mix.weight' and"
-OTHER_BIAS = "expected a bias of 24 outputs, as 'mix.weight' has; found 'qkv.bias' with 40"
-WRONG_LAYERS: list[tuple[dict[str, Any], Any, str]] = [
-    ({}, Heads("qvk.weight", "down.weight", 2), "no trained parameter is named 'qvk.weight'; did you mean 'qkv.we"),
-    ({}, Heads("qkv.weight", "qkv.weight", 5), "expected outputs of 'q' that divide into 5 heads, found 24 in 'qkv"),
-    ({}, Heads("mix.weight", "out.weight", 6, key_heads=4), "layer 'fused': key_heads: expected a divisor of the 6"),
-    ({}, Heads("mix.weight", "down.weight", 2, query_bias="out.bias", key_bias="out.bias"), TWO_WEIGHTS),
-    ({}, Heads("mix.weight", "down.weight", 2, query_bias="qkv.bias"), f"layer 'fused': {OTHER_BIAS}"),
-    (
-        {},
-        Heads("gate_up.weight", "down.weight", 2),
-        "as many outputs of the key as of the query, found 24 and 46; give",
-    ),
-    (
-        {},
-        Heads("mix.weight", "out.weight", 6),
-        "expected key_bias='out.bias', found None; logits shrink only if the bias",
-    ),
-    (
-        {},
-        Heads("qkv.weight", "out.weight", 4, 4, "qkv.weight"),
-        "a bias with one, found 'qkv.weight' of shape (40, 24)",
-    ),
-    ({}, {"query": "mix.weight"}, "layer 'fused': expected Heads(query, key, heads=...), found {'query'"),
-    ({"atoms": {}}, FUSED, f"{APART}a single matrix{DIVIDE}"),
-    ({"atoms": {"qkv.weight": "whole"}}, FUSED, f"{APART}a single matrix{DIVIDE}"),
-    ({"atoms": {"qkv.weight": {"split_sizes": [24, 8, 8]}}}, FUSED, f"{APART}'part0', 'part1', 'part2'{DIVIDE}"),
-    ({"atoms": {}, "exclude": ["qkv.weight"]}, FUSED, f"{APART}none, because no matrix rule updates it{DIVIDE}"),
-]
 ONE_PER_HEAD = "layer 'fused': expected max_logits as a tensor of shape (4,), one per head; found "
+WITHOUT_BIAS = "expected key_bias='out.bias', found None; logits shrink only if the bias"
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: qk_clip_factors(torch.ones(2, 3)), "expected one per head, (heads,); found shape (2, 3"),
+    (lambda: qk_clip_factors(torch.ones(0)), "max_logits: expected one per head"),
+    (lambda: qk_clip_factors(torch.ones(4), key_heads=3), "key_heads: expected a divisor of the 4 "),
+    (lambda: qk_clip_factors(torch.ones(4), 0.0), "expected a finite threshold over 0 and a query_share "),
+    (lambda: qk_clip_factors(torch.ones(4), math.nan), "expected a finite threshold over 0"),
+    (lambda: qk_clip_factors(torch.ones(4), math.inf), "expected a finite threshold over 0"),
+    (lambda: qk_clip_factors(torch.ones(4), query_share=1.5), "found 100.0 and 1.5"),
+    (lambda: row_factors([(3, None)]), "parts: expected factors of equally many heads"),
+    (lambda: row_factors([(3, torch.ones(2)), (3, torch.ones(3))]), "found [(2,), (3,)]"),
+    *((lambda wrong=wrong: Heads("q", "k", wrong), "expected a number of heads of at least 1") for wrong in (0, 4.0)),
+    (lambda: Heads("q", "k", 4, key_heads=True), "key_heads: expected a number of heads of at least 1, found"),
+    (lambda: clip_of({}), "layers: expected at least one attention layer, found none"),
+    (lambda: clip_of({"fused": {"query": "mix.weight"}}), "'fused': expected Heads(query, key, heads=...), found {'q"),
+    (layer("qvk.weight", "down.weight", 2), "no trained parameter is named 'qvk.weight'; did you mean 'qkv.we"),
+    (layer("qkv.weight", "qkv.weight", 5), "outputs of 'q' that divide into 5 heads, found 24 in 'qkv"),
+    (layer("mix.weight", "out.weight", 6, key_heads=4), "layer 'fused': key_heads: expected a divisor of the 6"),
+    (layer(*MIX, query_bias="out.bias", key_bias="out.bias"), TWO_WEIGHTS),
+    (layer(*MIX, query_bias="qkv.bias"), OTHER_BIAS),
+    (layer("gate_up.weight", "down.weight", 2), "as many outputs of the key as of the query, found 24 and 46; give"),
+    (layer("mix.weight", "out.weight", 6), WITHOUT_BIAS),
+    (layer("qkv.weight", "out.weight", 4, 4, "qkv.weight"), "with one, found 'qkv.weight' of shape (40, 24)"),
+    (fused(atoms={}), f"{APART}a single matrix{DIVIDE}"),
+    (fused(atoms={"qkv.weight": "whole"}), f"{APART}a single matrix{DIVIDE}"),
+    (fused(atoms={"qkv.weight": {"split_sizes": [24, 8, 8]}}), f"{APART}'part0', 'part1', 'part2'{DIVIDE}"),
+    (fused(atoms={}, exclude=["qkv.weight"]), f"{APART}none, because no matrix rule updates it{DIVIDE}"),
+    (logged({"fusd": torch.ones(4)}), "unknown layer 'fusd'; did you mean 'fused'?"),
+    (logged(torch.ones(4)), "max_logits: expected a mapping of layers to tensors of shape (heads,); found a Tensor"),
+    (logged({"fused": torch.ones(3)}), f"{ONE_PER_HEAD}shape (3,)"),
+    (logged({"fused": torch.ones(4, 1)}), f"{ONE_PER_HEAD}shape (4, 1)"),
+    (logged({"fused": torch.tensor(1.0)}), f"{ONE_PER_HEAD}shape ()"),
+    (logged({"fused": [1.0, 2.0, 3.0, 4.0]}), f"{ONE_PER_HEAD}a list"),
+]
 
 
-@pytest.mark.parametrize(("options", "heads", "message"), WRONG_LAYERS)
-def test_wrong_layers_of_qk_clip_are_errors(options: dict[str, Any], heads: Any, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_wrong_arguments_layers_and_logits_of_qk_clip_are_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        QKClip(optimizer_for(FusedLM(), **{"atoms": ATOMS, **options}), {"fused": heads})
-
-
-def test_no_layers_and_no_heads_are_errors() -> None:
-    with pytest.raises(ValueError, match="layers: expected at least one attention layer, found none"):
-        QKClip(optimizer_for(FusedLM(), atoms=ATOMS), {})
-    for counts in ({"heads": 0}, {"heads": 4.0}, {"heads": 4, "key_heads": True}):
-        with pytest.raises(ValueError, match="heads: expected a number of heads of at least 1, found"):
-            Heads("q", "k", **counts)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"fusd": torch.ones(4)}, "unknown layer 'fusd'; did you mean 'fused'?"),
-        (torch.ones(4), "max_logits: expected a mapping of layers to tensors of shape (heads,); found a Tensor"),
-        ({"fused": torch.ones(3)}, f"{ONE_PER_HEAD}shape (3,)"),
-        ({"fused": torch.ones(4, 1)}, f"{ONE_PER_HEAD}shape (4, 1)"),
-        ({"fused": torch.tensor(1.0)}, f"{ONE_PER_HEAD}shape ()"),
-        ({"fused": [1.0, 2.0, 3.0, 4.0]}, f"{ONE_PER_HEAD}a list"),
-    ],
-)
-def test_wrong_logits_of_qk_clip_are_errors(given: Any, message: str) -> None:
-    clip = QKClip(optimizer_for(FusedLM(), atoms=ATOMS), {"fused": FUSED})
-    with pytest.raises(ValueError, match=re.escape(message)):
-        clip(given)
+        call()
 
 
 @on_ranks(2)
