@@ -28,7 +28,6 @@ from lwopt_backend.groups.param_groups import (
     split,
     with_options,
 )
-from lwopt_backend.groups.rates import factors_of
 from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import zero
@@ -55,7 +54,6 @@ class EngineOptimizer(BaseOptimizer):
     save_mark: SaveMark  # once it has an engine
     gradients: Gradients  # the same
     gathered: dict[str, Any] | None = None  # its state dict during a save that asks only some ranks for it
-    factors: Sequence[float] = ()  # of the rates in the last state that was loaded, if it is of an earlier version
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         self.name, self.rules, self.config = name, rules, config
@@ -124,7 +122,6 @@ class EngineOptimizer(BaseOptimizer):
         """Load what ``state_dict`` returned. Raises ValueError if it was saved with other parameters or partitions."""
         zero.check_groups(state_dict["param_groups"], self.param_groups)
         zero.check_partitions(state_dict["param_groups"], state_dict["state"], self.param_groups)
-        self.factors = factors_of(state_dict["param_groups"])
         super().load_state_dict(state_dict)
         self.set_groups(self.param_groups)
 

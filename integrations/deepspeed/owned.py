@@ -23,7 +23,6 @@ from lwopt_backend.engines.owned.state import OwnedStore
 from lwopt_backend.engines.owned.step import OwnedCore, Share
 from lwopt_backend.groups.choices import Rules, settings_lines
 from lwopt_backend.groups.grouping import Grouping, group_parameters
-from lwopt_backend.groups.rates import factors_of
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import tensors
 from lwopt_backend.integrations.deepspeed.checkpoints import MARK
@@ -346,7 +345,6 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             store.publish()
         if load_optimizer_states:
             store.take_owner_states(saved.get(CHECKPOINT_KEY, {}))
-            self.factors = factors_of(groups)
             pairs = zip(groups, self.param_groups, strict=True)
             self.set_groups([{**g, "params": ours["params"], "members": ours["members"]} for g, ours in pairs])
             self.loss_scaler, self.overflow = saved["loss_scaler"], saved["overflow"]

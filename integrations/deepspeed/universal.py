@@ -31,7 +31,7 @@ from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.files.torch_files import Archive, check_files
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups.param_groups import OURS
-from lwopt_backend.groups.rates import IN_GROUPS, regrouped, scaled
+from lwopt_backend.groups.rates import IN_GROUPS, regrouped
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, check_group, new_state, option_names
 from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, prepare_saving
 from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
@@ -81,17 +81,12 @@ def prepare_loading(
         if engine.zero_optimization_stage() == 3:
             # With load_module_only alone, DeepSpeed silently reads the weights from a file that has none.
             asked["load_optimizer_states"] = with_state
-        optimizer.factors = ()
         loaded: tuple[str | None, dict[str, Any] | None]
         if universal:
             loaded = _load(engine, optimizer, everyone, asked, with_state)
         else:
             with _as_configured(engine.optimizer):
                 loaded = load(*call.args, **call.kwargs)
-            if asked["load_lr_scheduler_states"] and not asked["load_module_only"] and engine.lr_scheduler is not None:
-                state = engine.lr_scheduler.state_dict()
-                if (true := scaled(state, optimizer.factors)) is not state:
-                    engine.lr_scheduler.load_state_dict(true)
         if loaded[0] is not None:  # the step begins anew; DeepSpeed goes on with an accumulation
             optimizer.gradients.drop()
             engine.micro_steps = 0

@@ -12,7 +12,7 @@ from lwopt_backend.config.hosts import NAME
 from lwopt_backend.config.versions import warn_if_newer
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.param_groups import CheckedOptions, Groups
-from lwopt_backend.groups.rates import MadeRates, with_true_rates
+from lwopt_backend.groups.rates import MadeRates
 from lwopt_backend.plan.cost import Machine, machine_of
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import StepRefused
@@ -176,7 +176,7 @@ class BaseOptimizer(torch.optim.Optimizer):
     def set_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Replace the param groups, e.g. by those of a checkpoint."""
         self._whole.loaded()
-        self.param_groups = with_true_rates([*groups])
+        self.param_groups = [dict(group) for group in groups]
 
     def _check_groups(self, groups: Groups) -> None:
         """Look at what was written into the param groups. Called in every step, before anything is changed.

@@ -14,7 +14,6 @@ from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT, SHARED
 from lwopt_backend.config.hosts import HOSTS, NAME
 from lwopt_backend.config.options import glob_suggestion, nearest, option_suggestion
 from lwopt_backend.groups.choices import Choice, Rules
-from lwopt_backend.groups.rates import LR_SCALE, OF_USER
 from lwopt_backend.groups.registry import (
     BLOCK_STEP,
     ELEMENTWISE_RULES,
@@ -267,8 +266,6 @@ def split(
     parts = []
     for number, group in enumerate(groups):
         matrix, elementwise, extra = _options(group, rules, f"param group {number}")
-        if LR_SCALE in extra:
-            extra[OF_USER] = True
         for kind, choice in (("matrix", matrix), ("elementwise", elementwise)):
             wanted = [p for p in group["params"] if is_matrix.get(id(p)) == (kind == "matrix")]
             by_overrides: dict[tuple[int, ...], list[Any]] = {}
@@ -335,7 +332,7 @@ def _check_foreign(key: str, rules: Rules, where: str) -> None:
         raise ValueError(f"{where}: {key!r} is an option of {name!r}; write it into the group's section {name!r}")
     if any(key in config.model_fields for config in HOSTS.values()):
         raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
-    if key in OURS or key in (OF_USER, BLOCK_STEP):
+    if key in OURS or key == BLOCK_STEP:
         raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")
     if nearest(key, known, cutoff=0.8) or {key.lower()} & {*MEANT, *GRANTED, *ADVICE}:
         sections = [f"{rules.elementwise.rule}.{option}" for option in type(rules.elementwise.options).model_fields]

@@ -33,8 +33,7 @@ class MadeRates:
         return (
             f"all param groups have the learning rate {now:g}, also those that were made with {least:g}: a schedule or "
             f"a loop wrote one rate over the rates {given}. Give the schedule one rate for each group, such as max_lr="
-            f"[{given}], or multiply: group['lr'] = group['initial_lr'] * factor. If an old checkpoint with 'lr_scale' "
-            "brought the rate, convert it with lwopt convert"
+            f"[{given}], or multiply: group['lr'] = group['initial_lr'] * factor"
         )
 
     def warn(self, name: str, groups: Groups) -> None:
@@ -98,37 +97,3 @@ def restored(state: Any) -> Any:
     if isinstance(state, dict):
         return with_values(state, of_key)
     return [*map(restored, state)] if isinstance(state, list) else state
-
-
-# Earlier saves of this package: a group trained at ``lr`` times ``lr_scale``. Schedulers had ``lr`` without the factor.
-
-LR_SCALE = "lr_scale"  # also a key of timm's, by which its schedulers multiply what they write
-OF_USER = "own_lr_scale"  # marks groups that have the user's
-
-
-def _is_old(group: Mapping[str, Any]) -> bool:
-    return LR_SCALE in group and "rule" in group and OF_USER not in group
-
-
-def factors_of(saved: Groups) -> list[float]:
-    """By saved param group, the factor of its rates."""
-    return [float(group[LR_SCALE]) if _is_old(group) else 1.0 for group in saved]
-
-
-def with_true_rates(saved: Groups) -> list[dict[str, Any]]:
-    """Saved param groups, each with the rate that trained it as its ``lr``."""
-    made = [dict(group) for group in saved]
-    for group, factor in zip(made, factors_of(saved)):
-        if _is_old(group):
-            del group[LR_SCALE]
-            group.update({key: group[key] * factor for key in RATES if key in group})
-    return made
-
-
-def scaled(state: Any, factors: Sequence[float]) -> Any:
-    """A state of schedulers, from a save with param groups of these ``factors_of``."""
-
-    def change(key: str, lists: Lists) -> list[Any]:
-        return [rate * factor for rate, factor in zip(*lists, factors)] if key in OF_RATES else list(lists[0])
-
-    return state if set(factors) <= {1.0} else by_group([state], [len(factors)], change)

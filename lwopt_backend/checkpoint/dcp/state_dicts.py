@@ -16,7 +16,7 @@ from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointEr
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.groups import registry
-from lwopt_backend.groups.rates import factors_of, restored, scaled, with_true_rates
+from lwopt_backend.groups.rates import restored
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.state import STEPPED, STRUCTURE
 
@@ -202,8 +202,7 @@ class Saved:
         self.folder, self.change = folder, change
         self.keys = keys = _Keys(folder)
         self.weights = {name: folder.tensor(key) for name, key in keys.weights.items()}
-        groups, self.group_of, unknown = _groups(folder, keys.options, self.weights, change)
-        self.groups, self._factors = with_true_rates(groups), factors_of(groups)
+        self.groups, self.group_of, unknown = _groups(folder, keys.options, self.weights, change)
         names = {**self.weights, **self.group_of}
         self.states: dict[str, dict[str, LazyTensor]] = {}
         self.key_of: dict[tuple[str, str], str] = {}
@@ -266,8 +265,7 @@ class Saved:
             value = self.change(folder.object(key)) if key in folder.objects else folder.tensor(key)
             flat[path] = scalar(value) if path[0] in KNOWN else value
         whole = flat.pop((ENTRIES,), {})
-        found = {**{key: restored(value) for key, value in by_paths(flat, folder.path).items()}, **whole}
-        return {key: scaled(value, self._factors) for key, value in found.items()}
+        return {**{key: restored(value) for key, value in by_paths(flat, folder.path).items()}, **whole}
 
 
 class _Node(dict[Any, Any]):

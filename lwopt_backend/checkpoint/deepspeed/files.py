@@ -20,7 +20,6 @@ from lwopt_backend.checkpoint.contents import MATRICES as MATRICES
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import read_pointer
 from lwopt_backend.checkpoint.files.pickles import Stub, options, plain
-from lwopt_backend.groups.rates import factors_of, scaled, with_true_rates
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # The files of a DeepSpeed checkpoint, by DeepSpeed 0.19.8's names.
@@ -390,15 +389,12 @@ def checkpoint_of(
         None if numbers is None else {key: plain(value) for key, value in numbers if not key.startswith("stub_")}
     )
     known = {"clip_grad": common.get("clip_grad"), "loss_scaler": of_scaler, MATRICES: matrices}
-    as_saved = [*map(options, groups)]
-    factors = factors_of(as_saved)
-
     return Checkpoint(
         format=format,
         version=str(saved.get("ds_version") or "unknown"),
         names=names,
         params={name: everything[name] for name in order},
-        groups=tuple(with_true_rates(as_saved)),
+        groups=tuple(map(options, groups)),
         arguments={
             "ds_config": plain(saved.get("ds_config") or {}, told),
             "skipped_steps": saved.get("skipped_steps") or 0,
@@ -406,7 +402,7 @@ def checkpoint_of(
         },
         iteration=saved.get("global_steps"),
         samples=saved.get("global_samples"),
-        scheduler=scaled(plain(saved.get("lr_scheduler"), told), factors),
+        scheduler=plain(saved.get("lr_scheduler"), told),
         world={"dp": states.ranks, "tp": 1, "pp": 1, **(world or {})},
         replicas=tuple(
             (f"{key} of {each.name}, which several ranks store whole", first, other)
@@ -416,7 +412,7 @@ def checkpoint_of(
         ),
         tied=states.tied,
         buffers=states.buffers,
-        client={k: scaled(plain(value, told), factors) for k, value in saved.items() if k not in ENGINE_KEYS},
+        client={k: plain(value, told) for k, value in saved.items() if k not in ENGINE_KEYS},
         notes=tuple(told),
     )
 
