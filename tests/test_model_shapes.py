@@ -25,17 +25,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {  # configuration, model
     "llama": ("Llama", "ForCausalLM", SMALL),
     "llama-tied": ("Llama", "ForCausalLM", {**SMALL, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", "ForCausalLM", {**SMALL, "num_key_value_heads": 2, "head_dim": 16}),
-    "mistral": ("Mistral", "ForCausalLM", {**SMALL, "num_key_value_heads": 2}),
-    "gpt-neox": ("GPTNeoX", "ForCausalLM", SMALL),
     "opt": ("OPT", "ForCausalLM", {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
     "gpt2": ("GPT2", "LMHeadModel", GPT2),
     "mixtral": ("Mixtral", "ForCausalLM", {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4}),
     "deepseek-v3": ("DeepseekV3", "ForCausalLM", DEEPSEEK),
-    "bert": ("Bert", "ForMaskedLM", SMALL),
     "roberta-classifier": ("Roberta", "ForSequenceClassification", SMALL),
     "albert": ("Albert", "ForMaskedLM", {**SMALL, "embedding_size": 32}),
     "t5": ("T5", "ForConditionalGeneration", T5),
-    "cohere": ("Cohere", "ForCausalLM", {**SMALL, "use_qk_norm": True}),
 }
 
 
