@@ -46,7 +46,7 @@ PARTS = {
     "torch": Part(
         tuple(INDEX),
         ("test_equality", "test_checkpoints", "test_fsdp2*", "test_owned*", "test_muon", "test_modules*")
-        + ("test_newton_schulz", "test_normuon_adamuon", "test_plan*"),
+        + ("test_newton_schulz", "test_plan*"),
         {},
     ),
 }
