@@ -23,16 +23,17 @@ from tests.megatron_torch import Writer
 
 SAMPLES = Path(__file__).parent / "data" / "megatron"
 GENUINE = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir())  # Megatron's own, with their truth
-FURTHER = "LWOPT_MEGATRON_CHECKPOINTS"  # names a folder of more; those called BAD_... must be refused
+FURTHER = "LWOPT_MEGATRON_CHECKPOINTS"  # names a folder of more; some of which must be refused:
+REFUSED = ("BAD", "t14")  # Megatron wrote it wrong; as only 0.14 and 0.15 wrote it
 NOT_SET = f"{FURTHER} names no folder of further genuine checkpoints"
 
 
-def genuine(bad: bool = False) -> list[Any]:
-    """Arguments for a test: the folders here, and in `make test-full` further ones; or those that must be refused."""
+def genuine(refused: str = "") -> list[Any]:
+    """Arguments for a test: the folders here, and in `make test-full` further ones; or of a kind in REFUSED."""
     folder = os.environ.get(FURTHER)
     more = sorted(path for path in Path(folder).iterdir() if path.is_dir()) if folder else []
-    more = [path for path in more if path.name.startswith("BAD") == bad]
-    here = [] if bad else [pytest.param(SAMPLES / name, id=name) for name in GENUINE]
+    more = [path for path in more if next(filter(path.name.startswith, REFUSED), "") == refused]
+    here = [] if refused else [pytest.param(SAMPLES / name, id=name) for name in GENUINE]
     marks = [pytest.mark.full, pytest.mark.skipif(not more, reason=NOT_SET)]
     return here + [pytest.param(path, id=path.name, marks=marks) for path in more or [Path("none")]]
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +27,7 @@ from lwopt_backend.checkpoint.megatron.conventions import local_spec, module_ord
 from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, local_shape
 from tests.checkpoint_contents import params_of, same
 from tests.command_line import genuine, torch_dist
-from tests.megatron_dist import LAYERS, Setup, Truth, fsdp_state, save, truth, write
+from tests.megatron_dist import Setup, Truth, fsdp_state, save, truth, write
 from tests.megatron_torch import EMBEDDING, NORM, OUTPUT, SCHEDULE, Writer, is_sharded_expert
 from tests.megatron_torch import Setup as TorchSetup
 
@@ -307,6 +306,7 @@ UP = "decoder.layers.1.mlp.linear_fc1.weight_v"
 MASTER, SHAMPOO = f"optimizer.state.fp32_param.{OUTPUT}", f"optimizer.state.shampoo.{OUTPUT}"
 STATE_SPACE = "decoder.final_norm.weight"
 OTHER_LAYOUT = {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}
+MODEL_SPACE = {"distrib_optim_sharding_type": "fully_sharded_model_space"}
 GROUPS, FULLY = f"{GROUP}.optimizer/shard_0_1", "save with --dist-ckpt-optim-fully"
 NOT_KNOWN = "expected known state"
 REFUSED_DIST: list[tuple[Setup, Damage, str]] = [
@@ -315,6 +315,11 @@ REFUSED_DIST: list[tuple[Setup, Damage, str]] = [
         Setup(),
         updated(COMMON, content_metadata=OTHER_LAYOUT),
         "found 'dp_zero_gather_scatter'.*0.19.2 without --overlap",
+    ),
+    (
+        Setup(),
+        updated(COMMON, content_metadata=MODEL_SPACE),
+        "only Megatron 0.14 and 0.15 write .*; load it in 0.16 or",
     ),
     (FLAT_DIST, arguments(COMMON, tensor_model_parallel_size=2), "buffers of 2 model-parallel ranks, found those of"),
     (Setup(), added(**{SHAMPOO: torch.ones(3)}), f"{SHAMPOO} in .*: expected a known state"),
@@ -566,35 +571,12 @@ def test_names_of_other_attention_and_of_layers_that_differ(tmp_path: Path) -> N
     assert_exact(dist_reader.read(step), known, in_order=False)
 
 
-@pytest.mark.parametrize("layer_fragments", [1, LAYERS])
-def test_model_space_fragments(tmp_path: Path, layer_fragments: int) -> None:
-    """Up to 0.15: states cut into fragments of which each is flat, their real shapes in DCP's metadata."""
-    step, known = made(Setup("fully_sharded_model_space", muon=False), tmp_path)
-    shapes = {}
-
-    def cut(state: dict[str, Any]) -> None:
-        for key in [key for key in state if key.startswith("optimizer.state.")]:
-            tensor = state[key]
-            shapes[key] = {"nd_reformulated_orig_global_shape": tuple(tensor.shape)}
-            fragments = [1] * tensor.ndim
-            if ".layers." in key:
-                fragments[0] = layer_fragments
-            if "linear_fc1.weight" in key:
-                fragments[1] = 4  # gate and up on two ranks
-            if "linear_fc2.weight" in key:
-                fragments[2] = 2
-            pieces = [tensor]
-            for axis, count in enumerate(fragments):
-                pieces = [part for piece in pieces for part in piece.chunk(count, axis)]
-            state[key] = torch.stack([piece.reshape(-1) for piece in pieces]).view(*fragments, -1)
-
-    resaved(cut)(step)
-    metadata = pickle.loads((step / ".metadata").read_bytes())
-    metadata.mcore_data = shapes
-    (step / ".metadata").write_bytes(pickle.dumps(metadata))
-    found = formats.read(step)
-    assert_exact(found, known)
-    assert found.version == "0.15 or earlier"
+@pytest.mark.parametrize("path", genuine("t14"))
+def test_genuine_fragments_of_model_space_are_refused(path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match="fragments that only Megatron 0.14 and 0.15 write .*; load it in 0.16 or"
+    ):
+        formats.read(path)
 
 
 @pytest.mark.parametrize("setup", [ONE, TWO, ADAM, MUON, EXPERTS])
@@ -646,7 +628,7 @@ def genuine_truth(path: Path) -> dict[str, tuple[dict[str, Tensor], Any, dict[st
     return found
 
 
-@pytest.mark.parametrize("path", [*genuine(), *genuine(bad=True)])
+@pytest.mark.parametrize("path", [*genuine(), *genuine("BAD")])
 def test_genuine_checkpoints_are_read_exactly(path: Path) -> None:
     known, found = genuine_truth(path), formats.read(path)
     assert sum(reader.recognises(path) for reader in READERS) == 1

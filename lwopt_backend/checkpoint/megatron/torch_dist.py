@@ -1,4 +1,4 @@
-"""Megatron's ``torch_dist`` checkpoints (0.14 and later), without Megatron: whole parameters and their optimizer state.
+"""Megatron's ``torch_dist`` checkpoints (0.16 and later), without Megatron: whole parameters and their optimizer state.
 
     iter_0000003/.metadata, __<rank>_<n>.distcp   weights by name; the optimizer's state by name or in flat buckets
     iter_0000003/common.pt                        arguments, iteration, groups; from 0.19 on an object in the .distcp
@@ -12,12 +12,8 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import (
     Checkpoint,
@@ -26,7 +22,6 @@ from lwopt_backend.checkpoint.contents import (
     Param,
     end_to_end,
     reader,
-    shape_of,
 )
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files import torch_files
@@ -36,7 +31,9 @@ from lwopt_backend.checkpoint.megatron.buffers import BUCKET, Chain, Replicas, c
 from lwopt_backend.checkpoint.megatron.conventions import BY_NAME, SAVED_WHOLE, is_buffer, local_spec, module_order
 
 Options = Mapping[str, Any]
-LAYOUTS = (None, "fully_reshardable", "dp_reshardable", "fully_sharded_model_space")
+LAYOUTS = (None, "fully_reshardable", "dp_reshardable")
+MODEL_SPACE = "fully_sharded_model_space"  # of 0.14 and 0.15: fragments, whose real shapes are in DCP's metadata
+_REAL_SHAPE = "nd_reformulated_orig_global_shape"
 _CHAINED = re.compile(r"^(chained_\d+\.)+")
 _STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)")
 _HELD_WITH_BUCKETS = re.compile(r"optimizer\.distributed\..*\.(optimizer|per_bucket_numel(_unpadded)?)(/.+)?")
@@ -111,6 +108,11 @@ def _common(folder: DcpFolder) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise CheckpointError(f"common state of {folder.path}: expected a dictionary, found a {type(found).__name__}")
     layout = (found.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if layout == MODEL_SPACE or any(_REAL_SHAPE in note for note in (folder.extra or {}).values()):
+        raise CheckpointError(
+            f"{folder.path}: expected whole tensors, or flat buffers, of the optimizer, found the fragments that only "
+            f"Megatron 0.14 and 0.15 write ({MODEL_SPACE}); load it in 0.16 or newer, and save it once"
+        )
     if layout not in LAYOUTS:
         raise CheckpointError(
             f"{folder.path}: expected an optimizer's layout of {', '.join(map(str, LAYOUTS[1:]))}, found {layout!r}; "
@@ -249,53 +251,6 @@ _STACKED_LAYERS = re.compile(r"^(.*?\blayers)\.(?!\d+\.)")
 _EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(\d+\.)?")
 _HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
 MOST_PARTS = 2**18  # layers times experts of one tensor; more is damage
-_ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A tensor of a folder in the model's shape. Up to 0.15, the optimizer's may be stored in a different order: cut
-    along each axis into ``fragments``, each flat; the saved shape is (*fragments, elements in each)."""
-
-    folder: DcpFolder
-    key: str
-    shape: tuple[int, ...]
-    fragments: tuple[int, ...] | None = None
-
-    def at(self, place: Sequence[int]) -> LazyTensor:
-        """The tensor at ``place`` along the first axes; () is the whole tensor. Reads nothing else."""
-        place = tuple(place)
-        shape = self.shape[len(place) :]
-        if self.fragments is None:
-            offsets = place + (0,) * len(shape)
-            return self.folder.box(self.key, offsets, (1,) * len(place) + shape, shape)
-        inner = [size // count for size, count in zip(self.shape, self.fragments)]
-        outer = tuple(index // size for index, size in zip(place, inner))
-        counts = (1,) * len(place) + self.fragments[len(place) :]
-        saved = self.folder.tensors[self.key].shape
-        boxes = (*counts, saved[-1])
-        flat = self.folder.box(self.key, outer + (0,) * (len(saved) - len(place)), boxes, boxes)
-
-        def put_together(tensor: Tensor) -> Tensor:
-            axes = len(inner)
-            tensor = tensor.view(*counts, *inner).permute(*(i for n in range(axes) for i in (n, axes + n)))
-            tensor = tensor.reshape([count * size for count, size in zip(counts, inner)])
-            return tensor[tuple(index % size for index, size in zip(place, inner))]
-
-        return flat.mapped(put_together, shape)
-
-
-def stack(folder: DcpFolder, key: str) -> Stack:
-    """The tensor ``key``. Raises CheckpointError for pieces that do not make up its shape."""
-    saved = folder.tensors[key].shape
-    original = (folder.extra or {}).get(key, {}).get(_ORIGINAL_SHAPE)
-    if original is None:
-        return Stack(folder, key, saved)
-    shape, fragments = shape_of(tuple(original)), saved[:-1]
-    pieces = [size // count for size, count in zip(shape, fragments) if count and size % count == 0]
-    if len(fragments) != len(shape) or len(pieces) != len(shape) or torch.Size(pieces).numel() != saved[-1]:
-        raise CheckpointError(f"{key} in {folder.path}: expected pieces of shape {shape}, found {saved}; copy it again")
-    return Stack(folder, key, shape, fragments)
 
 
 def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTensor]:
@@ -303,11 +258,12 @@ def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTens
     CheckpointError for a name that is not of a GPT model, and for one that occurs twice."""
     found: dict[str, LazyTensor] = {}
     for fused, key in keys.items():
-        of_key = stack(folder, key)
-        for name, place in _unstacked(fused, of_key.shape, f"{key} in {folder.path}"):
+        saved = folder.tensors[key].shape
+        for name, place in _unstacked(fused, saved, f"{key} in {folder.path}"):
             if name in found:
                 raise CheckpointError(f"{key} in {folder.path}: expected no second {name}, as {found[name].where}")
-            found[name] = of_key.at(place)
+            shape = saved[len(place) :]
+            found[name] = folder.box(key, place + (0,) * len(shape), (1,) * len(place) + shape, shape)
     return with_gate_and_up(found)
 
 
