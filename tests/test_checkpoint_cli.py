@@ -20,7 +20,6 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param
 from lwopt_backend.checkpoint.dcp import saving as write_dcp
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.differences import differences
-from lwopt_backend.checkpoint.names.operations import unstacked
 from tests.command_line import files, lwopt, refused, succeeds, torch_dist, torch_format
 from tests.megatron_dist import Setup, truth, write
 
@@ -126,8 +125,7 @@ def test_converted_ones_are_equal_whatever_their_formats(made: dict[str, Path]) 
     assert any("B has no optimizer state; --weights" in note for note in found["notes"])
 
 
-def test_hugging_faces_names_and_back_with_numbers_that_are_given(source: Path, tmp_path: Path) -> None:
-    """Weights alone come back, with the numbers of config.json, from several files."""
+def test_hugging_faces_names_with_numbers_that_are_given(source: Path, tmp_path: Path) -> None:
     folder, wide = tmp_path / "hf", tmp_path / "wide"
     llama = ("--to", "safetensors", "--names", "hf-llama")
     said = refused("convert", source, folder, *llama)
@@ -137,24 +135,21 @@ def test_hugging_faces_names_and_back_with_numbers_that_are_given(source: Path, 
     weights = load_file(wide / "model.safetensors")
     assert weights["model.layers.0.self_attn.q_proj.weight"].shape == (8, 8)
     assert weights["model.layers.2.mlp.gate_proj.weight"].dtype == torch.float32
-    for option, equal in (("--names-b", 21), ("--names", 30)):  # in one form or in the other
+    for option in ("--names-b", "--names"):
         found = differing(source, wide, option, "hf-llama", "--weights", *numbers)
-        assert (found["different"], found["equal"]) == ([], equal)
+        assert (found["different"], found["equal"]) == ([], 30)
     assert any("B does not record the vocabulary of its names" in note for note in found["notes"])
-    succeeds("convert", source, folder, *llama, *numbers[:4])
-    weights = load_file(folder / "model.safetensors")
-    for name in ("model.safetensors", "lwopt_manifest.json"):
-        (folder / name).unlink()
-    parts = {"one.safetensors": dict(list(weights.items())[:9]), "two.safetensors": dict(list(weights.items())[9:])}
-    for file, tensors in parts.items():
-        save_file(tensors, folder / file)
-    places = {name: file for file, tensors in parts.items() for name in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2}))
-    words = ("--source-names", "hf-llama", "--names", "megatron-core")
-    succeeds("convert", folder, tmp_path / "back", "--to", "universal", *words)
-    compared = differing(source, tmp_path / "back", "--weights")
-    assert compared["different"] == [] and compared["equal"] == 21
+
+
+def test_a_map_of_ones_own_converts_and_compares(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def mine(name, tensor, model): return {'my.' + name: tensor}")
+    own = ("--map", f"{tmp_path / 'own.py'}:mine")
+    succeeds("convert", source, tmp_path / "to", "--to", "universal", *own)
+    assert all(name.startswith("my.") for name in formats.read(tmp_path / "to").params)
+    assert differing(source, tmp_path / "to", *own)["different"] == []
+    both = ("--names", "hf-llama", *own)
+    for words in (("convert", source, tmp_path / "two", "--to", "dcp"), ("diff", source, tmp_path / "to")):
+        assert "expected --names or --map, found both" in refused(*words, *both)
 
 
 # Options
@@ -162,8 +157,9 @@ WRONG = {
     "--to univrsal": "--to: unknown target 'univrsal'; did you mean 'universal'?",
     "--to dcp --from megatron-tourch": "did you mean 'megatron-torch'?",
     "--to dcp --names hf-lama": "unknown names 'hf-lama'; did you mean 'hf-llama'?",
-    "--to dcp --names my.json": "my.json",
-    "--to dcp --source-names hf-llama --names megatron-core": "a file with your own rules",
+    "--to dcp --map my.py:mine": "--map my.py:mine: FileNotFoundError",
+    "--to dcp --map mine": "--map mine: ",
+    "--to dcp --source-names hf-llama --names megatron-core": "the checkpoint has those of hf-llama",
     "--to safetensors --dtype bfloat": "unknown --dtype 'bfloat'; did you mean 'bfloat16'?",
     "--to megatron": "--to: unknown target 'megatron'; known: 'universal'",
     "--to dcp --dtype float32": "--dtype: expected --to safetensors, found --to dcp",
@@ -378,7 +374,7 @@ def test_safetensors_are_read_in_parts(tmp_path: Path) -> None:
     for number in range(50):
         assert same(found[f"w{number}"].read(), torch.full((4, 2), float(number)))
         stack = dataclasses.replace(found[f"w{number}"], read=lambda: pytest.fail("the whole stack was read"))
-        assert all(same(row.read(), torch.full((2,), float(number))) for row in unstacked(stack, 1))
+        assert all(same(stack.piece(row, row + 2).read(), torch.full((2,), float(number))) for row in (0, 2, 4, 6))
 
 
 def header(**changes: Any) -> str:

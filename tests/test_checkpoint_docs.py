@@ -13,8 +13,7 @@ from transformers import LlamaConfig
 
 from lwopt_backend.checkpoint import formats, names
 from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
-from lwopt_backend.checkpoint.names.operations import OPERATIONS
-from lwopt_backend.checkpoint.names.rules import MapFile, RuleEntry
+from lwopt_backend.checkpoint.names import operations
 from lwopt_backend.cli import app
 from tests import megatron_dist
 from tests.command_line import lwopt, torch_dist
@@ -102,9 +101,9 @@ def test_what_the_reference_shows_runs(walked: tuple[Path, dict[str, str]]) -> N
     printed = run("checkpoints", walked[0]) | run("formats", walked[0])
     assert re.search(r"loss \d+\.\d+ with rates \{'muon': 0.02, 'adamw': 0.01\}", "".join(printed.values()))
     assert "missing: [] unexpected: []" in printed["python load_weights.py"]
-    assert "0 differ" in printed["lwopt diff megatron mine_again"]
+    assert "0 differ" in printed["lwopt diff megatron mine --map my_names.py:mine --heads 4 --query-groups 2"]
     mine = formats.read(walked[0] / "mine")
-    assert mine.names == "my-model" and "blocks.2.gate_up.weight" in mine.params and "wte.weight" in mine.params
+    assert "blocks.2.gate_up.weight" in mine.params and "wte.weight" in mine.params
     assert mine.params["blocks.2.gate_up.weight"].shape == (2 * megatron_dist.FFN, megatron_dist.HIDDEN)
 
 
@@ -126,10 +125,8 @@ def test_formats_names_operations_and_keys_in_the_tables_are_those_that_there_ar
     written = {word for cells in table(*where, "`--from`")[1:] for word in re.findall(r"--to (\w+)", cells[2])}
     assert written == set(formats.TARGETS)
     assert {words(cells[0])[0] for cells in table("formats", "Names", "`--names`")[1:]} == set(names.FAMILIES)
-    tables = {"operation": OPERATIONS, "key": MapFile.model_fields, "key of a rule": RuleEntry.model_fields}
-    for first, known in tables.items():
-        rows = table("formats", "A map of your own", first)[1:]
-        assert {word for cells in rows for word in words(cells[0])} == set(known), first
+    for cells in table("formats", "A map of your own", "function")[1:]:
+        assert callable(getattr(operations, words(cells[0])[0].partition("(")[0]))
 
 
 @pytest.mark.parametrize("family", ["hf-llama", "hf-gpt2"])
@@ -160,6 +157,6 @@ def test_every_command_on_the_pages_parses() -> None:
             given = COMMANDS[command].make_context(command, arguments).params
             assert given.get("to") in (None, *formats.TARGETS), (page, line)
             for key in ("vocabulary", "source_names", "names_a"):
-                assert given.get(key) is None or given[key] in names.FAMILIES or given[key].endswith(".json"), line
+                assert given.get(key) in (None, *names.FAMILIES), line
             checked += 1
     assert checked > 20

@@ -234,11 +234,11 @@ def _stepped_together(params: Mapping[str, Param]) -> dict[str, Param]:
 def prepared(
     checkpoint: Checkpoint,
     target: str,
-    vocabulary: str | None,
+    vocabulary: str | names.Family | None,
     source_vocabulary: str | None,
     numbers: names.Numbers,
 ) -> Checkpoint:
-    """The checkpoint under the names of ``vocabulary``, by default its own.
+    """The checkpoint under the names of ``vocabulary``, by default its own, or as a map makes them.
 
     For DCP, param groups get this package's options, under which its optimizers load them. Raises CheckpointError;
     nothing is written before.
@@ -279,13 +279,13 @@ def _with_lions_steps(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, params={name: counted(param) for name, param in checkpoint.params.items()})
 
 
-def _check_used(checkpoint: Checkpoint, wanted: str | None, source: str | None, given: set[str]) -> None:
+def _check_used(checkpoint: Checkpoint, wanted: str | names.Family | None, source: str | None, given: set[str]) -> None:
     """Raises CheckpointError for numbers that were given but are not used."""
     of_shapes = given - {"vocab_size"}
     if wanted is None and given:
         raise CheckpointError(
             f"{_options(given)}: expected known names in this checkpoint, found none; give --source-names "
-            f"({', '.join(names.FAMILIES)}, or a .json file)"
+            f"({', '.join(names.FAMILIES)})"
         )
     if wanted == (source or checkpoint.names) and of_shapes:
         raise CheckpointError(f"{_options(of_shapes)}: expected a change of names, found none; leave it out")

@@ -19,8 +19,7 @@ from lwopt_backend.checkpoint.contents import (
     listed,
 )
 from lwopt_backend.checkpoint.files.threads import in_order
-from lwopt_backend.checkpoint.names import CORE, FAMILIES
-from lwopt_backend.checkpoint.names.families import EMBEDDING, HEAD
+from lwopt_backend.checkpoint.names import vocabulary
 
 ADVICE = (  # on master weights that do not round to the weights, in Megatron's checkpoints
     "The optimizer state does not belong to these weights. Megatron-LM up to 0.19.2 writes such checkpoints with "
@@ -178,11 +177,7 @@ def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
     layer, all rows get gradients, and nothing can be checked."""
     if size is None:
         return
-    embedding, head = EMBEDDING, HEAD
-    if checkpoint.names in FAMILIES and checkpoint.names != CORE:  # their names in that family, if it has them
-        rules = [rule for rule in FAMILIES[checkpoint.names].rules if rule.sources]
-        names = {rule.sources[0].text: rule.targets[0].text for rule in reversed(rules) if rule.targets}
-        embedding, head = names.get(EMBEDDING, EMBEDDING), names.get(HEAD, HEAD)
+    embedding, head = vocabulary(checkpoint.names)
     for name in (embedding, head):
         if name in checkpoint.params and checkpoint.params[name].shape[0] < size:
             rows = checkpoint.params[name].shape[0]

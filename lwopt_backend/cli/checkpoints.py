@@ -166,15 +166,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 WORKERS = 2  # one thread computes checksums while another waits for the disk; each has a tensor in memory
 Text = str | None
+PLACE = "FILE.py:FUNCTION"
+BOTH = "expected --names or --map, found both; leave one out"
 HELP = {
-    "names": f"Naming scheme of the output. One of {FAMILIES}, or a .json file. Default: keep names.",
+    "names": f"Naming scheme of the output. One of {FAMILIES}. Default: keep names.",
+    "map": "Your own map of names: a Python file, which is run, and a function in it.",
     "source names": "Naming scheme of the source, if the checkpoint does not record it.",
     "dtype": f"Dtype of weights in safetensors: {', '.join(DTYPES)}. Default: keep dtypes.",
     "workers": "Number of tensors processed in parallel. Memory holds that many.",
     "tied": "Treat the first name as another name of the second parameter, not as a frozen copy. Repeatable.",
-    "compared names": f"Naming scheme for the comparison. One of {FAMILIES}, or a .json file. Default: keep names, or "
-    "megatron-core if the two schemes differ.",
+    "compared names": f"Naming scheme for the comparison. One of {FAMILIES}. Default: keep names, or those of the side "
+    "that does not have Megatron's if the other has.",
     "names a": "Naming scheme of A, if A does not record it, as in a saved model.",
+    "compared map": "Your own map of A's names to those of B, as in lwopt convert: a file that is run.",
     "weights": "Compare weights only, e.g. with an export that has no optimizer state.",
 }
 
@@ -186,6 +190,7 @@ def convert(
     format: Annotated[str, typer.Option("--from", help=f"Format of the checkpoint. One of {FORMATS}.")] = AUTO,
     vocabulary: Annotated[Text, typer.Option("--names", help=HELP["names"])] = None,
     source_names: Annotated[Text, typer.Option("--source-names", help=HELP["source names"])] = None,
+    map_of_names: Annotated[Text, typer.Option("--map", metavar=PLACE, help=HELP["map"])] = None,
     dtype: Annotated[Text, typer.Option(help=HELP["dtype"])] = None,
     workers: Annotated[int, typer.Option(min=1, help=HELP["workers"])] = WORKERS,
     tied: Annotated[list[str] | None, typer.Option("--tied", metavar="NAME=NAME", help=HELP["tied"])] = None,
@@ -210,6 +215,9 @@ def convert(
     for given in (vocabulary, source_names):
         if given is not None:
             names.find(given)
+    if vocabulary is not None and map_of_names is not None:
+        raise CheckpointError(BOTH)
+    target = vocabulary if map_of_names is None else names.load_map(map_of_names)
     source = folder_of(source)
     reader, found = opened(source, format)
     found = ties.declared(found, tied or ())
@@ -219,7 +227,7 @@ def convert(
     started, total = time.monotonic(), conversion.nbytes(stored) * (1 if dry_run else 2)
     with progress("converting", total, as_json) as advance:
         seen = conversion.watched(stored, advance)
-        made = conversion.prepared(seen, to, vocabulary, source_names, numbers)
+        made = conversion.prepared(seen, to, target, source_names, numbers)
         result = _as_written(made, to)
         notes = [*gates.on_state(found), *gates.check_values(seen, workers)]  # before hours are spent on writing
         if not dry_run:
@@ -393,6 +401,7 @@ def diff(
     vocabulary: Annotated[Text, typer.Option("--names", help=HELP["compared names"])] = None,
     names_a: Annotated[Text, typer.Option("--names-a", help=HELP["names a"])] = None,
     names_b: Annotated[Text, typer.Option("--names-b", help="Naming scheme of B, if B does not record it.")] = None,
+    map_of_names: Annotated[Text, typer.Option("--map", metavar=PLACE, help=HELP["compared map"])] = None,
     weights: Annotated[bool, typer.Option("--weights", help=HELP["weights"])] = False,
     as_json: AsJSON = False,
     heads: Heads = None,
@@ -410,11 +419,13 @@ def diff(
 
     ours, theirs = opened(folder_of(a), format_a)[1], opened(folder_of(b), format_b)[1]
     numbers = numbers_of(heads=heads, query_groups=query_groups, kv_channels=kv_channels, vocab_size=vocab_size)
-    if vocabulary is None and numbers != Numbers():
-        vocabulary = names.CORE
+    if vocabulary is not None and map_of_names is not None:
+        raise CheckpointError(BOTH)
     said = {names_a or ours.names, names_b or theirs.names}
-    if vocabulary is None and len(said) > 1 and said <= {names.CORE, *names.FAMILIES}:
-        vocabulary = names.CORE
+    if map_of_names is not None:
+        ours, names_a = names.translate(ours, names.load_map(map_of_names), numbers, source=names_a), None
+    elif vocabulary is None and (numbers != Numbers() or names.CORE in said <= {*names.FAMILIES}):
+        vocabulary = next(iter(said & {*names.FAMILIES} - {names.CORE}), names.CORE)
     notes: list[str] = []
     ours = _under(ours, "a", vocabulary, names_a, numbers, notes)
     theirs = _under(theirs, "b", vocabulary, names_b, numbers, notes)

@@ -12,10 +12,10 @@ import torch
 
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.pickles import options, scalar
-from lwopt_backend.checkpoint.names.families import EMBEDDING, HEAD
 
 # Megatron-core's parameter names in the local spec's spelling, with a rank's own numbers made global.
 
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 EMBEDDINGS = (EMBEDDING, HEAD)  # "is_embedding_or_output_parameter"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
@@ -28,12 +28,16 @@ _KNOWN = ("embedding.", "decoder.layers.", "decoder.final_layernorm.", "output_l
 _BUFFERS = (".router.expert_bias", ".router.local_tokens_per_expert", ".inv_freq")
 
 
-def local_spec(name: str) -> str:
-    """A parameter's name in Megatron's local spec, from that or Transformer Engine's; numbers do not change. Raises
-    CheckpointError for a name that is not of a GPT model."""
+def respelled(name: str) -> str:
+    """A parameter's name in Megatron's local spec, from that or Transformer Engine's; numbers do not change."""
     for fused, separate in FUSED:
         name = name.replace(fused, separate)
-    name = _GROUPED.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
+    return _GROUPED.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
+
+
+def local_spec(name: str) -> str:
+    """``respelled``. Raises CheckpointError for a name that is not of a GPT model."""
+    name = respelled(name)
     if not name.startswith(_KNOWN):
         raise CheckpointError(f"{name}: expected a parameter of a GPT model of Megatron-core; give one of these")
     if ".mlp.experts." in name and not EXPERT.search(name):

@@ -17,9 +17,8 @@ from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.megatron import conventions
 from lwopt_backend.checkpoint.megatron import ranks as of_ranks
 from lwopt_backend.checkpoint.megatron.buffers import bucket_numel, buckets, own_buckets, part
-from lwopt_backend.checkpoint.megatron.conventions import FLAT, Coordinates
+from lwopt_backend.checkpoint.megatron.conventions import EMBEDDING, FLAT, HEAD, Coordinates
 from lwopt_backend.checkpoint.megatron.ranks import Cut, Inner, Kept, Rank, Ranks
-from lwopt_backend.checkpoint.names.families import EMBEDDING, HEAD
 
 # The assignment of parameters to ranks in Megatron's LayerWiseDistributedOptimizer, replayed. The parameters of all
 # param groups, one group after another and each in module order, are sorted by size (equal sizes keep their order) and

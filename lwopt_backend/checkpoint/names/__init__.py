@@ -1,50 +1,136 @@
-"""Name maps: one table per family, users' own as JSON, applied to a checkpoint in either direction."""
+"""Maps of names: functions from Megatron-core's names to those of model families, and a user's own."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import importlib.util
 from pathlib import Path
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
-from lwopt_backend.checkpoint.formats import Numbers
+import torch
+
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, held, listed
+from lwopt_backend.checkpoint.formats import FAMILIES, Numbers
+from lwopt_backend.checkpoint.megatron.conventions import EMBEDDING, HEAD
 from lwopt_backend.checkpoint.names import families
-from lwopt_backend.checkpoint.names.applying import apply, without_aliases
-from lwopt_backend.checkpoint.names.rules import NameMap, read_map
+from lwopt_backend.checkpoint.names.applying import apply, check_layers, in_local_spec, missing
+from lwopt_backend.checkpoint.names.operations import Family, Model, Moved, first_rows
 from lwopt_backend.config.options import suggestion
 
-__all__ = ["CORE", "FAMILIES", "NameMap", "Numbers", "apply", "find", "translate"]
+__all__ = ["CORE", "FAMILIES", "Family", "Model", "Numbers", "find", "load_map", "translate", "vocabulary"]
 
-CORE = families.CORE_MAP.source
-FAMILIES: Mapping[str, NameMap] = {each.target: each for each in families.MAPS}
+CORE = "megatron-core"
+UNNAMED = "model"  # the names of checkpoints that do not record them
 
 
-def find(name: str) -> NameMap:
-    """A family's map by name, or the user's by the path of a .json file. Raises CheckpointError for any other."""
-    if name in FAMILIES:
-        return FAMILIES[name]
-    if name.endswith(".json"):
-        return read_map(Path(name), FAMILIES)
-    raise CheckpointError(f"unknown names {name!r}; {suggestion(name, FAMILIES)}, or give the path of a .json file")
+def find(name: str) -> str:
+    """The name. Raises CheckpointError if it is not one of FAMILIES."""
+    if name not in FAMILIES:
+        raise CheckpointError(f"unknown names {name!r}; {suggestion(name, FAMILIES)}, or give your own by --map")
+    return name
+
+
+def load_map(place: str) -> Family:
+    """A user's function, from ``file.py:function``. Runs the file. Raises CheckpointError for all that goes wrong, also
+    in the function."""
+    file, _, name = place.rpartition(":")
+    try:
+        spec = importlib.util.spec_from_file_location("map_of_names", Path(file).resolve())
+        if spec is None or spec.loader is None:
+            raise ValueError("expected FILE.py:FUNCTION")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        function = getattr(module, name)
+    except Exception as error:
+        raise CheckpointError(f"--map {place}: {type(error).__name__}: {error}") from error
+
+    def family(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
+        try:
+            found: Moved | None = function(name, tensor, model)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"--map {place}: {name!r}: {type(error).__name__}: {error}") from error
+        pairs = found.items() if isinstance(found, dict) else [] if found is None else [(found, None)]
+        if not all(isinstance(target, str) and isinstance(of, LazyTensor) for target, of in pairs):
+            raise CheckpointError(f"--map {place}: {name!r}: expected tensors by their names, or None, found {found!r}")
+        return found
+
+    return family
 
 
 def translate(
-    checkpoint: Checkpoint, target: str, numbers: Numbers | None = None, *, source: str | None = None
+    checkpoint: Checkpoint, target: str | Family, numbers: Numbers | None = None, *, source: str | None = None
 ) -> Checkpoint:
-    """The checkpoint under the names of ``target``, a family or a .json file.
+    """The checkpoint under the names of ``target``, one of FAMILIES, or by a map.
 
-    ``source`` is the vocabulary of its names, if the checkpoint itself does not have it ("model"). Between two
-    families, names go through Megatron-core's. Raises CheckpointError; see ``apply``.
+    ``source`` is the vocabulary of its names, if the checkpoint itself does not have it ("model"). Reads no tensor.
+    Given ``numbers`` take precedence over the checkpoint's arguments. Raises CheckpointError for names that do not fit,
+    listing all; for sizes that do not divide; for states that cannot follow their parameter.
     """
-    into = find(target)
+    given = numbers or Numbers()
+    if isinstance(target, str):
+        find(target)
     if source is not None:
-        checkpoint = dataclasses.replace(checkpoint, names=find(source).target)
-    back = find(source) if source is not None else FAMILIES.get(checkpoint.names)
-    cuts = numbers is not None and numbers.vocab_size is not None
-    if checkpoint.names == into.target != into.source and not cuts:
-        return without_aliases(into.target_aliases, checkpoint)
-    if back is not None and checkpoint.names not in (CORE, into.source):
-        checkpoint = apply(back.inverse(), checkpoint, numbers)
-        if into.source == into.target:
-            return checkpoint
-    return apply(into, checkpoint, numbers)
+        checkpoint = dataclasses.replace(checkpoint, names=find(source))
+    if checkpoint.names == CORE:
+        checkpoint = in_local_spec(checkpoint)
+    if given.vocab_size is not None:
+        checkpoint = _cut(checkpoint, given.vocab_size)
+    if checkpoint.names == target:
+        return checkpoint
+    filled = given.filled(checkpoint.arguments)
+    model = Model(filled, checkpoint.arguments, checkpoint.names == CORE and _is_gated(checkpoint, filled))
+    if checkpoint.names == CORE:
+        check_layers(checkpoint.params, filled)
+    if not isinstance(target, str):
+        return apply(target, "the map", checkpoint, model, UNNAMED)
+    if checkpoint.names != CORE or target == CORE:
+        found = "does not record their family" if checkpoint.names == UNNAMED else f"has those of {checkpoint.names}"
+        raise CheckpointError(
+            f"--names {target}: expected names of {CORE}, the checkpoint {found}; name their family with "
+            f"--source-names (in lwopt diff --names-a or --names-b), {target} if they are those already, or give --map"
+        )
+    lacking = list(missing(list(checkpoint.params), families.NEEDED[target], filled))
+    if lacking:
+        raise CheckpointError(f"expected a whole model, found {len(lacking)} problem(s):{listed(lacking)}")
+    return apply(families.FAMILIES[target], target, checkpoint, model, target)
+
+
+def vocabulary(names: str) -> tuple[str, ...]:
+    """The names of the embedding and of the output layer in a family, and in Megatron-core."""
+    family, rows = families.FAMILIES.get(names), held(torch.empty(0, 1), "a vocabulary")
+    model = Model(Numbers(), {}, False)
+    return (EMBEDDING, HEAD) if family is None else tuple(str(*family(n, rows, model) or ()) for n in (EMBEDDING, HEAD))
+
+
+def _cut(checkpoint: Checkpoint, size: int) -> Checkpoint:
+    """The checkpoint with the first ``size`` rows of its vocabulary."""
+    if checkpoint.names not in FAMILIES:
+        raise CheckpointError("--vocab-size: expected known names in this checkpoint, found none; give --source-names")
+    params = dict(checkpoint.params)
+    for name in vocabulary(checkpoint.names):
+        param = params.get(name)
+        if param is None or param.shape[0] == size:
+            continue
+        if param.owner_states or any(tensor.shape != param.shape for tensor in param.tensors.values()):
+            raise CheckpointError(
+                f"{name!r}: expected only states of its shape, to cut them to a vocabulary of {size}, found others, or "
+                "owner state (owner_states); leave --vocab-size out"
+            )
+        params[name] = param.changed({key: first_rows(tensor, size) for key, tensor in param.tensors.items()})
+    return dataclasses.replace(checkpoint, params=params)
+
+
+def _is_gated(checkpoint: Checkpoint, numbers: Numbers) -> bool:
+    """Whether linear_qkv has the queries, gates, keys and values of each group in turn (--attention-output-gate).
+    Arguments decide; without them, shapes: linear_proj has a column for every query."""
+    if (said := checkpoint.arguments.get("attention_output_gate")) is not None:
+        return bool(said)
+    for name, param in checkpoint.params.items():
+        layer, qkv, _ = name.partition("linear_qkv.weight")
+        if qkv and (proj := checkpoint.params.get(f"{layer}linear_proj.weight")):
+            rows, queries, groups = param.shape[0], proj.shape[1], numbers.query_groups
+            if numbers.heads and groups:
+                return rows == 2 * queries + 2 * queries * groups // numbers.heads
+            return rows > 2 * queries and rows != 3 * queries  # these are q, k and v with a key for each query
+    return False

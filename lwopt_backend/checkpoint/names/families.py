@@ -1,204 +1,169 @@
-"""Families of names: Megatron-core's, from which all tables start, and Hugging Face's."""
+"""Maps from Megatron-core's names, in its local spec, to those of Hugging Face's models; layers and experts have their
+numbers in the whole model. Read from transformers 5.23, ``models/*/modeling_*.py`` and ``conversion_mapping.py``."""
 
 from __future__ import annotations
 
-from lwopt_backend.checkpoint.names.rules import NameMap, Rule, aliases, renamed, rule
+import re
+from collections.abc import Mapping
 
-# Megatron-core's names in its local spec.
-# Layers and experts have their global numbers. With Transformer Engine norms belong to the linear after them, and
-# experts of one grouped product have their number at the end; both are accepted as aliases (Megatron-LM core_v0.16.1,
-# models/gpt/gpt_layer_specs.py and transformer/moe/experts.py).
+from lwopt_backend.checkpoint.contents import LazyTensor
+from lwopt_backend.checkpoint.megatron.conventions import EMBEDDING, HEAD, LAYER
+from lwopt_backend.checkpoint.names.operations import (
+    Family,
+    Model,
+    Moved,
+    qkv_blocks,
+    refuse,
+    split_gate_up,
+    split_qkv,
+    transpose,
+)
 
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-POSITIONS = "embedding.position_embeddings.weight"
-LAYER = "decoder.layers.{layer}"
-NORM1, NORM2 = f"{LAYER}.input_layernorm", f"{LAYER}.pre_mlp_layernorm"
 FINAL_NORM = "decoder.final_layernorm"
-QKV, PROJ = f"{LAYER}.self_attention.linear_qkv", f"{LAYER}.self_attention.linear_proj"
-Q_NORM, K_NORM = f"{LAYER}.self_attention.q_layernorm", f"{LAYER}.self_attention.k_layernorm"
-FC1, FC2 = f"{LAYER}.mlp.linear_fc1", f"{LAYER}.mlp.linear_fc2"
-ROUTER = f"{LAYER}.mlp.router"
-EXPERT = f"{LAYER}.mlp.experts.local_experts.{{expert}}"
-SHARED = f"{LAYER}.mlp.shared_experts"
-EITHER, FC = "{weight|bias}", "{linear_fc1|linear_fc2}"
+POSITIONS = "embedding.position_embeddings.weight"
+EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")  # norms multiply by 1 + weight
 
-ALIASES = aliases(
-    {
-        f"{LAYER}.self_attention.linear_qkv.layer_norm_{EITHER}": f"{NORM1}.{EITHER}",
-        f"{LAYER}.mlp.linear_fc1.layer_norm_{EITHER}": f"{NORM2}.{EITHER}",
-        f"{LAYER}.mlp.experts.{FC}.{EITHER}{{expert}}": f"{EXPERT}.{FC}.{EITHER}",
-    }
-)
-
-# Names do not change: only aliases and the vocabulary's padding do.
-CORE_MAP = NameMap(
-    "megatron-core",
-    "megatron-core",
-    (
-        rule(EMBEDDING, EMBEDDING, "vocabulary", optional=True),
-        rule(HEAD, HEAD, "vocabulary", optional=True),
-        rule("{*}", "{*}", optional=True),
-    ),
-    ALIASES,
-    ALIASES,
-)
-
-
-# Hugging Face's names for Llama, Mistral, Qwen2 (with biases of q, k and v) and Qwen3 (with norms of q and k).
-# Read from transformers 5.23, ``models/{llama,mistral,qwen2,qwen3}/modeling_*.py``. Both sides rotate halves of a head,
+# Llama, Mistral, Qwen2 (with biases of q, k and v), Qwen3 (with norms of q and k). Both sides rotate halves of a head,
 # so rows of q and k keep their places.
 
-HF_LAYER = "model.layers.{layer}"
-
-REFUSED = {
-    "rotary_interleaved": (True, "it rotates neighbouring elements of q and k, Hugging Face's models halves of a head"),
-    "layernorm_zero_centered_gamma": (True, "its norms multiply by 1 + weight, Hugging Face's by the weight"),
-    "apply_layernorm_1p": (True, "its norms multiply by 1 + weight, Hugging Face's by the weight"),
+_NOT_LLAMAS = {
+    "rotary_interleaved": "it rotates neighbouring elements of q and k, Hugging Face's models halves of a head",
+    **dict.fromkeys(CENTERED, "its norms multiply by 1 + weight, Hugging Face's by the weight"),
+}
+_OUTSIDE = {
+    EMBEDDING: "model.embed_tokens.weight",
+    HEAD: "lm_head.weight",
+    f"{FINAL_NORM}.weight": "model.norm.weight",
+}
+_RENAMED = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.linear_fc2.bias": "mlp.down_proj.bias",
+}
+_OF_EXPERTS = {  # Qwen's, beside the experts themselves
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
+    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
 }
 
-EMBEDDINGS: tuple[Rule, ...] = (
-    rule(EMBEDDING, "model.embed_tokens.weight", "vocabulary"),
-    rule(HEAD, "lm_head.weight", "vocabulary", optional=True),
-    rule(f"{FINAL_NORM}.weight", "model.norm.weight"),
-)
+
+def in_layer(name: str) -> tuple[str, str]:
+    """The number of the layer, and the rest of the name; both are empty outside of layers."""
+    match = LAYER.match(name)
+    return (match[1], name[match.end() :]) if match else ("", "")
 
 
-def gated(source: str, target: str) -> Rule:
-    """A rule that splits gate and up; their names replace "{}" in ``target``."""
-    return rule(source, [target.replace("{}", part) for part in ("gate", "up")], "split_gate_up", optional=True)
+def hf_llama(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
+    refuse(model, "hf-llama and its kind", _NOT_LLAMAS)
+    number, rest = in_layer(name)
+    layer, (module, _, kind) = f"model.layers.{number}", rest.rpartition(".")
+    if module == "self_attention.linear_qkv":
+        return dict(zip([f"{layer}.self_attn.{x}_proj.{kind}" for x in "qkv"], split_qkv(tensor, model)))
+    if module == "mlp.linear_fc1":
+        return gate_up(f"{layer}.mlp.{{}}_proj.{kind}", tensor, model)
+    return renamed(_OUTSIDE, name, tensor) or renamed(_RENAMED, rest, tensor, f"{layer}.")
 
 
-# Also those of models with experts
-ATTENTION: tuple[Rule, ...] = (
-    rule(f"{QKV}.{EITHER}", [f"{HF_LAYER}.self_attn.{x}_proj.{EITHER}" for x in "qkv"], "split_qkv"),
-    rule(f"{NORM1}.weight", f"{HF_LAYER}.input_layernorm.weight"),
-    rule(f"{NORM2}.weight", f"{HF_LAYER}.post_attention_layernorm.weight"),
-    *renamed(
-        {
-            f"{PROJ}.{EITHER}": f"{HF_LAYER}.self_attn.o_proj.{EITHER}",
-            f"{Q_NORM}.weight": f"{HF_LAYER}.self_attn.q_norm.weight",
-            f"{K_NORM}.weight": f"{HF_LAYER}.self_attn.k_norm.weight",
-        }
-    ),
-    rule([], f"{HF_LAYER}.self_attn.rotary_emb.inv_freq", optional=True),  # a constant, in files of old versions
-)
-
-DENSE: tuple[Rule, ...] = (
-    gated(f"{FC1}.{EITHER}", f"{HF_LAYER}.mlp.{{}}_proj.{EITHER}"),
-    rule(f"{FC2}.{EITHER}", f"{HF_LAYER}.mlp.down_proj.{EITHER}", optional=True),
-)
+def gate_up(target: str, tensor: LazyTensor, model: Model, names: tuple[str, str] = ("gate", "up")) -> Moved:
+    """Gate and up; their ``names`` replace {} in ``target``."""
+    return dict(zip(map(target.format, names), split_gate_up(tensor, model)))
 
 
-# In the file of a model without a head, such as LlamaModel
-WITHOUT_HEAD = aliases(
-    {
-        "embed_tokens.weight": "model.embed_tokens.weight",
-        "layers.{layer}.{*}": f"{HF_LAYER}.{{*}}",
-        "norm.weight": "model.norm.weight",
-    }
-)
+def renamed(names: Mapping[str, str], name: str, tensor: LazyTensor, before: str = "") -> Moved | None:
+    return {before + names[name]: tensor} if name in names else None
 
 
-def family(target: str, *rules: Rule) -> NameMap:
-    return NameMap("megatron-core", target, rules, ALIASES, WITHOUT_HEAD, REFUSED)
+# Mixtral as its files have it: an expert's gate is w1, its up w3, its down w2. In memory: ``hf_moe_stacked``.
 
 
-LLAMA = family("hf-llama", *EMBEDDINGS, *ATTENTION, *DENSE)
+def hf_mixtral(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
+    number, rest = in_layer(name)
+    layer = f"model.layers.{number}.block_sparse_moe"
+    if rest == "mlp.router.weight":
+        return {f"{layer}.gate.weight": tensor}
+    if expert := EXPERT.fullmatch(rest):
+        target = f"{layer}.experts.{expert[1]}.{{}}.weight"
+        if expert[2] == "linear_fc1":
+            return gate_up(target, tensor, model, ("w1", "w3"))
+        return {target.format("w2"): tensor}
+    return None if rest.startswith("mlp.") else hf_llama(name, tensor, model)
 
 
-# Hugging Face's names for GPT-2: weights stored transposed (Conv1D), all q, then all k, then all v.
-# Read from transformers 5.23, ``models/gpt2/modeling_gpt2.py``. Without an output layer it is the embedding's.
-
-GPT2_LAYER = "transformer.h.{layer}"
-
-GPT2 = NameMap(
-    "megatron-core",
-    "hf-gpt2",
-    (
-        rule(EMBEDDING, "transformer.wte.weight", "vocabulary"),
-        rule(POSITIONS, "transformer.wpe.weight"),
-        rule(HEAD, "lm_head.weight", "vocabulary", optional=True),
-        rule(f"{NORM1}.{EITHER}", f"{GPT2_LAYER}.ln_1.{EITHER}"),
-        rule(f"{QKV}.{EITHER}", f"{GPT2_LAYER}.attn.c_attn.{EITHER}", "qkv_blocks", "transpose"),
-        rule(f"{PROJ}.{EITHER}", f"{GPT2_LAYER}.attn.c_proj.{EITHER}", "transpose"),
-        rule(f"{NORM2}.{EITHER}", f"{GPT2_LAYER}.ln_2.{EITHER}"),
-        rule(f"{FC1}.{EITHER}", f"{GPT2_LAYER}.mlp.c_fc.{EITHER}", "transpose"),
-        rule(f"{FC2}.{EITHER}", f"{GPT2_LAYER}.mlp.c_proj.{EITHER}", "transpose"),
-        rule(f"{FINAL_NORM}.{EITHER}", f"transformer.ln_f.{EITHER}"),
-        rule([], f"{GPT2_LAYER}.attn.{{bias|masked_bias}}", optional=True),  # masks, in files of old versions
-    ),
-    ALIASES,
-    aliases(  # in the file of a GPT2Model, as the hub has it
-        {
-            "{wte|wpe}.weight": "transformer.{wte|wpe}.weight",
-            "h.{layer}.{*}": f"{GPT2_LAYER}.{{*}}",
-            f"ln_f.{EITHER}": f"transformer.ln_f.{EITHER}",
-        }
-    ),
-    refused={
-        "layernorm_zero_centered_gamma": (True, "its norms multiply by 1 + weight, GPT-2's by the weight"),
-        "apply_layernorm_1p": (True, "its norms multiply by 1 + weight, GPT-2's by the weight"),
-        "swiglu": (True, "its fc1 is gate and up, GPT-2's is one matrix"),
-    },
-)
+# Qwen2-MoE and Qwen3-MoE as their files have them; layers without experts may be among them.
 
 
-# Hugging Face's names for Mixtral as its files have them: an expert's gate is w1, its up w3, its down w2.
-# Read from transformers 5.23, ``conversion_mapping.py``. In memory its model has stacked experts: ``MOE_STACKED``.
-
-MIXTRAL_MLP = f"{HF_LAYER}.block_sparse_moe"
-
-MIXTRAL = family(
-    "hf-mixtral",
-    *EMBEDDINGS,
-    *ATTENTION,
-    rule(f"{ROUTER}.weight", f"{MIXTRAL_MLP}.gate.weight"),
-    rule(
-        f"{EXPERT}.linear_fc1.weight",
-        [f"{MIXTRAL_MLP}.experts.{{expert}}.w1.weight", f"{MIXTRAL_MLP}.experts.{{expert}}.w3.weight"],
-        "split_gate_up",
-    ),
-    rule(f"{EXPERT}.linear_fc2.weight", f"{MIXTRAL_MLP}.experts.{{expert}}.w2.weight"),
-)
+def hf_qwen_moe(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
+    number, rest = in_layer(name)
+    expert = EXPERT.fullmatch(rest)
+    if expert is None:
+        return _beside_experts(name, tensor, model)
+    target = f"model.layers.{number}.mlp.experts.{expert[1]}.{{}}_proj.weight"
+    return gate_up(target, tensor, model) if expert[2] == "linear_fc1" else {target.format("down"): tensor}
 
 
-# Hugging Face's names for Qwen2-MoE and Qwen3-MoE as their files have them; layers without experts may be among them.
-# Read from transformers 5.23, ``conversion_mapping.py`` and ``models/qwen2_moe/modeling_qwen2_moe.py``. In memory its
-# models have stacked experts: ``MOE_STACKED``.
-
-MLP = f"{HF_LAYER}.mlp"
-
-# All but the experts themselves
-AROUND: tuple[Rule, ...] = (
-    *EMBEDDINGS,
-    *ATTENTION,
-    *DENSE,
-    gated(f"{SHARED}.linear_fc1.weight", f"{MLP}.shared_expert.{{}}_proj.weight"),
-    *renamed(
-        {
-            f"{ROUTER}.weight": f"{MLP}.gate.weight",
-            f"{SHARED}.linear_fc2.weight": f"{MLP}.shared_expert.down_proj.weight",
-            f"{SHARED}.gate_weight": f"{MLP}.shared_expert_gate.weight",
-        }
-    ),
-)
-
-QWEN_MOE = family(
-    "hf-qwen-moe",
-    *AROUND,
-    gated(f"{EXPERT}.linear_fc1.weight", f"{MLP}.experts.{{expert}}.{{}}_proj.weight"),
-    rule(f"{EXPERT}.linear_fc2.weight", f"{MLP}.experts.{{expert}}.down_proj.weight", optional=True),
-)
+def _beside_experts(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
+    number, rest = in_layer(name)
+    layer = f"model.layers.{number}."
+    if rest == "mlp.shared_experts.linear_fc1.weight":
+        return gate_up(f"{layer}mlp.shared_expert.{{}}_proj.weight", tensor, model)
+    return renamed(_OF_EXPERTS, rest, tensor, layer) or hf_llama(name, tensor, model)
 
 
-# Names of Mixtral, Qwen2-MoE and Qwen3-MoE in memory, since transformers 5: experts stacked, gate and up fused.
-# Read from transformers 5.23, ``models/mixtral/modeling_mixtral.py`` and ``models/qwen2_moe/modeling_qwen2_moe.py``.
+# Mixtral, Qwen2-MoE and Qwen3-MoE in memory, since transformers 5: experts stacked, gate and up fused.
 
-MOE_STACKED = family(
-    "hf-moe-stacked",
-    *AROUND,
-    rule(f"{EXPERT}.linear_fc1.weight", f"{MLP}.experts.gate_up_proj", optional=True),
-    rule(f"{EXPERT}.linear_fc2.weight", f"{MLP}.experts.down_proj", optional=True),
-)
 
-MAPS = (CORE_MAP, LLAMA, MIXTRAL, QWEN_MOE, MOE_STACKED, GPT2)
+def hf_moe_stacked(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
+    number, rest = in_layer(name)
+    expert = EXPERT.fullmatch(rest)
+    if expert is None:
+        return _beside_experts(name, tensor, model)
+    target = "gate_up_proj" if expert[2] == "linear_fc1" else "down_proj"
+    return {f"model.layers.{number}.mlp.experts.{target}[{expert[1]}]": tensor}
+
+
+# GPT-2: weights stored transposed (Conv1D), all q, then all k, then all v. Without an output layer it is the
+# embedding's.
+
+_NOT_GPT2S = {
+    **dict.fromkeys(CENTERED, "its norms multiply by 1 + weight, GPT-2's by the weight"),
+    "swiglu": "its fc1 is gate and up, GPT-2's is one matrix",
+}
+_OF_GPT2 = {EMBEDDING: "transformer.wte.weight", POSITIONS: "transformer.wpe.weight", HEAD: "lm_head.weight"}
+_MODULES = {
+    "input_layernorm": "ln_1",
+    "self_attention.linear_qkv": "attn.c_attn",
+    "self_attention.linear_proj": "attn.c_proj",
+    "pre_mlp_layernorm": "ln_2",
+    "mlp.linear_fc1": "mlp.c_fc",
+    "mlp.linear_fc2": "mlp.c_proj",
+}
+
+
+def hf_gpt2(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
+    refuse(model, "hf-gpt2", _NOT_GPT2S)
+    number, rest = in_layer(name)
+    module, _, kind = (rest or name).rpartition(".")
+    if kind not in ("weight", "bias"):
+        return None
+    if module in _MODULES:
+        tensor = qkv_blocks(tensor, model) if module == "self_attention.linear_qkv" else tensor
+        return {f"transformer.h.{number}.{_MODULES[module]}.{kind}": transpose(tensor)}
+    return {f"transformer.ln_f.{kind}": tensor} if module == FINAL_NORM else renamed(_OF_GPT2, name, tensor)
+
+
+FAMILIES: Mapping[str, Family] = {
+    "hf-llama": hf_llama,
+    "hf-mixtral": hf_mixtral,
+    "hf-qwen-moe": hf_qwen_moe,
+    "hf-moe-stacked": hf_moe_stacked,
+    "hf-gpt2": hf_gpt2,
+}
+# Parameters without which a model of the family would compute with what it began with
+_ENDS = (EMBEDDING, f"{FINAL_NORM}.weight")
+NEEDED = {family: (*_ENDS, POSITIONS) if family == "hf-gpt2" else _ENDS for family in FAMILIES}

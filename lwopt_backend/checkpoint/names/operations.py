@@ -1,4 +1,4 @@
-"""Operations of rules on tensors: split, join, permute, transpose, and pad or cut the vocabulary, without reading.
+"""What maps of names do with tensors, without reading: cut q, k and v apart, gate and up, rows, and transpose.
 
 They do not compute with elements, so an operation on a weight is also right for every state of its shape.
 """
@@ -8,25 +8,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, end_to_end, joined
+from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, end_to_end
 from lwopt_backend.checkpoint.formats import Numbers
 
-Tensors = Sequence[LazyTensor]
-Run = Callable[[Tensors, Numbers], list[LazyTensor]]
+
+@dataclass(frozen=True)
+class Model:
+    """What a map of names knows of the model: its numbers, Megatron's arguments, and whether linear_qkv has the gates
+    of a gated attention in addition to q, k and v."""
+
+    numbers: Numbers
+    arguments: Mapping[str, Any]
+    gated_attention: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """Makes ``gives`` tensors from ``takes``; ``back`` is the name of the inverse operation."""
-
-    takes: int
-    gives: int
-    run: Run
-    back: str
+Moved = dict[str, LazyTensor]
+Family = Callable[[str, LazyTensor, Model], Moved | None]
+"""A map of names: from a parameter's name, one of its tensors (the weight or a state), and the model, the tensors that
+it becomes, by their names. {} drops it, None says that there is no name for it. A name that ends in ``[3]`` is number 3
+of a stack of tensors: ``{"experts.down_proj[3]": tensor}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,165 +46,80 @@ class QKV:
     def sizes(self) -> tuple[int, int, int]:
         return self.queries, self.channels, self.channels
 
-    @property
-    def rows(self) -> int:
-        return self.groups * sum(self.sizes)
 
-
-def qkv_of_fused(numbers: Numbers, rows: int, where: str) -> QKV:
-    """The division of a fused matrix's rows, given two of heads, groups and channels. Raises CheckpointError."""
+def qkv_of(fused: LazyTensor, model: Model) -> QKV:
+    """The division of Megatron's rows of q, k and v. Raises CheckpointError if two of heads, groups and channels are
+    not known, if the rows do not divide, and for rows that also have a gated attention's gates."""
+    if model.gated_attention:
+        raise CheckpointError(
+            f"{fused.where} has the gates of a gated attention in addition to q, k and v (Megatron's "
+            "--attention-output-gate), for which the map has no name; convert with --names megatron-core, for a model "
+            "with its own class"
+        )
+    numbers, rows = model.numbers, fused.shape[0]
     heads, groups, channels = numbers.heads or 0, numbers.query_groups or 0, numbers.kv_channels or 0
+    known = f"heads {heads or 'unknown'}, query_groups {groups or 'unknown'}, kv_channels {channels or 'unknown'}"
     if (heads > 0) + (groups > 0) + (channels > 0) < 2:
         raise CheckpointError(
-            f"{where}: expected two of heads, query_groups and kv_channels, to divide q, k and v; found "
-            f"{_known(numbers)}; give them"
+            f"{fused.where}: expected two of heads, query_groups and kv_channels, to divide q, k and v; found {known}; "
+            "give them"
         )
-    if heads and groups:
-        channels = channels or rows // (heads + 2 * groups)
-    elif heads:
-        groups = (rows // channels - heads) // 2
-    else:
+    if not heads:
         heads = rows // channels - 2 * groups
-    return _fitting(QKV(groups, heads * channels // max(groups, 1), channels), rows, numbers, where)
-
-
-def qkv_of_parts(numbers: Numbers, q: int, k: int, where: str) -> QKV:
-    """The division of the rows of separate q and k, given one of heads, groups and channels. Raises CheckpointError."""
-    heads, groups, channels = numbers.heads, numbers.query_groups, numbers.kv_channels
-    if not (heads or groups or channels):
+    groups = groups or (rows // channels - heads) // 2
+    channels = channels or rows // (heads + 2 * groups)
+    if min(heads, groups) < 1 or heads % groups or (heads + 2 * groups) * channels != rows:
         raise CheckpointError(
-            f"{where}: expected one of heads, query_groups and kv_channels, to divide q, k and v; found "
-            f"{_known(numbers)}; give them"
+            f"{fused.where}: expected (heads + 2 * query_groups) * kv_channels rows of q, k and v, found {rows}, which "
+            f"do not divide by {known}; give the numbers of this model"
         )
-    if not channels:
-        channels = k // groups if groups else q // (heads or 1)
-    groups = groups or k // max(channels, 1)
-    return _fitting(QKV(groups, q // max(groups, 1), channels), q + 2 * k, numbers, where)
+    return QKV(groups, heads // groups * channels, channels)
 
 
-def _fitting(found: QKV, rows: int, numbers: Numbers, where: str) -> QKV:
-    heads = found.groups * found.queries // max(found.channels, 1)
-    whole = min(found.groups, found.queries, found.channels) > 0 and found.queries % found.channels == 0
-    if not whole or found.rows != rows or numbers.heads not in (None, heads):
-        raise CheckpointError(
-            f"{where}: expected (heads + 2 * query_groups) * kv_channels rows of q, k and v, found {rows}, which do "
-            f"not divide by {_known(numbers)}; give the numbers of this model"
-        )
-    return found
-
-
-def _known(numbers: Numbers) -> str:
-    keys = ("heads", "query_groups", "kv_channels")
-    return ", ".join(f"{key} {getattr(numbers, key) or 'unknown'}" for key in keys)
-
-
-def _split_qkv(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    """Split Megatron's rows (q, k, v group by group) into three tensors: all q, all k, all v."""
-    fused = tensors[0]
-    qkv = qkv_of_fused(numbers, fused.shape[0], fused.where)
+def split_qkv(fused: LazyTensor, model: Model) -> list[LazyTensor]:
+    """Three tensors, all q, all k, all v, of Megatron's rows (q, k, v of each query group in turn)."""
+    qkv = qkv_of(fused, model)
     total, parts, start = sum(qkv.sizes), [], 0
     for size in qkv.sizes:
-        parts.append(_gathered(fused, [(g * total + start, g * total + start + size) for g in range(qkv.groups)]))
+        parts.append(rows(fused, [(g * total + start, g * total + start + size) for g in range(qkv.groups)]))
         start += size
     return parts
 
 
-def _join_qkv(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    q, k, v = tensors
-    _check_alike(tensors, first_dimension=False)
-    if k.shape != v.shape:
-        raise CheckpointError(f"expected k and v alike, found {k.shape} of {k.where}, {v.shape} of {v.where}")
-    groups = qkv_of_parts(numbers, q.shape[0], k.shape[0], q.where).groups
-
-    def function(parts: list[Tensor]) -> Tensor:
-        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
-
-    return [joined(tensors, function, (q.shape[0] + 2 * k.shape[0], *q.shape[1:]))]
-
-
-def _qkv_blocks(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    """Reorder q, k, v group by group into all q, all k, all v."""
-    return [_regrouped(tensors[0], qkv_of_fused(numbers, tensors[0].shape[0], tensors[0].where), 1)]
-
-
-def _qkv_groups(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    fused = tensors[0]
-    qkv = qkv_of_fused(numbers, fused.shape[0], fused.where)
-    return [_regrouped(fused, QKV(1, qkv.queries * qkv.groups, qkv.channels * qkv.groups), qkv.groups)]
-
-
-def _regrouped(fused: LazyTensor, qkv: QKV, groups: int) -> LazyTensor:
-    """Reorder rows that ``qkv`` describes into ``groups`` groups."""
+def qkv_blocks(fused: LazyTensor, model: Model) -> LazyTensor:
+    """The same rows as all q, all k, all v in one tensor."""
+    qkv = qkv_of(fused, model)
 
     def function(whole: Tensor) -> Tensor:
         parts = whole.unflatten(0, (qkv.groups, -1)).split(qkv.sizes, dim=1)
-        parts = [part.flatten(0, 1).unflatten(0, (groups, -1)) for part in parts]
-        return torch.cat(parts, dim=1).flatten(0, 1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
 
     return fused.mapped(function, fused.shape)
 
 
-def _split_gate_up(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    fused = tensors[0]
-    rows = fused.shape[0]
-    if rows % 2:
-        raise CheckpointError(f"{fused.where}: expected gate and up of equal size, found {rows} rows")
-    return [_gathered(fused, [(0, rows // 2)]), _gathered(fused, [(rows // 2, rows)])]
-
-
-def _join_gate_up(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    gate = tensors[0]
-    _check_alike(tensors)
-    return [end_to_end(tensors, (2 * gate.shape[0], *gate.shape[1:]))]
-
-
-def _transpose(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    """Transpose a matrix, or each of a stack; a bias does not change."""
-    tensor = tensors[0]
-    if len(tensor.shape) < 2:
-        return [tensor]
-    *outer, rows, columns = tensor.shape
-    return [tensor.mapped(lambda whole: whole.transpose(-2, -1), (*outer, columns, rows))]
-
-
-def _vocabulary(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    """The first ``vocab_size`` rows, or all."""
-    tensor, rows = tensors[0], tensors[0].shape[0]
-    kept = numbers.vocab_size or rows
-    if kept > rows:
+def split_gate_up(fused: LazyTensor, model: Model) -> list[LazyTensor]:
+    """The first and the second half of the rows. Raises CheckpointError if ``fused`` is not gate and up."""
+    count = fused.shape[0]
+    if model.arguments.get("swiglu") is False and not model.arguments.get("quick_geglu"):
         raise CheckpointError(
-            f"{tensor.where}: expected at least {kept} rows, the given vocabulary, found {rows}; correct it"
+            f"{fused.where}: expected a gated fc1, of which the map divides gate and up, found the argument swiglu "
+            "False: its fc1 is one matrix; give the names of another family"
         )
-    return [_gathered(tensor, [(0, kept)]) if kept < rows else tensor]
+    if count % 2:
+        raise CheckpointError(f"{fused.where}: expected gate and up of equal size, found {count} rows")
+    return [rows(fused, [(0, count // 2)]), rows(fused, [(count // 2, count)])]
 
 
-OPERATIONS: Mapping[str, Operation] = {
-    "split_qkv": Operation(1, 3, _split_qkv, "join_qkv"),
-    "join_qkv": Operation(3, 1, _join_qkv, "split_qkv"),
-    "qkv_blocks": Operation(1, 1, _qkv_blocks, "qkv_groups"),
-    "qkv_groups": Operation(1, 1, _qkv_groups, "qkv_blocks"),
-    "split_gate_up": Operation(1, 2, _split_gate_up, "join_gate_up"),
-    "join_gate_up": Operation(2, 1, _join_gate_up, "split_gate_up"),
-    "transpose": Operation(1, 1, _transpose, "transpose"),
-    "vocabulary": Operation(1, 1, _vocabulary, "vocabulary"),
-}
+def transpose(tensor: LazyTensor) -> LazyTensor:
+    """A matrix with its outputs and inputs swapped; a bias does not change."""
+    if len(tensor.shape) < 2:
+        return tensor
+    return tensor.mapped(
+        lambda whole: whole.transpose(-2, -1), (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
+    )
 
 
-def stacked(tensors: Tensors, sizes: Sequence[int]) -> LazyTensor:
-    """One tensor with these leading dimensions; the last of them varies fastest in ``tensors``."""
-    _check_alike(tensors)
-    return end_to_end(tensors, (*sizes, *tensors[0].shape))
-
-
-def unstacked(tensor: LazyTensor, leading: int) -> list[LazyTensor]:
-    """The slices along the leading dimensions, each read separately if the file allows it."""
-    shape = tensor.shape[leading:]
-    size = math.prod(shape)
-    starts = [number * size for number in range(math.prod(tensor.shape[:leading]))]
-    return [tensor.piece(start, start + size).view(shape) for start in starts]
-
-
-def _gathered(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTensor:
+def rows(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTensor:
     """The rows of these ranges, concatenated; only these are read if the file allows it."""
     inner = tensor.shape[1:]
     shape, width = (sum(stop - start for start, stop in ranges), *inner), math.prod(inner)
@@ -208,13 +128,20 @@ def _gathered(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTens
     return end_to_end([tensor.piece(start * width, stop * width) for start, stop in ranges], shape)
 
 
-def _check_alike(tensors: Tensors, first_dimension: bool = True) -> None:
-    """Raises CheckpointError unless these tensors can be joined into one."""
-    first = tensors[0]
-    skipped = 0 if first_dimension else 1
-    for other in tensors[1:]:
-        if (other.dtype, other.shape[skipped:]) != (first.dtype, first.shape[skipped:]):
+def first_rows(tensor: LazyTensor, count: int) -> LazyTensor:
+    """The first rows, of a vocabulary. Raises CheckpointError if there are fewer."""
+    if count > tensor.shape[0]:
+        raise CheckpointError(
+            f"{tensor.where}: expected at least {count} rows, the given vocabulary, found {tensor.shape[0]}; correct it"
+        )
+    return rows(tensor, [(0, count)]) if count < tensor.shape[0] else tensor
+
+
+def refuse(model: Model, family: str, wrong: Mapping[str, str]) -> None:
+    """Raises CheckpointError if one of these of Megatron's arguments, each with the reason, was true in training."""
+    for key, why in wrong.items():
+        if model.arguments.get(key) is True:
             raise CheckpointError(
-                f"expected tensors that can be joined, found {first.dtype} of shape {first.shape} in {first.where} and "
-                f"{other.dtype} of shape {other.shape} in {other.where}; give a map that keeps them apart"
+                f"expected another value than {key}=True in training: {why}; weights under names of {family} would "
+                "mean something else"
             )
