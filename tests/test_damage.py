@@ -229,7 +229,7 @@ def test_a_map_of_names_cannot_lead_out_of_the_new_folder(copy: Copy, tmp_path: 
     own = ("--map", f"{tmp_path / 'own.py'}:mine")
     said = refused("convert", source, source.parent / "to", "--to", "universal", *own)
     assert "leads elsewhere" in said and files(source.parent) == before
-    assert {path.name for path in source.parent.iterdir()} == {"from"}
+    assert {path.name for path in source.parent.iterdir()} == {"from", "own.py"}
 
 
 @pytest.mark.parametrize("form", PICKLED)

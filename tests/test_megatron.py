@@ -4,7 +4,6 @@ import functools
 import itertools
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,74 +57,46 @@ def assert_exact(found: Checkpoint, known: Truth, in_order: bool = True) -> None
 
 
 # What is written by 0.14 to 0.19, in addition to the genuine folders
-EP, MOE = dict(family="moe", ep=2), dict(family="moe", dp=2)
+EP = dict(family="moe", ep=2)
 BUCKETS = {"arguments": {"overlap_grad_reduce": True, "ddp_num_buckets": 3}}
 SMALL = {"arguments": {"overlap_grad_reduce": True, "ddp_bucket_size": 400}}
-DEFAULT = {"arguments": {"overlap_grad_reduce": True}}
-TORCH: dict[str, dict[str, dict[str, Any]]] = {
-    "plain": {
-        "fused Adam": dict(dp=2, fused_adam=True),
-        "learned positions, biases, tp 2": dict(family="gpt2", tp=2),
-        "fp32": dict(dtype=torch.float32),
-        "fp16": dict(dtype=torch.float16),
-        "experts on ep 2": dict(dp=2, **EP),
-        "virtual stages": dict(stages=((1, 2), (2, 1))),
-        "tied, pp 2": dict(stages=((1, 1),), tied=True),
-    },
-    "distributed": {
-        "fp32": dict(dtype=torch.float32),
-        "small buckets": dict(dp=4, **SMALL),
-        "3 buckets of a biased model": dict(family="gpt2", dp=4, **BUCKETS),
-        "default buckets, tp 2, dp 3": dict(tp=2, dp=3, **DEFAULT),
-        "tied": dict(tied=True, **BUCKETS),
-        "tied, pp 2, buckets": dict(dp=2, stages=((2, 2),), tied=True, **BUCKETS),
-        "virtual stages, buckets": dict(stages=((1, 1), (1, 1)), **BUCKETS),
-        "experts on ep 2, tp 2, pp 2, buckets": dict(tp=2, dp=4, stages=((1, 2),), **EP, **BUCKETS),
-        "experts, ep 1": MOE,
-    },
-    "layer_wise": {
-        "dp 1": {},
-        "more ranks than parameters": dict(dp=12, stages=((1,),), fused_adam=True),
-        "pp 2, tied": dict(dp=2, stages=((1, 1),), tied=True, fused_adam=True),
-        "a stage in the middle": dict(dp=3, stages=((1, 1, 1),)),
-        "virtual stages": dict(dp=2, stages=((1, 1), (1, 1))),
-        "learned positions": dict(family="gpt2", dp=3),
-        "experts, ep 1": MOE,
-        "experts on ep 2, tp 2, pp 2": dict(tp=2, dp=4, stages=((1, 1),), **EP),
-        "fp32": dict(dp=2, dtype=torch.float32),
-        "as 0.18 names it": dict(dp=2, arguments={"use_distributed_optimizer": True}),
-    },
-}
 IN_COMMON = dict(layout="dp_reshardable", chained=True, common_file=False)
 BY_LAYER, FLAT_ADAM = dict(style="layers", fused_norms=False), dict(layout="dp_reshardable", muon=False)
-DIST = {
-    "LayerWise, 0.16, common_step": Setup(step_in="common_step"),
-    "LayerWise, every tensor by itself": Setup(style="single"),
-    "LayerWise, experts": Setup(experts=True),
-    "LayerWise, experts, every layer by itself": Setup(experts=True, **BY_LAYER),
-    "LayerWise, experts, every tensor by itself": Setup(experts=True, style="single", ep=2),
-    "LayerWise, 0.18 without layout": Setup(chained=True),
-    "LayerWise, 0.18": Setup("dp_reshardable", chained=True),
-    "LayerWise, 0.19, tp 2, stages": Setup(**IN_COMMON, tp=2, stages=(2, 1)),
-    "LayerWise, 0.19, fully reshardable": Setup("fully_reshardable", common_file=False),
-    "Adam": Setup(muon=False),
-    "Adam, fully reshardable": Setup("fully_reshardable", muon=False, tied=True),
-    "Adam, buckets": Setup(**FLAT_ADAM),
-    "Adam, 2 buckets, tp 2": Setup(**FLAT_ADAM, tp=2, buckets=2),
-    "Adam, 5 buckets, stages": Setup(**FLAT_ADAM, buckets=5, stages=(1, 2), style="layers"),
-    "Adam, tied, 2 buckets": Setup(**FLAT_ADAM, tied=True, buckets=2),
-    "Adam, tied over stages": Setup(**FLAT_ADAM, tied=True, stages=(2, 1), tp=2),
-    "Adam, experts in buckets": Setup(**FLAT_ADAM, experts=True, buckets=2),
-    "Adam, sharded experts in buckets": Setup(**FLAT_ADAM, experts=True, ep=2, tp=2, stages=(2, 1), chained=True),
-}
-SETUPS: dict[str, TorchSetup | Setup] = {f"torch_dist, {what}": setup for what, setup in DIST.items()}
-for kind, rows in TORCH.items():
-    SETUPS |= {f"torch, {kind}, {what}": TorchSetup(optimizer=kind, **how) for what, how in rows.items()}
+FLAT_ADAM_ALONE = Setup(**FLAT_ADAM)
+SETUPS: list[TorchSetup | Setup] = [
+    TorchSetup(dp=2, fused_adam=True),
+    TorchSetup("gpt2", tp=2),  # learned positions, biases
+    TorchSetup(dtype=torch.float32),
+    TorchSetup(dp=2, dtype=torch.float16, **EP),
+    TorchSetup(stages=((1, 2), (2, 1))),  # virtual stages
+    TorchSetup(stages=((1, 1),), tied=True),
+    TorchSetup(optimizer="distributed", dp=4, **SMALL),
+    TorchSetup("gpt2", "distributed", dp=4, **BUCKETS),
+    TorchSetup(optimizer="distributed", dp=2, stages=((2, 2),), tied=True, **BUCKETS),
+    TorchSetup(optimizer="distributed", stages=((1, 1), (1, 1)), **BUCKETS),
+    TorchSetup(optimizer="distributed", tp=2, dp=4, stages=((1, 2),), **EP, **BUCKETS),
+    TorchSetup(optimizer="layer_wise", dp=12, stages=((1,),), fused_adam=True),  # more ranks than parameters
+    TorchSetup(optimizer="layer_wise", dp=3, stages=((1, 1), (1, 1)), tied=True),
+    TorchSetup("moe", "layer_wise", dp=2),
+    TorchSetup(optimizer="layer_wise", tp=2, dp=4, stages=((1, 1, 1),), **EP),
+    TorchSetup(optimizer="layer_wise", dp=2, dtype=torch.float32),
+    TorchSetup(optimizer="layer_wise", dp=2, arguments={"use_distributed_optimizer": True}),  # as 0.18 names it
+    Setup(step_in="common_step"),  # torch_dist: 0.16
+    Setup(experts=True, **BY_LAYER),
+    Setup(experts=True, style="single", ep=2),  # every tensor by itself
+    Setup("dp_reshardable", chained=True),  # 0.18
+    Setup(**IN_COMMON, tp=2, stages=(2, 1)),  # 0.19
+    Setup("fully_reshardable", common_file=False),
+    Setup("fully_reshardable", muon=False, tied=True),
+    Setup(**FLAT_ADAM, buckets=5, stages=(1, 2), style="layers"),
+    Setup(**FLAT_ADAM, tied=True, stages=(2, 1), tp=2),
+    Setup(**FLAT_ADAM, experts=True, buckets=2),
+    Setup(**FLAT_ADAM, experts=True, ep=2, tp=2, stages=(2, 1), chained=True),
+]
 
 
-@pytest.mark.parametrize("what", SETUPS)
-def test_what_megatron_wrote_is_read_exactly(what: str, tmp_path: Path) -> None:
-    setup = SETUPS[what]
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_megatron_wrote_is_read_exactly(setup: TorchSetup | Setup, tmp_path: Path) -> None:
     is_torch = isinstance(setup, TorchSetup)
     step, known = made(setup, tmp_path)
     for path in (tmp_path, step):
@@ -166,7 +137,7 @@ def assert_grouped(found: Checkpoint, setup: TorchSetup | Setup, name: str) -> N
 # What is damaged, or not known
 Damage = Callable[[Path], Any]
 COMMON, MODEL, FLAT = "common.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_00/distrib_optim.pt"
-OWN_0, OWN_1, OWN_2 = (f"mp_rank_00/layer_wise_optimizer_{rank}.pt" for rank in range(3))
+OWN_0, OWN_1 = (f"mp_rank_00/layer_wise_optimizer_{rank}.pt" for rank in range(2))
 
 
 def edited(edit: Callable[[Any], Any], file: str = MODEL, *path: Any) -> Damage:
@@ -206,18 +177,6 @@ def from_other(file: str, **changes: Any) -> Damage:
     return change
 
 
-def swap(masters: Any) -> None:
-    pairs = ((i, j) for i in range(len(masters)) for j in range(i) if masters[i].shape == masters[j].shape)
-    first, second = next(pairs)
-    masters[first], masters[second] = masters[second], masters[first]
-
-
-def two_that_fit(saved: Any) -> None:
-    groups = saved["optimizer"]["optimizer"]["param_groups"]
-    groups.append(groups[0] | {"params": []})
-    saved["optimizer"]["fp32_from_fp16_params"].append([])
-
-
 def resaved(change: Callable[[dict[str, Any]], Any]) -> Damage:
     """Write a step of torch_dist again with other tensors or objects."""
 
@@ -248,110 +207,78 @@ NORMS, NORM_NUMBERS = (1, "fp32_from_fp16_params", 0, -1), (1, "optimizer", "par
 STATE = (MODEL, "optimizer", "optimizer", "state", 0)
 BUFFER = (FLAT, 0, (torch.bfloat16, torch.float32))
 ONE, TWO, MUON = TorchSetup(), TorchSetup(tp=2), TorchSetup(optimizer="layer_wise", dp=2)
-ADAM, EXPERTS = TorchSetup(optimizer="distributed"), TorchSetup("moe", dp=2, ep=2)
-IN_THREE = TorchSetup(optimizer="distributed", dp=4, **BUCKETS)
-SOLO, STAGES = TorchSetup(optimizer="layer_wise"), TorchSetup(stages=((1, 1),))
+ADAM, SOLO = TorchSetup(optimizer="distributed"), TorchSetup(optimizer="layer_wise")
 SEED = dict(seed=1, optimizer="layer_wise", dp=2, tp=1)
-OWN_E, SEED_E = "mp_rank_00_000/layer_wise_optimizer_0.pt", {**SEED, "family": "moe", "dp": 4, "ep": 2}
-NOT_A_MASTER = "expected a master weight of shape .* that rounds to"
-REFUSED_TORCH: list[tuple[TorchSetup, Damage, str]] = [
-    (TWO, lost("mp_rank_01"), "missing mp_rank_01, unexpected none"),
-    (STAGES, lost("mp_rank_00_001"), "missing mp_rank_00_001, unexpected"),
-    (EXPERTS, lost("mp_rank_00_001"), "missing mp_rank_00_001, unexpected"),
-    (TWO, lost("mp_rank_01/model_optim_rng.pt"), "is missing"),
-    (replace(ADAM, tp=2), lost("mp_rank_01/distrib_optim.pt"), "is missing"),
-    (MUON, lost(OWN_1), r"\[0, 1\], found those of \[0\]"),
-    (MUON, lambda step: shutil.copy(step / OWN_1, step / OWN_2), r"those of \[0, 1, 2\]"),
-    (ONE, lambda step: shutil.copytree(step / "mp_rank_00", step / "mp_rank_01"), "unexpected mp_rank_01;"),
-    (TWO, from_other("mp_rank_01/model_optim_rng.pt", iteration=8), "mp_rank_01.*expected iteration 7, found 8"),
-    (TWO, from_other("mp_rank_01/model_optim_rng.pt", dp=2), "'dp': 1.*'dp': 2"),
-    (MUON, from_other(OWN_0, **SEED), NOT_A_MASTER),
-    (TorchSetup("moe", "layer_wise", dp=4, ep=2), from_other(OWN_E, **SEED_E), NOT_A_MASTER),
-    (ONE, edited(lambda m: m.add_(1), MODEL, "optimizer", *FIRST[1:]), NOT_A_MASTER),
-    (MUON, edited(swap, OWN_0, *FIRST[:3]), "layer_wise_optimizer_0.pt"),
-    (MUON, edited(lambda m: m.view(torch.int32)[3, 5].add_(1 << 16), OWN_1, *FIRST), "that does not"),  # its last bit
-    (SOLO, all_of(without(OWN_0, *NORMS), without(OWN_0, *NORM_NUMBERS)), "expected 2 parameters.*found 1 and 1"),
-    (ONE, edited(two_that_fit), "options show the group of embedding.word_embeddings.weight, found 3 that do not"),
-    (ONE, updated(*STATE, max_exp_avg=torch.ones(2)), "'max_exp_avg'"),
-    (ONE, edited(lambda state: state.update(fp32=state["exp_avg"] + 1), *STATE), "expected a known state .* 'fp32'"),
-    (ONE, updated(MODEL, "optimizer", other=1), r"only, found \['other'\] as well"),
-    (ONE, updated(*STATE, exp_avg=torch.ones(2)), r"found \(2,\)"),
-    (ONE, without(MODEL, "model", OUTPUT), "expected 9 parameters.*found 10"),
-    (ONE, arguments(num_layers=3), r"expected 3 layers \(args.num_layers\), found 2"),
-    (ONE, arguments(tensor_model_parallel_size=None), "args.tensor_model_parallel_size"),
-    (ONE, arguments(mtp_num_layers=1), "multi-token prediction"),
-    (ONE, arguments(data_parallel_size=10**12), "expected a possible number of ranks"),
-    (ONE, updated(MODEL, args="--tensor-model-parallel-size 1"), "cannot be read as Megatron writes it"),
-    (ONE, updated(MODEL, "model", **{OUTPUT: [1]}), "output_layer.weight as a tensor, .* fp8"),
-    (ONE, arguments(num_experts=2, expert_tensor_parallel_size=2), "expert tensor"),
-    (ONE, updated(MODEL, model={"language_model": {}}), "language_model"),
-    (ONE, updated(MODEL, "model", **{"encoder.x": torch.ones(1)}), "encoder.x: expected a parameter of a GPT"),
-    (ONE, without(MODEL, "model"), "expected a model"),
-    (ONE, arguments(use_distributed_optimizer=True), "distrib_optim.pt is missing"),
-    (MUON, lambda step: torch.save({}, step / FLAT), "expected a LayerWise optimizer alone"),
-    (SOLO, arguments(context_parallel_size=2), "expected context parallel size 1, found 2.*overwrite"),
-    (ADAM, arguments(overlap_param_gather_with_optimizer_step=True), "not read: save as torch_dist"),
-    (ADAM, updated(FLAT, buckets_coalesced=False), "'buckets_coalesced'"),
-    (ADAM, edited(lambda s: s.update({1: s[0]}), FLAT), r"expected buffers \[0\], found \[0, 1\]"),
-    (ADAM, edited(lambda s: s.update({0: {}}), FLAT), "expected buffer 0 of torch.bfloat16"),
-    (ADAM, updated(*BUFFER, max_exp_avg=torch.ones(2)), "found .*'max_exp_avg'"),
-    (ADAM, updated(*BUFFER, exp_avg=torch.ones(2)), "'exp_avg': 2"),
-    (IN_THREE, arguments(ddp_num_buckets=10**9), f"in .*{FLAT}: expected .* elements in buckets of"),
-]
-PARTS, FLAT_DIST = Setup(style="single"), DIST["Adam, buckets"]
+OTHER_RANK, NOT_A_MASTER = "mp_rank_01/model_optim_rng.pt", "expected a master weight of shape .* that rounds to"
 GROUP = "optimizer.distributed.dp_group_idx_0"
 BUCKET = f"{GROUP}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
 TOO_LONG = {f"{BUCKET}.{key}": torch.ones(9999) for key in ("param", "exp_avg", "exp_avg_sq")}
 UP = "decoder.layers.1.mlp.linear_fc1.weight_v"
 MASTER, SHAMPOO = f"optimizer.state.fp32_param.{OUTPUT}", f"optimizer.state.shampoo.{OUTPUT}"
-STATE_SPACE = "decoder.final_norm.weight"
-OTHER_LAYOUT = {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}
-MODEL_SPACE = {"distrib_optim_sharding_type": "fully_sharded_model_space"}
-GROUPS, FULLY = f"{GROUP}.optimizer/shard_0_1", "save with --dist-ckpt-optim-fully"
-NOT_KNOWN = "expected known state"
-REFUSED_DIST: list[tuple[Setup, Damage, str]] = [
+LAYOUT, FULLY = "distrib_optim_sharding_type", "save with --dist-ckpt-optim-fully"
+SHARES = {"expert_tensor_parallel_size": 2, "num_experts": 2}
+REFUSED: list[tuple[TorchSetup | Setup | None, Damage, str]] = [
+    # torch
+    (TWO, lost("mp_rank_01"), "missing mp_rank_01, unexpected none"),
+    (TWO, from_other(OTHER_RANK, iteration=8), "mp_rank_01.*expected iteration 7, found 8"),
+    (TWO, from_other(OTHER_RANK, dp=2), "'dp': 1.*'dp': 2"),
+    (MUON, lost(OWN_1), r"\[0, 1\], found those of \[0\]"),
+    (MUON, from_other(OWN_0, **SEED), NOT_A_MASTER),
+    (MUON, edited(lambda m: m.view(torch.int32)[3, 5].add_(1 << 16), OWN_1, *FIRST), "that does not"),  # its last bit
+    (SOLO, all_of(without(OWN_0, *NORMS), without(OWN_0, *NORM_NUMBERS)), "expected 2 parameters.*found 1 and 1"),
+    (
+        ONE,
+        arguments(decoupled_lr=0.1),
+        "options show the group of embedding.word_embeddings.weight, found 2 that do not",
+    ),
+    (ONE, updated(*STATE, max_exp_avg=torch.ones(2)), "expected a known state .*'max_exp_avg'"),
+    (ONE, updated(MODEL, "optimizer", other=1), r"only, found \['other'\] as well"),
+    (ONE, arguments(num_layers=3), r"expected 3 layers \(args.num_layers\), found 2"),
+    (ONE, arguments(mtp_num_layers=1), "multi-token prediction"),
+    (ONE, arguments(data_parallel_size=10**12), "expected a possible number of ranks"),
+    (ONE, arguments(**SHARES), "expert tensor"),
+    (ONE, updated(MODEL, "model", **{OUTPUT: [1]}), "output_layer.weight as a tensor, .* fp8"),
+    (MUON, lambda step: torch.save({}, step / FLAT), "expected a LayerWise optimizer alone"),
+    (SOLO, arguments(context_parallel_size=2), "expected context parallel size 1, found 2.*overwrite"),
+    (ADAM, lost(FLAT), "distrib_optim.pt is missing"),
+    (ADAM, arguments(overlap_param_gather_with_optimizer_step=True), "not read: save as torch_dist"),
+    (ADAM, edited(lambda s: s.update({1: s[0]}), FLAT), r"expected buffers \[0\], found \[0, 1\]"),
+    (ADAM, updated(*BUFFER, max_exp_avg=torch.ones(2)), "found .*'max_exp_avg'"),
+    (ADAM, updated(*BUFFER, exp_avg=torch.ones(2)), "'exp_avg': 2"),
+    # torch_dist
     (Setup(), lost(COMMON), "common.pt: expected this file"),
-    (
-        Setup(),
-        updated(COMMON, content_metadata=OTHER_LAYOUT),
-        "found 'dp_zero_gather_scatter'.*0.19.2 without --overlap",
-    ),
-    (
-        Setup(),
-        updated(COMMON, content_metadata=MODEL_SPACE),
-        "only Megatron 0.14 and 0.15 write .*; load it in 0.16 or",
-    ),
-    (FLAT_DIST, arguments(COMMON, tensor_model_parallel_size=2), "buffers of 2 model-parallel ranks, found those of"),
+    (Setup(), updated(COMMON, content_metadata={LAYOUT: "dp_zero_gather_scatter"}), "'dp_zero_gather_scatter'"),
+    (Setup(), updated(COMMON, content_metadata={LAYOUT: "fully_sharded_model_space"}), "only Megatron 0.14 and 0.15 w"),
     (Setup(), added(**{SHAMPOO: torch.ones(3)}), f"{SHAMPOO} in .*: expected a known state"),
-    (Setup(), resaved(lambda s: s.pop(OUTPUT)), "of output_layer.weight: expected a weight for it"),
     (Setup(), added(**{OUTPUT: torch.ones(3, 8)}), rf"{OUTPUT}: expected the weight's shape \(3, 8\), found \(16, 8\)"),
     (Setup(), added(**{MASTER: torch.ones(16, 8).bfloat16()}), "master weight of output_layer.weight: expected fp32"),
-    (PARTS, resaved(lambda s: s.pop(UP)), r"expected exactly decoder.layers.1.mlp.linear_fc1.weight_w \(gate\)"),
-    (FLAT_DIST, added(**TOO_LONG), "expected the model's parameters in the optimizer's buffers"),
-    (FLAT_DIST, resaved(lambda s: s.pop(f"{BUCKET}.exp_avg")), "expected the same buckets"),
-    (FLAT_DIST, resaved(lambda s: s.pop(f"{BUCKET}.exp_avg_sq")), r"that adam keeps \(fp32, exp_avg, exp_avg_sq\)"),
-    (FLAT_DIST, resaved(more_buffers), "as of virtual pipelines"),
-    (DIST["Adam"], added(**{f"{GROUP}.param_state/shard_0_1": [{0: 1}]}), f"param_state/shard_0_1 in .* {NOT_KNOWN}"),
-    (FLAT_DIST, added(**{GROUPS: [{"groups": 1}]}), "dp_group_idx_0.optimizer/shard_0_1 in .*: expected param_groups"),
-    (FLAT_DIST, added(**{LATENT.format(""): torch.ones(3, 4, 8)}), f"found {LATENT.format('.0')}, .* {FULLY}"),
-    (Setup(), updated(COMMON, args="--num-layers 3"), "iter_0000007 cannot be read as Megatron writes it"),
-    (Setup(), added(**{STATE_SPACE: torch.ones(8)}), f"{STATE_SPACE}: expected a parameter of a GPT model"),
-]
-NINTH = "decoder.layers.9.mlp.linear_fc1.weight"
-REFUSED_FSDP: list[tuple[None, Damage, str]] = [
+    (
+        Setup(),
+        added(**{"decoder.final_norm.weight": torch.ones(8)}),
+        "final_norm.weight: expected a parameter of a GPT",
+    ),
+    (Setup(style="single"), resaved(lambda s: s.pop(UP)), r"expected exactly decoder.layers.1.mlp.linear_fc1.weight_w"),
+    (FLAT_ADAM_ALONE, arguments(COMMON, tensor_model_parallel_size=2), "buffers of 2 model-parallel ranks, found"),
+    (FLAT_ADAM_ALONE, added(**TOO_LONG), "expected the model's parameters in the optimizer's buffers"),
+    (
+        FLAT_ADAM_ALONE,
+        resaved(lambda s: s.pop(f"{BUCKET}.exp_avg_sq")),
+        r"that adam keeps \(fp32, exp_avg, exp_avg_sq\)",
+    ),
+    (FLAT_ADAM_ALONE, resaved(more_buffers), "as of virtual pipelines"),
+    (FLAT_ADAM_ALONE, added(**{LATENT.format(""): torch.ones(3, 4, 8)}), f"found {LATENT.format('.0')}, .* {FULLY}"),
+    (Setup(muon=False), added(**{f"{GROUP}.param_state/shard_0_1": [{0: 1}]}), "shard_0_1 in .* expected known state"),
+    # fsdp_dtensor
     (
         None,
         added_to_fsdp(f"optimizer.state.module.{NORM}.shampoo", torch.ones(3)),
         "expected a weight or a known state",
     ),
     (None, added_to_fsdp(f"model.module.{NORM}", torch.ones(8).bfloat16()), "expected fp32 of Megatron-FSDP"),
-    (None, added_to_fsdp(f"optimizer.state.module.{NINTH}.exp_avg", torch.ones(3)), "expected a weight for it"),
-    (None, added_to_fsdp(f"model.module.{NINTH}_w", torch.ones(3, 8)), "ends in _w"),
-    (None, added_to_fsdp("args", [1]), "cannot be read as Megatron writes it"),
 ]
 
 
-@pytest.mark.parametrize(("setup", "damage", "words"), [*REFUSED_TORCH, *REFUSED_DIST, *REFUSED_FSDP])
+@pytest.mark.parametrize(("setup", "damage", "words"), REFUSED)
 def test_what_is_damaged_or_not_known_is_refused(
     setup: TorchSetup | Setup | None, damage: Damage, words: str, tmp_path: Path
 ) -> None:
@@ -362,17 +289,6 @@ def test_what_is_damaged_or_not_known_is_refused(
 
 
 # Other forms
-def decoupled_rate(saved: Any) -> None:
-    optimizer = saved["optimizer"]
-    decay, other = optimizer["optimizer"]["param_groups"]
-    masters, rest = optimizer["fp32_from_fp16_params"]
-    ends, middle = [0, len(masters) - 1], range(1, len(masters) - 1)
-    embeddings = decay | {"params": [decay["params"][i] for i in ends], "default_config": False, "lr": 0.1}
-    decay["params"] = [decay["params"][i] for i in middle]
-    optimizer["optimizer"]["param_groups"] = [decay, other, embeddings]
-    optimizer["fp32_from_fp16_params"] = [[masters[i] for i in middle], rest, [masters[i] for i in ends]]
-
-
 def transformer_engine(saved: Any) -> None:
     model = list(saved["model"].items())
     saved["model"].clear()
@@ -432,10 +348,6 @@ def of_torchs_adam(found: Checkpoint) -> bool:
     return (found.tied, found.notes, found.iteration) == ({OUTPUT: EMBEDDING}, ("left out: rng_state",), 7)
 
 
-def embeddings_are_apart(found: Checkpoint) -> bool:
-    return [name for name, param in found.params.items() if param.group == 2] == [EMBEDDING, OUTPUT]
-
-
 def groups_are_nested(found: Checkpoint) -> bool:
     of_experts = [("betas" in group, group["is_expert_parallel"]) for group in found.groups]
     return steps_are(7.0)(found) and of_experts == [(False, False), (False, True), (True, False), (True, False)]
@@ -446,94 +358,78 @@ def says(*words: str) -> Callable[[Checkpoint], bool]:
 
 
 BIAS = "decoder.layers.0.mlp.router.expert_bias"
-PLAIN, ALONE = Setup(muon=False), ("no optimizer state", "'extra'")
-DECOUPLED = TorchSetup(arguments={"decoupled_lr": 0.1})
-OTHER_FORMS: dict[str, tuple[TorchSetup | Setup | None, Damage, Callable[[Checkpoint], bool]]] = {
-    "torch, a separate learning rate for embeddings": (DECOUPLED, edited(decoupled_rate), embeddings_are_apart),
-    "torch, Transformer Engine's names": (ONE, edited(transformer_engine), steps_are(7.0)),
-    "torch, a buffer": (
-        TorchSetup("moe"),
-        updated(MODEL, "model", **{BIAS: torch.arange(4.0)}),
-        lambda found: torch.equal(found.buffers[BIAS].read(), torch.arange(4.0)),
-    ),
-    "torch, a copy that differs": (TWO, edited(nudge, "mp_rank_01/model_optim_rng.pt"), one_copy_differs),
-    "torch, steps as tensors": (ADAM, edited(tensor_steps), steps_are(7.0)),
-    "torch, a release": (ONE, released, lambda found: found.iteration == 7),
-    "torch, weights alone": (ONE, all_of(without(MODEL, "optimizer"), updated(MODEL, extra=3)), says(*ALONE)),
-    "chains in a chain": (
+ALONE, NOT_SAVED = ("no optimizer state", "'extra'"), "Adam's count of steps is not saved"
+TENSOR_STEP = updated(COMMON, "optimizer", "optimizer", "state", common_step=torch.tensor([7.0]))
+OTHER_FORMS: list[tuple[TorchSetup | Setup | None, Damage, Callable[[Checkpoint], bool]]] = [
+    (ONE, edited(transformer_engine), steps_are(7.0)),
+    (TorchSetup("moe"), updated(MODEL, "model", **{BIAS: torch.ones(4)}), lambda found: [*found.buffers] == [BIAS]),
+    (TWO, edited(nudge, OTHER_RANK), one_copy_differs),
+    (ADAM, edited(tensor_steps), steps_are(7.0)),
+    (ONE, released, lambda found: found.iteration == 7),
+    (ONE, all_of(without(MODEL, "optimizer"), updated(MODEL, extra=3)), says(*ALONE)),
+    (
         Setup("dp_reshardable", chained=True, experts=True),
         all_of(resaved(nested), edited(nested_groups, COMMON)),
         groups_are_nested,
     ),
-    "a step that was not saved": (
-        Setup(step_in="nowhere"),
-        all_of(),
-        lambda found: steps_are(None)(found) and says("Adam's count of steps is not saved")(found),
-    ),
-    "steps as tensors": (PLAIN, edited(tensor_steps, COMMON), steps_are(7.0)),
-    "a common step as a tensor": (
-        Setup(muon=False, step_in="common_step"),
-        updated(COMMON, "optimizer", "optimizer", "state", common_step=torch.tensor([7.0])),
-        steps_are(7.0),
-    ),
-    "a release": (Setup(), all_of(updated(COMMON, iteration="release"), released), lambda found: not found.iteration),
-    "no iteration": (Setup(), updated(COMMON, iteration=None), lambda found: found.iteration == 7),
-    "weights alone": (PLAIN, all_of(resaved(without_states), without(COMMON, "optimizer")), lambda f: not f.groups),
-    "fsdp, torch's Adam": (None, all_of(), of_torchs_adam),
-    "weights alone, and groups": (PLAIN, resaved(without_states), says("no parameter has state")),
-}
-OTHER_STATES: dict[str, dict[str, Any]] = {  # what other optimizers' arguments are
-    "Lion": {"optimizer": "lion"},
-    "Lion with Muon": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
-    "adaptive_muon": {"optimizer": "adaptive_muon"},
-    "fp16 before its first step": {"optimizer": "adam", "fp16": True},
-}
+    (Setup(step_in="nowhere"), all_of(), lambda found: steps_are(None)(found) and says(NOT_SAVED)(found)),
+    (Setup(muon=False, step_in="common_step"), TENSOR_STEP, steps_are(7.0)),
+    (Setup(), all_of(updated(COMMON, iteration="release"), released), lambda found: not found.iteration),
+    (Setup(muon=False), resaved(without_states), says("no parameter has state")),
+    (None, all_of(), of_torchs_adam),
+]
 
 
-@pytest.mark.parametrize("case", OTHER_FORMS)
-def test_other_forms_are_read(case: str, tmp_path: Path) -> None:
-    setup, edit, holds = OTHER_FORMS[case]
+@pytest.mark.parametrize(("setup", "edit", "holds"), OTHER_FORMS)
+def test_other_forms_are_read(
+    setup: TorchSetup | Setup | None, edit: Damage, holds: Callable[[Checkpoint], bool], tmp_path: Path
+) -> None:
     step, known = made(setup, tmp_path)
     edit(step)
     found = formats.read(tmp_path)
-    alone = "weights alone" in case
-    known = {name: {"weight": of_name["weight"]} for name, of_name in known.items()} if alone else known
+    if not any(param.states for param in found.params.values()):
+        known = {name: {"weight": of_name["weight"]} for name, of_name in known.items()}
     assert_exact(found, known, in_order=setup is not None)
     assert holds(found)
 
 
-def with_states_of(what: str, known: Truth) -> Truth:
-    gone = {"Lion": ("exp_avg_sq",), "fp16": ("exp_avg", "exp_avg_sq")}.get(what.split()[0], ())
-    found = {name: {key: t for key, t in of_name.items() if key not in gone} for name, of_name in known.items()}
-    for of_name in found.values():
-        if what == "adaptive_muon" and "momentum_buffer" in of_name:
+LION, ADAPTIVE = {"optimizer": "lion"}, {"optimizer": "adaptive_muon"}
+LION_BESIDE, BEFORE = {"optimizer": "muon", "muon_scalar_optimizer": "lion"}, {"optimizer": "adam", "fp16": True}
+OTHERS: list[tuple[TorchSetup | Setup, tuple[str, ...]]] = [  # and the states that there are not
+    (Setup(muon=False, arguments=LION), ("exp_avg_sq",)),
+    (Setup(**FLAT_ADAM, arguments=LION), ("exp_avg_sq",)),
+    (TorchSetup(arguments=LION), ("exp_avg_sq",)),
+    (TorchSetup(optimizer="distributed", arguments=LION), ("exp_avg_sq",)),
+    (Setup("dp_reshardable", chained=True, arguments=LION_BESIDE), ("exp_avg_sq",)),
+    (TorchSetup(optimizer="layer_wise", dp=2, arguments=LION_BESIDE), ("exp_avg_sq",)),
+    (Setup("fully_reshardable", arguments=ADAPTIVE), ()),
+    (TorchSetup(optimizer="layer_wise", dp=2, arguments=ADAPTIVE), ()),
+    (Setup(**FLAT_ADAM, arguments=BEFORE), ("exp_avg", "exp_avg_sq")),  # fp16 before its first step
+    (TorchSetup(optimizer="distributed", arguments=BEFORE), ("exp_avg", "exp_avg_sq")),
+]
+
+
+@pytest.mark.parametrize(("setup", "gone"), OTHERS, ids=str)
+def test_other_optimizers_states_are_read(setup: TorchSetup | Setup, gone: tuple[str, ...], tmp_path: Path) -> None:
+    """Lion's, adaptive_muon's, and in fp16 before the first step; in every layout."""
+    writer = Writer(setup) if isinstance(setup, TorchSetup) else None
+    known = truth(setup.muon) if writer is None else writer.truth
+    adaptive = setup.arguments == ADAPTIVE
+    for of_name in known.values():
+        for key in set(gone) & set(of_name):
+            del of_name[key]
+        if adaptive and "momentum_buffer" in of_name:
             of_name["moment2_buffer"] = of_name["momentum_buffer"].square()
-    return found
-
-
-LAYOUTS = (None, "fully_reshardable", "dp_reshardable")
-KINDS_OF = {what: ("layer_wise",) if "uon" in what else ("plain", "distributed") for what in OTHER_STATES}
-
-
-@pytest.mark.parametrize(
-    ("what", "kind"), [(what, kind) for what in OTHER_STATES for kind in (*LAYOUTS, *KINDS_OF[what])]
-)
-def test_other_optimizers_states_are_read(what: str, kind: str | None, tmp_path: Path) -> None:
-    """In the layouts of torch_dist, and in the torch format of each kind of optimizer."""
-    muon, more = "uon" in what, OTHER_STATES[what]
-    if kind in LAYOUTS:
-        known = with_states_of(what, truth(muon))
-        write(tmp_path / "iter_0000007", Setup(kind, muon, chained=muon and kind == LAYOUTS[2], arguments=more), known)
+    if writer is None:
+        write(tmp_path / "iter_0000007", setup, known)
     else:
-        files = Writer(TorchSetup(optimizer=kind, dp=2 if muon else 1, arguments=more))
-        known = files.truth = with_states_of(what, files.truth)
-        files.write(tmp_path)
+        writer.write(tmp_path)
     found = formats.read(tmp_path / "iter_0000007")
     assert_exact(found, known)
     assert not [note for note in [*found.notes, *gates.check(found)] if "steps" in note]
     notes = convert.prepared(found, "universal", None, None, Numbers()).notes
-    assert (convert.ADAPTIVE_MUON in notes) == (what == "adaptive_muon")
-    if (what, kind) == ("adaptive_muon", "layer_wise"):
+    assert (convert.ADAPTIVE_MUON in notes) == adaptive
+    if writer and adaptive:
         updated(OWN_0, 0, "optimizer", "state", 0, moment2_buffer=torch.ones(8, 1))(tmp_path / "iter_0000007")
         with pytest.raises(CheckpointError, match="normuon's, one for each row or column, is not converted"):
             formats.read(tmp_path)
@@ -579,7 +475,7 @@ def test_genuine_fragments_of_model_space_are_refused(path: Path) -> None:
         formats.read(path)
 
 
-@pytest.mark.parametrize("setup", [ONE, TWO, ADAM, MUON, EXPERTS])
+@pytest.mark.parametrize("setup", [TWO, ADAM, MUON])
 def test_opening_the_torch_format_reads_no_tensor(setup: TorchSetup, tmp_path: Path) -> None:
     """But counts of steps. A master is compared with its weight when it is read, whole or in part."""
     step, known = made(setup, tmp_path)
