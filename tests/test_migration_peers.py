@@ -283,80 +283,35 @@ MUONIUMS = {"algorithm": "muon", "use_muon": True, "lr": 1e-3, "wd": 0.1, "momen
 MUONIUMS |= {"ns_steps": 5, "orthogonalization_strategy": "polar_express", "flatten": False, "foreach": False}
 RATIO = {"lr_ratio": torch.tensor(1.0), "step": torch.tensor(3.0)}
 IN_STATE = {**MOMENTUM, "use_muon": True}, {**OLDER, "use_muon": False}
+IN_APRIL = {**OLD, "weight_decay": 0, **OLD_ADAM, **BUFFERS}
+DIONS = {**DION, "algorithm": "muon"}, {**DION, "algorithm": "adamw"}
+OF_MATRIX = {"exp_avg": AVERAGE, "exp_avg_sq": TOTAL, "step": STEPS}
+OLD_EMERGING, ADAPTIVE = {"lr": 3e-4, "momentum_beta": MU, "weight_decay": 0.01}, {**MEGATRONS, "beta2": 0.95}
+NAMES = ["weight", "bias"]
 WRITERS: dict[str, tuple[str | None, Callable[[], Written]]] = {  # and the source that reads it, if any does
-    "torch": (
-        "torch.optim.Muon",
-        lambda: merged(torchs(torch.optim.Muon, momentum=MU), written_by_adamw()),
-    ),
+    "torch": ("torch.optim.Muon", lambda: merged(torchs(torch.optim.Muon, momentum=MU), written_by_adamw())),
     "DeepSpeed": ("deepspeed", deepspeeds),
     "pytorch_optimizer": ("pytorch_optimizer", lambda: stepped(flagged(pytorch_optimizer.Muon))),
     "ours": ("lwopt_backend", ours),
     "ours, a sum": ("lwopt_backend", lambda: ours("sum")),
     "Keller Jordan, July 2025": ("keller_jordan", lambda: written(BUFFER, ADAMS, JORDANS, HIS_ADAM)),
-    "April 2025": (
-        "keller_jordan_2025",
-        lambda: written({**BUFFER, "use_muon": True}, IN_STATE[1], {**OLD, "weight_decay": 0, **OLD_ADAM, **BUFFERS}),
-    ),
+    "April 2025": ("keller_jordan_2025", lambda: written({**BUFFER, "use_muon": True}, IN_STATE[1], IN_APRIL)),
     "January 2025": ("keller_jordan_2024", lambda: written(*IN_STATE, {**OLD, **OLD_ADAM})),
-    "9 November 2024": (
-        "keller_jordan_2024",
-        lambda: written({"momentum_buffer": TOTAL}, OLDER, OLD),  # it had no Adam yet
-    ),
     "Moonlight": ("moonlight", lambda: written(*IN_STATE, {**MOONLIGHTS, "adamw_betas": BETAS, "adamw_eps": 1e-8})),
-    "dion, August 2026": (
-        "dion",
-        lambda: written(
-            {"momentum": TOTAL},
-            {**DION_ADAM, "step_dev": torch.tensor(3.0)},
-            *({**DION, "algorithm": "muon"}, {**DION, "algorithm": "adamw"}),
-        ),
-    ),
-    "dion before its counter was on the device": (
-        "dion",
-        lambda: written({"momentum": TOTAL}, DION_ADAM, {**DION, "algorithm": "muon"}, {**DION, "algorithm": "adamw"}),
-    ),
+    "dion": ("dion", lambda: written({"momentum": TOTAL}, {**DION_ADAM, "step_dev": torch.tensor(3.0)}, *DIONS)),
+    "dion before its counter was on the device": ("dion", lambda: written({"momentum": TOTAL}, DION_ADAM, *DIONS)),
     "Megatron 0.19, Emerging-Optimizers 0.3": ("megatron", lambda: written(BUFFER, ITS_MOMENTS, MEGATRONS, ITS_ADAM)),
-    "Emerging-Optimizers 0.1": (
-        "megatron",
-        lambda: written(BUFFER, ADAMS, {"lr": 3e-4, "momentum_beta": MU, "weight_decay": 0.01}, ITS_ADAM),
-    ),
+    "Emerging-Optimizers 0.1": ("megatron", lambda: written(BUFFER, ADAMS, OLD_EMERGING, ITS_ADAM)),
     # Others, of which no source reads the matrix. MuonClip has the keys of its base class Muon, and a sum under them.
     "pytorch_optimizer's MuonClip": (None, lambda: stepped(flagged(pytorch_optimizer.MuonClip))),
     "ours, muon2": (None, lambda: ours(precondition="muon2", ns_steps=3)),
-    "ours, normuon": (None, lambda: ours(name="normuon")),
     "muonium 0.2.0": (None, lambda: written({"momentum_buffer": TOTAL, **RATIO}, ADAMS, MUONIUMS, ITS_ADAM)),
-    "its NorMuon": (
-        None,
-        lambda: written(
-            {"momentum_buffer": TOTAL, "variance_neuron": torch.ones(6, 1), **RATIO}, ADAMS, MUONIUMS, ITS_ADAM
-        ),
-    ),
-    "dion's Dion": (
-        None,
-        lambda: written({"momentum": TOTAL, "Q": torch.ones(4, 2)}, DION_ADAM, *of_dion("dion")),
-    ),
-    "Dion2, with error feedback": (None, lambda: written({"momentum": TOTAL}, DION_ADAM, *of_dion("dion2"))),
-    "dion's NorMuon": (
-        None,
-        lambda: written({"momentum": TOTAL, "variance_neuron": torch.ones(6, 1)}, DION_ADAM, *of_dion("normuon")),
-    ),
-    "dion's Lion": (None, lambda: written({"momentum": TOTAL}, DION_ADAM, *of_dion("lion"))),
-    "Emerging-Optimizers' AdaptiveMuon 0.3": (
-        None,
-        lambda: written({**BUFFER, "moment2_buffer": torch.ones(6, 1)}, ADAMS, {**MEGATRONS, "beta2": 0.95}, ITS_ADAM),
-    ),
-    "its SOAP": (None, lambda: written({**OF_MATRIX, "Q_L": torch.ones(6, 6)}, ADAMS, SOAPS, ITS_ADAM)),
-    "its LaProp": (None, lambda: written(OF_MATRIX, ADAMS, {**ITS_ADAM, "correct_bias": True}, ITS_ADAM)),
-    "its MuonHyperball": (None, lambda: written({**BUFFER, "hyperball_R": 4.1}, ADAMS, MEGATRONS, ITS_ADAM)),
-    "heavyball 3.2.1": (None, lambda: written({0: {"step": torch.tensor(3)}}, ADAMS, ITS_ADAM, ITS_ADAM)),
+    "Dion2": (None, lambda: written({"momentum": TOTAL}, DION_ADAM, {**DION, "algorithm": "dion2"}, DIONS[1])),
+    "AdaptiveMuon": (None, lambda: written({**BUFFER, "moment2_buffer": torch.ones(6, 1)}, ADAMS, ADAPTIVE, ITS_ADAM)),
+    "SOAP": (None, lambda: written({**OF_MATRIX, "Q_L": 0}, ADAMS, {**ITS_ADAM, "shampoo_beta": 0.95}, ITS_ADAM)),
+    "LaProp": (None, lambda: written(OF_MATRIX, ADAMS, {**ITS_ADAM, "correct_bias": True}, ITS_ADAM)),
+    "MuonHyperball": (None, lambda: written({**BUFFER, "hyperball_R": 4.1}, ADAMS, MEGATRONS, ITS_ADAM)),
 }
-OF_MATRIX = {"exp_avg": AVERAGE, "exp_avg_sq": TOTAL, "step": STEPS}
-SOAPS = {**ITS_ADAM, "shampoo_beta": 0.95}
-NAMES = ["weight", "bias"]
-
-
-def of_dion(algorithm: str) -> tuple[Written, Written]:
-    return {**DION, "algorithm": algorithm}, {**DION, "algorithm": "adamw"}
 
 
 def written_by_adamw() -> Written:
@@ -385,7 +340,7 @@ def assert_only(source: str | None, state: Written, names: list[str]) -> None:
 def test_every_source_reads_its_own_and_no_other_ones_otherwise(writer: str) -> None:
     source, write = WRITERS[writer]
     state = write()
-    if source is not None and writer != "9 November 2024":
+    if source is not None:
         moments = {"exp_avg": FIRST, "exp_avg_sq": SECOND, "step": torch.tensor(3.0)}
         for form, buffer in (("ema", AVERAGE), ("sum", TOTAL)):
             found = from_checkpoint(state, NAMES, source=source, momentum_form=form)
@@ -440,13 +395,9 @@ NO_MOMENTUM = {"state": {0: BUFFER}, "param_groups": [{"params": [0], "adjust_lr
 TO_SUM = {"momentum_form": "sum"}
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (of_one(), {"source": "torch.optim.Moun"}, "unknown source 'torch.optim.Moun'; did you mean 'torch.optim.Muon'?"),
-    (of_one(), {"source": "sgd"}, "unknown source 'sgd'; known: 'torch.optim.Muon'"),
     (of_one(), {"momentum_form": "som"}, "momentum_form: unknown form of momentum 'som'; did you mean 'sum'?"),
     ({"optimizer": {}}, {}, r"expected keys 'state' and 'param_groups', found \['optimizer'\]"),
-    ({"state.a.step": 1}, {}, "pass .* that of get_optimizer_state_dict without flatten_optimizer_state_dict"),
-    ("muon.pt", {}, r"expected a dictionary, as optimizer.state_dict\(\) or torch.load returns it; found a str"),
     ({"state": {}, "param_groups": [{"lr": 1.0}]}, {}, "param group 0: expected a key 'params', found none"),
-    ({**of_one(), "state": {"0": BUFFER}}, {}, r"expected state of .*, \[0\]; found that of \['0'\]"),
     (
         [of_one(), of_one(params=[1])],
         {},
@@ -454,7 +405,6 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (of_one(), {"names": None}, "has parameters by number; pass their names"),
     (of_one(), {"names": ["a", "b"]}, r"names: expected 1, .* \(1\); found 2"),
-    (of_one(params=[0, 0]), {"names": "ab"}, r"names: expected 2, .* found 1"),
     (of_one(params=[0, 0]), {"names": ["a", "a"]}, "expected each name once, found 'a' twice"),
     (
         of_one(params=[0, 1], param_names=["a", "b"]),
@@ -462,7 +412,6 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         "expected the order of the state dict, whose parameter 0 is 'a'; found 'b'; leave names out",
     ),
     ({**of_one(), "state": {}}, {}, "parameter 'a' has no state. If every rank saved its own, .* pass a list of all"),
-    (of_one({"use_muon": True}), {"source": "moonlight"}, "parameter 'a' has no state. If every rank"),
     (of_one(), {"source": "dion"}, "has 'momentum_buffer' in its state, .* the source may be one of .'torch.optim.M"),
     (of_one(), {"source": "lwopt_backend"}, "in a param group without 'momentum_form', which 'lwopt_backend' writes"),
     (of_one(dampening=0), {}, "a param group with 'dampening', .* be that of torch.optim.SGD, whose momentum is a sum"),
@@ -471,7 +420,6 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         {},
         "has 'GG' in its state, .* it may be that of SOAP, whose second moments are in",
     ),
-    (of_one({"m": 1}), {}, "has 'm' in its state, which 'torch.optim.Muon' does not write; no source writes such a st"),
     (of_one(algorithm="lion"), {}, "is trained by 'lion', whose state is not converted"),
     (of_one({"momentum_buffer": 3.0}), {}, "'momentum_buffer': expected a tensor, found 3.0"),
     (of_one({"momentum_buffer": torch.ones(3)}), {}, r"'momentum_buffer': expected a matrix's, found shape \(3,\)"),
