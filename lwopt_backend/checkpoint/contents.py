@@ -20,8 +20,8 @@ from typing import Any, NoReturn, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.formats import DEBUG, FOLDER_OF
-from lwopt_backend.checkpoint.formats import CheckpointError as CheckpointError
+from lwopt_backend.checkpoint.errors import DEBUG
+from lwopt_backend.checkpoint.errors import CheckpointError as CheckpointError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -426,7 +426,7 @@ def reader(
                 _read.reset(token)
             return replace(found, files=tuple(files))
 
-        setattr(read_folder, FOLDER_OF, folder_of)
+        read_folder.folder_of = folder_of  # type: ignore[attr-defined]
         return read_folder
 
     return decorated

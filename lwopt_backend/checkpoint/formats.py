@@ -1,4 +1,4 @@
-"""Formats by name, and reading any of them; families of names, a model's numbers, the error of all checkpoint code.
+"""Formats by name, and reading any of them; families of names, a model's numbers.
 
 The command's help needs these, so torch is imported only to read a folder."""
 
@@ -10,19 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lwopt_backend.checkpoint.errors import CheckpointError
 from lwopt_backend.config.options import Count, Options, option, suggestion
 
 if TYPE_CHECKING:
     from lwopt_backend.checkpoint.contents import Checkpoint
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or must not be converted. The message names file, tensor, and what to do."""
-
-
 AUTO = "auto"
-FOLDER_OF = "folder_of"  # a reader's attribute: from the given folder to the step's
-DEBUG = "LWOPT_DEBUG"  # set to 1 in the environment, tracebacks of errors are printed
 
 _HERE = "lwopt_backend.checkpoint"
 
@@ -106,7 +101,7 @@ def find(path: Path, format: str = AUTO) -> str:
 
 def step_of(path: Path, format: str) -> Path:
     """The folder of one step that is read, which a pointer in ``path`` may name."""
-    found: Path = getattr(_reader(format).read, FOLDER_OF)(path)
+    found: Path = _reader(format).read.folder_of(path)
     return found
 
 

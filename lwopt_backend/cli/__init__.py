@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from lwopt_backend.checkpoint.formats import DEBUG
+from lwopt_backend.checkpoint.errors import DEBUG
 from lwopt_backend.cli.checkpoints import convert, diff, inspect
 from lwopt_backend.cli.env import env
 from lwopt_backend.cli.plan import plan

@@ -20,7 +20,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column, Table
 
 from lwopt_backend.checkpoint import formats
-from lwopt_backend.checkpoint.formats import AUTO, TARGETS, CheckpointError, Numbers
+from lwopt_backend.checkpoint.errors import CheckpointError
+from lwopt_backend.checkpoint.formats import AUTO, TARGETS, Numbers
 from lwopt_backend.config.options import suggestion
 
 if TYPE_CHECKING:

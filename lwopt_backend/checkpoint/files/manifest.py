@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from lwopt_backend.checkpoint.errors import CheckpointError
 from lwopt_backend.checkpoint.files.folders import write_whole
-from lwopt_backend.checkpoint.formats import CheckpointError
 
 NAME = "lwopt_manifest.json"
 DEPTH = 4  # parent folders to search for a file's manifest: the third for <tag>/zero/<parameter>/<key>.pt
