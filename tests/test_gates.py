@@ -29,14 +29,9 @@ def param(shape: tuple[int, ...], *states: str, dtype: torch.dtype = torch.bfloa
 
 
 def whole(**changes: Any) -> Checkpoint:
-    """Seven rows of the embedding are used, of eight."""
     params = {EMBEDDING: param((8, 4), *MOMENTS), MATRIX: param((4, 6), MOMENTUM), NORM: param((4,), *MOMENTS)}
     params |= {HEAD: param((8, 4), *MOMENTS)}
-    source = Checkpoint("megatron torch_dist", "0.16.1", CORE, params, **changes)
-    for key in MOMENTS:
-        seven = torch.cat([params[EMBEDDING].states[key].read()[:7], torch.zeros(1, 4)])
-        source = with_state(source, EMBEDDING, key, seven)
-    return source
+    return Checkpoint("megatron torch_dist", "0.16.1", CORE, params, **changes)
 
 
 def having(params: dict[str, Param]) -> Checkpoint:
@@ -48,9 +43,9 @@ def with_state(source: Checkpoint, name: str, key: str, value: torch.Tensor | No
     return changed(source, name, states=states if value is None else {**states, key: held(value, f"{key} in a file")})
 
 
-def refused(source: Checkpoint, *said: str, vocab_size: int | None = None) -> str:
+def refused(source: Checkpoint, *said: str) -> str:
     with pytest.raises(CheckpointError) as caught:
-        check(source, vocab_size)
+        check(source)
     for each in said:
         assert each in str(caught.value), str(caught.value)
     assert str(caught.value).startswith(f"{len(said)} problem(s), and nothing was written")
@@ -58,8 +53,7 @@ def refused(source: Checkpoint, *said: str, vocab_size: int | None = None) -> st
 
 
 def test_a_whole_checkpoint_passes() -> None:
-    rounding = "All 4 master weights round to the saved weights, bit for bit."
-    assert check(whole(), 7) == [rounding, "All values are finite."]
+    assert check(whole()) == ["All 4 master weights round to the saved weights, bit for bit."]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +61,7 @@ def test_a_whole_checkpoint_passes() -> None:
     [
         (NORM, "exp_avg_sq", None, f"{NORM!r} has no exp_avg_sq, which {EMBEDDING!r} has"),
         (NORM, "exp_avg", None, f"{NORM!r} has no exp_avg, which {EMBEDDING!r} has"),
-        (MATRIX, MOMENTUM, None, f"{MATRIX!r} has no optimizer state, while others have exp_avg and exp_avg_sq"),
+        (MATRIX, MOMENTUM, None, f"{MATRIX!r} has no exp_avg and exp_avg_sq, which {EMBEDDING!r} has"),
         (HEAD, MASTER, None, f"{HEAD!r} has no master weight (fp32), which {EMBEDDING!r} has"),
         (
             MATRIX,
@@ -101,13 +95,11 @@ def test_frozen_parameters_and_weights_alone_pass_and_are_said() -> None:
     params = {name: dataclasses.replace(param, group=0) for name, param in whole().params.items()}
     params["frozen"] = Param(held(torch.ones(3, dtype=torch.bfloat16), "a file"))
     notes = check(having(params))
-    assert "1 parameter(s) without a param group have no state, such as 'frozen'." in notes
+    assert "1 parameter(s) without a param group have no state, such as 'frozen'; give --tied" in notes[0]
     params["frozen"] = dataclasses.replace(params["frozen"], group=0)
-    known = "exp_avg and exp_avg_sq or momentum_buffer"
-    said = [f"'frozen' has no optimizer state, while others have {known}", "'frozen' has no master weight"]
-    refused(having(params), *said)
+    refused(having(params), f"'frozen' has no momentum_buffer, which {MATRIX!r} has", "'frozen' has no master weight")
     notes = check(having({name: Param(param.weight) for name, param in whole().params.items()}))
-    assert notes == ["There is no optimizer state, only weights.", "All values are finite."]
+    assert notes == ["There is no optimizer state, only weights."]
 
 
 # Values
@@ -135,17 +127,13 @@ def test_masters_round_to_nearest_even() -> None:
         refused(having({"a": Param(held(other, ""), states)}), f"(element {at} is")
 
 
-def test_no_number_is_equal_to_no_number_and_is_counted() -> None:
+def test_no_number_is_equal_to_no_number() -> None:
     source = whole()
     weight, master = source.params[MATRIX].weight.read(), source.params[MATRIX].states[MASTER].read()
     weight[1, 1:3], master[1, 1:3] = torch.nan, -torch.nan
     weight.view(torch.int16)[1, 1] |= 1  # another pattern of bits, and no number either
     source = with_state(changed(source, MATRIX, weight=held(weight, "")), MATRIX, MASTER, master)
-    source = with_state(source, MATRIX, MOMENTUM, torch.full((4, 6), torch.inf))
-    assert check(source)[-1] == (
-        f"28 values are infinite or NaN: 2 in weight of {MATRIX!r}, 2 in fp32 of {MATRIX!r}, "
-        f"24 in momentum_buffer of {MATRIX!r}."
-    )
+    check(source)
     master[1, 1] = 1.0
     refused(with_state(source, MATRIX, MASTER, master), "in 1 of 24 elements (element 7 is 1.0, the weight nan")
 
@@ -170,7 +158,7 @@ def test_replicas_must_be_equal() -> None:
     refused(whole(replicas=(tied(one[:5]),)), f"{said}: torch.float32 of shape (6,)")
 
 
-def test_one_tensor_is_in_memory_at_a_time_and_a_weight_with_its_master() -> None:
+def test_each_tensor_is_read_once_and_one_is_in_memory_at_a_time() -> None:
     alive: list[int] = []
     most: list[int] = []
 
@@ -186,24 +174,7 @@ def test_one_tensor_is_in_memory_at_a_time_and_a_weight_with_its_master() -> Non
 
     kept = {key: lazy(torch.float32) for key in (MASTER, *MOMENTS)}
     check(having({f"p{number}": Param(lazy(torch.bfloat16), kept) for number in range(5)}))
-    assert len(most) == 20 and max(most) == 2 and not alive
-
-
-@pytest.mark.parametrize(
-    ("names", "called"), [(CORE, (EMBEDDING, HEAD)), ("hf-llama", ("model.embed_tokens.weight", "lm_head.weight"))]
-)
-def test_a_vocabulary_that_is_wrong_is_refused(names: str, called: tuple[str, str]) -> None:
-    params = {dict(zip((EMBEDDING, HEAD), called)).get(name, name): param for name, param in whole().params.items()}
-    source = dataclasses.replace(whole(), names=names, params=params)
-    for enough in (None, 7, 8):
-        check(source, enough)
-    refused(
-        source, *(f"{name!r}: expected at least 9 rows, the given vocabulary, found 8" for name in called), vocab_size=9
-    )
-    said = f"{called[0]!r}: expected untrained rows beyond the given vocabulary of 5, found 2 trained, such as row 5"
-    assert "give at least 7" in refused(source, said, vocab_size=5)
-    tied = {name: param for name, param in params.items() if name != called[1]}  # all rows get gradients
-    check(dataclasses.replace(source, params=tied, tied={called[1]: called[0]}), 5)
+    assert len(most) == 20 and max(most) == 1 and not alive
 
 
 # Param groups of other optimizers under this package's options; that engines go on with them is in the chains

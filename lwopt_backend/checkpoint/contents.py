@@ -50,14 +50,6 @@ def is_trained(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def infinite(values: Tensor) -> int:
-    """The number of non-finite elements. A finite sum proves quickly that all are; an infinite one proves nothing."""
-    if not is_trained(values.dtype):
-        return 0
-    wide = values if values.dtype.itemsize >= 4 or values.dtype == torch.bfloat16 else values.float()
-    return 0 if bool(wide.sum().isfinite()) else int((~wide.isfinite()).sum())
-
-
 def memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, not copied."""
     return tensor.view(-1).view(torch.uint8).numpy().data
@@ -176,6 +168,23 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, where: str) -> LazyTensor:
 
 def _zeros(dtype: torch.dtype, start: int, stop: int) -> Tensor:
     return torch.zeros(stop - start, dtype=dtype)
+
+
+def differing(a: LazyTensor, b: LazyTensor) -> tuple[int, int, float]:
+    """The number of elements that differ of two tensors of one shape, the first one's place, and how far two are apart
+    at most. Bits are compared, after the narrower tensor is widened; NaN equals NaN."""
+    count, first, start, largest = 0, 0, 0, 0.0
+    wide = a.dtype if a.dtype == b.dtype else torch.promote_types(a.dtype, b.dtype)
+    for one, other in zip(a.blocks(), b.blocks(), strict=True):
+        one, other = one.to(wide), other.to(wide)
+        differs = unequal(one, other) if not same(one, other) else None
+        if differs is not None and bool(differs.any()):
+            first = first if count else start + int(differs.to(torch.uint8).argmax())
+            count += int(differs.sum())
+            apart = (one[differs].double() - other[differs].double()).abs()
+            largest = max(largest, float(apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max()))
+        start += one.numel()
+    return count, first, largest
 
 
 def joined(parts: Sequence[LazyTensor], function: Callable[[list[Tensor]], Tensor], shape: Sequence[int]) -> LazyTensor:
@@ -390,6 +399,31 @@ class Checkpoint:
             if not isinstance(value, kind):
                 said = f"expected {what} as a {kind[0].__name__}, found a {type(value).__name__}"
                 raise CheckpointError(f"{self.format}: {said}; copy it again")
+
+
+def watched(checkpoint: Checkpoint, *watchers: Callable[[LazyTensor, int, Tensor], None]) -> Checkpoint:
+    """The same checkpoint; ``watchers`` are called with the elements that are read of a parameter's tensor: the tensor,
+    the first one's place, and all of them."""
+
+    def seen(tensor: LazyTensor, start: int, found: Tensor) -> Tensor:
+        for watcher in watchers:
+            watcher(tensor, start, found)
+        return found
+
+    def watch(tensor: LazyTensor) -> LazyTensor:
+        whole, part = tensor.read, tensor.read_range
+        ranged = None if part is None else lambda start, stop: seen(tensor, start, part(start, stop))
+        return replace(tensor, read=lambda: seen(tensor, 0, whole()), read_range=ranged)
+
+    params = {}
+    for name, param in checkpoint.params.items():
+        params[name] = param.changed({key: watch(tensor) for key, tensor in param.tensors.items()})
+    return replace(checkpoint, params=params)
+
+
+def nbytes(checkpoint: Checkpoint) -> int:
+    """Bytes of all parameters' tensors."""
+    return sum(tensor.nbytes for param in checkpoint.params.values() for tensor in param.tensors.values())
 
 
 class Checked(Protocol):

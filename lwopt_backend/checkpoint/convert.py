@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lwopt_backend.checkpoint import gates, names
-from lwopt_backend.checkpoint.contents import MASTER, MATRICES, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MASTER, MATRICES, Checkpoint, CheckpointError, Param
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
 from lwopt_backend.checkpoint.formats import FORMATS, TARGETS
 from lwopt_backend.groups.optimizer_classes import LEFT_TO_THE_CLASS
@@ -206,14 +205,14 @@ def place_of(checkpoint: Checkpoint, target: str, destination: Path) -> Place:
     return Place(destination / name, {format.pointer: name})
 
 
-def needed(checkpoint: Checkpoint, target: str, vocab_size: int | None, dtype: torch.dtype | None = None) -> Checkpoint:
+def needed(checkpoint: Checkpoint, target: str, dtype: torch.dtype | None = None) -> Checkpoint:
     """What ``target`` stores of the checkpoint: of ``safetensors`` the weights alone, in ``dtype`` if given.
 
-    Raises CheckpointError if what it stores is missing, of another shape, or beyond ``vocab_size``; state that it does
-    not store may be of any form.
+    Raises Refused if state that it stores is missing or of another shape; other state may be of any form.
     """
-    gates.check_form(checkpoint, vocab_size, with_state=target != "safetensors")
     if target != "safetensors":
+        if problems := gates.incomplete(checkpoint):
+            raise gates.Refused(problems)
         return checkpoint
     params = {name: Param(param.exported(dtype)) for name, param in checkpoint.params.items()}
     replicas = tuple(pair for pair in checkpoint.replicas if pair[0].startswith(("weight of", "buffer")))
@@ -299,13 +298,15 @@ def write(
     checkpoint: Checkpoint,
     target: str,
     place: Place,
+    check: Callable[[], object],
     *,
     workers: int = 1,
     **options: object,
 ) -> None:
     """Write a checkpoint, ``workers`` tensors at a time. ``options``: safetensors' ``dtype``.
 
-    Pointers come last. A new destination appears with its pointers, at once.
+    ``check`` is called when all is read and written, but has no name yet; if it raises, nothing remains. Pointers come
+    last. A new destination appears with its pointers, at once.
     """
     name = FORMATS[target].writer if target in TARGETS else None
     if name is None:
@@ -314,6 +315,7 @@ def write(
 
     def fill(folder: Path) -> None:
         writer.write(checkpoint, folder, workers=workers, **options)
+        check()
 
     def fill_destination(folder: Path) -> None:
         inner = folder / place.folder.name
@@ -327,25 +329,3 @@ def write(
         write_folder(destination, fill_destination)
     else:
         write_folder(place.folder, fill, pointers=place.pointers)
-
-
-def watched(checkpoint: Checkpoint, seen: Callable[[int], None]) -> Checkpoint:
-    """The same checkpoint; ``seen`` is called with the bytes of every tensor that is read."""
-
-    def counted(found: Tensor) -> Tensor:
-        seen(found.nbytes)
-        return found
-
-    def watch(tensor: LazyTensor) -> LazyTensor:
-        whole, part = tensor.read, tensor.read_range
-        ranged = None if part is None else lambda start, stop: counted(part(start, stop))
-        return replace(tensor, read=lambda: counted(whole()), read_range=ranged)
-
-    params = {}
-    for name, param in checkpoint.params.items():
-        params[name] = param.changed({key: watch(tensor) for key, tensor in param.tensors.items()})
-    return replace(checkpoint, params=params)
-
-
-def nbytes(checkpoint: Checkpoint) -> int:
-    return sum(tensor.nbytes for param in checkpoint.params.values() for tensor in param.tensors.values())

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
-import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, LazyTensor, Param, held, same, unequal
+from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, LazyTensor, Param, differing, held
 from lwopt_backend.checkpoint.convert import as_ours
 from lwopt_backend.groups.rates import regrouped
 
@@ -157,17 +156,6 @@ def _compared(name: str, key: str, a: LazyTensor | None, b: LazyTensor | None) -
         return Compared(name, key, _only(b is None))
     if a.shape != b.shape:
         return Compared(name, key, f"shape {list(a.shape)} in A, {list(b.shape)} in B")
-    count, largest = 0, 0.0
-    for ours, theirs in zip(a.blocks(), b.blocks(), strict=True):
-        wide = ours.dtype if ours.dtype == theirs.dtype else torch.promote_types(ours.dtype, theirs.dtype)
-        ours, theirs = ours.to(wide), theirs.to(wide)
-        if same(ours, theirs):
-            continue
-        differs = unequal(ours, theirs)
-        found = int(differs.sum())
-        if found:
-            apart = (ours[differs].double() - theirs[differs].double()).abs()
-            largest = max(largest, float(apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max()))
-        count += found
+    count, _, largest = differing(a, b)
     what = f"{count:,} of {a.numel:,} elements differ" if count else ""
     return Compared(name, key, what, count, largest)

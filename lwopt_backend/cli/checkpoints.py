@@ -25,7 +25,9 @@ from lwopt_backend.checkpoint.formats import AUTO, TARGETS, Numbers
 from lwopt_backend.config.options import suggestion
 
 if TYPE_CHECKING:
-    from lwopt_backend.checkpoint.contents import Checkpoint
+    from torch import Tensor
+
+    from lwopt_backend.checkpoint.contents import Checkpoint, LazyTensor
     from lwopt_backend.checkpoint.differences import Compared
 
 MODEL = "The model's numbers, if the checkpoint does not record them"
@@ -76,14 +78,15 @@ def folder_of(path: Path) -> Path:
 
 
 @contextmanager
-def progress(what: str, total: int, silent: bool) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int, silent: bool) -> Iterator[Callable[[LazyTensor, int, Tensor], None]]:
     """A bar of ``total`` bytes on standard error; if that is no terminal, as in a job's log, a line each minute.
-    Yields a function to call with read bytes."""
+    Yields a function that takes what was read, as ``contents.watched`` calls it."""
     console = Console(stderr=True)
     done, begun, said = 0, time.monotonic(), time.monotonic()
 
-    def advance(count: int) -> None:
+    def advance(tensor: LazyTensor, start: int, found: Tensor) -> None:
         nonlocal done, said
+        count = found.nbytes
         done += count
         bar.advance(task, count)
         if bar.disable and not silent and (now := time.monotonic()) - said > PATIENCE:
@@ -204,11 +207,11 @@ def convert(
 ) -> None:
     """Convert a checkpoint with its weights, optimizer state, counters and schedule.
 
-    Everything is checked before anything is written.
+    Tensors are checked as they are copied; the destination appears at the end, whole, or not at all.
     """
     with importing():
+        from lwopt_backend.checkpoint import contents, gates, names, ties
         from lwopt_backend.checkpoint import convert as conversion
-        from lwopt_backend.checkpoint import gates, names, ties
         from lwopt_backend.checkpoint.files import folders
 
     options = _options(to, dtype)
@@ -224,15 +227,17 @@ def convert(
     found = ties.declared(found, tied or ())
     place = conversion.place_of(found, to, destination)
     folders.refuse_existing(place.folder)  # before hours are spent on reading
-    stored = conversion.needed(found, to, vocab_size, options.get("dtype"))
-    started, total = time.monotonic(), conversion.nbytes(stored) * (1 if dry_run else 2)
-    with progress("converting", total, as_json) as advance:
-        seen = conversion.watched(stored, advance)
+    stored = conversion.needed(found, to, options.get("dtype"))
+    checks, started, notes = gates.Checks(stored), time.monotonic(), gates.on_state(found)
+    with progress("converting", contents.nbytes(stored), as_json) as advance:
+        seen = contents.watched(stored, checks.see, advance)
         made = conversion.prepared(seen, to, target, source_names, numbers)
         result = _as_written(made, to)
-        notes = [*gates.on_state(found), *gates.check_values(seen, workers)]  # before hours are spent on writing
-        if not dry_run:
-            conversion.write(made, to, place, workers=workers, **options)
+        if dry_run:
+            gates.read_all(seen, workers)
+            notes += checks.finish()
+        else:
+            conversion.write(made, to, place, lambda: notes.extend(checks.finish()), workers=workers, **options)
     summary = {
         "source": {"path": str(source), "reader": reader, **described(found)},
         "result": {"path": str(place.folder), "written": not dry_run, **described(result)},
@@ -331,11 +336,11 @@ def inspect(
 
 def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list[str]]:
     """Read every tensor. Returns the problems, advice if there is any, and notes."""
-    from lwopt_backend.checkpoint import convert, gates
+    from lwopt_backend.checkpoint import contents, gates
 
-    with progress("checking", convert.nbytes(checkpoint), silent) as advance:
+    with progress("checking", contents.nbytes(checkpoint), silent) as advance:
         try:
-            return [], "", gates.check(convert.watched(checkpoint, advance))
+            return [], "", gates.check(checkpoint, advance)
         except gates.Refused as error:
             return list(error.problems), error.advice, []
         except CheckpointError as error:  # a tensor that cannot be read
@@ -415,7 +420,7 @@ def diff(
 
     The exit code is 1 if they differ, and 2 if one cannot be read.
     """
-    from lwopt_backend.checkpoint import convert, names
+    from lwopt_backend.checkpoint import contents, names
     from lwopt_backend.checkpoint.differences import differences, of_runs
 
     ours, theirs = opened(folder_of(a), format_a)[1], opened(folder_of(b), format_b)[1]
@@ -438,8 +443,8 @@ def diff(
     for side, checkpoint in (("A", ours), ("B", theirs)):
         if not weights and not any(param.states for param in checkpoint.params.values()):
             notes.append(f"{side} has no optimizer state; --weights compares weights only.")
-    with progress("comparing", convert.nbytes(ours) + convert.nbytes(theirs), as_json) as advance:
-        watched = [convert.watched(each, advance) for each in (ours, theirs)]
+    with progress("comparing", contents.nbytes(ours) + contents.nbytes(theirs), as_json) as advance:
+        watched = [contents.watched(each, advance) for each in (ours, theirs)]
         compared = list(differences(watched[0], watched[1], weights))
     equal = sum(not entry.what for entry in compared)
     different = [entry for entry in compared if entry.what] + ([] if weights else [*of_runs(ours, theirs)])

@@ -198,6 +198,7 @@ def state_in(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTenso
 # ``param_groups``, stage 3 ``optimizer_state_dict`` and another file of model states. The loss scaler, an object of a
 # class of DeepSpeed, is left out, and starts fresh there; this package's key has its numbers.
 
+WHOLE = "mp_rank_00_model_states.pt"
 LOADER_VERSION = "0.19.8"  # the version whose loader this fits; the loader requires version 0.3.17 or later
 UNIVERSAL_VERSION = 0.4  # DeepSpeed's UNIVERSAL_CHECKPOINT_VERSION_VALUE
 
@@ -217,24 +218,25 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     given: list[Mapping[str, Any]] = [*checkpoint.groups, *[{}] * (count - len(checkpoint.groups))]
     groups = [{**group, "params": [number]} for number, group in enumerate(given)]
     frozen = {name: param.best for name, param in checkpoint.params.items() if name not in trained}
-    rest = {**frozen, **checkpoint.buffers}
     of_model = {name: trained[name].weight if name in trained else frozen[name] for name in checkpoint.params}
-    module = {name: weight for name, weight in of_model.items() if weight is not None}
+    weights = [(n, w) for n, w in (*of_model.items(), *checkpoint.buffers.items()) if w is not None]
     states = _model_states_to_write(checkpoint, trained, frozen, len(groups))
-    whole = {**states, "module": OrderedDict({**module, **rest})}
-    by_rank = {**states, "module": OrderedDict(rest)}
     (folder / "zero").mkdir()
     files = Files(folder)
-    all_done(
-        [
-            partial(_save, files, "mp_rank_00_model_states.pt", whole),  # the largest file
-            partial(_save, files, "zero_pp_rank_0_mp_rank_00_model_states.pt", by_rank),
-            *(partial(_write_param, name, param, files) for name, param in trained.items()),
-        ],
-        workers,
-    )
+    all_done([partial(_write_param, name, param, files) for name, param in trained.items()], workers)
+    # What the files have twice is read from the first one.
+    module = {n: _again(folder, n, w) if n in trained and MASTER not in trained[n].states else w for n, w in weights}
+    _save(files, WHOLE, {**states, "module": OrderedDict(module)})
+    written = load_mapping(folder / WHOLE)["module"]
+    rest = {name: written[name] for name in (*frozen, *checkpoint.buffers)}
+    _save(files, f"zero_pp_rank_0_{WHOLE}", {**states, "module": OrderedDict(rest)})
     _save(files, str(ds.UNIVERSAL_MARK), _common(checkpoint, trained, groups))
     manifest.write(folder, files.entries, checkpoint.iteration)
+
+
+def _again(folder: Path, name: str, weight: LazyTensor) -> LazyTensor:
+    """A weight from the file of its master, which it was written as."""
+    return state_in(torch_files.load(folder / "zero" / name / f"{MASTER}.pt"), None, folder).to(weight.dtype)
 
 
 def _save(files: Files, name: str, content: Any) -> None:
