@@ -110,11 +110,7 @@ def read(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: expected one model's weights, best under 'model', found none; {advice}")
     params, notes = _params(saved)
     others = saved.others()
-    if ties.RECORD in others:
-        tied = ties.recorded(others.pop(ties.RECORD), params)
-    else:
-        tied, of_ties = ties.heads(params)
-        notes += of_ties
+    tied = ties.recorded(others.pop(ties.RECORD), params) if ties.RECORD in others else {}
     known = {key: others[key] for key, kind in KNOWN.items() if isinstance(others.get(key), kind)}
     client = {key: value for key, value in others.items() if key not in known}
     steps = {int(param.step) for param in params.values() if param.step is not None}
