@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.models import MATRICES, UnevenLM, batch, largest_difference
-from tests.ranks import kept_in_a_world
+from tests.ranks import gathered, kept_in_a_world
 from tests.references import ADAMW, MUON
 from tests.zero import ROWS
 
@@ -225,33 +225,15 @@ def distribute_like(full: Tensor, param: DTensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return all_whole(dict(named(model)))
+    return {name: whole(param) for name, param in named(model)}
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return all_whole({name: param.grad for name, param in named(model) if param.grad is not None})
-
-
-@torch.no_grad()
-def all_whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What ``whole`` gives for each, in one collective for all; DTensor's own takes one or two for each."""
-    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    parts = {name: tensor.to_local().new_zeros(tensor.shape) for name, tensor in sharded.items()}
-    for name, tensor in sharded.items():
-        distribute_like(parts[name], tensor).copy_(tensor.to_local())
-    everyone = of_everyone(parts) if parts else []
-    found = {name: tensor.clone() for name, tensor in tensors.items() if name not in sharded}
-    for name, tensor in sharded.items():
-        ranks = tensor.device_mesh.mesh
-        for dim in reversed(range(ranks.ndim)):
-            if tensor.placements[dim].is_replicate():
-                ranks = ranks.select(dim, 0)
-        found[name] = torch.stack([everyone[rank][name] for rank in ranks.flatten()]).sum(0).to(tensor.dtype)
-    return {name: found[name] for name in tensors}
+    return {name: whole(param.grad) for name, param in named(model) if param.grad is not None}
 
 
 def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -259,24 +241,11 @@ def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name.replace("_checkpoint_wrapped_module.", ""), param) for name, param in model.named_parameters()]
 
 
-def of_everyone(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Every rank's tensors, which have the same names and shapes on all, in one collective."""
-    mine = torch.cat([tensor.double().reshape(-1) for tensor in tensors.values()])
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    sizes = [tensor.numel() for tensor in tensors.values()]
-    return [
-        {name: part.view(tensor.shape) for (name, tensor), part in zip(tensors.items(), flat.split(sizes))}
-        for flat in everyone
-    ]
-
-
 class Twin:
     """The same parameters whole on this process, stepped by torch.optim.Muon and torch.optim.AdamW."""
 
     def __init__(self, model: nn.Module) -> None:
-        trained = {name: param for name, param in named(model) if param.requires_grad}
-        self.params = {name: nn.Parameter(weight) for name, weight in all_whole(trained).items()}
+        self.params = {name: nn.Parameter(whole(param)) for name, param in named(model) if param.requires_grad}
         matrices = [p for name, p in self.params.items() if name in MATRIX_NAMES]
         others = [p for name, p in self.params.items() if name not in MATRIX_NAMES]
         self.optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)]
@@ -333,7 +302,7 @@ class BesideTwin:
             plain.to(torch.bfloat16)
         set_weights(plain, self.twin.params)
         backward(Sharded(plain, self.sharded.parts, self.sharded.part), step, self.mode)
-        everyone, found = of_everyone(gradients_of(plain)), gradients_of(self.model)
+        everyone, found = gathered(gradients_of(plain)), gradients_of(self.model)
         assert found.keys() == everyone[0].keys()
         along = whole = 0.0  # of all gradients together the rounding averages out, a wrong factor does not
         for name, grad in found.items():
