@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.rehearsal.absent_gpu import Recorder, absent_gpu, pretended
 from lwopt_backend.engines.modules.step import scalars_on
@@ -225,14 +227,21 @@ class Crossings(Recorder):
 
 @cells(layout=[FlatPartition, ParameterPartition], batch_numel=[0, 10**6])
 def test_what_is_stored_on_the_cpu_goes_to_the_gpu_and_back_in_one_copy_a_bucket(layout: Any, batch_numel: int) -> None:
-    """And a matrix that is stored whole, or a batch of them, in one copy each way. The host waits for what returns."""
+    """And a matrix that is stored whole, or a batch of them, in one copy each way. The host waits for what returns.
+    What was sent and received is kept for the stream that may still use it."""
     atoms, crossings = atoms_of([(40, 40)] * 25), Crossings()
     stored = layout.build([atom.numel for atom in atoms], 4)
     plan = plan_matrices(
         atoms, stored, Limits(numel=12_000), policy="balance", machine=MACHINES["cpu"], element_bytes=2
     )
     rules: list[MatrixRule] = [rule_of("muon")] * len(atoms)
-    with pretended(1, 4, lambda mine, count: [mine] * count), absent_gpu(crossings):
+    kept: list[Tensor] = []
+    with (
+        pretended(1, 4, lambda mine, count: [mine] * count),
+        absent_gpu(crossings),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(FakeTensor, "record_stream", lambda tensor, stream: kept.append(tensor))
         stepper = MatrixStepper(plan, TorchCollectives(), torch.device("cuda", 0), batch_numel=batch_numel)
         value, grad, momentum = (torch.zeros(stored.partition_numel) for _ in range(3))
         slices = Slices(value, grad, {"momentum_buffer": momentum})
@@ -243,6 +252,7 @@ def test_what_is_stored_on_the_cpu_goes_to_the_gpu_and_back_in_one_copy_a_bucket
     assert local > 0 if layout is FlatPartition else out > 1 and back > 1
     assert crossings.crossed == {"cuda": out + local, "cpu": back + local}
     assert crossings.waits.total() == back + local
+    assert len(kept) == 2 * (len(stepper._to_owners) + len(stepper._back))
 
 
 def test_norms_of_a_gpu_go_to_a_group_with_gloo_in_one_copy() -> None:
