@@ -20,12 +20,13 @@ from benchmarks.public_models import study
 from benchmarks.step_systems import DEEPSPEEDS, OURS, TORCHS, Hooks, Setting, built, systems
 from benchmarks.step_watch import Watch
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
-from tests import megatron_planner, planner_shapes
+from tests import megatron_planner
 from tests.command_line import lwopt
 from tests.launcher import ROOT, succeeds
 from tests.on_ranks import on_ranks
 from tests.pages import PAGES, table
 from tests.ranks import gathered
+from tests.test_owned_plan import figures as of_megatron
 
 RESULTS = ROOT / "benchmarks" / "results"
 GRAM, BUCKETS, COMPACT = "ours, gram_aspect=1.5", "ours, bucket_matrices=16", "ours, compact"
@@ -173,7 +174,7 @@ def test_launches_are_those_of_the_results() -> None:
 @pytest.mark.full
 def test_the_planner_is_compared_with_megatrons_as_on_its_page() -> None:
     with ProcessPoolExecutor(2) as pool:
-        cells = [*pool.map(megatron_planner.plan_cell, planner_shapes.figures())]
+        cells = [*pool.map(megatron_planner.plan_cell, (row for rows in of_megatron().values() for row in rows))]
     for name, better, equal, worse, padding, balance, compact in table("planner", "Compared with Megatron-Core")[1:]:
         measure, model = ("l s^2", "all") if name.endswith("l s²") else ("flops", name.partition(" ")[0])
         some = [of[measure] for of in cells if model in ("all", of[measure].name[0])]
