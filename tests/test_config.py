@@ -375,17 +375,6 @@ def row_of(printed: str, rule: str) -> list[str]:
     return found
 
 
-@on_ranks(2)
-def test_an_engine_refuses_a_foreign_entry_on_every_rank_and_trains_with_ours() -> None:
-    for given in (MUON_ENTRIES[0], ADAMW):
-        with pytest.raises(ValueError, match="LayerWiseMuon: .* are keys of another optimizer") as caught:
-            engine_of({**given, "report": False}).__enter__()
-        entry = json.loads(str(caught.value).splitlines()[-1])
-        with engine_for(config(1) | {"optimizer": entry}) as engine:
-            rates = [(group["rule"], group["lr"]) for group in engine.basic_optimizer.param_groups]
-    assert rates == [("muon", 5e-5), ("adamw", 5e-5)]
-
-
 @pytest.mark.parametrize("storage", ["zero", "owned"])
 @on_ranks(2)
 def test_an_override_of_all_matrices_holds_in_an_engine(storage: str) -> None:
@@ -393,24 +382,6 @@ def test_an_override_of_all_matrices_holds_in_an_engine(storage: str) -> None:
     overrides = [{"params": "*", "matrix": {"weight_decay": 0.3}}]
     with engine_of({"storage": storage, "report": False, "lr": 0.02, "overrides": overrides}) as engine:
         assert [group["weight_decay"] for group in engine.basic_optimizer.param_groups] == [0.3, 0.01]
-
-
-@pytest.mark.parametrize("storage", ["zero", "owned"])
-@on_ranks(2)
-def test_an_engine_shows_both_rates_and_decays_and_warns_once_of_adamws_rate(storage: str) -> None:
-    entries = [{"lr": 0.02}, {"lr": 3e-4, "adjust_lr_fn": "match_rms_adamw"}, {"lr": 3e-4, "report": False}]
-    warned = []
-    for entry in entries:
-        said = mock.patch.object(deepspeed_engine.logger, "warning")
-        printing = contextlib.redirect_stdout(io.StringIO())
-        with said as warning, printing as printed, engine_of({"storage": storage, **entry}):
-            pass
-        warned.append([call.args[0] for call in warning.call_args_list if "hardly move" in call.args[0]])
-        if dist.get_rank() == 0 and entry == {"lr": 0.02}:
-            muon, adamw = (row_of(printed.getvalue(), rule)[1:] for rule in ("muon", "adamw"))
-            assert muon == ["0.02", "0.1, the default"] and adamw == ["0.001, the default", "0.01, the default"]
-    assert [len(some) for some in warned] == ([0, 0, 1] if dist.get_rank() == 0 else [0, 0, 0])
-    assert all("0.02" in told and "match_rms_adamw" in told for told in warned[-1])
 
 
 RATES: list[tuple[dict[str, Any], bool]] = [  # and whether matrices hardly move
@@ -428,40 +399,50 @@ RATES: list[tuple[dict[str, Any], bool]] = [  # and whether matrices hardly move
 ]
 
 
-@on_ranks(2)
-def test_plain_and_sharded_models_warn_once_of_adamws_rate() -> None:
-    for given, small in RATES:
-        for engine in ("plain", "fsdp2", "sharded later"):
+def step_sharded_later(model: nn.Module, optimizer: LayerWiseOptimizer) -> None:
+    """As Accelerate does; a schedule has begun meanwhile."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    fully_shard(model, mesh=mesh_of())
+    for group in optimizer.param_groups:
+        group["params"] = [model.get_parameter(names[id(param)]) for param in group["params"]]
+        group["lr"] *= 1e-6
+    optimizer.step()
+
+
+def told_of_rates(engine: str, given: dict[str, Any]) -> tuple[list[str], str]:
+    """What is warned of matrices that hardly move, and what is printed."""
+    told: list[str] = []
+    warning = mock.patch.object(deepspeed_engine.logger, "warning", lambda message, *_: told.append(str(message)))
+    printing = contextlib.redirect_stdout(io.StringIO())
+    with warnings.catch_warnings(record=True) as caught, warning, printing as printed:
+        warnings.simplefilter("always")
+        if engine in ("zero", "owned"):
+            with engine_of({"storage": engine, **given}):
+                pass
+        else:
             model = UnevenLM()
-            names = {id(param): name for name, param in model.named_parameters()}
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                if engine == "fsdp2":
-                    fully_shard(model, mesh=mesh_of())
-                later = engine == "sharded later"
-                optimizer = LayerWiseOptimizer(model, report=False, sharded_later=later, **given)
-                if later:  # as Accelerate does; a schedule has begun meanwhile
-                    fully_shard(model, mesh=mesh_of())
-                    for group in optimizer.param_groups:
-                        group["params"] = [model.get_parameter(names[id(param)]) for param in group["params"]]
-                        group["lr"] *= 1e-6
-                    optimizer.step()
-            said = [str(warning.message) for warning in caught if "hardly move" in str(warning.message)]
-            assert len(said) == (small and dist.get_rank() == 0), (engine, given, said)
-            assert all("such as 0.02" in told and "'match_rms_adamw'" in told for told in said)
+            if engine == "fsdp2":
+                fully_shard(model, mesh=mesh_of())
+            optimizer = LayerWiseOptimizer(model, sharded_later=engine == "sharded later", **given)
+            if engine == "sharded later":
+                step_sharded_later(model, optimizer)
+    told += [str(each.message) for each in caught]
+    return [each for each in told if "hardly move" in each], printed.getvalue()
 
 
 @on_ranks(2)
-def test_plain_and_sharded_models_show_both_rates_and_decays() -> None:
-    for sharded in (False, True):
-        model = UnevenLM()
-        if sharded:
-            fully_shard(model, mesh=mesh_of())
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            LayerWiseOptimizer(model, lr=0.03, elementwise={"name": "adamw", "weight_decay": 0.2})
-        if dist.get_rank() == 0:
-            assert row_of(printed.getvalue(), "muon")[1:] == ["0.03", "0.1, the default"]
-            assert row_of(printed.getvalue(), "adamw")[1:] == ["0.001, the default", "0.2"]
+def test_every_engine_shows_rates_and_decays_and_warns_once_of_a_rate_for_adamw() -> None:
+    engines = ("plain", "fsdp2", "sharded later", "zero", "owned")
+    low = {"lr": 1e-3, "report": False}
+    rows = [("plain", {**given, "report": False}, small) for given, small in RATES]
+    rows += [(engine, given, given is low) for engine in engines for given in (low, {"lr": 0.03})]
+    for engine, given, small in rows:
+        told, printed = told_of_rates(engine, given)
+        assert len(told) == (small and dist.get_rank() == 0), (engine, given, told)
+        assert all("such as 0.02" in each and "'match_rms_adamw'" in each for each in told)
+        if dist.get_rank() == 0 and given == {"lr": 0.03} and engine != "sharded later":
+            assert row_of(printed, "muon")[1:] == ["0.03", "0.1, the default"], engine
+            assert row_of(printed, "adamw")[1:] == ["0.001, the default", "0.01, the default"], engine
 
 
 @on_ranks(2)
