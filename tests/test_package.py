@@ -1,10 +1,7 @@
 """The package as a user gets it: built, installed with torch alone, and run without a warning."""
 
-import ast
 import email
-import importlib
 import importlib.metadata
-import inspect
 import json
 import os
 import re
@@ -17,7 +14,6 @@ import venv
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,17 +21,13 @@ from packaging.requirements import Requirement
 from torch import nn
 
 import lwopt_backend
-from lwopt_backend import migration, rules
 from lwopt_backend.config.options import install_command
 from lwopt_backend.config.versions import VERSIONS, requirement
 from lwopt_backend.groups.optimizer_classes import PACKAGES
-from lwopt_backend.integrations import deepspeed_zero, fsdp2
-from lwopt_backend.integrations.deepspeed import migration as deepspeed_migration
 from tests.launcher import ROOT, TIMEOUT_SECONDS
-from tests.pages import PAGES, blocks, unpack_page
+from tests.pages import unpack_page
 
 NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
-PUBLIC = [lwopt_backend, migration, rules, fsdp2, deepspeed_zero, deepspeed_migration]
 BUILD = "from setuptools import build_meta; build_meta.build_{}({!r})"  # the functions that pip calls, PEP 517
 
 
@@ -206,53 +198,3 @@ def test_what_messages_tell_to_install_is_what_an_extra_asks_for(package: str) -
     *words, told = shlex.split(install_command(package))
     assert words == ["pip", "install"]
     assert Requirement(told) in [Requirement(text) for texts in extras.values() for text in texts]
-
-
-TRAINERS = "torchtitan|automodel"  # which are not installed
-
-
-# Types reach users; scripts/typecheck.py checks those of the pages' scripts
-def imported(code: str) -> set[tuple[str, str]]:
-    """Modules of the package and the names that code imports of them, without what needs a trainer (tests/peers)."""
-    froms = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom) and node.module]
-    ours = [node for node in froms if node.module.split(".")[0] == "lwopt_backend"]
-    return {(node.module, alias.name) for node in ours for alias in node.names if not re.search(TRAINERS, node.module)}
-
-
-def test_what_pages_show_is_exported_and_no_public_function_returns_any() -> None:
-    """Strict mypy refuses a name that a module has only imported, and loses types after a call that returns Any."""
-    codes = [block.text for page in PAGES for block in blocks(page, "python")]
-    shown = set().union(*map(imported, codes + [path.read_text() for path in (ROOT / "examples").glob("*.py")]))
-    listed = {(module.__name__, name) for module in PUBLIC for name in getattr(module, "__all__", vars(module))}
-    shown |= set(re.findall(r"^::: (\S+)\.(\w+)$", re.sub(f".*({TRAINERS}).*", "", PAGES["api"]), re.MULTILINE))
-    shown |= {("lwopt_backend.rules", "option"), ("lwopt_backend.integrations.fsdp2", "LayerWiseOptimizer")}
-    assert len(shown) > 15 and ("lwopt_backend.config.options", "parse") in shown
-    for module, name in sorted(shown | {(module, name) for module, name in listed if not name.startswith("_")}):
-        here = importlib.import_module(module)
-        found = getattr(here, name, None) or importlib.import_module(f"{module}.{name}")
-        if not callable(found) or not found.__module__.startswith("lwopt_backend"):
-            continue
-        assert name in getattr(here, "__all__", ()) or found.__module__ == module or (module, name) not in shown, name
-        methods = vars(found).values() if isinstance(found, type) else [found]
-        for method in filter(inspect.isfunction, methods):
-            if not method.__name__.startswith("_") and method.__name__ not in ("step", "option"):  # a user's own values
-                assert method.__annotations__.get("return", Any) not in (Any, "Any"), (name, method)
-
-
-@pytest.mark.parametrize(("body", "ends"), [("pytest.skip('no sources')", "failed: it (no test ran)"), ("pass", None)])
-def test_peers_whose_tests_were_all_skipped_fail(
-    body: str, ends: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    import beside
-
-    (tmp_path / "test_it.py").write_text(f"import pytest\ndef test_it(): {body}\n")
-    monkeypatch.setattr(beside, "PEERS", {"it": []})
-    monkeypatch.setattr(beside, "IN_MAKE_TEST", {"it": [str(tmp_path / "test_it.py")]})
-    monkeypatch.setattr(beside, "environment", lambda *_: Path(sys.executable))
-    if ends is None:
-        assert beside.peers([]) == 0
-        return
-    with pytest.raises(SystemExit) as ended:
-        beside.peers([])
-    assert ended.value.code == ends and "it: test_it: no sources" in capfd.readouterr().err
