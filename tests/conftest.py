@@ -68,11 +68,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def rank_pools(pytestconfig: pytest.Config) -> Iterator[dict[int, RankPool]]:
-    """Worlds of 1 to 4 ranks, all on the same processes."""
+    """Worlds of some numbers of ranks, all on the same processes."""
     device = pytestconfig.getoption("device")
     transport = "strict" if device else pytestconfig.getoption("transport") or "gloo"
     processes = RankProcesses(pytestconfig.getini("filterwarnings"), transport, device)
-    yield {world_size: RankPool(world_size, processes) for world_size in range(1, 5)}
+    yield {world_size: RankPool(world_size, processes) for world_size in (1, 2, 3, 4, 8, 16, 32)}
     for fault in sorted(processes.listed()):
         warnings.warn(f"not on NCCL: {fault}", stacklevel=1)
     processes.remove()

@@ -30,7 +30,7 @@ from tests import fsdp2
 from tests.models import UnevenLM, largest_difference
 from tests.owned import BUCKET_MB, shares
 from tests.ranks import gathered
-from tests.references import RULES, SECTIONS, Apart, Reference, newton_schulz_in_float32, precise
+from tests.references import RULES, SECTIONS, Apart, Reference, newton_schulz_in_float32, precise, rows_of_all
 from tests.zero import OWN_ROWS, PRECISIONS, config, engine_for, full_weights
 
 ZERO = ("zero 0", "zero 1", "zero 2", "zero 3")
@@ -335,7 +335,8 @@ class UnderDeepSpeed(Engine):
 def _settings(cell: Cell, rules: dict[str, Any], universal: bool) -> dict[str, Any]:
     storage, stage = cell.engine.split()
     sizes = {"bucket_mb": BUCKET_MB} if storage == "owned" else {"bucket_numel": 2000}
-    rows = OWN_ROWS // cell.accumulation // (1 if cell.alike else dist.get_world_size())
+    parts = 1 if cell.alike else dist.get_world_size()
+    rows = rows_of_all(cell.accumulation * parts) // cell.accumulation // parts
     settings = config(int(stage), accumulation=cell.accumulation, clip=cell.clip, rows=rows)
     settings["zero_optimization"] |= cell.zero
     settings["optimizer"] = {"type": "LayerWise", "params": {**rules, "storage": storage, **sizes, **_options(cell)}}

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,12 @@ def mesh_of(*shape: int, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
     return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
+def two_dims() -> tuple[int, int]:
+    """The world as a square, or twice as long as high."""
+    first = 2 ** (int(math.log2(dist.get_world_size())) // 2)
+    return first, dist.get_world_size() // first
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model.layers if any(True for _ in layer.parameters())]
 
@@ -64,8 +71,8 @@ def shard_rows(model: nn.Module, **kwargs: Any) -> Sharded:
 
 
 def shard_hybrid(model: nn.Module, **kwargs: Any) -> Sharded:
-    """HSDP: 2 copies of shards over 2 ranks."""
-    fsdp(model, mesh_of(2, 2, names=("replicate", "shard")), **kwargs)
+    """HSDP: 2 copies of shards over 2 ranks; on 32 ranks 4 over 8."""
+    fsdp(model, mesh_of(*two_dims(), names=("replicate", "shard")), **kwargs)
     return by_rank(model)
 
 
@@ -79,18 +86,19 @@ def shard_columns(model: nn.Module, **kwargs: Any) -> Sharded:
 
 
 def shard_tensor_parallel(model: nn.Module, **kwargs: Any) -> Sharded:
-    """Tensor parallel 2 x FSDP 2: rectangles on a mesh of 4 ranks, and copies of other parameters on meshes of 2."""
-    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    """Tensor parallel 2 x FSDP: rectangles on a mesh of all ranks, and copies of other parameters on meshes of 2."""
+    mesh = mesh_of(dist.get_world_size() // 2, 2, names=("dp", "tp"))
     first, second, *_ = (getattr(layer, "_checkpoint_wrapped_module", layer) for layer in layers_of(model))
     parallelize_module(first, mesh["tp"], ColwiseParallel())
     parallelize_module(second, mesh["tp"], RowwiseParallel())
     fsdp(model, mesh["dp"], **kwargs)
-    return Sharded(model, 2, mesh.get_local_rank("dp"), options={"copies": "*"})
+    return Sharded(model, mesh["dp"].size(), mesh.get_local_rank("dp"), options={"copies": "*"})
 
 
 def shard_experts(model: nn.Module, **kwargs: Any) -> Sharded:
-    """Expert parallel 2 on 4 ranks: layers.2 is another expert on every second rank, sharded over its own mesh."""
-    mesh, expert = mesh_of(2, 2, names=("expert_dp", "expert")), model.layers[2]
+    """Expert parallel 2 on 4 ranks, or 4 on 16: layers.2 is another expert on every second, or fourth, rank, sharded
+    over its own mesh."""
+    mesh, expert = mesh_of(*two_dims(), names=("expert_dp", "expert")), model.layers[2]
     with torch.no_grad():
         for param in expert.parameters():
             param.add_(0.01 * mesh.get_local_rank("expert"))

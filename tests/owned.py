@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lwopt_backend import LayerWiseOptimizer
 from tests.models import largest_difference
 from tests.ranks import kept_in_a_world
-from tests.references import ADAMW, MUON
-from tests.zero import OWN_ROWS, OWNED, batch_shares
+from tests.references import ADAMW, MUON, batch_shares, rows_of_all
+from tests.zero import OWNED
 
 BUCKET_MB = OWNED["bucket_mb"]
 
@@ -34,7 +34,7 @@ def optimizer_for(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
 
 
 def shares(step: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    return batch_shares(step, count, OWN_ROWS)
+    return batch_shares(step, count, rows_of_all(count))
 
 
 # Passes of all kinds, which a scenario says

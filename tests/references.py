@@ -264,6 +264,11 @@ def elementwise_optimizer(params: list[Tensor], section: dict[str, Any]) -> torc
 
 
 # The model on one process
+def rows_of_all(count: int) -> int:
+    """The global batch's, where each of ``count`` shares has rows of its own."""
+    return OWN_ROWS if OWN_ROWS % count == 0 else count
+
+
 def batch_shares(step: int, count: int, rows: int = ROWS) -> list[Rows]:
     tokens, targets = batch(step, rows)
     return list(zip(tokens.chunk(count), targets.chunk(count)))
