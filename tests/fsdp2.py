@@ -341,12 +341,13 @@ class BesideTwin:
 def backward(sharded: Sharded, step: int, mode: str = "fp32") -> float:
     """The gradients of one global batch, this rank computing its part; its loss."""
     model = sharded.model
-    rows = list(range(sharded.part, ROWS, sharded.parts))
+    count = max(ROWS, sharded.parts)
+    rows = list(range(sharded.part, count, sharded.parts))
     micro = [rows[: len(rows) // 2], rows[len(rows) // 2 :]] if "accumulation" in mode else [rows]
     total = 0.0
     for number, chosen in enumerate(micro):
         set_sync(model, number == len(micro) - 1)
-        loss = model(*(tensor[chosen] for tensor in batch(step, ROWS))) / len(micro)
+        loss = model(*(tensor[chosen] for tensor in batch(step, count))) / len(micro)
         loss.backward()
         total += loss.item()
     set_sync(model, True)

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import test_modules, test_zero_pipeline
 from tests.engines import OWNED, ZERO, Cell, check
+from tests.fsdp2 import BesideTwin
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 
 
@@ -35,3 +38,31 @@ TABLE = [
 @pytest.mark.parametrize(("ranks", "cell"), TABLE, indirect=["ranks"])
 def test_many_ranks_train_the_weights_of_one_process(ranks: RankPool, cell: Cell) -> None:
     ranks.run(check, 0.0, cell)
+
+
+@pytest.mark.full
+@on_ranks(16)
+def test_experts_of_four_groups_of_four_ranks_train_the_weights_of_one_process() -> None:
+    run = BesideTwin("expert parallel")
+    run.train(3)
+    run.check()
+
+
+@pytest.mark.parametrize("kinds", [("owned", "FSDP2"), pytest.param(("FSDP2, attached", "owned"), **FULL)])
+@on_ranks(8)
+def test_modules_on_disjoint_ranks_train_the_weights_of_one_process(kinds: tuple[str, str]) -> None:
+    run = test_modules.Beside(((0, 1, 2, 3), (4, 5, 6, 7)), kinds)
+    run.train(range(3), clip=0.05)
+    run.check()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("ranks_to_spoil")
+@on_ranks(8)
+def test_pipeline_of_four_stages_trains_the_weights_of_one_process() -> None:
+    settings = test_zero_pipeline.settings_for("fp32, stage 0")  # some stages have no matrix
+    run = test_zero_pipeline.beside("untied", settings)
+    with test_zero_pipeline.engine_for(settings, test_zero_pipeline.pipeline(test_zero_pipeline.UNTIED, 4)) as engine:
+        run.start(engine)
+        run.train(engine, range(3))
+        run.check(engine)
