@@ -3,7 +3,7 @@ package's rules on whole matrices, and formulas written out here."""
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 from unittest import mock
@@ -223,43 +223,31 @@ class Separate:
 
 
 class Cautious(torch.optim.Optimizer):
-    """AdamW or Lion with cautious weight decay, as "Cautious Weight Decay" has them: no decay of what grows."""
+    """An optimizer whose step without decay, from zeros, is the update; then "Cautious Weight Decay": no decay of what
+    the update makes larger."""
 
-    def __init__(self, params: Iterable[Tensor], name: str, **options: Any) -> None:
-        self.name = name
-        defaults = {"adamw": {"betas": (0.9, 0.999), "eps": 1e-8}, "lion": {"betas": (0.9, 0.99)}}[name]
-        super().__init__(params, {**defaults, **options})
+    def __init__(self, params: list[Tensor], section: dict[str, Any]) -> None:
+        super().__init__(params, {key: value for key, value in section.items() if key != "weight_decay_form"})
+        self.moved = [torch.zeros_like(param) for param in params]
+        inner = {**self.defaults, "weight_decay": 0.0}
+        self.inner = elementwise_optimizer(self.moved, inner)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    update = getattr(self, self.name)(param.grad, self.state[param], group)
-                    decays = ~((param > 0) & (update < 0) | (param < 0) & (update > 0))
-                    kept = torch.where(decays, 1 - group["lr"] * group["weight_decay"], 1.0)
-                    param.copy_(param * kept - update)
-
-    def adamw(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        beta1, beta2 = group["betas"]
-        step = state["step"] = state.get("step", 0) + 1
-        mean = state.setdefault("mean", torch.zeros_like(grad)).lerp_(grad, 1 - beta1)
-        square = state.setdefault("square", torch.zeros_like(grad)).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = (square.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
-        return torch.zeros_like(grad).addcdiv_(mean, root, value=group["lr"] / (1 - beta1**step))
-
-    def lion(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        beta1, beta2 = group["betas"]
-        mean = state.setdefault("mean", torch.zeros_like(grad))
-        update = mean.lerp(grad, 1 - beta1).sign_()
-        mean.lerp_(grad, 1 - beta2)
-        return update * group["lr"]
+        (group,) = self.param_groups
+        for param, moved in zip(group["params"], self.moved):
+            moved.zero_().grad = param.grad
+        self.inner.step()
+        for param, moved in zip(group["params"], self.moved):
+            decays = param * moved.sign() <= 0
+            kept = torch.where(decays, 1 - group["lr"] * group["weight_decay"], 1.0)
+            param.copy_(param if param.grad is None else param * kept + moved)
 
 
 def elementwise_optimizer(params: list[Tensor], section: dict[str, Any]) -> torch.optim.Optimizer:
-    options = {key: value for key, value in section.items() if key not in ("name", "class", "weight_decay_form")}
     if "weight_decay_form" in section:
-        return Cautious(params, section["name"], **options)
+        return Cautious(params, section)
+    options = {key: value for key, value in section.items() if key not in ("name", "class")}
     return ELEMENTWISE_RULES[section["name"]].optimizer(options)(params, **options)
 
 

@@ -225,7 +225,7 @@ def test_other_experts_are_refused(model: Callable[[], nn.Module], how: str, mes
 
 
 @on_ranks(RANKS)
-def test_layers_of_different_expert_parallel_sizes_have_ranks_of_their_own_and_a_plan_each() -> None:
+def test_layers_of_different_expert_parallel_sizes_have_own_ranks_and_plans() -> None:
     found: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     with redirect_stdout(io.StringIO()) as printed, engine_for(settings_for(2, report=True), TwoSizes()) as engine:
         binding = engine.basic_optimizer._binding
