@@ -98,22 +98,23 @@ def check_form(what: str, form: str) -> None:
 
 
 # Loading whole tensors by parameter name into this package's optimizers: every rank takes what it owns or stores.
-# DeepSpeed's engines have their own functions, in ``lwopt_backend.integrations.deepspeed.migration``.
 
 WHAT = "load_named_state"
 Group = Mapping[str, Any]
 Parts = tuple[Sequence[Group], Mapping[Any, Any]]  # of a state dict: its param groups, and its state
 
 
-def load_named_state(optimizer: torch.optim.Optimizer, named: Named, *, strict: bool = True) -> list[str]:
-    """Replace an optimizer's state by whole tensors. Call it on all ranks, with the same tensors, between steps.
+def load_named_state(optimizer: Any, named: Named, *, strict: bool = True) -> list[str]:
+    """Replace an optimizer's state by whole tensors. Call it on all ranks, with the same tensors, between steps; under
+    DeepSpeed best right after ``deepspeed.initialize`` or ``load_checkpoint``.
 
-    Hyperparameters do not change.
+    Hyperparameters do not change. Under DeepSpeed, this creates the state that a first step would create. In a
+    pipeline, every stage takes its own parameters.
 
     Args:
-        optimizer: a ``LayerWiseOptimizer``.
+        optimizer: a ``LayerWiseOptimizer``, or a DeepSpeed engine with an optimizer of this package.
         named: state by parameter name, as ``from_checkpoint`` returns it. On a plain model, experts that only some
-            ranks share are named as in its checkpoints.
+            ranks share are named as in its checkpoints; under DeepSpeed, experts are numbered through all ranks.
         strict: require every trained parameter and no other. If False, missing parameters keep their state.
 
     Returns:
@@ -121,47 +122,34 @@ def load_named_state(optimizer: torch.optim.Optimizer, named: Named, *, strict: 
 
     Raises:
         ValueError: on all ranks, before anything is changed, for names, keys or shapes that do not fit, and for rules
-            with owner state.
-        TypeError: for another optimizer.
+            with owner state; under DeepSpeed also for element-wise parameters with different counts of steps, because
+            it steps a param group as one tensor.
+        TypeError: for another optimizer or engine.
 
     Examples:
         >>> load_named_state(optimizer, from_checkpoint(torch.load("muon.pt"), names=["0.weight", "2.weight"]))
     """
-    return load_into(_store_of(optimizer, WHAT), named, strict=strict)
+    return _load(_store_of(optimizer, WHAT), named, strict)
 
 
-def change_momentum_form(optimizer: torch.optim.Optimizer, target: Form) -> None:
+def change_momentum_form(optimizer: Any, target: Form) -> None:
     """Convert momentum to another form: the buffers, and ``momentum_form`` of all param groups that have this option.
 
     Call it on all ranks, between steps. It uses each group's current momentum.
 
     Args:
-        optimizer: a ``LayerWiseOptimizer``.
+        optimizer: a ``LayerWiseOptimizer``, or a DeepSpeed engine with an optimizer of this package.
         target: form of momentum from now on, "ema" or "sum".
 
     Raises:
         ValueError: for an unknown form.
-        TypeError: for another optimizer.
+        TypeError: for another optimizer or engine.
 
     Examples:
         >>> change_momentum_form(optimizer, "sum")
     """
     check_form("target", target)
-    change_form(_store_of(optimizer, "change_momentum_form"), target)
-
-
-def _store_of(optimizer: Any, what: str) -> StateStore:
-    if not hasattr(optimizer, "state_store"):
-        raise TypeError(
-            f"{what}: expected a LayerWiseOptimizer, found {type(optimizer).__name__}; for DeepSpeed, pass the engine "
-            f"to lwopt_backend.integrations.deepspeed.migration.{what}; for ModuleOptimizers, each module's optimizer"
-        )
-    store: StateStore = optimizer.state_store()
-    return store
-
-
-def change_form(store: StateStore, target: Form) -> None:
-    """``change_momentum_form`` for the pieces and groups of ``store``."""
+    store = _store_of(optimizer, "change_momentum_form")
     for piece in store.pieces():
         group = store.groups[store.params[piece.member].group]
         if BUFFER in piece.tensors and group.get("momentum_form", target) != target:
@@ -171,10 +159,20 @@ def change_form(store: StateStore, target: Form) -> None:
             group["momentum_form"] = target
 
 
-@undisturbed()
-def load_into(store: StateStore, named: Named, *, strict: bool) -> list[str]:
-    """``load_named_state`` into ``store``."""
+def _store_of(given: Any, what: str) -> StateStore:
+    optimizer = getattr(given, "basic_optimizer", given)  # of a DeepSpeed engine
+    if not hasattr(optimizer, "state_store"):
+        found = type(given).__name__ + ("" if optimizer is given else f" with {type(optimizer).__name__}")
+        raise TypeError(
+            f"{what}: expected a LayerWiseOptimizer, or a DeepSpeed engine whose optimizer is LayerWise or "
+            f"LayerWiseMuon, found {found}; of ModuleOptimizers, give each module's optimizer"
+        )
+    store: StateStore = optimizer.state_store()
+    return store
 
+
+@undisturbed()
+def _load(store: StateStore, named: Named, strict: bool) -> list[str]:
     def check() -> tuple[dict[str, dict[str, Tensor]], list[list[str]]]:
         store.pieces()  # raises if they cannot be replaced now
         if store.ambiguous:

@@ -236,7 +236,7 @@ WRONG: list[tuple[str, Change, dict[str, Any], str]] = [  # family, what changes
     ("hf-llama", dict, {"num_attention_heads": 31}, "do not divide by heads"),
     ("hf-llama", dict, {"num_attention_heads": 5, "kv_channels": 4}, "do not divide by heads 5"),
     ("hf-llama", dict, {"num_attention_heads": "many"}, "is 'many'; expected a number; give 'heads'"),
-    ("hf-llama", dict, {"num_layers": 3}, "expected layers 0 to .*, found none of 2;"),
+    ("hf-llama", dict, {"num_layers": 3}, "expected 3 layers by the arguments, found 2"),
     ("hf-llama", dict, {"num_layers": 1}, "expected 1 layers by the arguments, found 2"),
     ("hf-llama", dict, {"rotary_interleaved": True}, "rotary_interleaved"),
     ("hf-moe-stacked", dict, {PLUS_ONE: True}, PLUS_ONE),
@@ -247,7 +247,7 @@ WRONG: list[tuple[str, Change, dict[str, Any], str]] = [  # family, what changes
     ("hf-moe-stacked", dict, {"num_experts": 4}, r"experts.3.linear_fc1.weight' is missing"),
     ("hf-moe-stacked", without(LAST), {}, NO_EXPERT),
     ("hf-moe-stacked", without(f"0.mlp.experts.local_{LAST}"), {"num_experts": None}, NO_EXPERT),  # others tell
-    ("hf-gpt2", renumbered, {"num_layers": None}, "expected layers 0 to 9, found none of .*8;"),
+    ("hf-gpt2", renumbered, {"num_layers": None}, "layer 1 is missing, although layer 9 is there"),
     ("hf-llama", without(f"0.{QKV}"), {"num_layers": None}, f"'{LAYER}.{QKV}' is missing, although '.*layers.1"),
     ("hf-llama", without(f"{NORM}.weight"), {}, f"1 problem.*\n.*'{NORM}.weight' is missing"),
     ("hf-llama", lambda w: w | {"mixer": w[FC2]}, {}, "'mixer' has no name in hf-llama"),
@@ -405,7 +405,7 @@ def test_a_users_function_is_a_map_of_any_names(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("def mine(", "own.py:mine: SyntaxError"),
-        ("other = 1", "own.py:mine: AttributeError: .* has no attribute 'mine'"),
+        ("other = 1", "own.py:mine: KeyError: 'mine'"),
         ("def mine(name, tensor, model): return 1 / 0", "own.py:mine: 'a': ZeroDivisionError"),
         ("def mine(name, tensor, model): return name", "'a': expected tensors by their names, or None, found 'a'"),
         ("def mine(name, tensor, model): return {name: tensor.read()}", "'a': expected tensors by their names"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +12,7 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyT
 from lwopt_backend.checkpoint.formats import FAMILIES, Numbers
 from lwopt_backend.checkpoint.megatron.conventions import EMBEDDING, HEAD
 from lwopt_backend.checkpoint.names import families
-from lwopt_backend.checkpoint.names.applying import apply, check_layers, in_local_spec, missing
+from lwopt_backend.checkpoint.names.applying import apply, gaps, in_local_spec, missing
 from lwopt_backend.checkpoint.names.operations import Family, Model, Moved, first_rows
 from lwopt_backend.config.options import suggestion
 
@@ -33,13 +33,10 @@ def load_map(place: str) -> Family:
     """A user's function, from ``file.py:function``. Runs the file. Raises CheckpointError for all that goes wrong, also
     in the function."""
     file, _, name = place.rpartition(":")
+    scope: dict[str, Any] = {"__name__": "map_of_names", "__file__": file}
     try:
-        spec = importlib.util.spec_from_file_location("map_of_names", Path(file).resolve())
-        if spec is None or spec.loader is None:
-            raise ValueError("expected FILE.py:FUNCTION")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        function = getattr(module, name)
+        exec(compile(Path(file).read_bytes(), file, "exec"), scope)
+        function = scope[name]
     except Exception as error:
         raise CheckpointError(f"--map {place}: {type(error).__name__}: {error}") from error
 
@@ -80,20 +77,20 @@ def translate(
         return checkpoint
     filled = given.filled(checkpoint.arguments)
     model = Model(filled, checkpoint.arguments, checkpoint.names == CORE and _is_gated(checkpoint, filled))
-    if checkpoint.names == CORE:
-        check_layers(checkpoint.params, filled)
-    if not isinstance(target, str):
-        return apply(target, "the map", checkpoint, model, UNNAMED)
-    if checkpoint.names != CORE or target == CORE:
+    lacking = list(gaps(checkpoint.params, filled)) if checkpoint.names == CORE else []
+    if isinstance(target, str) and (checkpoint.names != CORE or target == CORE):
         found = "does not record their family" if checkpoint.names == UNNAMED else f"has those of {checkpoint.names}"
         raise CheckpointError(
             f"--names {target}: expected names of {CORE}, the checkpoint {found}; name their family with "
             f"--source-names (in lwopt diff --names-a or --names-b), {target} if they are those already, or give --map"
         )
-    lacking = list(missing(list(checkpoint.params), families.NEEDED[target], filled))
+    if isinstance(target, str):
+        lacking += missing(list(checkpoint.params), families.NEEDED[target], filled)
     if lacking:
         raise CheckpointError(f"expected a whole model, found {len(lacking)} problem(s):{listed(lacking)}")
-    return apply(families.FAMILIES[target], target, checkpoint, model, target)
+    if isinstance(target, str):
+        return apply(families.FAMILIES[target], target, checkpoint, model, target)
+    return apply(target, "the map", checkpoint, model, UNNAMED)
 
 
 def vocabulary(names: str) -> tuple[str, ...]:

@@ -170,22 +170,14 @@ def in_local_spec(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, params=params, arguments=_arguments(checkpoint.arguments, spelled))
 
 
-def check_layers(names: Iterable[str], numbers: Numbers) -> None:
-    """Raises CheckpointError if a layer is missing, or if the given number differs."""
+def gaps(names: Iterable[str], numbers: Numbers) -> Iterator[str]:
+    """Yield problems of Megatron-core's names: a layer that is missing, or another number of layers than the given."""
     seen = {number for number in map(layer_of, names) if number is not None}
-    if not seen:
-        return
-    count = max(seen) + 1
-    missing = sorted(set(range(max(count, numbers.layers or 0))) - seen)
-    if missing:
-        raise CheckpointError(
-            f"expected layers 0 to {count - 1}, found none of {', '.join(map(str, missing[:SHOWN]))}; the checkpoint "
-            f"says that it has {numbers.layers or 'an unknown number of'} layers: is a part of it missing?"
-        )
-    if numbers.layers not in (None, count):
-        raise CheckpointError(
-            f"expected {numbers.layers} layers by the arguments, found {count}; copy all files of one checkpoint"
-        )
+    absent = next((number for number in range(len(seen)) if number not in seen), None)
+    if absent is not None:
+        yield f"layer {absent} is missing, although layer {max(seen)} is there; copy all files"
+    elif seen and numbers.layers not in (None, len(seen)):
+        yield f"expected {numbers.layers} layers by the arguments, found {len(seen)}; copy all files of one checkpoint"
 
 
 def missing(names: Sequence[str], needed: Sequence[str], numbers: Numbers) -> Iterator[str]:
@@ -200,7 +192,7 @@ def missing(names: Sequence[str], needed: Sequence[str], numbers: Numbers) -> It
             of_layers.setdefault(number, set()).add(rest)
     mixed = {number for number, rests in of_layers.items() if any(map(_EXPERT.search, rests))}
     experts = {expert for name in names if (expert := expert_of(name)) is not None}
-    count = max(numbers.experts or 0, 1 + max(experts, default=-1))
+    count = min(max(numbers.experts or 0, 1 + max(experts, default=-1)), len(experts) + SHOWN)
     for kind in (mixed, of_layers.keys() - mixed):
         there = {rest: f"decoder.layers.{number}.{rest}" for number in kind for rest in of_layers[number]}
         one_of = {_EXPERT.sub("{}", rest): name for rest, name in there.items() if _EXPERT.search(rest)}
