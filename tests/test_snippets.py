@@ -22,7 +22,7 @@ from tests.ranks import RankPool
 SCRIPTS = {  # by the test that runs them
     "test_pages.py": {"train.py", "client.py", "fsdp2_train.py", "owned_train.py", "modules_train.py"}
     | {"move_a_run.py", "own_rule.py"},
-    "test_checkpoint_docs.py": {"train.py", "load_fsdp2.py", "load_weights.py"},
+    "test_checkpoint_docs.py": {"train.py", "load_fsdp2.py", "load_weights.py", "my_names.py"},
     "peers/test_torchtitan.py": {"torchtitan"},
     "peers/test_lightning.py": {"lightning_train.py"},
     "peers/test_trl.py": {"trl_train.py", "trl"},
