@@ -58,34 +58,26 @@ def group_of(ranks: tuple[int, ...], module: str) -> Any:
     return group if dist.get_rank() in ranks else None
 
 
-def sgd(params: Sequence[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
-def owned(module: nn.Module, group: Any, **options: Any) -> tuple[nn.Module, Any]:
-    return module, optimizer_for(module, process_group=group, **options)
-
-
-def sharded(module: nn.Module, group: Any, attach: bool = False, **options: Any) -> tuple[nn.Module, Any]:
-    """Attached, the exchange begins in backward, so it is under way when a step is skipped."""
+def sharded(module: nn.Module, group: Any) -> nn.Module:
     fsdp(module, DeviceMesh.from_group(group, "cpu"))
-    optimizer = layer_wise(module, **options)
-    if attach:
-        optimizer.attach(module)
-    return module, optimizer
+    return module
 
 
-def copied(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
-    optimizer = sgd(list(module.parameters()))
-    return DistributedDataParallel(module, process_group=group), optimizer
-
-
-def plain(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
-    return module, sgd(list(module.parameters()))
-
-
-KINDS: dict[str, Callable[..., tuple[nn.Module, Any]]] = {"owned": owned, "FSDP2": sharded, "DDP": copied}
-KINDS |= {"plain": plain, "FSDP2, attached": lambda module, group: sharded(module, group, attach=True)}
+def trained(kind: str, module: nn.Module, group: Any, **options: Any) -> tuple[nn.Module, Any]:
+    """A module and its optimizer. Where FSDP2 is attached, the exchange is under way when a step is skipped."""
+    if kind == "owned":
+        return module, optimizer_for(module, process_group=group, **options)
+    if kind.startswith("FSDP2"):
+        optimizer = layer_wise(sharded(module, group), **options)
+        if kind == "FSDP2, attached":
+            optimizer.attach(module)
+        return module, optimizer
+    by_sgd = sgd(module)
+    return DistributedDataParallel(module, process_group=group) if kind == "DDP" else module, by_sgd
 
 
 def make(
@@ -97,7 +89,7 @@ def make(
     for name, ranks, kind in zip(NAMES, split, kinds):
         group = group_of(ranks, "shared" if shared else name)
         if dist.get_rank() in ranks:
-            modules[name], optimizers[name] = KINDS[kind](model_of(name), group, **options)
+            modules[name], optimizers[name] = trained(kind, model_of(name), group, **options)
     return modules, ModuleOptimizers(optimizers)
 
 
@@ -109,10 +101,9 @@ class Beside:
         self.modules, self.optimizers = make(split, kinds, **options)
         self.single = {name: model_of(name) for name in NAMES}
         self.single_optimizers: list[Any] = []
-        for (_name, module), kind in zip(self.single.items(), kinds):
+        for module, kind in zip(self.single.values(), kinds):
             by_sgd = kind in ("DDP", "plain")
-            its = [sgd(list(module.parameters()))] if by_sgd else Alone(module, "muon", "adamw").optimizers
-            self.single_optimizers += its
+            self.single_optimizers += [sgd(module)] if by_sgd else Alone(module, "muon", "adamw").optimizers
 
     def backward(self, step: int, part: int = 0, parts: int = 1, names: Sequence[str] = NAMES) -> None:
         """The loss of one micro-batch of each module, of which this rank computes its share."""
@@ -204,7 +195,7 @@ def test_parameters_equal_one_process_that_holds_both_modules(
 ) -> None:
     """Clipped by the one norm over both, which counts each element once, with one limit or one for each; biases of both
     by the limit of their group. At last with gradients that are scaled, and without a backward pass of one module."""
-    run = Beside(split, ("FSDP2", "owned") if (split, parts, options) == (APART, 1, BIASES) else OWNED, **options)
+    run = Beside(split, **options)
     run.train(range(3), parts=parts, clip=clip)
     for names in (NAMES, ("language",)) if options != BIASES else ():
         run.backward(3, names=names)
@@ -220,6 +211,13 @@ def test_parameters_equal_one_process_that_holds_both_modules(
         assert run.optimizers.step() is True
         run.optimizers.zero_grad()
         step_all(run.single_optimizers)
+    run.check()
+
+
+@on_ranks(4)
+def test_clip_groups_are_of_modules_on_fsdp2_and_in_owned_storage() -> None:
+    run = Beside(APART, ("FSDP2", "owned"), **BIASES)
+    run.train(range(3), clip=0.05)
     run.check()
 
 
@@ -388,7 +386,7 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
     order = "expected all modules on all ranks, in one order, with None for modules on other ranks: ranks differ"
     ours, both = {"vision": adam(vision)}, [("vision", adam(vision)), ("language", adam(language))]
     shared, elsewhere = {**ours, "language": adam(language, *vision.layers[: rank == 1])}, on(everyone)
-    by_adam = {"vision": adam(sharded(model_of("vision"), everyone)[0])}
+    by_adam = {"vision": adam(sharded(model_of("vision"), everyone))}
     sizes = "[0, 1, 2, 3] have an optimizer of module 'vision', but their process groups have other sizes: {0: 2,"
     kinds = "module 'vision': ranks differ in optimizer: 'OwnedOptimizer' on rank 0, 'Adam'"
     given: list[tuple[str, dict[str, Any]]] = [
@@ -529,12 +527,6 @@ def test_state_dicts_are_keyed_by_module() -> None:
     run.check()
 
 
-def on_first_rank(change: Callable[[], Any]) -> None:
-    if dist.get_rank() == 0:
-        change()
-    dist.barrier()
-
-
 @on_ranks(4)
 def test_state_that_lacks_a_module_a_file_or_is_of_another_kind_is_refused_on_all_ranks(tmp_path: Path) -> None:
     folder, (_, optimizers), (_, others) = tmp_path / "state", make(APART), make(APART, ("DDP", "owned"))
@@ -554,7 +546,10 @@ def test_state_that_lacks_a_module_a_file_or_is_of_another_kind_is_refused_on_al
     dcp.save({"optimizer": run.optimizers}, checkpoint_id=tmp_path / "of torch")
     load = {"optimizer": others}
     fails_with("has no state yet; load with", lambda: dcp.load(load, checkpoint_id=tmp_path / "of torch"))
-    on_first_rank(lambda: next(folder.glob("__2_*")).unlink())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        next(folder.glob("__2_*")).unlink()
+    dist.barrier()
     fails_with("is missing", lambda: optimizers.load_state_dict_from(folder))
 
 
