@@ -1,6 +1,5 @@
 """Models that torch.compile compiles: their losses are those of the model as it is, on every engine."""
 
-import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -78,12 +77,10 @@ CELLS = [
     ("fsdp2", "whole", "before", "aot_eager"),
     ("attach", "blocks", "after", "aot_eager"),
 ]
-ALL = [
-    *itertools.product(ENGINES, ["whole", "blocks"], ["before", "after"], ["aot_eager"]),
-    *itertools.product(ENGINES, ["blocks"], ["after"], ["inductor"]),  # which takes half a minute where cores are busy
-    *itertools.product(["plain", "late parameters", "attach"], ["whole"], ["after"], ["inductor"]),
+MORE = [  # inductor takes half a minute where cores are busy
+    *((engine, "whole", "after", "aot_eager") for engine in ENGINES),
+    *((engine, "blocks", "after", "inductor") for engine in ENGINES),
 ]
-MORE = [cell for cell in ALL if cell[0] != "late parameters" or cell[2] == "after"]
 
 
 @on_ranks(2)
