@@ -129,14 +129,13 @@ def train_ours(
     steps: int | range | tuple[int, ...],
     scenario: Scenario = Turn.back,
     change: Callable[[nn.Module], object] = keep,
-    forget: Callable[[nn.Module], object] | None = None,
 ) -> None:
-    """``change`` is done to mean gradients before the step; ``forget`` instead of ``optimizer.zero_grad``."""
+    """``change`` is done to mean gradients before the step."""
     for step in range(steps) if isinstance(steps, int) else steps:
         scenario(Turn(model, step, dist.get_rank(), optimizer.no_sync))
         change(model)
         optimizer.step()
-        optimizer.zero_grad() if forget is None else forget(model)
+        optimizer.zero_grad()
     optimizer.synchronize()
 
 
@@ -197,10 +196,9 @@ def assert_trains_exactly(
     mode: str = "plain",
     *,
     change: Callable[[nn.Module], object] = keep,
-    forget: Callable[[nn.Module], object] | None = None,
     **options: Any,
 ) -> None:
     """After three steps this rank's parameters are the truth's, bit for bit."""
     model, optimizer = made(build, mode, **options)
-    train_ours(model, optimizer, 3, scenario, change, forget)
+    train_ours(model, optimizer, 3, scenario, change)
     assert_same(model, truth(3, build, scenario, change))
