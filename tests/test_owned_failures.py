@@ -1,7 +1,6 @@
 """What owned storage refuses, and what happens when a rank, a backward pass or the model breaks: never a hang."""
 
 import contextlib
-import copy
 import re
 from collections.abc import Callable
 from datetime import timedelta
@@ -114,11 +113,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     # gloo would read tensors that lie elsewhere as if they were in its memory.
     "gloo for other devices": (lambda: TorchCollectives().check_device(torch.device("cuda")), "cuda"),
-    "an order of no norm": (lambda: passes(1).clip_grad_norm_(1.0, 0), "norm_type: expected a number above 0, or inf"),
     "a glob that matches nothing": (lambda: passes(1).grad_norm("middel.*"), "'middel.*' matches no parameter name;"),
     "a second optimizer": (a_second_optimizer, "'first.weight' belongs to an earlier LayerWiseOptimizer that is"),
-    "a group added later": (lambda: made()[1].add_param_group({}), "expected all param groups in the constructor"),
-    "a copy": (lambda: copy.deepcopy(made()[1]), "cannot be copied or pickled"),
     "forward after a broken pass": (forward_after_a_broken_pass, "call optimizer.zero_grad() on all ranks before the"),
     "several reentrant checkpoints": (lambda: passes(1, Repeated), "several reentrant checkpoints use it. Use"),
 }
@@ -251,10 +247,11 @@ def one_rank_hangs(when: str) -> None:
 
 @pytest.mark.parametrize("ranks", [3], indirect=True)
 @pytest.mark.parametrize("when", ["late in backward", "when parameters return"])
-def test_a_rank_that_hangs_ends_the_others(ranks: RankPool, when: str) -> None:
+def test_a_rank_that_hangs_ends_the_others_by_the_timeout_of_their_group(ranks: RankPool, when: str) -> None:
     first, of_the_end, last = ranks.errors(one_rank_hangs, when)
     ranks.renew()  # their group is broken
-    assert "Gone" in of_the_end and first and last, "all end, by the timeout of their group"
+    assert of_the_end.startswith("Gone")
+    assert all(re.search("Timed out|timeout|Connection closed", error) for error in (first, last)), (first, last)
 
 
 @on_ranks(2)
@@ -269,26 +266,3 @@ def test_a_graph_from_before_the_step_is_refused_as_by_torch(mode: str) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     optimizer.zero_grad()
-
-
-def one_rank_runs_more_passes(options: dict[str, Any]) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=8))  # in which it also has to be made, on a busy machine
-    passes(2 if dist.get_rank() == 1 else 1, process_group=group, **options).step()
-
-
-FEW_BUCKETS = {"bucket_mb": 1.0}
-UNLIKE = [(4, {**FEW_BUCKETS, "group_size": 2}), (3, FEW_BUCKETS), pytest.param(3, {}, marks=pytest.mark.full)]
-
-
-@pytest.mark.on_gloo  # where a collective that some ranks never call holds up none of their other groups
-@pytest.mark.parametrize(("count", "options"), UNLIKE)
-def test_other_numbers_of_backward_passes_are_an_error(
-    rank_pools: dict[int, RankPool], count: int, options: dict[str, Any]
-) -> None:
-    """Instances reduce in separate groups, so that all ranks meet and compare. In one group a reduction meets what is
-    none: gloo ends the process or its collective; or ranks wait until their time is over."""
-    errors = rank_pools[count].errors(one_rank_runs_more_passes, options)
-    rank_pools[count].renew()  # their group is broken
-    for error in errors:
-        few = "ranks ran different numbers of backward passes since the last step: 2 on some, 1 on others" in error
-        assert few or "group_size" not in options, error
