@@ -15,7 +15,6 @@ STANDARD = tuple(sys.stdlib_module_names)
 SHOWING = ("cli", "planner")  # what only shows plans
 FSDP2 = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh")
 MAY_IMPORT = {"plan": (), "rules": ("torch",), "runtime": ("torch", "lwopt_backend.plan", "lwopt_backend.rules")}
-NAMED = re.compile(r"\b((?:peers/|faults/)?test_[a-z0-9_]+)(?:\.py)?(?:::(test_[a-z0-9_]+))?")
 
 
 @functools.cache
@@ -106,12 +105,3 @@ def test_integrations_refuse_to_be_imported_from_the_checkout_by_their_bare_name
 def test_a_name_of_a_test_is_a_sentence_of_at_most_80_characters() -> None:
     for path in files(ROOT / "tests"):
         assert not re.findall(r"def test_\w{76,}", path.read_text()), path
-
-
-def test_scripts_name_tests_that_exist() -> None:
-    for path in files(ROOT / "scripts"):
-        for file, test in NAMED.findall(path.read_text()):
-            named = [ROOT / "tests" / f"{file}.py", ROOT / "tests" / "peers" / f"{file}.py"]
-            found = next((place for place in named if place.exists()), None)
-            assert found or list((ROOT / "tests").glob(f"{file}*.py")), f"{path.name} names {file}.py"
-            assert not test or f"def {test}(" in (found.read_text() if found else ""), f"{path.name}: {file}::{test}"
