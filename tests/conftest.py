@@ -1,6 +1,4 @@
 import gc
-import random
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -13,16 +11,13 @@ from tests.ranks import RankPool, RankProcesses
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lwopt_backend")
     group.addoption("--full", action="store_true", help="whole tables in place of pairs, and tests marked `full`")
-    group.addoption(
-        "--transport", choices=["gloo", "strict"], help="only tests on ranks, on tests/strict_transport.py, or on gloo"
-    )
+    group.addoption("--transport", choices=["strict"], help="only tests on ranks, on tests/strict_transport.py")
     group.addoption(
         "--device",
         choices=["cpu", "cuda"],
         help="only tests marked `gpu`, on it: one rank, or several by that transport",
     )
     group.addoption("--one-in", type=int, default=1, metavar="N", help="of the tests selected, every Nth")
-    group.addoption("--order", type=int, metavar="SEED", help="run the files, and the tests in each, in a random order")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,17 +42,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out |= {item for item in items if bool(item.get_closest_marker("gpu")) != bool(config.getoption("device"))}
     if transport is not None:
         left_out |= {item for item in items if "rank_pools" not in getattr(item, "fixturenames", ())}
-    if transport == "strict":
         left_out |= {item for item in items if item.get_closest_marker("on_gloo")}
     left = [item for item in items if item not in left_out][:: config.getoption("one_in")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
     items[:] = left
-    if (seed := config.getoption("order")) is not None:
-        shuffled = random.Random(seed)
-        files = sorted({item.path for item in items})
-        shuffled.shuffle(files)
-        shuffled.shuffle(items)
-        items.sort(key=lambda item: files.index(item.path))
 
 
 def pytest_collection_finish() -> None:
@@ -73,8 +61,6 @@ def rank_pools(pytestconfig: pytest.Config) -> Iterator[dict[int, RankPool]]:
     transport = "strict" if device else pytestconfig.getoption("transport") or "gloo"
     processes = RankProcesses(pytestconfig.getini("filterwarnings"), transport, device)
     yield {world_size: RankPool(world_size, processes) for world_size in (1, 2, 3, 4, 8, 16, 32)}
-    for fault in sorted(processes.listed()):
-        warnings.warn(f"not on NCCL: {fault}", stacklevel=1)
     processes.remove()
 
 

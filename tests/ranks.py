@@ -109,10 +109,6 @@ class RankProcesses:
         self._processes, self._pipes, self._store = [], [], None
         self.renew()
 
-    def listed(self) -> set[str]:
-        """The strict transport's findings in calls of other packages."""
-        return {line for path in Path(self._folder).glob("*.listed") for line in path.read_text().splitlines()}
-
     def remove(self) -> None:
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -261,7 +257,7 @@ def _serve(
                 try:
                     value = function(*args, **kwargs)
                 finally:
-                    strict_transport.settle(Path(folder, f"{os.getpid()}.listed"))
+                    strict_transport.settle()
                 pipe.send((True, value))
         except BaseException as error:
             pipe.send((False, (f"{type(error).__name__}: {error}", told(error))))

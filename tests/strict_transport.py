@@ -4,14 +4,14 @@ Its name is not gloo, so the code takes the branches that GPUs take. What is sen
 what arrives is delivered by ``Work.wait()``. Until then outputs hold NaN, or bytes of 0xA5 if they are integers. With
 ``--device cuda`` it is for tensors of one GPU that all ranks share, and stages them through the CPU.
 
-- Order. The ranks of a collective compare what they call, over a store, before it starts; all raise if they differ. A
-  rank that waits for another, which waits in a collective of another group of both, raises as well: on NCCL, whose
-  kernels wait on the GPU, such ranks may hang. So a collective starts when all of its ranks have called it.
+- Order. The ranks of a collective compare what they call, over a store, before it starts; all raise if they differ. It
+  starts when all of its ranks have called it: where ranks use groups in different orders, NCCL may hang, and here they
+  do not come.
 - Limits. Contiguous tensors on the group's device, of NCCL's dtypes and reductions; no tags.
 - Peers that died. ``wait`` returns, outputs stay NaN, and the process ends ``GRACE`` later, as by NCCL's watchdog.
-- Faults, which raise in calls of this package and are listed in FSDP2's and DeepSpeed's: an input that changes between
-  start and wait, an output that is written before wait, a Work that is dropped without wait while its optimizer lives.
-  An output that is read before wait puts NaN into what is computed.
+- Faults, which raise in calls of this package: an input that changes between start and wait, an output that is written
+  before wait, a Work that is dropped without wait while its optimizer lives. An output that is read before wait puts
+  NaN into what is computed.
 
 ``settle`` raises what was found since the last call, so that no ``except`` on the way hides it.
 """
@@ -24,11 +24,9 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -50,9 +48,7 @@ DTYPES = [torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torc
 DTYPES += [torch.float64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")
 
-OPERATIONS: Counter[str] = Counter()  # of NCCL, that this process's collectives become, by kind
 FOUND: list[str] = []
-LISTED: Counter[str] = Counter()
 WATCHDOGS: list[threading.Timer] = []
 
 
@@ -66,15 +62,11 @@ def found(fault: str) -> StrictError:
     return StrictError(fault)
 
 
-def settle(listed: Path) -> None:
-    """Raises StrictError with the faults in this package's calls since the last call, and appends others' to a file. In
-    a process that is about to end, wait for its end: no answer of such a rank is a result."""
+def settle() -> None:
+    """Raises StrictError with the faults since the last call. In a process that is about to end, wait for its end: no
+    answer of such a rank is a result."""
     for watchdog in WATCHDOGS:
         watchdog.join()
-    if LISTED:
-        with listed.open("a") as file:
-            file.writelines(f"{line}\n" for line in LISTED)
-        LISTED.clear()
     faults = list(dict.fromkeys(FOUND))
     FOUND.clear()
     if faults:
@@ -103,13 +95,6 @@ class Caller:
                     values.clear()
             frame = frame.f_back
 
-    def blame(self, fault: str) -> StrictError | None:
-        """Note a fault of the caller. Returns the error to raise if the caller is this package."""
-        if self.ours:
-            return found(f"{self.place}: {fault}")
-        LISTED[f"{self.place}: {fault}"] += 1
-        return None
-
 
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
@@ -128,7 +113,6 @@ class StrictWork(dist.Work):
         outputs: Sequence[Tensor],
         launch: Callable[[list[Tensor], list[Tensor]], Any],
         *alike: Any,
-        operations: int = 1,
         sends: Sequence[int] = (),
         receives: Sequence[int] = (),
         compared: bool = True,
@@ -140,7 +124,6 @@ class StrictWork(dist.Work):
         for tensor in inputs:
             apart = all(_same(tensor, output) or not _overlap(tensor, output) for output in outputs)
             accept(apart, kind, "inputs apart from outputs, or in their places", "some that overlap")
-        OPERATIONS[kind] += operations
         dtypes = sorted({str(tensor.dtype) for tensor in (*inputs, *outputs)})
         self._group, self._caller, self._kind, self._inputs, self._outputs = group, Caller(), kind, inputs, outputs
         with torch.no_grad(), _disable_current_modes():  # no test counts what the transport does
@@ -194,16 +177,16 @@ class StrictWork(dist.Work):
                 self._blame("an input changed")
 
     def _blame(self, fault: str) -> None:
-        if error := self._caller.blame(f"{fault} between the start of {self._kind} and its wait"):
-            raise error
+        if self._caller.ours:
+            raise found(f"{self._caller.place}: {fault} between the start of {self._kind} and its wait")
 
     def __del__(self) -> None:
         if self._waited:
             return
-        if self._caller.owner is None or self._caller.owner() is not None:
-            self._caller.blame(f"the Work of {self._kind} was dropped without a wait")
         if not self._caller.ours:
             self.wait()
+        elif self._caller.owner is None or self._caller.owner() is not None:
+            found(f"{self._caller.place}: the Work of {self._kind} was dropped without a wait")
 
 
 def _staged(tensor: Tensor) -> Tensor:
@@ -263,9 +246,6 @@ class StrictGroup(dist.ProcessGroup):
         self.ranks = list(options.global_ranks_in_group) or list(range(self._size))
         self._store, self._number, self._id, self._timeout = options.store, 0, options.group_id, options.timeout
         self._came = True  # all ranks, to every collective until now
-        world = dist.group.WORLD
-        # Where ranks say that they wait
-        self._waits = world._waits if isinstance(world, StrictGroup) else options.store
 
     # What torch asks a group and its backend
 
@@ -292,39 +272,18 @@ class StrictGroup(dist.ProcessGroup):
         self._number += 1
         self._store.set(f"call {self._number} {self._me}", json.dumps(call))
         keys = [f"call {self._number} {rank}" for rank in range(self._size)]
-        begun, circles, me = time.monotonic(), [""], self.ranks[self._me]
+        begun = time.monotonic()
         while not self._store.check(keys):
             waited = time.monotonic() - begun
             if waited > min(PATIENCE, self._timeout.total_seconds()):
                 self._came = False
                 return False
-            if waited > 0.3 * len(circles):
-                missing = [rank for rank, key in zip(self.ranks, keys) if not self._store.check([key])]
-                here = f"{call[0]}: {call[1]} of ranks {self.ranks}"
-                self._waits.set(f"waits {me}", json.dumps([here, missing]))
-                circles.append(self._circle(me, missing, here))
-                if circles[-1] and circles[-4:] == circles[-1:] * 4:  # so no rank has yet to say that it waits no more
-                    raise found(f"ranks use groups in different orders: {circles[-1]}")
             time.sleep(min(waited / 4, 0.02))
-        if len(circles) > 1:
-            self._waits.set(f"waits {me}", json.dumps(["", []]))
         calls = [json.loads(text) for text in self._store.multi_get(keys)]
         if self._number > 1:  # which all ranks have read
             self._store.delete_key(f"call {self._number - 1} {self._me}")
         self._compare(calls)
         return True
-
-    def _circle(self, me: int, missing: list[int], here: str) -> str:
-        """Where ranks wait, if one that is missing here waits in another collective, for this rank in the end."""
-        seen = {me: here}
-        while missing:
-            rank = missing.pop()
-            if rank not in seen and self._waits.check([f"waits {rank}"]):
-                seen[rank], of_rank = json.loads(self._waits.get(f"waits {rank}"))
-                if me in of_rank:
-                    return "; ".join(f"rank {number} waits in {place}" for number, place in sorted(seen.items()))
-                missing += of_rank
-        return ""
 
     def _compare(self, calls: list[tuple[str, str, list[Any], list[int], list[int]]]) -> None:
         def same(one: int, other: int, *what: Any) -> None:
@@ -377,21 +336,20 @@ class StrictGroup(dist.ProcessGroup):
         def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
             into = [*outs[:me], torch.empty_like(parts[me]), *outs[me:]] if in_place else outs
             into[me].copy_(ins[0].view_as(into[me]))
-            if not self._uneven(sizes):
+            if len(set(sizes)) == 1:
                 return self._gloo.allgather([[part.view(-1) for part in into]], [ins[0].view(-1)], opts)
             return [self._gloo.broadcast(part, root=rank) for rank, part in enumerate(into) if part.numel()]
 
         accept(sizes[me] == mine.numel(), kind, "an input of the size of its part", f"{mine.numel()} and {sizes[me]}")
         outputs = [*parts[:me], *parts[me + 1 :]] if in_place else parts
-        return StrictWork(self, kind, [mine], outputs, launch, sizes, operations=self._uneven(sizes) or 1)
+        return StrictWork(self, kind, [mine], outputs, launch, sizes)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
             return self._gloo.reduce_scatter(outs, [ins], opts)
 
         sizes = [part.numel() for part in inputs[0]]
-        alike, operations = (sizes, _reduction(opts)), self._uneven(sizes) or 1
-        return StrictWork(self, "reduce_scatter", inputs[0], outputs, launch, *alike, operations=operations)
+        return StrictWork(self, "reduce_scatter", inputs[0], outputs, launch, sizes, _reduction(opts))
 
     def reduce_scatter_single(self, mine: Tensor, whole: Tensor, opts: Any) -> Any:
         def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
@@ -399,10 +357,6 @@ class StrictGroup(dist.ProcessGroup):
 
         parts = self._parts("reduce_scatter_single", whole, mine)
         return StrictWork(self, "reduce_scatter_single", parts, [mine], launch, mine.numel(), _reduction(opts))
-
-    def _uneven(self, sizes: list[int]) -> int:
-        """The operations of NCCL for parts of these sizes, one for each rank, if they are uneven."""
-        return self._size if len(set(sizes)) > 1 else 0
 
     def _parts(self, kind: str, whole: Tensor, part: Tensor) -> list[Tensor]:
         _check(kind, whole)
@@ -418,9 +372,8 @@ class StrictGroup(dist.ProcessGroup):
             return self._gloo.alltoall_base(outs[0], ins[0], into, out, opts)
 
         accept(not _overlap(whole, output), "all_to_all_single", "two tensors", "one in the other")
-        sends, receives = counts(whole, out), counts(output, into)
-        more = {"operations": sum(map(bool, [*sends, *receives])), "sends": sends, "receives": receives}
-        return StrictWork(self, "all_to_all_single", [whole], [output], launch, **more)
+        splits = {"sends": counts(whole, out), "receives": counts(output, into)}
+        return StrictWork(self, "all_to_all_single", [whole], [output], launch, **splits)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         parts, numel = self._of_root("gather", outputs, inputs)
