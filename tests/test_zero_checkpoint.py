@@ -2,7 +2,6 @@
 ranks and stages, by conversion, it does in test_checkpoints.py."""
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from lwopt_backend.runtime.state import OwnerState
 from tests.cells import cells
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import changed, scheduled, snapshot
-from tests.command_line import refused, succeeds
+from tests.command_line import succeeds
 from tests.counted import Counted
 from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
@@ -90,8 +89,8 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, kind: str, stage: 
 
 @pytest.mark.parametrize(
     ("ranks", "kind", "stage", "precision", "first"),
-    [*((2, "zero", *some, 0) for some in SOME), (2, "owned", 1, "bf16", 0), (4, "pairs", 0, "bf16", 2)]
-    + [(4, "pairs", 1, "bf16", 2), (4, "zero", 3, "fp32", 2)],
+    [(2, "zero", 0, "fp32", 0), (2, "zero", 2, "fp32", 0), (2, "zero", 3, "bf16", 0), (2, "owned", 1, "bf16", 0)]
+    + [(4, "pairs", 0, "bf16", 2), (4, "pairs", 1, "bf16", 2), (4, "zero", 3, "fp32", 2)],
     indirect=["ranks"],
 )
 @on_ranks()
@@ -99,7 +98,7 @@ def test_runs_resume_at_once_and_on_4_ranks(tmp_path: Path, kind: str, stage: in
     stop_and_go_on(tmp_path, kind, stage, precision, first)
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("zero", 1), ("zero", 3), ("owned", 1)])
+@pytest.mark.parametrize(("kind", "stage"), [("zero", 1), ("zero", 3)])
 @on_ranks()
 def test_files_in_the_form_before_torch_1_6_resume_and_convert(tmp_path: Path, kind: str, stage: int) -> None:
     stop_and_go_on(tmp_path / "run", kind, stage, "fp32", 2, older=True)
@@ -132,13 +131,12 @@ def test_a_checkpoint_inside_an_accumulation_resumes_at_its_start(tmp_path: Path
         assert changed(snapshot(engine), expected) == set()
 
 
-@cells(
-    lambda kind, stage, precision, choice: is_saved(kind, stage) and (kind == "owned" or (stage, precision) in SOME),
-    kind=["zero", "owned"],
-    stage=[0, 1, 2, 3],
-    precision=["fp32", "bf16", "bf16+fp32"],
-    choice=["load_optimizer_states", "load_module_only"],
-)
+ALONE = [("zero", *some, choice) for some, choice in zip(SOME, ["load_optimizer_states", "load_module_only"] * 2)]
+ALONE += [("owned", 0, "bf16", "load_module_only"), ("owned", 1, "fp32", "load_optimizer_states")]
+ALONE += [("owned", 2, "bf16+fp32", "load_module_only"), ("zero", 2, "fp32", "load_module_only")]
+
+
+@pytest.mark.parametrize(("kind", "stage", "precision", "choice"), ALONE)
 @on_ranks()
 def test_weights_alone_load_with_new_states(tmp_path: Path, kind: str, stage: int, precision: str, choice: str) -> None:
     """They are what a new engine would start from that is given the model's weights, in their own dtype."""
@@ -184,12 +182,11 @@ def load_into_one_that_has_trained(
         assert same(expected, {name: master.to(expected[name].dtype) for name, master in masters.items()})
 
 
-@cells(
-    lambda kind, stage, precisions: is_saved(kind, stage),
-    kind=["zero", "owned"],
-    stage=[1, 2, 3],
-    precisions=["fp16 fp16", "fp32 fp16", "fp16 fp32", "bf16 fp16", "fp16 bf16"],
-)
+SCALED = [("zero", 1, "fp16 fp16"), ("zero", 2, "fp32 fp16"), ("zero", 3, "fp16 fp32"), ("zero", 1, "bf16 fp16")]
+SCALED += [("zero", 2, "fp16 bf16"), ("owned", 1, "fp16 fp16"), ("owned", 2, "fp32 fp16"), ("owned", 1, "fp16 bf16")]
+
+
+@pytest.mark.parametrize(("kind", "stage", "precisions"), SCALED)
 @on_ranks()
 def test_a_loss_scale_is_loaded_only_where_it_is_dynamic_as_well(
     tmp_path: Path, kind: str, stage: int, precisions: str
@@ -215,7 +212,7 @@ def test_a_loss_scale_is_loaded_only_where_it_is_dynamic_as_well(
         assert engine.optimizer.cur_scale == (64.0 if precisions == "fp16 fp16" else configured)
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("zero", 1), ("zero", 2), ("zero", 3), ("owned", 1)])
+@pytest.mark.parametrize(("kind", "stage"), [("zero", 1), ("zero", 3), ("owned", 1)])
 @on_ranks()
 def test_gradients_are_clipped_as_configured_after_a_load(tmp_path: Path, kind: str, stage: int) -> None:
     """And not as before the save, as in DeepSpeed itself at stages 1 and 2."""
@@ -233,7 +230,7 @@ def test_gradients_are_clipped_as_configured_after_a_load(tmp_path: Path, kind: 
                 single.check(engine, 1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @on_ranks()
 def test_the_schedule_starts_anew_where_its_state_is_not_loaded(tmp_path: Path, stage: int) -> None:
     settings = scheduled(settings_of("zero", stage, "fp32"))
@@ -320,57 +317,39 @@ STRANGER = (
     r"^ValueError: the checkpoint '\S+/b': expected this optimizer's state, found .*its ds_config says 'AdamW'"
     r".*; load the weights alone, with .*load_optimizer_states=False"
 )
-PLACED = r"^ValueError: the checkpoint '\S+/b': parameter '{}': expected place \d of group {} of 2, the checkpoint has"
+PLACED = r"^ValueError: the checkpoint '\S+/b': parameter 'layers.0.weight': expected place \d of group 0 of 2, the che"
 STAGE = "expected ZeRO stage {1}, found {0}"
 CONVERT = "lwopt convert SRC DST --to universal"
 THEIRS = "parameter 'layers.2.weight': expected rule adamw, the checkpoint has muon; "
 Row = tuple[tuple[Any, ...], tuple[Any, ...], int, dict[str, Any], str]
 # What was saved: by which storage at which stage, with which options; what loads it, on how many ranks; what it says.
 REFUSED: list[Row] = [
-    *(
-        (("zero", stage), ("zero", stage), here, {}, ON_2.format(here) + UNIVERSAL + end)
-        for stage, here, end in (
-            (1, 1, ".*with load_optimizer_states=False$"),
-            (2, 4, ".*with load_optimizer_states=False$"),
-            (3, 1, ".*with load_optimizer_states=False$"),
-            (3, 4, ".*true}$"),  # DeepSpeed would wait for ever for the ranks that find no file
-        )
-    ),
+    (("zero", 2), ("zero", 2), 4, {}, ON_2.format(4) + UNIVERSAL + ".*with load_optimizer_states=False$"),
+    # On more ranks DeepSpeed would wait for ever for those that find no file.
+    (("zero", 3), ("zero", 3), 4, {}, ON_2.format(4) + UNIVERSAL + ".*true}$"),
     (("zero", 3), ("zero", 3), 4, WEIGHTS_ONLY, "expected 4 data-parallel ranks, found 2"),
     (("owned", 1), ("owned", 1), 4, {}, f"expected 4 data-parallel ranks, found 2.*{CONVERT}"),
-    *(
-        (("zero", there), ("zero", here), 2, {}, STAGE.format(named, here))
-        for there, here, named in ((0, 2, "0"), (0, 3, "0, 1 or 2"), (2, 0, "1 or 2"), (2, 3, "0, 1 or 2"), (3, 1, "3"))
-    ),
-    (("owned", 0), ("owned", 1), 2, {}, STAGE.format("0", 1)),
+    (("zero", 0), ("zero", 2), 2, {}, STAGE.format("0", 2)),
+    (("zero", 2), ("zero", 0), 2, {}, STAGE.format("1 or 2", 0)),
+    (("zero", 2), ("zero", 3), 2, {}, STAGE.format("0, 1 or 2", 3)),
+    (("zero", 3), ("zero", 1), 2, {}, STAGE.format("3", 1)),
     (("owned", 1), ("owned", 0), 2, {}, STAGE.format("1 or 2", 0)),
     # Also where a different count of parameters makes DeepSpeed speak of parameter alignment.
-    *(
-        (("zero", stage, only(theirs)), ("zero", stage, only(ours)), 2, {}, PLACED.format(name, group))
-        for stage, theirs, ours, name, group in (
-            (2, "layers.0.weight", "layers.2.weight", "layers.0.weight", 0),
-            (3, "layers.0.weight", "gate.bias", "layers.0.weight", 0),
-            (2, "gate.bias", "gate.weight", "gate.weight", 1),
-            (3, "gate.bias", "gate.weight", "gate.weight", 1),
-        )
-    ),
-    *((("owned", stage), ("owned", stage, only("layers.2.weight")), 2, {}, THEIRS) for stage in (0, 1, 2)),
-    *((("AdamW in our groups", stage), ("zero", stage), 2, {}, STRANGER) for stage in range(4)),
-    *((("AdamW", s), (kind, s), 2, {}, STRANGER) for kind, s in (("zero", 1), ("zero", 3), ("owned", 0), ("owned", 2))),
-    *((("zero", s), ("owned", s), 2, {}, f'expected "storage": "owned", found another.*{CONVERT}') for s in range(3)),
-    *((("owned", s), ("zero", s), 2, {}, 'was saved with "storage": "owned"; load it with that') for s in range(3)),
+    (("zero", 2, only("layers.0.weight")), ("zero", 2, only("layers.2.weight")), 2, {}, PLACED),
+    (("zero", 3, only("layers.0.weight")), ("zero", 3, only("gate.bias")), 2, {}, PLACED),
+    *((("owned", stage), ("owned", stage, only("layers.2.weight")), 2, {}, THEIRS) for stage in (0, 1)),
+    *((("AdamW in our groups", stage), ("zero", stage), 2, {}, STRANGER) for stage in (0, 2)),
+    *((("AdamW", s), (kind, s), 2, {}, STRANGER) for kind, s in (("zero", 3), ("owned", 0), ("owned", 2))),
+    *((("zero", s), ("owned", s), 2, {}, f'expected "storage": "owned", found another.*{CONVERT}') for s in (0, 1)),
+    *((("owned", s), ("zero", s), 2, {}, 'was saved with "storage": "owned"; load it with that') for s in (0, 1)),
     (("owned", 1), ("owned", 1, {"group_size": 1}), 2, {}, f"expected elements .*layout, bucket_mb.*{CONVERT}"),
     (("owned", 1, {"precision": "bf16"}), ("owned", 1), 2, {}, "load it in the precision it was saved in"),
-    *(
-        (("zero", s), ("zero", s), 2, {"tag": "c"}, r"^ValueError: the checkpoint '\S+/c': expected a file ")
-        for s in (2, 3)
-    ),
+    (("zero", 2), ("zero", 2), 2, {"tag": "c"}, r"^ValueError: the checkpoint '\S+/c': expected a file "),
     (
         *(("zero", 3), ("zero", 3), 2, {"tag": "a", "load_module_only": True}),
         "^ValueError: expected tag 'a' in the file 'latest', from which DeepSpeed loads weights alone at stage 3",
     ),
 ]
-SWAPPED = "expected this rank's state, found that of .*; it was copied or renamed"
 
 
 def in_short(row: Row) -> str:
@@ -385,33 +364,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused(rank_pools: dict[int, RankPoo
     assert all(re.search(message, error, re.DOTALL) for error in errors), "\n".join(errors)
 
 
-@pytest.mark.parametrize("attack", ["swapped", "copied", "of another step"])
-@pytest.mark.parametrize("engine", [("zero", 1), ("zero", 3), ("owned", 1)], ids=str)
-def test_files_of_other_ranks_or_saves_are_refused(
-    rank_pools: dict[int, RankPool], saved: Saving, tmp_path: Path, engine: tuple[str, int], attack: str
-) -> None:
-    """By the engine on every rank, and on the command line; they name the file."""
-    folder = Path(shutil.copytree(saved(*engine, {})[0], tmp_path / "from"))
-    first, harmed = sorted((folder / "b").glob("*optim_states.pt"))
-    kept = harmed.read_bytes()
-    shutil.copy(folder / "a" / harmed.name if attack == "of another step" else first, harmed)
-    if attack == "swapped":
-        first.write_bytes(kept)
-    message = "expected step 2, as in .*, found 1" if attack == "of another step" else SWAPPED
-    name = r"zero_pp_rank_\d_mp_rank_00_optim_states.pt" if attack == "swapped" else harmed.name
-    for error in [*rank_pools[2].errors(load, str(folder), *engine, {}), refused("inspect", folder)]:
-        assert re.search(f"{name}: {message}", error.replace("\n", " ")), error
-
-
 LOADED: list[Row] = [  # the last: at which tag
-    (("zero", 1), ("zero", 1), 1, WEIGHTS_ONLY, "b"),
     (("zero", 2), ("zero", 2), 4, WEIGHTS_ONLY, "b"),
     (("zero", 3), ("zero", 3), 1, WEIGHTS_ONLY, "b"),
-    (("zero", 3), ("zero", 3), 1, {"load_module_only": True}, "b"),
     (("zero", 1), ("zero", 2), 2, {}, "b"),
     (("zero", 2), ("zero", 1), 2, {}, "b"),
-    *((("AdamW", stage), ("zero", stage), 2, WEIGHTS_ONLY, "b") for stage in (1, 2, 3)),
-    *((("zero", stage), ("zero", stage), 2, {"tag": "a", "load_module_only": True}, "a") for stage in (1, 2)),
+    *((("AdamW", stage), ("zero", stage), 2, WEIGHTS_ONLY, "b") for stage in (1, 3)),
+    (("zero", 2), ("zero", 2), 2, {"tag": "a", "load_module_only": True}, "a"),
 ]
 
 
@@ -425,7 +384,7 @@ def test_weights_alone_and_stages_1_or_2_can_load(rank_pools: dict[int, RankPool
         assert str(path).startswith(f"{folder}/{tag}") and same(found, weights[tag])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3])
 def test_a_folder_without_checkpoints_is_left_to_deepspeed(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     assert [path for path, _ in ranks.run(load, str(tmp_path), "zero", stage, {})] == [None, None]
 
@@ -460,10 +419,8 @@ def bring_to_new_owners(harm: str = "none") -> tuple[dict[str, Any], Counted]:
     saved: Any = {MATRIX[number]: owner_state_of(number) for number in SAVED_ON.get(ranks.rank, [])}
     if harm == "no state on rank 1":
         saved = {} if ranks.rank == 1 else saved
-    elif harm == "all of it" and ranks.rank == 0:
-        saved = torch.arange(3)
-    elif harm != "none" and ranks.rank == 0:
-        saved[MATRIX[2]] = "a word" if harm == "no dict" else {"GG": [{3}]}
+    elif harm == "a set" and ranks.rank == 0:
+        saved[MATRIX[2]] = {"GG": [{3}]}
     for atom in (before := OWNED_NOW[ranks.rank]):
         held.put(atom, {"before": torch.ones(2)})
     owned = {MATRIX[number]: (held, number) for number in before}
@@ -493,8 +450,6 @@ def test_an_owner_receives_the_state_that_it_has_not_and_no_more_at_once() -> No
 
 REFUSED_STATE = {
     "no state on rank 1": "matrix 'layers.4.weight': expected owner state, as others have, found none; a file is dam",
-    "no dict": "owner state of matrix 'layers.2.weight': expected a dict, found 'a word'; a file is damaged",
-    "all of it": "owner state: expected a dict with every matrix's, found tensor([0, 1, 2]); a file is damaged",
     "a set": "found a set at 'layers.2.weight.GG.0', which checkpoints do not hold",
 }
 

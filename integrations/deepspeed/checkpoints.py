@@ -16,14 +16,12 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from lwopt_backend.checkpoint.contents import CheckpointError
-from lwopt_backend.checkpoint.deepspeed.files import NAMES, check_marks, load_mapping, mark_of
-from lwopt_backend.checkpoint.files.manifest import new_save_id
+from lwopt_backend.checkpoint.deepspeed.files import NAMES, inner, load_mapping
 from lwopt_backend.checkpoint.files.pickles import options
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups.param_groups import of_another_optimizer
 from lwopt_backend.groups.registry import check_group
 from lwopt_backend.integrations.deepspeed.tensors import mark
-from lwopt_backend.runtime.agreement import setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import TO_DO, check_fits
 
@@ -41,37 +39,16 @@ AS_LAID_OUT = "load it with the layout, bucket_mb and group_size it was saved wi
 class Saved:
     """A checkpoint's description of itself. ``groups`` has the parameters' names, one list per param group of the
     optimizer (stages 1 and 2) or per sub-group (stage 3); None at stage 0, where ``names`` has them. ``owned`` is the
-    mark of owned storage, ``stranger`` describes another optimizer that wrote it, ``save_id`` is the same in all files
-    of one save by this package. ``shards`` is the number of tensor-parallel ranks, or of pipeline stages. ``options``
-    are this package's param groups."""
+    mark of owned storage, ``stranger`` describes another optimizer that wrote it. ``shards`` is the number of
+    tensor-parallel ranks, or of pipeline stages. ``options`` are this package's param groups."""
 
     world_size: int
     groups: list[list[str]] | None
     names: list[list[str]] | None = None
     owned: Mapping[str, Any] | None = None
     stranger: str | None = None
-    save_id: str | None = None
     shards: int = 1
     options: Sequence[Mapping[str, Any]] = ()
-
-
-class SaveMark:
-    """Marks this package's part of each file with its save, which distinguishes the files of two saves.
-
-    Made on all ``ranks`` of an engine, including all pipeline stages. The mark is the run's random name, the number of
-    ``loads`` since it began, and the step: saving needs no communication.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine, ranks: Collectives) -> None:
-        self._engine, self._run, self.loads = engine, ranks.gather_objects(new_save_id())[0], 0
-
-    def of_now(self) -> dict[str, Any]:
-        """The mark of a file that this rank saves now. At stage 0 one file has everything, and is not named."""
-        engine = self._engine
-        step = engine.global_steps
-        file = Path(engine._get_zero_ckpt_name("", "")).name if engine.zero_optimization_stage() else None
-        said = {"save_id": f"{self._run}.{self.loads}.{step}", "step": step, "file": file}
-        return {**said, "rank": engine.global_rank, "world": engine.world_size}
 
 
 def prepare_saving(engine: DeepSpeedEngine, optimizer: Any, ranks: Collectives) -> None:
@@ -156,10 +133,7 @@ def check(
     elif with_state and saved.names is not None:
         params = [group["params"] for group in engine.basic_optimizer.param_groups]
         _check_groups(folder, saved.names, [[engine.param_names[param] for param in group] for group in params])
-    return [
-        f"{folder.name}, saved on {saved.world_size} ranks",
-        setting(f"the save that their files in {folder} are of", saved.save_id),
-    ]
+    return [f"{folder.name}, saved on {saved.world_size} ranks"]
 
 
 def _check_optimizer(folder: Path, saved: Saved, core: OwnedCore | None, stage: int) -> None:
@@ -200,26 +174,17 @@ def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
                 "tag), or it was made in another precision; load it in the precision it was saved in"
             )
         optimizer = _without_tensors(of_rank)["optimizer_state_dict"]
-        check_marks(states, file, [(of_rank, optimizer)])
     owned = optimizer.get(MARK) if isinstance(optimizer, Mapping) else None
-    save_id = (mark_of(optimizer) or {}).get("save_id") if isinstance(optimizer, Mapping) else None
     groups = None if shapes is None else [list(group) for group in shapes]
     names = optimizer.get(NAMES) if isinstance(optimizer, Mapping) else None
     stranger, shards = None if owned else _stranger(states, optimizer), states.get("mp_world_size") or 1
-    ours = [options(group) for group in _inner(optimizer).get("param_groups") or () if "rule" in group]
-    return Saved(states["dp_world_size"], groups, names, owned, stranger, save_id, shards, ours)
-
-
-def _inner(optimizer: Any) -> Mapping[str, Any]:
-    """The state of the optimizer that ZeRO's contains, or that is no ZeRO's."""
-    if isinstance(optimizer, Mapping) and "param_groups" not in optimizer:
-        optimizer = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
-    return optimizer if isinstance(optimizer, Mapping) else {}
+    ours = [options(group) for group in inner(optimizer).get("param_groups") or () if "rule" in group]
+    return Saved(states["dp_world_size"], groups, names, owned, stranger, shards, ours)
 
 
 def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:
     """A description of the optimizer that wrote a checkpoint, if its param groups are another optimizer's."""
-    groups: Any = _inner(optimizer).get("param_groups")
+    groups: Any = inner(optimizer).get("param_groups")
     if not of_another_optimizer(groups):
         return None
     name = ((states.get("ds_config") or {}).get("optimizer") or {}).get("type")

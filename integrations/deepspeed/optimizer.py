@@ -13,7 +13,6 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from lwopt_backend.checkpoint.deepspeed.files import SAVE
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines.base import BaseOptimizer
 from lwopt_backend.engines.zero.plan import UnitStepper
@@ -31,7 +30,6 @@ from lwopt_backend.groups.param_groups import (
 from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import zero
-from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark
 from lwopt_backend.integrations.deepspeed.gradients import Gradients, watch
 from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import Binding, ZeROStore
@@ -51,8 +49,7 @@ class EngineOptimizer(BaseOptimizer):
     for the others, and more where overrides differ.
     """
 
-    save_mark: SaveMark  # once it has an engine
-    gradients: Gradients  # the same
+    gradients: Gradients  # once it has an engine
     gathered: dict[str, Any] | None = None  # its state dict during a save that asks only some ranks for it
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
@@ -280,7 +277,6 @@ class ZeROLayerWise(EngineOptimizer):
         if self._binding is not None:
             kept = zero.owner_states(self._steppers.values()) if self._steppers else self._owner_state
             state_dict.update(zero.save_matrices(self._binding, kept if self._keeps_owner_state else None))
-            state_dict[SAVE] = self.save_mark.of_now()
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import Tensor
 
-from lwopt_backend.checkpoint.deepspeed.files import SAVE
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.gradients import clip_factor, everything
@@ -312,7 +311,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             return {}
         common = {key: getattr(self, key) for key in ("loss_scaler", "dynamic_loss_scale", "overflow")}
         marks = {MARK: tensors.mark(self.core), "zero_stage": self._stage, "ds_version": version}
-        return {**saved, **common, "clip_grad": self._clip, **marks, SAVE: self.save_mark.of_now()}
+        return {**saved, **common, "clip_grad": self._clip, **marks}
 
     def load_state_dict(
         self,

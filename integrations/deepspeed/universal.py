@@ -33,7 +33,7 @@ from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups.param_groups import OURS
 from lwopt_backend.groups.rates import IN_GROUPS, regrouped
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, check_group, new_state, option_names
-from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, prepare_saving
+from lwopt_backend.integrations.deepspeed.checkpoints import check, prepare_saving
 from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.routing.routing import full_shape
@@ -60,7 +60,6 @@ def prepare_loading(
     ``core`` is the engine's owned storage, if it has that.
     """
     everyone = ranks_of()
-    mark = optimizer.save_mark = SaveMark(engine, everyone)
     prepare_saving(engine, optimizer, everyone)
     load, universal = engine.load_checkpoint, engine.load_universal_checkpoint()
     signature = inspect.signature(load)
@@ -77,7 +76,6 @@ def prepare_loading(
 
         if not universal:
             agree_in_all(ranks, optimizer.name, fits)
-        mark.loads += 1
         if engine.zero_optimization_stage() == 3:
             # With load_module_only alone, DeepSpeed silently reads the weights from a file that has none.
             asked["load_optimizer_states"] = with_state

@@ -287,43 +287,14 @@ def read_model_states(
 
 
 NAMES = "lwopt.names"  # the key in this package's state at stage 0: the parameters' names by param group
-SAVE = "lwopt.save"  # the key in this package's part of each file of the optimizer's state: its save
-
-
 CUTS = "lwopt.cuts"  # how tensor parallelism cuts parameters: by name the dimension, and the rows of each part of one
 
 
-def mark_of(saved: Mapping[str, Any], of: str = SAVE) -> Mapping[str, Any] | None:
-    """This package's mark of the save, or its entry ``of``, in a file's optimizer state; None in other optimizers'."""
-    for key in ("base_optimizer_state", "optimizer_state_dict"):  # ZeRO's wrappers save the inner optimizer there
-        if of not in saved and isinstance(saved.get(key), Mapping):
-            saved = saved[key]
-    found = saved.get(of)
-    return found if isinstance(found, Mapping) else None
-
-
-def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[tuple[Path, Mapping[str, Any]]]) -> None:
-    """Raises CheckpointError for files of the optimizer's state that were swapped between ranks or copied over each
-    other, or that are of another save or step than the others. Other optimizers' files have no marks.
-
-    ``model`` is the content of the file of model states.
-    """
-    marks = {file: mark_of(saved) for file, saved in of_ranks}
-    first_file, first = next(((file, mark) for file, mark in marks.items() if mark is not None), (None, None))
-    if first is None:
-        return
-    for file, mark in marks.items():
-        wrong = None
-        if mark is None:
-            wrong = f"expected a mark of its save, as in {first_file}, found none"
-        elif mark.get("file") not in (None, file.name):
-            wrong = f"expected this rank's state, found that of {mark.get('file')}; it was copied or renamed"
-        elif mark.get("step") != model.get("global_steps"):
-            wrong = f"expected step {model.get('global_steps')}, as in {model_file.name}, found {mark.get('step')}"
-        elif mark.get("save_id") != first.get("save_id"):
-            wrong = f"expected the save {first.get('save_id')}, as in {first_file}, found {mark.get('save_id')}"
-        if wrong:
-            raise CheckpointError(f"{file}: {wrong}; copy all files of one save to {file.parent} again")
+def inner(optimizer: Any) -> Mapping[str, Any]:
+    """The state of the optimizer in ZeRO's wrapper, or of one that is in no wrapper; empty for anything else."""
+    if isinstance(optimizer, Mapping) and "param_groups" not in optimizer:
+        optimizer = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
+    return optimizer if isinstance(optimizer, Mapping) else {}
 
 
 def load_mapping(file: Path) -> Mapping[str, Any]:
@@ -381,7 +352,11 @@ def checkpoint_of(
     gathered = [each for each in found.values() if isinstance(each, Gathered)]
     saved, told = states.saved, list(notes)
     told += [f"{key!r} of {states.path} is not kept" for key in NOT_KEPT if saved.get(key) is not None]
-    everything = {**params, **{name: Param(weight) for name, weight in states.frozen.items() if name not in params}}
+    frozen = states.frozen
+    if states.shapes is None:  # DeepSpeed lists no frozen parameters at stage 0
+        listed = {*params, *states.buffers, *states.tied}
+        frozen = {name: tensor for name, tensor in states.module.items() if name not in listed}
+    everything = {**params, **{name: Param(weight) for name, weight in frozen.items() if name not in params}}
     order = dict.fromkeys((*(name for name in states.module if name in everything), *everything))
     scaler = common.get("loss_scaler")
     numbers = vars(scaler).items() if isinstance(scaler, Stub) else None

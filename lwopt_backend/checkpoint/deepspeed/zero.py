@@ -41,11 +41,9 @@ OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's s
 def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest`` in a folder names. Raises CheckpointError."""
     parts = _parts(tag)
-    (states, of_ranks), *_ = parts
-    marked = (entry for _, of_part in parts for entry in of_part)
-    ds.check_marks(states.saved, states.path, marked)
+    (_, of_ranks), *_ = parts
     found = [_read_part(*part) for part in parts]
-    cuts = ds.mark_of(of_ranks[0][1], ds.CUTS)
+    cuts = ds.inner(of_ranks[0][1]).get(ds.CUTS)
     whole = found[0] if len(found) == 1 else _joined(found) if cuts is None else _of_shards(tag, found, cuts)
     stages = len(parts) if any(map(ds.LAYER.fullmatch, ds.names_in(tag))) else 1
     return replace(whole, world={**whole.world, "pp": stages})
@@ -101,7 +99,7 @@ def _shards(tag: Path, first: tuple[ModelStates, OfRanks], others: Sequence[int]
             f"{tag}: expected the files of {saved_on} tensor-parallel ranks, as in {states.path.name}, found {count}; "
             "copy the whole folder again"
         )
-    if others and ds.mark_of(of_ranks[0][1], ds.CUTS) is None:
+    if others and ds.CUTS not in ds.inner(of_ranks[0][1]):
         raise ds.not_told(tag, count)
     read = [(ds.read_model_states(ds.model_files(tag, other)), other) for other in others]
     return [first, *((states, _of_ranks(tag, states, other)) for states, other in read)]
@@ -330,9 +328,6 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
             owners.setdefault(name, {}).update(of_places)  # ranks may own matrices of one parameter
     for name, of_places in owners.items():
         gathered[name].owner = ds.owner_states(dict(sorted(of_places.items())))
-    if whole:  # DeepSpeed lists no frozen parameters at stage 0
-        known = {*gathered, *states.buffers, *states.tied}
-        states = replace(states, frozen={name: t for name, t in states.module.items() if name not in known})
     format = f"lwopt owned storage in deepspeed, stage {first.get('zero_stage')}"
     matrices = {name: list(of_member) for name, _, _, of_member in members}
     return ds.checkpoint_of(states, format, gathered, groups, first, matrices)
@@ -370,8 +365,6 @@ def read_stage0(states: ModelStates, saved: Mapping[str, Any]) -> Checkpoint:
                 elif value is not None:
                     found.add_number(key, value, states.path)
     ds.take_owner_states(gathered, [saved])
-    known = {*gathered, *states.buffers, *states.tied}
-    states = replace(states, frozen={name: t for name, t in states.module.items() if name not in known})
     return ds.checkpoint_of(states, "deepspeed stage 0", gathered, groups, saved, ds.matrices_in(saved))
 
 
