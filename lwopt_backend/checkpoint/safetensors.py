@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ from lwopt_backend.checkpoint.contents import (
 )
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import check_name
-from lwopt_backend.checkpoint.files.manifest import Files, crc_of
+from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.threads import in_order
 from lwopt_backend.checkpoint.files.torch_files import Record, Stored, StoredTensor
 
@@ -88,12 +89,19 @@ def write(
 
 def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], workers: int) -> None:
     path = files.folder / name
-    found = in_order((tensor.read for tensor in tensors.values()), workers)
+    content = dict(zip(tensors, in_order((tensor.read for tensor in tensors.values()), workers)))
     try:
-        save_file(dict(zip(tensors, found)), path, {"format": "pt"})
+        save_file(content, path, {"format": "pt"})
     except SafetensorError as error:  # also raised for a full disk
         raise OSError(str(error)) from error
-    files.add(name, crc_of(path))
+    with path.open("rb") as file:
+        first = file.read(8)
+        header = file.read(int.from_bytes(first, "little"))
+    places = {name: entry["data_offsets"] for name, entry in json.loads(header).items() if name in content}
+    crc = zlib.crc32(header, zlib.crc32(first))
+    for tensor in sorted(places, key=places.__getitem__):
+        crc = zlib.crc32(memory(content[tensor]), crc)
+    files.add(name, crc)
 
 
 # Reads, as Hugging Face's libraries and the writer above write them:
