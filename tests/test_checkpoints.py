@@ -2,20 +2,9 @@
 A tour is one run through several engines. Each leg loads what the one before saved, as it is or converted, trains two
 steps and saves; what it saves has the weights, states, rates and counters of a run without a break. Readers and writers
 meet in one form, so every engine need not meet every other one: each occurs as the one that saves and as the one that
-loads, with rules of every kind.
-
-The legs of a tour are a route:
-
-    route   = leg, {", ", leg}
-    leg     = engine, " on ", ranks, {" ", word}    on how many ranks, and what else there is to it
-    engine  = "plain" | "fsdp2" | "zero ", stage | "owned ", stage    stage: DeepSpeed's, of ZeRO or owned storage
-    word    = a key of WORDS, which says what it sets of the leg, the cell or our optimizer
-
-"owned 0 on 4 singles, plain on 4 twice": owned storage under DeepSpeed at stage 0 on 4 ranks, each its own instance;
-then plain PyTorch on 4 ranks, which loads that converted to universal and then to its own format."""
+loads, with rules of every kind."""
 
 import copy
-import functools
 import io
 import itertools
 from collections.abc import Callable
@@ -33,7 +22,6 @@ from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.differences import differences
-from tests.cells import with_full
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import FROZEN, PARTS, Buffered
 from tests.command_line import succeeds
@@ -48,9 +36,8 @@ from tests.references import SECTIONS
 from tests.zero import ADAMW, OWN_ROWS
 
 STEPS = 2
+BF16, TIED = "bfloat16", {"model": {"tied": True}}
 Pools = dict[int, RankPool]
-ATOMS, PARTED_BY = {"atoms": OF_FUSED}, {"atoms": PARTS}
-GoOn = Callable[["Tour"], None]
 STATES = {"fp32", "step", "exp_avg", "exp_avg_sq", "momentum_buffer", "second_moment"}  # files that ranks load
 
 
@@ -80,8 +67,9 @@ def with_heads(seed: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Leg:
-    """Some steps on one engine. ``via``: the formats that what it loads is converted to, one after the other. It is
-    made with other rates than the run has, and has ``used`` steps behind it when it loads."""
+    """Some steps on one engine. ``via``: the formats that what it loads is converted to, one after the other; nothing
+    if it loads what the leg before has saved. It is made with other rates than the run has, and has ``used`` steps
+    behind it when it loads."""
 
     ranks: int
     cell: Cell
@@ -90,43 +78,19 @@ class Leg:
     steps: int = STEPS
 
 
-FORMS = ("nested", "flat", "async", "full", "flat full", "bare")  # of torch's
-WORDS: dict[str, dict[str, Any]] = {
-    # of the leg
-    **{"used": {"used": 2}, "untrained": {"steps": 0}},
-    "twice": {"twice": True},  # converted, to universal first
-    # of the cell
-    **{form: {"form": form} for form in FORMS},
-    **{word: {"sharding": word} for word in ("rows", "columns", "hybrid", "ignored_params")},
-    **{"tensors": {"sharding": "tensor parallel"}, "roots": {"sharding": "several roots"}},
-    "offloaded": {"zero": {"offload_optimizer": {"device": "cpu"}}},
-    "aligned": {"zero": {"parameter_alignment": True}},
-    # of our optimizer
-    **{layout: {"layout": layout} for layout in ("padded", "compact", "auto")},
-    **{policy: {"policy": policy} for policy in ("stay", "balance")},
-    **{"pairs": {"group_size": 2}, "singles": {"group_size": 1}, "small": {"bucket_mb": 0.002}},
-    **{"large": {"bucket_mb": 1.0}, "lazy": {"overlap_param_gather": True}},
-    **{"kept": {"keep_full_grads": True}, "wide": {"grad_dtype": "float32"}},
-}
+def on(engine: str, ranks: int, *via: str, used: int = 0, steps: int = STEPS, **how: Any) -> Leg:
+    """On an engine with DeepSpeed's stage, such as "zero 2". ``how`` are a cell's fields and our optimizer's options.
+    Without ``via``, what it loads is converted to its own format."""
+    of_cell = {key: how.pop(key) for key in ("zero", "sharding", "form") if key in how}
+    if engine == "zero 3":  # some parameters are kept whole, most are not
+        of_cell["zero"] = {"stage3_param_persistence_threshold": 100, **of_cell.get("zero", {})}
+    cell = Cell(engine, options=how, alike=True, falling=True, **of_cell)
+    return Leg(ranks, cell, via or (("dcp",) if engine in ("fsdp2", "plain") else ("universal",)), used, steps)
 
 
-def route(text: str, *further: str, native: bool = False) -> list[Leg]:
-    """The legs of a route, all with the ``further`` words. Each loads what is converted to the format of its engine, or
-    ``native``: as the leg before has saved it."""
-    legs = []
-    for words in text.split(", "):
-        engine, _, rest = words.partition(" on ")
-        ranks, *options = [*rest.split(), *further]
-        how = {key: value for word in options for key, value in WORDS[word].items()}
-        of_leg = {key: how.pop(key) for key in ("used", "steps") if key in how}
-        of_cell = {key: how.pop(key) for key in ("zero", "sharding", "form") if key in how}
-        if engine == "zero 3":  # some parameters are kept whole, most are not
-            of_cell["zero"] = {"stage3_param_persistence_threshold": 100, **of_cell.get("zero", {})}
-        via = () if native else ("dcp",) if engine in ("fsdp2", "plain") else ("universal",)
-        via = ("universal", *via) if how.pop("twice", False) else via
-        cell = Cell(engine, options=how, alike=True, falling=True, **of_cell)
-        legs.append(Leg(int(ranks), cell, via, **of_leg))
-    return legs
+def native(*legs: Leg) -> list[Leg]:
+    """Without conversions."""
+    return [replace(each, via=()) for each in legs]
 
 
 @dataclass(frozen=True)
@@ -232,6 +196,15 @@ def check(found: Checkpoint, truth: Checkpoint, tour: Tour, stop: int, samples: 
     assert found.client == (truth.client or CLIENT)
 
 
+def check_full(found: dict[str, Any], truth: Checkpoint) -> None:
+    states = found["optimizer"].get("state")
+    for name, param in truth.params.items():
+        assert torch.equal(found["model"][name], param.best.read()), name
+        for key in param.states.keys() - {"fp32"}:
+            state = found["optimizer"][f"state.{name}.{key}"] if states is None else states[name][key]
+            assert torch.equal(state, param.states[key].read()), (name, key)
+
+
 def check_zero_to_fp32(saved: Path, truth: Checkpoint, stage: str) -> None:
     """At stage 1 it has no frozen parameters, with any optimizer."""
     found = get_fp32_state_dict_from_zero_checkpoint(str(saved))
@@ -258,7 +231,9 @@ def go_through(rank_pools: Pools, folder: Path, tour: Tour) -> None:
             load = converted(load, leg, tour.model.get("tied", False))
         rank_pools[leg.ranks].run(travel, tour, leg, begin, [stop], [str(saved)], load and str(load))
         samples += leg.steps * OWN_ROWS * leg.ranks
-        if "full" not in leg.cell.form:  # which the next leg reads
+        if "full" in leg.cell.form:
+            check_full(torch.load(saved / "full.pt"), truth)
+        else:
             check(read(saved), truth, tour, stop, samples)
         stage = leg.cell.engine.partition(" ")[2]
         if stage in ("1", "2", "3") and tour.precision != "bf16+fp32":
@@ -268,63 +243,90 @@ def go_through(rank_pools: Pools, folder: Path, tour: Tour) -> None:
         check_safetensors(by_name(saved), truth)
 
 
-@pytest.fixture
-def go_on(rank_pools: Pools, tmp_path: Path) -> GoOn:
-    return functools.partial(go_through, rank_pools, tmp_path)
-
-
-MUON = "zero 2 on 2, owned 0 on 1, zero 3 on 4, fsdp2 on 3 twice, owned 1 on 2, zero 1 on 1 used, plain on 3, "
-MUON += "zero 0 on 3, owned 1 on 4 pairs used, zero 2 on 2 offloaded, zero 3 on 2 offloaded, owned 2 on 2, fsdp2 on 1"
-SOAP = "plain on 2, fsdp2 on 2, zero 1 on 4, owned 2 on 3 compact, fsdp2 on 1, owned 0 on 1, zero 0 on 2 used, "
-SOAP += "owned 0 on 4 singles, zero 2 on 3, plain on 4 twice, zero 3 on 1"
-NORMUON = "zero 3 on 2, zero 0 on 4, owned 1 on 3 compact, zero 1 on 3 used, zero 2 on 1, plain on 1, "
-NORMUON += "owned 2 on 2 padded, zero 3 on 3, fsdp2 on 4"
-SHAMPOO = (
-    "zero 0 on 1, owned 1 on 4 pairs, zero 1 on 2 used, owned 2 on 2 singles, zero 2 on 4, fsdp2 on 3, zero 0 on 1"
-)
-PARTED = "fsdp2 on 2, zero 1 on 2, fsdp2 on 3, plain on 2"
-FLAT = "fsdp2 on 2 flat, fsdp2 on 3 flat, fsdp2 on 1"
-FUSED = "zero 3 on 2, zero 1 on 1, zero 2 on 4, owned 1 on 4, zero 0 on 2"
-IN_BF16 = "zero 1 on 2, zero 1 on 1, zero 2 on 4 aligned, zero 1 on 4, zero 2 on 1"
-OWNED = "owned 1 on 2 padded, owned 0 on 1 padded, owned 2 on 2 compact, owned 0 on 2 singles, "
-OWNED += "owned 1 on 4 pairs, owned 2 on 4 padded, owned 1 on 2 compact singles, owned 2 on 2 compact"
+PADDED, COMPACT, AUTO = ({"layout": layout} for layout in ("padded", "compact", "auto"))
+PAIRS, SINGLES = {"group_size": 2}, {"group_size": 1}
+OFFLOADED, ALIGNED = {"zero": {"offload_optimizer": {"device": "cpu"}}}, {"zero": {"parameter_alignment": True}}
+TWICE, WIDE = ("universal", "dcp"), {"grad_dtype": "float32"}
+FUSED, OF_PARTS = {"build": fused, "options": {"atoms": OF_FUSED}}, {"options": {"atoms": PARTS}}
 OWNER_RULES = ("soap", "adamuon", "shampoo", "a class")
-WAYS = {"muon": MUON, "soap": SOAP, "normuon": NORMUON, "shampoo": SHAMPOO}
+OWNED = [on("owned 1", 2, **PADDED), on("owned 0", 1, **PADDED), on("owned 2", 4, **COMPACT), on("owned 0", 2)]
 ACROSS: dict[str, Tour] = {
-    **{rule: Tour(rule, route(way), model={"tied": rule == "soap"}) for rule, way in WAYS.items()},
-    "muon2": Tour(
-        "muon2", route("zero 3 on 2, owned 1 on 3 compact, plain on 1, zero 2 on 4, fsdp2 on 3, zero 0 on 2")
+    "muon": Tour("muon", [on("zero 2", 2), on("owned 0", 1), on("zero 3", 4), on("fsdp2", 3, *TWICE)]),
+    "muon, used": Tour("muon", [on("owned 1", 2), on("zero 1", 1, used=2), on("plain", 3), on("zero 0", 3)]),
+    "muon, offloaded": Tour("muon", [on("plain", 2), on("zero 2", 2, **OFFLOADED), on("zero 3", 2, **OFFLOADED)]),
+    "muon, pairs": Tour("muon", [on("zero 0", 2), on("owned 1", 4, used=2, **PAIRS), on("owned 2", 2)]),
+    "soap": Tour("soap", [on("plain", 2), on("fsdp2", 2), on("zero 1", 4), on("owned 2", 3, **COMPACT)]),
+    "soap, twice": Tour("soap", [on("zero 2", 2), on("owned 0", 4, **SINGLES), on("plain", 4, *TWICE)]),
+    "soap, tied": Tour("soap", [on("fsdp2", 1), on("zero 0", 2, used=2), on("zero 2", 3), on("zero 3", 1)], **TIED),
+    "normuon": Tour("normuon", [on("zero 3", 2), on("zero 0", 4), on("owned 1", 3, **COMPACT), on("zero 2", 1)]),
+    "normuon, used": Tour("normuon", [on("fsdp2", 2), on("zero 1", 3, used=2), on("zero 3", 3), on("plain", 1)]),
+    "shampoo": Tour("shampoo", [on("owned 1", 4, **PAIRS), on("zero 1", 2), on("zero 2", 4), on("zero 0", 1)]),
+    **{rule: Tour(rule, [on("zero 3", 2), on("owned 1", 3), on("fsdp2", 4)]) for rule in ("muon2", "muonh", "adamh")},
+    "parts": Tour("soap", [on("fsdp2", 2), on("zero 1", 2), on("fsdp2", 3), on("plain", 2)], **OF_PARTS),
+    **{
+        f"flat, {rule}": Tour(rule, [on("fsdp2", 2, form="flat"), on("fsdp2", 3, form="flat"), on("fsdp2", 1)])
+        for rule in ("muon", "shampoo", "a class")
+    },
+    "flat, parts": Tour("soap", [on("fsdp2", 2, form="flat"), on("fsdp2", 3, form="flat")], **OF_PARTS),
+    "fused, soap": Tour("soap", [on("zero 3", 2), on("zero 2", 4), on("owned 1", 4), on("zero 0", 2)], **FUSED),
+    "fused, normuon": Tour("normuon", [on("owned 2", 2), on("zero 3", 4)], **FUSED),
+    "fused, as saved": Tour("muon", native(on("zero 0", 2), on("zero 0", 4)), **FUSED),
+    "per head": Tour("normuon", [on("owned 1", 2), on("zero 3", 4), on("plain", 3)], with_heads, options=PER_HEAD),
+    "partial": Tour("soap", [on("owned 1", 2), on("owned 2", 4)], Partial, {"tied": True}),
+    "bf16": Tour("muon", [on("zero 1", 2), on("zero 2", 4, **ALIGNED), on("zero 1", 1)], precision="bf16"),
+    "bf16, stage 3": Tour("muon", [on("zero 3", 2), on("zero 3", 1), on("zero 3", 4)], precision="bf16"),
+    "bf16, owned": Tour("muon", [on("owned 1", 2), on("owned 2", 4), on("owned 0", 1)], precision="bf16"),
+    "bf16, to owned": Tour("muon", [on("zero 3", 2), on("owned 2", 4, steps=0)], precision="bf16"),
+    **{f"{precision}, owned": Tour("muon", OWNED, precision=precision) for precision in ("bf16+fp32", "fp16+fp32")},
+    "bf16 + fp32": Tour("muon", [on("zero 1", 2), on("zero 1", 4)], precision="bf16+fp32"),
+}
+TWO, FOUR, THREE = on("plain", 2, **COMPACT), on("plain", 4, **PADDED, bucket_mb=1.0), on("plain", 3, **COMPACT)
+LAZY, SMALL = {"overlap_param_gather": True}, on("plain", 1, **COMPACT, bucket_mb=0.002)
+INSTANCES = native(on("plain", 4, **AUTO, **PAIRS), on("plain", 2, **COMPACT, **SINGLES), on("plain", 4, **SINGLES))
+SHARDED = [on("fsdp2", 4, sharding=sharding) for sharding in ("several roots", "hybrid")]
+MESHES = [on("fsdp2", 4, sharding="tensor parallel"), on("fsdp2", 2, sharding="columns"), on("fsdp2", 3)]
+AS_SAVED: dict[str, Tour] = {
+    **{f"compact, {rule}": Tour(rule, native(FOUR, SMALL, THREE)) for rule in ("muon", "soap", "shampoo")},
+    **{f"padded, {rule}": Tour(rule, native(TWO, FOUR)) for rule in ("adamuon", "a class")},
+    "compact, bf16": Tour("muon", native(*(on("plain", n, **COMPACT, **LAZY, **WIDE) for n in (2, 4))), dtype=BF16),
+    "instances": Tour("muon", INSTANCES),
+    "kept gradients": Tour("muon", native(*(on("plain", n, keep_full_grads=True) for n in (2, 3, 1)))),
+    "plain and fsdp2": Tour("soap", native(on("fsdp2", 2), on("plain", 3), on("fsdp2", 1), SMALL), **OF_PARTS),
+    "zero 0": Tour("muon", native(on("zero 0", 2), on("zero 0", 1), on("zero 0", 4))),
+    **{f"zero 0, {rule}": Tour(rule, native(on("zero 0", 2), on("zero 0", 4))) for rule in ("soap", "adamuon")},
+    **{
+        f"owned 0, {precision}": Tour(
+            "muon", native(*(on("owned 0", n, **PAIRS, **COMPACT) for n in (2, 4))), precision=precision
+        )
+        for precision in ("fp32", "bf16")
+    },
+    **{
+        f"{engine}, {rule}": Tour(rule, native(on(engine, 2), on(engine, 2)))
+        for engine, rule in (
+            *(("zero 1", "adamuon"), ("zero 2", "shampoo"), ("zero 3", "a class"), ("zero 3", "soap")),
+            *(("owned 0", "soap"), ("owned 2", "adamuon")),
+        )
+    },
+    "other owners": Tour("soap", native(on("zero 2", 2, policy="stay"), on("zero 2", 2, policy="balance"))),
+    "torch, bare": Tour("soap", native(*(on("plain", n, form="bare") for n in (2, 3, 1))), **OF_PARTS),
+    "torch, by name": Tour(
+        "muon", native(on("plain", 2, form="nested"), on("fsdp2", 3), on("plain", 4, form="async"), on("plain", 3))
     ),
-    "muonh": Tour("muonh", route("zero 3 on 2, owned 1 on 3 compact, fsdp2 on 4, zero 0 on 2, plain on 1")),
-    "adamh": Tour("adamh", route("zero 2 on 2, owned 1 on 3 compact, fsdp2 on 2, zero 0 on 2, plain on 1")),
-    "parts": Tour("soap", route(PARTED), options=PARTED_BY),
-    **{f"flat, {rule}": Tour(rule, route(FLAT)) for rule in ("muon", "adamuon", "shampoo", "a class")},
-    "flat, parts": Tour("soap", route(FLAT), options=PARTED_BY),
-    "fused, soap": Tour("soap", route(FUSED), fused, options=ATOMS),
-    "fused, normuon": Tour("normuon", route("owned 2 on 2, zero 3 on 4, zero 2 on 2"), fused, options=ATOMS),
-    "per head": Tour(
-        "normuon", route("owned 1 on 2, zero 3 on 4, zero 2 on 2, plain on 3"), with_heads, options=PER_HEAD
-    ),
-    "fused, without ZeRO": Tour("muon", route("zero 0 on 2, zero 0 on 4", native=True), fused, options=ATOMS),
-    "partial": Tour("soap", route("owned 1 on 2, owned 2 on 4"), Partial, {"tied": True}),
-    "bf16": Tour("muon", route(IN_BF16), precision="bf16"),
-    "bf16, stage 3": Tour("muon", route("zero 3 on 2, zero 3 on 1, zero 3 on 4"), precision="bf16"),
-    "bf16, owned": Tour("muon", route("owned 1 on 2, owned 2 on 4, owned 0 on 1"), precision="bf16"),
-    "bf16, to owned": Tour("muon", route("zero 3 on 2, owned 2 on 4 untrained"), precision="bf16"),
-    **{f"{how}, owned": Tour("muon", route(OWNED), precision=how) for how in ("bf16+fp32", "fp16+fp32")},
-    "bf16 + fp32": Tour("muon", route("zero 1 on 2, zero 1 on 4, zero 1 on 1"), precision="bf16+fp32"),
+    "torch, flat": Tour("muon", native(*(on("plain", n, form="flat", **WIDE) for n in (2, 3))), dtype=BF16),
+    "several roots": Tour("muon", native(*SHARDED, on("fsdp2", 3), on("fsdp2", 1))),
+    "meshes": Tour("soap", native(*MESHES, on("fsdp2", 2, sharding="ignored_params")), model={"hidden": EVEN}),
+    **{
+        f"fsdp2, {form}, {rule}": Tour(
+            rule, native(on("fsdp2", 4, form=form, sharding="hybrid"), on("fsdp2", 3, form=form))
+        )
+        for rule, form in zip(("muon", *OWNER_RULES), ("full", "flat full", "async", "flat", "bare"))
+    },
 }
 
 
-@pytest.mark.parametrize("name", ACROSS)
-def test_a_run_goes_on_from_engine_to_engine(go_on: GoOn, name: str) -> None:
-    go_on(ACROSS[name])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("rule", "way"), [pair for pair in itertools.product(WAYS, WAYS) if len({*pair}) == 2])
-def test_a_run_goes_on_with_every_rule_on_every_way(go_on: GoOn, rule: str, way: str) -> None:
-    go_on(Tour(rule, route(WAYS[way])))
+@pytest.mark.parametrize("tour", [pytest.param(tour, id=name) for name, tour in (ACROSS | AS_SAVED).items()])
+def test_a_checkpoint_resumes_on_every_engine(rank_pools: Pools, tmp_path: Path, tour: Tour) -> None:
+    go_through(rank_pools, tmp_path, tour)
 
 
 def test_every_engine_saves_and_loads_at_every_stage_on_every_number_of_ranks() -> None:
@@ -332,96 +334,6 @@ def test_every_engine_saves_and_loads_at_every_stage_on_every_number_of_ranks() 
     assert {(ranks, engine) for engine in ZERO for ranks in (1, 2, 3, 4)} <= set(legs)
     assert {engine for _, engine in legs} == set(ENGINES)
     assert {here.cell.engine for tour in ACROSS.values() for here in tour.legs[:-1]} == set(ENGINES)
-
-
-# Without a conversion
-WIDE = {"float32": (), "bfloat16": ("wide",)}
-LAYOUTS = {  # of owned storage in plain PyTorch
-    "to compact": "plain on 2 padded, plain on 1 compact small, plain on 3 compact, plain on 4 padded large",
-    "to padded": "plain on 2 compact lazy, plain on 1 padded, plain on 3 padded, plain on 4 compact lazy",
-    "instances": "plain on 4 auto pairs, plain on 2 compact singles, plain on 4 padded singles, "
-    "plain on 4 compact pairs lazy, plain on 1 padded",
-    "kept gradients": "plain on 2 auto kept, plain on 3 compact kept, plain on 1 padded kept",
-}
-OFTEN = [("muon", *row) for row in zip(LAYOUTS, ("bfloat16", "float32", "bfloat16", "float32"))]
-OFTEN += [(rule, layouts, "float32") for rule, layouts in zip(OWNER_RULES, [*LAYOUTS][:2] * 2)]
-SELDOM = [("muon", *row) for row in zip(LAYOUTS, ("float32", "bfloat16", "float32"))]  # kept gradients are in bf16
-
-
-@pytest.mark.parametrize(("rule", "layouts", "dtype"), with_full(OFTEN, SELDOM))
-def test_owned_storage_goes_on_on_other_ranks_and_layouts(go_on: GoOn, rule: str, layouts: str, dtype: str) -> None:
-    go_on(Tour(rule, route(LAYOUTS[layouts], *WIDE[dtype], native=True), dtype=dtype))
-
-
-@pytest.mark.parametrize("rule", ["muon", "soap"])
-def test_plain_pytorch_and_fsdp2_read_each_others_checkpoints(go_on: GoOn, rule: str) -> None:
-    legs = route("fsdp2 on 2, plain on 3, fsdp2 on 1, plain on 4 small, plain on 1", native=True)
-    go_on(Tour(rule, legs, options=PARTED_BY if rule == "soap" else {}))
-
-
-ALONE = "{0} on 2, {0} on 1, {0} on 4"  # without ZeRO: on any number of ranks
-AS_SAVED = [
-    ("muon", ALONE.format("zero 0"), "fp32"),
-    *(("muon", f"{ALONE.format('owned 0')} pairs compact", precision) for precision in ("fp32", "bf16")),
-    *((rule, "zero 0 on 2, zero 0 on 4", "fp32") for rule in ("soap", "adamuon")),
-    *((rule, f"zero {stage} on 2, zero {stage} on 2", "fp32") for stage, rule in enumerate(OWNER_RULES)),
-    ("soap", "zero 2 on 2 stay, zero 2 on 2 balance", "fp32"),  # which brings what owners keep to others
-    ("soap", "zero 3 on 2, zero 3 on 2", "fp32"),
-    ("soap", "owned 0 on 2, owned 0 on 2", "fp32"),
-    ("adamuon", "owned 2 on 2, owned 2 on 2", "fp32"),
-]
-ON_TWO = [f"{engine} on 2, {engine} on 2" for engine in (*ZERO, "owned 0", "owned 2")]
-
-
-@pytest.mark.parametrize(
-    ("rule", "way", "precision"), with_full(AS_SAVED, itertools.product(OWNER_RULES, ON_TWO, ["fp32"]))
-)
-def test_deepspeed_goes_on_from_what_it_has_saved(go_on: GoOn, rule: str, way: str, precision: str) -> None:
-    go_on(Tour(rule, route(way, native=True), precision=precision))
-
-
-BY_TORCH = {
-    "bare": "plain on 2 bare, plain on 3 compact bare, plain on 1 bare, plain on 4 padded pairs bare",
-    "by name": "plain on 2 nested, fsdp2 on 3, plain on 1 padded nested, plain on 4 compact async, plain on 3",
-    "flat": "plain on 2 flat, plain on 3 padded flat, plain on 1",
-}
-
-
-FORMATS = [("soap", "bare", "float32"), ("muon", "bare", "bfloat16")]
-FORMATS += [("muon", "by name", "float32"), ("muon", "flat", "bfloat16")]
-
-
-@pytest.mark.parametrize(("rule", "way", "dtype"), with_full(FORMATS, [("muon", "bare", "float32")]))
-def test_plain_pytorch_goes_on_with_torchs_own_formats_in_layouts(go_on: GoOn, rule: str, way: str, dtype: str) -> None:
-    legs = route(BY_TORCH[way], *WIDE[dtype], native=True)
-    go_on(Tour(rule, legs, dtype=dtype, options=PARTED_BY if rule == "soap" else {}))
-
-
-UNEVEN = "fsdp2 on 4 roots, fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1, fsdp2 on 2, fsdp2 on 4 hybrid, fsdp2 on 2, "
-UNEVEN += "fsdp2 on 4, fsdp2 on 3"
-SQUARE = "fsdp2 on 4 tensors, fsdp2 on 2 columns, fsdp2 on 4 tensors, fsdp2 on 4 hybrid, fsdp2 on 2, fsdp2 on 3, "
-SQUARE += "fsdp2 on 2 ignored_params, fsdp2 on 4 roots, fsdp2 on 1"
-
-
-LONG_WAYS = {"uneven": UNEVEN, "square": SQUARE, "short": "fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1"}
-RULES_AND_WAYS = [("muon", "uneven"), ("soap", "square")]
-OF_TORCH = [*((rule, ways, "nested") for rule, ways in RULES_AND_WAYS), ("muon", "square, 0", "nested")]
-OF_TORCH += [(rule, f"{ways}, {n}", form) for rule, ways in RULES_AND_WAYS for n, form in enumerate(FORMS[1:])]
-FURTHER = zip(OWNER_RULES[1:] * 2, ("nested", "full", "flat full", "flat full", "nested", "full"))
-OF_TORCH += [(rule, "short", form) for rule, form in FURTHER]
-
-
-@pytest.mark.parametrize(
-    ("rule", "ways", "form"), with_full(OF_TORCH, itertools.product(("muon", "soap"), ("uneven", "square"), FORMS))
-)
-def test_fsdp2_goes_on_with_torchs_own_formats_on_other_ranks_and_shardings(
-    go_on: GoOn, rule: str, ways: str, form: str
-) -> None:
-    """All legs of a way, or the four from twice the number on; those of numbers 0 to 4 are all of it."""
-    way, _, number = ways.partition(", ")
-    legs = route(LONG_WAYS[way], form, native=True)
-    legs = (legs * 2)[2 * int(number) :][:4] if number else legs
-    go_on(Tour(rule, legs, model={"hidden": EVEN} if way == "square" else {}))
 
 
 # What converters write is what the engine itself would have
@@ -433,11 +345,11 @@ def test_what_is_written_for_fsdp2_is_formed_as_torch_writes_it(rank_pools: Pool
         keys = [key for key in found.tensors if key.startswith(("model.", "optimizer.state."))]
         return {key: (found.paths[key], found.tensors[key].shape, found.tensors[key].dtype) for key in keys}
 
-    legs = route("fsdp2 on 2")
-    for tour in (Tour("muon", legs), Tour("soap", legs, options=PARTED_BY)):
+    saving = on("fsdp2", 2)
+    for tour in (Tour("muon", [saving]), Tour("soap", [saving], **OF_PARTS)):
         saved = tmp_path / tour.rule
-        rank_pools[2].run(travel, tour, *legs, 0, [STEPS], [str(saved)])
-        assert form(converted(saved, *legs)) == form(saved)
+        rank_pools[2].run(travel, tour, saving, 0, [STEPS], [str(saved)])
+        assert form(converted(saved, saving)) == form(saved)
 
 
 @pytest.mark.parametrize("rule", OWNER_RULES)
@@ -500,7 +412,7 @@ WITH_A_TEACHER = [
 
 
 @pytest.mark.parametrize(("way", "form"), WITH_A_TEACHER)
-def test_a_frozen_copy_is_no_tied_weight(ranks: RankPool, tmp_path: Path, way: str, form: str) -> None:
+def test_a_frozen_copy_is_no_tied_weight_in_any_format(ranks: RankPool, tmp_path: Path, way: str, form: str) -> None:
     """From every format, and through each: heads that are said to be embeddings, the teacher, and nothing else."""
     ranks.run(save_distilled, way, form, str(tmp_path / "saved"))
     held = dict(Distilled().named_parameters())
