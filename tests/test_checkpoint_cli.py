@@ -158,13 +158,10 @@ WRONG = {
     "--to dcp --from megatron-tourch": "did you mean 'megatron-torch'?",
     "--to dcp --names hf-lama": "unknown names 'hf-lama'; did you mean 'hf-llama'?",
     "--to dcp --map my.py:mine": "--map my.py:mine: FileNotFoundError",
-    "--to dcp --map mine": "--map mine: ",
     "--to dcp --source-names hf-llama --names megatron-core": "the checkpoint has those of hf-llama",
     "--to safetensors --dtype bfloat": "unknown --dtype 'bfloat'; did you mean 'bfloat16'?",
-    "--to megatron": "--to: unknown target 'megatron'; known: 'universal'",
     "--to dcp --dtype float32": "--dtype: expected --to safetensors, found --to dcp",
     "--to dcp --vocab-size 0": "Invalid value for '--vocab-size'",
-    "--to dcp --heads four": "Invalid value for '--heads'",
     "--to dcp --heads 4": "--heads: expected a change of names, found none",
     "--to dcp --vocab-size 17": "expected at least 17 rows, the given vocabulary",
 }
@@ -363,17 +360,8 @@ def test_safetensors_are_read_as_their_own_library_reads_them(tmp_path: Path) ->
     found = {name: param.best for name, param in read.params.items()} | dict(read.buffers)
     for name, tensor in tensors.items():
         assert found[name].read().dtype == tensor.dtype and same(found[name].read(), tensor)
-    assert torch.equal(found["a"].piece(4, 9).read(), tensors["a"].view(-1)[4:9])
-
-
-def test_safetensors_are_read_in_parts(tmp_path: Path) -> None:
-    """A stack of experts would be read for each of them."""
-    save_file({f"w{i}": torch.full((4, 2), float(i)) for i in range(50)}, tmp_path / "model.safetensors")
-    found = {name: param.best for name, param in safetensors_folder.read(tmp_path).params.items()}
-    for number in range(50):
-        assert same(found[f"w{number}"].read(), torch.full((4, 2), float(number)))
-        stack = dataclasses.replace(found[f"w{number}"], read=lambda: pytest.fail("the whole stack was read"))
-        assert all(same(stack.piece(row, row + 2).read(), torch.full((2,), float(number))) for row in (0, 2, 4, 6))
+    part = dataclasses.replace(found["a"], read=lambda: pytest.fail("the whole tensor was read")).piece(4, 9)
+    assert torch.equal(part.read(), tensors["a"].view(-1)[4:9])
 
 
 def header(**changes: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
 from lwopt_backend.checkpoint.convert import as_ours
 from lwopt_backend.checkpoint.gates import check
@@ -104,7 +105,11 @@ def test_frozen_parameters_and_weights_alone_pass_and_are_said() -> None:
 
 # Values
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_master_that_does_not_round_to_its_weight_is_named(dtype: torch.dtype) -> None:
+def test_a_master_that_does_not_round_to_its_weight_is_named(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a later block."""
+    monkeypatch.setattr(contents, "BLOCK", 5)
     source = having({**whole().params, MATRIX: param((4, 6), MOMENTUM, dtype=dtype)})
     check(source)
     weight = source.params[MATRIX].weight.read()
