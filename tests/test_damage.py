@@ -3,6 +3,7 @@ name the file, or the same checkpoint; nothing in it is run, and nothing is writ
 
 import io
 import itertools
+import json
 import os
 import pickle
 import random
@@ -10,6 +11,7 @@ import re
 import shutil
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,23 +19,42 @@ from typing import Any
 import pytest
 import torch
 
-from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint import convert, formats
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import NEW
 from tests import hostile
 from tests.command_line import files, lwopt, refused, succeeds, too_large
 from tests.damage import RANDOM, Changes, Data, Kind, contents, deleted, doubled, harmed, random_damage, save, swapped
 from tests.hostile import Payload
+from tests.megatron_torch import SCHEDULE
 from tests.ranks import RankPool
-from tests.test_manifest import TARGETS, by_ranks, saved
 
 PICKLED = ("torch", "megatron", "universal", "dcp")
 NATIVE = ("zero 2", "zero 3", "owned 1")
-SEALED = {f"{target}, with a manifest": target for target in (*TARGETS, "by ranks")}
+TARGETS = ("universal", "dcp", "safetensors")
+SEALED = {f"{target}, with a manifest": target for target in TARGETS}
+SHAPES = {"embedding.word_embeddings.weight": (32, 8), "output_layer.weight": (32, 8)}
 FORMS = (*PICKLED, "safetensors", "stage0", *NATIVE, *SEALED)
 Made = dict[str, tuple[Path, Path]]
 Copy = Callable[[str], Path]
 RAN = "ran"  # a folder that code in a file makes in the current one
+
+
+def saved(folder: Path, target: str, step: int) -> Path:
+    torch.manual_seed(step)
+    params = {}
+    for name, shape in SHAPES.items():
+        master, *moments = (held(torch.randn(shape), name) for _ in range(3))
+        states = {"fp32": master, **dict(zip(("exp_avg", "exp_avg_sq"), moments))}
+        params[name] = Param(master.to(torch.bfloat16), states, float(step), 0)
+    options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    arguments = {"num_attention_heads": 2, "num_layers": 0, "global_batch_size": 1}
+    counts: dict[str, Any] = {"iteration": step, "samples": step, "scheduler": SCHEDULE}
+    found = Checkpoint("made here", "", "megatron-core", params, (options,), arguments, **counts)
+    more = {"file_bytes": 600} if target == "safetensors" else {}
+    convert.write(found, target, convert.place_of(found, target, folder), **more)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +66,7 @@ def made(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFacto
         rank_pools[2].run(save, form, str(folder / form), 0)
         found[form] = folder / form, folder / form
     for form, target in SEALED.items():
-        write = by_ranks if target == "by ranks" else saved
-        first, other = (folder / f"{target} {step}" / "save" for step in (7, 8))
-        for path, step in ((first, 7), (other, 8)):
-            write(path, step) if target == "by ranks" else write(path, target, step)
+        first, other = (saved(folder / f"{target} {step}" / "save", target, step) for step in (7, 8))
         for path in [*other.glob("global_step8"), *other.glob("iter_0000008")]:
             path.rename(path.with_name(path.name.replace("8", "7")))
         found[form] = first, other
@@ -79,6 +97,32 @@ def needed(folder: Path) -> list[Path]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.name.startswith(spare) and path.suffix != ".py"
     ]
+
+
+# The manifest
+@pytest.mark.parametrize("form", SEALED)
+def test_a_manifest_lists_every_file_of_a_save_and_more_files_are_no_error(made: Made, copy: Copy, form: str) -> None:
+    listed = manifest.read(next(made[form][0].rglob(manifest.NAME)).parent)
+    assert listed is not None and listed.step == 7
+    assert len(listed.files) + 1 == len([name for name in files(made[form][0]) if "latest" not in name])
+    source = copy(form)
+    (next(source.rglob(manifest.NAME)).parent / "zero_to_fp32.py").write_text("print()")
+    succeeds("inspect", source)
+
+
+def test_a_manifest_that_is_damaged_or_leads_out_is_refused(copy: Copy) -> None:
+    source = copy("dcp, with a manifest")
+    path = source / manifest.NAME
+    kept = json.loads(path.read_text())
+    for wrong in ({"step": 9}, {"files": {"../x": kept["files"][".metadata"]}}, {"files": {"x": {}}}, {"files": 3}):
+        content = {**kept, **wrong}
+        del content["crc32"]
+        crc32 = kept["crc32"] if "step" in wrong else f"{zlib.crc32(json.dumps(content).encode()):08x}"
+        path.write_text(json.dumps({**content, "crc32": crc32}))
+        assert_refused(source, manifest.NAME)
+    path.write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        manifest.read(source)
 
 
 # Every form and every damage
@@ -123,7 +167,7 @@ DAMAGE: dict[str, tuple[Kind, str, str]] = {  # what is said of files of torch.s
     "something else": (becomes(lambda data: as_torch_saves(OTHER)), ELSE, f"{ELSE}|{NOT_READ}"),
     "another of its files": (doubled, "", ""),
     "one for the other": (swapped, "", ""),
-    "another save's": (lambda generator, path, data, other: {path: other[path]}, "", ""),
+    "another save's": (lambda generator, path, data, other: {path: other.get(path)}, "", ""),  # under its own name
 }
 OF_OTHERS = ("another of its files", "one for the other", "another save's")
 

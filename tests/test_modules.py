@@ -548,7 +548,7 @@ def test_state_that_lacks_a_module_a_file_or_is_of_another_kind_is_refused_on_al
     fails_with("has no state yet; load with", lambda: dcp.load(load, checkpoint_id=tmp_path / "of torch"))
     dist.barrier()
     if dist.get_rank() == 0:
-        next(folder.glob("__2_*")).unlink()
+        next(folder.glob("*_2.distcp")).unlink()
     dist.barrier()
     fails_with("is missing", lambda: optimizers.load_state_dict_from(folder))
 

@@ -80,7 +80,7 @@ def test_a_folder_holds_the_files_of_one_save_and_pieces_of_every_parameter(tmp_
     first = set(os.listdir(folder))
     dist.barrier()
     if dist.get_rank() == 0:
-        (folder / "__1_9.distcp").write_bytes(b"of a save that was interrupted")
+        (folder / "lwopt_0123_1.distcp").write_bytes(b"of a save that was interrupted")
     train(model, optimizer, range(1, 2))
     optimizer.save_state_dict(folder, iteration=2)
     second, found = set(os.listdir(folder)), DcpFolder(folder)
@@ -131,12 +131,12 @@ def test_a_save_over_another_programs_checkpoint_is_refused_before_it_writes(tmp
 def test_a_file_system_may_know_an_old_size_of_another_ranks_file(tmp_path: Path) -> None:
     """As NFS does until a file is opened."""
     _, optimizer = trained(layout="padded")
-    stat, mine = os.stat, f"__{dist.get_rank()}_"
+    stat, mine = os.stat, f"_{dist.get_rank()}.distcp"
 
     def old(path: Any, *args: Any, **options: Any) -> os.stat_result:
         found = stat(path, *args, **options)
         name = os.path.basename(path) if isinstance(path, (str, os.PathLike)) else mine
-        is_others = name.endswith(".distcp") and not name.startswith(mine)
+        is_others = name.endswith(".distcp") and not name.endswith(mine)
         return os.stat_result([*found[:6], 0, *found[7:]]) if is_others else found
 
     with pytest.MonkeyPatch.context() as patch:
@@ -223,7 +223,7 @@ def test_a_damaged_folder_fails_and_changes_nothing(ranks: RankPool, saves: Path
     messages = {}
     for what, (damage, message) in DAMAGE.items():
         folder = shutil.copytree(saves, tmp_path / what) / "state"
-        damage(next(folder.glob(f"__{rank}_*")))
+        damage(next(folder.glob(f"*_{rank}.distcp")))
         messages[str(folder)] = message
     ranks.run(load_all_in_vain, messages)
 
@@ -285,7 +285,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, rank: int, faul
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        name = "fsync" if fault == "fsync" else "replace"
+        name = "fsync" if fault == "fsync" else "rename"
         patch.setattr(os, name, full_disk(getattr(os, name)))
         with pytest.raises((OSError, RuntimeError), match="no space left on device"):
             optimizer.save_state_dict(tmp_path)

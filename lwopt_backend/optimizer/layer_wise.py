@@ -337,11 +337,12 @@ class LayerWiseOptimizer(BaseOptimizer):
         """
         raise self._only_of(OwnedConfig, "save_state_dict")
 
-    def load_state_dict_from(self, path: str | PathLike[str]) -> dict[str, Any]:
+    def load_state_dict_from(self, path: str | PathLike[str], *, check: bool = True) -> dict[str, Any]:
         """Load any engine's ``{"model": ..., "optimizer": ...}``, saved on any number of ranks. For plain models.
 
         Args:
             path: the folder that ``save_state_dict`` or torch.distributed.checkpoint wrote.
+            check: first compare all bytes with their checksums. Each rank reads a share of the files.
 
         Returns:
             The folder's other entries.

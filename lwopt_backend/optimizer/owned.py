@@ -212,11 +212,11 @@ class OwnedOptimizer(LayerWiseOptimizer):
         owned_files.save(self.core, self.param_groups, self._model, Path(path), more)
 
     @undisturbed()
-    def load_state_dict_from(self, path: str | PathLike[str]) -> dict[str, Any]:
+    def load_state_dict_from(self, path: str | PathLike[str], *, check: bool = True) -> dict[str, Any]:
         from lwopt_backend.engines.owned import files as owned_files
 
         self._buffers.receive()
-        groups, more = owned_files.load(self.core, self.param_groups, self._model, Path(path))
+        groups, more = owned_files.load(self.core, self.param_groups, self._model, Path(path), check)
         self.take_groups(groups)
         return more
 

@@ -64,16 +64,17 @@ class Entry:
 
 
 class DcpFolder:
-    """The tensors and objects of one step's folder. Raises CheckpointError for files that are missing, truncated, or of
-    another save than the manifest's, for content that DCP does not write, and for places outside the folder.
+    """The tensors and objects of one step's folder. Raises CheckpointError for files that are missing, truncated or of
+    other sizes than the manifest's, for content that DCP does not write, and for places outside the folder.
 
     ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts in the nested state dict, if it was
     flattened; ``extra`` is Megatron's note about tensors up to 0.15, None for other writers; ``stored`` are all places.
-    Without ``with_files`` the files are first checked when they are read, because another rank checks them.
+    Without ``with_files`` the files are first checked when they are read, because another rank checks them. While
+    ``compares``, bytes are compared with their checksums as they are read.
     """
 
     def __init__(self, path: Path, with_files: bool = True) -> None:
-        self.path, metadata = path, path / METADATA
+        self.path, metadata, self.compares = path, path / METADATA, True
         try:
             if metadata.exists() and not metadata.is_file():  # a pipe would block
                 raise OSError("not a file")
@@ -113,16 +114,18 @@ class DcpFolder:
 
     def check(self, rank: int, ranks: int) -> None:
         """Read a share of the folder, one of ``ranks``. Raises CheckpointError for a wrong checksum."""
+        if (listed := manifest.read(self.path)) is not None:
+            for name in sorted(listed.files)[rank::ranks]:
+                listed.compare(name, manifest.crc_of(self.path / name))
+            return
         places = sorted(self.stored, key=lambda place: (place.path, place.offset))
         for place in places[rank::ranks]:
             Archive(place, str(place.path)).check()
 
     def _check_files(self) -> None:
-        """Raises CheckpointError for files that are missing, truncated, or of another save."""
+        """Raises CheckpointError for files that are missing or truncated."""
         folder, metadata = self.path, self.path / METADATA
-        listed = manifest.check_files(folder)
-        if listed is not None:
-            manifest.check_marks(listed, FILE)
+        manifest.check_files(folder)
         ends: dict[Path, int] = {}
         used: dict[Path, int] = {}
         for place in self.stored:
@@ -219,7 +222,7 @@ class DcpFolder:
     def _stored(self, chunk: Chunk, entry: Entry, where: str) -> StoredTensor:
         assert chunk.stored is not None  # checked before
         if chunk.stored not in self._saved:
-            loaded = torch_files.load_part(chunk.stored, f"{where}/{chunk.stored.path.name}")
+            loaded = torch_files.load_part(chunk.stored, f"{where}/{chunk.stored.path.name}", self.compares)
             self._saved.setdefault(chunk.stored, loaded)
         saved, _ = self._saved[chunk.stored]
         if not isinstance(saved, StoredTensor) or (saved.shape, saved.dtype) != (chunk.sizes, entry.dtype):

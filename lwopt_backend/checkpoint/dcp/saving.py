@@ -1,6 +1,7 @@
-"""Writes folders for torch.distributed.checkpoint, one tensor in memory at a time; ``dcp.reader`` reads them.
+"""Writes folders with torch.distributed.checkpoint (DCP), one tensor in memory at a time; ``dcp.reader`` reads them.
 
-Metadata and the form of files are PyTorch's (torch/distributed/checkpoint/filesystem.py, ``_write_item``).
+The files of a save have names of their own. They replace an earlier save when ``.metadata`` is renamed, after all ranks
+have written; then the manifest is written, and the files of other saves are removed.
 """
 
 from __future__ import annotations
@@ -8,29 +9,32 @@ from __future__ import annotations
 import functools
 import io
 import os
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save as save_all
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
 from lwopt_backend.checkpoint.dcp.reader import FILE, METADATA
-from lwopt_backend.checkpoint.dcp.state_dicts import ENTRIES
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import flush
-from lwopt_backend.checkpoint.files.manifest import Entry as FileEntry
 from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.files.threads import in_order
@@ -38,55 +42,73 @@ from lwopt_backend.checkpoint.files.torch_files import save_as_it_lies
 from lwopt_backend.checkpoint.ties import RECORD
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.agreement import agree
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.agreement import from_first
+from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import MATRICES, as_tensors, owner_key
 
-ANY_FILE = f"__*{FILE}"
-Place = tuple[int, ...]
-T = TypeVar("T")
+OURS = re.compile(r"lwopt_([0-9a-z]+)_\d+\.distcp")  # the name of a file, with its save's
+Values = dict[tuple[Any, ...], Any]  # by their paths in a nested state dict
 
 
-@dataclass(frozen=True)
-class Boxes:
-    """A tensor of ``shape``, made of boxes by the place of their first element, which fill it and have one dtype."""
+def save(
+    folder: Path,
+    values: Values,
+    ranks: Collectives | None = None,
+    what: str = "save",
+    workers: int = 1,
+    *,
+    step: int | None = None,
+) -> None:
+    """Write the values of all ``ranks`` into ``folder``, which all of them see, replacing this package's save in it.
 
-    shape: tuple[int, ...]
-    parts: Mapping[Place, LazyTensor]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.parts.values())).dtype
-
-    def sizes(self, part: LazyTensor) -> tuple[int, ...]:
-        """A box's size in each dimension; missing leading dimensions have size 1."""
-        return (1,) * (len(self.shape) - len(part.shape)) + part.shape
-
-
-@dataclass
-class Shards:
-    """One rank's part of a save, by path: its boxes of tensors, and objects."""
-
-    tensors: dict[tuple[Any, ...], Boxes] = field(default_factory=dict)
-    objects: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    Called on all ranks; each writes its tensors, or pieces of them, and one of those that several ranks have, into its
+    own file. ``workers`` lazy tensors are in memory. An error on any rank is raised on all, and the folder then has its
+    earlier save. Another program's files in the folder are an error. The manifest takes rank 0's ``step``.
+    """
+    group = ranks.process_group if isinstance(ranks, TorchCollectives) else None
+    writer = _Writer(folder, workers)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that one process saves alone
+            save_all(values, storage_writer=writer, planner=_Planner(), process_group=group, no_dist=group is None)
+    except CheckpointException as failed:  # before the metadata is renamed
+        writer.remove()
+        _, (error, _) = min(failed.failures.items())
+        if isinstance(error, OSError) and ranks is not None:  # a full disk's error names no file
+            error = type(error)(f"{folder} is unchanged, and nothing was written: {error}")
+        raise error from failed
+    ranks = ranks or Collectives()
+    entries = ranks.gather_objects_to_first(writer.files.entries) or []
+    from_first(ranks, what, lambda: writer.seal(entries, step))
 
 
 class _Writer(FileSystemWriter):
-    """PyTorch's writer, except that it drops each written box, and replaces the metadata atomically."""
+    """PyTorch's writer, except that it keeps no tensor in memory that is written, and replaces a save atomically."""
 
-    def __init__(self, files: Files, name: str, save_id: str, rank: int, workers: int) -> None:
-        super().__init__(files.folder)
-        self.save_id, self._rank = save_id, rank
-        self._files, self._name, self._workers = files, name, workers
+    def __init__(self, folder: Path, workers: int) -> None:
+        super().__init__(folder)
+        self.files, self._workers, self._save_id = Files(folder), workers, manifest.new_save_id()
         self.fs = _Replacing()
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self.files.folder.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        for path in sorted(self.files.folder.glob(f"*{FILE}")):
+            if not OURS.fullmatch(path.name):
+                raise CheckpointError(
+                    f"{path}: expected a folder without other programs' files, because this save would replace them; "
+                    "save to another folder, or empty this one"
+                )
+        return [replace(plan, storage_data=f"lwopt_{self._save_id}_{n}{FILE}") for n, plan in enumerate(plans)]
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = []
-        with self._files.open(self._name) as file:
-            file.write(manifest.mark(self.save_id, self._rank))
-            file.flush()  # if this save is killed, the next one removes files with the mark
-            read = in_order((partial(planner.resolve_data, item) for item in plan.items), self._workers)
-            for item, data in zip(plan.items, read):
+        results, name = list[WriteResult](), plan.storage_data
+        items = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)  # objects first, as PyTorch's
+        with self.files.open(name) as file:
+            read = in_order((partial(planner.resolve_data, item) for item in items), self._workers)
+            for item, data in zip(items, read):
                 start = file.tell()
                 if isinstance(data, io.BytesIO):
                     file.write(data.getbuffer())
@@ -94,12 +116,46 @@ class _Writer(FileSystemWriter):
                     save_as_it_lies(data, file)
                 del data
                 length = file.tell() - start
-                results.append(WriteResult(item.index, length, _StorageInfo(self._name, start, length)))
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
             file.flush()
             os.fsync(file.fileno())
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        folder, ends = self.files.folder, dict[str, int]()
+        for info in (result.storage_data for of_rank in results for result in of_rank):
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        os.listdir(folder)
+        for name, end in ends.items():  # NFS may cache an old folder or size until these are opened
+            with suppress(FileNotFoundError), (folder / name).open("rb") as file:
+                if os.fstat(file.fileno()).st_size == end:
+                    continue
+            raise FileNotFoundError(f"{folder / name}: expected a file of every rank; save to one folder that all see")
+        (folder / manifest.NAME).unlink(missing_ok=True)  # the last save's: an interruption here leaves none
+        flush(folder)
+        super().finish(metadata, results)
+
+    def remove(self) -> None:
+        """Remove the files of all ranks. Called on all; the first knows them."""
+        for path in self.files.folder.glob(f"lwopt_{self._save_id}_*"):
+            with suppress(OSError):
+                path.unlink()
+
+    def seal(self, entries: list[dict[str, manifest.Entry]], step: int | None) -> None:
+        """Write the manifest of the files of all ranks, and remove those of other saves. Called on the first rank."""
+        folder = self.files.folder
+        try:
+            flush(folder)
+            self.files.add(METADATA, manifest.crc_of(folder / METADATA))
+            listed = {name: entry for of_rank in (*entries, self.files.entries) for name, entry in of_rank.items()}
+            manifest.write(folder, listed, step, save_id=self._save_id)
+        except OSError as error:
+            raise OSError(f"{folder} has a new save without its {manifest.NAME}: {error}") from error
+        for path in (*folder.glob(f"*{FILE}"), *folder.glob(f".{manifest.NAME}.*")):
+            if path.name not in listed:
+                path.unlink(missing_ok=True)
 
 
 class _Replacing(FileSystem):
@@ -108,215 +164,71 @@ class _Replacing(FileSystem):
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         pass
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        os.replace(path, new_path)
-
 
 class _Planner(DefaultSavePlanner):
-    def __init__(self, shards: Shards) -> None:
+    """PyTorch's planner, for values by path: every rank's objects, each whole; lazy tensors; keys in a fixed order."""
+
+    def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        paths = {".".join(map(str, path)): path for path in (*shards.tensors, *shards.objects)}
-        keys = {path: key for key, path in paths.items()}
-        for path in (*shards.tensors, *shards.objects):
-            if path not in keys:
-                other = paths[".".join(map(str, path))]
-                raise ValueError(f"expected different names, found one for {path} and {other}; rename one")
-        self._tensors = {keys[path]: boxes for path, boxes in shards.tensors.items()}
-        self._objects = {keys[path]: value for path, value in shards.objects.items()}
-        self._paths = paths if any(len(path) > 1 for path in keys) else None  # if a state dict was nested
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.mappings, self._values = {}, dict[str, Any]()
+        for path, value in state_dict.items():
+            key = ".".join(map(str, path))
+            if key in self.mappings:
+                raise ValueError(f"expected different names, found one for {path} and {self.mappings[key]}; rename one")
+            self.mappings[key], self._values[key] = path, value  # type: ignore[assignment]
+        forms = {key: _form(value) for key, value in self._values.items()}
+        super().set_up_planner(forms, storage_meta, is_coordinator=True)  # which alone would save objects
 
     def create_local_plan(self) -> SavePlan:
-        items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
-        for key, boxes in self._tensors.items():
-            items += write_items(
-                key, boxes.shape, {p: (boxes.sizes(part), boxes.dtype) for p, part in boxes.parts.items()}
-            )
-        self.plan = SavePlan(items, planner_data=self._paths)
-        return self.plan
+        return replace(super().create_local_plan(), planner_data=self.mappings)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        paths = {key: path for plan in all_plans for key, path in (plan.planner_data or {}).items()}
+        paths = {key: path for plan in all_plans for key, path in plan.planner_data.items()}
         plans, metadata = super().create_global_plan(all_plans)
         found = metadata.state_dict_metadata
-        in_order = {key: found[key] for key in (*paths, *found) if key in found}  # as the first rank has them
-        return plans, replace(metadata, state_dict_metadata=in_order, planner_data=paths or None)
+        paths = {key: path for key, path in paths.items() if key in found}
+        return plans, replace(metadata, state_dict_metadata={key: found[key] for key in paths}, planner_data=paths)
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        index = write_item.index
-        if write_item.type == WriteItemType.BYTE_IO:
-            data = io.BytesIO()
-            torch.save(in_memory(self._objects[index.fqn]), data)
-            return data
-        assert index.offset is not None
-        boxes = self._tensors[index.fqn]
-        part = boxes.parts[tuple(index.offset)]
-        return part.read().view(boxes.sizes(part))
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self._values[index.fqn]
+        if not isinstance(value, Tensor):
+            return in_memory(value)
+        part = super().lookup_object(index).detach().cpu()
+        return part if part.nbytes == part.untyped_storage().nbytes() else part.clone()  # not what it is a part of
 
 
-def chunk(place: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(place), torch.Size(sizes))
+def _form(value: Any) -> Any:
+    is_lazy = isinstance(value, LazyTensor)
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_lazy else value
 
 
-def write_items(
-    key: str, shape: Sequence[int], boxes: Mapping[Place, tuple[Sequence[int], torch.dtype]]
-) -> list[WriteItem]:
-    """DCP's write items for boxes of a tensor of ``shape``: by place, their sizes and dtype."""
-    return [
-        WriteItem(
-            MetadataIndex(key, torch.Size(place)),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk(place, sizes), TensorProperties(dtype=dtype), torch.Size(shape)),
-        )
-        for place, (sizes, dtype) in boxes.items()
-    ]
+def write_item(key: str, shape: torch.Size, dtype: torch.dtype, chunk: ChunkStorageMetadata) -> WriteItem:
+    """DCP's write item for a chunk of a tensor of ``shape``."""
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), shape)
+    return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def later(part: Tensor, shape: Sequence[int], where: str) -> LazyTensor:
-    """A lazy tensor of ``part``, reshaped; it is copied when it is written, so it must not change before."""
-
-    def read() -> Tensor:
-        return part.detach().to("cpu", copy=True).reshape(tuple(shape)).contiguous()
-
-    return LazyTensor(tuple(shape), part.dtype, read, where)
-
-
-def one_box(tensor: LazyTensor) -> Boxes:
-    return Boxes(tensor.shape, {(0,) * len(tensor.shape): tensor})
-
-
-def whole(tensor: Tensor, where: str) -> Boxes:
-    return one_box(later(tensor, tensor.shape, where))
-
-
-def flattened(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
+def flattened(values: Mapping[str, Any]) -> Values:
     """Nested values by their paths, as DCP flattens a state dict."""
     flat, paths = flatten_state_dict(dict(values))
     return {paths[key]: value for key, value in flat.items()}
 
 
-def entries_of(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
-    """A program's entries, flattened for torch's loaders, and those without tensors as they are under ``ENTRIES``:
-    flattening makes text of a number that is a key, drops an empty dictionary, and forgets a Counter."""
+def entries_of(values: Mapping[str, Any]) -> Values:
+    """A program's entries, each as it is if it has no tensors; DCP's flattening would make text of a number that is a
+    key, and drop an empty dictionary."""
 
     def has_tensor(value: Any) -> bool:
         if isinstance(value, (Mapping, list, tuple)):
             return any(map(has_tensor, value.values() if isinstance(value, Mapping) else value))
         return isinstance(value, (Tensor, LazyTensor))
 
-    return {**flattened(values), (ENTRIES,): {key: value for key, value in values.items() if not has_tensor(value)}}
-
-
-def save(
-    folder: Path,
-    shards: Shards,
-    ranks: Collectives | None = None,
-    what: str = "save",
-    workers: int = 1,
-    *,
-    step: int | None = None,
-) -> None:
-    """Write the shards of all ``ranks`` into ``folder``, which all of them see, replacing the checkpoint in it.
-
-    Called on all ranks; each writes its own boxes, and one of those that several ranks have, into its own file.
-    ``workers`` boxes are in memory: one is written while others are read. An error on any rank is raised on all; the
-    folder then has its earlier checkpoint, and the next save removes the files of this one. Another program's
-    checkpoint in the folder is an error before anything is written. The manifest takes rank 0's ``step``.
-    """
-    target = folder if ranks is not None else None  # a conversion writes into a temporary folder, and names the target
-    ranks = ranks or Collectives()
-
-    def in_all(decide: Callable[[], T]) -> T:
-        return agree(ranks, what, lambda: (_naming(target, decide), []))
-
-    unused = in_all(lambda: _unused_number(folder) if ranks.rank == 0 else 0)
-    number, save_id = ranks.gather_objects((unused, manifest.new_save_id()))[0]
-    name = f"__{ranks.rank}_{number}{FILE}"
-    files = Files(folder, ranks.rank)
-    writer = _Writer(files, name, save_id, ranks.rank, workers)
-
-    def planned() -> tuple[_Planner, SavePlan]:
-        folder.mkdir(parents=True, exist_ok=True)
-        planner = _Planner(shards)
-        return planner, planner.create_local_plan()
-
-    planner, plan = in_all(planned)
-    all_plans = ranks.gather_objects(plan)
-
-    def write() -> tuple[Metadata, list[WriteResult]]:
-        plans, metadata = planner.create_global_plan(all_plans)
-        own = plans[ranks.rank]
-        return metadata, writer.write_data(own, planner).value() if own.items else []
-
-    def finish() -> None:
-        if ranks.rank == 0:
-            listed = {name: entry for _, entries in results for name, entry in entries.items()}
-            _finish(writer, folder, metadata, [written for written, _ in results])
-            path = folder / METADATA
-            listed[METADATA] = FileEntry(path.stat().st_size, manifest.crc_of(path))
-            manifest.write(folder, listed, step, save_id=save_id, world=ranks.world_size)
-
-    try:
-        metadata, written = in_all(write)
-    except BaseException:
-        with suppress(OSError):
-            (folder / name).unlink()
-        raise
-    results = ranks.gather_objects_to_first((written, files.entries)) or []
-    in_all(finish)
-
-
-def _unused_number(folder: Path) -> int:
-    """A number that no file of a save has. Raises CheckpointError for another program's files, which this save would
-    remove. This package's files are those of its manifest, or, after an interrupted save, those with its mark."""
-    found = sorted(folder.glob(f"*{FILE}"))
-    for path in [] if _has_manifest(folder) else found:
-        with path.open("rb") as file:
-            if not manifest.is_marked(file.read(manifest.MARK)):
-                raise CheckpointError(
-                    f"{path}: expected a folder without other programs' files, because this save would remove them; "
-                    "save to another folder, or empty this one"
-                )
-    numbers = [path.stem.rpartition("_")[2] for path in found]
-    return max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
-
-
-def _has_manifest(folder: Path) -> bool:
-    """Whether there is a manifest of this metadata: another program replaces only the metadata."""
-    with suppress(CheckpointError, OSError, KeyError):
-        listed = manifest.read(folder)
-        return listed is not None and manifest.crc_of(folder / METADATA) == listed.files[METADATA].crc32
-    return False
-
-
-def _naming(target: Path | None, decide: Callable[[], T]) -> T:
-    """Call ``decide``; add the target to errors of the disk, because a full disk's error names no file."""
-    try:
-        return decide()
-    except OSError as error:
-        if target is None:
-            raise
-        raise type(error)(f"{target} is unchanged, and nothing was written: {error}") from error
-
-
-def _finish(writer: _Writer, folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    """Write the metadata, last, and remove the files of other saves."""
-    ends: dict[str, int] = {}
-    for info in (result.storage_data for of_rank in results for result in of_rank):
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    os.listdir(folder)
-    for name, end in ends.items():  # NFS may cache an old folder or size until these are opened
-        path = folder / name
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == end:
-                continue
-        raise FileNotFoundError(f"{path}: expected a file of every rank; save to one folder that all see")
-    (folder / manifest.NAME).unlink(missing_ok=True)  # the last save's: an interruption here leaves none
-    flush(folder)
-    writer.finish(metadata, results)
-    flush(folder)
-    for path in (*folder.glob(ANY_FILE), *folder.glob(f".{manifest.NAME}.*")):
-        if path.name not in ends:
-            path.unlink(missing_ok=True)
+    whole: Values = {(key,): value for key, value in values.items() if not has_tensor(value)}
+    return {**whole, **flattened({key: value for key, value in values.items() if (key,) not in whole})}
 
 
 # Whole checkpoints, for an FSDP2 model and its optimizer, loaded by
@@ -341,30 +253,27 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     def owner_state(name: str, place: int) -> dict[str, Tensor]:
         return as_tensors(dict(checkpoint.params[name].owner_states[place]))
 
-    tensors: dict[tuple[Any, ...], LazyTensor] = {}
+    values: Values = {}
     for name, param in checkpoint.params.items():
-        tensors["model", name] = param.best
+        values["model", name] = param.best
         matrices = (checkpoint.arguments.get(MATRICES) or {}).get(name)
         for key, tensor in states_of(name, param, matrices, partial(owner_state, name)):
-            tensors["optimizer", "state", name, key] = tensor
-    tensors.update({("model", name): checkpoint.params[of].best for name, of in checkpoint.tied.items()})
-    tensors.update({("model", name): buffer for name, buffer in checkpoint.buffers.items()})
+            values["optimizer", "state", name, key] = tensor
+    values.update({("model", name): checkpoint.params[of].best for name, of in checkpoint.tied.items()})
+    values.update({("model", name): buffer for name, buffer in checkpoint.buffers.items()})
     more = {
         "iteration": checkpoint.iteration,
         "samples": checkpoint.samples,
         "scheduler": checkpoint.scheduler,
         "names": None if checkpoint.names == "model" else checkpoint.names,
     }
-    objects = entries_of({**{key: value for key, value in more.items() if value is not None}, **checkpoint.client})
     if groups := _groups(checkpoint):
-        objects |= flattened({"optimizer": {"param_groups": groups}})
-    tensors.update({path: value for path, value in objects.items() if isinstance(value, LazyTensor)})
-    objects = {path: value for path, value in objects.items() if path not in tensors}
+        values |= flattened({"optimizer": {"param_groups": groups}})
     if checkpoint.arguments:  # as one object: no program loads them in place
-        objects["arguments",] = dict(checkpoint.arguments)
-    objects[RECORD,] = dict(checkpoint.tied)
-    shards = Shards({path: one_box(tensor) for path, tensor in tensors.items()}, objects)
-    save(folder, shards, workers=workers, step=checkpoint.iteration)
+        values["arguments",] = dict(checkpoint.arguments)
+    values |= entries_of({**{key: value for key, value in more.items() if value is not None}, **checkpoint.client})
+    values[RECORD,] = dict(checkpoint.tied)
+    save(folder, values, workers=workers, step=checkpoint.iteration)
 
 
 def states_of(

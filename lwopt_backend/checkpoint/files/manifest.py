@@ -2,8 +2,8 @@
 
 ``lwopt_manifest.json`` is in the folder of the files and is written last::
 
-    {"save_id": "9f0c...", "step": 100, "world": 2,
-     "files": {"zero/wte.weight/fp32.pt": {"bytes": 4736, "crc32": "8d1f...", "rank": 0}, ...},
+    {"save_id": "9f0c...", "step": 100,
+     "files": {"zero/wte.weight/fp32.pt": {"bytes": 4736, "crc32": "8d1f..."}, ...},
      "crc32": "..."}                                                                of all the above
 
 The CRC32 of a file of torch.save is that of its directory, which has the CRC32s of its contents, so it is known without
@@ -35,11 +35,10 @@ CHUNK = 2**22  # bytes that are read at once
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file as it was written: its size, its CRC32, and the rank that wrote it."""
+    """A file as it was written: its size and its CRC32."""
 
     nbytes: int
     crc32: int
-    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,38 +48,36 @@ class Manifest:
     folder: Path
     save_id: str
     step: int | None
-    world: int
     files: Mapping[str, Entry]
 
     @property
     def advice(self) -> str:
         return f"copy all of {self.folder} again, or, if another program has saved there since, remove its {NAME}"
 
-    def wrong_sizes(self) -> Iterator[str]:
-        """A sentence for each file that is missing or has another size."""
+    def check_sizes(self) -> None:
+        """Raises CheckpointError for a file that is missing or has another size."""
         for name, entry in self.files.items():
             path = self.folder / name
             try:
                 found = path.stat()
             except OSError:
                 found = None
-            size = found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
-            if size is None:
-                yield f"{path} is missing; {self.advice}"
-            elif size != entry.nbytes:
-                said = f"expected {entry.nbytes} bytes, found {size}"
-                yield f"{path} {'ends early' if size < entry.nbytes else 'is too long'}: {said}; {self.advice}"
+            if found is None or not stat.S_ISREG(found.st_mode):
+                raise CheckpointError(f"{path} is missing; {self.advice}")
+            if found.st_size != entry.nbytes:
+                said = "ends early" if found.st_size < entry.nbytes else "is too long"
+                raise CheckpointError(
+                    f"{path} {said}: expected {entry.nbytes} bytes, found {found.st_size}; {self.advice}"
+                )
 
     def compare(self, name: str, crc32: int) -> None:
         """Raises CheckpointError if a file's CRC32 is not the one that was written."""
         expected = self.files[name].crc32
         if crc32 == expected:
             return
-        twin = next((other for other, entry in self.files.items() if entry.crc32 == crc32), None)
-        found = f"{twin}" if twin else f"CRC32 {crc32:08x}"
         raise CheckpointError(
-            f"{self.folder / name}: expected the saved file with CRC32 {expected:08x}, found {found}; it is damaged, "
-            f"or of another save or rank; {self.advice}"
+            f"{self.folder / name}: expected the saved file with CRC32 {expected:08x}, found {crc32:08x}; it is "
+            f"damaged, or of another save or rank; {self.advice}"
         )
 
 
@@ -102,8 +99,8 @@ class Summing(io.BufferedWriter):
 class Files:
     """The files that one rank writes into a folder; threads may write several at a time."""
 
-    def __init__(self, folder: Path, rank: int = 0) -> None:
-        self.folder, self._rank = folder, rank
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.entries: dict[str, Entry] = {}
 
     @contextmanager
@@ -115,7 +112,7 @@ class Files:
 
     def add(self, name: str, crc32: int) -> None:
         """Add the entry of a file that has been written."""
-        self.entries[name] = Entry((self.folder / name).stat().st_size, crc32, self._rank)
+        self.entries[name] = Entry((self.folder / name).stat().st_size, crc32)
 
 
 def new_save_id() -> str:
@@ -123,13 +120,11 @@ def new_save_id() -> str:
     return secrets.token_hex(8)
 
 
-def write(
-    folder: Path, files: Mapping[str, Entry], step: int | None, *, save_id: str | None = None, world: int = 1
-) -> None:
+def write(folder: Path, files: Mapping[str, Entry], step: int | None, *, save_id: str | None = None) -> None:
     """Write the manifest of ``files``, all of which must exist. The default ``save_id`` is a hash of their entries."""
-    listed = {n: {"bytes": e.nbytes, "crc32": f"{e.crc32:08x}", "rank": e.rank} for n, e in sorted(files.items())}
+    listed = {n: {"bytes": e.nbytes, "crc32": f"{e.crc32:08x}"} for n, e in sorted(files.items())}
     save_id = save_id or hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
-    content = {"save_id": save_id, "step": step, "world": world, "files": listed}
+    content = {"save_id": save_id, "step": step, "files": listed}
     write_whole(folder / NAME, (json.dumps({**content, "crc32": _own_crc(content)}, indent=1) + "\n").encode())
 
 
@@ -155,16 +150,16 @@ def _parsed(path: Path, *_: int) -> Manifest:
         content = json.loads(path.read_bytes())
         if content.pop("crc32") != _own_crc(content):
             raise ValueError("its own CRC32 is wrong")
-        save_id, step, world, listed = (content[key] for key in ("save_id", "step", "world", "files"))
-        files = {name: Entry(of["bytes"], int(of["crc32"], 16), of["rank"]) for name, of in listed.items()}
-        numbers = [world, *(n for entry in files.values() for n in (entry.nbytes, entry.rank)), step or 0]
+        save_id, step, listed = (content[key] for key in ("save_id", "step", "files"))
+        files = {name: Entry(of["bytes"], int(of["crc32"], 16)) for name, of in listed.items()}
+        numbers = [*(entry.nbytes for entry in files.values()), step or 0]
         if not isinstance(save_id, str) or not all(type(number) is int for number in numbers):
             raise ValueError("a number or the save's name has another type")
         for name in filter(leads_out, files):
             raise ValueError(f"it names {name!r}, outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); copy it again") from error
-    return Manifest(path.parent, save_id, step, world, files)
+    return Manifest(path.parent, save_id, step, files)
 
 
 def leads_out(name: str) -> bool:
@@ -173,40 +168,10 @@ def leads_out(name: str) -> bool:
     return any(path.is_absolute() or path.drive or ".." in path.parts for path in paths)
 
 
-def check_files(folder: Path) -> Manifest | None:
-    """The folder's manifest, if it has one. Raises CheckpointError for files that are missing or of another size."""
-    manifest = read(folder)
-    if manifest is not None:
-        for wrong in manifest.wrong_sizes():
-            raise CheckpointError(wrong)
-    return manifest
-
-
-MARK = 64  # bytes at the start of a file of DCP by this package: its save and its rank
-
-
-def mark(save_id: str, rank: int) -> bytes:
-    return f"lwopt save {save_id} rank {rank}\n".encode().ljust(MARK)
-
-
-def is_marked(start: bytes) -> bool:
-    """Whether a file that begins with these bytes was written by this package, in any save."""
-    return len(start) == MARK and start.startswith(b"lwopt save ")
-
-
-def check_marks(listed: Manifest, ending: str) -> None:
-    """Raises CheckpointError for a file with this ending that is of another save or rank."""
-    for name, entry in listed.files.items():
-        if name.endswith(ending):
-            with (listed.folder / name).open("rb") as file:
-                found = file.read(MARK)
-            expected = mark(listed.save_id, entry.rank)
-            if found != expected:
-                words, said = (text.decode(errors="replace").strip() for text in (expected, found))
-                raise CheckpointError(
-                    f"{listed.folder / name}: expected {words!r} at its start, found {said!r}; it is of another save "
-                    f"or another rank; {listed.advice}"
-                )
+def check_files(folder: Path) -> None:
+    """Raises CheckpointError for files of the folder's manifest, if any, that are missing or of another size."""
+    if (manifest := read(folder)) is not None:
+        manifest.check_sizes()
 
 
 def check(path: Path, crc32: Callable[[], int]) -> None:
@@ -221,6 +186,7 @@ def check(path: Path, crc32: Callable[[], int]) -> None:
 
 
 def crc_of(path: Path) -> int:
+    """The CRC32 of a whole file."""
     crc = 0
     with path.open("rb") as file:
         while data := file.read(CHUNK):

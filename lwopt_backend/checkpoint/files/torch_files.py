@@ -146,7 +146,7 @@ class Archive:
     """The records of an archive, by name without their folder; ``crc32`` is that of its directory, which has the
     records' checksums. Raises CheckpointError for damage. Records of tensors, named ``data/...``, are not read."""
 
-    def __init__(self, stored: Stored, where: str) -> None:
+    def __init__(self, stored: Stored, where: str, compares: bool = True) -> None:
         self.stored, self.where = stored, where
         with io.BufferedReader(_Part(stored)) as file:
             try:
@@ -164,7 +164,9 @@ class Archive:
                 if sum(entry.compress_size for entry in entries) > stored.length:
                     raise ValueError("its records overlap")
                 self.records = {
-                    entry.filename.removeprefix(root): Record(_place(file, entry, stored), entry.CRC or None, where)
+                    entry.filename.removeprefix(root): Record(
+                        _place(file, entry, stored), entry.CRC or None if compares else None, where
+                    )
                     for entry in entries  # without checksums, torch writes 0
                 }
                 file.seek(archive.start_dir)
@@ -319,9 +321,9 @@ def check_files(paths: Iterable[Path]) -> None:
         Archive(_whole(path), str(path)).check()
 
 
-def load_part(stored: Stored, where: str) -> tuple[Any, Archive]:
+def load_part(stored: Stored, where: str, compares: bool = True) -> tuple[Any, Archive]:
     """The content of a part of a file, with a ``StoredTensor`` for every tensor, and its records."""
-    archive = Archive(stored, where)
+    archive = Archive(stored, where, compares)
     return _content(archive, lambda tensor: tensor), archive
 
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,13 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
-from lwopt_backend.checkpoint.dcp.saving import Boxes, later
 from lwopt_backend.engines.fsdp2.state import as_shard, box_of
-from lwopt_backend.engines.owned.files import LOADING, SAVING, check_readable, open_folder
+from lwopt_backend.engines.owned.files import LOADING, SAVING, check_readable, opened
 from lwopt_backend.engines.owned.state import Pieces
-from lwopt_backend.runtime.agreement import agree, check_on_all
+from lwopt_backend.runtime.agreement import check_on_all
 from lwopt_backend.runtime.collectives import Collectives
 
 STATE, GROUPS = "state", "param_groups"
-Flat = dict[tuple[Any, ...], Any]  # a state dict by path
 
 
 def save(everyone: Collectives, state_dict: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
@@ -34,38 +31,30 @@ def save(everyone: Collectives, state_dict: Mapping[str, Mapping[str, Any]], fol
 
     An error on any rank is raised on all of them. The folder's earlier save can then still be loaded.
     """
-    shards = saving.Shards()
 
-    def collect() -> None:
+    def check() -> None:
         for name, of_module in state_dict.items():
             for number, group in enumerate(of_module[GROUPS]):
                 check_readable(f"module {name!r}, param group {number}", group)
-        for path, value in _flat(state_dict).items():
-            if isinstance(value, Tensor):
-                boxes = {at: later(box, box.shape, str(path)) for at, box in _boxes_here(value).items()}
-                shards.tensors[path] = Boxes(tuple(value.shape), boxes)
-            else:
-                shards.objects[path] = value
 
-    check_on_all(everyone, SAVING, collect)
-    saving.save(folder, shards, everyone, SAVING)
+    check_on_all(everyone, SAVING, check)
+    saving.save(folder, _flat(state_dict), everyone, SAVING)
 
 
 def read(
-    everyone: Collectives, owned: Collection[str], state_dict: Mapping[str, Any], folder: Path
+    everyone: Collectives, owned: Collection[str], state_dict: Mapping[str, Any], folder: Path, check: bool = True
 ) -> dict[str, dict[str, Any]]:
     """The contents of a save: all modules' names, and this rank's part of the modules in its ``state_dict``.
 
     ``owned`` are modules in owned storage. Called on all ranks, which raise for a folder that cannot be read.
     """
-
-    opened = agree(everyone, LOADING, lambda: (open_folder(folder, with_files=everyone.rank == 0), []))
-    found: dict[str, dict[str, Any]] = {str(path[0]): {STATE: {}, GROUPS: {}} for path in opened.paths.values()}
+    source = opened(everyone, folder, check)
+    found: dict[str, dict[str, Any]] = {str(path[0]): {STATE: {}, GROUPS: {}} for path in source.paths.values()}
 
     def take() -> None:
         here = _flat(state_dict)
         some = {path[:3] for path, value in here.items() if isinstance(value, Pieces) and value.boxes}
-        for key, path in opened.paths.items():
+        for key, path in source.paths.items():
             # A parameter, or a matrix in it, that other ranks own: they have the state that this rank lacks. Any other
             # key is unexpected, and the optimizer refuses it.
             is_theirs = path[0] in owned and path[1] == STATE and path not in here
@@ -75,7 +64,7 @@ def read(
                 place = found[path[0]]
                 for step in path[1:-1]:
                     place = place.setdefault(step, {})
-                place[path[-1]] = _read(opened, key, here.get(path))
+                place[path[-1]] = _read(source, key, here.get(path))
         for of_module in found.values():
             of_module[GROUPS] = [group for _, group in sorted(of_module[GROUPS].items())]
 
@@ -83,28 +72,15 @@ def read(
     return found
 
 
-def _flat(state_dict: Mapping[str, Mapping[str, Any]]) -> Flat:
+def _flat(state_dict: Mapping[str, Mapping[str, Any]]) -> saving.Values:
     """Modules' state dicts by path."""
-    flat: Flat = {}
+    flat: saving.Values = {}
     for name, of_module in state_dict.items():
         numbered = {STATE: of_module[STATE], GROUPS: dict(enumerate(of_module[GROUPS]))}
         for kind, entries in numbered.items():
             flat.update({(name, kind, n, key): value for n, entry in entries.items() for key, value in entry.items()})
         flat.update({(name, fact): value for fact, value in of_module.items() if fact not in numbered})
     return flat
-
-
-def _boxes_here(tensor: Tensor) -> Mapping[tuple[int, ...], Tensor]:
-    """This rank's boxes of a tensor of owned storage, its box of a DTensor, or all of a plain tensor. Raises ValueError
-    for a tensor that cannot be saved together with other ranks' boxes."""
-    if isinstance(tensor, Pieces):
-        tensor.check()
-        return tensor.boxes
-    if not hasattr(tensor, "to_local"):
-        return {(0,) * tensor.ndim: tensor}
-    begin, sizes = box_of(tensor)  # type: ignore[arg-type]
-    is_here = math.prod(sizes) > 0 or tensor.numel() == 0
-    return {begin: tensor.to_local()} if is_here else {}
 
 
 def _read(folder: DcpFolder, key: str, like: Any) -> Any:

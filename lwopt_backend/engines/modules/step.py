@@ -396,11 +396,12 @@ class ModuleOptimizers(torch.optim.Optimizer):
         state.save(self._everyone, self.state_dict(), Path(path))
 
     @undisturbed()
-    def load_state_dict_from(self, path: str | PathLike[str]) -> None:
+    def load_state_dict_from(self, path: str | PathLike[str], *, check: bool = True) -> None:
         """Load what ``save_state_dict`` wrote; modules may be on other ranks now.
 
         Args:
             path: the folder, which all ranks must see.
+            check: first compare all bytes with their checksums. Each rank reads a share of the files.
 
         Raises:
             ValueError: as ``load_state_dict``.
@@ -408,7 +409,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         from lwopt_backend.engines.modules import state
 
         owned = [name for name, optimizer in self.modules.items() if isinstance(optimizer, OwnedOptimizer)]
-        self.load_state_dict(state.read(self._everyone, owned, self.state_dict(), Path(path)))
+        self.load_state_dict(state.read(self._everyone, owned, self.state_dict(), Path(path), check))
 
     # What it is not
 

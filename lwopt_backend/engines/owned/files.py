@@ -6,7 +6,6 @@
     optimizer.state.<parameter>.<key>                     state, fp32 masters of 16-bit parameters, owner state
     optimizer.param_groups.<number>.<option>              hyperparameters; ``params`` are the parameters' names
     lwopt_tied                                            further names of parameters, each with the name above
-    lwopt_entries                                         the next, as they were, without those that have tensors
     <anything else>                                       other entries of the program
 
 FSDP2's checkpoints have the same form (``checkpoint/dcp``). Every rank writes the pieces that it owns,
@@ -16,7 +15,7 @@ as boxes of the whole tensors, into its own file.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from lwopt_backend.checkpoint.contents import MASTER, read_as_expected
 from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
-from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, entries_of, later, whole
+from lwopt_backend.checkpoint.dcp.saving import Values, entries_of
 from lwopt_backend.checkpoint.dcp.state_dicts import Saved
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.ties import RECORD
@@ -35,6 +34,7 @@ from lwopt_backend.engines.owned.state import (
     Found,
     Groups,
     Names,
+    Pieces,
     by_member,
     checked_state,
     names_of,
@@ -48,6 +48,7 @@ from lwopt_backend.groups.param_groups import UNSAVED, with_options
 from lwopt_backend.groups.registry import check_group, rule_of
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime.agreement import agree, check_on_all, setting
+from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import MATRICES, PARAM_GROUP, check_fits, fill
 from lwopt_backend.runtime.whole import owned_dtype
 
@@ -65,7 +66,7 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
     names, options = names_of(core, groups), common_options(core, groups)
     pieces = {piece.member: piece for piece in state_pieces(core)}
     numbers = {member.name: number for number, member in enumerate(core.members)}
-    shards = Shards()
+    values: Values = {}
 
     def add() -> None:
         core.check_loaded()
@@ -76,35 +77,27 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
             )
         check_readable(SAVING, more)
         if everyone.rank == 0:
-            shards.objects.update(entries_of(more))
-            shards.objects[RECORD,] = _tied(core, model, names)
+            values.update(entries_of(more))
+            values[RECORD,] = _tied(core, model, names)
         for name, value in model.state_dict().items():  # in the model's order, on all ranks
             number = numbers.get(name)
-            if number is not None:
-                param, piece = core.members[number].param, pieces.get(number)
-                flat = param.detach().reshape(-1)[piece.start : piece.stop] if piece else param
-                boxes = piece.boxes(flat, param.shape) if piece else {}
-                shards.tensors[MODEL, names.keys[number]] = _boxes(param.shape, boxes, name)
-            elif isinstance(value, Tensor):
-                shards.tensors[MODEL, name] = whole(value, name)
-            else:
-                shards.objects[MODEL, name] = value
+            if number is None:
+                values[MODEL, name] = value
+                continue
+            param, piece = core.members[number].param.detach(), pieces.get(number)
+            boxes = piece.boxes(param.reshape(-1)[piece.start : piece.stop], param.shape) if piece else {}
+            values[MODEL, names.keys[number]] = Pieces(param.shape, param.dtype, boxes)
         for number, of_member in by_member(core, groups).items():
-            for key, value in of_member.items():
-                name = names.keys[number]
-                shards.tensors[OPTIMIZER, "state", name, key] = _boxes(value.shape, value.boxes, f"{key} of {name}")
-        for number, (group, values) in enumerate(options.items()):
+            for key, tensor in of_member.items():  # under a name that other experts do not have
+                pieces_of = Pieces(tensor.shape, tensor.dtype, tensor.boxes)
+                values[OPTIMIZER, "state", names.keys[number], key] = pieces_of
+        for number, (group, of_group) in enumerate(options.items()):
             params = [name for name, key in names.groups.items() if key == group]
-            for option, value in {**values, "params": params}.items():
-                shards.objects[OPTIMIZER, "param_groups", number, option] = value
+            for option, value in {**of_group, "params": params}.items():
+                values[OPTIMIZER, "param_groups", number, option] = value
 
     check_on_all(everyone, SAVING, add)
-    saving.save(folder, shards, everyone, SAVING)
-
-
-def _boxes(shape: Sequence[int], boxes: Mapping[tuple[int, ...], Tensor], where: str) -> Boxes:
-    """This rank's part of a tensor, read when it is written."""
-    return Boxes(tuple(shape), {place: later(box, box.shape, where) for place, box in boxes.items()})
+    saving.save(folder, values, everyone, SAVING)
 
 
 def others_of(core: OwnedCore, model: nn.Module) -> dict[str, Any]:
@@ -169,34 +162,45 @@ def check_readable(where: str, values: Mapping[str, Any]) -> None:
 # Reading this rank's pieces from a folder, whichever ranks, layout or engine wrote it.
 
 
-def open_folder(folder: Path, with_files: bool = True) -> DcpFolder:
-    """Open a checkpoint. Raises FileNotFoundError if there is none, ValueError if it is damaged or incomplete. One rank
-    checks all files (``with_files``); the others open those that they load from."""
-    if not (folder / METADATA).is_file():
-        raise FileNotFoundError(
-            f"{folder}: expected a finished checkpoint, found no {METADATA}, which is written last; give another "
-            "folder, or convert a checkpoint of another system with lwopt convert --to dcp"
-        )
-    return read_as_expected(lambda: DcpFolder(folder, with_files=with_files), folder, "DCP")
+def opened(everyone: Collectives, folder: Path, check: bool) -> DcpFolder:
+    """Open a checkpoint; with ``check``, all bytes are compared with their checksums, by each rank a share of them.
+
+    Called on all ranks. Raises, on all of them, FileNotFoundError if there is none, ValueError if it is damaged or
+    incomplete.
+    """
+
+    def open_folder() -> DcpFolder:
+        if not (folder / METADATA).is_file():
+            raise FileNotFoundError(
+                f"{folder}: expected a finished checkpoint, found no {METADATA}, which is written last; give another "
+                "folder, or convert a checkpoint of another system with lwopt convert --to dcp"
+            )
+        first = everyone.rank == 0  # which checks that all files are there; the others open those that they load from
+        return read_as_expected(lambda: DcpFolder(folder, with_files=first), folder, "DCP")
+
+    found = agree(everyone, LOADING, lambda: (open_folder(), []))
+    if check:
+        check_on_all(everyone, LOADING, lambda: found.check(everyone.rank, everyone.world_size))
+    found.compares = False
+    return found
 
 
 def load(
-    core: OwnedCore, groups: Groups, model: nn.Module, folder: Path
+    core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, check: bool = True
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Load weights and state; returns the param groups to use from now on, and the program's other entries.
 
     Called on all ranks. A rank reads the state and weights that it owns; the weights then go to all ranks as after a
     step. Raises, on all ranks and before anything is changed, for missing files, for files of different saves, and for
-    other parameters, rules or groups. A wrong checksum of a tensor is found when it is copied: all ranks raise, and
-    take no step before a load succeeds.
+    other parameters, rules or groups; with ``check``, for wrong checksums. A file that cannot be read later is an error
+    on all ranks, which take no step before a load succeeds.
     """
     everyone = core.holdings[0].sharers.everyone
     names, others = names_of(core, groups), others_of(core, model)
     elsewhere = {name for of_rank in everyone.gather_objects(list(others)) for name in of_rank}
 
-    opened = agree(everyone, LOADING, lambda: (open_folder(folder, with_files=everyone.rank == 0), []))
-    check_on_all(everyone, LOADING, lambda: opened.check(everyone.rank, everyone.world_size))
-    found = agree(everyone, LOADING, lambda: (_fitting(core, groups, names, others, elsewhere, opened), []))
+    source = opened(everyone, folder, check)
+    found = agree(everyone, LOADING, lambda: (_fitting(core, groups, names, others, elsewhere, source), []))
     saved, rest = found.saved, found.rest
     rest.pop(RECORD, None)
     core.manager.receive_values()
@@ -254,7 +258,7 @@ def _fitting(
     folder: DcpFolder,
 ) -> Fitting:
     """What this rank loads; ``others`` and ``elsewhere`` are the entries here and on any rank that are not trained
-    weights. Raises ValueError for a checkpoint that does not fit, and for wrong checksums of state."""
+    weights. Raises ValueError for a checkpoint that does not fit."""
     saved = read_as_expected(lambda: Saved(folder, lambda value: value), folder.path, "DCP")
     where = f"{LOADING}: {folder.path}"
     for sentence in saved.left:

@@ -168,16 +168,15 @@ class Pieces(Tensor):
         return Pieces(mine.shape, dtype, boxes, mine.refused)
 
     def __create_write_items__(self, key: str, value: object) -> list[Any]:
-        from lwopt_backend.checkpoint.dcp.saving import write_items
+        from lwopt_backend.checkpoint.dcp.saving import write_item
 
-        self.check()
-        return write_items(key, self.shape, {place: (box.shape, self.dtype) for place, box in self.boxes.items()})
+        return [write_item(key, self.shape, self.dtype, chunk) for chunk in self.__create_chunk_list__()]
 
     def __create_chunk_list__(self) -> list[Any]:
-        from lwopt_backend.checkpoint.dcp.saving import chunk
+        from lwopt_backend.checkpoint.dcp.saving import ChunkStorageMetadata
 
         self.check()
-        return [chunk(place, box.shape) for place, box in self.boxes.items()]
+        return [ChunkStorageMetadata(torch.Size(place), box.shape) for place, box in self.boxes.items()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self.boxes[tuple(index.offset)]
