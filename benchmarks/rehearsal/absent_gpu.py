@@ -52,6 +52,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.total = self.peak = 0
         self.stream = "compute"  # on which work is
+        self._streams = 0  # made
         self._storages: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._labels: list[str] = []
         self._views: dict[Any, bool] = {}
@@ -89,8 +90,31 @@ class Recorder(TorchDispatchMode):
         finally:
             self.stream = before
 
+    def new_stream(self) -> Stream:
+        """A new stream: ``beside``, then ``beside 2`` and so on."""
+        self._streams += 1
+        return Stream("beside" if self._streams == 1 else f"beside {self._streams}", self)
+
     def joined(self, stream: str, on: str) -> None:
         """Hear that a stream waits for another one."""
+
+    def new_event(self) -> Any:
+        """An event of a stream."""
+        raise NotImplementedError("this recorder does not follow events; benchmarks/rehearsal/streams.py does")
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Hear that the allocator is told of a stream that uses the tensor."""
+
+    def seen(self, tensor: Tensor) -> None:
+        """Hear that the host reads the elements of a tensor."""
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """Hear that a tensor on the CPU is in pinned memory; returns it."""
+        return tensor
+
+    def started(self, work: Any) -> Any:
+        """A handle of a collective that has begun, in place of torch's."""
+        return work
 
     def waited(self, what: str) -> None:
         """Count one wait for the GPU."""
@@ -101,7 +125,9 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor, whose own operations come next
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("pin_memory", False):
+            return self.pinned(self.__torch_dispatch__(func, types, args, kwargs))
         if func.namespace == "profiler":
             self._follow(func, args)
         elif _is_real(args, kwargs):
@@ -248,9 +274,21 @@ def place(frame: FrameType | None) -> str:
 def absent_gpu(recorder: Recorder) -> Iterator[None]:
     """Within it, ``DEVICE`` is there, and ``recorder`` records what runs on it. There is no autograd."""
 
+    of_tensor, of_torch, started = Tensor.tolist, torch.tensor, collectives._started
+
     def read(tensor: Tensor) -> Any:
-        recorder.waited("read")
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu").numpy(force=True).tolist()
+        recorder.seen(tensor)
+        if tensor.fake_device.type == DEVICE.type:
+            recorder.waited("read")
+        return of_tensor(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
+
+    def tolist(tensor: Tensor) -> Any:
+        recorder.seen(tensor)
+        return of_tensor(tensor)
+
+    def made(data: Any, *, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        tensor = of_torch(data, **kwargs)
+        return recorder.pinned(tensor) if pin_memory else tensor
 
     def contiguous(tensor: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
         ordered = tensor.is_contiguous(memory_format=memory_format)
@@ -259,18 +297,27 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
     # The methods are those with which torch's Python side asks for the GPU's driver.
     instead: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: DEVICE.index),
-        (torch.cuda, "current_stream", lambda device=None: _Stream(recorder.stream, recorder)),
-        (torch.cuda, "Stream", lambda device=None: _Stream("beside", recorder)),
+        (torch.cuda, "current_stream", lambda device=None: Stream(recorder.stream, recorder)),
+        (torch.cuda, "Stream", lambda device=None: recorder.new_stream()),
         (torch.cuda, "stream", lambda stream: recorder.on_stream(stream.name)),
+        (torch.cuda, "Event", lambda enable_timing=False: recorder.new_event()),
+        (torch.accelerator, "is_available", lambda: True),  # so what should be pinned is
+        (torch, "tensor", made),
+        (Tensor, "tolist", tolist),
+        (collectives, "_started", lambda work: recorder.started(started(work))),
+        (torch.cuda, "is_initialized", lambda: True),
+        (torch.cuda, "get_rng_state", lambda device=None: None),
+        (torch.cuda, "set_rng_state", lambda state, device=None: None),
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         (torch.cuda, "synchronize", lambda device=None: recorder.waited("synchronize")),
         (FakeTensor, "tolist", read),
+        (FakeTensor, "__float__", lambda tensor: float(tensor.item())),
         (FakeTensor, "copy_", lambda tensor, *args, **kwargs: torch.ops.aten.copy_.default(tensor, *args, **kwargs)),
         (FakeTensor, "contiguous", contiguous),
         (FakeTensor, "new", lambda tensor, *sizes: tensor.new_empty(sizes)),
         (FakeTensor, "__getitem__", _part_of),
         (FakeTensor, "__setitem__", lambda tensor, index, value: _part_of(tensor, index).copy_(torch.as_tensor(value))),
-        (FakeTensor, "record_stream", lambda tensor, stream: None),
+        (FakeTensor, "record_stream", lambda tensor, stream: recorder.record_stream(tensor, stream)),
         (FakeTensor, "data_ptr", lambda tensor: recorder.address(tensor)),
         (collectives, "_profiler_enabled", lambda: True),  # the labels of a step's parts pass the recorder
         # Without it, torch's optimizers would take these tensors one by one.
@@ -285,20 +332,22 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Stream:
+class Stream:
     """A stream, on which everything is done at once; ``recorder`` hears which stream waits for which."""
 
     name: str
     recorder: Recorder
 
-    def wait_stream(self, other: _Stream) -> None:
+    def wait_stream(self, other: Stream) -> None:
         self.recorder.joined(self.name, other.name)
 
-    def wait_event(self, event: _Stream) -> None:
-        self.wait_stream(event)
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
 
-    def record_event(self) -> _Stream:
-        return self
+    def record_event(self, event: Any = None) -> Any:
+        event = event or self.recorder.new_event()
+        event.record(self)
+        return event
 
 
 def _part_of(tensor: Tensor, index: Any) -> Tensor:

@@ -12,20 +12,24 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lwopt_backend.config.hosts import HostConfig, ZeROConfig
-from lwopt_backend.engines.fsdp2.plan import in_rows, local, over_all_ranks
+from lwopt_backend.engines.fsdp2.plan import local
 from lwopt_backend.engines.fsdp2.step import Attachment
+from lwopt_backend.engines.modules.step import ModuleOptimizers
 from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.engines.owned.step import OwnedCore
-from lwopt_backend.engines.zero.plan import GroupStepper
+from lwopt_backend.engines.zero.plan import GroupPlan, GroupStepper, UnitStepper
+from lwopt_backend.engines.zero.replicated import ElementwiseReplicas, MatrixReplicas
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping
 from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
 from lwopt_backend.optimizer.layer_wise import Sharing
-from lwopt_backend.plan import MatrixPlan, Replicas
+from lwopt_backend.plan import MatrixPlan, Replicas, Sharding
 from lwopt_backend.planner.part import Planned
-from lwopt_backend.planner.setting import Setting
+from lwopt_backend.planner.setting import MeshConfig, Setting
 from lwopt_backend.planner.shares import zero_plans
 from lwopt_backend.runtime.agreement import plan_digest
 from lwopt_backend.runtime.collectives import TorchCollectives
@@ -79,13 +83,18 @@ class Engine:
     """An engine's own step. ``digest`` is that of its plan.
 
     ``waits`` says where a backward pass and a step may wait for the GPU, and how often. ``compared`` is what the engine
-    stores of all that a plan counts.
+    stores of all that a plan counts. ``offloads`` is whether the host keeps on the CPU what it shards.
     """
 
     digest: str
     names: Mapping[int, str]  # of the parameters that are trained, by id
     waits: Mapping[str, int]
     compared: Sequence[str] = KEPT
+    offloads = False
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self.offloads else DEVICE
 
     def backward(self) -> None:
         """Bring a gradient of every parameter, as a backward pass does."""
@@ -128,13 +137,13 @@ class OwnedEngine(Engine):
     step."""
 
     def __init__(self, planned: Planned, setting: Setting) -> None:
-        self._model, grouping = _made(planned.shared.grouping, partial(torch.empty_like, device=DEVICE))
+        self.model, grouping = _made(planned.shared.grouping, partial(torch.empty_like, device=DEVICE))
         given: Any = Routed(setting.rules, _quiet(setting), grouping)
-        self._optimizer = cast(OwnedOptimizer, OwnedOptimizer.__new__(OwnedOptimizer))
-        self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
-        self.names = {id(param): name for name, param in self._model.named_parameters()}
-        self._core, self.digest = self._optimizer.core, self._optimizer.plan_digest
-        flags = 2 if self._optimizer.config.keep_full_grads else 1  # also for those who see others' gradients
+        self.optimizer = cast(OwnedOptimizer, OwnedOptimizer.__new__(OwnedOptimizer))
+        self.optimizer._train(self.model, given, Sharing(), sharded_later=False)
+        self.names = {id(param): name for name, param in self.model.named_parameters()}
+        self._core, self.digest = self.optimizer.core, self.optimizer.plan_digest
+        flags = 2 if self.optimizer.config.keep_full_grads else 1  # also for those who see others' gradients
         self.waits = {FLAGS: flags}
 
     @property
@@ -145,34 +154,36 @@ class OwnedEngine(Engine):
     def core(self) -> OwnedCore:
         return self._core
 
-    def _pass(self, passes: Passes) -> None:
+    def play(self, passes: Passes) -> None:
+        """A backward pass."""
         params = [*reversed(self._core.manager.params)]
         with torch.enable_grad():
             passed = _Pass.apply(torch.zeros((), device="cpu", requires_grad=True), params, passes)
         passed.backward()
+        passes.end()
 
     def train(self, passes: Passes) -> None:
         manager = self._core.manager
-        self._pass(passes)
-        self._optimizer.step()
+        self.play(passes)
+        self.optimizer.step()
         number_of = {id(param): manager.bucket_of[index] for index, param in enumerate(manager.params)}
         for params in blocks(zip(manager.names, manager.params)):
             manager.receive_values(sorted({number_of[id(param)] for param in params}))
             passes.forward(params)
 
     def backward(self) -> None:
-        self._pass(Passes())
+        self.play(Passes())
         self._core.manager.finish()  # sends what is left
         for _ in self._core.manager.settled():
             pass  # the last gradients arrive
 
     def step(self) -> None:
-        self._optimizer.step()
-        self._optimizer.synchronize()
+        self.optimizer.step()
+        self.optimizer.synchronize()
 
     def transient(self) -> Sequence[int]:
         manager = self._core.manager
-        if not self._optimizer.config.overlap_grad_reduce:
+        if not self.optimizer.config.overlap_grad_reduce:
             return ()  # all gradients are there before the first is sent
         return [max(0, manager.ledger.most_held - sum(bucket.grad_nbytes for bucket in manager.buckets))]
 
@@ -213,34 +224,58 @@ class _Pass(torch.autograd.Function):
         return grads[0], None, None
 
 
+def sharded(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, device: torch.device = DEVICE) -> DTensor:
+    """A tensor as ``fully_shard`` shards it over ``mesh``, with an uninitialized shard on this rank."""
+    whole, coordinate = torch.Size(shape), mesh.get_coordinate()
+    assert coordinate is not None
+    mine = Sharding(whole, (mesh.shape[-1],), (0,), (False,)).local_shape((coordinate[-1],))
+    placements = [*([Replicate()] * (mesh.ndim - 1)), Shard(0)]
+    stride = torch.empty(whole, device="meta").stride()
+    shard = torch.empty(mine, dtype=dtype, device=device)
+    made = DTensor.from_local(shard.to("meta"), mesh, placements, run_check=False, shape=whole, stride=stride)
+    return DTensor(shard, made._spec, requires_grad=False)  # ``from_local`` would take it from the CPU to the GPU
+
+
 class MeshEngine(Engine):
     """``LayerWiseOptimizer`` of a model that ``fully_shard`` has sharded. FSDP2's own gathers and reductions are the
     host's."""
 
     def __init__(self, planned: Planned, setting: Setting) -> None:
-        self._mesh = over_all_ranks(DEVICE.type, planned.ranks, TorchCollectives().rank)
-        make = lambda like: in_rows(like.shape, like.dtype, self._mesh)  # noqa: E731
-        self._model, grouping = _made(planned.shared.grouping, make)
+        assert isinstance(setting.config, MeshConfig)
+        ranks = torch.arange(planned.ranks).view(-1, setting.config.group_size or planned.ranks)
+        # torch identifies equal meshes; those of a process that plays several ranks have different names.
+        names = [f"{what}_of_rank_{TorchCollectives().rank}" for what in ("copies", "shards")]
+        hybrid = len(ranks) > 1
+        self._mesh = DeviceMesh(
+            DEVICE.type, ranks if hybrid else ranks[0], mesh_dim_names=tuple(names if hybrid else names[1:])
+        )
+        make = lambda like: sharded(like.shape, like.dtype, self._mesh, self._device)  # noqa: E731
+        self.model, grouping = _made(planned.shared.grouping, make)
         given: Any = Routed(setting.rules, _quiet(setting), grouping)
-        self._optimizer = cast(MeshOptimizer, MeshOptimizer.__new__(MeshOptimizer))
-        self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
-        self.names = {id(param): name for name, param in self._model.named_parameters()}
-        self.digest = self._optimizer.plan_digest
-        self._optimizer._options.flags(self._optimizer.param_groups)  # of the first step, which reads to compare them
+        self.optimizer = cast(MeshOptimizer, MeshOptimizer.__new__(MeshOptimizer))
+        self.optimizer._train(self.model, given, Sharing(), sharded_later=False)
+        self.names = {id(param): name for name, param in self.model.named_parameters()}
+        self.digest = self.optimizer.plan_digest
+        self.optimizer._options.flags(self.optimizer.param_groups)  # of the first step, which reads to compare them
         self.waits = {}
 
     @property
     def matrix_steppers(self) -> list[tuple[MatrixStepper, MatrixPlan]]:
         """The steppers of matrices in their order, each with its plan."""
-        return [(each.stepper, each.plan) for each in self._optimizer._steppers]
+        return [(each.stepper, each.plan) for each in self.optimizer._steppers]
 
     def attach(self) -> None:
         """Exchange buckets in backward passes from now on."""
-        steppers = self._optimizer._steppers
-        self._optimizer._attachment = Attachment(steppers, self._optimizer._matrix_rules, lambda: self._optimizer.state)
+        steppers = self.optimizer._steppers
+        self.optimizer._attachment = Attachment(steppers, self.optimizer._matrix_rules, lambda: self.optimizer.state)
 
     def train(self, passes: Passes) -> None:
-        order = blocks(self._model.named_parameters())[::-1]
+        self.play(passes)
+        self.optimizer.step()
+
+    def play(self, passes: Passes) -> None:
+        """A backward pass."""
+        order = blocks(self.model.named_parameters())[::-1]
         for params, following in zip(order, [*order[1:], []]):
             passes.backward(params, following)
             with passes.reduced(params):
@@ -249,31 +284,33 @@ class MeshEngine(Engine):
                     for hook in (param._post_accumulate_grad_hooks or {}).values():
                         hook(param)
         passes.end()
-        self._optimizer.step()
 
     def _bring(self, param: Tensor) -> None:
-        param.grad = in_rows(param.shape, param.dtype, self._mesh)
+        """A new gradient, or a sum with an earlier one."""
+        if param.grad is None:
+            param.grad = sharded(param.shape, param.dtype, self._mesh, self._device)
+        local(param.grad).add_(1)
 
     def backward(self) -> None:
-        for param in self._model.parameters():
+        for param in self.model.parameters():
             self._bring(param)
 
     def step(self) -> None:
-        self._optimizer.step()
-        self._optimizer.synchronize()
+        self.optimizer.step()
+        self.optimizer.synchronize()
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        params = [*self._model.parameters()]
+        params = [*self.model.parameters()]
         return {
             "parameters": [local(param) for param in params],
             "gradients": [local(param.grad) for param in params if param.grad is not None],
-            "state": [local(t) for state in self._optimizer.state.values() for t in state.values() if not t.is_meta],
+            "state": [local(t) for state in self.optimizer.state.values() for t in state.values() if not t.is_meta],
         }
 
 
 class FlatEngine(Engine):
-    """ZeRO's steppers on flat partitions, in DeepSpeed's order. DeepSpeed's own engine is not there: it starts a
-    process group and streams on a real GPU, and it may not be installed."""
+    """ZeRO's steppers on flat partitions, in DeepSpeed's order. DeepSpeed's own engine is not there: it
+    starts a process group and streams on a real GPU, and it may not be installed."""
 
     compared = ("masters", "state")
 
@@ -282,15 +319,21 @@ class FlatEngine(Engine):
         assert isinstance(config, ZeROConfig)
         plans = zero_plans(planned.shared, planned.ranks, setting)
         self.digest = plan_digest(line for _, plan in plans for line in plan.plan_lines())
-        self._units: list[tuple[dict[str, Any], Tensor, GroupStepper, dict[str, Any]]] = []
+        self._units: list[tuple[dict[str, Any], list[Tensor], UnitStepper[Any], dict[str, Any]]] = []
         for group, plan in plans:
-            assert not isinstance(plan.layout, Replicas)
             state: dict[str, Any] = {}
-            flat = torch.zeros(plan.layout.partition_numel, device=DEVICE)
-            stepper = GroupStepper(plan, flat, collectives, config, DEVICE)
+            stored, make = self._stored(plan)
+            stepper = make(plan, stored if self.replicated else stored[0], collectives, config, DEVICE)
             stepper.fill_state(group, state)
-            self._units.append((group, flat, stepper, state))
+            self._units.append((group, stored, stepper, state))
         self.waits = {}
+
+    replicated = False
+
+    def _stored(self, plan: GroupPlan) -> tuple[list[Tensor], type[UnitStepper[Any]]]:
+        """What this rank stores of a plan's parameters, and their stepper."""
+        assert not isinstance(plan.layout, Replicas)
+        return [torch.zeros(plan.layout.partition_numel, device=self._device)], GroupStepper
 
     @property
     def matrix_steppers(self) -> list[tuple[MatrixStepper, MatrixPlan]]:
@@ -299,19 +342,62 @@ class FlatEngine(Engine):
         return [(stepper, plan) for stepper, plan in found if stepper and plan]
 
     def backward(self) -> None:
-        for _, flat, _, _ in self._units:
-            flat.grad = torch.empty_like(flat)
+        for tensor in self.tensors()["masters"]:
+            tensor.grad = torch.empty_like(tensor)
 
     def step(self) -> None:
         for group, _, stepper, state in self._units:
             stepper.step(group, state)
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        masters = [tensor for _, stored, _, _ in self._units for tensor in stored]
         return {
-            "masters": [flat for _, flat, _, _ in self._units],
-            "gradients": [flat.grad for _, flat, _, _ in self._units if flat.grad is not None],
+            "masters": masters,
+            "gradients": [tensor.grad for tensor in masters if tensor.grad is not None],
             "state": [tensor for *_, state in self._units for tensor in state.values()],
         }
+
+
+class ReplicatedEngine(FlatEngine):
+    """ZeRO 0, where every rank stores whole parameters. `lwopt plan` has no plan of it: the digest is this engine's."""
+
+    replicated = True
+
+    def __init__(self, planned: Planned, setting: Setting) -> None:
+        super().__init__(planned, replace(setting, engine="zero0"))
+
+    def _stored(self, plan: GroupPlan) -> tuple[list[Tensor], type[UnitStepper[Any]]]:
+        whole = [torch.zeros(param.shape, device=self._device) for param in plan.params]
+        return whole, ElementwiseReplicas if plan.matrices is None else MatrixReplicas
+
+
+class ModulesEngine(Engine):
+    """``ModuleOptimizers`` of several engines' optimizers. All ranks have all modules; `lwopt plan` plans them one by
+    one."""
+
+    def __init__(self, engines: Mapping[str, OwnedEngine | MeshEngine]) -> None:
+        self._engines = [*engines.values()]
+        self.optimizer = ModuleOptimizers({name: engine.optimizer for name, engine in engines.items()})
+
+    @staticmethod
+    def others(mine: Any, ranks: int) -> list[Any]:
+        """What every rank says when objects are gathered: the same as this one, from its own place in a module."""
+        if not isinstance(mine, dict):
+            return [mine] * ranks
+        return [{name: replace(held, place=(rank, ranks)) for name, held in mine.items()} for rank in range(ranks)]
+
+    def backward(self) -> None:
+        for engine in self._engines:
+            engine.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        for engine in self._engines:
+            engine.optimizer.synchronize()
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        of_all = [engine.tensors() for engine in self._engines]
+        return {kind: [tensor for each in of_all for tensor in each.get(kind, ())] for kind in KEPT}
 
 
 ENGINES: Mapping[str, type[OwnedEngine | MeshEngine | FlatEngine]] = {

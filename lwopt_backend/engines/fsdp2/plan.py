@@ -529,22 +529,3 @@ def piece(member: MeshMember, state: Mapping[str, Any]) -> Slices:
         like = (s.dtype for key, s in shards.items() if key != "step" and s.shape == value.shape)
         grad = grad.to(next(like, value.dtype))
     return Slices(value, grad, shards)
-
-
-def over_all_ranks(device_type: str, ranks: int, rank: int) -> DeviceMesh:
-    """A mesh with one dimension, as ``fully_shard`` makes it by default, for a process that plays ``rank``.
-
-    torch identifies equal meshes, so those of a process that plays several ranks have different names.
-    """
-    return DeviceMesh(device_type, list(range(ranks)), mesh_dim_names=(f"of_rank_{rank}",))
-
-
-def in_rows(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh) -> DTensor:
-    """A tensor as ``fully_shard`` shards it over ``mesh``, with an uninitialized shard on this rank."""
-    whole = torch.Size(shape)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    mine = Sharding(whole, (mesh.size(),), (0,), (False,)).local_shape(tuple(coordinate))
-    shard = torch.empty(mine, dtype=dtype, device=mesh.device_type)
-    stride = torch.empty(whole, device="meta").stride()
-    return DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=whole, stride=stride)
