@@ -89,16 +89,22 @@ class PartsPending:
             self.ledger.free(self.sent)
         self.pending, self.sent = DONE, None
 
-    def sum(self, dtype: torch.dtype) -> Tensor:
-        """Wait; returns this rank's part of the sum in ``dtype``, as a ledger tensor that the caller frees."""
+    def room(self, dtype: torch.dtype) -> Tensor:
+        """The ledger tensor in ``dtype`` for the sum: ``reduced`` itself, or one that is not filled yet."""
+        assert self.reduced is not None
+        if self.reduced.dtype == dtype:
+            return self.reduced
+        return self.ledger.empty(self.reduced.numel(), dtype, self.reduced.device)
+
+    def sum(self, into: Tensor) -> Tensor:
+        """Wait; returns ``into``, what ``room`` returned, with this rank's part of the sum. The caller frees it."""
         self.wait()
         assert self.reduced is not None
         total, self.reduced = self.reduced, None
-        if total.dtype == dtype:
-            return total
-        wide = self.ledger.empty(total.numel(), dtype, total.device).copy_(total)
-        self.ledger.free(total)
-        return wide
+        if into is not total:
+            into.copy_(total)
+            self.ledger.free(total)
+        return into
 
     def discard(self) -> None:
         """Wait, and free what was received."""
@@ -335,13 +341,15 @@ class BucketBuffers:
     def arrive(self) -> None:
         """Wait for the reduction that ``launch`` started, and add the sum to that of earlier backward passes.
 
-        A side stream does this. The caller's stream waits, because it may now be given the memory that was sent.
+        A side stream does this. The caller's stream waits, because it may now be given the memory that was sent. The
+        caller's stream also allocates the sum, which the step uses: the side stream's memory would serve nothing else.
         """
         assert self._way is not None
         way, self._way = self._way, None
         way.wait()
-        with self._beside.running(lambda: [] if way.reduced is None else [way.reduced]):
-            self._take_sum(way.sum(self.owned_dtype))
+        into = way.room(self.owned_dtype)
+        with self._beside.running(lambda: [into] if way.reduced is None else [into, way.reduced]):
+            self._take_sum(way.sum(into))
 
     def _take_sum(self, came: Tensor) -> None:
         if self.sharers.replicas is not None:
@@ -364,8 +372,8 @@ class BucketBuffers:
 
     def _settle_across(self) -> None:
         if self._across is not None:
-            came, self._across = self._across.sum(self.owned_dtype), None
-            self._add(came)
+            across, self._across = self._across, None
+            self._add(across.sum(across.room(self.owned_dtype)))
 
     def _add(self, came: Tensor) -> None:
         if self._keep_full:
