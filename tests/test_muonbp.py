@@ -45,14 +45,14 @@ class MuonBP:
         """``matrices`` are parts of their parameters, by default all of them."""
         self.params, self.blocks, self.taken = params, blocks, 0
         self.matrices = matrices or [(slice(None),) for _ in params]
-        self.state = {param: {"momentum_buffer": torch.zeros_like(param)} for param in params}
+        self.momenta = [torch.zeros_like(param) for param in params]
+        self.state = {param: {"momentum_buffer": momentum} for param, momentum in zip(params, self.momenta)}
         self.param_groups: list[dict[str, Any]] = [{**MUON}]
 
     @torch.no_grad()
     def step(self) -> None:
         lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
-        for param, blocks, matrix in zip(self.params, self.blocks, self.matrices):
-            momentum = self.state[param]["momentum_buffer"]
+        for param, momentum, blocks, matrix in zip(self.params, self.momenta, self.blocks, self.matrices):
             momentum.lerp_(param.grad, 0.05)
             direction = param.grad.lerp(momentum, 0.95)
             whole = self.taken % PERIOD == 0 or len(blocks) == 1
