@@ -141,6 +141,8 @@ def test_hugging_faces_names_with_numbers_that_are_given(source: Path, tmp_path:
         found = differing(source, wide, option, "hf-llama", "--weights", *numbers)
         assert (found["different"], found["equal"]) == ([], 30)
     assert any("B does not record the vocabulary of its names" in note for note in found["notes"])
+    succeeds("convert", source, tmp_path / "to", "--to", "universal", "--names", "hf-llama", *numbers)
+    assert differing(source, tmp_path / "to", *numbers)["different"] == []  # by the names that B has
 
 
 def test_a_map_of_ones_own_converts_and_compares(source: Path, tmp_path: Path) -> None:

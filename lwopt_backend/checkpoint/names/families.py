@@ -8,16 +8,8 @@ from collections.abc import Mapping
 
 from lwopt_backend.checkpoint.contents import LazyTensor
 from lwopt_backend.checkpoint.megatron.conventions import EMBEDDING, HEAD, LAYER
-from lwopt_backend.checkpoint.names.operations import (
-    Family,
-    Model,
-    Moved,
-    qkv_blocks,
-    refuse,
-    split_gate_up,
-    split_qkv,
-    transpose,
-)
+from lwopt_backend.checkpoint.names import operations as do
+from lwopt_backend.checkpoint.names.operations import Family, Model, Moved
 
 FINAL_NORM = "decoder.final_layernorm"
 POSITIONS = "embedding.position_embeddings.weight"
@@ -60,11 +52,11 @@ def in_layer(name: str) -> tuple[str, str]:
 
 
 def hf_llama(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
-    refuse(model, "hf-llama and its kind", _NOT_LLAMAS)
+    do.refuse(model, "hf-llama and its kind", _NOT_LLAMAS)
     number, rest = in_layer(name)
     layer, (module, _, kind) = f"model.layers.{number}", rest.rpartition(".")
     if module == "self_attention.linear_qkv":
-        return dict(zip([f"{layer}.self_attn.{x}_proj.{kind}" for x in "qkv"], split_qkv(tensor, model)))
+        return dict(zip([f"{layer}.self_attn.{x}_proj.{kind}" for x in "qkv"], do.split_qkv(tensor, model)))
     if module == "mlp.linear_fc1":
         return gate_up(f"{layer}.mlp.{{}}_proj.{kind}", tensor, model)
     return renamed(_OUTSIDE, name, tensor) or renamed(_RENAMED, rest, tensor, f"{layer}.")
@@ -72,7 +64,7 @@ def hf_llama(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
 
 def gate_up(target: str, tensor: LazyTensor, model: Model, names: tuple[str, str] = ("gate", "up")) -> Moved:
     """Gate and up; their ``names`` replace {} in ``target``."""
-    return dict(zip(map(target.format, names), split_gate_up(tensor, model)))
+    return dict(zip(map(target.format, names), do.split_gate_up(tensor, model)))
 
 
 def renamed(names: Mapping[str, str], name: str, tensor: LazyTensor, before: str = "") -> Moved | None:
@@ -146,14 +138,14 @@ _MODULES = {
 
 
 def hf_gpt2(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
-    refuse(model, "hf-gpt2", _NOT_GPT2S)
+    do.refuse(model, "hf-gpt2", _NOT_GPT2S)
     number, rest = in_layer(name)
     module, _, kind = (rest or name).rpartition(".")
     if kind not in ("weight", "bias"):
         return None
     if module in _MODULES:
-        tensor = qkv_blocks(tensor, model) if module == "self_attention.linear_qkv" else tensor
-        return {f"transformer.h.{number}.{_MODULES[module]}.{kind}": transpose(tensor)}
+        tensor = do.qkv_blocks(tensor, model) if module == "self_attention.linear_qkv" else tensor
+        return {f"transformer.h.{number}.{_MODULES[module]}.{kind}": do.transpose(tensor)}
     return {f"transformer.ln_f.{kind}": tensor} if module == FINAL_NORM else renamed(_OF_GPT2, name, tensor)
 
 

@@ -34,22 +34,10 @@ it becomes, by their names. {} drops it, None says that there is no name for it.
 of a stack of tensors: ``{"experts.down_proj[3]": tensor}``."""
 
 
-@dataclass(frozen=True, slots=True)
-class QKV:
-    """The outputs of q, k and v: ``groups`` times ``queries`` of q, then ``channels`` each of k and v."""
-
-    groups: int
-    queries: int
-    channels: int
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        return self.queries, self.channels, self.channels
-
-
-def qkv_of(fused: LazyTensor, model: Model) -> QKV:
-    """The division of Megatron's rows of q, k and v. Raises CheckpointError if two of heads, groups and channels are
-    not known, if the rows do not divide, and for rows that also have a gated attention's gates."""
+def qkv_of(fused: LazyTensor, model: Model) -> tuple[int, tuple[int, int, int]]:
+    """The division of Megatron's rows: the number of query groups, and in each the rows of q, of k and of v. Raises
+    CheckpointError if two of heads, groups and channels are not known, if the rows do not divide, and for rows that
+    also have a gated attention's gates."""
     if model.gated_attention:
         raise CheckpointError(
             f"{fused.where} has the gates of a gated attention in addition to q, k and v (Megatron's "
@@ -73,25 +61,25 @@ def qkv_of(fused: LazyTensor, model: Model) -> QKV:
             f"{fused.where}: expected (heads + 2 * query_groups) * kv_channels rows of q, k and v, found {rows}, which "
             f"do not divide by {known}; give the numbers of this model"
         )
-    return QKV(groups, heads // groups * channels, channels)
+    return groups, (heads // groups * channels, channels, channels)
 
 
 def split_qkv(fused: LazyTensor, model: Model) -> list[LazyTensor]:
     """Three tensors, all q, all k, all v, of Megatron's rows (q, k, v of each query group in turn)."""
-    qkv = qkv_of(fused, model)
-    total, parts, start = sum(qkv.sizes), [], 0
-    for size in qkv.sizes:
-        parts.append(rows(fused, [(g * total + start, g * total + start + size) for g in range(qkv.groups)]))
+    groups, sizes = qkv_of(fused, model)
+    total, parts, start = sum(sizes), [], 0
+    for size in sizes:
+        parts.append(rows(fused, [(g * total + start, g * total + start + size) for g in range(groups)]))
         start += size
     return parts
 
 
 def qkv_blocks(fused: LazyTensor, model: Model) -> LazyTensor:
     """The same rows as all q, all k, all v in one tensor."""
-    qkv = qkv_of(fused, model)
+    groups, sizes = qkv_of(fused, model)
 
     def function(whole: Tensor) -> Tensor:
-        parts = whole.unflatten(0, (qkv.groups, -1)).split(qkv.sizes, dim=1)
+        parts = whole.unflatten(0, (groups, -1)).split(sizes, dim=1)
         return torch.cat([part.flatten(0, 1) for part in parts])
 
     return fused.mapped(function, fused.shape)
