@@ -294,11 +294,11 @@ def test_gated_attention_has_no_place_in_other_families(family: str, said: dict[
 def test_states_of_another_form_and_matrices_follow_a_rename_only() -> None:
     """A split or permutation changes which elements matrices are, so nothing is said of them."""
     weights, arguments = core()
-    matrices = {name: [f"some rows of {name}", "others"] for name in (FC1, FC2)}
+    matrices = {name: [f"some rows of {name}", "others"] for name in (EMBEDDING, FC1, FC2)}
     source = checkpoint_of(weights, CORE, arguments | {"matrices": matrices})
     owned = {0: {"row": torch.ones(3)}}
     odd = {name: {**source.params[name].states, "second": held(torch.ones(2), "second")} for name in (FC1, FC2)}
-    there = translate(changed(source, FC2, states=odd[FC2], owner_states=owned), "hf-llama")
+    there = translate(changed(source, FC2, states=odd[FC2], owner_states=owned), "hf-llama", Numbers(vocab_size=28))
     assert there.params[DOWN].owner_states == owned and there.params[DOWN].states["second"].shape == (2,)
     assert there.arguments == arguments | {"matrices": {DOWN: matrices[FC2]}}
     assert translate(source, CORE).arguments["matrices"] == matrices
@@ -415,6 +415,10 @@ def test_a_users_function_is_a_map_of_any_names(tmp_path: Path) -> None:
             "'x' twice, once as a stack",
         ),
         ("def mine(name, tensor, model): return {f'x[{2 * ord(name)}]': tensor}", "without gaps, found no number 0"),
+        (
+            "def mine(name, tensor, model): return {str(id(tensor)): tensor.mapped(abs, tensor.shape)}",
+            "the same names of each of its tensors",
+        ),
         ("def mine(name, tensor, model): return None", "'b' has no name in the map"),
     ],
 )

@@ -12,7 +12,7 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyT
 from lwopt_backend.checkpoint.formats import FAMILIES, Numbers
 from lwopt_backend.checkpoint.megatron.conventions import EMBEDDING, HEAD
 from lwopt_backend.checkpoint.names import families
-from lwopt_backend.checkpoint.names.applying import apply, gaps, in_local_spec, missing
+from lwopt_backend.checkpoint.names.applying import apply, gaps, in_local_spec, missing, with_matrices
 from lwopt_backend.checkpoint.names.operations import Family, Model, Moved, first_rows
 from lwopt_backend.config.options import suggestion
 
@@ -76,15 +76,17 @@ def translate(
     if checkpoint.names == target:
         return checkpoint
     filled = given.filled(checkpoint.arguments)
-    model = Model(filled, checkpoint.arguments, checkpoint.names == CORE and _is_gated(checkpoint, filled))
-    lacking = list(gaps(checkpoint.params, filled)) if checkpoint.names == CORE else []
-    if isinstance(target, str) and (checkpoint.names != CORE or target == CORE):
-        found = "does not record their family" if checkpoint.names == UNNAMED else f"has those of {checkpoint.names}"
-        raise CheckpointError(
-            f"--names {target}: expected names of {CORE}, the checkpoint {found}; name their family with "
-            f"--source-names (in lwopt diff --names-a or --names-b), {target} if they are those already, or give --map"
-        )
+    is_core = checkpoint.names == CORE
+    model = Model(filled, checkpoint.arguments, is_core and _is_gated(checkpoint, filled))
+    lacking = list(gaps(checkpoint.params, filled)) if is_core else []
     if isinstance(target, str):
+        if not is_core or target == CORE:
+            has = "does not record their family" if checkpoint.names == UNNAMED else f"has those of {checkpoint.names}"
+            raise CheckpointError(
+                f"--names {target}: expected names of {CORE}, the checkpoint {has}; name their family with "
+                f"--source-names (in lwopt diff --names-a or --names-b), {target} if they are those already, or give "
+                "--map"
+            )
         lacking += missing(list(checkpoint.params), families.NEEDED[target], filled)
     if lacking:
         raise CheckpointError(f"expected a whole model, found {len(lacking)} problem(s):{listed(lacking)}")
@@ -95,16 +97,17 @@ def translate(
 
 def vocabulary(names: str) -> tuple[str, ...]:
     """The names of the embedding and of the output layer in a family, and in Megatron-core."""
-    family, rows = families.FAMILIES.get(names), held(torch.empty(0, 1), "a vocabulary")
-    model = Model(Numbers(), {}, False)
-    return (EMBEDDING, HEAD) if family is None else tuple(str(*family(n, rows, model) or ()) for n in (EMBEDDING, HEAD))
+    if names not in families.FAMILIES:
+        return EMBEDDING, HEAD
+    family, model, rows = families.FAMILIES[names], Model(Numbers(), {}, False), held(torch.empty(0, 1), "rows")
+    return tuple(next(iter(family(name, rows, model) or {}), name) for name in (EMBEDDING, HEAD))
 
 
 def _cut(checkpoint: Checkpoint, size: int) -> Checkpoint:
     """The checkpoint with the first ``size`` rows of its vocabulary."""
     if checkpoint.names not in FAMILIES:
         raise CheckpointError("--vocab-size: expected known names in this checkpoint, found none; give --source-names")
-    params = dict(checkpoint.params)
+    params, whole = dict(checkpoint.params), {name: name for name in checkpoint.params}
     for name in vocabulary(checkpoint.names):
         param = params.get(name)
         if param is None or param.shape[0] == size:
@@ -115,7 +118,8 @@ def _cut(checkpoint: Checkpoint, size: int) -> Checkpoint:
                 "owner state (owner_states); leave --vocab-size out"
             )
         params[name] = param.changed({key: first_rows(tensor, size) for key, tensor in param.tensors.items()})
-    return dataclasses.replace(checkpoint, params=params)
+        del whole[name]
+    return dataclasses.replace(checkpoint, params=params, arguments=with_matrices(checkpoint.arguments, whole))
 
 
 def _is_gated(checkpoint: Checkpoint, numbers: Numbers) -> bool:

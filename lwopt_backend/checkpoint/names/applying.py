@@ -64,7 +64,7 @@ def apply(family: Family, called: str, checkpoint: Checkpoint, model: Model, nam
         checkpoint,
         names=names,
         params=_joined(params, stacks, called),
-        arguments=_arguments(checkpoint.arguments, unchanged),
+        arguments=with_matrices(checkpoint.arguments, unchanged),
         notes=(*checkpoint.notes, *notes),
         tied=tied,
         buffers=buffers,
@@ -86,6 +86,10 @@ def _made(family: Family, name: str, param: Param, model: Model) -> dict[str, Pa
             f"permutes them, found {', '.join(odd)}; give a map that only renames the parameter"
         )
     moved = {key: family(name, tensor, model) or {} for key, tensor in tensors.items()}
+    if any(of.keys() != found.keys() for of in moved.values()):
+        raise CheckpointError(
+            f"{name!r}: expected a map that makes the same names of each of its tensors, found others"
+        )
     return {
         target: Param(None, {}, param.step, param.group).changed({key: of[target] for key, of in moved.items()})
         for target in found
@@ -148,7 +152,7 @@ def _beside(
     return tied, buffers, lost
 
 
-def _arguments(arguments: Mapping[str, Any], unchanged: Mapping[str, str]) -> dict[str, Any]:
+def with_matrices(arguments: Mapping[str, Any], unchanged: Mapping[str, str]) -> dict[str, Any]:
     """The arguments, with ``matrices`` by new names. Split, joined or permuted parameters lose their entries."""
     known = (arguments.get(MATRICES) or {}).items()
     renamed = {unchanged[name]: matrices for name, matrices in known if name in unchanged}
@@ -167,7 +171,7 @@ def in_local_spec(checkpoint: Checkpoint) -> Checkpoint:
     if twice := [name for name, count in Counter(spelled.values()).items() if count > 1]:
         raise CheckpointError(f"expected one parameter {twice[0]!r}, found two spellings of its name; drop one")
     params = {spelled[name]: param for name, param in checkpoint.params.items()}
-    return dataclasses.replace(checkpoint, params=params, arguments=_arguments(checkpoint.arguments, spelled))
+    return dataclasses.replace(checkpoint, params=params, arguments=with_matrices(checkpoint.arguments, spelled))
 
 
 def gaps(names: Iterable[str], numbers: Numbers) -> Iterator[str]:
