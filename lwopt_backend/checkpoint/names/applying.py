@@ -23,7 +23,7 @@ from lwopt_backend.checkpoint.megatron.conventions import expert_of, layer_of, r
 from lwopt_backend.checkpoint.names.families import in_layer
 from lwopt_backend.checkpoint.names.operations import Family, Model
 
-_IN_STACK = re.compile(r"(.+)\[(\d+)\]")
+_IN_STACK = re.compile(r"(.+)\[(0|[1-9]\d*)\]")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
