@@ -337,6 +337,13 @@ class BesideTwin:
         self.optimizer.synchronize()
         assert (difference := self.twin.difference(self.model)) <= limit, difference
 
+    def check_momentum(self) -> None:
+        """Also of copies that other ranks step."""
+        for name, param in named(self.model):
+            if theirs := self.twin.optimizers[0].state.get(self.twin.params.get(name)):
+                ours = whole(self.optimizer.state[param]["momentum_buffer"])
+                assert torch.equal(ours, theirs["momentum_buffer"]), name
+
 
 def backward(sharded: Sharded, step: int, mode: str = "fp32") -> float:
     """The gradients of one global batch, this rank computing its part; its loss."""
