@@ -528,7 +528,7 @@ def test_state_dicts_are_keyed_by_module() -> None:
 
 
 @on_ranks(4)
-def test_state_that_lacks_a_module_a_file_or_is_of_another_kind_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_state_that_lacks_something_or_is_of_another_kind_is_refused_on_all_ranks(tmp_path: Path) -> None:
     folder, (_, optimizers), (_, others) = tmp_path / "state", make(APART), make(APART, ("DDP", "owned"))
     fails_with("'langauge'; did you mean 'language'?", lambda: optimizers.load_state_dict({"langauge": 0}))
     fails_with("expected module", lambda: optimizers.load_state_dict({}))
