@@ -57,14 +57,16 @@ def test_padded_and_compact_plans_are_about_as_lean_and_as_even_as_megatrons(row
             assert cell.ours[0] == cell.theirs[0], "as many buckets, which overlap as well"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_trillion_parameters_on_a_thousand_ranks_are_planned_in_seconds(layout: str) -> None:
-    """46,567 matrices. Seconds of CPU, of which an idle machine takes a third."""
+def test_a_trillion_parameters_on_a_thousand_ranks_are_planned_in_seconds() -> None:
+    """46,567 matrices, and 20,000 stacks. Seconds of CPU, of which an idle machine takes a third."""
     matrices = public_models.atoms("kimi-k2-like", "mcore_grouped")
-    plan, seconds = planner.planned(matrices, 1024, layout, 33_554_432)
+    plan, seconds = planner.planned(matrices, 1024, "compact", 33_554_432)
     assert len(matrices) == sum(len(bucket.slots) for bucket in plan.buckets) == 46_567
-    assert layout == "padded" or max(plan.loads) * 1024 <= 1.01 * sum(plan.loads)
-    assert seconds <= 10, "5 s on an idle core"
+    assert max(plan.loads) * 1024 <= 1.01 * sum(plan.loads) and seconds <= 10
+    began = time.process_time()
+    plan = plan_owned([stack(str(number), 3, 2, 2) for number in range(20_000)], 8, "auto", 2**20)
+    assert time.process_time() - began < 5, "looking through all for every one took minutes"
+    assert plan.loads == (plan.loads[0],) * 8
 
 
 # Deals of the matrices of a bucket
@@ -83,49 +85,13 @@ def test_multifit_room_is_at_most_13_elevenths_of_the_least_and_suffices(seed: i
     assert least_room([64] * 100, 8) == 64 * 13 and least_room([64] * 3, 8) == 64
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_lpt_and_bins_give_the_costliest_to_the_least_loaded_within_the_room(seed: int) -> None:
-    draw = Random(seed)
-    for _ in range(2):
-        count, ranks = draw.randint(1, 30), draw.randint(1, 6)
-        numels = [64 * draw.randint(1, 9) for _ in range(count)]
-        costs, before = [draw.randint(0, 50) for _ in range(count)], [draw.randint(0, 60) for _ in range(ranks)]
-        loads, room = list(before), least_room(numels, ranks)
-        owners = deal(numels, costs, loads, sum(numels))
-        assert loads == [had + more for had, more in zip(before, parts_of(costs, owners, ranks))]
-        even = max(max(before), -(-(sum(before) + sum(costs)) // ranks))
-        assert max(loads) <= max(max(before), even + max(costs)), "with room everywhere, none waits for more than one"
-        owners = deal(numels, costs, list(before), room + max(numels))
-        assert max(parts_of(numels, owners, ranks)) <= room + max(numels)
-        loads = list(before)
-        owners = deal_bins(numels, costs, loads, room)
-        added = parts_of(costs, owners, ranks)
-        assert loads == [had + more for had, more in zip(before, added)]
-        assert max(parts_of(numels, owners, ranks)) <= room, "MULTIFIT's room is what first fit needs"
-        assert [added[rank] for rank in sorted(range(ranks), key=before.__getitem__)] == sorted(added, reverse=True)
-
-
 def test_lpt_deals_equal_matrices_in_turn_and_one_without_room_to_the_emptiest_rank() -> None:
     assert deal([64] * 12, [5] * 12, [0] * 4, 64 * 12) == [0, 1, 2, 3] * 3
     assert deal([128, 128, 192], [9, 9, 1], [0, 50, 100], 128) == [0, 1, 2]
     assert deal([64, 64, 64, 192], [9, 9, 9, 1], [0, 0, 0], 64) == [0, 1, 2, 0]
     assert deal_bins([64] * 3, [1] * 3, [0, 0], 64) == [0, 1, 0]
-
-
-def test_a_padded_bucket_takes_the_deal_with_least_padding_and_most_even_work() -> None:
-    loads = [0, 0]
+    loads = [0, 0]  # a padded bucket takes the deal with least padding and most even work
     assert deal_padded([128, 64, 64], [3, 2, 2], loads) == [0, 1, 1] and loads == [3, 4]
-    numels, costs = [192, 128, 128, 64, 64, 64], [1, 9, 9, 5, 5, 5]
-    for before in ([0, 0, 0], [0, 4, 8], [30, 0, 0]):
-        loads = list(before)
-        owners = deal_padded(numels, costs, loads)
-        assert loads == [had + more for had, more in zip(before, parts_of(costs, owners, 3))]
-        room = least_room(numels, 3)
-        for other, most in ((deal, room * 105 // 100), (deal_bins, room)):
-            after = list(before)
-            theirs = other(numels, costs, after, most)
-            ours = max(parts_of(numels, owners, 3)) / sum(numels) + max(loads) / sum(loads)
-            assert ours <= max(parts_of(numels, theirs, 3)) / sum(numels) + max(after) / sum(after) + 1e-12
 
 
 def test_padded_buckets_end_where_no_rank_would_wait() -> None:
@@ -192,6 +158,7 @@ def test_every_element_and_matrix_has_one_owner(seed: int) -> None:
         plan = planned(params, ranks, group_size, layout)
         assert sorted(slot.param for bucket in plan.buckets for slot in bucket.slots) == list(range(len(params)))
         assert layout != "compact" or plan.padding == 0
+        assert layout != "auto" or 20 * plan.padding <= sum(param.numel for param in params)
         firsts = [min(slot.param for slot in bucket.slots) for bucket in plan.buckets]
         assert firsts == sorted(firsts, reverse=True), "the order in which backward completes them"
         for bucket in plan.buckets:
@@ -210,33 +177,25 @@ def test_every_element_and_matrix_has_one_owner(seed: int) -> None:
                 assert all(start % 64 == 0 for start in starts) and bucket.parts[0][1] % 64 == 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
-def test_auto_is_padded_where_that_adds_at_most_a_twentieth(ranks: int) -> None:
-    for odd in (0, 1):
-        plans = {layout: planned(gpt(odd=odd), ranks, layout=layout) for layout in LAYOUTS}
-        auto, padded, compact = (
-            [bucket for bucket in plans[layout].buckets if bucket.kind == "matrix"] for layout in LAYOUTS
-        )
-        padding = sum(bucket.padding for bucket in padded)
-        lean = ranks > 1 and 20 * padding <= sum(bucket.numel for bucket in compact)
-        assert auto == (padded if lean else compact)
-        assert 20 * plans["auto"].padding <= sum(param.numel for param in gpt(odd=odd))
-        assert odd or all(slot.offset % 64 == 0 for bucket in compact for slot in bucket.slots)
+GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+LLAMA = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
 
 
 @pytest.mark.parametrize(
-    ("shapes", "ranks", "on_nccl"),
+    ("shapes", "ranks", "on_nccl", "on_gloo"),
     [
-        ([(2304, 768), (768, 768), (3072, 768), (768, 3072)], 8, "padded"),  # 11 % of padding; eight owners a bucket
-        ([(2304, 768), (768, 768), (3072, 768), (768, 3072)], 64, "compact"),  # 78 %
-        ([(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)], 8, "compact"),  # 7 %; two owners a bucket
+        (GPT2, 4, "padded", "padded"),  # 3 % of padding
+        (GPT2, 8, "padded", "compact"),  # 11 %; eight owners a bucket
+        (GPT2, 64, "compact", "compact"),  # 78 %
+        (LLAMA, 8, "compact", "compact"),  # 21 %; two owners a bucket
     ],
 )
-def test_on_nccl_auto_is_padded_where_uneven_collectives_are_many_operations(
-    shapes: list[tuple[int, int]], ranks: int, on_nccl: str
+def test_auto_is_padded_where_little_is_added_or_where_uneven_is_many_operations(
+    shapes: list[tuple[int, int]], ranks: int, on_nccl: str, on_gloo: str
 ) -> None:
+    """Little is a twentieth."""
     params = [matrix(f"{layer}.{n}", *shape) for layer in range(12) for n, shape in enumerate(shapes)]
-    for machine, layout in (("cuda", on_nccl), ("cpu", "compact")):
+    for machine, layout in (("cuda", on_nccl), ("cpu", on_gloo)):
         plan = plan_owned(params, ranks, "auto", 2**25, machine=MACHINES[machine])
         assert {bucket.layout for bucket in plan.buckets} == {layout}, machine
 
@@ -267,19 +226,6 @@ def test_what_cannot_be_planned_and_a_bucket_that_cannot_be_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Bucket("matrix", "padded", "float32", slots, parts, 8)
-
-
-@pytest.mark.parametrize("layout", ["padded", "compact"])
-def test_ranks_with_work_of_experts_own_less_of_the_dense_matrices(layout: str) -> None:
-    """Ranks 0 and 1 have as much work as half of the dense matrices; a plan that knows of it gives them less."""
-    blind = planned(gpt(layers=8), 4, 4, layout=layout)
-    total = sum(blind.loads)
-    base = [total // 4, total // 4, 0, 0]
-    aware = plan_owned(gpt(layers=8), 4, layout, 100_000, 4, base)
-    of_blind, of_aware = (max(map(sum, zip(base, plan.loads))) for plan in (blind, aware))
-    assert sum(aware.loads) == total and aware.padding <= blind.padding
-    assert of_aware < of_blind
-    assert layout == "padded" or of_aware <= 1.05 * (total + sum(base)) / 4
 
 
 # Stacks of experts and fused weights
@@ -315,11 +261,3 @@ def test_consecutive_matrices_of_stacks_are_cut_as_evenly_as_can_be(seed: int) -
         )
         assert max(map(sum, zip(before, added))) == max(best, max(before))
         assert bucket.parts[0][0] == 0 and bucket.parts[-1][1] == bucket.numel == sum(numel for numel, _ in parts)
-
-
-def test_20_000_fused_weights_are_planned_in_seconds() -> None:
-    """Seconds of CPU, of which an idle machine takes a fifth. Looking through all for every one took minutes."""
-    began = time.process_time()
-    plan = plan_owned([stack(str(number), 3, 2, 2) for number in range(20_000)], 8, "auto", 2**20)
-    assert time.process_time() - began < 5
-    assert plan.loads == (plan.loads[0],) * 8

@@ -98,16 +98,6 @@ def test_dense_and_expert_buffers_have_own_ranks_and_every_matrix_is_planned_onc
     assert found.worst.loads() == by_hand and found.worst.time.compute == max(by_hand) / 1e12
 
 
-def test_heavy_dense_shards_lie_where_experts_leave_time() -> None:
-    # Three expert matrices over two ranks: the first expert rank has two of them. Two dense matrices, one larger.
-    routes = [matrix("l.0.a", 256, 256), matrix("l.0.b", 512, 256)]
-    routes += [matrix(f"l.0.experts.{e}.w{k}", 256, 256) for e in range(2) for k in range(3)]
-    stage = planned(routes, Deployment(4, ep=2), setting(layout="padded", group_size=4)).worst
-    large, small = newton_schulz_flops((512, 256)), newton_schulz_flops((256, 256))
-    assert sorted(stage.parts[1].loads) == [small, 2 * small]
-    assert max(stage.loads()) == small + large  # not 2 * small + large
-
-
 def test_tensor_parallel_ranks_store_a_part_and_take_turns_in_the_work() -> None:
     routes = [matrix("w", 96, 64), matrix("n", 30)]
     shared = share_of(routes, {"w": Divided(matrices_of((96, 64)))}, PADDED, tp=4)
