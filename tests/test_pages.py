@@ -61,10 +61,6 @@ def test_rates_of_llamas_matrices_are_those_of_the_factors() -> None:
         assert 3e-4 * 0.2 / sizes[0] == pytest.approx(0.2 * columns**0.5 * 3e-4)
 
 
-def part(page: str, begin: str, end: str) -> str:
-    return page[page.index(begin) : page.index(end)]
-
-
 def named_in(rows: str) -> set[str]:
     return {name for row in re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
 

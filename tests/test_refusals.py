@@ -247,7 +247,7 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
 
 
 @pytest.mark.parametrize(("doors", "given", "found"), ANSWERS, ids=[str(list(given)) for _, given, _ in ANSWERS])
-def test_a_wrong_value_is_answered_with_what_to_do(doors: tuple[Door, ...], given: dict[str, Any], found: str) -> None:
+def test_a_wrong_option_is_answered_with_what_to_do(doors: tuple[Door, ...], given: dict[str, Any], found: str) -> None:
     for door in doors:
         told, parts = answer(door, **given), found.split(" ... ")
         assert all(part in told for part in parts) and "pydantic" not in told, (door, told)
@@ -322,7 +322,7 @@ SETTINGS = [*(("zero", *row) for row in OF_ZERO), *(("owned", *row) for row in (
 
 @pytest.mark.parametrize(("storage", "changes", "message"), SETTINGS)
 @on_ranks(2)
-def test_settings_that_cannot_work_are_refused(storage: str, changes: dict[str, Any], message: str) -> None:
+def test_deepspeed_settings_that_cannot_work_are_refused(storage: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         build(config(2, **(OWNED if storage == "owned" else {})) | zero() | changes)
     error = str(caught.value)
@@ -433,7 +433,7 @@ def stages(settings: dict[str, Any]) -> None:
         (stages, ON_OWNED, "the model is a PipelineModule"),
     ],
 )
-def test_models_over_other_ranks_are_refused(
+def test_unsupported_model_parallelism_is_refused(
     ranks_to_spoil: RankPool, make: Callable[..., None], settings: dict[str, Any], message: str
 ) -> None:
     for error in ranks_to_spoil.errors(make, settings):
@@ -571,7 +571,7 @@ WRONG_ON_CPUS = {  # what 0.19.7 does there, by the settings that make it
 }
 
 
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_deepspeed_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in (OLDEST, f"{OLDEST}+local", "0.19.99", "0.19.9.dev0"):
         monkeypatch.setattr(deepspeed, "__version__", version)
         versions.check.__wrapped__()

@@ -107,7 +107,7 @@ def make(fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(strict: RankPool, fault: str) -> None:
+def test_a_fault_in_collectives_is_found(strict: RankPool, fault: str) -> None:
     for error in strict.errors(make, fault):
         assert re.search(f"StrictError: .*{FAULTS[fault][1]}", error)
 
@@ -145,7 +145,7 @@ def lose_a_peer(reason: str, told: str) -> None:
 
 
 @pytest.mark.parametrize("body", [deliver, exchange_unevenly])
-def test_results_come_with_wait(strict: RankPool, body: Callable[[], None]) -> None:
+def test_results_of_collectives_come_with_wait(strict: RankPool, body: Callable[[], None]) -> None:
     strict.run(body)
 
 
