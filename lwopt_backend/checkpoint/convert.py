@@ -298,7 +298,7 @@ def write(
     checkpoint: Checkpoint,
     target: str,
     place: Place,
-    check: Callable[[], object],
+    check: Callable[[], object] = lambda: None,
     *,
     workers: int = 1,
     **options: object,
