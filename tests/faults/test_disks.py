@@ -10,13 +10,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from tests.command_line import files, lwopt, succeeds, too_large, torch_dist
-from tests.faults.test_kills import digest, engine_of, place
-from tests.ranks import RankPool
 
-OURS = ("plain", "modules")  # the others' files are written by DeepSpeed and torch: docs/reliability.md
 TARGETS = ("universal", "dcp", "safetensors")
 
 
@@ -90,39 +86,3 @@ def test_convert_writes_onto_another_file_system(tmp_path: Path) -> None:
             source = torch_dist(tmp_path / to)
             succeeds("convert", source, folder / to, "--to", to)
             assert lwopt("diff", source, folder / to, *(["--weights"] if to == "safetensors" else [])).code == 0
-
-
-def save_on(way: str, folder: str, everywhere: bool) -> tuple[str, str, list[str]]:
-    """What was saved first, how a save onto a full disk ends, and what is there then."""
-    fails = everywhere or dist.get_rank() == dist.get_world_size() - 1
-    target = Path(place(way, folder, 0))
-    with engine_of(way) as engine:
-        engine.train(range(1))
-        engine.save(str(target))
-        first = digest(engine)
-        engine.train(range(1, 2))
-        error = ""
-        with too_large() if fails else contextlib.nullcontext():
-            try:
-                engine.save(place(way, folder, 1))
-            except Exception as caught:
-                error = f"{type(caught).__name__}: {caught}"
-        left = sorted(path.name for path in Path(folder).rglob("*"))
-    return first, error, left
-
-
-def load_first(way: str, folder: str) -> str:
-    with engine_of(way) as engine:
-        engine.load(place(way, folder, 0))
-        return digest(engine)
-
-
-@pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize("way", OURS)
-def test_a_save_that_fails_leaves_the_one_before(ranks: RankPool, tmp_path: Path, way: str, everywhere: bool) -> None:
-    """On all ranks, or on the last one; all of them say so."""
-    results = ranks.run(save_on, way, str(tmp_path), everywhere)
-    for _, error, left in results:
-        assert "\n" not in error and str(tmp_path) in error and "File too large" in error, error
-        assert not any(".lwopt-" in name for name in left)
-    assert ranks.run(load_first, way, str(tmp_path)) == [first for first, _, _ in results]

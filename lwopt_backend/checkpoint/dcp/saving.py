@@ -138,8 +138,9 @@ class _Writer(FileSystemWriter):
         super().finish(metadata, results)
 
     def remove(self) -> None:
-        """Remove the files of all ranks. Called on all; the first knows them."""
-        for path in self.files.folder.glob(f"lwopt_{self._save_id}_*"):
+        """Remove the files of all ranks, which have the name that the first has given. Called on all."""
+        folder = self.files.folder
+        for path in (*folder.glob(f"lwopt_{self._save_id}_*"), folder / f"{METADATA}.tmp"):
             with suppress(OSError):
                 path.unlink()
 
@@ -166,7 +167,7 @@ class _Replacing(FileSystem):
 
 
 class _Planner(DefaultSavePlanner):
-    """PyTorch's planner, for values by path: every rank's objects, each whole; lazy tensors; keys in a fixed order."""
+    """PyTorch's planner, for values by path, some of them lazy tensors, and with the first rank's order of keys."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -181,7 +182,7 @@ class _Planner(DefaultSavePlanner):
                 raise ValueError(f"expected different names, found one for {path} and {self.mappings[key]}; rename one")
             self.mappings[key], self._values[key] = path, value  # type: ignore[assignment]
         forms = {key: _form(value) for key, value in self._values.items()}
-        super().set_up_planner(forms, storage_meta, is_coordinator=True)  # which alone would save objects
+        super().set_up_planner(forms, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         return replace(super().create_local_plan(), planner_data=self.mappings)
