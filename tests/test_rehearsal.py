@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,10 +14,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from benchmarks.rehearsal.__main__ import run
-from benchmarks.rehearsal.absent_gpu import Recorder, absent_gpu, pretended
-from benchmarks.rehearsal.engines import ENGINES as MADE
-from benchmarks.rehearsal.engines import MeshEngine, Passes
-from benchmarks.rehearsal.step import Rehearsal, others_of, rehearse, rehearse_share
+from benchmarks.rehearsal.step import Rehearsal, rehearse, rehearse_share
 from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.planner.study import Study
 from lwopt_backend.rules.muon import Muon
@@ -90,50 +86,6 @@ def test_stages_and_parts_of_layers_and_experts_are_rehearsed_one_after_another(
     ]
     (found_there,) = rehearse(studied("fsdp2", 8, spread=(2, 2, 1)), 7)
     assert (found_there.rank, found_there.ranks, found_there.problems) == (1, 2, ())
-
-
-# Streams: a host may write gradients on several.
-
-
-class Joins(Recorder):
-    """Hears which stream waits for which."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: set[tuple[str, str]] = set()
-
-    def joined(self, stream: str, on: str) -> None:
-        self.heard.add((stream, on))
-
-
-class OnTwoStreams(Passes):
-    """A model with two streams, or two FSDP2 roots: gradients are written in turn on each, and hooks run there."""
-
-    def __init__(self, joins: Joins) -> None:
-        self._joins, self._streams = joins, itertools.cycle(["one", "two"])
-
-    def backward(self, params: Any, following: Any = ()) -> None:
-        self._joins.stream = next(self._streams)
-
-    def end(self) -> None:
-        self._joins.stream = "compute"
-
-
-@pytest.mark.parametrize("engine", ["owned", "fsdp2"])
-def test_what_leaves_in_a_backward_pass_follows_the_streams_of_all_its_gradients(
-    studied: Callable[..., Study], engine: str
-) -> None:
-    """In owned storage the stream that sends a bucket; with ``attach`` the side stream that reads gradients."""
-    study, joins = studied(engine, **(SMALL if engine == "owned" else {"bucket_matrices": 12})), Joins()
-    (planned,) = study.worst.planned
-    with pretended(0, 4, others_of(planned)), absent_gpu(joins):
-        made = MADE[engine](planned, study.setting)
-        if isinstance(made, MeshEngine):
-            made.attach()
-        made.train(OnTwoStreams(joins))
-        del made
-    between = {("one", "two"), ("two", "one")}
-    assert joins.heard & between if engine == "owned" else {("beside", "one"), ("beside", "two")} <= joins.heard
 
 
 # Faults, each of which a rehearsal must show.

@@ -1,10 +1,7 @@
 """The stepper on gloo, without DeepSpeed: what it computes, what it sends and when, and what it leaves in place."""
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,8 +20,7 @@ from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.collectives import TorchCollectives
-from lwopt_backend.runtime.exchange import Beside, ways_back, ways_to_owners
-from lwopt_backend.runtime.presence import numbers_on
+from lwopt_backend.runtime.exchange import ways_back, ways_to_owners
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import FlatPieces, Slices, WholeMatrices
 from tests.cells import cells
@@ -163,49 +159,6 @@ def test_matrices_whole_at_their_owner_are_stepped_on_views() -> None:
     assert len(spy.seen) - views <= 1
 
 
-def test_work_beside_a_stream_follows_it_and_is_followed_only_where_it_is_joined() -> None:
-    """On streams that note what they are told."""
-    told: list[str] = []
-
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def wait_stream(self, other: Any) -> None:
-            told.append(f"{self.name} waits for {other.name}")
-
-    @contextlib.contextmanager
-    def on(stream: Stream) -> Iterator[None]:
-        told.append(f"on {stream.name}")
-        yield
-        told.append(f"off {stream.name}")
-
-    class Gradient:
-        device = torch.device("cuda")
-
-        def record_stream(self, stream: Stream) -> None:
-            told.append(f"kept for {stream.name}")
-
-    streams = SimpleNamespace(
-        Stream=lambda device: Stream("own"), stream=on, current_stream=lambda device: Stream("reduce-scatter")
-    )
-    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"))  # with CPU offload
-    grads: Any = [Gradient(), on_cpu]
-    with mock.patch.object(torch, "get_device_module", lambda device: streams):
-        beside = Beside(torch.device("cuda", 0))
-        with beside.running(lambda: grads):
-            told.append("packs")
-        beside.join()
-    assert told == [
-        "own waits for reduce-scatter",
-        "on own",
-        "kept for own",
-        "packs",
-        "off own",
-        "reduce-scatter waits for own",
-    ]
-
-
 class Crossings(Recorder):
     """Counts the tensors that are copied to the GPU, and from it, and what waits."""
 
@@ -267,12 +220,3 @@ def test_norms_of_a_gpu_go_to_a_group_with_gloo_in_one_copy() -> None:
     one, two = (torch.tensor(value, dtype=torch.float32) for value in (1.5, 2.5))
     (row,) = scalars_on(torch.device("cpu"), [[one, 3.0, two]])
     assert row.tolist() == [1.5, 3.0, 2.5]
-
-
-def test_flags_go_to_a_gpu_from_pinned_memory() -> None:
-    """Above 64 KiB, or 16,000 parameters, CUDA copies other memory after the host has waited for the GPU."""
-    device = torch.device("cuda", 0)
-    with mock.patch.object(torch.accelerator, "is_available", lambda: True), mock.patch.object(torch, "tensor") as made:
-        numbers_on(device, [1, 0], torch.int32)
-    made.assert_called_once_with([1, 0], dtype=torch.int32, device="cpu", pin_memory=True)
-    made.return_value.to.assert_called_once_with(device, non_blocking=True)

@@ -5,7 +5,8 @@
 
 Options other than --rank and --steps are those of `lwopt plan`. Nothing is allocated, and no other rank runs. The lines
 compare with the plan: the memory of the step, its collectives with their bytes, and its waits for the GPU. The exit
-code is 1 if they differ, if devices are mixed, or if the step waits where it should not.
+code is 1 if they differ, if devices are mixed, if the step waits where it should not, or does not wait where a stream,
+a collective or the host would come too early (streams.py).
 
 Engines owned and fsdp2 run whole optimizers, without FSDP2's own gathers and reductions. For zero1 to zero3, only this
 package's steppers run, on flat partitions, because DeepSpeed's engine needs a GPU. Owned storage with --ep is refused.

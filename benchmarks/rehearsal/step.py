@@ -24,6 +24,7 @@ from lwopt_backend.runtime.whole import WholeMatrices
 
 from .absent_gpu import DEVICE, PACKAGE, Recorder, absent_gpu, pretended, replaced
 from .engines import ENGINES, Engine
+from .streams import StreamCheck
 
 TRAFFIC = ("all-to-all", "reduce-scatter", "all-gather", "all-reduce")
 FLAG_NBYTES = 8  # of each parameter and each rank, at most, that an engine may keep after a step
@@ -100,7 +101,7 @@ def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int) -> Reh
     apart = stage.deployment.ep if planned.name == "experts" else stage.deployment.tp
     mine = rank // apart % planned.ranks
     found = Rehearsal(planned.name, mine, planned.ranks)
-    recorder, counted, doing = Recorder(), Counted(), "making the optimizer"
+    recorder, counted, doing = StreamCheck(), Counted(), "making the optimizer"
     with pretended(mine, planned.ranks, others_of(planned)), absent_gpu(recorder), counted.counting():
         try:
             engine = ENGINES[stage.setting.engine](planned, stage.setting)
