@@ -2,7 +2,8 @@
 # make train-fsdp2   the same training on FSDP2, under torchrun
 # make check         what is checked without running anything: ruff's rules, the format, types, the words of the pages
 # make test          set everything up, then run the tests: everything once, in ten minutes on two cores
-# make test-full     whole tables in place of pairs, every launcher and page, the benchmarks, the oldest DeepSpeed and torch
+# make test-full     whole tables in place of pairs, every launcher and page, the benchmarks, the oldest DeepSpeed and torch,
+#                    and the package without each of its waits, which the sanitizer of streams has to find
 # make test-versions parts of the tests with every other torch and DeepSpeed that is supported; ARGS=torch, ARGS=deepspeed,
 #                    ARGS=oldest or ARGS=torch==2.15.0 for some; TORCH_INDEX_URL names an index of CPU builds
 # make test-peers    clients and peers that are not ours, each in an environment of its own; ARGS="trl lightning" for some
@@ -57,6 +58,7 @@ test-full: environment
 ifeq ($(strip $(ARGS)),)
 	@$(RUN) $(PYTEST) --transport strict
 	@$(RUN) $(PYTEST) tests/test_gpu.py --device cpu
+	@$(RUN) scripts/drop_waits.py
 	@$(RUN) scripts/versions.py oldest
 endif
 
