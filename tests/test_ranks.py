@@ -1,6 +1,9 @@
 """What one test does to the ranks is not seen by the next. Worlds of other sizes follow each other wherever a table has
 several numbers of ranks."""
 
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
 import deepspeed
 import pytest
 import torch
@@ -45,7 +48,7 @@ def test_an_assertion_on_ranks_says_what_differs(ranks: RankPool) -> None:
 def parts_of_a_default_group_that_is_split() -> None:
     """As with NCCL, if init_process_group was given a device_id."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_splits", lambda: True)
+        patch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda", 0))
         pairs = TorchCollectives().part([[0, 1], [2, 3]])
         total = torch.full((1,), float(dist.get_rank()))
         pairs.all_reduce(total)
@@ -61,3 +64,23 @@ def test_groups_of_some_ranks_are_made_where_only_all_ranks_can_make_groups(rank
     pool.renew()
     pool.run(parts_of_a_default_group_that_is_split)
     pool.renew()
+
+
+def timeouts_of_made_groups() -> None:
+    world, timeout = dist.group.WORLD, timedelta(minutes=7)
+    dist.distributed_c10d._set_pg_timeout(timeout, world)
+    everyone, alone = (TorchCollectives.over(ranks, [world]) for ranks in ([0, 1], [dist.get_rank()]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda", 0))
+        patch.setattr(collectives, "_OWN_GROUPS", WeakKeyDictionary())
+        part = TorchCollectives().part([[0], [1]])
+    for made in (everyone, alone, part):
+        (backend,) = {made.process_group._get_backend(device) for device in made.process_group._device_types}
+        assert backend.options._timeout == timeout
+
+
+@pytest.mark.on_gloo
+def test_groups_that_are_made_have_the_timeout_of_the_group_that_they_are_of(ranks: RankPool) -> None:
+    ranks.renew()
+    ranks.run(timeouts_of_made_groups)
+    ranks.renew()
