@@ -448,8 +448,6 @@ class OwnedCore:
             return presence(place)
 
         self.stepper.step(groups, active)
-        for presence in presences:
-            presence.finish()
         self.manager.stepped()
 
 
