@@ -2,6 +2,7 @@
 matrix, or none."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.engines import OWNED, ZERO, Cell, check
 from tests.fsdp2 import BesideTwin
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
+from tests.test_checkpoints import Tour, go_through, on
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,3 +68,13 @@ def test_pipeline_of_four_stages_trains_the_weights_of_one_process() -> None:
         run.start(engine)
         run.train(engine, range(3))
         run.check(engine)
+
+
+RESUMED = [on("plain", 8), on("fsdp2", 16), on("zero 1", 8), on("fsdp2", 32, sharding="hybrid"), on("zero 3", 16)]
+
+
+@pytest.mark.full
+def test_checkpoint_of_many_ranks_resumes_on_other_numbers_of_ranks(
+    rank_pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    go_through(rank_pools, tmp_path, Tour("muon", [*RESUMED, on("plain", 32), on("zero 3", 2)]))

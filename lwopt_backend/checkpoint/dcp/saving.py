@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
 from lwopt_backend.checkpoint.dcp.reader import FILE, METADATA
+from lwopt_backend.checkpoint.dcp.state_dicts import ENTRIES
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import flush
 from lwopt_backend.checkpoint.files.manifest import Files
@@ -220,16 +221,27 @@ def flattened(values: Mapping[str, Any]) -> Values:
 
 
 def entries_of(values: Mapping[str, Any]) -> Values:
-    """A program's entries, each as it is if it has no tensors; DCP's flattening would make text of a number that is a
-    key, and drop an empty dictionary."""
+    """A program's entries, flattened for torch's loaders, and those without tensors as they are under ``ENTRIES``:
+    flattening makes text of a number that is a key, and drops an empty dictionary."""
 
     def has_tensor(value: Any) -> bool:
         if isinstance(value, (Mapping, list, tuple)):
             return any(map(has_tensor, value.values() if isinstance(value, Mapping) else value))
         return isinstance(value, (Tensor, LazyTensor))
 
-    whole: Values = {(key,): value for key, value in values.items() if not has_tensor(value)}
-    return {**whole, **flattened({key: value for key, value in values.items() if (key,) not in whole})}
+    whole = {key: value for key, value in values.items() if not has_tensor(value)}
+    found: Values = {(ENTRIES,): whole}
+    taken = set[str]()
+    for key, value in values.items():
+        try:
+            flat = flattened({key: value})
+        except ValueError:  # two of its names are one with dots between
+            flat = {}
+        names = {".".join(map(str, path)) for path in flat}
+        if key not in whole or not names & taken:  # torch's loaders have no place for the others
+            found |= flat
+            taken |= names
+    return found
 
 
 # Whole checkpoints, for an FSDP2 model and its optimizer, loaded by

@@ -68,6 +68,7 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
 # ``iteration``, ``samples``, ``scheduler`` (a state dict), ``arguments`` and ``names`` are read otherwise, and mean
 # what they mean in ``Checkpoint``; this package writes them under these keys, and training may.
 
+ENTRIES = "lwopt_entries"  # this package's record of entries without tensors, not flattened
 KNOWN = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
 GROUPS, STATE = "param_groups.", "state."
 OF_MODEL, OF_OPTIMIZER = "pytorch_model_fsdp_", "optimizer_"  # with a number, Accelerate's folders of a model's parts
@@ -259,7 +260,8 @@ class Saved:
             path = tuple(folder.paths.get(key, (key,)))
             value = self.change(folder.object(key)) if key in folder.objects else folder.tensor(key)
             flat[path] = scalar(value) if path[0] in KNOWN else value
-        return {key: restored(value) for key, value in by_paths(flat, folder.path).items()}
+        whole = flat.pop((ENTRIES,), {})
+        return {**{key: restored(value) for key, value in by_paths(flat, folder.path).items()}, **whole}
 
 
 class _Node(dict[Any, Any]):

@@ -6,6 +6,7 @@
     optimizer.state.<parameter>.<key>                     state, fp32 masters of 16-bit parameters, owner state
     optimizer.param_groups.<number>.<option>              hyperparameters; ``params`` are the parameters' names
     lwopt_tied                                            further names of parameters, each with the name above
+    lwopt_entries                                         the next, as they were, without those that have tensors
     <anything else>                                       other entries of the program
 
 FSDP2's checkpoints have the same form (``checkpoint/dcp``). Every rank writes the pieces that it owns,
