@@ -16,15 +16,16 @@ import torch.distributed as dist
 from torch import nn
 
 from lwopt_backend import ModuleOptimizers
+from lwopt_backend.engines.modules import step as of_modules
 from lwopt_backend.groups import param_groups
 from lwopt_backend.groups.param_groups import ComparedOptions
 from lwopt_backend.rules import muon
 from lwopt_backend.runtime.agreement import RanksDisagree, agree, digest, first_difference, setting
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.elementwise import ElementwiseStepper
-from tests.cells import cells, with_full
+from tests.cells import cells
 from tests.engines import ENGINES, ZERO, Cell, Engine, ExactLM, UnderDeepSpeed, running
-from tests.launcher import run_on_ranks, torchrun
+from tests.launcher import run_on_ranks
 from tests.models import largest_difference
 from tests.on_ranks import on_ranks
 from tests.owned import shares
@@ -44,7 +45,6 @@ def test_equal_lines_agree_and_every_rank_names_the_first_difference_of_others()
     for other, found in ((["a", "c"], "'c'"), (["a"], "nothing further")):
         with pytest.raises(RanksDisagree, match=f"^a test: ranks differ: rank 0 has 'b', rank 1 has {found}$"):
             agree_with(other)
-    assert issubclass(RanksDisagree, RuntimeError)
 
 
 @on_ranks(2)
@@ -146,7 +146,7 @@ FORMS = both("elementwise.weight_decay_form", "'decoupled'", "'cautious'")
 DIFFERENCES: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] = {
     "shape": (of_another_shape, {}, r"ranks differ: rank 0 has .*lm_head.*, rank 1 has .*lm_head"),
     "order": (in_another_order, {}, "ranks differ: rank 0 has "),
-    "dtype": (of_another_dtype, {}, r"ranks differ: rank 0 has .*layers\.2.*, rank 1 has .*layers\.2|float64"),
+    "dtype": (of_another_dtype, {}, r"ranks differ: rank 0 has .*layers\.2.*, rank 1 has .*layers\.2"),
     "torch": (with_another_torch, {}, both("torch.__version__", repr(str(torch.__version__)), "'2.13.1'")),
     "routing": (same, {"options": {"exclude": ("layers.2.*",)}}, both("exclude", "()", "('layers.2.*',)")),
     "rate": (same, {"rate": 0.5}, both("matrix.lr", "0.02", "0.5")),
@@ -255,8 +255,7 @@ def test_where_nothing_was_changed_the_option_can_be_set_right_and_the_step_take
             run.optimizer.step()
             run.optimizer.zero_grad()
             step(twin, number)
-        weights = twin.weights()
-        assert all(torch.equal(weight, weights[name]) for name, weight in run.weights().items())
+        assert largest_difference(run.weights(), twin.weights()) == 0.0
 
 
 @on_ranks(2)
@@ -283,44 +282,33 @@ def test_options_are_compared_when_they_are_saved(engine: str, tmp_path: Path) -
 
 
 @on_ranks(2)
-def test_plain_optimizers_of_a_module_are_compared_with_every_64th_norm() -> None:
-    torch.manual_seed(0)
+def test_rates_of_torchs_optimizer_of_a_module_are_compared_with_its_norms() -> None:
     model = nn.Linear(3, 3)
-    optimizer = ModuleOptimizers({"all": torch.optim.AdamW(model.parameters(), lr=0.25)})
-
-    def train() -> bool:
-        model(torch.ones(1, 3)).sum().backward()
-        return optimizer.step()
-
-    assert train()
-    optimizer.param_groups[0]["lr"] += 0.25 * dist.get_rank()
-    assert all(train() for _ in range(63))
-    told = "'all': ranks differ in lr of param group 0.*: 0.25 on rank 0, 0.5 on rank 1"
-    with pytest.raises(RanksDisagree, match=told):
-        train()
+    optimizer = ModuleOptimizers({"all": torch.optim.SGD(model.parameters(), lr=0.25)})
+    with mock.patch.object(of_modules, "COMPARED_EVERY", 2):
+        for rate in (0.25, 0.25 + 0.25 * dist.get_rank(), None):
+            model.weight.grad, model.bias.grad = torch.ones(3, 3), torch.ones(3)
+            if rate is not None:
+                optimizer.param_groups[0]["lr"] = rate
+                assert optimizer.step()
+        with pytest.raises(RanksDisagree, match="'all': ranks differ in lr of param group 0.*: 0.25 on rank 0, 0.5"):
+            optimizer.step()
 
 
 def test_options_are_compared_every_64th_step_and_equal_values_are_alike() -> None:
     group = {"rule": "adamw", "lr": 1.0, "betas": [0.5, 0.75]}
-
-    def hashes(options: ComparedOptions, group: dict[str, Any], steps: int) -> dict[int, list[int]]:
-        found = {number: options.flags([group]) for number in range(steps)}
-        return {number: flags for number, flags in found.items() if flags[0] != param_groups.NONE}
-
     options = ComparedOptions()
-    first = hashes(options, group, 130)
-    assert [*first] == [0, 64, 128]
+    found = {number: options.flags([group]) for number in range(130)}
+    assert [number for number, flags in found.items() if flags[0] != param_groups.NONE] == [0, 64, 128]
     options.compare_next()
-    assert options.flags([group]) == first[0] and options.flags([group]) != first[0]
+    assert options.flags([group]) == found[0] and options.flags([group]) != found[0]
     alike: list[dict[str, Any]] = [{"lr": 1, "betas": (0.5, 0.75)}, {"lr": torch.tensor(1.0)}]
-    for changes in alike:
-        assert hashes(ComparedOptions(), {**group, **changes}, 1) == {0: first[0]}
-    other = hashes(ComparedOptions(), {**group, "lr": 0.5}, 1)[0]
-    (number, _), none = first[0], [param_groups.NONE] * 2
-    alone = [first[0], other, none]  # to name the difference is a collective, which not all would be in
-    for ranks, differ in (([first[0], other], True), ([first[0]] * 2, False), (alone, False), ([none, none], False)):
+    assert all(ComparedOptions().flags([{**group, **changes}]) == found[0] for changes in alike)
+    other, none = ComparedOptions().flags([{**group, "lr": 0.5}]), [param_groups.NONE] * 2
+    alone = [found[0], other, none]  # to name the difference is a collective, which not all would be in
+    for ranks, differ in (([found[0], other], True), ([found[0]] * 2, False), (alone, False), ([none, none], False)):
         assert ComparedOptions.differ([max(flags) for flags in zip(*ranks)]) == differ
-    assert 0 <= number < 2**31
+    assert 0 <= found[0][0] < 2**31
     assert param_groups.plain([fail, {"a": 2.0}, None, torch.float32]) == ("function", {"a": 2}, None, torch.float32)
 
 
@@ -358,10 +346,10 @@ def test_after_a_step_that_ended_in_between_no_other_is_taken_before_a_load(engi
     with running(Cell("plain" if modules else engine), ExactLM()) as run:
         if modules:
             run.optimizer = ModuleOptimizers({"all": run.optimizer})
-        plain_step(run, 0)
+        step(run, 0)
         run.save(folder) if not modules else run.optimizer.save_state_dict(folder)
         with mock.patch.object(ElementwiseStepper, "step", side_effect=Ended), pytest.raises(Ended):
-            plain_step(run, 1)
+            step(run, 1)
         sharded = engine in ("zero 1", "zero 2", "zero 3")  # DeepSpeed has no gradients left
         said = "a backward pass" if sharded else "the last step ended in an error after .* The error was: Ended"
         for _ in range(2):
@@ -370,47 +358,15 @@ def test_after_a_step_that_ended_in_between_no_other_is_taken_before_a_load(engi
         if engine in ("plain", "fsdp2"):
             run.load(folder)
             run.optimizer.zero_grad()
-            plain_step(run, 1)
-            found = run.weights()
-    if engine in ("plain", "fsdp2"):
-        with running(Cell(engine), ExactLM()) as run:
-            run.train(range(2))
-            assert largest_difference(run.weights(), found) == 0.0
-
-
-def plain_step(run: Engine, number: int) -> None:
-    """A step of the engine, without the norms that a ``ModuleOptimizers`` calls otherwise."""
-    rows = shares(number, run.parts)[run.part :: run.parts]
-    if isinstance(run, UnderDeepSpeed):
-        run.step(rows)
-        return
-    run.backward(rows)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+            step(run, 1)
+            with running(Cell(engine), ExactLM()) as other:
+                other.train(range(2))
+                assert largest_difference(run.weights(), other.weights()) == 0.0
 
 
 # A rank that fails: it raises its own error, and the others end when its program does
-def in_a_hook(engine: Engine) -> None:
-    optimizer = engine.optimizer
-    while hasattr(optimizer, "optimizer"):  # DeepSpeed's, around this package's
-        optimizer = optimizer.optimizer
-    optimizer.register_step_pre_hook(fail)
-
-
 def in_a_rule(engine: Engine) -> None:
     muon.newton_schulz = fail
-
-
-def in_an_elementwise_rule(engine: Engine) -> None:
-    ElementwiseStepper.step = fail
-
-
-def in_forward(engine: Engine) -> None:
-    engine.model.get_submodule("layers.2").register_forward_pre_hook(fail)
-
-
-def in_backward(engine: Engine) -> None:
-    engine.model.get_submodule("layers.2").register_full_backward_pre_hook(fail)
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -450,19 +406,11 @@ ENDS = [
     ("plain", in_a_rule),
     ("zero 1", killed_in_a_rule),
     ("plain", killed_before),
-    ("zero 3", in_backward),
     ("fsdp2", replaced),
-    ("owned 1", in_a_rule),
-    ("zero 2", in_a_rule),
-    ("fsdp2", in_an_elementwise_rule),
-    ("fsdp2", in_a_hook),
-    ("fsdp2", in_forward),
-    ("plain", in_forward),
-    ("fsdp2", killed_in_a_rule),
 ]
 
 
-@pytest.mark.parametrize(("engine", "where"), with_full(ENDS[:4], ENDS))
+@pytest.mark.parametrize(("engine", "where"), ENDS)
 def test_when_a_ranks_program_ends_the_others_end(engine: str, where: Callable[[Engine], str | None]) -> None:
     ranks = RankPool(2)
     begin = time.monotonic()
@@ -475,38 +423,6 @@ def test_when_a_ranks_program_ends_the_others_end(engine: str, where: Callable[[
     assert "lost: rank 1 died" in str(gone)
     assert told is not None, "the other has not trained on alone"
     assert time.monotonic() - begin < 60
-
-
-FAILS = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.rules import muon
-
-def fail(*args, **kwargs):
-    raise ValueError("of rank 1 alone")
-
-dist.init_process_group("gloo")
-model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-optimizer = LayerWiseOptimizer(model, lr=0.1, report=False)
-if dist.get_rank() == 1:
-    muon.newton_schulz = fail
-for step in range(3):
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-print("all steps were taken")
-"""
-
-
-def test_a_launcher_ends_the_others_and_shows_the_error_of_the_rank_that_failed(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(FAILS)
-    begin = time.monotonic()
-    with pytest.raises(AssertionError) as caught:
-        torchrun(tmp_path / "script.py")
-    printed = str(caught.value)
-    assert "ValueError: of rank 1 alone" in printed and "all steps were taken" not in printed, printed
-    assert time.monotonic() - begin < 120
 
 
 FREED = """
