@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lwopt_backend import ModuleOptimizers
-from lwopt_backend.engines.modules import step as of_modules
 from lwopt_backend.groups import param_groups
 from lwopt_backend.groups.param_groups import ComparedOptions
 from lwopt_backend.rules import muon
@@ -282,17 +281,21 @@ def test_options_are_compared_when_they_are_saved(engine: str, tmp_path: Path) -
 
 
 @on_ranks(2)
-def test_rates_of_torchs_optimizer_of_a_module_are_compared_with_its_norms() -> None:
+def test_plain_optimizers_of_a_module_are_compared_with_every_64th_norm() -> None:
+    torch.manual_seed(0)
     model = nn.Linear(3, 3)
-    optimizer = ModuleOptimizers({"all": torch.optim.SGD(model.parameters(), lr=0.25)})
-    with mock.patch.object(of_modules, "COMPARED_EVERY", 2):
-        for rate in (0.25, 0.25 + 0.25 * dist.get_rank(), None):
-            model.weight.grad, model.bias.grad = torch.ones(3, 3), torch.ones(3)
-            if rate is not None:
-                optimizer.param_groups[0]["lr"] = rate
-                assert optimizer.step()
-        with pytest.raises(RanksDisagree, match="'all': ranks differ in lr of param group 0.*: 0.25 on rank 0, 0.5"):
-            optimizer.step()
+    optimizer = ModuleOptimizers({"all": torch.optim.AdamW(model.parameters(), lr=0.25)})
+
+    def train() -> bool:
+        model(torch.ones(1, 3)).sum().backward()
+        return optimizer.step()
+
+    assert train()
+    optimizer.param_groups[0]["lr"] += 0.25 * dist.get_rank()
+    assert all(train() for _ in range(63))
+    told = "'all': ranks differ in lr of param group 0.*: 0.25 on rank 0, 0.5 on rank 1"
+    with pytest.raises(RanksDisagree, match=told):
+        train()
 
 
 def test_options_are_compared_every_64th_step_and_equal_values_are_alike() -> None:
