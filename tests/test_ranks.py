@@ -48,7 +48,7 @@ def test_an_assertion_on_ranks_says_what_differs(ranks: RankPool) -> None:
 def parts_of_a_default_group_that_is_split() -> None:
     """As with NCCL, if init_process_group was given a device_id."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda", 0))
+        patch.setattr(collectives, "_splits", lambda: True)
         pairs = TorchCollectives().part([[0, 1], [2, 3]])
         total = torch.full((1,), float(dist.get_rank()))
         pairs.all_reduce(total)
@@ -71,16 +71,19 @@ def timeouts_of_made_groups() -> None:
     dist.distributed_c10d._set_pg_timeout(timeout, world)
     everyone, alone = (TorchCollectives.over(ranks, [world]) for ranks in ([0, 1], [dist.get_rank()]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda", 0))
+        patch.setattr(collectives, "_splits", lambda: True)
         patch.setattr(collectives, "_OWN_GROUPS", WeakKeyDictionary())
         part = TorchCollectives().part([[0], [1]])
     for made in (everyone, alone, part):
         (backend,) = {made.process_group._get_backend(device) for device in made.process_group._device_types}
         assert backend.options._timeout == timeout
+    assert not collectives._splits()
+    world.bound_device_id = torch.device("cuda", 0)  # as init_process_group(device_id=...) sets it
+    assert collectives._splits()
 
 
 @pytest.mark.on_gloo
-def test_groups_that_are_made_have_the_timeout_of_the_group_that_they_are_of(ranks: RankPool) -> None:
+def test_groups_made_have_the_timeout_of_theirs_and_are_split_if_it_has_a_device(ranks: RankPool) -> None:
     ranks.renew()
     ranks.run(timeouts_of_made_groups)
     ranks.renew()
