@@ -245,6 +245,7 @@ def one_rank_hangs(when: str) -> None:
     train_ours(model, optimizer, (1,))
 
 
+@pytest.mark.on_gloo  # whose timeout it is; the strict transport's thread ends the process with it
 @pytest.mark.parametrize("ranks", [3], indirect=True)
 @pytest.mark.parametrize("when", ["late in backward", "when parameters return"])
 def test_a_rank_that_hangs_ends_the_others_by_the_timeout_of_their_group(ranks: RankPool, when: str) -> None:
