@@ -70,6 +70,16 @@ def test_predicted_steps_are_those_of_the_results() -> None:
     assert f"the time is {min(planned):.2f} to {max(planned):.2f} of" in PAGES["planner"]
 
 
+def test_figures_of_conversion_are_those_of_the_results() -> None:
+    def shown(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+    figures = ("GB", "cpu s", "anonymous GiB", "read GB", "MB/s")
+    rows = [row for row in results("convert") if row["GB"] > 1]
+    expected = [[f"`{row['what']}`", row["of"], *(shown(row.get(key)) for key in figures)] for row in rows]
+    assert table("benchmarks", "Conversion, saving and loading")[1:] == expected
+
+
 def test_memory_in_the_readme_is_what_lwopt_plan_prints(tmp_path: Path) -> None:
     sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
