@@ -168,6 +168,7 @@ WRONG = {
     "--to dcp --vocab-size 0": "Invalid value for '--vocab-size'",
     "--to dcp --heads 4": "--heads: expected a change of names, found none",
     "--to dcp --vocab-size 17": "expected at least 17 rows, the given vocabulary",
+    "--to dcp --vocab-size 15": "expected untrained rows beyond the given vocabulary of 15",
 }
 
 
@@ -185,10 +186,20 @@ def test_numbers_of_names_that_are_not_known_are_an_error(made: dict[str, Path],
     assert not (tmp_path / "to").exists()
 
 
-def test_rows_beyond_the_given_vocabulary_are_cut(source: Path, tmp_path: Path) -> None:
-    succeeds("convert", source, tmp_path / "cut", "--to", "universal", "--vocab-size", 12)
-    both = {(entry["name"], entry["what"]) for entry in differing(source, tmp_path / "cut")["different"]}
-    assert both == {(name, "shape [16, 8] in A, [12, 8] in B") for name in (EMBEDDING, "output_layer.weight")}
+def test_padding_beyond_the_given_vocabulary_is_cut(source: Path, tmp_path: Path) -> None:
+    found = formats.read(source)
+    params, rows = dict(found.params), found.params[EMBEDDING].shape[0]
+    for name in (EMBEDDING, "output_layer.weight"):
+        wider = {
+            key: held(torch.cat([tensor.read(), torch.zeros(4, 8, dtype=tensor.dtype)]), key)
+            for key, tensor in params[name].tensors.items()
+        }
+        params[name] = params[name].changed(wider)
+    padded = written(tmp_path / "padded", dataclasses.replace(found, params=params), write_universal)
+    succeeds("convert", padded, tmp_path / "cut", "--to", "universal", "--vocab-size", rows)
+    assert differing(source, tmp_path / "cut")["different"] == []
+    both = {(entry["name"], entry["what"]) for entry in differing(source, padded)["different"]}
+    assert both == {(name, "shape [16, 8] in A, [20, 8] in B") for name in (EMBEDDING, "output_layer.weight")}
 
 
 def test_a_file_stands_for_its_folder_and_a_format_for_itself(made: dict[str, Path]) -> None:

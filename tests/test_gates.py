@@ -12,7 +12,7 @@ import torch
 from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
 from lwopt_backend.checkpoint.convert import as_ours
-from lwopt_backend.checkpoint.gates import check
+from lwopt_backend.checkpoint.gates import check, trained_beyond
 from lwopt_backend.checkpoint.names import CORE
 from lwopt_backend.groups.registry import option_names
 from tests.checkpoint_contents import changed
@@ -30,9 +30,14 @@ def param(shape: tuple[int, ...], *states: str, dtype: torch.dtype = torch.bfloa
 
 
 def whole(**changes: Any) -> Checkpoint:
+    """Seven rows of the embedding are used, of eight."""
     params = {EMBEDDING: param((8, 4), *MOMENTS), MATRIX: param((4, 6), MOMENTUM), NORM: param((4,), *MOMENTS)}
     params |= {HEAD: param((8, 4), *MOMENTS)}
-    return Checkpoint("megatron torch_dist", "0.16.1", CORE, params, **changes)
+    source = Checkpoint("megatron torch_dist", "0.16.1", CORE, params, **changes)
+    for key in MOMENTS:
+        seven = torch.cat([params[EMBEDDING].states[key].read()[:7], torch.zeros(1, 4)])
+        source = with_state(source, EMBEDDING, key, seven)
+    return source
 
 
 def having(params: dict[str, Param]) -> Checkpoint:
@@ -54,7 +59,8 @@ def refused(source: Checkpoint, *said: str) -> str:
 
 
 def test_a_whole_checkpoint_passes() -> None:
-    assert check(whole()) == ["All 4 master weights round to the saved weights, bit for bit."]
+    rounding = "All 4 master weights round to the saved weights, bit for bit."
+    assert check(whole()) == [rounding, "All values are finite."]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,7 @@ def test_frozen_parameters_and_weights_alone_pass_and_are_said() -> None:
     params["frozen"] = dataclasses.replace(params["frozen"], group=0)
     refused(having(params), f"'frozen' has no momentum_buffer, which {MATRIX!r} has", "'frozen' has no master weight")
     notes = check(having({name: Param(param.weight) for name, param in whole().params.items()}))
-    assert notes == ["There is no optimizer state, only weights."]
+    assert notes == ["There is no optimizer state, only weights.", "All values are finite."]
 
 
 # Values
@@ -132,13 +138,17 @@ def test_masters_round_to_nearest_even() -> None:
         refused(having({"a": Param(held(other, ""), states)}), f"(element {at} is")
 
 
-def test_no_number_is_equal_to_no_number() -> None:
+def test_no_number_is_equal_to_no_number_and_is_counted() -> None:
     source = whole()
     weight, master = source.params[MATRIX].weight.read(), source.params[MATRIX].states[MASTER].read()
     weight[1, 1:3], master[1, 1:3] = torch.nan, -torch.nan
     weight.view(torch.int16)[1, 1] |= 1  # another pattern of bits, and no number either
     source = with_state(changed(source, MATRIX, weight=held(weight, "")), MATRIX, MASTER, master)
-    check(source)
+    source = with_state(source, MATRIX, MOMENTUM, torch.full((4, 6), torch.inf))
+    assert check(source)[-1] == (
+        f"28 values are infinite or NaN: 2 in weight of {MATRIX!r}, 2 in fp32 of {MATRIX!r}, "
+        f"24 in momentum_buffer of {MATRIX!r}."
+    )
     master[1, 1] = 1.0
     refused(with_state(source, MATRIX, MASTER, master), "in 1 of 24 elements (element 7 is 1.0, the weight nan")
 
@@ -180,6 +190,21 @@ def test_each_tensor_is_read_once_and_one_is_in_memory_at_a_time() -> None:
     kept = {key: lazy(torch.float32) for key in (MASTER, *MOMENTS)}
     check(having({f"p{number}": Param(lazy(torch.bfloat16), kept) for number in range(5)}))
     assert len(most) == 20 and max(most) == 1 and not alive
+
+
+@pytest.mark.parametrize(
+    ("names", "called"), [(CORE, (EMBEDDING, HEAD)), ("hf-llama", ("model.embed_tokens.weight", "lm_head.weight"))]
+)
+def test_a_vocabulary_that_cuts_trained_rows_is_refused(names: str, called: tuple[str, str]) -> None:
+    params = {dict(zip((EMBEDDING, HEAD), called)).get(name, name): param for name, param in whole().params.items()}
+    source = dataclasses.replace(whole(), names=names, params=params)
+    for enough in (None, 7, 8):
+        assert trained_beyond(source, enough) == []
+    (problem,) = trained_beyond(source, 5)
+    said = f"{called[0]!r}: expected untrained rows beyond the given vocabulary of 5, found 2 trained, such as row 5"
+    assert problem.startswith(said) and "give at least 7" in problem
+    tied = {name: param for name, param in params.items() if name != called[1]}  # all rows get gradients
+    assert trained_beyond(dataclasses.replace(source, params=tied, tied={called[1]: called[0]}), 5) == []
 
 
 # Param groups of other optimizers under this package's options; that engines go on with them is in the chains

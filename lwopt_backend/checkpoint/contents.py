@@ -50,6 +50,14 @@ def is_trained(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def infinite(values: Tensor) -> int:
+    """The number of non-finite elements. A finite sum proves quickly that all are; an infinite one proves nothing."""
+    if not is_trained(values.dtype):
+        return 0
+    wide = values if values.dtype.itemsize >= 4 or values.dtype == torch.bfloat16 else values.float()
+    return 0 if bool(wide.sum().isfinite()) else int((~wide.isfinite()).sum())
+
+
 def memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, not copied."""
     return tensor.view(-1).view(torch.uint8).numpy().data

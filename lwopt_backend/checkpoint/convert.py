@@ -205,14 +205,18 @@ def place_of(checkpoint: Checkpoint, target: str, destination: Path) -> Place:
     return Place(destination / name, {format.pointer: name})
 
 
-def needed(checkpoint: Checkpoint, target: str, dtype: torch.dtype | None = None) -> Checkpoint:
+def needed(
+    checkpoint: Checkpoint, target: str, dtype: torch.dtype | None = None, vocab_size: int | None = None
+) -> Checkpoint:
     """What ``target`` stores of the checkpoint: of ``safetensors`` the weights alone, in ``dtype`` if given.
 
-    Raises Refused if state that it stores is missing or of another shape; other state may be of any form.
+    Raises Refused if state that it stores is missing or of another shape, and for trained rows beyond ``vocab_size``;
+    other state may be of any form.
     """
+    incomplete = [] if target == "safetensors" else gates.incomplete(checkpoint)
+    if problems := [*incomplete, *gates.trained_beyond(checkpoint, vocab_size)]:
+        raise gates.Refused(problems)
     if target != "safetensors":
-        if problems := gates.incomplete(checkpoint):
-            raise gates.Refused(problems)
         return checkpoint
     params = {name: Param(param.exported(dtype)) for name, param in checkpoint.params.items()}
     replicas = tuple(pair for pair in checkpoint.replicas if pair[0].startswith(("weight of", "buffer")))

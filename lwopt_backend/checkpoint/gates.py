@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint import contents
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, listed
+from lwopt_backend.checkpoint.contents import MASTER, SHOWN, Checkpoint, CheckpointError, LazyTensor, Param, listed
 from lwopt_backend.checkpoint.files.threads import all_done
+from lwopt_backend.checkpoint.names import vocabulary
 
 ADVICE = (  # on master weights that do not round to the weights, in Megatron's checkpoints
     "The optimizer state does not belong to these weights. Megatron-LM up to 0.19.2 writes such checkpoints with "
@@ -87,9 +88,31 @@ def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
     return {n: p for n, p in params.items() if not p.states and p.weight is not None and p.group is None}
 
 
+def trained_beyond(checkpoint: Checkpoint, size: int | None) -> list[str]:
+    """A problem if the embedding has trained rows that a vocabulary of ``size`` cuts off. Padding rows are never looked
+    up, so they get no gradients. If the embedding is also the output layer, all rows get gradients, and nothing can be
+    told."""
+    embedding, head = vocabulary(checkpoint.names)
+    if size is None or embedding not in checkpoint.params or head not in checkpoint.params:
+        return []
+    param = checkpoint.params[embedding]
+    for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+        state = param.states.get(key)
+        if state is None or state.shape != param.shape or state.shape[0] <= size:
+            continue
+        width = state.numel // state.shape[0]
+        beyond = state.piece(size * width, state.numel).read().view(-1, width)
+        if trained := [size + int(row) for row in beyond.any(dim=1).nonzero()]:
+            return [
+                f"{embedding!r}: expected untrained rows beyond the given vocabulary of {size}, found {len(trained)} "
+                f"trained, such as row {trained[0]} ({state.where} is not zero there); give at least {trained[-1] + 1}"
+            ]
+    return []
+
+
 class Checks:
     """Compares what must be equal while a conversion reads it: master weights, rounded, with the weights, bit for bit,
-    and replicas.
+    and replicas. Counts infinite and NaN values.
 
     ``see`` takes the CRC32 of each block of such a tensor, so that nothing is read a second time. ``finish`` compares
     these; it reads what nobody has read, and both tensors again, for the message, where the sums differ.
@@ -103,12 +126,16 @@ class Checks:
         self._sums: dict[tuple[int, torch.dtype], dict[int, int]] = {
             (id(tensor), one.dtype): {} for one, other in pairs for tensor in (one, other)
         }
+        self._odd = {id(tensor): 0 for param in checkpoint.params.values() for tensor in param.tensors.values()}
         self._dtypes: dict[int, list[torch.dtype]] = {}
         for tensor, dtype in self._sums:
             self._dtypes.setdefault(tensor, []).append(dtype)
 
     def see(self, tensor: LazyTensor, start: int, found: Tensor) -> None:
-        """Elements that were read of a tensor of the checkpoint, from ``start`` on. Threads may call it."""
+        """Elements that were read of a tensor of the checkpoint, from ``start`` on. Threads may call it, for
+        different tensors."""
+        if id(tensor) in self._odd:
+            self._odd[id(tensor)] += contents.infinite(found)
         for dtype in self._dtypes.get(id(tensor), ()):
             for number, block in enumerate(found.view(-1).split(contents.BLOCK)):
                 at = start + number * contents.BLOCK
@@ -140,7 +167,16 @@ class Checks:
             raise Refused(problems, ADVICE if is_megatrons else "")
         masters, replicas = len(self._masters), len(self._checkpoint.replicas)
         rounded = [f"All {masters} master weights round to the saved weights, bit for bit."] * (masters > 0)
-        return rounded + [f"All {replicas} replicas are equal."] * (replicas > 0)
+        return [*rounded, *[f"All {replicas} replicas are equal."] * (replicas > 0), self._infinite()]
+
+    def _infinite(self) -> str:
+        named = ((name, *of) for name, param in self._checkpoint.params.items() for of in param.tensors.items())
+        odd = {f"{key} of {name!r}": count for name, key, tensor in named if (count := self._odd[id(tensor)])}
+        if not odd:
+            return "All values are finite."
+        where = ", ".join(f"{count} in {what}" for what, count in list(odd.items())[:SHOWN])
+        more = f" and others in {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
+        return f"{sum(odd.values())} values are infinite or NaN: {where}{more}."
 
     def _compared(self, one: LazyTensor, other: LazyTensor) -> tuple[int, int, float]:
         sums = []

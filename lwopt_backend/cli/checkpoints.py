@@ -227,7 +227,7 @@ def convert(
     found = ties.declared(found, tied or ())
     place = conversion.place_of(found, to, destination)
     folders.refuse_existing(place.folder)  # before hours are spent on reading
-    stored = conversion.needed(found, to, options.get("dtype"))
+    stored = conversion.needed(found, to, options.get("dtype"), vocab_size)
     checks, started, notes = gates.Checks(stored), time.monotonic(), gates.on_state(found)
     with progress("converting", contents.nbytes(stored), as_json) as advance:
         seen = contents.watched(stored, checks.see, advance)
