@@ -28,6 +28,7 @@ from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.engines.owned import files as owned_files
 from lwopt_backend.engines.owned import step
 from lwopt_backend.engines.owned.state import put_state, state_pieces
+from lwopt_backend.runtime.agreement import RanksDisagree
 from tests.checkpoint_contents import same
 from tests.command_line import too_large
 from tests.models import UnevenLM
@@ -207,6 +208,20 @@ def test_a_damaged_folder_fails_and_changes_nothing(ranks: RankPool, saves: Path
             damage(next(folder.glob(f"*_{rank}.distcp")))
             messages |= {str(folder): message} if message else {}
     ranks.run(load_all_in_vain, messages)
+
+
+@on_ranks(2)
+def test_checksums_are_compared_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    _, optimizer = trained()
+    optimizer.save_state_dict(tmp_path)
+    with pytest.raises(RanksDisagree, match="check"):
+        optimizer.load_state_dict_from(tmp_path, check=dist.get_rank() == 0)
+    if dist.get_rank() == 0:  # what only a checksum tells
+        flip(next(tmp_path.glob("*_0.distcp")))
+    dist.barrier()
+    with pytest.raises((ValueError, RuntimeError), match="CRC32"):
+        optimizer.load_state_dict_from(tmp_path)
+    optimizer.load_state_dict_from(tmp_path, check=False)
 
 
 def load_what_is_lost_meanwhile(folder: str, good: str) -> None:

@@ -167,7 +167,7 @@ def opened(everyone: Collectives, folder: Path, check: bool) -> DcpFolder:
     """Open a checkpoint; with ``check``, all bytes are compared with their checksums, by each rank a share of them.
 
     Called on all ranks. Raises, on all of them, FileNotFoundError if there is none, ValueError if it is damaged or
-    incomplete.
+    incomplete, or if ranks differ in ``check``.
     """
 
     def open_folder() -> DcpFolder:
@@ -179,7 +179,7 @@ def opened(everyone: Collectives, folder: Path, check: bool) -> DcpFolder:
         first = everyone.rank == 0  # which checks that all files are there; the others open those that they load from
         return read_as_expected(lambda: DcpFolder(folder, with_files=first), folder, "DCP")
 
-    found = agree(everyone, LOADING, lambda: (open_folder(), []))
+    found = agree(everyone, LOADING, lambda: (open_folder(), [setting("check", check)]))
     if check:
         check_on_all(everyone, LOADING, lambda: found.check(everyone.rank, everyone.world_size))
     found.compares = False
