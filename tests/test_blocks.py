@@ -11,7 +11,7 @@ from torch import Tensor
 from lwopt_backend.plan import FlatPartition, Fragment, MeshLayout, ParameterPartition, Replicas, Sharding
 from lwopt_backend.plan.atoms import Block, Grid, Parts, Stripes, divided, grouped, undivided
 from lwopt_backend.plan.layouts import in_blocks
-from lwopt_backend.runtime.whole import flat_views, local_views
+from lwopt_backend.runtime.whole import Pieces, Regions, Slices, box_regions, flat_regions
 
 QKV, GATE_UP = ("q", "k", "v"), ("gate", "up")
 SEEDS = range(20)
@@ -78,11 +78,15 @@ def test_blocks_have_every_element_of_a_parameter_once_and_in_its_order(seed: in
             assert places == sorted(places) == [block.flat(place) for place in range(block.numel)]
             for i in range(param.numel() + 1):
                 assert block.before(i) == sum(place < i for place in places)
-            (view,) = flat_views(param.flatten(), layout.views(index, 1))
+            (view,) = cut(flat_regions([layout.views(index, 1)], param.numel()), param.flatten())[0].values
             assert torch.equal(view.reshape(block.shape), matrix)
             assert [part.numel for part in layout.fragments(index)] == [block.numel] * 3
             assert layout.sources(index, 2) == (layout.fragment(index, 2),)
             assert layout.is_source(index, 2, 2) and not layout.is_source(index, 1, 2)
+
+
+def cut(regions: Regions, tensor: Tensor) -> list[Pieces]:
+    return regions.cut(Slices(tensor, tensor, {}))
 
 
 def flat_of(storage: FlatPartition | ParameterPartition, params: Sequence[Tensor], rank: int) -> Tensor:
@@ -105,6 +109,9 @@ def test_flat_partitions_have_ranges_of_blocks_and_views_give_their_elements(see
         for storage in (FlatPartition.build(numels, ranks, **pads), ParameterPartition.build(numels, ranks)):
             layout = in_blocks(storage, divisions)
             locals_ = [flat_of(storage, params, rank) for rank in range(ranks)]
+            views_of = [[layout.views(i, rank) for i in range(len(layout.blocks))] for rank in range(ranks)]
+            cuts = [flat_regions(views, storage.partition_numel) for views in views_of]
+            found = [(cut(regions, flat), cut(regions, flat.clone())) for regions, flat in zip(cuts, locals_)]
             for index, (param, block) in enumerate(zip(layout.params, layout.blocks)):
                 expected, end = matrix_of(block, params[param]).flatten(), 0
                 fragments = layout.fragments(index)
@@ -116,8 +123,9 @@ def test_flat_partitions_have_ranges_of_blocks_and_views_give_their_elements(see
                     assert locals_[part.rank][part.offset] == expected[part.start]
                     views = layout.views(index, part.rank)
                     assert len(views) <= 7 and (len(views) == 1 or not is_run)
-                    found = torch.cat([view.flatten() for view in flat_views(locals_[part.rank], views)])
-                    assert torch.equal(found, expected[part.start : part.stop])
+                    for of_rank in found[part.rank]:
+                        elements = torch.cat([view.flatten() for view in of_rank[index].values])
+                        assert torch.equal(elements, expected[part.start : part.stop])
                     end = part.stop
                 assert end == block.numel
                 for rank in set(range(ranks)) - {part.rank for part in fragments}:
@@ -171,11 +179,12 @@ def test_meshes_have_rectangles_of_blocks_and_views_give_their_elements(seed: in
                 assert torch.equal(held, expected[mine]), "the rectangle is what the rank holds of the block, in order"
                 if all(a == 0 for a, dim in zip(coordinate, dims) if dim is None):
                     seen.append(held)
-                same = [] if refused else local_views(local, block, shape, sharding.box(coordinate))
                 for stored_as in () if refused else (local, local.contiguous(), backwards(local)):
-                    views = local_views(stored_as, block, shape, sharding.box(coordinate))
-                    assert torch.equal(torch.cat([view.flatten() for view in views]), held) and len(views) <= 3
-                    assert [view.shape for view in views] == [view.shape for view in same]
+                    regions = box_regions([block], shape, sharding.box(coordinate))
+                    (pieces,) = regions.cut(Slices(local.contiguous(), stored_as, {"state": local.contiguous()}))
+                    views = [pieces.values, pieces.grads, [state["state"] for state in pieces.states]]
+                    assert all(torch.equal(torch.cat([view.flatten() for view in of]), held) for of in views)
+                    assert len(pieces.values) <= 3 and len({str([view.shape for view in of]) for of in views}) == 1
             assert torch.equal(torch.cat(seen).sort().values, expected), "together the ranks hold it once"
             owner = draw.randrange(len(coordinates))
             assert sum(part.numel for part in layout.sources(0, owner)) == block.numel

@@ -22,7 +22,7 @@ from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.exchange import ways_back, ways_to_owners
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import FlatPieces, Slices, WholeMatrices
+from lwopt_backend.runtime.whole import Regions, Slices, WholeMatrices, flat_regions
 from tests.cells import cells
 from tests.counted import Counted
 from tests.on_ranks import on_ranks
@@ -40,17 +40,22 @@ def mine(plan: MatrixPlan, flat: Tensor, rank: int) -> Tensor:
     return nn.functional.pad(flat, (0, size * plan.layout.world_size - flat.numel())).view(-1, size)[rank].clone()
 
 
+def regions_of(plan: MatrixPlan, rank: int) -> Regions:
+    views = [plan.layout.views(atom, rank) for atom in range(len(plan.atoms))]
+    return flat_regions(views, plan.layout.partition_numel)
+
+
 def stepped(plan: MatrixPlan, rule: MatrixRule, steps: int = 1, batch_numel: int = 0) -> Slices:
     collectives = TorchCollectives() if plan.layout.world_size > 1 else Alone()
-    stepper = MatrixStepper(plan, collectives, torch.device("cpu"), batch_numel=batch_numel)
+    kinds = [0] * len(plan.atoms)
+    stepper = MatrixStepper(plan, kinds, collectives, torch.device("cpu"), batch_numel=batch_numel)
+    regions = regions_of(plan, collectives.rank)
     flat = [random((sum(plan.layout.numels),), seed) for seed in range(steps + 1)]
     value, *grads = (mine(plan, one, collectives.rank) for one in flat)
     state = {key: torch.zeros_like(value) for key in rule.state_keys}
     for grad in grads:
         slices = Slices(value, grad, state)
-        stepper.step(
-            [rule] * len(plan.atoms), FlatPieces(plan.layout, collectives.rank, len(plan.atoms)).storage(slices)
-        )
+        stepper.step({0: rule}, regions.cut(slices).__getitem__)
     return slices
 
 
@@ -84,10 +89,10 @@ def test_metrics_do_not_count_as_sent_what_its_owner_has() -> None:
     collectives.RECORDERS.add(recorder)
     out, back = (ways(plan, TorchCollectives(), torch.device("cpu")) for ways in (ways_to_owners, ways_back))
     for way in out:
-        way.start(torch.float32, None, lambda segments: None).discard()
+        way.start(torch.float32, lambda parts: None).discard()
     assert sum(sum(way.send_splits) for way in out) > 0 and recorder.sent == 0
     for way in back:
-        way.start(torch.float32, None, lambda segments: None).discard()
+        way.start(torch.float32, lambda parts: None).discard()
     assert recorder.sent == 4 * plan.owned_numels()[dist.get_rank()]
 
 
@@ -145,9 +150,9 @@ def test_a_batch_holds_no_more_than_its_size() -> None:
         spy = Spy()
         stepped(plan, spy, batch_numel=size)
         assert spy.batches == expected
-    whole, rules = WholeMatrices(plan.atoms, torch.device("cpu"), batch_numel=35), [Spy()] * 7
-    pieces = dict.fromkeys(range(7), 10)
-    assert [*map(len, whole.batches(range(7), rules, pieces))] == [3, 3, 1], "of pieces, what a rank has of them"
+    whole = WholeMatrices(plan.atoms, [0] * 7, torch.device("cpu"), batch_numel=35)
+    batches = whole.batches_of_pieces(((atom, 10) for atom in range(7)), frozenset({1}))
+    assert [batch.places for batch in batches] == [[0, 2, 3], [4, 5, 6]], "of pieces, what a rank has of them"
 
 
 @on_ranks(2)
@@ -187,7 +192,7 @@ def test_what_is_stored_on_the_cpu_goes_to_the_gpu_and_back_in_one_copy_a_bucket
     plan = plan_matrices(
         atoms, stored, Limits(numel=12_000), policy="balance", machine=MACHINES["cpu"], element_bytes=2
     )
-    rules: list[MatrixRule] = [rule_of("muon")] * len(atoms)
+    rules: dict[int, MatrixRule] = {0: rule_of("muon")}
     kept: list[Tensor] = []
     with (
         pretended(1, 4, lambda mine, count: [mine] * count),
@@ -195,11 +200,12 @@ def test_what_is_stored_on_the_cpu_goes_to_the_gpu_and_back_in_one_copy_a_bucket
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(FakeTensor, "record_stream", lambda tensor, stream: kept.append(tensor))
-        stepper = MatrixStepper(plan, TorchCollectives(), torch.device("cuda", 0), batch_numel=batch_numel)
+        kinds, device = [0] * len(atoms), torch.device("cuda", 0)
+        stepper = MatrixStepper(plan, kinds, TorchCollectives(), device, batch_numel=batch_numel)
         value, grad, momentum = (torch.zeros(stored.partition_numel) for _ in range(3))
         slices = Slices(value, grad, {"momentum_buffer": momentum})
-        stepper.step(rules, FlatPieces(stored, 1, len(atoms)).storage(slices))
-        local = len([*stepper._whole.batches(plan.local_atoms(1), rules)])
+        stepper.step(rules, regions_of(plan, 1).cut(slices).__getitem__)
+        local = len(stepper._whole.batches(tuple(plan.local_atoms(1)), rules))
     out = sum(any(way.send_splits) for way in stepper._to_owners)
     back = sum(any(way.receive_splits) for way in stepper._back)
     assert local > 0 if layout is FlatPartition else out > 1 and back > 1

@@ -26,7 +26,7 @@ from benchmarks.rehearsal.streams import StreamCheck
 from lwopt_backend.engines.fsdp2.plan import local
 from lwopt_backend.engines.owned.state import gathered
 from lwopt_backend.runtime import collectives
-from lwopt_backend.runtime.stepper import EarlyExchange
+from lwopt_backend.runtime.early_exchange import EarlyExchange
 from lwopt_backend.runtime.whole import filled_on
 from tests.planner_shapes import LAYER, SMALL, study_in
 

@@ -334,7 +334,7 @@ def test_matrices_are_computed_where_the_configuration_says(stage: int, ns_devic
     original = MatrixStepper.__init__
 
     def note(self: MatrixStepper, *args: Any, **kwargs: Any) -> None:
-        seen.append(f"{args[2]} {kwargs['rule_device']} {kwargs['batch_numel'] > 0}")
+        seen.append(f"{args[3]} {kwargs['rule_device']} {kwargs['batch_numel'] > 0}")
         original(self, *args, **kwargs)
 
     settings = config(stage, ns_device=ns_device)

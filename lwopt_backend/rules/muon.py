@@ -429,32 +429,39 @@ class Muon(MatrixRule):
             buffer = buffer / state["second_moment"].sqrt().add_(self.precondition_eps)
         return buffer
 
+    def accumulate_all(self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]]) -> None:
+        self._accumulate([self.gradient(grad, value) for grad, value in zip(grads, values)], states)
+
+    def _accumulate(self, grads: list[Tensor], states: Sequence[Mapping[str, Tensor]]) -> None:
+        """``accumulate``, given the results of ``gradient``."""
+        buffers = [state["momentum_buffer"] for state in states]
+        if self.precondition == "muon2":
+            moments = [state["second_moment"] for state in states]
+            _multiply(moments, self.precondition_beta2)
+            torch._foreach_addcmul_(moments, grads, grads, value=1 - self.precondition_beta2)
+        if self.momentum_form == "ema":
+            torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+        else:
+            _multiply(buffers, self.momentum)
+            torch._foreach_add_(buffers, grads)
+
     def directions(
         self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]], *, advance: bool
     ) -> Sequence[Tensor]:
-        buffers = [state["momentum_buffer"] for state in states]
         grads = [self.gradient(grad, value) for grad, value in zip(grads, values)]
-        if advance and self.momentum_form == "ema":
-            torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
-        elif advance:
-            _multiply(buffers, self.momentum)
-            torch._foreach_add_(buffers, grads)
-        found = buffers
+        if advance:
+            self._accumulate(grads, states)
+        found = [state["momentum_buffer"] for state in states]
         if self.nesterov and self.momentum_form == "ema":
-            found = list(torch._foreach_lerp(grads, buffers, self.momentum))
+            found = list(torch._foreach_lerp(grads, found, self.momentum))
         elif self.nesterov:
-            found = list(torch._foreach_add(grads, buffers, alpha=self.momentum))
+            found = list(torch._foreach_add(grads, found, alpha=self.momentum))
         if self.precondition == "muon2":
-            found = self._over_roots(found, grads, [state["second_moment"] for state in states], advance=advance)
+            found = self._over_roots(found, [state["second_moment"] for state in states])
         return found
 
-    def _over_roots(
-        self, found: list[Tensor], grads: list[Tensor], moments: list[Tensor], *, advance: bool
-    ) -> list[Tensor]:
-        """The directions ``found`` over the roots of the second moments, as in ``accumulate`` and ``direction``."""
-        if advance:
-            _multiply(moments, self.precondition_beta2)
-            torch._foreach_addcmul_(moments, grads, grads, value=1 - self.precondition_beta2)
+    def _over_roots(self, found: list[Tensor], moments: list[Tensor]) -> list[Tensor]:
+        """The directions ``found`` over the roots of the second moments, as in ``direction``."""
         roots = list(torch._foreach_sqrt(moments))
         torch._foreach_add_(roots, torch.tensor(self.precondition_eps, dtype=torch.float64))
         return list(torch._foreach_div(found, roots))

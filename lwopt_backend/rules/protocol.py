@@ -28,6 +28,7 @@ def option(default: Any, meaning: str, source: str, *, check: Check | None = Non
 
 # The methods for many pieces at once, by those for one piece.
 OF_MANY = {
+    "accumulate_all": {"gradient", "accumulate"},
     "directions": {"gradient", "accumulate", "direction"},
     "apply_all": {"apply"},
 }
@@ -200,6 +201,17 @@ class MatrixRule:
             value.copy_(wide)
 
     # What a step calls, on pieces of many matrices at once. A rule may do the same in fewer operations.
+
+    def accumulate_all(self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]]) -> None:
+        """``gradient`` and ``accumulate`` of many pieces, of which another rank sends the directions.
+
+        Args:
+            grads: the gradient of each piece.
+            values: the weight of each piece.
+            states: the element-wise state of each piece.
+        """
+        for grad, value, state in zip(grads, values, states):
+            self.accumulate(self.gradient(grad, value), state)
 
     def directions(
         self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]], *, advance: bool

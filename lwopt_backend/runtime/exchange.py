@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lwopt_backend.plan import MatrixPlan, Segment, Transfer
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Collectives, Pending, phase, sending
 from lwopt_backend.runtime.whole import filled_on, moved
 
-Segments = Sequence[tuple[Segment, Tensor]]  # with their flat part of a buffer
+Parts = Sequence[Tensor]  # the flat parts of a buffer, in the order of the segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Arrival:
             self.discard()
             return self.way.copies.start(self.column)
 
-    def wait(self, deliver: Callable[[Segments], object], on: torch.device | None = None) -> None:
-        """Pass the received segments to ``deliver``; ``on`` a device, if given, with one copy."""
+    def wait(self, deliver: Callable[[Parts], object], on: torch.device | None = None) -> None:
+        """Pass the parts of the received segments to ``deliver``; ``on`` a device, if given, with one copy."""
         with phase(self.way.label):
             self.discard()
             received = self.received if on is None else moved(self.received, on)
@@ -53,10 +53,10 @@ class Arrival:
             self.received.record_stream(stream)
             self.data.record_stream(stream)
 
-    def sent(self, data: Tensor | None = None) -> Segments:
-        """The segments that this rank sent, or those of other ``data`` of their sizes."""
+    def sent(self, data: Tensor | None = None) -> Parts:
+        """The parts of the segments that this rank sent, or those of other ``data`` of their sizes."""
         assert isinstance(self.way, Way)
-        return _in(self.data if data is None else data, self.way.transfer.sends, self.way.send_numels)
+        return (self.data if data is None else data).split_with_sizes(self.way.send_numels)
 
 
 class Beside:
@@ -119,10 +119,6 @@ class Writers:
                 current.wait_stream(stream)
 
 
-def _in(buffer: Tensor, segments: Sequence[Segment], numels: list[int]) -> Segments:
-    return list(zip(segments, buffer.split_with_sizes(numels)))  # one call for the host; the rest is padding
-
-
 class Way:
     """One bucket's transfer in one direction, named ``label`` in profiles and passed on to ``copies``, if given.
 
@@ -147,18 +143,25 @@ class Way:
             [s.numel for s in some] for some in (transfer.sends, transfer.receives)
         )
 
-    def received_in(self, buffer: Tensor) -> Segments:
-        """The segments that this rank receives, in their order."""
-        return _in(buffer, self.transfer.receives, self.receive_numels)
+    @property
+    def arriving(self) -> Sequence[Segment]:
+        """What arrives at last: the segments that this rank receives, or what its column has of them."""
+        return self.transfer.receives if self.copies is None else self.copies.segments
+
+    def received_in(self, buffer: Tensor) -> Parts:
+        """The parts of the segments that this rank receives, in their order."""
+        return buffer.split_with_sizes(self.receive_numels)
 
     def start(
         self,
         dtype: torch.dtype,
-        has: Callable[[Segment], bool] | None,
-        pack: Callable[[Segments], object],
+        pack: Callable[[Parts], object],
         on: torch.device | None = None,
+        *,
+        zeros: bool = False,
     ) -> Arrival:
-        """Send the segments that this rank ``has`` (None: all), in ``dtype``, filled by ``pack``; zeros for others.
+        """Send this rank's segments in ``dtype``, of which ``pack`` fills the parts; first with ``zeros``, if it does
+        not fill all.
 
         They are filled ``on`` a device, if given, and moved in one copy. Called on all ranks, bucket by bucket.
         """
@@ -171,11 +174,9 @@ class Way:
                 column = torch.empty(self.copies.numel, dtype=dtype, device=self._device)
                 received = column.narrow(0, self.copies.begin, numel)
             with filled_on(on or self._device, sent) as filled:
-                segments = _in(filled, self.transfer.sends, self.send_numels)
-                here = segments if has is None else [each for each in segments if has(each[0])]
-                if len(here) < len(segments):
+                if zeros:
                     filled.zero_()
-                pack(here)
+                pack(filled.split_with_sizes(self.send_numels))
             if self._collectives.world_size > 1:  # or it stays here
                 sending((sent.numel() - self.send_splits[self._collectives.rank]) * sent.itemsize)
             pending = self._collectives.all_to_all(received, sent, self.receive_splits, self.send_splits)
@@ -191,16 +192,16 @@ class Copies:
     def __init__(self, pieces: Sequence[Sequence[Segment]], label: str, column: Collectives) -> None:
         numels = [[segment.numel for segment in part] for part in pieces]
         self._part = max(map(sum, numels))
-        self._pieces, self._numels = pieces, [[*part, self._part - sum(part)] for part in numels]
+        self._numels = [numel for part in numels for numel in (*part, self._part - sum(part))]
+        self._places = list(chain.from_iterable([True] * len(part) + [False] for part in numels))  # False: padding
         self._column = column if self._part else Collectives()  # a column without pieces sends nothing
         self.label = label
         self.numel, self.begin = self._part * len(pieces), self._part * column.rank
-        self.transfer = Transfer(len(pieces), (), tuple(chain.from_iterable(pieces)))
+        self.segments = tuple(chain.from_iterable(pieces))
 
-    def received_in(self, buffer: Tensor) -> Segments:
+    def received_in(self, buffer: Tensor) -> Parts:
         """As on ``Way``."""
-        parts = zip(buffer.split(self._part), self._pieces, self._numels)
-        return [each for part in parts for each in _in(*part)]
+        return list(compress(buffer.split_with_sizes(self._numels), self._places))
 
     def start(self, whole: Tensor) -> Arrival:
         """Fill the other ranks' parts of ``whole``. Called on all ranks of the column."""

@@ -14,7 +14,7 @@ from lwopt_backend.plan import Segment, Transfer
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import EXCHANGE_OUT, Collectives
-from lwopt_backend.runtime.exchange import Segments, Way
+from lwopt_backend.runtime.exchange import Parts, Way
 from lwopt_backend.runtime.state import OwnerState
 
 BUCKET_BYTES = 2**26  # of owner state in one all-to-all
@@ -22,16 +22,22 @@ Owned = Mapping[str, tuple[OwnerState, int]]  # by a matrix's name, where its ow
 Saved = Mapping[str, dict[str, Any]]  # owner state by a matrix's name
 
 
+Segments = Iterable[tuple[Segment, Tensor]]  # with their flat part of a buffer
+
+
 def exchange(ways: Iterable[Way], fetch: Callable[[Segment], Tensor], deliver: Callable[[Segments], object]) -> None:
     """Send the bytes that ``fetch`` returns, to ``deliver``. Each bucket leaves when the one before has arrived and is
     freed. Called on all ranks."""
+    for way in ways:
+        _exchange(way, fetch, deliver)
 
-    def pack(segments: Segments) -> None:
-        for segment, target in segments:
+
+def _exchange(way: Way, fetch: Callable[[Segment], Tensor], deliver: Callable[[Segments], object]) -> None:
+    def pack(parts: Parts) -> None:
+        for segment, target in zip(way.transfer.sends, parts):
             target.copy_(fetch(segment))
 
-    for way in ways:
-        way.start(torch.uint8, None, pack).passed_on().wait(deliver)
+    way.start(torch.uint8, pack).passed_on().wait(lambda parts: deliver(zip(way.arriving, parts)))
 
 
 def bring(what: str, groups: Sequence[Collectives], owned: Sequence[Owned], saved: Saved) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import chain, islice
-from typing import Any
+from functools import cache, lru_cache, partial
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import Block
-from lwopt_backend.plan.layouts import BlockLayout, Partition, Span, View, box_views
+from lwopt_backend.plan.layouts import Span, View, box_views
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.rules.protocol import sums_of
 from lwopt_backend.runtime.collectives import changing, of_rule, phase, sampled
@@ -34,110 +35,167 @@ class Slices:
     grad: Tensor
     state: dict[str, Tensor]
 
-    def cut(self, views: Callable[[Tensor], Sequence[Tensor]]) -> list[Slices]:
-        """The elements that ``views`` returns of each tensor, one by one."""
-        of_all = map(views, (self.value, self.grad, *self.state.values()))
-        return [Slices(value, grad, dict(zip(self.state, state))) for value, grad, *state in zip(*of_all)]
+
+class Pieces(NamedTuple):
+    """This rank's fragment of a matrix: one or several views, which concatenated have the fragment's elements in
+    row-major order. A view of the weight, of the gradient and of every state tensor have equal shapes."""
+
+    values: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    states: Sequence[dict[str, Tensor]]
+    is_flat: bool = False  # one view, with one dimension
 
 
-# This rank's fragment of a matrix, by number. It is not empty, and has one or several views, which concatenated have
-# the fragment's elements in row-major order.
-Storage = Callable[[int], Sequence[Slices]]
+Storage = Callable[[int], Pieces]  # by the matrix's number
 
 
-class FlatPieces:
-    """The places of the fragments of ``count`` matrices in a rank's flat partition, as ZeRO stores it. Found once."""
+class Regions:
+    """The places of matrices in a local tensor, found once. Tensors themselves are not kept: a host may replace or move
+    them between steps.
 
-    def __init__(self, layout: Partition | BlockLayout, rank: int, count: int) -> None:
-        self._views = [layout.views(index, rank) for index in range(count)]
-        self._sizes: list[int] = []  # of every view and of the gap before it, if all are ranges in order
-        self._end = 0
-        every = list(chain.from_iterable(self._views))
-        for view in every:
-            begin, stop = view.span
-            if view.strides == (1,) and begin >= self._end:
-                self._sizes += [begin - self._end, stop - begin]
-                self._end = stop
-        self._in_order = len(self._sizes) == 2 * len(every)
-
-    def storage(self, slices: Slices) -> Storage:
-        """Views of the partition during one step, without copies; one call for each of the ``slices``."""
-        if not self._in_order:
-            return cache(lambda index: slices.cut(partial(flat_views, views=self._views[index])))
-        cut = iter(slices.cut(self._ranges))
-        pieces = [list(islice(cut, len(views))) for views in self._views]
-        return lambda index: pieces[index]
-
-    def _ranges(self, flat: Tensor) -> Sequence[Tensor]:
-        return flat.split_with_sizes([*self._sizes, flat.numel() - self._end])[1::2]
-
-
-# Views of a local tensor, as a plan describes them. They share its memory.
-
-
-def flat_views(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
-    """Views of a rank's one-dimensional tensor, as ``BlockLayout.views`` describes them."""
-    (stride,) = flat.stride()
-    return [_view(flat, View(v.offset * stride, v.sizes, tuple(stride * s for s in v.strides))) for v in views]
-
-
-def local_views(local: Tensor, block: Block, shape: Sequence[int], box: Sequence[Span]) -> list[Tensor]:
-    """The elements of ``block`` in ``local``, which is a rank's ``box`` of a parameter of ``shape``, as views.
-
-    Concatenated, they are the rank's fragment of the block in row-major order. Their shapes do not depend on the
-    strides of ``local``. Raises ValueError as ``box_views`` does.
+    ``views_of`` returns, by matrix, the places of its views in a tensor of the given strides; their sizes do not depend
+    on the strides. In ``contiguous`` tensors, of ``numel`` elements, ranges in order take one call of the host for all.
     """
-    return [_view(local, view) for view in box_views(block, shape, box, local.stride())]
+
+    def __init__(
+        self,
+        views_of: Callable[[tuple[int, ...]], Sequence[Sequence[View]]],
+        contiguous: tuple[int, ...],
+        numel: int,
+    ) -> None:
+        self._views_of = cache(views_of)
+        views = self._views_of(contiguous)
+        self._counts = [len(of_matrix) for of_matrix in views]
+        self._sizes: list[int] = []  # of every view, and of the gap before it unless there are none
+        self._end = 0
+        ranges = [_range(view) for of_matrix in views for view in of_matrix]
+        self._in_order = None not in ranges
+        for begin, stop in filter(None, ranges):
+            self._in_order &= begin >= self._end
+            self._sizes += [begin - self._end, stop - begin]
+            self._end = stop
+        self._places = slice(1, None, 2)
+        if not any(self._sizes[::2]):
+            self._sizes, self._places = self._sizes[1::2], slice(len(self._sizes) // 2)
+        self._is_whole = self._in_order and self._sizes == [numel] and len(views) == 1
+        self._sizes.append(numel - self._end)
+
+    def cut(self, slices: Slices) -> list[Pieces]:
+        """The pieces of every matrix."""
+        tensors = (slices.value, slices.grad, *slices.state.values())
+        is_flat = self._in_order and all([tensor.is_contiguous() for tensor in tensors])
+        values, grads, *of_state = map(self._flat if is_flat else self._strided, tensors)
+        states = [dict(zip(slices.state, each)) for each in zip(*of_state)] if of_state else [{} for _ in values]
+        if self._is_whole:
+            return [Pieces(values, grads, states, is_flat)]
+        found, begin = [], 0
+        for count in self._counts:
+            end = begin + count
+            found.append(Pieces(values[begin:end], grads[begin:end], states[begin:end], is_flat and count == 1))
+            begin = end
+        return found
+
+    def _flat(self, tensor: Tensor) -> Sequence[Tensor]:
+        flat = tensor.view(-1)
+        return (flat,) if self._is_whole else flat.split_with_sizes(self._sizes)[self._places]
+
+    def _strided(self, tensor: Tensor) -> Sequence[Tensor]:
+        return [view_of(tensor, view) for of_matrix in self._views_of(tensor.stride()) for view in of_matrix]
 
 
-def _view(tensor: Tensor, view: View) -> Tensor:
+def _range(view: View) -> tuple[int, int] | None:
+    """The elements of a view if they are a range, in order."""
+    in_order = tuple(math.prod(view.sizes[dim + 1 :]) for dim in range(len(view.sizes)))
+    return view.span if view.strides == in_order else None
+
+
+def flat_regions(views: Sequence[Sequence[View]], numel: int) -> Regions:
+    """By matrix, places in a one-dimensional tensor."""
+
+    def views_of(strides: tuple[int, ...]) -> Sequence[Sequence[View]]:
+        (stride,) = strides
+        if stride == 1:
+            return views
+        apart = lambda view: View(view.offset * stride, view.sizes, tuple(stride * s for s in view.strides))  # noqa: E731
+        return [[*map(apart, of_matrix)] for of_matrix in views]
+
+    return Regions(views_of, (1,), numel)
+
+
+def box_regions(blocks: Sequence[Block], shape: Sequence[int], box: Sequence[Span]) -> Regions:
+    """The places of ``blocks`` in a rank's local tensor, which is its ``box`` of a parameter of ``shape``.
+
+    Raises ValueError as ``box_views`` does.
+    """
+    sizes = [size for _, size in box]
+    contiguous = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+    views_of = lambda strides: [box_views(block, shape, box, strides) for block in blocks]  # noqa: E731
+    return Regions(views_of, contiguous, math.prod(sizes))
+
+
+def view_of(tensor: Tensor, view: View) -> Tensor:
+    """Elements of a tensor, sharing its memory."""
     return tensor.as_strided(view.sizes, view.strides, tensor.storage_offset() + view.offset)
 
 
 # Steps of matrices that this rank stores whole, and a rule's element-wise work on pieces of the others.
+
+Rules = Mapping[int, MatrixRule]  # by kind
+
+
+class Batch(NamedTuple):
+    """Matrices of one ``kind`` that go through its rule at once, with their elements; of pieces, the elements of each
+    and their ``places`` in a buffer."""
+
+    kind: int
+    atoms: list[int]
+    numels: list[int]
+    places: list[int]
 
 
 class WholeMatrices:
     """Runs rules on ``atoms``, up to ``batch_numel`` elements at once: on whole matrices of equal shape, and element by
     element on this rank's pieces of any.
 
-    Rules run on whole matrices on ``rule_device``, wherever they are stored; ``owner_state`` is also there.
+    ``kinds`` says, by atom, which of the rules of a step is its rule. Rules run on whole matrices on ``rule_device``,
+    wherever they are stored; ``owner_state`` is also there.
     """
 
-    def __init__(self, atoms: Sequence[Atom], rule_device: torch.device, *, batch_numel: int = 0) -> None:
-        self._atoms = atoms
+    def __init__(
+        self, atoms: Sequence[Atom], kinds: Sequence[int], rule_device: torch.device, *, batch_numel: int = 0
+    ) -> None:
+        self._atoms, self.kinds = atoms, kinds
         self._rule_device = rule_device
         self._batch_numel = batch_numel
+        self._batches = lru_cache(maxsize=8)(self._find_batches)
         self.owner_state = OwnerState(atoms, rule_device)
 
     @torch.no_grad()
-    def step(self, atoms: Sequence[int], rules: Sequence[MatrixRule], storage: Storage) -> None:
+    def step(self, atoms: Iterable[int], rules: Rules, storage: Storage) -> None:
         """Update the weights and the state of ``atoms``, which ``storage`` has whole."""
-        for batch in self.batches(atoms, rules):
-            parts = [storage(atom) for atom in batch]
-            with changing(_name(rules[batch[0]]), partial(_values, parts)):
-                self._step(rules[batch[0]], batch, parts)
+        for batch in self.batches(tuple(atoms), rules):
+            rule, of_batch = rules[batch.kind], [storage(atom) for atom in batch.atoms]
+            with changing(_name(rule), partial(_values, of_batch)):
+                self._step(rule, batch, of_batch)
 
-    def _step(self, rule: MatrixRule, batch: Sequence[int], parts: Sequence[Sequence[Slices]]) -> None:
+    def _step(self, rule: MatrixRule, batch: Batch, of_batch: Sequence[Pieces]) -> None:
+        atoms, every = batch.atoms, joined(of_batch)
         if isinstance(rule, WeightRule):
-            (pieces,) = parts
-            value, grad = (self._stack(batch, [[getattr(p, of) for p in pieces]]) for of in ("value", "grad"))
-            updates: Sequence[Tensor] = [self.step_weight(rule, batch[0], value, grad)]
+            value, grad = (self._stack(atoms, pieces) for pieces in (every.values, every.grads))
+            stack = self.step_weight(rule, atoms[0], value, grad)
         else:
-            directions = iter(directions_of(rule, list(chain.from_iterable(parts)), advance=True))
-            stack = self._stack(batch, [[next(directions) for _ in pieces] for pieces in parts])
-            updates = self.transform(rule, batch, stack)
-        self._apply(rule, batch, parts, updates)
+            directions = rule.directions([*every.grads], [*every.values], every.states, advance=True)
+            stack = self.transform(rule, atoms, self._stack(atoms, directions))
+        self._apply(rule, batch, of_batch, stack.reshape(len(batch.atoms), -1).unbind())
 
-    def _stack(self, batch: Sequence[int], pieces: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The matrices of a batch from their pieces; a single contiguous piece is not copied."""
-        if len(batch) == 1 and len(pieces[0]) == 1:
-            return pieces[0][0].reshape(self._atoms[batch[0]].shape).contiguous()
-        every = list(chain.from_iterable(pieces))
-        widest = max(every, key=lambda piece: piece.itemsize)
+    def _stack(self, batch: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
+        """The matrices of a batch from all their pieces; a single contiguous piece is not copied."""
+        if len(pieces) == 1:
+            return pieces[0].reshape(self._atoms[batch[0]].shape).contiguous()
+        widest = max(pieces, key=lambda piece: piece.itemsize)
         stack = self.empty(batch, widest, self._rule_device)
         with filled_on(widest.device, stack) as filled:
-            copy_all(_like(filled.view(-1), every), every)
+            copy_all(_like(filled.view(-1), pieces), pieces)
         return stack
 
     def empty(self, batch: Sequence[int], like: Tensor, device: torch.device | None = None) -> Tensor:
@@ -145,8 +203,8 @@ class WholeMatrices:
         shape = self._atoms[batch[0]].shape
         return like.new_empty(shape if len(batch) == 1 else (len(batch), *shape), device=device)
 
-    def transform(self, rule: MatrixRule, atoms: Sequence[int], stack: Tensor) -> Sequence[Tensor]:
-        """The update of each matrix of a batch, in the shape of the stored matrix."""
+    def transform(self, rule: MatrixRule, atoms: Sequence[int], stack: Tensor) -> Tensor:
+        """The updates of the matrices of a batch, in the shape of the stored matrices."""
         stack = moved(stack, self._rule_device)
         transposed, tiles = self._atoms[atoms[0]].transposed, self._atoms[atoms[0]].tiles
         with phase(of_rule(_name(rule))):
@@ -160,7 +218,7 @@ class WholeMatrices:
             update = _in_tiles(update.mT if transposed else update, tiles)
             if self._batch_numel:  # then all are copied in one operation
                 update = update.contiguous()
-        return update.unbind(0) if len(atoms) > 1 else [update]
+        return update
 
     def step_weight(self, rule: WeightRule, atom: int, value: Tensor, grad: Tensor) -> Tensor:
         """The new weight of a matrix, in the shape of the stored matrix; may change ``value`` in place."""
@@ -173,156 +231,172 @@ class WholeMatrices:
             step_whole(rule, self._atoms[atom], value, grad, state)
         return _in_tiles(value.T if transposed else value, tiles)
 
-    def batches(
-        self, atoms: Sequence[int], rules: Sequence[MatrixRule], pieces: Mapping[int, int] | None = None
-    ) -> Iterator[list[int]]:
-        """Yield atoms of one rule, at most ``batch_numel`` elements or one atom at a time.
+    def batches(self, atoms: tuple[int, ...], rules: Rules) -> Sequence[Batch]:
+        """Whole matrices of one kind, shape and orientation; one at a time if the rule takes no more."""
+        return self._batches(atoms, frozenset(kind for kind, rule in rules.items() if takes_one(rule)))
 
-        With ``pieces``, the elements that this rank has of each atom, only these count, and shapes may differ. Without,
-        atoms have equal shape and orientation, and come one at a time if the rule takes no more.
-        """
-        found: dict[tuple[Any, ...], list[int]] = {}
-        for atom in atoms:
+    def _find_batches(self, atoms: tuple[int, ...], single: frozenset[int]) -> Sequence[Batch]:
+        def alike(atom: int) -> Hashable:
             of = self._atoms[atom]
-            key = (of.shape, of.transposed, of.tiles) if pieces is None else ()
-            found.setdefault((id(rules[atom]), *key), []).append(atom)
-        for members in found.values():
-            single = pieces is None and isinstance(rules[members[0]], (OwnerStateRule, WeightRule))
-            batch: list[int] = []
-            total = 0
-            for atom in members:
-                numel = self._atoms[atom].numel if pieces is None else pieces[atom]
-                if batch and (single or total + numel > self._batch_numel):
-                    yield batch
-                    batch, total = [], 0
-                batch.append(atom)
-                total += numel
-            yield batch
+            return of.shape, of.transposed, of.tiles, atom if self.kinds[atom] in single else None
+
+        return self._divided([(atom, self._atoms[atom].numel, 0) for atom in atoms], alike)
+
+    def batches_of_pieces(self, numels: Iterable[tuple[int, int]], skipped: frozenset[int]) -> Sequence[Batch]:
+        """Batches of pieces in a buffer, given the atom and the elements of each, without ``skipped`` atoms."""
+        kept = [(atom, numel, place) for place, (atom, numel) in enumerate(numels) if atom not in skipped]
+        return self._divided(kept, lambda atom: None)
+
+    def _divided(self, pieces: Iterable[tuple[int, int, int]], alike: Callable[[int], Hashable]) -> list[Batch]:
+        """Batches of at most ``batch_numel`` elements, or one piece, of one kind, that are ``alike``. A piece is its
+        atom, its elements and its place."""
+        found: dict[Hashable, list[Batch]] = {}
+        totals: dict[Hashable, int] = {}
+        for atom, numel, place in pieces:
+            key = (self.kinds[atom], alike(atom))
+            total = totals.get(key, 0) + numel
+            if key not in found or total > self._batch_numel:
+                found.setdefault(key, []).append(Batch(self.kinds[atom], [], [], []))
+                total = numel
+            batch = found[key][-1]
+            batch.atoms.append(atom)
+            batch.numels.append(numel)
+            batch.places.append(place)
+            totals[key] = total
+        return list(chain.from_iterable(found.values()))
+
+    # Of pieces in a buffer, given as its flat ``parts``, in the order of its segments
 
     def pack_directions(
-        self, into: Mapping[int, Tensor], rules: Sequence[MatrixRule], storage: Storage, *, advance: bool
+        self, parts: Sequence[Tensor], batches: Sequence[Batch], rules: Rules, storage: Storage, *, advance: bool
     ) -> None:
-        """Copy the direction of this rank's fragment of each atom into a flat tensor."""
-        for batch in self.batches(list(into), rules, _numels(into)):
-            parts = [storage(atom) for atom in batch]
-            targets = [_like(into[atom], [part.value for part in of_atom]) for atom, of_atom in zip(batch, parts)]
-            pieces = directions_of(rules[batch[0]], list(chain.from_iterable(parts)), advance=advance)
-            copy_alike(list(chain.from_iterable(targets)), pieces)
+        """Copy the direction of this rank's fragment of each atom into its part."""
+        for batch in batches:
+            of_batch = [storage(atom) for atom in batch.atoms]
+            grads, values, states = joined(of_batch)
+            directions = rules[batch.kind].directions(grads, values, states, advance=advance)
+            copy_alike(_parts_like(parts, batch, of_batch), directions)
 
-    def pack_values(self, into: Mapping[int, Tensor], storage: Storage) -> None:
-        """Copy this rank's fragment of the weight of each atom into a flat tensor."""
-        for atom, target in into.items():
-            pieces = [part.value for part in storage(atom)]
-            copy_all(_like(target, pieces), pieces)
+    def pack_values(self, parts: Sequence[Tensor], batches: Sequence[Batch], storage: Storage) -> None:
+        """Copy this rank's fragment of the weight of each atom into its part."""
+        for batch in batches:
+            of_batch = [storage(atom) for atom in batch.atoms]
+            copy_all(_parts_like(parts, batch, of_batch), joined(of_batch).values)
+
+    def advance(self, batches: Sequence[Batch], rules: Rules, storage: Storage) -> None:
+        """Accumulate the gradients into the element-wise state, where another rank sends the direction."""
+        for batch in batches:
+            grads, values, states = joined([storage(atom) for atom in batch.atoms])
+            rules[batch.kind].accumulate_all(grads, values, states)
 
     def sums(self, updates: Mapping[int, Tensor], storage: Storage) -> dict[int, Tensor]:
         """``sums_of`` this rank's fragment of each atom, with the flat fragment of its update."""
         found = {}
         for atom, update in updates.items():
             pieces = storage(atom)
-            wide = cast_all([part.value for part in pieces], [part.grad.dtype for part in pieces])
+            wide = cast_all([*pieces.values], [grad.dtype for grad in pieces.grads])
             found[atom] = sums_of(wide, _like(update, wide))
         return found
 
     def apply(
         self,
-        updates: Mapping[int, Tensor],
-        rules: Sequence[MatrixRule],
+        parts: Sequence[Tensor],
+        batches: Sequence[Batch],
+        rules: Rules,
         storage: Storage,
         sums: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """Decay this rank's fragment of each atom, and apply the flat fragment of its update.
+        """Decay this rank's fragment of each atom, and apply its part of the updates.
 
         ``sums`` are those of the whole matrices, for rules that use norms.
         """
-        for batch in self.batches(list(updates), rules, _numels(updates)):
-            parts = [storage(atom) for atom in batch]
-            with changing(_name(rules[batch[0]]), partial(_values, parts)):
-                self._apply(rules[batch[0]], batch, parts, [updates[atom] for atom in batch], sums)
+        for batch in batches:
+            rule, of_batch = rules[batch.kind], [storage(atom) for atom in batch.atoms]
+            with changing(_name(rule), partial(_values, of_batch)):
+                self._apply(rule, batch, of_batch, [parts[place] for place in batch.places], sums)
 
     def _apply(
         self,
         rule: MatrixRule,
-        batch: Sequence[int],
-        parts: Sequence[Sequence[Slices]],
+        batch: Batch,
+        of_batch: Sequence[Pieces],
         updates: Sequence[Tensor],
         sums: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """Apply the updates of a batch, the new weights if it is a ``WeightRule``, to pieces of the weights."""
-        every = list(chain.from_iterable(parts))
-        values, dtypes = [part.value for part in every], [part.grad.dtype for part in every]
-        moves = [
-            move
-            for pieces, update in zip(parts, updates)
-            for move in _like(update.reshape(-1) if len(pieces) > 1 else update, [part.value for part in pieces])
-        ]
+        """Apply the flat updates of a batch, the new weights if it is a ``WeightRule``, to pieces of the weights."""
+        atoms, (grads, values, _) = batch.atoms, joined(of_batch)
+        dtypes = [grad.dtype for grad in grads]
+        moves = [move for pieces, update in zip(of_batch, updates) for move in _of_part(update, pieces)]
         if moves[0].device.type != values[0].device.type:
             flat = torch.cat([move.reshape(-1) for move in moves]) if len(moves) > 1 else moves[0]
             moves = _like(moved(flat, values[0].device), moves)
         if isinstance(rule, WeightRule):
             copy_all(values, moves)
             return
-        shapes = [self._atoms[atom].rule_shape for atom, pieces in zip(batch, parts) for _ in pieces]
         # If the state is wider than the weight, the step is computed in the state's dtype and rounded once.
         wide = cast_all(values, dtypes)
         if rule.by_norms:
-            counts = [len(pieces) for pieces in parts]
-            self._apply_by_norms(rule, batch, _dealt(wide, counts), _dealt(moves, counts), sums)
+            self._apply_by_norms(rule, atoms, [len(pieces.values) for pieces in of_batch], wide, moves, sums)
         else:
-            rule.apply_all(wide, cast_all(moves, dtypes) if len(batch) > 1 else moves, shapes)
-        if any(new is not value for value, new in zip(values, wide)):
+            shapes = [self._atoms[atom].rule_shape for atom, pieces in zip(atoms, of_batch) for _ in pieces.values]
+            numels = batch.numels if all([pieces.is_flat for pieces in of_batch]) else None
+            rule.apply_all(wide, cast_all(moves, dtypes, numels) if len(atoms) > 1 else moves, shapes)
+        if wide is not values:
             copy_all(values, wide)
 
     def _apply_by_norms(
         self,
         rule: MatrixRule,
-        batch: Sequence[int],
-        values: Sequence[Sequence[Tensor]],
-        moves: Sequence[Sequence[Tensor]],
+        atoms: Sequence[int],
+        counts: Sequence[int],
+        values: Sequence[Tensor],
+        moves: Sequence[Tensor],
         sums: Mapping[int, Tensor] | None,
     ) -> None:
-        """Without ``sums`` these are whole matrices."""
-        of_all = [sums[atom] for atom in batch] if sums is not None else list(map(sums_of, values, moves))
-        factors = rule.factors(torch.stack(of_all), [self._atoms[atom].rule_shape for atom in batch])
-        for *of_matrix, keep, move in zip(values, moves, *factors):
-            for value, update in zip(*of_matrix):
+        """Without ``sums`` these are whole matrices. ``counts`` says of how many pieces each is."""
+        ends = list(accumulate(counts))
+        places = [slice(end - count, end) for end, count in zip(ends, counts)]
+        of_all = [sums[a] for a in atoms] if sums is not None else [sums_of(values[p], moves[p]) for p in places]
+        factors = rule.factors(torch.stack(of_all), [self._atoms[atom].rule_shape for atom in atoms])
+        for place, keep, move in zip(places, *factors):
+            for value, update in zip(values[place], moves[place]):
                 rule.apply_by(value, update, keep, move)
 
 
-def _dealt(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-    """The tensors in order, that many at a time."""
-    every = iter(tensors)
-    return [list(islice(every, count)) for count in counts]
-
-
-def _numels(tensors: Mapping[int, Tensor]) -> dict[int, int]:
-    return {atom: tensor.numel() for atom, tensor in tensors.items()}
-
-
-def _values(parts: Sequence[Sequence[Slices]]) -> list[Tensor]:
-    return [part.value for part in chain.from_iterable(parts)]
+def takes_one(rule: MatrixRule) -> bool:
+    """Whether a rule takes whole matrices one at a time."""
+    return isinstance(rule, (OwnerStateRule, WeightRule))
 
 
 def _name(rule: MatrixRule) -> str:
     return rule.rule_name or type(rule).__name__
 
 
-# For the pieces of a matrix that this rank stores, in order
+class _Joined(NamedTuple):
+    grads: list[Tensor]
+    values: list[Tensor]
+    states: list[dict[str, Tensor]]
 
 
-def advance(rule: MatrixRule, pieces: Sequence[Slices]) -> None:
-    """Accumulate the gradient into the element-wise state."""
-    for part in pieces:
-        rule.accumulate(rule.gradient(part.grad, part.value), part.state)
+def joined(of_batch: Sequence[Pieces]) -> _Joined:
+    """The pieces of several matrices, in order."""
+    flat = chain.from_iterable
+    grads, values = flat(pieces.grads for pieces in of_batch), flat(pieces.values for pieces in of_batch)
+    return _Joined([*grads], [*values], [*flat(pieces.states for pieces in of_batch)])
 
 
-def directions_of(rule: MatrixRule, pieces: Sequence[Slices], *, advance: bool) -> Sequence[Tensor]:
-    """The direction of each piece, which the rule's ``transform`` takes.
+def _values(of_batch: Sequence[Pieces]) -> list[Tensor]:
+    return [*chain.from_iterable(pieces.values for pieces in of_batch)]
 
-    ``advance`` first accumulates a piece's gradient into its state, which is then read from the cache.
-    """
-    grads, values, states = ([getattr(part, of) for part in pieces] for of in ("grad", "value", "state"))
-    return rule.directions(grads, values, states, advance=advance)
+
+def _parts_like(parts: Sequence[Tensor], batch: Batch, of_batch: Sequence[Pieces]) -> list[Tensor]:
+    """The batch's parts of a buffer, as views like the pieces."""
+    return [view for place, pieces in zip(batch.places, of_batch) for view in _of_part(parts[place], pieces)]
+
+
+def _of_part(part: Tensor, pieces: Pieces) -> Sequence[Tensor]:
+    """The elements of a fragment, which are flat, like its pieces."""
+    return (part,) if pieces.is_flat else _like(part, pieces.values)
 
 
 # Matrices in tiles (``Atom``)
@@ -385,7 +459,8 @@ def _like(tensor: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
     """Views of consecutive elements in the shapes of ``pieces``. The tensor is flat unless there is only one piece."""
     if len(pieces) == 1:
         return [tensor.reshape_as(pieces[0])]
-    return [flat.view_as(piece) for flat, piece in zip(tensor.split([p.numel() for p in pieces]), pieces)]
+    flats = zip(tensor.split([piece.numel() for piece in pieces]), pieces)
+    return [flat if piece.ndim == 1 else flat.view_as(piece) for flat, piece in flats]
 
 
 def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -403,14 +478,15 @@ def copy_alike(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(into), list(tensors))
 
 
-def cast_all(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """The tensors in these dtypes; those that have it already, unchanged."""
+def cast_all(tensors: list[Tensor], dtypes: Sequence[torch.dtype], numels: list[int] | None = None) -> list[Tensor]:
+    """The tensors in these dtypes; the given list if they have them already. ``numels`` are theirs if they are flat."""
     kinds = {*dtypes, *(tensor.dtype for tensor in tensors)}
     if len(kinds) == 1:
-        return list(tensors)
+        return tensors
     if len(tensors) == 1 or len(kinds) != 2 or len(set(dtypes)) != 1:
         return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]
-    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtypes[0], device=tensors[0].device)
-    cast = _like(flat, tensors)
-    copy_all(cast, tensors)
+    total = sum(numels or [tensor.numel() for tensor in tensors])
+    flat = torch.empty(total, dtype=dtypes[0], device=tensors[0].device)
+    cast = _like(flat, tensors) if numels is None else [*flat.split_with_sizes(numels)]
+    copy_alike(cast, tensors)
     return cast

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, gradient, local
+from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, gradient, is_placed, local
 from lwopt_backend.engines.gradients import Pick, checked_order, everything
 from lwopt_backend.runtime.collectives import NORM, phase
 from lwopt_backend.runtime.presence import Presence, largest_of_all, read_at_once
@@ -25,7 +25,7 @@ def place_gradients(params: Iterable[Tensor]) -> None:
     """
     for param in params:
         grad = param.grad
-        if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+        if isinstance(param, DTensor) and isinstance(grad, DTensor) and not is_placed(param, grad):
             param.grad = grad.redistribute(param.device_mesh, param.placements)
 
 

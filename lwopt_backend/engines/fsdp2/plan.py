@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from itertools import chain
@@ -33,7 +33,7 @@ from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import Slices, Storage, local_views
+from lwopt_backend.runtime.whole import Pieces, Regions, Slices, Storage, box_regions
 
 # Reading an FSDP2 model: its parameters, their meshes, and the box of a parameter that each rank stores.
 
@@ -199,10 +199,12 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, sharing its memory; a plain tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    if not torch.is_grad_enabled():  # as in a step, which calls this for every tensor
-        return tensor.to_local()
-    with torch.no_grad():
-        return tensor.to_local()
+    return tensor._local_tensor  # ``to_local`` makes a view, and of a parameter another parameter
+
+
+def is_placed(param: DTensor, grad: DTensor) -> bool:
+    """Whether a gradient has its parameter's placements. FSDP2 gives it the parameter's own specification."""
+    return grad._spec is param._spec or grad.placements == param.placements
 
 
 def gradient(name: str, param: Tensor) -> Tensor | None:
@@ -215,8 +217,8 @@ def gradient(name: str, param: Tensor) -> Tensor | None:
         return grad
     if not isinstance(grad, DTensor):
         raise TypeError(f"{describe(name, param)}: expected a DTensor gradient, found a plain tensor")
-    assert grad.placements == param.placements, f"{name}: place_gradients() comes first"
-    return grad.to_local()
+    assert is_placed(param, grad), f"{name}: place_gradients() comes first"
+    return grad._local_tensor
 
 
 # Plans for the parameters of one device mesh, as FSDP2 shards them.
@@ -467,7 +469,9 @@ class MeshStepper:
         self.plan = self.planned.plan
         self.matrices, self.places, self.blocks = self.planned.matrices, self.planned.places, self.planned.blocks
         batch = batch_numel_on(self.device, BATCH_NUMEL)
-        self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
+        kinds = [self.members[index].group for index in self.matrices]
+        self.stepper = MatrixStepper(self.plan, kinds, collectives, self.device, batch_numel=batch)
+        self._regions = self._find_regions()
 
     def presence(self, flags: Sequence[int] = (), more: Tensor | None = None) -> Presence:
         """Start to find which members have a gradient on any rank, and the maximum of ``flags`` and ``more``. On all
@@ -487,18 +491,23 @@ class MeshStepper:
         """This rank's pieces of the matrices during one step."""
 
         @cache
-        def shard(number: int) -> Slices:
-            return piece(self.members[number], states[self.members[number].param])
+        def of_member(number: int) -> Sequence[Pieces]:
+            member = self.members[number]
+            return self._regions[number].cut(piece(member, states[member.param]))
 
-        def views_of(atom: int) -> Sequence[Slices]:
-            whole, block = shard(self.matrices[atom]), self.blocks[atom]
-            sharding = self.members[self.matrices[atom]].sharding
-            if block.is_everything and len(sharding.shape) == 2:
-                return [whole]
-            box = sharding.box(self._coordinate)
-            return whole.cut(lambda tensor: local_views(tensor, block, sharding.shape, box))
+        return lambda atom: of_member(self.matrices[atom])[self.places[atom]]
 
-        return cache(views_of)
+    def _find_regions(self) -> dict[int, Regions]:
+        """The places of the matrices in each member that has some; many members are alike."""
+        found: dict[Hashable, Regions] = {}
+        regions = {}
+        for number in dict.fromkeys(self.matrices):
+            blocks, sharding = self.members[number].blocks, self.members[number].sharding
+            if (blocks, sharding) not in found:
+                box = sharding.box(self._coordinate)
+                found[blocks, sharding] = box_regions(blocks, sharding.shape, box)
+            regions[number] = found[blocks, sharding]
+        return regions
 
     def pieces(self, states: States, first: int = 0) -> Iterator[StatePiece]:
         """This rank's box of every member, which are numbered from ``first``."""

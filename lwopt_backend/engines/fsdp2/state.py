@@ -22,8 +22,8 @@ from lwopt_backend.plan.owners import Ownership
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import check_on_all
-from lwopt_backend.runtime.exchange import Segments, Way, ways_back, ways_to_owners
-from lwopt_backend.runtime.owner_state import BUCKET_BYTES, exchange
+from lwopt_backend.runtime.exchange import Way, ways_back, ways_to_owners
+from lwopt_backend.runtime.owner_state import BUCKET_BYTES, Segments, exchange
 from lwopt_backend.runtime.state import (
     MATRICES,
     StatePiece,

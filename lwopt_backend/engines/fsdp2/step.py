@@ -31,11 +31,10 @@ from lwopt_backend.groups.param_groups import NONE, ComparedOptions, Elementwise
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.routing import Route
-from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import disagreement
+from lwopt_backend.runtime.early_exchange import EarlyExchange, copied
 from lwopt_backend.runtime.presence import Presence, read_at_once
-from lwopt_backend.runtime.stepper import EarlyExchange, copied
-from lwopt_backend.runtime.whole import Slices, Storage
+from lwopt_backend.runtime.whole import Rules, Slices, Storage
 
 
 class StateOnceSharded:
@@ -73,7 +72,7 @@ def same(some: list[Any], others: list[Any]) -> bool:
 
 # Hooks: the exchange begins in the backward pass, when FSDP2 has reduced the last gradient of a bucket.
 
-RulesNow = Callable[[], Mapping[int, MatrixRule]]
+RulesNow = Callable[[], Rules]
 
 
 def check_is_of(module: nn.Module, params: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> None:
@@ -107,15 +106,13 @@ class Attachment:
                     self._handles.append(stepper.members[index].param.register_post_accumulate_grad_hook(hook))
 
     def _ready(self, number: int, stepper: MeshStepper, atom: int, param: Tensor) -> None:
-        def now() -> tuple[Sequence[MatrixRule], Storage]:
-            return stepper.rules_of(self._rules()), stepper.storage(self._states())
+        def now() -> tuple[Rules, Storage]:
+            return self._rules(), stepper.storage(self._states())
 
         place_gradients([param])
         self._early[number].ready(atom, now)
 
-    def touched(
-        self, number: int, stepper: MeshStepper, rules: Sequence[MatrixRule], storage: Storage
-    ) -> Tensor | None:
+    def touched(self, number: int, stepper: MeshStepper, rules: Rules, storage: Storage) -> Tensor | None:
         """Per bucket, 1 if it must be exchanged again, as in ``EarlyExchange``; None if none is sent early."""
         if number not in self._early:
             return None
@@ -156,7 +153,7 @@ FLAGS = 2  # of a step, in addition to the members': those of the options
 def step_all(
     steppers: Sequence[MeshStepper],
     groups: Sequence[Mapping[str, Any]],
-    rules: Mapping[int, MatrixRule],
+    rules: Rules,
     optimizers: ElementwiseGroups,
     states: States,
     attachment: Attachment | None,
@@ -172,7 +169,6 @@ def step_all(
     have. No rank's collectives depend on whether it reads.
     """
     place_gradients(member.param for stepper in steppers for member in stepper.members)
-    of_steppers = [stepper.rules_of(rules) for stepper in steppers]
     storages = [stepper.storage(states) for stepper in steppers]
     flags = options.flags(groups)
     compares = flags[0] != NONE
@@ -180,7 +176,8 @@ def step_all(
     def advance_sent(into: Sequence[Storage]) -> list[Tensor | None]:
         if attachment is None:
             return [None] * len(steppers)
-        return [attachment.touched(number, *part) for number, part in enumerate(zip(steppers, of_steppers, into))]
+        pairs = enumerate(zip(steppers, into))
+        return [attachment.touched(number, stepper, rules, storage) for number, (stepper, storage) in pairs]
 
     # A difference ends the step before state advances, so that the step can be repeated once it is corrected.
     touched = advance_sent([*map(copied, storages)] if compares else storages)
@@ -201,7 +198,7 @@ def step_all(
         if attachment is not None and touched[number] is not None:
             departed = attachment.settle(number, presence.anywhere()[len(stepper.members) + FLAGS :])
         stepper.stepper.step(
-            of_steppers[number],
+            rules,
             storages[number],
             active=stepper.active(presence),
             departed=departed,

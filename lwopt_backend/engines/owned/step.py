@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,12 +35,11 @@ from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
 from lwopt_backend.plan.cost import Machine, Shape
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
-from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import StatePiece, keeps_state, owner_key
-from lwopt_backend.runtime.whole import Slices, WholeMatrices, flat_views
+from lwopt_backend.runtime.whole import Pieces, Regions, Rules, Slices, WholeMatrices, flat_regions
 
 # Which ranks share which parameters: all ranks of a process group, in instances that each own everything.
 
@@ -137,18 +136,23 @@ class OwnedStepper:
         self._config = config
         mine = {piece.param: piece for bucket in manager.buckets for piece in bucket.pieces}
         self._atoms: list[Atom] = []
-        self._places: list[tuple[int, Sequence[View]]] = []  # by atom: its member, and its views in this rank's piece
+        self._places: list[tuple[int, int]] = []  # by atom: its member, and its number among this rank's atoms of it
+        self._regions: dict[int, Regions] = {}  # by member: the places of its atoms in this rank's piece
         self._atoms_of: dict[int, dict[int, int]] = {}  # by member: this rank's atoms, by their place in it
         for number, member in enumerate(members):
             self._atoms_of[number] = {}
+            views: list[Sequence[View]] = []
+            piece = mine.get(number)
             for place, (atom, block) in enumerate(zip(atoms_of(member, groups[member.group]), member.blocks)):
-                piece = mine.get(number)
                 if piece is not None and piece.start <= block.flat(0) < piece.stop:
                     self._atoms_of[number][place] = len(self._atoms)
                     self._atoms.append(atom)
-                    self._places.append((number, range_views(block, piece.start, piece.stop, 0)))
+                    self._places.append((number, len(views)))
+                    views.append(range_views(block, piece.start, piece.stop, 0))
+            self._regions[number] = flat_regions(views, 0 if piece is None else piece.numel)
         device = members[0].param.device
-        self._whole = WholeMatrices(self._atoms, device, batch_numel=batch_numel_on(device, BATCH_NUMEL))
+        kinds = [members[number].group for number, _ in self._places]
+        self._whole = WholeMatrices(self._atoms, kinds, device, batch_numel=batch_numel_on(device, BATCH_NUMEL))
         self._elementwise = ElementwiseGroups()
         self.last_first = False  # parameters return in forward order, the reverse of backward
         self.state: dict[int, dict[str, Tensor]] = {}
@@ -163,8 +167,7 @@ class OwnedStepper:
 
         A member that is not ``active`` does not change, nor does its state; ``active`` must be equal on all ranks.
         """
-        by_group = build_matrix_rules(groups, self._config)
-        rules = [by_group[self._members[number].group] for number, _ in self._places]
+        rules = build_matrix_rules(groups, self._config)
         numbers = self._manager.order[:: -1 if self.last_first else 1]
         for number, bucket in zip(numbers, self._manager.settled(numbers)):
             self._update(bucket, groups, rules, active)
@@ -219,9 +222,7 @@ class OwnedStepper:
         """Bytes of all owner state on this rank."""
         return self._whole.owner_state.nbytes()
 
-    def _update(
-        self, bucket: BucketBuffers, groups: Groups, rules: Sequence[MatrixRule], active: Callable[[int], bool]
-    ) -> None:
+    def _update(self, bucket: BucketBuffers, groups: Groups, rules: Rules, active: Callable[[int], bool]) -> None:
         pieces = zip(bucket.pieces, bucket.owned_values(), bucket.owned_grads())
         stepped = {
             piece.param: Slices(value, grad, self.state[piece.param])
@@ -230,11 +231,15 @@ class OwnedStepper:
         }
         matrices = [atom for number in stepped for atom in self._atoms_of[number].values()]
 
-        def views_of(atom: int) -> Sequence[Slices]:
-            number, views = self._places[atom]
-            return stepped[number].cut(partial(flat_views, views=views))
+        @cache
+        def of_member(number: int) -> Sequence[Pieces]:
+            return self._regions[number].cut(stepped[number])
 
-        self._whole.step(matrices, rules, cache(views_of))
+        def storage(atom: int) -> Pieces:
+            number, place = self._places[atom]
+            return of_member(number)[place]
+
+        self._whole.step(matrices, rules, storage)
         by_group: dict[int, list[Slices]] = {}
         for number, slices in stepped.items():
             if self._members[number].rule not in MATRIX_RULES:

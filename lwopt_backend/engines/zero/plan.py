@@ -36,7 +36,7 @@ from lwopt_backend.runtime.agreement import plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import FlatPieces, Slices
+from lwopt_backend.runtime.whole import Regions, Slices, flat_regions
 
 # How ZeRO stores the parameters of a param group, and which of them it steps at a time.
 #
@@ -220,6 +220,7 @@ def _plan_atoms(
 # Steps of planned parameters, whose state is in flat tensors on this rank.
 
 BATCH_NUMEL = 2**24  # elements that a rule takes at once on an accelerator
+KIND = 0  # of all matrices of a unit, which have one rule
 
 Stored = TypeVar("Stored", bound="Tensor | Sequence[Tensor]")
 
@@ -251,8 +252,9 @@ class UnitStepper(Generic[Stored]):
         if plan.matrices is not None:
             rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
             batch = batch_numel_on(rule_device, BATCH_NUMEL)
+            kinds = [KIND] * len(plan.matrices.atoms)
             self.matrices = MatrixStepper(
-                plan.matrices, collectives, device, batch_numel=batch, rule_device=rule_device
+                plan.matrices, kinds, collectives, device, batch_numel=batch, rule_device=rule_device
             )
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
@@ -276,7 +278,7 @@ class UnitStepper(Generic[Stored]):
 class GroupStepper(UnitStepper[Tensor]):
     """Steps the fragments in a flat tensor, this rank's partition of the parameters."""
 
-    _pieces: FlatPieces | None = None
+    _regions: Regions | None = None
 
     def _like(self) -> Tensor:
         return self._stored
@@ -306,7 +308,9 @@ class GroupStepper(UnitStepper[Tensor]):
             return
         rule = registry.build_matrix_rule(group, self._config)
         elements = Slices(self._stored, grad, {key: state[key] for key in rule.state_keys})
-        if self._pieces is None:
-            assert isinstance(planned.layout, (Partition, BlockLayout))
-            self._pieces = FlatPieces(planned.layout, self._collectives.rank, len(planned.atoms))
-        self.matrices.step([rule] * len(planned.atoms), self._pieces.storage(elements))
+        if self._regions is None:
+            layout, rank = planned.layout, self._collectives.rank
+            assert isinstance(layout, (Partition, BlockLayout))
+            views = [layout.views(atom, rank) for atom in range(len(planned.atoms))]
+            self._regions = flat_regions(views, self._stored.numel())
+        self.matrices.step({KIND: rule}, self._regions.cut(elements).__getitem__)

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.engines.zero.plan import GroupPlan, UnitStepper, kept_bases, kept_numel
+from lwopt_backend.engines.zero.plan import KIND, GroupPlan, UnitStepper, kept_bases, kept_numel
 from lwopt_backend.groups.registry import build_matrix_rule
 from lwopt_backend.plan import FlatPartition, TensorShards, TrainedParam
-from lwopt_backend.plan.atoms import Block, matrices_of
-from lwopt_backend.plan.layouts import Span, View, range_views
+from lwopt_backend.plan.atoms import matrices_of
+from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives, phase, sending
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
-from lwopt_backend.runtime.whole import Slices, copy_all, local_views
+from lwopt_backend.runtime.whole import Pieces, Regions, Slices, box_regions, copy_all
 
 # State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it, for
 # any later number of ranks.
@@ -144,41 +144,41 @@ class MatrixReplicas(ReplicatedStepper):
         super().__init__(*args)
         assert self._plan.matrices is not None
         pairs = zip(self._stored, self.params)
-        self._places = [(p, *place) for p, trained in pairs for place in _places(trained, self._shard)]
+        self._places = [(p, regions) for p, trained in pairs for regions in _regions_of(trained, self._shard)]
         self._bases = kept_bases(self._plan.matrices, self._collectives.rank)
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """One step from the parameters' gradients, which are equal on all ranks."""
         assert self.matrices is not None
         rule = build_matrix_rule(group, self._config)
-        storage = cache(partial(self._slices, {key: state[key] for key in rule.state_keys}))
-        self.matrices.step([rule] * len(self._places), storage)
+        storage = cache(partial(self._pieces, {key: state[key] for key in rule.state_keys}))
+        self.matrices.step({KIND: rule}, storage)
 
-    def _slices(self, state: Mapping[str, Tensor], atom: int) -> list[Slices]:
+    def _pieces(self, state: Mapping[str, Tensor], atom: int) -> Pieces:
         """A whole matrix, or its shard, with its state if this rank keeps it."""
-        param, block, shape, box = self._places[atom]
-        values, grads = (local_views(t, block, shape, box) for t in (param.data, _grad(param)))
+        param, regions = self._places[atom]
+        (pieces,) = regions.cut(Slices(param.data, _grad(param), {}))
         base = self._bases.get(atom)
         if base is None:
-            return [Slices(value, grad, {}) for value, grad in zip(values, grads)]
-        found = []
-        for value, grad in zip(values, grads):
-            kept = {key: flat.narrow(0, base, value.numel()).view(value.shape) for key, flat in state.items()}
-            found.append(Slices(value, grad, kept))
-            base += value.numel()
-        return found
+            return pieces
+        states = []
+        for value in pieces.values:
+            numel = value.numel()
+            states.append({key: flat.narrow(0, base, numel).view(value.shape) for key, flat in state.items()})
+            base += numel
+        return pieces._replace(states=states)
 
 
-def _places(param: TrainedParam, shard: int) -> Iterator[tuple[Block, Sequence[int], Sequence[Span]]]:
-    """The places of a parameter's matrices in its tensor, which is ``shard`` of it."""
+def _regions_of(param: TrainedParam, shard: int) -> Iterator[Regions]:
+    """The place of each of a parameter's matrices in its tensor, which is ``shard`` of it."""
     if param.tiles > 1:  # the elements of a shard are in order, those of the matrix are in tiles
         (block,) = matrices_of(param.local_shape)
-        yield block, param.local_shape, [(0, size) for size in param.local_shape]
+        yield box_regions([block], param.local_shape, [(0, size) for size in param.local_shape])
         return
     box = [(0, size) for size in param.local_shape]
     if param.cut is not None:
         box[0] = (shard * param.local_shape[0], param.local_shape[0])
-    yield from ((block, param.shape, box) for block in param.blocks)
+    yield from (box_regions([block], param.shape, box) for block in param.blocks)
 
 
 GATHERED_NUMEL = 2**24  # elements of all ranks that are gathered at once
