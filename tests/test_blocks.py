@@ -11,7 +11,7 @@ from torch import Tensor
 from lwopt_backend.plan import FlatPartition, Fragment, MeshLayout, ParameterPartition, Replicas, Sharding
 from lwopt_backend.plan.atoms import Block, Grid, Parts, Stripes, divided, grouped, undivided
 from lwopt_backend.plan.layouts import in_blocks
-from lwopt_backend.runtime.whole import Pieces, Regions, Slices, box_regions, flat_regions
+from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, box_regions, flat_regions
 
 QKV, GATE_UP = ("q", "k", "v"), ("gate", "up")
 SEEDS = range(20)

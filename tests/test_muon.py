@@ -312,7 +312,8 @@ def test_a_bf16_weight_is_rounded_once_not_its_decay_as_well(name: str, given: d
     """A factor of 0.998 is 0.996 in bfloat16, which would decay twice as much; one of 0.9995 would not decay."""
     rule = rule_of(name, lr=0.02, **given)
     value, update = random((24, 16), 0).bfloat16(), random((24, 16), 1).bfloat16()
-    keep, move = (factor[0].float() for factor in rule.factors(sums_of([value], [update])[None], [(24, 16)]))
+    sums = sums_of(value.view(1, -1), update.view(1, -1))
+    keep, move = (factor[0].float() for factor in rule.factors(sums, [(24, 16)]))
     expected = value.float() * keep - update.float() * move
     rule.apply(value, update, (24, 16))
     assert torch.equal(value, expected.bfloat16())

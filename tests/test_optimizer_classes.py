@@ -19,7 +19,7 @@ from lwopt_backend.groups.registry import new_state, options_of
 from lwopt_backend.rules.protocol import TorchOptimizer
 from lwopt_backend.runtime import elementwise as cautious_decay
 from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper
-from lwopt_backend.runtime.whole import Slices
+from lwopt_backend.runtime.pieces import Slices
 from tests import zero
 from tests.on_ranks import on_ranks
 from tests.references import ELEMENTWISE, SECTIONS, gradients, random, state_of

@@ -21,8 +21,9 @@ from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.exchange import ways_back, ways_to_owners
+from lwopt_backend.runtime.pieces import Regions, Slices, flat_regions
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import Regions, Slices, WholeMatrices, flat_regions
+from lwopt_backend.runtime.whole import WholeMatrices
 from tests.cells import cells
 from tests.counted import Counted
 from tests.on_ranks import on_ranks

@@ -30,8 +30,8 @@ from lwopt_backend.routing.routing import named_like
 from lwopt_backend.runtime.agreement import digest, setting
 from lwopt_backend.runtime.collectives import changing, of_elementwise, phase, rule_name
 from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
+from lwopt_backend.runtime.pieces import Slices
 from lwopt_backend.runtime.state import check_fits
-from lwopt_backend.runtime.whole import Slices
 
 Groups = Sequence[Mapping[str, Any]]
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lwopt_backend.rules.protocol import MatrixRule, keeping_norms, option, sums_of
+from lwopt_backend.rules.protocol import MatrixRule, add_to_all, keeping_norms, multiply_all, option, sums_of
 
 HYPERBALL = "Hyperball, arXiv 2606.16899"
 ADAM = "torch.optim.AdamW"
@@ -64,6 +65,21 @@ class AdamH(MatrixRule):
     def direction(self, grad: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         return state["exp_avg"] / state["exp_avg_sq"].sqrt().add_(self.eps)
 
+    def accumulate_all(self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]]) -> None:
+        squares = [state["exp_avg_sq"] for state in states]
+        torch._foreach_lerp_([state["exp_avg"] for state in states], grads, 1 - self.betas[0])
+        multiply_all(squares, self.betas[1])
+        torch._foreach_addcmul_(squares, grads, grads, value=1 - self.betas[1])
+
+    def directions(
+        self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]], *, advance: bool
+    ) -> Sequence[Tensor]:
+        if advance:
+            self.accumulate_all(grads, values, states)
+        roots = list(torch._foreach_sqrt([state["exp_avg_sq"] for state in states]))
+        add_to_all(roots, self.eps)
+        return torch._foreach_div([state["exp_avg"] for state in states], roots)
+
     def transform(self, matrices: Tensor) -> Tensor:
         return matrices
 
@@ -71,5 +87,5 @@ class AdamH(MatrixRule):
         return keeping_norms(sums, self.lr)
 
     def apply(self, value: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
-        keep, move = self.factors(sums_of([value], [update])[None], [shape])
+        keep, move = self.factors(sums_of(value.reshape(1, -1), update.reshape(1, -1)), [shape])
         self.apply_by(value, update, keep[0], move[0])

@@ -23,7 +23,15 @@ from lwopt_backend.rules.newton_schulz import (
     quack_product,
     table_of,
 )
-from lwopt_backend.rules.protocol import MatrixRule, OwnerStateRule, keeping_norms, option, sums_of
+from lwopt_backend.rules.protocol import (
+    MatrixRule,
+    OwnerStateRule,
+    add_to_all,
+    keeping_norms,
+    multiply_all,
+    option,
+    sums_of,
+)
 
 # Factors on the learning rate by a matrix's shape, by the names that implementations use.
 
@@ -437,12 +445,12 @@ class Muon(MatrixRule):
         buffers = [state["momentum_buffer"] for state in states]
         if self.precondition == "muon2":
             moments = [state["second_moment"] for state in states]
-            _multiply(moments, self.precondition_beta2)
+            multiply_all(moments, self.precondition_beta2)
             torch._foreach_addcmul_(moments, grads, grads, value=1 - self.precondition_beta2)
         if self.momentum_form == "ema":
             torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
         else:
-            _multiply(buffers, self.momentum)
+            multiply_all(buffers, self.momentum)
             torch._foreach_add_(buffers, grads)
 
     def directions(
@@ -463,7 +471,7 @@ class Muon(MatrixRule):
     def _over_roots(self, found: list[Tensor], moments: list[Tensor]) -> list[Tensor]:
         """The directions ``found`` over the roots of the second moments, as in ``direction``."""
         roots = list(torch._foreach_sqrt(moments))
-        torch._foreach_add_(roots, torch.tensor(self.precondition_eps, dtype=torch.float64))
+        add_to_all(roots, self.precondition_eps)
         return list(torch._foreach_div(found, roots))
 
     def transform(self, matrices: Tensor) -> Tensor:
@@ -501,9 +509,8 @@ class Muon(MatrixRule):
         if self.hyperball:
             return keeping_norms(sums, self.lr)
         squares, _, of_updates = sums.unbind(-1)
-        scales = torch.stack(
-            [sums.new_full((), self.scale(shape)) for shape in shapes]
-        )  # filled there: no copy to wait for
+        filled = {shape: sums.new_full((), self.scale(shape)) for shape in set(shapes)}  # there: no copy to wait for
+        scales = torch.stack([filled[shape] for shape in shapes])
         factor = (self.uw_floor * squares.sqrt() / (scales * of_updates.sqrt())).clamp(min=1.0)
         decay = self.weight_decay if self.weight_decay_form == "decoupled" else 0.0
         move = self.lr * scales * torch.where(of_updates == 0, 1.0, factor)
@@ -516,7 +523,7 @@ class Muon(MatrixRule):
 
     def apply(self, value: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
         if self.by_norms:
-            keep, move = self.factors(sums_of([value], [update])[None], [shape])
+            keep, move = self.factors(sums_of(value.reshape(1, -1), update.reshape(1, -1)), [shape])
             self.apply_by(value, update, keep[0], move[0])
             return
         if self.weight_decay_form == "decoupled":
@@ -533,13 +540,8 @@ class Muon(MatrixRule):
             super().apply_all(values, updates, shapes)
             return
         if self.weight_decay_form == "decoupled":
-            _multiply(values, 1 - self.lr * self.weight_decay)
+            multiply_all(values, 1 - self.lr * self.weight_decay)
         for shape in set(shapes):
             some = [number for number, other in enumerate(shapes) if other == shape]
             of_shape, moves = ([tensors[number] for number in some] for tensors in (values, updates))
             torch._foreach_add_(of_shape, moves, alpha=-self.lr * self.scale(shape))
-
-
-def _multiply(tensors: list[Tensor], factor: float) -> None:
-    """In place. A number would first be rounded to tensors of 16 bits on a CPU, unlike by ``Tensor.mul_``."""
-    torch._foreach_mul_(tensors, torch.tensor(factor, dtype=torch.float64))

@@ -189,10 +189,10 @@ class MatrixRule:
         A value of 16 bits is rounded once: ``keep`` is near one, where bfloat16 has steps of 0.4 %.
 
         Args:
-            value: a piece of the weight, changed in place.
-            update: the same piece of the update.
-            keep: the matrix's first factor from ``factors``, a scalar.
-            move: its second factor.
+            value: a piece of the weight, changed in place; or pieces of several matrices, a row each.
+            update: the same piece of the update, or pieces.
+            keep: the matrix's first factor from ``factors``, a scalar; or a column of several matrices'.
+            move: its second factor, or factors.
         """
         wide = value.float() if value.itemsize < 4 else value
         keep, move = (factor.to(wide.device, wide.dtype) for factor in (keep, move))
@@ -258,14 +258,26 @@ class MatrixRule:
                 setattr(cls, of_many, vars(MatrixRule)[of_many])
 
 
-def sums_of(values: Sequence[Tensor], updates: Sequence[Tensor]) -> Tensor:
-    """The sums of W^2, W U and U^2 over pieces of one matrix, of shape (3,): products in their dtype, sums in float64.
+# In place, of many tensors. A number would first be rounded to tensors of 16 bits on a CPU, unlike by ``Tensor.mul_``.
 
-    So the sums over any pieces add up to the same number within 1e-16; factors round it to the weight's dtype.
+
+def multiply_all(tensors: list[Tensor], factor: float) -> None:
+    torch._foreach_mul_(tensors, torch.tensor(factor, dtype=torch.float64))
+
+
+def add_to_all(tensors: list[Tensor], term: float) -> None:
+    torch._foreach_add_(tensors, torch.tensor(term, dtype=torch.float64))
+
+
+def sums_of(values: Tensor, updates: Tensor) -> Tensor:
+    """The sums of W^2, W U and U^2 over each row, of shape (rows, 3): products in their dtype, sums in float64.
+
+    So the sums over any pieces of a matrix add up to the same number within 1e-16; factors round it to the weight's
+    dtype.
     """
-    pairs = [(value, update.to(value.device, value.dtype)) for value, update in zip(values, updates)]
-    parts = [torch.stack([(a * b).sum(dtype=torch.float64) for a, b in ((w, w), (w, u), (u, u))]) for w, u in pairs]
-    return torch.stack(parts).sum(0)
+    updates = updates.to(values.device, values.dtype)
+    pairs = ((values, values), (values, updates), (updates, updates))
+    return torch.stack([(a * b).sum(-1, dtype=torch.float64) for a, b in pairs], dim=-1)
 
 
 def keeping_norms(sums: Tensor, lr: float) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.runtime.exchange import Arrival, Beside
+from lwopt_backend.runtime.pieces import Pieces, Storage
 from lwopt_backend.runtime.stepper import MatrixStepper, Run
 from lwopt_backend.runtime.undisturbed import undisturbed
-from lwopt_backend.runtime.whole import Pieces, Rules, Storage
+from lwopt_backend.runtime.whole import Rules
 
 LONGEST_PAUSE = 32  # steps
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.rules.protocol import inner_steps
-from lwopt_backend.runtime.whole import Slices
+from lwopt_backend.runtime.pieces import Slices
 
 CHUNK = 2**22  # elements whose updates are in memory at a time
 

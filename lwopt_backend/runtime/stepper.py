@@ -14,7 +14,8 @@ from lwopt_backend.plan.exchange import own_block
 from lwopt_backend.rules import WeightRule
 from lwopt_backend.runtime.collectives import Collectives, all_reduce_nbytes, sending
 from lwopt_backend.runtime.exchange import Arrival, Parts, ways_back, ways_to_owners
-from lwopt_backend.runtime.whole import Batch, Rules, Storage, WholeMatrices, copy_alike, filled_on
+from lwopt_backend.runtime.pieces import Storage
+from lwopt_backend.runtime.whole import Batch, Rules, WholeMatrices, copy_alike, filled_on
 
 # One optimizer step of one plan's matrices on one rank.
 #
@@ -194,8 +195,8 @@ class MatrixStepper:
         updates = self._updates(batches, arrived, run)
 
         def pack(parts: Parts) -> None:
-            for batch, update in zip(batches, updates):
-                places.sent_back.of(batch).copy_out(update, parts)
+            of_buffer, cuts = places.sent_back.pairs(batches, updates, parts)
+            copy_alike(of_buffer, cuts)
 
         computed = next((update.device for update in updates), None)
         return self._back[bucket].start(self._dtype(bucket, run), pack, computed, zeros=places.skips_owned)
@@ -217,8 +218,8 @@ class MatrixStepper:
         stacks = [self._whole.empty(batch.atoms, arrival.received) for batch in batches]
 
         def deliver(parts: Parts) -> None:
-            for batch, stack in zip(batches, stacks):
-                places.arrived.of(batch).copy_in(stack, parts)
+            of_buffer, cuts = places.arrived.pairs(batches, stacks, parts)
+            copy_alike(cuts, of_buffer)
 
         arrival.wait(deliver)
         return stacks
@@ -246,10 +247,7 @@ class MatrixStepper:
         atoms = [atom for atom in places.active if run.rules[self._kinds[atom]].by_norms]
         if not atoms:
             return None
-        by_norms = set(atoms)
-        pairs = ((a, parts[place]) for batch in places.returned for a, place in zip(batch.atoms, batch.places))
-        counted = {atom: part for atom, part in pairs if atom in places.counted and atom in by_norms}
-        found = self._whole.sums(counted, run.storage)
+        found = self._whole.sums(parts, places.returned, places.counted, run.rules, run.storage)
         nothing = torch.zeros(3, dtype=torch.float64, device=self._device)
         sums = torch.stack([found[atom].to(self._device) if atom in found else nothing for atom in atoms])
         sending(all_reduce_nbytes(sums.nbytes, self._collectives.world_size))
@@ -303,11 +301,21 @@ class Cuts:
             self._of_atom.setdefault(segment.atom, []).append((place, segment))
         self._found: dict[tuple[int, ...], Cut] = {}
 
-    def of(self, batch: Batch) -> Cut:
-        key = tuple(batch.atoms)
-        if key not in self._found:
-            self._found[key] = Cut([self._of_atom.get(a, []) for a in key], self._atoms[key[0]].numel)
-        return self._found[key]
+    def pairs(
+        self, batches: Sequence[Batch], stacks: Sequence[Tensor], parts: Parts
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The parts of the buffer that belong to these batches, and the same elements of their matrices, in one shape
+        each."""
+        of_buffer: list[Tensor] = []
+        cuts: list[Tensor] = []
+        for batch, stack in zip(batches, stacks):
+            key = tuple(batch.atoms)
+            if key not in self._found:
+                self._found[key] = Cut([self._of_atom.get(atom, []) for atom in key], self._atoms[key[0]].numel)
+            some, elements = self._found[key].pairs(stack, parts)
+            of_buffer += some
+            cuts += elements
+        return of_buffer, cuts
 
 
 class Cut:
@@ -320,23 +328,14 @@ class Cut:
         self._numels = [segment.numel for _, segment in self._segments]
         self._in_order = all(fills_in_order([segment for _, segment in of_matrix], numel) for of_matrix in segments)
 
-    def copy_in(self, stack: Tensor, parts: Parts) -> None:
-        """Fill the matrices from the buffer."""
-        cuts, of_buffer = self._pairs(stack, parts)
-        copy_alike(cuts, of_buffer)
-
-    def copy_out(self, stack: Tensor, parts: Parts) -> None:
-        """Fill the segments in the buffer."""
-        cuts, of_buffer = self._pairs(stack, parts)
-        copy_alike(of_buffer, cuts)
-
-    def _pairs(self, stack: Tensor, parts: Parts) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def pairs(self, stack: Tensor, parts: Parts) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The segments' parts of the buffer, and their elements in the stack."""
         here = [parts[place] for place in self._places]
         if self._in_order and stack.is_contiguous():
-            return stack.view(-1).split_with_sizes(self._numels), here
+            return here, stack.view(-1).split_with_sizes(self._numels)
         matrices = stack.unbind() if stack.ndim > 2 else [stack]
         cuts = [cut(matrices[number], segment) for number, segment in self._segments]
-        return cuts, [part.view_as(of_matrix) for part, of_matrix in zip(here, cuts)]
+        return [part.view_as(of_matrix) for part, of_matrix in zip(here, cuts)], cuts
 
 
 def fills_in_order(segments: Sequence[Segment], numel: int) -> bool:

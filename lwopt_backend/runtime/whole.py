@@ -1,141 +1,27 @@
-"""Views of this rank's part of a matrix, and rules that run on whole matrices."""
+"""Rules that run on whole matrices, and their element-wise work on pieces."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from itertools import accumulate, chain
+from functools import lru_cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.plan import Atom
-from lwopt_backend.plan.atoms import Block
-from lwopt_backend.plan.layouts import Span, View, box_views
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.rules.protocol import sums_of
 from lwopt_backend.runtime.collectives import changing, of_rule, phase, sampled
+from lwopt_backend.runtime.pieces import Pieces, Storage, joined
 from lwopt_backend.runtime.state import OwnerState, step_whole
 
 
 def owned_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which owners step parameters of ``dtype``: fp32 (masters) if it is narrower, otherwise ``dtype``."""
     return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Slices:
-    """The same elements of the weight, the gradient and every state tensor, in equal shapes."""
-
-    value: Tensor
-    grad: Tensor
-    state: dict[str, Tensor]
-
-
-class Pieces(NamedTuple):
-    """This rank's fragment of a matrix: one or several views, which concatenated have the fragment's elements in
-    row-major order. A view of the weight, of the gradient and of every state tensor have equal shapes."""
-
-    values: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    states: Sequence[dict[str, Tensor]]
-    is_flat: bool = False  # one view, with one dimension
-
-
-Storage = Callable[[int], Pieces]  # by the matrix's number
-
-
-class Regions:
-    """The places of matrices in a local tensor, found once. Tensors themselves are not kept: a host may replace or move
-    them between steps.
-
-    ``views_of`` returns, by matrix, the places of its views in a tensor of the given strides; their sizes do not depend
-    on the strides. In ``contiguous`` tensors, of ``numel`` elements, ranges in order take one call of the host for all.
-    """
-
-    def __init__(
-        self,
-        views_of: Callable[[tuple[int, ...]], Sequence[Sequence[View]]],
-        contiguous: tuple[int, ...],
-        numel: int,
-    ) -> None:
-        self._views_of = cache(views_of)
-        views = self._views_of(contiguous)
-        self._counts = [len(of_matrix) for of_matrix in views]
-        self._sizes: list[int] = []  # of every view, and of the gap before it unless there are none
-        self._end = 0
-        ranges = [_range(view) for of_matrix in views for view in of_matrix]
-        self._in_order = None not in ranges
-        for begin, stop in filter(None, ranges):
-            self._in_order &= begin >= self._end
-            self._sizes += [begin - self._end, stop - begin]
-            self._end = stop
-        self._places = slice(1, None, 2)
-        if not any(self._sizes[::2]):
-            self._sizes, self._places = self._sizes[1::2], slice(len(self._sizes) // 2)
-        self._is_whole = self._in_order and self._sizes == [numel] and len(views) == 1
-        self._sizes.append(numel - self._end)
-
-    def cut(self, slices: Slices) -> list[Pieces]:
-        """The pieces of every matrix."""
-        tensors = (slices.value, slices.grad, *slices.state.values())
-        is_flat = self._in_order and all([tensor.is_contiguous() for tensor in tensors])
-        values, grads, *of_state = map(self._flat if is_flat else self._strided, tensors)
-        states = [dict(zip(slices.state, each)) for each in zip(*of_state)] if of_state else [{} for _ in values]
-        if self._is_whole:
-            return [Pieces(values, grads, states, is_flat)]
-        found, begin = [], 0
-        for count in self._counts:
-            end = begin + count
-            found.append(Pieces(values[begin:end], grads[begin:end], states[begin:end], is_flat and count == 1))
-            begin = end
-        return found
-
-    def _flat(self, tensor: Tensor) -> Sequence[Tensor]:
-        flat = tensor.view(-1)
-        return (flat,) if self._is_whole else flat.split_with_sizes(self._sizes)[self._places]
-
-    def _strided(self, tensor: Tensor) -> Sequence[Tensor]:
-        return [view_of(tensor, view) for of_matrix in self._views_of(tensor.stride()) for view in of_matrix]
-
-
-def _range(view: View) -> tuple[int, int] | None:
-    """The elements of a view if they are a range, in order."""
-    in_order = tuple(math.prod(view.sizes[dim + 1 :]) for dim in range(len(view.sizes)))
-    return view.span if view.strides == in_order else None
-
-
-def flat_regions(views: Sequence[Sequence[View]], numel: int) -> Regions:
-    """By matrix, places in a one-dimensional tensor."""
-
-    def views_of(strides: tuple[int, ...]) -> Sequence[Sequence[View]]:
-        (stride,) = strides
-        if stride == 1:
-            return views
-        apart = lambda view: View(view.offset * stride, view.sizes, tuple(stride * s for s in view.strides))  # noqa: E731
-        return [[*map(apart, of_matrix)] for of_matrix in views]
-
-    return Regions(views_of, (1,), numel)
-
-
-def box_regions(blocks: Sequence[Block], shape: Sequence[int], box: Sequence[Span]) -> Regions:
-    """The places of ``blocks`` in a rank's local tensor, which is its ``box`` of a parameter of ``shape``.
-
-    Raises ValueError as ``box_views`` does.
-    """
-    sizes = [size for _, size in box]
-    contiguous = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-    views_of = lambda strides: [box_views(block, shape, box, strides) for block in blocks]  # noqa: E731
-    return Regions(views_of, contiguous, math.prod(sizes))
-
-
-def view_of(tensor: Tensor, view: View) -> Tensor:
-    """Elements of a tensor, sharing its memory."""
-    return tensor.as_strided(view.sizes, view.strides, tensor.storage_offset() + view.offset)
 
 
 # Steps of matrices that this rank stores whole, and a rule's element-wise work on pieces of the others.
@@ -289,13 +175,21 @@ class WholeMatrices:
             grads, values, states = joined([storage(atom) for atom in batch.atoms])
             rules[batch.kind].accumulate_all(grads, values, states)
 
-    def sums(self, updates: Mapping[int, Tensor], storage: Storage) -> dict[int, Tensor]:
-        """``sums_of`` this rank's fragment of each atom, with the flat fragment of its update."""
-        found = {}
-        for atom, update in updates.items():
-            pieces = storage(atom)
-            wide = cast_all([*pieces.values], [grad.dtype for grad in pieces.grads])
-            found[atom] = sums_of(wide, _like(update, wide))
+    def sums(
+        self, parts: Sequence[Tensor], batches: Sequence[Batch], counted: Container[int], rules: Rules, storage: Storage
+    ) -> dict[int, Tensor]:
+        """``sums_of`` this rank's fragment of each ``counted`` atom whose rule uses norms, with its part of the
+        updates."""
+        found: dict[int, Tensor] = {}
+        for batch in batches:
+            places = dict(zip(batch.atoms, batch.places))
+            atoms = [atom for atom in batch.atoms if rules[batch.kind].by_norms and atom in counted]
+            if atoms:
+                of_batch = [storage(atom) for atom in atoms]
+                grads, values, _ = joined(of_batch)
+                moves = _moves(of_batch, [parts[places[atom]] for atom in atoms])
+                sums = _sums(cast_all(values, [grad.dtype for grad in grads]), moves, of_batch)
+                found.update(zip(atoms, sums.unbind()))
         return found
 
     def apply(
@@ -326,7 +220,7 @@ class WholeMatrices:
         """Apply the flat updates of a batch, the new weights if it is a ``WeightRule``, to pieces of the weights."""
         atoms, (grads, values, _) = batch.atoms, joined(of_batch)
         dtypes = [grad.dtype for grad in grads]
-        moves = [move for pieces, update in zip(of_batch, updates) for move in _of_part(update, pieces)]
+        moves = _moves(of_batch, updates)
         if moves[0].device.type != values[0].device.type:
             flat = torch.cat([move.reshape(-1) for move in moves]) if len(moves) > 1 else moves[0]
             moves = _like(moved(flat, values[0].device), moves)
@@ -336,7 +230,9 @@ class WholeMatrices:
         # If the state is wider than the weight, the step is computed in the state's dtype and rounded once.
         wide = cast_all(values, dtypes)
         if rule.by_norms:
-            self._apply_by_norms(rule, atoms, [len(pieces.values) for pieces in of_batch], wide, moves, sums)
+            of_all = _sums(wide, moves, of_batch) if sums is None else torch.stack([sums[atom] for atom in atoms])
+            factors = rule.factors(of_all, [self._atoms[atom].rule_shape for atom in atoms])
+            _apply_by_norms(rule, wide, moves, of_batch, factors)
         else:
             shapes = [self._atoms[atom].rule_shape for atom, pieces in zip(atoms, of_batch) for _ in pieces.values]
             numels = batch.numels if all([pieces.is_flat for pieces in of_batch]) else None
@@ -344,23 +240,64 @@ class WholeMatrices:
         if wide is not values:
             copy_all(values, wide)
 
-    def _apply_by_norms(
-        self,
-        rule: MatrixRule,
-        atoms: Sequence[int],
-        counts: Sequence[int],
-        values: Sequence[Tensor],
-        moves: Sequence[Tensor],
-        sums: Mapping[int, Tensor] | None,
-    ) -> None:
-        """Without ``sums`` these are whole matrices. ``counts`` says of how many pieces each is."""
-        ends = list(accumulate(counts))
-        places = [slice(end - count, end) for end, count in zip(ends, counts)]
-        of_all = [sums[a] for a in atoms] if sums is not None else [sums_of(values[p], moves[p]) for p in places]
-        factors = rule.factors(torch.stack(of_all), [self._atoms[atom].rule_shape for atom in atoms])
-        for place, keep, move in zip(places, *factors):
-            for value, update in zip(values[place], moves[place]):
-                rule.apply_by(value, update, keep, move)
+
+# Of rules that use norms of whole matrices: pieces of equal sizes at once, on copies.
+
+COPIED_NUMEL = 2**24  # elements at once
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of tensors of equal sizes, at most ``COPIED_NUMEL`` elements or one tensor at a time."""
+    found: dict[int, list[list[int]]] = {}
+    for number, tensor in enumerate(tensors):
+        numel = tensor.numel()
+        some = found.setdefault(numel, [[]])
+        if some[-1] and (len(some[-1]) + 1) * numel > COPIED_NUMEL:
+            some.append([])
+        some[-1].append(number)
+    return [numbers for some in found.values() for numbers in some]
+
+
+def _rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one size as rows, a copy unless there is only one."""
+    return (
+        torch.stack([each if each.ndim == 1 else each.reshape(-1) for each in tensors])
+        if len(tensors) > 1
+        else (tensors[0].reshape(1, -1))
+    )
+
+
+def _sums(values: Sequence[Tensor], moves: Sequence[Tensor], of_batch: Sequence[Pieces]) -> Tensor:
+    """``sums_of`` every matrix, whose pieces follow each other, of shape (matrices, 3)."""
+    of_pieces: dict[int, Tensor] = {}
+    for numbers in _alike(values):
+        sums = sums_of(*(_rows([tensors[number] for number in numbers]) for tensors in (values, moves)))
+        of_pieces.update(zip(numbers, sums.unbind()))
+    every = iter(of_pieces[number] for number in range(len(values)))
+    of_matrices = [[next(every) for _ in pieces.values] for pieces in of_batch]
+    return torch.stack([found[0] if len(found) == 1 else torch.stack(found).sum(0) for found in of_matrices])
+
+
+def _apply_by_norms(
+    rule: MatrixRule,
+    values: Sequence[Tensor],
+    moves: Sequence[Tensor],
+    of_batch: Sequence[Pieces],
+    factors: tuple[Tensor, Tensor],
+) -> None:
+    """``factors`` are by matrix, whose pieces follow each other."""
+    matrices = [number for number, pieces in enumerate(of_batch) for _ in pieces.values]
+    keeps, shares = (factor.unbind() for factor in factors)
+    for numbers in _alike(values):
+        here = [matrices[number] for number in numbers]
+        if len(here) == 1:
+            rule.apply_by(values[numbers[0]], moves[numbers[0]], keeps[here[0]], shares[here[0]])
+            continue
+        rows, updates = (_rows([tensors[number] for number in numbers]) for tensors in (values, moves))
+        keep, share = (torch.stack([of_all[number] for number in here])[:, None] for of_all in (keeps, shares))
+        rule.apply_by(rows, updates, keep, share)
+        into = [values[number] for number in numbers]
+        copy_all(into, [row.view_as(value) for row, value in zip(rows, into)])
 
 
 def takes_one(rule: MatrixRule) -> bool:
@@ -372,19 +309,6 @@ def _name(rule: MatrixRule) -> str:
     return rule.rule_name or type(rule).__name__
 
 
-class _Joined(NamedTuple):
-    grads: list[Tensor]
-    values: list[Tensor]
-    states: list[dict[str, Tensor]]
-
-
-def joined(of_batch: Sequence[Pieces]) -> _Joined:
-    """The pieces of several matrices, in order."""
-    flat = chain.from_iterable
-    grads, values = flat(pieces.grads for pieces in of_batch), flat(pieces.values for pieces in of_batch)
-    return _Joined([*grads], [*values], [*flat(pieces.states for pieces in of_batch)])
-
-
 def _values(of_batch: Sequence[Pieces]) -> list[Tensor]:
     return [*chain.from_iterable(pieces.values for pieces in of_batch)]
 
@@ -392,6 +316,11 @@ def _values(of_batch: Sequence[Pieces]) -> list[Tensor]:
 def _parts_like(parts: Sequence[Tensor], batch: Batch, of_batch: Sequence[Pieces]) -> list[Tensor]:
     """The batch's parts of a buffer, as views like the pieces."""
     return [view for place, pieces in zip(batch.places, of_batch) for view in _of_part(parts[place], pieces)]
+
+
+def _moves(of_batch: Sequence[Pieces], updates: Sequence[Tensor]) -> list[Tensor]:
+    """The updates, flat by matrix, like the pieces of all matrices."""
+    return [move for pieces, update in zip(of_batch, updates) for move in _of_part(update, pieces)]
 
 
 def _of_part(part: Tensor, pieces: Pieces) -> Sequence[Tensor]:

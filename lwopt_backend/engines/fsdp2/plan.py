@@ -30,10 +30,10 @@ from lwopt_backend.routing.models import as_module
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
+from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, Storage, box_regions
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import Pieces, Regions, Slices, Storage, box_regions
 
 # Reading an FSDP2 model: its parameters, their meshes, and the box of a parameter that each rank stores.
 

@@ -33,8 +33,9 @@ from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.runtime.agreement import disagreement
 from lwopt_backend.runtime.early_exchange import EarlyExchange, copied
+from lwopt_backend.runtime.pieces import Slices, Storage
 from lwopt_backend.runtime.presence import Presence, read_at_once
-from lwopt_backend.runtime.whole import Rules, Slices, Storage
+from lwopt_backend.runtime.whole import Rules
 
 
 class StateOnceSharded:

@@ -37,9 +37,10 @@ from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
+from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, flat_regions
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import StatePiece, keeps_state, owner_key
-from lwopt_backend.runtime.whole import Pieces, Regions, Rules, Slices, WholeMatrices, flat_regions
+from lwopt_backend.runtime.whole import Rules, WholeMatrices
 
 # Which ranks share which parameters: all ranks of a process group, in instances that each own everything.
 

@@ -34,9 +34,9 @@ from lwopt_backend.plan.owners import Limits, modelled_time
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.pieces import Regions, Slices, flat_regions
 from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import Regions, Slices, flat_regions
 
 # How ZeRO stores the parameters of a param group, and which of them it steps at a time.
 #

@@ -17,8 +17,9 @@ from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives, phase, sending
+from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, box_regions
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
-from lwopt_backend.runtime.whole import Pieces, Regions, Slices, box_regions, copy_all
+from lwopt_backend.runtime.whole import copy_all
 
 # State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it, for
 # any later number of ranks.
