@@ -180,6 +180,26 @@ def test_parameters_that_are_frozen_for_a_step_or_unfrozen(ranks: RankPool, engi
         ranks.run(what, engine)
 
 
+@cells(ranks=[2], engine=ENGINES)
+@on_ranks()
+def test_what_a_host_moves_between_steps_is_found_again(engine: str) -> None:
+    """State in other memory; on FSDP2 a model that was on another device or in another dtype, which torch refuses while
+    anything has a weak reference to a parameter, and gradients that are zeros."""
+    with running(Cell(engine), ExactLM()) as run:
+        for step in range(4):
+            run.train(range(step, step + 1))
+            for state in run.optimizer.state.values():
+                state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
+            if engine == "fsdp2":
+                run.optimizer.zero_grad(set_to_none=step % 2 == 0)
+                run.model.to(torch.float64).to(torch.float32)
+        found = run.weights()
+    alone = Reference(ExactLM())
+    for step in range(4):
+        alone.step(shares(step, 2), 2)
+    assert largest_difference(found, alone.model) == 0.0
+
+
 def frozen_for_a_step(engine: str) -> None:
     """ZeRO takes no gradient for zeros; elsewhere the step leaves the parameter and its state alone."""
     with running(Cell(engine), ExactLM()) as run:

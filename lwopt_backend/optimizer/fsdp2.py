@@ -9,7 +9,6 @@ from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lwopt_backend.config.hosts import NAME, FSDP2Config, OwnedConfig
 from lwopt_backend.engines.base import loaded
@@ -30,7 +29,9 @@ from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import keeps_state
 from lwopt_backend.runtime.undisturbed import undisturbed
 
-MADE_LAST = WeakTensorKeyDictionary()  # a weak reference to the last optimizer that was made for a parameter
+# By a parameter's id, the last optimizer that was made for it, which keeps it alive. A weak reference to the parameter
+# itself would forbid ``model.to(...)``: torch swaps DTensors, but none that has such references.
+MADE_LAST: weakref.WeakValueDictionary[int, MeshOptimizer] = weakref.WeakValueDictionary()
 
 
 class MeshOptimizer(LayerWiseOptimizer):
@@ -97,13 +98,15 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def _take_over(self, trained: Sequence[tuple[str, Tensor]]) -> None:
         """Let no earlier optimizer of these parameters step again: both steps would count."""
+        for key in [key for key, optimizer in MADE_LAST.items() if optimizer is self]:
+            del MADE_LAST[key]
         for name, param in trained:
-            earlier = MADE_LAST.get(param, lambda: None)()
+            earlier = MADE_LAST.get(id(param))
             if earlier not in (None, self):
                 earlier._taken = name
                 if earlier._attachment is not None:
                     earlier._attachment.remove()
-            MADE_LAST[param] = weakref.ref(self)
+            MADE_LAST[id(param)] = self
 
     def _make_state(self) -> None:
         """Create every parameter's missing state before the first step, so that every checkpoint has it."""
