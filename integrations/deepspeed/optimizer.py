@@ -231,7 +231,7 @@ class ZeROLayerWise(EngineOptimizer):
         flags, ranks = self._options.flags(self._all_groups), self._with_these_groups()
         if flags[0] == NONE:
             return
-        if self._options.differ(Presence(ranks, (), binding.engine.device, flags).anywhere()):
+        if self._options.differ(Presence(ranks, (), binding.engine.device, options=flags).largest("options")):
             raise disagreement(ranks, self.name, option_lines(self._all_groups))
 
     @property

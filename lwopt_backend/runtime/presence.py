@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -28,10 +29,11 @@ def numbers_on(device: torch.device, numbers: Sequence[int], dtype: torch.dtype)
 
 
 class Presence:
-    """Which parameters have a gradient on any rank, and the maximum of the ranks' ``flags`` and ``more``, all int32.
+    """Which parameters have a gradient on any rank, and the maximum over the ranks of each of their ``flags``, int32.
 
-    Made on all ranks of the group, which starts the exchange. A query for a parameter that has a gradient ``here`` does
-    not wait. Reading is no collective, so any rank may read the result, whether others do or not.
+    Flags are numbers or a tensor on ``device``, by name. Made on all ranks of the group, which starts the exchange. A
+    query for a parameter that has a gradient ``here`` does not wait. Reading is no collective, so any rank may read the
+    result, whether others do or not.
     """
 
     def __init__(
@@ -39,20 +41,28 @@ class Presence:
         collectives: Collectives,
         here: Sequence[bool],
         device: torch.device,
-        flags: Sequence[int] = (),
-        more: Tensor | None = None,
+        **flags: Sequence[int] | Tensor,
     ) -> None:
         self._here = list(here)
+        ends = list(accumulate(map(len, flags.values()), initial=len(self._here)))
+        self._places = dict(zip(flags, map(slice, ends, ends[1:])))
         self._pending: Pending | None = None
         self._found: list[int] | None = None
-        mine = [*map(int, self._here), *flags]
-        if collectives.world_size == 1 and more is None:
-            self._found = mine
+        parts = [list(map(int, self._here)), *flags.values()]
+        numbers = [part for part in parts if not isinstance(part, Tensor)]
+        if collectives.world_size == 1 and len(numbers) == len(parts):
+            self._found = list(chain.from_iterable(numbers))
             return
-        self._flags = numbers_on(device, mine, torch.int32)
-        if more is not None:
-            self._flags = torch.cat([self._flags, more])
+        self._flags = numbers_on(device, list(chain.from_iterable(numbers)), torch.int32)
+        if len(numbers) < len(parts):
+            sizes = [len(part) for part in numbers]
+            of_numbers = iter(self._flags.split(sizes))
+            self._flags = torch.cat([part if isinstance(part, Tensor) else next(of_numbers) for part in parts])
         self._pending = collectives.all_reduce_max(self._flags)
+
+    def largest(self, name: str) -> list[int]:
+        """The largest of each of these flags. Waits for the exchange."""
+        return self.anywhere()[self._places[name]]
 
     def __call__(self, index: int) -> bool:
         """Whether any rank has a gradient for parameter ``index``."""
@@ -64,7 +74,7 @@ class Presence:
         return all(self._here)
 
     def anywhere(self) -> list[int]:
-        """One int per parameter, 1 if any rank has a gradient, then the largest flags. Waits for the exchange."""
+        """One int per parameter, 1 if any rank has a gradient, then all largest flags. Waits for the exchange."""
         if self._found is None:
             self.finish()
             self._found = self._flags.tolist()

@@ -473,11 +473,11 @@ class MeshStepper:
         self.stepper = MatrixStepper(self.plan, kinds, collectives, self.device, batch_numel=batch)
         self._regions = self._find_regions()
 
-    def presence(self, flags: Sequence[int] = (), more: Tensor | None = None) -> Presence:
-        """Start to find which members have a gradient on any rank, and the maximum of ``flags`` and ``more``. On all
-        ranks of the mesh."""
+    def presence(self, **flags: Sequence[int] | Tensor) -> Presence:
+        """Start to find which members have a gradient on any rank, and the largest ``flags``. On all ranks of the
+        mesh."""
         here = [member.param.grad is not None for member in self.members]
-        return Presence(self.collectives, here, self.device, flags, more)
+        return Presence(self.collectives, here, self.device, **flags)
 
     def active(self, presence: Presence) -> Callable[[int], bool] | None:
         """Returns whether an atom's parameter has a gradient on any rank; None if every one has."""

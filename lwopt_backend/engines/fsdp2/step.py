@@ -148,9 +148,6 @@ class Attachment:
 # One step of all steppers of a model: matrices mesh by mesh, other parameters while the first bucket is in transit.
 
 
-FLAGS = 2  # of a step, in addition to the members': those of the options
-
-
 def step_all(
     steppers: Sequence[MeshStepper],
     groups: Sequence[Mapping[str, Any]],
@@ -182,7 +179,10 @@ def step_all(
 
     # A difference ends the step before state advances, so that the step can be repeated once it is corrected.
     touched = advance_sent([*map(copied, storages)] if compares else storages)
-    presences = [stepper.presence(flags, more) for stepper, more in zip(steppers, touched)]
+    presences = [
+        stepper.presence(options=flags, touched=() if more is None else more)
+        for stepper, more in zip(steppers, touched)
+    ]
     if compares or any(more is not None for more in touched) or not all(each.complete for each in presences):
         read_at_once(presences)
     if compares:
@@ -197,7 +197,7 @@ def step_all(
     for number, (stepper, presence) in enumerate(zip(steppers, presences)):
         departed: Mapping[int, Any] = {}
         if attachment is not None and touched[number] is not None:
-            departed = attachment.settle(number, presence.anywhere()[len(stepper.members) + FLAGS :])
+            departed = attachment.settle(number, presence.largest("touched"))
         stepper.stepper.step(
             rules,
             storages[number],
@@ -220,7 +220,7 @@ def _difference(
     the options on one differ, all of its ranks are here."""
     found: Exception | None = None
     for stepper, presence in zip(steppers, presences):
-        if ComparedOptions.differ(presence.anywhere()[len(stepper.members) :][:FLAGS]):
+        if ComparedOptions.differ(presence.largest("options")):
             error = disagreement(stepper.collectives, NAME, option_lines(groups))
             found = found or error
     return found

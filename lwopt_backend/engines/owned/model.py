@@ -219,11 +219,12 @@ class Backward:
         manager.finish()
         alike = (manager.passes, int(reads), manager.changes)
         options = (NONE, NONE) if reads or drops else self.options.flags(groups)
-        flags = [mine is not None, drops, *alike, *(-each for each in alike), *options]
-        presences = self._core.presences(flags)
+        negated = [-each for each in alike]  # the largest of which is that of the smallest number
+        ends = (mine is not None, drops)
+        presences = self._core.presences(ends=ends, alike=alike, negated=negated, options=options)
         read_at_once(presences)
-        any_problem, any_drops, *found = presences[0].anywhere()[-len(flags) :]
-        most, fewest = found[:3], [-each for each in found[3:6]]
+        any_problem, any_drops = presences[0].largest("ends")
+        most, fewest = presences[0].largest("alike"), [-each for each in presences[0].largest("negated")]
         if most[0] != fewest[0]:
             manager.finish(most[0])  # with zeros, or what others have sent would stay in flight
             return presences, RuntimeError(
@@ -252,7 +253,7 @@ class Backward:
                 "scaling); all ranks drop them. Do the same on all ranks"
             )
         self._core.order_buckets(presences)
-        differ = self.options.differ(found[6:])
+        differ = self.options.differ(presences[0].largest("options"))
         return presences, disagreement(everyone, self._name, option_lines(groups)) if differ else None
 
 

@@ -404,7 +404,7 @@ class OwnedCore:
     def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
         return plan_lines([self.members[number] for number in part], plan)
 
-    def presences(self, more: Sequence[int]) -> list[Presence]:
+    def presences(self, **more: Sequence[int]) -> list[Presence]:
         """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first.
 
         Until ``order_buckets``, the places of the first rank's full buckets precede them; 0 means never full.
@@ -416,7 +416,8 @@ class OwnedCore:
             first = held.sharers.everyone.rank == 0
             numbers = () if filled is None else self._buckets_of(held)
             places = [filled.index(each) + 1 if first and filled and each in filled else 0 for each in numbers]
-            found.append(Presence(held.sharers.everyone, here, device, [*places, *(() if number else more)]))
+            of_all = {name: () if number else flags for name, flags in more.items()}
+            found.append(Presence(held.sharers.everyone, here, device, places=places, **of_all))
         return found
 
     def order_buckets(self, presences: Sequence[Presence]) -> None:
@@ -431,9 +432,8 @@ class OwnedCore:
             return
         places: list[tuple[float, int, int]] = []
         for number, (held, presence) in enumerate(zip(self.holdings, presences)):
-            found = presence.anywhere()[len(held.numbers) :]
-            numbers = self._buckets_of(held)
-            if number == 0 and not any(found[: len(numbers)]):
+            found, numbers = presence.largest("places"), self._buckets_of(held)
+            if number == 0 and not any(found):
                 return
             places += [(place or math.inf, number, each) for place, each in zip(found, numbers)]
         self.manager.leave_in([each for *_, each in sorted(places)])
