@@ -201,7 +201,7 @@ def test_the_planner_is_compared_with_megatrons_as_on_its_page() -> None:
 
 
 def test_host_times_are_those_of_the_results() -> None:
-    ms = {row["engine"]: f"{row['ms']:.1f} ms" for row in results("host_time")}
+    ms = {row["row"]: f"{row['ms']:.1f} ms" for row in results("host_time")}
     text = " ".join(PAGES["launches"].split())
     assert f"{ms['fsdp2']} on FSDP2, {ms['zero3']} on ZeRO 3 and {ms['zero1']} on ZeRO 1" in text
 
@@ -231,9 +231,11 @@ def figures(tmp_path: Path, benchmark: str, arguments: str) -> tuple[Any, str]:
 
 @pytest.mark.full
 def test_host_time_is_outside_of_operations(tmp_path: Path) -> None:
-    found, _ = figures(tmp_path, "host_time", "--engine zero1 fsdp2 --rounds 1")
-    assert [row["engine"] for row in found] == ["zero1", "fsdp2"]
+    found, _ = figures(tmp_path, "host_time", "--row zero1 fsdp2 --rounds 1")
+    assert [row["row"] for row in found] == ["zero1", "fsdp2"]
     assert all(row["ms"] > 0 and row["calls"] > row["operations"] > 0 for row in found)
+    both, _ = figures(tmp_path, "host_time", "--row fsdp2 --rounds 1 --runs 1 --against HEAD")
+    assert {row["figure"]: row["ratio"] for row in both if row["figure"] != "ms"} == {"calls": 1, "operations": 1}
 
 
 @pytest.mark.full
