@@ -175,7 +175,7 @@ OF_ONE: dict[Door, list[Wrong]] = {
         ({"matrix": {"lr": 1.0}}, "matrix: expected a key 'name', one of muon"),
         ({"matrix": 3}, "matrix: expected a rule's name, or a section with a 'name'; found 3"),
         ({"momentum": 0.9}, "unknown key 'momentum'; did you mean 'matrix.momentum'?"),
-        ({"lr": 0.1, "matrix": {"name": "muon", "lr": 0.2}}, "'lr' is given twice, as 0.2 and in 'matrix' as 0.1"),
+        ({"lr": 0.1, "matrix": {"name": "muon", "lr": 0.2}}, "'lr' is given twice, as 0.1 and in 'matrix' as 0.2"),
         ({"overrides": [{"matrix": {"lr": 1.0}}]}, "overrides[0]: expected a section with 'params'"),
         (overriding("*"), "overrides[0]: expected options in 'matrix' or 'elementwise'; found none"),
         (overriding("*", matrx={}), "overrides[0]: unknown key 'matrx'; did you mean 'matrix'?"),

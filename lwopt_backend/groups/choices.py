@@ -116,7 +116,7 @@ def settings_of(model: type[C], options: Mapping[str, Any], where: str, *, entry
     given = {kind: _section(options.get(kind, name), f"{where}: {kind}", kind) for kind, name in DEFAULTS.items()}
     for key in foreign.SHARED:
         if key in rest:
-            given["matrix"] = merged(given["matrix"], {key: rest.pop(key)}, "matrix", where)
+            given["matrix"] = merged({key: rest.pop(key)}, given["matrix"], "matrix", where)
     choices = {kind: _choice(kind, section, f"{where}: {kind}") for kind, section in given.items()}
     unknown = [key for key in rest if key not in model.model_fields]
     if unknown:
