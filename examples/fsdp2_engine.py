@@ -8,13 +8,13 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pydantic import Field
 from run_folder import write_whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -23,21 +23,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.config.options import NonNegative, Options, parse
+from lwopt_backend.config.options import Count, parse
+from lwopt_backend.rules import option
 
-PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The file given by ``--config``. Names are DeepSpeed's; ``optimizer`` is what LayerWiseOptimizer takes."""
 
-class TrainingConfig(Options):
-    """The file given by ``--config``. Names are DeepSpeed's; ``optimizer`` is what LayerWiseOptimizer takes.
-
-    - ``gradient_clipping``: the largest norm of all gradients together; 0 does not clip.
-    """
-
-    train_micro_batch_size_per_gpu: PositiveInt
-    gradient_accumulation_steps: PositiveInt = 1
-    gradient_clipping: NonNegative = 1.0
     optimizer: dict[str, Any]
+    train_micro_batch_size_per_gpu: Count
+    gradient_accumulation_steps: int = option(1, "micro-batches of a step", ge=1)
+    gradient_clipping: float = option(1.0, "the largest norm of all gradients together; 0 does not clip", ge=0)
 
     @classmethod
     def read(cls, path: str) -> TrainingConfig:

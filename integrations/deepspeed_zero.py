@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.groups.choices import Rules, muon_settings, settings_of
+from lwopt_backend.groups.choices import Rules, settings_of
 from lwopt_backend.integrations.deepspeed import engine, versions
 from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer, ZeROLayerWise
 from lwopt_backend.integrations.deepspeed.owned import OwnedLayerWise
@@ -53,7 +53,7 @@ def LayerWise(params: Iterable[Any], **options: Any) -> EngineOptimizer:
     Examples:
         >>> optimizer = LayerWise(model.parameters(), matrix={"name": "muon", "lr": 0.02}, elementwise="adamw")
     """
-    return _made("LayerWise", params, *settings_of(ZeROConfig, options, "LayerWise", entry="LayerWise"))
+    return _made("LayerWise", params, *settings_of(ZeROConfig, options, "LayerWise"))
 
 
 def LayerWiseMuon(params: Iterable[Any], **options: Any) -> EngineOptimizer:
@@ -73,7 +73,7 @@ def LayerWiseMuon(params: Iterable[Any], **options: Any) -> EngineOptimizer:
     Examples:
         >>> optimizer = LayerWiseMuon(model.parameters(), lr=0.02, adamw={"lr": 3e-4})
     """
-    return _made("LayerWiseMuon", params, *muon_settings(options, "LayerWiseMuon"))
+    return _made("LayerWiseMuon", params, *settings_of(ZeROConfig, options, "LayerWiseMuon", "flat"))
 
 
 STORAGES: dict[str, type[EngineOptimizer]] = {"zero": ZeROLayerWise, "owned": OwnedLayerWise}

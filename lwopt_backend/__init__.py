@@ -4,7 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lwopt_backend.config.options import Options
     from lwopt_backend.engines.modules.step import ModuleOptimizers
     from lwopt_backend.groups.registry import register_elementwise, register_rule
     from lwopt_backend.optimizer import LayerWiseOptimizer
@@ -17,7 +16,6 @@ _PLACES = {
     "LayerWiseOptimizer": "optimizer",
     "MatrixRule": "rules",
     "ModuleOptimizers": "engines.modules.step",
-    "Options": "config.options",
     "OwnerStateRule": "rules",
     "QKClip": "qk_clip",
     "WeightRule": "rules",
@@ -29,7 +27,6 @@ __all__ = [
     "LayerWiseOptimizer",
     "MatrixRule",
     "ModuleOptimizers",
-    "Options",
     "OwnerStateRule",
     "QKClip",
     "WeightRule",

@@ -15,6 +15,7 @@ import typer
 from lwopt_backend.cli import app
 from lwopt_backend.cli.rule_facts import declared, rule_facts
 from lwopt_backend.config.hosts import HOSTS, HostConfig
+from lwopt_backend.config.options import options_in
 from lwopt_backend.config.versions import VERSIONS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -52,8 +53,8 @@ def with_parts(name: str, made: Iterable[str]) -> str:
 
 def host_options() -> list[str]:
     """Tables of the options that every host has, and of those that each has in addition."""
-    shared = HostConfig.model_fields
-    of_hosts = [{k: v for k, v in config.model_fields.items() if k not in shared} for config in HOSTS.values()]
+    shared = options_in(HostConfig)
+    of_hosts = [{k: v for k, v in options_in(config).items() if k not in shared} for config in HOSTS.values()]
     cells = ([option_cells(option)[:-1] for option in declared(some)] for some in (shared, *of_hosts))
     return ["\n\n".join(options_table(rows)) for rows in cells]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.groups.choices import Rules, muon_settings, settings_of
+from lwopt_backend.groups.choices import Rules, settings_of
 from tests.pages import blocks
 from tests.references import Trained, random, rule_of
 
@@ -25,14 +25,12 @@ def entry(peer: str) -> dict[str, Any]:
 
 def rules_for(peer: str) -> Rules:
     given = entry(peer)
-    if given["type"] == "LayerWiseMuon":
-        return muon_settings(given["params"], peer)[0]
-    return settings_of(ZeROConfig, given["params"], peer)[0]
+    return settings_of(ZeROConfig, given["params"], peer, "flat" if given["type"] == "LayerWiseMuon" else "sections")[0]
 
 
 def ours_for(peer: str, shape: tuple[int, int], **changed: Any) -> Trained:
     """A matrix under the page's settings."""
-    return Trained(rule_of("muon", **{**rules_for(peer).matrix.options.model_dump(), **changed}), random(shape, 1))
+    return Trained(rule_of("muon", **{**rules_for(peer).matrix.options, **changed}), random(shape, 1))
 
 
 def distance(ours: Tensor, theirs: Tensor, start: Tensor) -> float:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lwopt_backend import register_elementwise
 from lwopt_backend.config.hosts import HostConfig
-from lwopt_backend.config.options import parse
-from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, build_matrix_rule
+from lwopt_backend.groups.registry import ELEMENTWISE_RULES, build_matrix_rule, options_of
 from lwopt_backend.rules import MatrixRule, OwnerStateRule
 from lwopt_backend.runtime.elementwise import Counters
 from tests.models import MATRICES, UnevenLM, batch, largest_difference
@@ -123,8 +122,7 @@ def orthogonalized(matrix: Tensor, table: Table, margin: float = 1.0) -> Tensor:
 
 
 def rule_of(name: str, **options: Any) -> MatrixRule:
-    checked = parse(MATRIX_RULES[name].model({}, name), options, name)
-    return build_matrix_rule({"rule": name, **checked.model_dump()}, HostConfig())
+    return build_matrix_rule({"rule": name, **options_of(name, options)}, HostConfig())
 
 
 class Trained:

@@ -22,17 +22,17 @@ from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lwopt_backend import LayerWiseOptimizer, MatrixRule, Options, register_rule
+from lwopt_backend import LayerWiseOptimizer, MatrixRule, register_rule
 from lwopt_backend.cli.rule_facts import rule_facts
 from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
-from lwopt_backend.config.options import NonNegative
+from lwopt_backend.config.options import options_in
 from lwopt_backend.groups import registry
-from lwopt_backend.groups.choices import arguments_of, muon_settings, settings_of
+from lwopt_backend.groups.choices import settings_of
 from lwopt_backend.groups.grouping import group_parameters
 from lwopt_backend.groups.param_groups import as_groups, split
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed.optimizer import ZeROLayerWise
-from lwopt_backend.rules import option
+from lwopt_backend.rules import Muon, option
 from tests.cells import cells
 from tests.fsdp2 import mesh_of
 from tests.launcher import ROOT
@@ -58,8 +58,12 @@ def settings(**options: Any) -> Any:
     return settings_of(ZeROConfig, options, "LayerWise")
 
 
-def arguments(matrix: Any = "muon", lr: Any = None, elementwise: Any = "adamw", rate: Any = None, **given: Any) -> Any:
-    return arguments_of(OwnedConfig, matrix, lr, elementwise, rate, (), given, "here")
+def muon_settings(given: Mapping[str, Any], where: str = "here") -> Any:
+    return settings_of(ZeROConfig, given, where, "flat")
+
+
+def arguments(matrix: Any = "muon", **given: Any) -> Any:
+    return settings_of(OwnedConfig, {"matrix": matrix, **given}, "here", "either")
 
 
 class Demanding(torch.optim.SGD):
@@ -73,21 +77,19 @@ DEMANDING = {"name": "torch_optimizer", "class": Demanding}
 
 
 # Options
-@pytest.mark.parametrize(
-    ("options", "optimizer"), [(registry.MuonOptions, torch.optim.Muon), (registry.AdamWOptions, torch.optim.AdamW)]
-)
+@pytest.mark.parametrize(("options", "optimizer"), [(Muon, torch.optim.Muon), (registry.AdamW, torch.optim.AdamW)])
 def test_names_and_defaults_are_torchs(options: Any, optimizer: Any) -> None:
     theirs = inspect.signature(optimizer.__init__).parameters
-    for name, field in options.model_fields.items():
+    for name, of_ours in options_in(options).items():
         if name in theirs:  # the others are this package's
-            assert field.default == theirs[name].default, name
-    assert optimizer is not torch.optim.Muon or set(options.model_fields) >= set(theirs) - {"self", "params"}
+            assert of_ours.default == theirs[name].default, name
+    assert optimizer is not torch.optim.Muon or set(options_in(options)) >= set(theirs) - {"self", "params"}
 
 
 @pytest.mark.parametrize("given", [{"ns_dtype": "float32"}, {"exchange_dtype": "float32"}, {}])
 def test_what_travels_is_in_the_dtype_of_the_iteration_unless_told(given: dict[str, Any]) -> None:
-    rules, host = muon_settings(given, "")
-    rule = registry.build_matrix_rule({"rule": "muon", **rules.matrix.options.model_dump()}, host)
+    rules, host = muon_settings(given)
+    rule = registry.build_matrix_rule({"rule": "muon", **rules.matrix.options}, host)
     assert rule.exchange_dtype == (torch.float32 if given else torch.bfloat16)
 
 
@@ -100,23 +102,24 @@ def test_sections_name_the_rules_their_options_and_those_of_some_parameters() ->
     ]
     sections = {"matrix": {"name": "muon", "lr": 0.02}, "elementwise": {"name": "adamw", "lr": 3e-4}}
     rules, host = settings(**sections, overrides=overrides, policy="stay")
-    assert (rules.matrix.rule, rules.matrix.lr) == ("muon", 0.02) and host.policy == "stay"
+    assert (rules.matrix.rule, rules.matrix.options["lr"]) == ("muon", 0.02) and host.policy == "stay"
     _, norms, everything = rules.overrides
     assert norms.params == ("*.q_norm.*", "*.k_norm.*")
     assert (everything.matrix, everything.elementwise) == ({"name": "soap"}, {"name": "lion"})
-    assert rules.matrix.changed(everything.matrix, "here").rule == "soap"
+    assert rules.matrix.changed(everything.matrix).rule == "soap"
     beside, _ = settings(lr=0.5, weight_decay=0.25)
-    assert beside.matrix.options.weight_decay == 0.25, "in addition to the sections: the matrix's"
-    assert settings(matrix={"name": "soap"}, lr=0.5)[0].matrix.lr == 0.5
+    assert beside.matrix.options["weight_decay"] == 0.25, "in addition to the sections: the matrix's"
+    assert settings(matrix={"name": "soap"}, lr=0.5)[0].matrix.options["lr"] == 0.5
 
 
 def test_arguments_in_python_may_mix_the_rules_options_with_the_hosts() -> None:
     given = {"momentum": 0.8, "bucket_mb": 1.0, "exclude": "1.*", "adamw": {"eps": 1e-6}}
-    rules, host = arguments("muon", 0.02, "adamw", 3e-4, **given)
-    assert (rules.matrix.options.momentum, rules.matrix.lr, host.bucket_mb) == (0.8, 0.02, 1.0)
+    rules, host = arguments(lr=0.02, elementwise_lr=3e-4, **given)
+    matrix, elementwise = rules.matrix.options, rules.elementwise.options
+    assert (matrix["momentum"], matrix["lr"], host.bucket_mb) == (0.8, 0.02, 1.0)
     assert host.exclude == ("1.*",), "one glob need not be in a list"
-    assert (rules.elementwise.options.eps, rules.elementwise.lr) == (1e-6, 3e-4)
-    assert arguments(DEMANDING, momentum=0.5)[0].matrix.options.momentum == 0.5, "also what a class requires"
+    assert (elementwise["eps"], elementwise["lr"]) == (1e-6, 3e-4)
+    assert arguments(DEMANDING, momentum=0.5)[0].matrix.options["momentum"] == 0.5, "also what a class requires"
 
 
 RMSPROP = {"name": "torch_optimizer", "class": "torch.optim.RMSprop", "alpha": 0.5}
@@ -130,13 +133,13 @@ def test_an_override_that_repeats_the_class_keeps_its_other_options(before: Any,
     rules, _ = settings(
         matrix={**RMSPROP, "class": before}, overrides=[{"params": "*", "matrix": {"class": cls, "lr": 0.25}}]
     )
-    changed = rules.matrix.changed(rules.overrides[0].matrix, "here")
-    assert (changed.options.alpha, changed.options.lr) == (0.5, 0.25)
+    changed = rules.matrix.changed(rules.overrides[0].matrix)
+    assert (changed.options["alpha"], changed.options["lr"]) == (0.5, 0.25)
 
 
 def test_an_override_with_another_class_begins_with_that_classs_defaults() -> None:
-    changed = settings(matrix=RMSPROP)[0].matrix.changed({"class": torch.optim.Adadelta}, "here")
-    assert changed.options.model_dump()["rho"] == 0.9 and not hasattr(changed.options, "alpha")
+    changed = settings(matrix=RMSPROP)[0].matrix.changed({"class": torch.optim.Adadelta})
+    assert changed.options["rho"] == 0.9 and "alpha" not in changed.options
 
 
 def test_overrides_make_param_groups_of_their_own() -> None:
@@ -183,7 +186,7 @@ def test_groups_are_split_in_halves_and_keep_extra_keys() -> None:
     weight, bias, lone = tensors((2, 3), (3,), (4,))
     own = {"eps": 1e-6, "lr": 0.1}
     groups = [{"params": [bias, weight], "name": "first", "lr": 0.5}, {"params": [lone], "lr": 0.5, "adamw": own}]
-    halves = split(groups, {id(weight): True, id(bias): False, id(lone): False}, muon_settings({}, "")[0])
+    halves = split(groups, {id(weight): True, id(bias): False, id(lone): False}, muon_settings({})[0])
     assert [(h["rule"], h["from_group"], len(h["params"])) for h in halves] == [
         ("muon", 0, 1), ("adamw", 0, 1), ("adamw", 1, 1),
     ]  # fmt: skip
@@ -195,7 +198,7 @@ def test_groups_are_split_in_halves_and_keep_extra_keys() -> None:
 def test_parameters_that_are_not_given_or_have_no_elements_are_not_trained() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["a"].empty = nn.Parameter(torch.empty(0, 3))
-    grouping = group_parameters(model, as_groups(model["a"].parameters()), *muon_settings({}, ""))
+    grouping = group_parameters(model, as_groups(model["a"].parameters()), *muon_settings({}))
     ungiven = [(r.kind, r.reason) for r in grouping.routes if r.name.startswith("b")]
     assert ungiven == [("frozen", "not given to the optimizer")] * 2
     trained = [(g["rule"], [tuple(p.shape) for p in g["params"]]) for g in grouping.groups]
@@ -203,7 +206,7 @@ def test_parameters_that_are_not_given_or_have_no_elements_are_not_trained() -> 
     alone = nn.Module()
     alone.weight = nn.Parameter(torch.empty(0, 3))
     params = as_groups(alone.parameters())
-    fails(lambda: group_parameters(alone, params, *muon_settings({}, "")), "none of the 0 trained parameters is a matr")
+    fails(lambda: group_parameters(alone, params, *muon_settings({})), "none of the 0 trained parameters is a matr")
 
 
 # A user's own rules
@@ -226,8 +229,9 @@ class Sign(MatrixRule):
         return 1 / max(shape)
 
 
-class PlainSGD(Options):
-    lr: NonNegative = 0.1
+@dataclass
+class PlainSGD:
+    lr: float = 0.1
 
 
 def sgd_state(flat: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -280,7 +284,7 @@ def test_an_option_of_a_rule_has_what_its_field_says_of_it() -> None:
             {"name": "parts", "default": "[1]", "meaning": "of a matrix", "source": "this test"},
         ]
         rules, _ = settings(matrix={"name": "bounded", "parts": [1, 2]})
-        assert rules.matrix.options.model_dump()["parts"] == (1, 2)
+        assert rules.matrix.options["parts"] == (1, 2)
         for wrong, found in (
             ({"power": 1.0}, "power: input should be less than 1; found 1.0"),
             ({"powr": "0.5"}, "unknown key 'powr'; did you mean 'power'?"),
@@ -296,7 +300,7 @@ def test_names_are_taken_once_and_a_rule_has_options(own_rules: None) -> None:
 
     for name in ("sign", "adamw"):
         fails(partial(register_rule, name, Sign), f"a rule named '{name}' is registered already")
-    fails(lambda: register_rule("plain", Plain), "rule 'plain': expected a dataclass, or the options' model")
+    fails(lambda: register_rule("plain", Plain), "rule 'plain': expected a dataclass, or one with the options")
 
 
 def test_a_rule_has_a_default_routing_that_globs_overrule(own_rules: None) -> None:
@@ -313,7 +317,7 @@ def test_a_rule_has_a_default_routing_that_globs_overrule(own_rules: None) -> No
 
 
 # Entries of ds_config.json that were written for DeepSpeed's Muon or AdamW, with our type in them
-layer_wise_settings = partial(settings_of, ZeROConfig, entry="LayerWise")
+layer_wise_settings = partial(settings_of, ZeROConfig)
 TYPES = pytest.mark.parametrize("settings", [muon_settings, layer_wise_settings])
 MUON_ENTRIES = [
     {"muon_lr": 0.05, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-6},
@@ -330,9 +334,9 @@ def told_instead(settings: Any, entry: dict[str, Any]) -> tuple[dict[str, Any], 
     with pytest.raises(ValueError, match="of another optimizer") as caught:
         settings(entry, "here")
     written = json.loads(str(caught.value).splitlines()[-1])
-    assert written["type"] == ("LayerWiseMuon" if settings is muon_settings else "LayerWise")
-    rules, _ = settings(written["params"], "here")
-    return rules.matrix.options.model_dump(), rules.elementwise.options.model_dump()
+    assert written["type"] == "LayerWise"
+    rules, _ = layer_wise_settings(written["params"], "here")
+    return dict(rules.matrix.options), dict(rules.elementwise.options)
 
 
 @TYPES
@@ -361,7 +365,7 @@ def test_an_entry_of_adamw_is_answered_with_one_of_its_defaults_and_step_sizes(s
     assert muon["adjust_lr_fn"] == "match_rms_adamw"
     muon, adamw = told_instead(settings, ADAMW)
     assert [(half["lr"], half["weight_decay"]) for half in (muon, adamw)] == [(5e-5, 0.01)] * 2
-    assert adamw["eps"] == 1e-6 and muon["eps"] == registry.MuonOptions().eps  # that of Newton-Schulz
+    assert adamw["eps"] == 1e-6 and muon["eps"] == Muon().eps  # that of Newton-Schulz
 
 
 def engine_of(params: dict[str, Any], stage: int = 1) -> Any:

@@ -14,7 +14,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.convert import as_ours
 from lwopt_backend.checkpoint.gates import check, trained_beyond
 from lwopt_backend.checkpoint.names import CORE
-from lwopt_backend.groups.registry import option_names
+from lwopt_backend.groups.registry import known_in
 from tests.checkpoint_contents import changed
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -264,7 +264,7 @@ def test_groups_of_others_have_our_options(
     (one,) = found.groups
     assert one.items() >= expected.items()
     torchs = torch.optim.AdamW([torch.ones(1)]).defaults if one["rule"] == "adamw" else {}
-    assert set(one) >= {*option_names(one), *torchs}
+    assert set(one) >= {*known_in(one), *torchs}
 
 
 def test_what_we_saved_stays_without_places_and_unknown_rules_keep_their_options() -> None:

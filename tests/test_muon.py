@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import _muon
 
-from lwopt_backend.groups.registry import MATRIX_RULES
+from lwopt_backend.groups.registry import MATRIX_RULES, options_of
 from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.muon import DEFINED, SCALES, Muon
@@ -482,5 +482,5 @@ def test_normuon_and_adamuon_exchange_one_dtype_and_cost_a_little_more_than_muon
         rule = rule_of(name)
         rule.exchange_dtype = exchange
         assert Trained(rule, random((6, 9), 1)).update(random((6, 9), 2)).dtype == exchange
-    cost = MATRIX_RULES[name].cost((64, 96), MATRIX_RULES[name].model({}, name)().model_dump())
+    cost = MATRIX_RULES[name].cost((64, 96), options_of(name, {}))
     assert isinstance(cost, int) and newton_schulz_flops((64, 96)) < cost < 1.02 * newton_schulz_flops((64, 96))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import _muon
 from torch.utils.flop_counter import FlopCounterMode
 
-from lwopt_backend.groups.registry import MATRIX_RULES, MuonOptions
+from lwopt_backend.groups.registry import MATRIX_RULES, options_of
 from lwopt_backend.rules import gram_newton_schulz, newton_schulz
 from lwopt_backend.rules.muon import takes_gram
 from lwopt_backend.rules.newton_schulz import TABLES, by_step, segments
@@ -222,7 +222,7 @@ def test_ns_method_and_gram_aspect_decide_which_iteration_a_matrix_takes(shape: 
 
 
 def cost_of(shape: tuple[int, int], options: dict[str, Any]) -> int:
-    return MATRIX_RULES["muon"].cost(shape, MuonOptions(**options).model_dump())
+    return MATRIX_RULES["muon"].cost(shape, options_of("muon", options))
 
 
 def cost_and_flops(shape: tuple[int, int], **options: Any) -> int:

@@ -248,7 +248,7 @@ def test_tensors_of_a_group_are_not_read_to_see_whether_they_change() -> None:
 
 
 def test_a_registered_class_has_the_defaults_of_its_constructor() -> None:
-    assert options_of("rmsprop", {"alpha": 0.5}, "here").model_dump()["centered"] is False
+    assert options_of("rmsprop", {"alpha": 0.5})["centered"] is False
 
 
 class Keywords(torch.optim.AdamW):
@@ -266,7 +266,7 @@ def test_a_class_with_keywords_has_its_own_arguments_and_those_of_its_base() -> 
         pass
 
     given = {"class": Keywords, "lr": 0.5, "scale": 2.0, "weight_decay": 0.0}
-    options = options_of("torch_optimizer", given, "here").model_dump()
+    options = options_of("torch_optimizer", given)
     assert options == {"class": f"{__name__}.Keywords", "scale": 2.0, "lr": 0.5, "weight_decay": 0.0}
     for wrong, message in (
         ({**given, "amsgrat": True}, "unknown key 'amsgrat'; did you mean 'amsgrad'"),
@@ -274,7 +274,7 @@ def test_a_class_with_keywords_has_its_own_arguments_and_those_of_its_base() -> 
         ({"class": Inside}, "expected one at the top of a module, .* found .*Inside, defined inside a"),
     ):
         with pytest.raises(ValueError, match=message):
-            options_of("torch_optimizer", wrong, "here")
+            options_of("torch_optimizer", wrong)
 
 
 CALLS = [  # the parts that are stepped together, call by call, and how many steps each part then has made
@@ -336,7 +336,7 @@ GRADS = gradients(SHAPE, 20)
 
 def group_of(rule: str, **given: Any) -> dict[str, Any]:
     options = {"weight_decay": 0.1, "weight_decay_form": "cautious", **given}
-    return {"rule": rule, **options_of(rule, options, "test").model_dump()}
+    return {"rule": rule, **options_of(rule, options)}
 
 
 def trained(group: dict[str, Any], start: Tensor) -> Tensor:

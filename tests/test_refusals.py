@@ -25,8 +25,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.versions import VERSIONS
-from lwopt_backend.groups.choices import muon_settings
+from lwopt_backend.groups.choices import settings_of
 from lwopt_backend.groups.param_groups import split
 from lwopt_backend.groups.registry import arguments
 from lwopt_backend.integrations import deepspeed_zero, fsdp2
@@ -54,7 +55,7 @@ def owned(**options: Any) -> object:
 
 def in_a_group(**given: Any) -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
-    split([{"params": [weight], **given}], {id(weight): True}, muon_settings({}, "")[0])
+    split([{"params": [weight], **given}], {id(weight): True}, settings_of(ZeROConfig, {}, "")[0])
 
 
 def overriding(params: str, **sections: Any) -> dict[str, Any]:
@@ -108,10 +109,9 @@ def test_a_key_of_another_optimizer_is_answered_with_a_configuration_that_is_tak
         assert f"{foreign!r} is a key of another optimizer" in told, (door, told)
         written = json.loads(told.splitlines()[-1])
         if door in (layer_wise, layer_wise_muon):
-            assert told.startswith(f"ValueError: {written['type']}: ")
-            written = written["params"]
-        matrix, elementwise = written.get("matrix", written), written.get("elementwise", written.get("adamw"))
-        assert all({"lr", "weight_decay"} <= said.keys() for said in (matrix, elementwise)), written
+            assert told.startswith("ValueError: LayerWise") and written["type"] == "LayerWise"
+            written, door = written["params"], layer_wise
+        assert all({"lr", "weight_decay"} <= written[kind].keys() for kind in ("matrix", "elementwise")), written
         made: Any = door(**written)
         groups = {"matrix" if group["rule"] == "muon" else "elementwise": group for group in made.param_groups}
         assert arguments(groups[half])[option] == value, (door, written)
@@ -119,10 +119,10 @@ def test_a_key_of_another_optimizer_is_answered_with_a_configuration_that_is_tak
 
 
 def test_options_of_another_optimizer_beside_our_sections_move_into_them() -> None:
-    for door, section in ((owned, "elementwise"), (layer_wise_muon, "adamw")):
+    for door in (owned, layer_wise_muon):
         told = answer(door, lr=0.02, adamw={"lr": 1e-3}, betas=(0.5, 0.25))
         written = json.loads(told.splitlines()[-1])
-        assert written.get("params", written)[section].items() >= {"lr": 1e-3, "betas": [0.5, 0.25]}.items()
+        assert written.get("params", written)["elementwise"].items() >= {"lr": 1e-3, "betas": [0.5, 0.25]}.items()
     told = answer(layer_wise, matrix={"name": "normuon", "lr": 0.02}, elementwise="lion", mu=0.5, betas=(0.5, 0.25))
     assert json.loads(told.splitlines()[-1])["params"] == {
         "matrix": {"name": "normuon", "lr": 0.02, "momentum": 0.5},
@@ -163,7 +163,10 @@ OF_ONE: dict[Door, list[Wrong]] = {
             "LayerWiseMuon: 2 wrong options\n  momentum: ... \n  unknown key 'Momentum'; did you mean 'momentum'?",
         ),
         ({"zzzz": 1}, "unknown key 'zzzz'; known: 'lr', 'weight_decay'"),
-        ({"adamw": {"momentum": 1, "beta": []}}, "'adamw.momentum' ... unknown key 'adamw.beta'; did you mean 'betas'"),
+        (
+            {"adamw": {"momentum": 1, "beta": []}},
+            "adamw: unknown key 'momentum' ... adamw: unknown key 'beta'; did you mean 'betas'",
+        ),
         ({"foreach": True}, "unknown key 'foreach'; did you mean 'adamw.foreach'?"),
         ({"adamw": {"foreach": True, "fused": True}}, "foreach and fused are both true, but torch supports one of"),
         ({"bucket_mb": 1.0}, "'bucket_mb': expected only with \"storage\": \"owned\", found 'zero'"),
@@ -193,7 +196,10 @@ OF_ONE: dict[Door, list[Wrong]] = {
         (of_class("torch.optim.SGD", lr=math.nan), "SGD: lr: expected a finite number of at least 0, found nan"),
     ],
     owned: [
-        ({"matrix": {"name": "torch_optimizer", "class": Demanding}}, "Demanding: expected the argument 'momentum'"),
+        (
+            {"matrix": {"name": "torch_optimizer", "class": Demanding}},
+            "matrix: expected 'momentum', found none; add it",
+        ),
         ({"matrix": {"name": "torch_optimizer"}, "alpha": 0.9}, "matrix: expected 'class', the path of an"),
         ({"elementwise": {"name": ["adamw"]}}, "elementwise: name: expected one of adamw, "),
         ({"elementwise": "lion", "lion": None}, "lion: expected a section of options; found None"),
@@ -222,7 +228,7 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
     (DOORS, {"exclude": {"1.*": True}}, "exclude: input should be a list; found {'1.*': True}"),
     (CLIPS, {"clip_groups": 5}, "clip_groups: expected sections by name, with 'params' and 'max_norm'; found 5"),
     (CLIPS, {"clip_groups": {"a": {"params": "1.*", "max_norm": 0.0}}}, "clip_groups['a']: ... greater than 0; found"),
-    (CLIPS, {"clip_groups": {"a": {"max_norm": 1.0}}}, "clip_groups['a']: ... params: field required"),
+    (CLIPS, {"clip_groups": {"a": {"max_norm": 1.0}}}, "clip_groups['a']: ... expected 'params', found none; add it"),
     (CLIPS, {"clip_groups": {"a": {"params": "1.*", "max_nrm": 1.0}}}, "unknown key 'max_nrm'; did you mean 'max_norm"),
     ((owned,), {"clip_groups": {"a": {"params": "2.*", "max_norm": 1.0}}}, "clip_groups['a']: '2.*' matches no"),
     ((owned,), {"clip_groups": {"a": CLIPPED, "b": CLIPPED}}, "is in clip_groups 'a' and 'b'; give it to one of them"),

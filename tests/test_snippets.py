@@ -6,14 +6,13 @@ import json
 import os
 import re
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.groups.choices import muon_settings, settings_of
+from lwopt_backend.groups.choices import settings_of
 from lwopt_backend.planner.setting import cluster_named
 from tests.launcher import ROOT, surroundings_kept
 from tests.pages import PAGES, blocks
@@ -200,8 +199,8 @@ def test_every_optimizer_entry_is_understood() -> None:
         entry = found.get("optimizer", found) if isinstance(found, dict) else {}
         if str(entry.get("type")).startswith("LayerWise"):
             filled = {key: 0.1 for key in ("lr", "weight_decay") if entry["params"].get(key) == "auto"}
-            settings = muon_settings if entry["type"] == "LayerWiseMuon" else partial(settings_of, ZeROConfig)
-            settings({**entry["params"], **filled}, entry["type"])
+            form = "flat" if entry["type"] == "LayerWiseMuon" else "sections"
+            settings_of(ZeROConfig, {**entry["params"], **filled}, entry["type"], form)
             entries += 1
     assert entries > 10
 

@@ -129,7 +129,7 @@ def _made(shared: Grouping, make: Callable[[Tensor], Tensor]) -> tuple[nn.Module
 
 
 def _quiet(setting: Setting) -> HostConfig:
-    return setting.config.model_copy(update={"report": False})
+    return replace(setting.config, report=False)
 
 
 class OwnedEngine(Engine):

@@ -20,8 +20,9 @@ from lwopt_backend.engines.gradients import clip_factor, everything
 from lwopt_backend.engines.owned.model import Backward, check_model, check_trained, show, tell_when_loaded
 from lwopt_backend.engines.owned.state import OwnedStore
 from lwopt_backend.engines.owned.step import OwnedCore, Share
-from lwopt_backend.groups.choices import Rules, settings_lines
+from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping, group_parameters
+from lwopt_backend.groups.param_groups import settings_lines
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import tensors
 from lwopt_backend.integrations.deepspeed.checkpoints import MARK

@@ -32,7 +32,7 @@ from lwopt_backend.checkpoint.files.torch_files import Archive, check_files
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups.param_groups import OURS
 from lwopt_backend.groups.rates import IN_GROUPS, regrouped
-from lwopt_backend.groups.registry import MATRIX_RULES, arguments, check_group, new_state, option_names
+from lwopt_backend.groups.registry import MATRIX_RULES, arguments, check_group, known_in, new_state
 from lwopt_backend.integrations.deepspeed.checkpoints import check, prepare_saving
 from lwopt_backend.integrations.deepspeed.engine import first_experts, shard_of
 from lwopt_backend.plan import TrainedParam
@@ -379,7 +379,7 @@ def _options_of(
             made = translated[theirs]
             if "rule" in saved[theirs] or made.get("rule") != group["rule"]:
                 continue
-            keys = [key for key in option_names(group) if key in made and key not in saved[theirs]]
+            keys = [key for key in known_in(group) if key in made and key not in saved[theirs]]
             listed = [f"{key} {made[key]!r} (here {group.get(key)!r})" for key in keys if made[key] != group.get(key)]
             if listed:
                 trained = f"param group {number} was trained with {', '.join(listed)} where it comes from"
@@ -401,7 +401,7 @@ def _options(
     theirs = [checkpoint.groups[n] for n in numbers]
     ours = all("rule" in of_group for of_group in theirs)
     written = IN_GROUPS if all("initial_lr" in of_group for of_group in theirs) else ()  # Megatron has other max_lr
-    wanted = {*option_names(group), "initial_lr", *written}
+    wanted = {*known_in(group), "initial_lr", *written}
     keys = dict.fromkeys(key for of_group in theirs for key in of_group)
     taken: dict[str, Any] = {}
     for key in (key for key in keys if (key not in PLACED if ours else key in wanted)):

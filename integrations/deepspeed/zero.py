@@ -24,9 +24,9 @@ from lwopt_backend.engines.zero.plan import (
     unit_layouts,
 )
 from lwopt_backend.engines.zero.replicated import ElementwiseReplicas, MatrixReplicas, gather_whole, take_part
-from lwopt_backend.groups.choices import Rules, settings_lines
+from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping, group_parameters
-from lwopt_backend.groups.param_groups import check_saved_groups
+from lwopt_backend.groups.param_groups import check_saved_groups, settings_lines
 from lwopt_backend.groups.registry import MATRIX_RULES, check_devices, new_state
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline

@@ -15,9 +15,9 @@ from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.contents import MASTER, MATRICES, Checkpoint, CheckpointError, Param
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
 from lwopt_backend.checkpoint.formats import FORMATS, TARGETS
-from lwopt_backend.groups.optimizer_classes import LEFT_TO_THE_CLASS
+from lwopt_backend.config.options import within
 from lwopt_backend.groups.rates import regrouped
-from lwopt_backend.groups.registry import MATRIX_RULES, options_of, rule_named, torchs_keys
+from lwopt_backend.groups.registry import MATRIX_RULES, arguments, options_of, torchs_keys
 
 # Param groups of other optimizers with this package's options, under which torch's DCP loads them: see
 # docs/from_frameworks.md. Torch's own options are kept and completed, so that torch.optim.AdamW also finds its own.
@@ -114,14 +114,12 @@ def _translated(
     """``states`` are the keys of its parameters' state. Raises ValueError with the reason if it has no counterpart."""
     ds_config = checkpoint.arguments.get("ds_config") or {}
     if "rule" in group:
-        fields = {}
+        known: dict[str, Any] = {}
         with suppress(ValueError):  # an unknown rule or class
-            fields = rule_named(group["rule"]).model(group, "").model_fields
-        known = {k: f for k, f in fields.items() if not f.is_required() and f.default is not LEFT_TO_THE_CLASS}
-        defaults = {k: field.get_default(call_default_factory=True) for k, field in known.items()}
+            known = arguments(group)
         first = {} if peak is None else {"initial_lr": peak}
         own = {key: value for key, value in group.items() if key not in _PLACES}
-        return {**(torchs_keys() if group["rule"] == ADAMW else {}), **defaults, **first, **own}
+        return {**(torchs_keys() if group["rule"] == ADAMW else {}), **known, **first, **own}
     of_deepspeed = (ds_config.get("optimizer") or {}).get("params") or {}
     if "betas" in group and states >= MOMENTS:
         rule, given = ADAMW, _adamw(group, of_deepspeed)
@@ -137,7 +135,8 @@ def _translated(
     start = group.get("initial_lr", group.get("max_lr"))
     if start is None:
         start = group.get("lr") if checkpoint.scheduler is None else peak
-    options = options_of(rule, given, f"a group of {rule}").model_dump()
+    with within(f"a group of {rule}"):
+        options = options_of(rule, given)
     return {**kept, "rule": rule, **options, **({} if start is None else {"initial_lr": start})}
 
 
@@ -247,7 +246,8 @@ def prepared(
     nothing is written before.
     """
     vocabulary = vocabulary or source_vocabulary or (checkpoint.names if checkpoint.names in names.FAMILIES else None)
-    _check_used(checkpoint, vocabulary, source_vocabulary, numbers.model_fields_set)
+    given = {name for name, number in vars(numbers).items() if number is not None}
+    _check_used(checkpoint, vocabulary, source_vocabulary, given)
     if vocabulary is not None:
         checkpoint = names.translate(checkpoint, vocabulary, numbers, source=source_vocabulary)
     checkpoint = _with_lions_steps(checkpoint)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lwopt_backend.checkpoint.errors import CheckpointError
-from lwopt_backend.config.options import Count, Options, option, suggestion
+from lwopt_backend.config.options import suggestion
 
 if TYPE_CHECKING:
     from lwopt_backend.checkpoint.contents import Checkpoint
@@ -129,7 +129,6 @@ FAMILIES = ("megatron-core", "hf-llama", "hf-mixtral", "hf-qwen-moe", "hf-moe-st
 
 # The numbers that a name map needs: given, from the checkpoint's arguments, or implied by shapes; never guessed.
 
-OURS = "this package"
 ARGUMENTS = {  # their names in Megatron's arguments and Hugging Face's configs
     "layers": ("num_layers", "num_hidden_layers", "n_layer"),
     "heads": ("num_attention_heads", "n_head"),
@@ -139,15 +138,16 @@ ARGUMENTS = {  # their names in Megatron's arguments and Hugging Face's configs
 }
 
 
-class Numbers(Options):
-    """A model's numbers, each optional if the checkpoint's arguments or shapes imply it."""
+@dataclass(frozen=True)
+class Numbers:
+    """A model's numbers, each None if the checkpoint's arguments or shapes imply it."""
 
-    layers: Count | None = option(None, "transformer layers", OURS)
-    heads: Count | None = option(None, "attention heads of queries", OURS)
-    query_groups: Count | None = option(None, "heads of keys; without grouping as many as of queries", OURS)
-    kv_channels: Count | None = option(None, "outputs of one head", OURS)
-    experts: Count | None = option(None, "experts of a layer", OURS)
-    vocab_size: Count | None = option(None, "rows of embedding and output layer to keep; None keeps all", OURS)
+    layers: int | None = None  # of the transformer
+    heads: int | None = None  # of queries
+    query_groups: int | None = None  # heads of keys; without grouping as many as of queries
+    kv_channels: int | None = None  # outputs of one head
+    experts: int | None = None  # of a layer
+    vocab_size: int | None = None  # rows of embedding and output layer to keep; None keeps all
 
     def filled(self, arguments: Mapping[str, Any]) -> Numbers:
         """With the numbers in ``arguments`` for those not given. Raises CheckpointError if one is not a number."""
@@ -165,4 +165,4 @@ class Numbers(Options):
         elif grouped is None and arguments.get("num_query_groups") == 1:  # perhaps a default; shapes decide
             found["query_groups"] = None
         given = {key: value for key, value in found.items() if value is not None and getattr(self, key) is None}
-        return self.model_copy(update=given)
+        return replace(self, **given)

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pydantic.fields import FieldInfo
 
 from lwopt_backend.config.atoms import Division
 from lwopt_backend.config.hosts import HOSTS
+from lwopt_backend.config.options import LEFT_TO_THE_CLASS, REQUIRED, Option, options_in
 from lwopt_backend.groups.choices import DEFAULTS, SECTIONS
-from lwopt_backend.groups.optimizer_classes import LEFT_TO_THE_CLASS
 from lwopt_backend.groups.registry import (
     ELEMENTWISE_RULES,
     MATRIX_RULES,
@@ -56,9 +55,9 @@ def rule_facts(name: str | None) -> dict[str, list[Any]]:
         {"name": section, "default": json.dumps(DEFAULTS.get(section, [])), "meaning": meaning, "source": OURS}
         for section, meaning in SECTIONS.items()
     ]
-    fields = {} if name else {host: config.model_fields for host, config in HOSTS.items()}
+    fields = {} if name else {host: options_in(config) for host, config in HOSTS.items()}
     hosts = [{"name": host, "options": [*sections, *declared(of_host)]} for host, of_host in fields.items()]
-    atoms = [] if name else declared(Division.model_fields)
+    atoms = [] if name else declared(options_in(Division))
     named = [] if name else [published(*item) for item in PUBLISHED.items()]
     return {"rules": found, "published": named, "hosts": hosts, "atoms": atoms}
 
@@ -69,7 +68,7 @@ def published(name: str, as_rule: tuple[str, dict[str, Any]]) -> dict[str, str]:
     entry = rule_named(rule)
     found = {"name": name, "rule": rule, "options": ", ".join(f"{key} {json.dumps(given[key])}" for key in given)}
     try:
-        options = options_of(rule, given, rule).model_dump()
+        options = options_of(rule, given)
     except ValueError as error:  # its package is not installed
         return {**found, "state": str(error), "sent": "", "equal": ""}
     made = entry.build(**options) if isinstance(entry, MatrixEntry) else None
@@ -104,25 +103,24 @@ def described(entry: MatrixEntry | ElementwiseEntry) -> dict[str, Any]:
         "note": "",
     }
     try:
-        fields = entry.model({}, "").model_fields
-        if not any(field.is_required() for field in fields.values()):
-            found["state"] = _state(entry, options_of(entry.name, {}, "").model_dump())
+        known = entry.known({})
+        if not any(option.default is REQUIRED for option in known.values()):
+            found["state"] = _state(entry, options_of(entry.name, {}))
     except ValueError as error:
         found["note"] = str(error)
         return found
-    found["options"] = declared(fields, entry.source)
+    found["options"] = declared(known, entry.source)
     return found
 
 
-def declared(fields: Mapping[str, FieldInfo], source: str = OURS) -> list[dict[str, str]]:
+def declared(known: Mapping[str, Option], source: str = OURS) -> list[dict[str, str]]:
     """Every option as plain data. For the meaning of a class's arguments, see help() of the class."""
+    words = {REQUIRED: "required", LEFT_TO_THE_CLASS: "left to the class"}
     options = []
-    for name, field in fields.items():
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        default = "required" if field.is_required() else json.dumps(field.default, default=str)
-        default = "left to the class" if field.default is LEFT_TO_THE_CLASS else default
-        meaning = field.description or f"{name!r} of the class"
-        options.append(dict(zip(COLUMNS, (name, default, meaning, str(extra.get("source", source))), strict=True)))
+    for name, option in known.items():
+        default = json.dumps(option.default, default=str) if option.has_default else words[option.default]
+        meaning = option.meaning or f"{name!r} of the class"
+        options.append(dict(zip(COLUMNS, (name, default, meaning, option.source or source), strict=True)))
     return options
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from pydantic import model_validator
-
-from lwopt_backend.config.options import Count, Options, option, parse, suggestion
+from lwopt_backend.config.options import Count, parse, suggestion
 from lwopt_backend.plan.atoms import Parts, equal, grouped
+from lwopt_backend.rules.protocol import option
 
 # The setting ``atoms``: which matrices are in a parameter, by globs on names::
 #
@@ -26,28 +25,28 @@ Word = Literal["whole", "stack", "flatten"]
 WORDS: tuple[Word, ...] = ("whole", "stack", "flatten")
 
 
-class Division(Options):
+@dataclass(frozen=True)
+class Division:
     """How the outputs of a matrix are divided; exactly one of the first four is given."""
 
     split_sizes: tuple[Count, ...] | None = option(None, "consecutive parts with these numbers of outputs", "dion's")
-    heads: Count | None = option(None, "number of heads; each head is an equal part", "dion's num_heads")
+    heads: int | None = option(None, "number of heads; each head is an equal part", "dion's num_heads", ge=1)
     qkv: tuple[Count, Count, Count] | None = option(
         None, "outputs of q, k and v; with groups, those of one group", "Megatron's split_qkv"
     )
     gate_up: Literal["halves", "interleaved"] | None = option(
-        None, "'halves': gate, then up; 'interleaved': gate, up, gate, up, ...", "this package"
+        None, "'halves': gate, then up; 'interleaved': gate, up, gate, up, ..."
     )
-    groups: Count = option(1, "number of times that qkv or split_sizes repeat", "Megatron's query groups")
+    groups: int = option(1, "number of times that qkv or split_sizes repeat", "Megatron's query groups", ge=1)
 
-    @model_validator(mode="after")
-    def _one_of_them(self) -> Division:
+    def __post_init__(self) -> None:
+        """Raises ValueError unless one form is given, and groups fit it."""
         forms = [key for key in ("split_sizes", "heads", "qkv", "gate_up") if getattr(self, key) is not None]
         if len(forms) != 1 or self.split_sizes == ():
             found = " and ".join(map(repr, forms)) or "none"
             raise ValueError(f"expected one of 'split_sizes', 'heads', 'qkv', 'gate_up', with sizes; found {found}")
         if self.groups > 1 and forms[0] in ("heads", "gate_up"):
             raise ValueError(f"expected 'groups' with 'qkv' or 'split_sizes' only, found it with {forms[0]!r}")
-        return self
 
     def parts(self, outputs: int, whose: str) -> Parts:
         """The parts of ``outputs`` outputs. Raises ValueError, beginning with ``whose``, if they do not add up."""

@@ -7,7 +7,7 @@ values that are printed are what the other optimizer would use; docs/migration.m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 # By key of DeepSpeed, Keller Jordan's Muon, dion, Moonlight, Megatron and Hugging Face: the half and the option that
@@ -62,38 +62,33 @@ def foreign_keys(given: Mapping[str, Any], known: Container[str]) -> list[str]:
     return [key for key in given if key not in known and (key.lower() in MEANT or key.lower() in GRANTED)]
 
 
-def refuse(
-    foreign: Mapping[str, Any],
-    halves: Mapping[str, Mapping[str, Any]],
-    where: str,
-    entry: str | None,
-    written: Callable[[dict[str, dict[str, Any]]], dict[str, Any]],
-    check: Callable[[dict[str, Any]], object],
-) -> None:
-    """Raises ValueError for ``foreign`` keys, with the configuration to write instead as JSON, if there are any.
+def translated(
+    theirs: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], *, in_entry: bool
+) -> dict[str, dict[str, Any]]:
+    """Both sections, with the options that the other optimizer's keys ``theirs`` mean.
 
-    ``halves`` has, for "matrix" and "elementwise", the options that were given by this package's keys. ``entry`` is the
-    type of an entry in ds_config.json. ``written`` makes options of both halves; ``check`` raises ValueError for
-    options that are not accepted, so that the printed ones are always accepted.
+    Its defaults are those of an entry in ds_config.json, or else torch's. Raises ValueError for a value without a
+    counterpart.
     """
-    if not foreign:
-        return
     for key, (only, instead) in GRANTED.items():
-        if only is not None and foreign.get(key, only) != only:
-            raise ValueError(f"{where}: {key}: expected {only!r}, found {foreign[key]!r}; {instead}")
+        if only is not None and theirs.get(key, only) != only:
+            raise ValueError(f"{key}: expected {only!r}, found {theirs[key]!r}; {instead}")
     moved: dict[str, dict[str, Any]] = {"": {}, "matrix": {}, "elementwise": {}}
-    for key, value in foreign.items():
+    for key, value in theirs.items():
         if key.lower() in MEANT:
             half, _, option = MEANT[key.lower()].rpartition(".")
             moved[half][option] = value
-    decay = TORCH_DECAY if entry is None or foreign.get("torch_adam") else 0.0
-    found = written(_halves(halves, moved, decay))
-    check(found)
-    keys, are = ", ".join(map(repr, foreign)), "are keys" if len(foreign) > 1 else "is a key"
-    whole = json.dumps(found if entry is None else {"type": entry, "params": found}, default=str)
-    raise ValueError(
-        f"{where}: {keys} {are} of another optimizer, in which the same numbers may mean something else. Check each "
-        f"value (docs/migration.md) and write instead:\n{whole}"
+    decay = 0.0 if in_entry and not theirs.get("torch_adam") else TORCH_DECAY
+    return _halves(sections, moved, decay)
+
+
+def advice(theirs: Mapping[str, Any], written: Mapping[str, Any], *, in_entry: bool) -> str:
+    """What to write in place of the other optimizer's keys ``theirs``."""
+    keys, are = ", ".join(map(repr, theirs)), "are keys" if len(theirs) > 1 else "is a key"
+    whole = json.dumps({"type": "LayerWise", "params": written} if in_entry else written, default=str)
+    return (
+        f"{keys} {are} of another optimizer, in which the same numbers may mean something else. Check each value "
+        f"(docs/migration.md) and write instead:\n{whole}"
     )
 
 

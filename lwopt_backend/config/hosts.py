@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, StrictBool, model_validator
+from pydantic import Field
 
 from lwopt_backend.config.atoms import AtomSettings
-from lwopt_backend.config.options import Count, Globs, Options, Positive, option, parse
+from lwopt_backend.config.options import Globs, Positive, parse
+from lwopt_backend.rules.protocol import option
 
 NAME = "LayerWiseOptimizer"  # of every engine's optimizer, in errors and tables
 MEGATRON = "Megatron-Core"
 
 
-class ClipGroup(Options):
+@dataclass(frozen=True)
+class ClipGroup:
     """Parameters, by globs on their names, whose gradients have a separate norm and maximum norm."""
 
     params: Annotated[Globs, Field(min_length=1)]
@@ -24,13 +27,14 @@ class ClipGroup(Options):
 def _clip_groups(given: Any) -> dict[str, ClipGroup]:
     sections = given.items() if isinstance(given, Mapping) else [("", given)]
     for name, section in sections:
-        if not isinstance(section, (Mapping, ClipGroup)):
+        if not isinstance(section, Mapping):
             what = f"clip_groups[{name!r}]: expected a section" if name else "clip_groups: expected sections by name,"
             raise ValueError(f"{what} with 'params' and 'max_norm'; found {section!r}")
     return {name: parse(ClipGroup, dict(section), f"clip_groups[{name!r}]") for name, section in sections}
 
 
-class HostConfig(Options):
+@dataclass(frozen=True)
+class HostConfig:
     """Options that every host has."""
 
     whose: ClassVar[str]  # for errors, if an option of this host is given to another
@@ -42,6 +46,10 @@ class HostConfig(Options):
         return isinstance(self, OwnedStorageConfig) and getattr(self, "storage", "owned") == "owned"
 
     @classmethod
+    def check_given(cls, given: Mapping[str, Any]) -> None:
+        """Raises ValueError for a given option that another one makes useless."""
+
+    @classmethod
     def lacks(cls, name: str, *others: type[HostConfig]) -> str:
         """A sentence on an option or a method ``name`` of the hosts ``others``."""
         whose = " and ".join(other.whose for other in others)
@@ -49,27 +57,32 @@ class HostConfig(Options):
 
     include: Globs = option((), "globs of parameters that are matrices, whatever the model's structure suggests")
     exclude: Globs = option((), "globs of parameters that are not matrices; exclude wins over include")
-    atoms: Annotated[dict[str, Any], PlainValidator(AtomSettings.checked)] = option(
-        {}, "by glob, the matrices in a parameter, if they are not found from the model: a division, or a word"
+    atoms: dict[str, Any] = option(
+        {},
+        "by glob, the matrices in a parameter, if they are not found from the model: a division, or a word",
+        check=AtomSettings.checked,
     )
-    allow_no_matrix: StrictBool = option(False, "accept a model without a matrix, which is otherwise an error")
+    allow_no_matrix: bool = option(False, "accept a model without a matrix, which is otherwise an error")
     exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "dtype on the wire; 'auto': the rule's, which loses nothing"
     )
-    report: StrictBool = option(True, "print the routing and the plan once, on rank 0")
+    report: bool = option(True, "print the routing and the plan once, on rank 0")
 
 
+@dataclass(frozen=True)
 class ClippingConfig(HostConfig):
     """Options of hosts whose gradients this package clips."""
 
-    clip_groups: Annotated[dict[str, ClipGroup], BeforeValidator(_clip_groups)] = option(
+    clip_groups: dict[str, ClipGroup] = option(
         {},
         "by name, parameters that are clipped apart from the rest, by their own norm. A group has 'params', globs "
         "on names, and 'max_norm'",
         MEGATRON,
+        check=_clip_groups,
     )
 
 
+@dataclass(frozen=True)
 class OwnedStorageConfig(HostConfig):
     """Options of owned storage, under DeepSpeed or without it."""
 
@@ -78,14 +91,16 @@ class OwnedStorageConfig(HostConfig):
         "layout of every bucket: 'padded', 'compact' or 'auto'. Padded: equal parts, fixed-size collectives; "
         "compact: no padding, unequal parts; auto: padded if padding adds little and pays",
     )
-    bucket_mb: Positive = option(64.0, "MiB of gradients that close a bucket")
-    group_size: Count | None = option(
+    bucket_mb: float = option(64.0, "MiB of gradients that close a bucket", gt=0)
+    group_size: int | None = option(
         None,
         "number of ranks that share one copy of the buffers; the other ranks hold further copies, as in HSDP. "
         "None: all ranks",
+        ge=1,
     )
 
 
+@dataclass(frozen=True)
 class ZeROConfig(OwnedStorageConfig):
     """Options for DeepSpeed. ``storage`` decides which of the others may be given."""
 
@@ -96,10 +111,11 @@ class ZeROConfig(OwnedStorageConfig):
         "choice of a matrix's owner: 'stay', 'balance' or 'auto'. Stay: the rank that stores most of the matrix; "
         "balance: even work; auto: the one with the shorter modelled step",
     )
-    bucket_numel: Count | None = option(
+    bucket_numel: int | None = option(
         None,
         "maximum elements of the matrices that share one all-to-all, unless a single matrix has more. None: "
         "no limit; the number of buckets makes the modelled step shortest. Two buckets are in flight",
+        ge=1,
     )
     ns_device: Literal["auto", "cpu"] = option(
         "auto",
@@ -112,17 +128,16 @@ class ZeROConfig(OwnedStorageConfig):
         "bucket_numel and ns_device; with owned, at stages 0 to 2: layout, bucket_mb and group_size",
     )
 
-    @model_validator(mode="after")
-    def _options_of_the_storage(self) -> ZeROConfig:
+    @classmethod
+    def check_given(cls, given: Mapping[str, Any]) -> None:
         options = {"zero": ("policy", "bucket_numel", "ns_device"), "owned": ("layout", "bucket_mb", "group_size")}
-        other = "owned" if self.storage == "zero" else "zero"
-        wrong = [key for key in options[other] if key in self.model_fields_set]
-        if wrong:
-            names = ", ".join(map(repr, wrong))
-            raise ValueError(f'{names}: expected only with "storage": "{other}", found {self.storage!r}; leave it out')
-        return self
+        storage = given.get("storage", "zero")
+        other = "owned" if storage == "zero" else "zero"
+        if wrong := ", ".join(repr(key) for key in options[other] if key in given):
+            raise ValueError(f'{wrong}: expected only with "storage": "{other}", found {storage!r}; leave it out')
 
 
+@dataclass(frozen=True)
 class FSDP2Config(ClippingConfig):
     """Options of ``LayerWiseOptimizer`` for a ``fully_shard`` model."""
 
@@ -131,14 +146,15 @@ class FSDP2Config(ClippingConfig):
         "call fully_shard(model) before it is made, or pass sharded_later=True if Accelerate shards it in prepare()"
     )
 
-    bucket_matrices: Count | None = option(
+    bucket_matrices: int | None = option(
         None,
         "number of matrices that share one all-to-all. None: the number that makes the modelled step "
         "shortest, or on a CPU that keeps all ranks at work, at least twice the number of ranks. Two buckets "
         "are in flight",
+        ge=1,
     )
-    bucket_numel: Count | None = option(
-        None, "maximum elements of a bucket, unless a single matrix has more; None: no limit"
+    bucket_numel: int | None = option(
+        None, "maximum elements of a bucket, unless a single matrix has more; None: no limit", ge=1
     )
     copies: Globs = option(
         (),
@@ -151,6 +167,7 @@ class FSDP2Config(ClippingConfig):
     )
 
 
+@dataclass(frozen=True)
 class OwnedConfig(OwnedStorageConfig, ClippingConfig):
     """Options of ``LayerWiseOptimizer`` for a plain model."""
 
@@ -159,21 +176,19 @@ class OwnedConfig(OwnedStorageConfig, ClippingConfig):
     grad_dtype: Literal["parameter", "float32"] = option(
         "parameter", "dtype of gradients until they reach their owners: the parameter's, or 'float32'"
     )
-    keep_full_grads: StrictBool = option(
+    keep_full_grads: bool = option(
         False,
         "keep the mean gradients in param.grad on all ranks after backward. That takes memory for all gradients; "
         "otherwise only owners have them",
     )
-    broadcast_buffers: StrictBool = option(
+    broadcast_buffers: bool = option(
         True,
         "copy buffers, such as BatchNorm's, from the first rank to all. This happens when the optimizer is made, and "
         "after each backward pass whose gradients are reduced",
         "DDP",
     )
-    overlap_grad_reduce: StrictBool = option(
-        True, "send buckets during backward as they fill, not at the step", MEGATRON
-    )
-    overlap_param_gather: StrictBool = option(
+    overlap_grad_reduce: bool = option(True, "send buckets during backward as they fill, not at the step", MEGATRON)
+    overlap_param_gather: bool = option(
         False, "return parameters while the next forward pass runs; each module waits for its own parameters", MEGATRON
     )
 

@@ -1,15 +1,23 @@
-"""Options as pydantic models: parsed, unknown keys with the nearest known one."""
+"""Options: the fields of a dataclass, or the arguments of a class. Their checks; the nearest name for an unknown one.
+
+JSON and Python give options as mappings. ``checked`` makes of them the values of all options.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
+import inspect
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from lwopt_backend.config.foreign import ADVICE
 
@@ -39,11 +47,11 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower[close[0]] if close else None
 
 
-def suggestion(name: str, known: Iterable[str], spelled: Callable[[str], str] = repr) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """A clause for an error message: the nearest known name, or all of them."""
     known = list(known)
     close = nearest(name, known)
-    return f"did you mean {spelled(close)}?" if close else f"known: {', '.join(map(repr, known))}"
+    return f"did you mean {close!r}?" if close else f"known: {', '.join(map(repr, known))}"
 
 
 def glob_suggestion(glob: str, names: Iterable[str]) -> str:
@@ -53,7 +61,7 @@ def glob_suggestion(glob: str, names: Iterable[str]) -> str:
     return f"did you mean {close!r}?" if close else f"names look like {(names or ['nothing'])[0]!r}"
 
 
-def option_suggestion(name: str, known: Iterable[str], spelled: Callable[[str], str] = repr) -> str:
+def option_suggestion(name: str, known: Iterable[str]) -> str:
     """A clause for an error message about an unknown option: what to do instead, or the nearest known name.
 
     Known names are options of a section, or of a whole optimizer, where ``"adamw.betas"`` is one in a section.
@@ -62,72 +70,127 @@ def option_suggestion(name: str, known: Iterable[str], spelled: Callable[[str], 
     if name.lower() in ADVICE:
         return ADVICE[name.lower()]
     inside = [candidate for candidate in known if candidate.endswith(f".{name.lower()}")]
-    return suggestion(name, inside or known, spelled)
+    return suggestion(name, inside or known)
 
 
-# What all options are made of. Strict: a number in quotes, or true for 1, is an error.
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+# What options are made of. Strict: a number in quotes, or true for 1, is an error.
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
-BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Globs = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
 
 # By pydantic's names of errors, the words of a configuration.
 EXPECTED = {"tuple_type": "input should be a list", "dict_type": "input should be a mapping"}
-NO_WORDS = ("float_type", "int_type", "tuple_type")
 ONLY_HUGGING_FACE = (
     "only Hugging Face's Trainer and Accelerate replace it, and only outside the sections; write a value"
 )
+REQUIRED: Any = ...  # the default of an option that must be given
+LEFT_TO_THE_CLASS = inspect.Parameter.empty  # the default of an argument that a class is made without
+C = TypeVar("C")
 
 
-class Options(BaseModel):
-    """Base of all options: immutable, and an unknown key is an error.
+@dataclass(frozen=True)
+class Option:
+    """``kind`` is the type of its values. ``check`` returns the value for a given one, or raises ValueError."""
 
-    Examples:
-        >>> class SignOptions(Options):
-        ...     lr: float = 1e-3
-        >>> register_rule("sign", Sign, options=SignOptions)
-    """
+    name: str
+    default: Any = REQUIRED
+    kind: Any = Any
+    meaning: str = ""
+    source: str = ""
+    check: Callable[[Any], Any] = lambda given: given
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-M = TypeVar("M", bound=Options)
-
-
-def option(default: Any, meaning: str, source: str = "this package") -> Any:
-    """A field of an options model, with its description for ``lwopt rules``."""
-    return Field(default, description=meaning, json_schema_extra={"source": source})
+    @property
+    def has_default(self) -> bool:
+        return self.default is not REQUIRED and self.default is not LEFT_TO_THE_CLASS
 
 
-def parse(model: type[M], options: Mapping[str, Any], where: str) -> M:
-    """Build ``model`` from ``options``. Raises ValueError with every wrong key, what was expected and found."""
+Known = Mapping[str, Option]  # options by name
+
+
+def options_in(declared: type) -> Known:
+    """The fields of a dataclass as options, by type and by what ``rules.protocol.option`` says of them."""
+    return _options_in(declared)
+
+
+@functools.cache
+def _options_in(declared: type) -> Known:
+    hints = get_type_hints(declared, include_extras=True)
+    return {field.name: _option(field, hints[field.name]) for field in dataclasses.fields(declared)}
+
+
+def _option(field: dataclasses.Field[Any], kind: Any) -> Option:
+    said = field.metadata
+    default = REQUIRED if field.default is dataclasses.MISSING else field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    meaning, source, check = (said.get(key) for key in ("meaning", "source", "check"))
+    inner = {*get_args(kind), kind}
+    if "bounds" in said and inner & {bool, int, float}:
+        finite: dict[str, Any] = {"allow_inf_nan": False} if float in inner else {}
+        check = check or TypeAdapter(Annotated[kind, Field(strict=True, **said["bounds"], **finite)]).validate_python
+    check = check or TypeAdapter(kind).validate_python
+    return Option(field.name, default, kind, meaning or "", source or "", check)
+
+
+class WrongOptions(ValueError):
+    """Says every problem, beginning with the number of them if there are several."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        several = [f"{len(problems)} wrong options"] * (len(problems) > 1)
+        super().__init__("\n  ".join([*several, *problems]))
+
+
+@contextmanager
+def within(where: str) -> Iterator[None]:
+    """Let the message of a ValueError begin with ``where`` the options are."""
     try:
-        return model(**options)
-    except ValidationError as error:
-        problems = [_problem(model, detail) for detail in error.errors()]
-    if len(problems) == 1:
-        raise ValueError(f"{where}: {problems[0]}")
-    raise ValueError("\n  ".join([f"{where}: {len(problems)} wrong options", *problems]))
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error.__cause__
 
 
-def _problem(model: type[Options], detail: Mapping[str, Any]) -> str:
-    location = [str(part) for part in detail["loc"]]
-    key = ".".join(location)
-    if detail["type"] == "value_error":
-        return str(detail["ctx"]["error"])
-    if detail["type"] == "extra_forbidden":
-        *sections, name = location
-        for section in sections:
-            model = _sections(model)[section]
-        inside = [f"{section}.{key}" for section, options in _sections(model).items() for key in options.model_fields]
-        return f"unknown key {key!r}; {option_suggestion(name, [*model.model_fields, *inside])}"
+@contextmanager
+def collected(problems: list[str], where: str = "") -> Iterator[None]:
+    """Add the problems that a ValueError tells to ``problems``, in place of raising it."""
+    try:
+        yield
+    except ValueError as error:
+        found = error.problems if isinstance(error, WrongOptions) else [str(error)]
+        problems += [f"{where}: {problem}" if where else problem for problem in found]
+
+
+def checked(known: Known, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of all options; of those that are left to the class, only given ones.
+
+    Raises WrongOptions with every wrong key, what was expected and found.
+    """
+    values, problems = {}, []
+    for key, option in known.items():
+        if key not in given:
+            values[key] = option.default
+            problems += [f"expected {key!r}, found none; add it"] * (option.default is REQUIRED)
+            continue
+        try:
+            values[key] = option.check(given[key])
+        except ValidationError as error:
+            problems += [_problem(key, detail) for detail in error.errors()]
+        except ValueError as error:
+            problems.append(str(error))
+    problems += [f"unknown key {key!r}; {option_suggestion(str(key), known)}" for key in given if key not in known]
+    if problems:
+        raise WrongOptions(problems)
+    return {key: value for key, value in values.items() if value is not LEFT_TO_THE_CLASS}
+
+
+def _problem(key: str, detail: Mapping[str, Any]) -> str:
     expected = EXPECTED.get(detail["type"], f"{detail['msg'][0].lower()}{detail['msg'][1:]}")
-    found = f"{key}: {expected}; found {detail['input']!r}"
-    return f"{found}: {ONLY_HUGGING_FACE}" if detail["input"] == "auto" and detail["type"] in NO_WORDS else found
+    found = f"{'.'.join(map(str, (key, *detail['loc'])))}: {expected}; found {detail['input']!r}"
+    words = "valid number" in expected or "valid integer" in expected or "be a list" in expected
+    return f"{found}: {ONLY_HUGGING_FACE}" if detail["input"] == "auto" and words else found
 
 
-def _sections(model: type[Options]) -> dict[str, type[Options]]:
-    """The options of a model that are sections, with their options."""
-    kinds = {key: field.annotation for key, field in model.model_fields.items()}
-    return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Options)}
+def parse(declared: type[C], given: Mapping[str, Any], where: str) -> C:
+    """A dataclass with the options ``given``. Raises ValueError, also for options that do not fit each other."""
+    with within(where):
+        return declared(**checked(options_in(declared), given))

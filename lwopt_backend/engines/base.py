@@ -166,7 +166,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         """
         warn_if_newer("torch", torch.__version__)
         main = rules.matrix if trains_matrices else rules.elementwise
-        options = main.options.model_dump(exclude=set(MOMENTA) if trains_matrices else None)
+        options = {key: value for key, value in main.options.items() if not (trains_matrices and key in MOMENTA)}
         self.defaults = {**options, "lr": rate}
         self._rates, self._checked = MadeRates(groups), CheckedOptions()
         self._made = True

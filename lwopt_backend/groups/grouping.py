@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.hosts import NAME, ClippingConfig, HostConfig
-from lwopt_backend.groups.choices import Rules, arguments_of
+from lwopt_backend.groups.choices import Rules, settings_of
 from lwopt_backend.groups.param_groups import Groups, as_groups, check_overrides, main_rate, split
 from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of
 from lwopt_backend.plan import Atom
@@ -265,17 +265,12 @@ def as_taken(found: Route, rule: str, config: HostConfig) -> Route:
 class Given(NamedTuple):
     """The arguments about which rules train a model, with which options."""
 
-    matrix: str | Mapping[str, Any]
-    lr: float | None
-    elementwise: str | Mapping[str, Any]
-    elementwise_lr: float | None
-    overrides: Iterable[Mapping[str, Any]]
     options: Mapping[str, Any]
     params: Iterable[Any] | None
 
     def decide(self, config: type[C], model: nn.Module) -> tuple[Rules, C, Grouping]:
         """Validate options and route parameters. Raises ValueError for wrong options, and for foreign parameters."""
-        rules, settings = arguments_of(config, *self[:-1], NAME)
+        rules, settings = settings_of(config, self.options, NAME, "either")
         trained = [param for param in model.parameters() if param.requires_grad]
         groups = as_groups(trained if self.params is None else self.params)
         return rules, settings, group_parameters(model, groups, rules, settings)

@@ -7,16 +7,24 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, TypeGuard
 
 import torch
-from pydantic import SerializerFunctionWrapHandler, create_model, model_serializer
 from torch import nn
 
-from lwopt_backend.config.options import Options, install_command, option, suggestion
+from lwopt_backend.config.options import (
+    LEFT_TO_THE_CLASS,
+    REQUIRED,
+    Known,
+    Option,
+    install_command,
+    options_in,
+    suggestion,
+)
+from lwopt_backend.rules.protocol import option
 
-DECAY_FORM = "weight_decay_form"  # an option of this package, not an argument of the class
 PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "deepspeed": "deepspeed"}  # by the module that each installs
 
 
@@ -59,50 +67,55 @@ def _is_optimizer(value: Any) -> TypeGuard[type[torch.optim.Optimizer]]:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
 
 
-LEFT_TO_THE_CLASS = inspect.Parameter.empty  # the value of an argument that the class is made without
-
-
-class ClassOptions(Options):
-    """The arguments of a class. Those that are left to the class are in no param group and no checkpoint."""
-
-    @model_serializer(mode="wrap")
-    def _given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in dump(self).items() if value is not LEFT_TO_THE_CLASS}
+def arguments_of(given: Mapping[str, Any], *, path: str | None = None, with_form: bool = False) -> Known:
+    """The options of a rule that is a class, whose path is ``path`` or the option ``class``."""
+    if path is not None:
+        return _arguments_of(path, with_form)
+    if "class" not in given:
+        raise ValueError("expected 'class', the path of an optimizer's class, e.g. 'pytorch_optimizer.SOAP'")
+    return {"class": Option("class", check=path_of), **_arguments_of(path_of(given["class"]), with_form)}
 
 
 @functools.cache
-def options_of_class(path: str, *, with_class: bool, with_form: bool = False) -> type[Options]:
-    """The arguments of a class as an options model: names and defaults as in its signature.
+def _arguments_of(path: str, with_form: bool) -> Known:
+    """Names and defaults as in the signature of the class.
 
     A class with ``**kwargs`` also takes those of its base classes. Their defaults are left to the class, which may have
     others, and so are values that a checkpoint may not return as they were, such as ``object()``. One with weight decay
     takes its form.
     """
     own, inherited = _parameters(class_named(path))
-    fields: dict[str, Any] = {"class": (str, ...)} if with_class else {}
+    options = {}
     for name, parameter in {**own, **inherited}.items():
         default = parameter.default
         if name == "lr":  # schedules write to every group's
             default = _rate_of(path) if name in inherited or not _is_plain(default) else default
         elif name in own and default is parameter.empty:
-            default = ...
+            default = REQUIRED
         elif name in inherited or not _is_plain(default):
             default = LEFT_TO_THE_CLASS
-        fields[name] = (Any, default)
-    if with_form and "weight_decay" in fields:
-        meaning = "'own': as the class decays; 'cautious': decay only elements that the update moves towards zero"
-        form = option("own", meaning, "Cautious Weight Decay, arXiv 2510.12402")
-        fields[DECAY_FORM] = (Literal["own", "cautious"], form)
-    return create_model(path.rpartition(".")[2], __base__=ClassOptions, **fields)
+        options[name] = Option(name, default)
+    return {**options, **options_in(CautiousDecay)} if with_form and "weight_decay" in options else options
+
+
+@dataclass
+class CautiousDecay:
+    """What this package adds to the options of an element-wise class that decays weights."""
+
+    weight_decay_form: Literal["own", "cautious"] = option(
+        "own",
+        "'own': as the class decays; 'cautious': decay only elements that the update moves towards zero",
+        "Cautious Weight Decay, arXiv 2510.12402",
+    )
 
 
 def _rate_of(path: str) -> Any:
-    """The learning rate of a class that is made without one; ... if it needs one."""
+    """The learning rate of a class that is made without one, if it needs none."""
     made: Callable[..., torch.optim.Optimizer] = class_named(path)
     try:
-        return made([_matrix()]).param_groups[0].get("lr", ...)
+        return made([_matrix()]).param_groups[0].get("lr", REQUIRED)
     except Exception:
-        return ...
+        return REQUIRED
 
 
 def _matrix() -> nn.Parameter:
@@ -139,31 +152,27 @@ def _parameters(cls: type) -> tuple[dict[str, inspect.Parameter], dict[str, insp
     return own or {}, inherited
 
 
-def check_arguments(path: str, model: type[Options], given: Mapping[str, Any]) -> None:
-    """Raises ValueError for arguments with which the class cannot be made. It is made as in a step."""
-    named = {key: value for key, value in given.items() if key not in ("class", DECAY_FORM)}
-    if not set(named) <= set(model.model_fields):
-        return  # the model reports unknown ones
-    fields = {key: field for key, field in model.model_fields.items() if key not in ("class", DECAY_FORM)}
-    missing = [key for key, field in fields.items() if field.is_required() and key not in named]
-    if missing:
-        raise ValueError(f"{path}: expected the argument {missing[0]!r}, found none; add it")
-    rate = named.get("lr", 0.0)
+def check_arguments(values: Mapping[str, Any], *, path: str | None = None) -> None:
+    """Raises ValueError for values with which the class cannot be made. It is made as in a step."""
+    path = path or path_of(values["class"])
+    known = _arguments_of(path, False)
+    arguments = {key: value for key, value in values.items() if key in known}
+    rate = arguments.get("lr", 0.0)
     if isinstance(rate, bool) or isinstance(rate, (int, float)) and not 0 <= rate < math.inf:
         raise ValueError(f"{path}: lr: expected a finite number of at least 0, found {rate!r}")
-    defaults = {key: field.default for key, field in fields.items() if field.default is not LEFT_TO_THE_CLASS}
-    error = _error_of(path, {**defaults, **named})
+    error = _error_of(path, arguments)
     if error is None:
         return
-    needed = {key: named[key] for key, field in fields.items() if field.is_required()}
+    needed = {key: value for key, value in arguments.items() if known[key].default is REQUIRED}
     if (cause := _error_of(path, needed)) is not None:  # whatever the other arguments are
         said = f"{type(cause).__name__}: {cause}"
         raise ValueError(f"{path} cannot be made with one matrix as its parameters: {said}") from error
     said = str(error)
     if not isinstance(error, ValueError):  # Python's own, without the argument's name
-        alone = [key for key in named if _error_of(path, {**needed, key: named[key]})] or list(named)
-        likes = {key: f"; expected a value like {defaults[key]!r}" for key in alone if key in defaults}
-        said = ", ".join(f"{key} is {named[key]!r}{likes.get(key, f' ({error})')}" for key in alone)
+        given = {key: value for key, value in arguments.items() if value is not known[key].default}
+        alone = [key for key in given if _error_of(path, {**needed, key: given[key]})] or list(given)
+        likes = {key: f"; expected a value like {known[key].default!r}" for key in alone if known[key].has_default}
+        said = ", ".join(f"{key} is {given[key]!r}{likes.get(key, f' ({error})')}" for key in alone)
     raise ValueError(f"{path} refuses these arguments: {said}") from error
 
 

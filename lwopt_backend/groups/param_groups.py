@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT, SHARED
-from lwopt_backend.config.hosts import HOSTS, NAME
-from lwopt_backend.config.options import glob_suggestion, nearest, option_suggestion
+from lwopt_backend.config.hosts import HOSTS, NAME, HostConfig
+from lwopt_backend.config.options import Known, glob_suggestion, nearest, option_suggestion, options_in, within
 from lwopt_backend.groups.choices import Choice, Rules
 from lwopt_backend.groups.registry import (
     BLOCK_STEP,
@@ -22,6 +23,7 @@ from lwopt_backend.groups.registry import (
     check_group,
     check_torchs_keys,
     is_cautious,
+    known_in,
     optimizer_arguments,
     rule_named,
     rule_of,
@@ -132,6 +134,16 @@ def option_lines(groups: Groups) -> list[str]:
         for number, group in enumerate(groups)
         for key, value in arguments(group).items()
     ]
+
+
+def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
+    """One line for each setting that must be equal on all ranks, which excludes ``report``."""
+    lines = [setting("torch.__version__", str(torch.__version__))]
+    for kind, choice in (("matrix", rules.matrix), ("elementwise", rules.elementwise)):
+        lines += [setting(kind, choice.rule), *(setting(f"{kind}.{k}", plain(v)) for k, v in choice.options.items())]
+    for number, override in enumerate(rules.overrides):
+        lines += [setting(f"overrides[{number}].{key}", plain(value)) for key, value in vars(override).items()]
+    return lines + [setting(key, plain(value)) for key, value in asdict(config).items() if key != "report"]
 
 
 def plain(value: Any) -> Any:
@@ -275,9 +287,9 @@ def split(
             for which, params in sorted(by_overrides.items()):
                 changed = choice
                 for override in which:
-                    changes = getattr(rules.overrides[override], kind)
-                    changed = changed.changed(changes, f"overrides[{override}]: {kind}")
-                options = changed.options.model_dump()
+                    with within(f"overrides[{override}]: {kind}"):
+                        changed = changed.changed(getattr(rules.overrides[override], kind))
+                options = changed.options
                 steps = {BLOCK_STEP: 0} if kind == "matrix" and options.get("block_period", 1) > 1 else {}
                 marks = {"rule": changed.rule, "from_group": number, "overrides": list(which)}
                 parts.append({"params": params, **extra, **options, **steps, **marks})
@@ -289,7 +301,7 @@ def main_rate(groups: Groups, rules: Rules, trains_matrices: bool) -> float:
     have, or else the matrix rule's; the element-wise rule's in a model that has no matrices on any pipeline stage."""
     main = rules.matrix if trains_matrices else rules.elementwise
     given = [float(group.get("lr", -1.0)) for group in groups]
-    return given[0] if given and given[0] >= 0 and len(set(given)) == 1 else float(main.lr)
+    return given[0] if given and given[0] >= 0 and len(set(given)) == 1 else float(main.options["lr"])
 
 
 def overrides_of(name: str, kind: str, rules: Rules) -> tuple[int, ...]:
@@ -303,41 +315,47 @@ def overrides_of(name: str, kind: str, rules: Rules) -> tuple[int, ...]:
 
 def _options(group: Mapping[str, Any], rules: Rules, where: str) -> tuple[Choice, Choice, dict[str, Any]]:
     """A group's rules with its own options, and its keys that are none."""
-    matrix, elementwise = rules.matrix, rules.elementwise
-    fields = type(matrix.options).model_fields
+    name, of_matrix, of_others = (
+        rules.elementwise.rule,
+        *(rule_named(each.rule).known(each.options) for each in (rules.matrix, rules.elementwise)),
+    )
     sections: dict[str, dict[str, Any]] = {"matrix": {}, "elementwise": {}}
     extra = {}
     for key, value in group.items():
-        kind = "elementwise" if key == elementwise.rule else key
+        kind = "elementwise" if key == name else key
         if kind in sections:
             if not isinstance(value, Mapping):
                 raise ValueError(f"{where}: {key}: expected a section of options; found {value!r}")
             sections[kind].update(value)
-        elif key in fields:
+        elif key in of_matrix:
             sections["matrix"].setdefault(key, value)
         elif key != "params":
-            _check_foreign(str(key), rules, where)
+            if wrong := _wrong(str(key), name, of_matrix, of_others):
+                raise ValueError(f"{where}: {wrong}")
             extra[key] = value
-    known = type(elementwise.options).model_fields
-    shared = {key: group[key] for key in SHARED if key in group and key in known}
-    changed = elementwise.changed({**shared, **sections["elementwise"]}, f"{where}, {elementwise.rule!r}")
-    return matrix.changed(sections["matrix"], where), changed, extra
+    shared = {key: group[key] for key in SHARED if key in group and key in of_others}
+    with within(f"{where}, {name!r}"):
+        elementwise = rules.elementwise.changed({**shared, **sections["elementwise"]})
+    with within(where):
+        return rules.matrix.changed(sections["matrix"]), elementwise, extra
 
 
-def _check_foreign(key: str, rules: Rules, where: str) -> None:
-    """Raises ValueError for a key that looks like an option but would do nothing; other keys are the user's."""
-    known = ["params", "matrix", "elementwise", rules.elementwise.rule, *type(rules.matrix.options).model_fields]
-    if key in type(rules.elementwise.options).model_fields:
-        name = rules.elementwise.rule
-        raise ValueError(f"{where}: {key!r} is an option of {name!r}; write it into the group's section {name!r}")
-    if any(key in config.model_fields for config in HOSTS.values()):
-        raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
+def _wrong(key: str, name: str, of_matrix: Known, of_others: Known) -> str | None:
+    """What is wrong with a key that looks like an option but would do nothing; other keys are the user's.
+
+    ``name`` is the element-wise rule's.
+    """
+    if key in of_others:
+        return f"{key!r} is an option of {name!r}; write it into the group's section {name!r}"
+    if any(key in options_in(config) for config in HOSTS.values()):
+        return f"{key!r} is an option of the whole optimizer, not of a param group"
     if key in OURS or key == BLOCK_STEP:
-        raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")
-    if nearest(key, known, cutoff=0.8) or {key.lower()} & {*MEANT, *GRANTED, *ADVICE}:
-        sections = [f"{rules.elementwise.rule}.{option}" for option in type(rules.elementwise.options).model_fields]
-        meant = MEANT.get(key.lower(), key).removeprefix("matrix.").replace("elementwise", rules.elementwise.rule)
-        raise ValueError(f"{where}: unknown key {key!r}; {option_suggestion(meant, [*known, *sections])}")
+        return f"{key!r} is a key that this optimizer writes itself; rename yours"
+    known = ["params", "matrix", "elementwise", name, *of_matrix]
+    if not nearest(key, known, cutoff=0.8) and not {key.lower()} & {*MEANT, *GRANTED, *ADVICE}:
+        return None
+    meant = MEANT.get(key.lower(), key).removeprefix("matrix.").replace("elementwise", name)
+    return f"unknown key {key!r}; {option_suggestion(meant, [*known, *(f'{name}.{each}' for each in of_others)])}"
 
 
 def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
@@ -347,11 +365,11 @@ def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
     """
     counts: dict[tuple[str, str, str], int] = {}
     for group in groups:
-        fields, options = rule_named(rule_of(group)).model(group, "").model_fields, arguments(group)
+        known, options = known_in(group), arguments(group)
         found = [
-            f"{plain(options[key]):g}{', the default' if options[key] == fields[key].default else ''}"
+            f"{plain(options[key]):g}{', the default' if options[key] == known[key].default else ''}"
             if key in options
-            else ("left to the class" if key in fields else "none")
+            else ("left to the class" if key in known else "none")
             for key in SHARED
         ]
         row = (rule_name(group), found[0], found[1])

@@ -9,25 +9,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from pydantic import Field, PlainSerializer, PlainValidator, StrictBool, WrapValidator, create_model, model_validator
 from torch import Tensor
 
 from lwopt_backend.config.hosts import HostConfig
-from lwopt_backend.config.options import BelowOne, NonNegative, Options, option, parse, suggestion
-from lwopt_backend.groups import optimizer_classes as classes
-from lwopt_backend.groups.optimizer_classes import DECAY_FORM, class_named
+from lwopt_backend.config.options import Known, checked, options_in, suggestion, within
+from lwopt_backend.groups.optimizer_classes import arguments_of, check_arguments, class_named, path_of
 from lwopt_backend.plan import Atom, TrainedParam
 from lwopt_backend.plan.cost import SECOND_MOMENT_FLOPS, newton_schulz_flops, shampoo_flops, soap_flops
 from lwopt_backend.plan.owners import Wire
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import AdamH, AdaMuon, MatrixRule, Muon, NorMuon, OwnerStateRule, WeightRule
+from lwopt_backend.rules.adamh import checked_betas
 from lwopt_backend.rules.muon import CAUTIOUS, takes_gram
 from lwopt_backend.rules.newton_schulz import PACKAGES, segments
-from lwopt_backend.rules.protocol import TorchOptimizer
+from lwopt_backend.rules.protocol import TorchOptimizer, option
 from lwopt_backend.runtime.collectives import rule_name
 from lwopt_backend.runtime.elementwise import Counters
 from lwopt_backend.runtime.state import try_steps
@@ -35,79 +35,70 @@ from lwopt_backend.runtime.state import try_steps
 ADAMW, SGD, LION = "torch.optim.AdamW", "torch.optim.SGD", "pytorch_optimizer.Lion"
 
 
-def _kept_tensor(given: Any, check: Callable[[Any], float]) -> Any:
-    """A rate: a number, or the given tensor of one element itself, so that it can be changed in place."""
-    is_one = isinstance(given, Tensor) and given.numel() == 1
-    found = check(given.item() if is_one else given)
-    return given if is_one else found
-
-
-KEEPS_TENSOR, AS_IT_IS = WrapValidator(_kept_tensor), PlainSerializer(lambda rate: rate)
-Rate = Annotated[NonNegative, KEEPS_TENSOR, AS_IT_IS]
-
-
-class AdamWOptions(Options):
+@dataclass
+class AdamW:
     """torch.optim.AdamW's arguments."""
 
-    lr: Rate = option(1e-3, "learning rate", ADAMW)
-    betas: tuple[BelowOne, BelowOne] = option(
-        (0.9, 0.999), "decay rates of the averages of gradients and of their squares", ADAMW
+    lr: float = option(1e-3, "learning rate", ADAMW, ge=0)
+    betas: tuple[float, float] = option(
+        (0.9, 0.999), "decay rates of the averages of gradients and of their squares", ADAMW, check=checked_betas
     )
-    eps: NonNegative = option(1e-8, "term added to the root of the mean square", ADAMW)
-    weight_decay: NonNegative = option(1e-2, "weight decay; a step multiplies it by the learning rate", ADAMW)
-    amsgrad: StrictBool = option(False, "divide by the largest mean square so far", ADAMW)
-    foreach: StrictBool | None = option(None, "use torch's multi-tensor implementation; None: torch decides", ADAMW)
-    fused: StrictBool | None = option(None, "use torch's fused implementation; None: torch decides", ADAMW)
+    eps: float = option(1e-8, "term added to the root of the mean square", ADAMW, ge=0)
+    weight_decay: float = option(1e-2, "weight decay; a step multiplies it by the learning rate", ADAMW, ge=0)
+    amsgrad: bool = option(False, "divide by the largest mean square so far", ADAMW)
+    foreach: bool | None = option(None, "use torch's multi-tensor implementation; None: torch decides", ADAMW)
+    fused: bool | None = option(None, "use torch's fused implementation; None: torch decides", ADAMW)
     weight_decay_form: Literal["decoupled", "cautious"] = option(
         "decoupled",
         "'decoupled': decay the weight; 'cautious': decay only elements that the update moves towards zero",
         CAUTIOUS,
     )
 
-    @model_validator(mode="after")
-    def _one_implementation(self) -> AdamWOptions:
+    def __post_init__(self) -> None:
+        """Raises ValueError for two implementations."""
         if self.foreach and self.fused:
             raise ValueError("foreach and fused are both true, but torch supports one of them at a time; leave one out")
-        return self
 
 
 State = dict[str, Tensor]
 Shape = tuple[int, int]
-ModelOf = Callable[[Mapping[str, Any], str], type[Options]]
+KnownOf = Callable[[Mapping[str, Any]], Known]
 Takes = Callable[[Route], bool | None]
 CountersOf = Callable[[Mapping[str, Any]], Counters]
 
 
-@dataclass(frozen=True)
-class MatrixEntry:
-    """A rule for whole matrices. ``build`` makes it from its options, by name; ``cost`` is its flops on one matrix.
-
-    ``model`` returns the options' model, for rules whose options depend on the given ones, such as a class's arguments.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """``known`` are its options, which may depend on given ones, such as a class. ``check`` raises ValueError for
+    values that do not fit each other."""
 
     name: str
-    model: ModelOf
+    known: KnownOf
+    check: Callable[[Mapping[str, Any]], object]
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixEntry(Rule):
+    """A rule for whole matrices. ``build`` makes it from its options, by name; ``cost`` is its flops on one matrix."""
+
     build: Callable[..., MatrixRule]
     cost: Callable[[Shape, Mapping[str, Any]], int]
     work: str  # what the cost counts, for tables
     takes: Takes | None = None  # which parameters are its matrices, if not by structure alone
-    source: str = ""
 
 
-@dataclass(frozen=True)
-class ElementwiseEntry:
+@dataclass(frozen=True, kw_only=True)
+class ElementwiseEntry(Rule):
     """A torch optimizer for element-wise parameters, and the state that it keeps per flat tensor.
 
     ``new_state`` creates the state that the optimizer would create in its first step, so that every checkpoint has it.
     ``counters`` are those that the optimizer keeps as Python numbers; ``new_state`` has a tensor for each.
     """
 
-    name: str
-    model: ModelOf
     optimizer: Callable[[Mapping[str, Any]], type[torch.optim.Optimizer]]
     new_state: Callable[[Tensor, Mapping[str, Any]], State]
-    counters: CountersOf
-    source: str = ""
+    counters: CountersOf = lambda options: Counters()
 
 
 MATRIX_RULES: dict[str, MatrixEntry] = {}
@@ -118,7 +109,7 @@ def register_rule(
     name: str,
     rule: Callable[..., MatrixRule],
     *,
-    options: type[Options] | ModelOf | None = None,
+    options: type | None = None,
     cost: Callable[[Shape, Mapping[str, Any]], int] | None = None,
     work: str = "rule",
     takes: Takes | None = None,
@@ -129,7 +120,7 @@ def register_rule(
     Args:
         name: name of the rule in configurations.
         rule: a subclass of ``MatrixRule``, or a function that makes one; called with the options by name.
-        options: pydantic model of the options. Default: the fields of ``rule``, which must be a dataclass.
+        options: dataclass whose fields are the options. Default: ``rule``, which must be a dataclass.
         cost: flops on a matrix, from its (rows, columns) and the options. Default: the number of elements.
         work: what ``cost`` counts, for tables.
         takes: default routing: whether the 2-D parameter with this route is a matrix for this rule, or None to keep the
@@ -147,15 +138,47 @@ def register_rule(
         ...         return matrices.sign()
         >>> register_rule("signsgd", SignSGD)
     """
+    declared: Any = options or rule
+    if not (isinstance(declared, type) and dataclasses.is_dataclass(declared)):
+        raise ValueError(f"rule {name!r}: expected a dataclass, or one with the options in 'options'")
     flops = cost or (lambda shape, _: shape[0] * shape[1])
-    MATRIX_RULES[name] = MatrixEntry(name, _model_of(name, rule, options), rule, flops, work, takes, source)
+    entry = MatrixEntry(name=name, **_declared(declared), build=rule, cost=flops, work=work, takes=takes, source=source)
+    _add(MATRIX_RULES, entry)
+
+
+def _add(rules: dict[str, Any], entry: Rule) -> None:
+    """Raises ValueError for a name that is taken."""
+    if entry.name in MATRIX_RULES or entry.name in ELEMENTWISE_RULES:
+        raise ValueError(f"a rule named {entry.name!r} is registered already; choose another name")
+    rules[entry.name] = entry
+
+
+def _declared(declared: type) -> dict[str, Any]:
+    """The options of a rule whose dataclass declares them. They fit each other if it can be made of them."""
+
+    @functools.cache
+    def known() -> Known:
+        options = options_in(declared)
+        rates = {
+            key: replace(option, check=partial(_rate, option.check)) for key, option in options.items() if key == "lr"
+        }
+        return {**options, **rates}
+
+    return {"known": lambda given: known(), "check": lambda values: declared(**values)}
+
+
+def _rate(check: Callable[[Any], float], given: Any) -> Any:
+    """A number, or the given tensor of one element itself, so that it can be changed in place."""
+    is_one = isinstance(given, Tensor) and given.numel() == 1
+    found = check(given.item() if is_one else given)
+    return given if is_one else found
 
 
 def register_elementwise(
     name: str,
     optimizer: type[torch.optim.Optimizer] | Callable[[Mapping[str, Any]], type[torch.optim.Optimizer]],
     *,
-    options: type[Options] | ModelOf | None = None,
+    options: type | None = None,
     new_state: Callable[[Tensor, Mapping[str, Any]], State],
     counters: CountersOf = lambda options: Counters(),
     source: str = "",
@@ -168,7 +191,7 @@ def register_elementwise(
     Args:
         name: name of the rule in configurations.
         optimizer: the class, or a function that returns the class from the options.
-        options: pydantic model of the options. Default: the arguments in the signature of the class.
+        options: dataclass whose fields are the options. Default: the arguments in the signature of the class.
         new_state: from a flat tensor and the options, its state before the first step: tensors of its shape, and
             scalars.
         counters: what the class keeps as Python numbers, in the state of a parameter or in its param group.
@@ -182,54 +205,25 @@ def register_elementwise(
         ...     return {"step": torch.zeros(()), "square_avg": torch.zeros_like(flat)}
         >>> register_elementwise("my_rmsprop", torch.optim.RMSprop, new_state=new_state)
     """
-    if options is None and isinstance(optimizer, type):
-        options = _model(classes.path_of(optimizer))
-    model = _model_of(name, optimizer, options)
-    given = (lambda _: optimizer) if isinstance(optimizer, type) else optimizer
-    ELEMENTWISE_RULES[name] = ElementwiseEntry(name, model, given, new_state, counters, source)
+    if options is not None:
+        declared = _declared(options)
+    elif isinstance(optimizer, type):
+        declared = _arguments(path_of(optimizer))
+    else:
+        raise ValueError(f"rule {name!r}: expected a class, or a dataclass with the options in 'options'")
+    of_class: Any = optimizer if not isinstance(optimizer, type) else lambda _: optimizer
+    entry = ElementwiseEntry(
+        name=name, **declared, optimizer=of_class, new_state=new_state, counters=counters, source=source
+    )
+    _add(ELEMENTWISE_RULES, entry)
 
 
-def _model_of(name: str, rule: Any, options: type[Options] | ModelOf | None) -> ModelOf:
-    """The model of a new rule's options. Raises ValueError for a name that is taken, and for a rule without options."""
-    if name in MATRIX_RULES or name in ELEMENTWISE_RULES:
-        raise ValueError(f"a rule named {name!r} is registered already; choose another name")
-    if options is None:
-        if not dataclasses.is_dataclass(rule):
-            raise ValueError(f"rule {name!r}: expected a dataclass, or the options' model in 'options'")
-        options = options_model(name, rule)
-    if isinstance(options, type):
-        return lambda given, where: options
-    return options
-
-
-def options_model(name: str, rule: Any) -> type[Options]:
-    """A model of options from the fields of a rule's dataclass; they are valid if the rule can be made from them."""
-    hints = get_type_hints(rule)
-    options: dict[str, Any] = {field.name: _as_option(field, hints[field.name]) for field in dataclasses.fields(rule)}
-
-    def fits(given: Options) -> Options:
-        rule(**{name: getattr(given, name) for name in options})
-        return given
-
-    validators: dict[str, Any] = {"fits": model_validator(mode="after")(fits)}
-    return create_model(f"{name}Options", __base__=Options, __validators__=validators, **options)
-
-
-def _as_option(field: dataclasses.Field[Any], hint: Any) -> tuple[Any, Any]:
-    """A field's type and default, with what ``rules.protocol.option`` declares."""
-    default = ... if field.default is dataclasses.MISSING else field.default
-    said = field.metadata
-    if "meaning" not in said:
-        return Annotated[hint, KEEPS_TENSOR, AS_IT_IS] if field.name == "lr" else hint, default
-    kinds = {*get_args(hint), hint}
-    if said["check"] is not None:
-        hint = Annotated[hint, PlainValidator(said["check"])]
-    elif kinds & {bool, int, float}:
-        finite: dict[str, Any] = {"allow_inf_nan": False} if float in kinds else {}
-        hint = Annotated[hint, Field(strict=True, **said["bounds"], **finite)]
-    if field.name == "lr":
-        hint = Annotated[hint, KEEPS_TENSOR, AS_IT_IS]
-    return hint, option(default, said["meaning"], said["source"])
+def _arguments(path: str | None, *, with_form: bool = False) -> dict[str, Any]:
+    """The options of a rule that is a class."""
+    return {
+        "known": partial(arguments_of, path=path, with_form=with_form),
+        "check": partial(check_arguments, path=path),
+    }
 
 
 def rule_named(name: str) -> MatrixEntry | ElementwiseEntry:
@@ -240,13 +234,15 @@ def rule_named(name: str) -> MatrixEntry | ElementwiseEntry:
     return rules[name]
 
 
-def options_of(rule: str, given: Mapping[str, Any], where: str) -> Options:
-    """Validate the options of a rule; a class becomes its path. Raises ValueError for wrong options."""
-    given = by_path(given, where)
-    model = rule_named(rule).model(given, where)
-    if "lr" not in model.model_fields:
-        raise ValueError(f"{where}: {rule!r} has no option 'lr', which schedules write to every param group")
-    return parse(model, given, where)
+def options_of(rule: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a rule's options; a class becomes its path. Raises ValueError for wrong ones."""
+    entry = rule_named(rule)
+    known = entry.known(given)
+    if "lr" not in known:
+        raise ValueError(f"{rule!r} has no option 'lr', which schedules write to every param group")
+    values = checked(known, given)
+    entry.check(values)
+    return values
 
 
 ROUNDED_ZERO = -1e-12  # cyclic schedules end below 0 by rounding
@@ -254,20 +250,12 @@ ROUNDED_ZERO = -1e-12  # cyclic schedules end below 0 by rounding
 
 def check_group(group: Mapping[str, Any], where: str) -> None:
     """Raises ValueError for options in a param group that the constructor would refuse."""
-    names = rule_named(rule_of(group)).model(group, "").model_fields
-    given = {key: group[key] for key in names if key in group}
-    rate = given.get("lr")
-    if isinstance(rate, (int, float, Tensor)) and ROUNDED_ZERO <= rate < 0:
-        given["lr"] = 0.0
-    options_of(rule_of(group), given, where)
-
-
-def by_path(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Options with a class replaced by its path."""
-    try:
-        return {**given, "class": classes.path_of(given["class"])} if "class" in given else dict(given)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    with within(where):
+        given = {key: group[key] for key in known_in(group) if key in group}
+        rate = given.get("lr")
+        if isinstance(rate, (int, float, Tensor)) and ROUNDED_ZERO <= rate < 0:
+            given["lr"] = 0.0
+        options_of(rule_of(group), given)
 
 
 BLOCK_STEP = "block_step"  # of a group with ``block_period``, its steps since matrices were last due whole
@@ -278,20 +266,16 @@ def rule_of(group: Mapping[str, Any]) -> str:
     return str(group.get("rule", "adamw"))
 
 
-def option_names(group: Mapping[str, Any]) -> list[str]:
-    """The keys of a param group that are options of its rule."""
-    return list(rule_named(rule_of(group)).model(group, "").model_fields)
+def known_in(group: Mapping[str, Any]) -> Known:
+    """The options of a param group's rule."""
+    return rule_named(rule_of(group)).known(group)
 
 
 def arguments(group: Mapping[str, Any]) -> dict[str, Any]:
     """The current options of a param group's rule, with defaults for those that it lacks, unless they are left to its
     class; ``lr`` as a number."""
-    fields = rule_named(rule_of(group)).model(group, "").model_fields
-    found = {
-        key: group[key] if key in group or field.is_required() else field.get_default(call_default_factory=True)
-        for key, field in fields.items()
-        if key in group or field.default is not classes.LEFT_TO_THE_CLASS
-    }
+    known = known_in(group).items()
+    found = {key: group.get(key, option.default) for key, option in known if key in group or option.has_default}
     return {key: value.item() if key == "lr" and isinstance(value, Tensor) else value for key, value in found.items()}
 
 
@@ -315,7 +299,7 @@ def with_torchs_keys(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     if any(rule_of(group) != "adamw" for group in groups):
         return [dict(group) for group in groups]
     ours = {"rule": "adamw"}
-    ours |= {k: field.default for k, field in AdamWOptions.model_fields.items() if k not in torchs_keys()}
+    ours |= {key: option.default for key, option in options_in(AdamW).items() if key not in torchs_keys()}
     without = ({k: v for k, v in group.items() if k not in ours or v != ours[k]} for group in groups)
     return [{**torchs_keys(), **group} for group in without]
 
@@ -323,7 +307,7 @@ def with_torchs_keys(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def check_torchs_keys(group: Mapping[str, Any], where: str) -> None:
     """Raises ValueError for an option of torch.optim.AdamW that this package's AdamW would ignore."""
     for key, value in torchs_keys().items():
-        if key not in AdamWOptions.model_fields and group.get(key, value) != value:
+        if key not in options_in(AdamW) and group.get(key, value) != value:
             raise ValueError(
                 f"{where}: {key!r} is {group[key]!r}, but AdamW here has {value!r} only; set it to that, if the "
                 "training so far allows it"
@@ -332,13 +316,13 @@ def check_torchs_keys(group: Mapping[str, Any], where: str) -> None:
 
 def optimizer_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """A torch optimizer's arguments from a rule's options: all but its class, and without cautious weight decay."""
-    found = {key: value for key, value in options.items() if key not in ("class", DECAY_FORM)}
+    found = {key: value for key, value in options.items() if key not in ("class", "weight_decay_form")}
     return {**found, "weight_decay": 0.0} if is_cautious(options) else found
 
 
 def is_cautious(options: Mapping[str, Any]) -> bool:
     """Whether an element-wise rule decays cautiously: only elements that the update moves towards zero."""
-    return options.get(DECAY_FORM) == "cautious"
+    return options.get("weight_decay_form") == "cautious"
 
 
 def build_matrix_rule(group: Mapping[str, Any], config: HostConfig) -> MatrixRule:
@@ -452,8 +436,7 @@ def _second_moment_flops(shape: Shape, options: Mapping[str, Any]) -> int:
     return _muon_flops(shape, options) + SECOND_MOMENT_FLOPS * shape[0] * shape[1]
 
 
-MuonOptions = options_model("Muon", Muon)
-register_rule("muon", Muon, options=MuonOptions, cost=_muon_flops, work="Newton-Schulz", source="Keller Jordan 2024")
+register_rule("muon", Muon, cost=_muon_flops, work="Newton-Schulz", source="Keller Jordan 2024")
 register_rule(
     "normuon",
     NorMuon,
@@ -469,29 +452,6 @@ register_rule("adamh", AdamH, work="Adam, element by element", source="Hyperball
 
 # Optimizers of torch and of pytorch-optimizer as rules: ``torch_optimizer`` takes any class for matrices, ``{"name":
 # "torch_optimizer", "class": "my_package.MyOptimizer", ...}``; the others have a fixed class.
-
-
-def _path(path: str | None, options: Mapping[str, Any]) -> str:
-    """The path of a rule's class, which is an option of ``torch_optimizer``."""
-    if path is not None:
-        return path
-    if "class" not in options:
-        raise ValueError("expected 'class', the path of an optimizer's class, e.g. 'pytorch_optimizer.SOAP'")
-    return classes.path_of(options["class"])
-
-
-def _model(path: str | None, *, with_form: bool = False) -> ModelOf:
-    def model(given: Mapping[str, Any], where: str) -> type[Options]:
-        try:
-            found = _path(path, given)
-            options = classes.options_of_class(found, with_class=path is None, with_form=with_form)
-            if where:
-                classes.check_arguments(found, options, given)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}" if where else str(error)) from error
-        return options
-
-    return model
 
 
 def _flops(shape: Shape, options: Mapping[str, Any]) -> int:
@@ -511,22 +471,22 @@ def _adam_moments(flat: Tensor, options: Mapping[str, Any]) -> State:
 
 def _matrix(name: str, path: str | None, source: str, work: str) -> None:
     def rule(**options: Any) -> TorchOptimizer:
-        return TorchOptimizer(class_named(_path(path, options)), **optimizer_arguments(options))
+        return TorchOptimizer(class_named(path or options["class"]), **optimizer_arguments(options))
 
-    register_rule(name, rule, options=_model(path), cost=_flops, work=work, source=source)
+    _add(MATRIX_RULES, MatrixEntry(name=name, **_arguments(path), build=rule, cost=_flops, work=work, source=source))
 
 
 def _of_lion(flat: Tensor, options: Mapping[str, Any]) -> State:
     return {"step": torch.zeros((), dtype=torch.int64), "exp_avg": torch.zeros_like(flat)}
 
 
-def _options_of_sgd(given: Mapping[str, Any], where: str) -> type[Options]:
-    if where and given.get("momentum") and given.get("dampening"):
+def _check_sgd(values: Mapping[str, Any]) -> None:
+    if values["momentum"] and values["dampening"]:
         raise ValueError(
-            f"{where}: dampening: expected 0, because momentum starts with zeros here and with an undampened gradient "
-            f"in torch; found {given['dampening']!r}; leave it out"
+            f"dampening: expected 0, because momentum starts with zeros here and with an undampened gradient in torch; "
+            f"found {values['dampening']!r}; leave it out"
         )
-    return _model(SGD, with_form=True)(given, where)
+    check_arguments(values, path=SGD)
 
 
 def _of_sgd(flat: Tensor, options: Mapping[str, Any]) -> State:
@@ -536,13 +496,21 @@ def _of_sgd(flat: Tensor, options: Mapping[str, Any]) -> State:
 _matrix("torch_optimizer", None, "the class", "update")
 _matrix("soap", "pytorch_optimizer.SOAP", "pytorch_optimizer.SOAP, arXiv 2409.11321", "SOAP")
 _matrix("shampoo", "pytorch_optimizer.Shampoo", "pytorch_optimizer.Shampoo, arXiv 1802.09568", "Shampoo")
-register_elementwise("adamw", torch.optim.AdamW, options=AdamWOptions, new_state=_adam_moments, source=ADAMW)
-register_elementwise(
-    "lion",
-    lambda options: class_named(LION),
-    options=_model(LION, with_form=True),
+register_elementwise("adamw", torch.optim.AdamW, options=AdamW, new_state=_adam_moments, source=ADAMW)
+LION_ENTRY = ElementwiseEntry(
+    name="lion",
+    **_arguments(LION, with_form=True),
+    optimizer=lambda options: class_named(LION),
     new_state=_of_lion,
     counters=lambda options: Counters(group={"step": ("step", int)}),
     source=f"{LION}, arXiv 2302.06675",
 )
-register_elementwise("sgd", torch.optim.SGD, options=_options_of_sgd, new_state=_of_sgd, source=SGD)
+SGD_ENTRY = ElementwiseEntry(
+    name="sgd",
+    known=partial(arguments_of, path=SGD, with_form=True),
+    check=_check_sgd,
+    optimizer=lambda options: torch.optim.SGD,
+    new_state=_of_sgd,
+    source=SGD,
+)
+ELEMENTWISE_RULES.update({entry.name: entry for entry in (LION_ENTRY, SGD_ENTRY)})

@@ -17,9 +17,15 @@ from lwopt_backend.engines.fsdp2 import state as mesh_state
 from lwopt_backend.engines.fsdp2 import step as mesh_stepping
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients, counted_of
 from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
-from lwopt_backend.groups.choices import Rules, settings_lines
+from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping, InModel
-from lwopt_backend.groups.param_groups import ComparedOptions, ElementwiseGroups, warn_of_small_rate, with_options
+from lwopt_backend.groups.param_groups import (
+    ComparedOptions,
+    ElementwiseGroups,
+    settings_lines,
+    warn_of_small_rate,
+    with_options,
+)
 from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps
 from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
 from lwopt_backend.routing.routing import check_globs, named_like

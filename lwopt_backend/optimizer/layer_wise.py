@@ -106,7 +106,9 @@ class LayerWiseOptimizer(BaseOptimizer):
         expert_group_size: int | None = None,
         **options: Any,
     ) -> None:
-        given = Given(matrix, lr, elementwise, elementwise_lr, overrides, options, params)
+        options |= {"matrix": matrix, "elementwise": elementwise, "overrides": overrides}
+        rates = {"lr": lr, "elementwise_lr": elementwise_lr}
+        given = Given({**options, **{key: rate for key, rate in rates.items() if rate is not None}}, params)
         sharing = Sharing(process_group, expert_params, expert_process_group, expert_group_size)
         self._train(model, given, sharing, sharded_later)
 

@@ -30,9 +30,9 @@ from lwopt_backend.engines.owned.shown import gradients_shown
 from lwopt_backend.engines.owned.state import OwnedStore, held_state, state_of, take_state
 from lwopt_backend.engines.owned.step import OwnedCore, Share
 from lwopt_backend.engines.owned.untrained import Buffers, broadcast_untrained
-from lwopt_backend.groups.choices import Rules, settings_lines
+from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping
-from lwopt_backend.groups.param_groups import warn_of_small_rate
+from lwopt_backend.groups.param_groups import settings_lines, warn_of_small_rate
 from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like

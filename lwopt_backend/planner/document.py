@@ -113,7 +113,8 @@ def _options(setting: Setting) -> dict[str, Any]:
     """The engine's options, and everything else that a plan depends on."""
     dtypes = {key: str(getattr(setting, key)).removeprefix("torch.") for key in ("dtype", "grad_dtype")}
     rules = {"matrix": setting.rules.matrix.rule, "elementwise": setting.rules.elementwise.rule}
-    return setting.config.model_dump(mode="json", exclude={"report"}) | dtypes | rules
+    config = {key: value for key, value in asdict(setting.config).items() if key != "report"}
+    return config | dtypes | rules
 
 
 def _stage_line(stage: Stage) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import nn
 
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
-from lwopt_backend.config.options import Count, Options, option, parse, suggestion
+from lwopt_backend.config.options import options_in, parse, suggestion
 from lwopt_backend.groups.choices import Rules, settings_of
 from lwopt_backend.groups.grouping import Grouping
 from lwopt_backend.groups.param_groups import split
@@ -25,13 +25,15 @@ from lwopt_backend.planner.seconds import Elements
 from lwopt_backend.planner.shapes import Training
 from lwopt_backend.routing.matrices import Divided
 from lwopt_backend.routing.routing import Route
+from lwopt_backend.rules.protocol import option
 
 # Clusters by name, or described in a YAML file.
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class ClusterOptions(Options):
+@dataclass(frozen=True)
+class ClusterOptions:
     """A cluster file: the speed of one rank. What has a default may be left out."""
 
     name: str
@@ -76,17 +78,20 @@ def cluster_named(name: str) -> Machine:
     if not isinstance(content, dict):
         raise ValueError(f"cluster file {name}: expected a mapping with flops_per_second, bytes_per_second and so on")
     options = parse(ClusterOptions, {str(key): value for key, value in content.items()}, f"cluster file {name}")
-    return Machine(**options.model_dump())
+    return Machine(**vars(options))
 
 
 # The setting of a study: an engine with its own options, and how seconds are counted.
 
 
+@dataclass(frozen=True)
 class MeshConfig(FSDP2Config):
     """Options on FSDP2, and the one of the mesh that ``fully_shard`` is given."""
 
-    group_size: Count | None = option(
-        None, "number of ranks over which parameters are sharded; the other ranks hold copies (HSDP). None: all ranks"
+    group_size: int | None = option(
+        None,
+        "number of ranks over which parameters are sharded; the other ranks hold copies (HSDP). None: all ranks",
+        ge=1,
     )
 
 
@@ -144,8 +149,8 @@ class Setting:
 
     def of_experts(self) -> Setting:
         """This setting for experts, which have their own ranks: a group size that the user gave is that of the rest."""
-        alone = {"group_size": None} if "group_size" in fields_of(self.engine) else {}
-        return replace(self, config=self.config.model_copy(update=alone))
+        alone: dict[str, Any] = {"group_size": None} if "group_size" in fields_of(self.engine) else {}
+        return replace(self, config=replace(self.config, **alone))
 
     @property
     def training(self) -> Training:
@@ -176,7 +181,7 @@ class Share:
         """The matrix, with the cost of its work for one rank."""
         if self.tp == 1:
             return atom
-        group = {"rule": setting.rules.matrix.rule, **setting.rules.matrix.options.model_dump()}
+        group = {"rule": setting.rules.matrix.rule, **setting.rules.matrix.options}
         return replace(atom, cost=-(-cost_of(self.wholes.get(atom.name, atom.shape), group) // self.tp))
 
 
@@ -230,7 +235,7 @@ OF_OWNED_STORAGE = ("storage", "layout", "bucket_mb", "group_size")  # fields of
 def fields_of(engine: str) -> list[str]:
     """The options that an engine has."""
     hidden = OF_OWNED_STORAGE if engine.startswith("zero") else ()
-    return [name for name in ENGINES[engine].model_fields if name not in hidden]
+    return [name for name in options_in(ENGINES[engine]) if name not in hidden]
 
 
 def engine_options(engine: str, named: Mapping[str, Any], more: Sequence[str]) -> dict[str, Any]:

@@ -250,5 +250,5 @@ class Training:
     def _per_head(self, name: str) -> bool:
         choice = self.rules.matrix
         for number in overrides_of(name, "matrix", self.rules):
-            choice = choice.changed(self.rules.overrides[number].matrix, f"overrides[{number}]: matrix")
-        return getattr(choice.options, "per_head", False)
+            choice = choice.changed(self.rules.overrides[number].matrix)
+        return bool(choice.options.get("per_head", False))

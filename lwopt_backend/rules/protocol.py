@@ -16,14 +16,19 @@ from torch.profiler import record_function
 Check = Callable[[Any], Any]
 
 
-def option(default: Any, meaning: str, source: str, *, check: Check | None = None, **bounds: float) -> Any:
-    """A field of a rule's dataclass: the only declaration of an option, from which all others are derived.
+def option(
+    default: Any, meaning: str, source: str = "this package", *, check: Check | None = None, **bounds: float
+) -> Any:
+    """A field of a dataclass: the only declaration of an option of a rule or a host.
 
     ``lwopt rules`` shows ``meaning`` and ``source``, where the option comes from. ``bounds`` of a number are ``ge``,
-    ``gt`` and ``lt``. ``check`` takes the given value and returns the one that the rule uses, or raises ValueError. The
+    ``gt`` and ``lt``. ``check`` takes the given value and returns the one that is used, or raises ValueError. The
     dataclass's ``__post_init__`` checks whether options fit each other.
     """
-    return field(default=default, metadata={"meaning": meaning, "source": source, "check": check, "bounds": bounds})
+    said = {"meaning": meaning, "source": source, "check": check, "bounds": bounds}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: default, metadata=said)
+    return field(default=default, metadata=said)
 
 
 # The methods for many pieces at once, by those for one piece.

@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -24,6 +24,7 @@ from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.cli import app
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
+from lwopt_backend.config.options import Option, options_in
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES
 from lwopt_backend.plan.cost import CLUSTERS
 from tests import fsdp2, hostile, zero
@@ -72,13 +73,13 @@ def fitting(annotation: Any, default: Any) -> some.SearchStrategy[Any]:
     return some.one_of(some.sampled_from([default, *words]), *(of_kind[kind] for kind in of_kind if kind in kinds))
 
 
-def options_of(model: Any) -> Known:
-    return {key: fitting(field.annotation, field.default) for key, field in model.model_fields.items()}
+def options_of(known: Mapping[str, Option]) -> Known:
+    return {key: fitting(option.kind, option.default) for key, option in known.items()}
 
 
 def options_of_rule(name: str) -> Known:
     given = {"class": "torch.optim.Adam"} if name == "torch_optimizer" else {}
-    return options_of({**MATRIX_RULES, **ELEMENTWISE_RULES}[name].model(given, ""))
+    return options_of({**MATRIX_RULES, **ELEMENTWISE_RULES}[name].known(given))
 
 
 @some.composite
@@ -88,7 +89,7 @@ def picked(draw: Any, known: Known) -> dict[str, Any]:
     if found and draw(some.booleans()):
         found[draw(some.sampled_from(sorted(found)))] = draw(anything)
     if draw(some.integers(0, 14)) == 7:
-        wrong = [*MEANT, *GRANTED, *ADVICE, "", "lrr", "Momentum", *OwnedConfig.model_fields]
+        wrong = [*MEANT, *GRANTED, *ADVICE, "", "lrr", "Momentum", *options_in(OwnedConfig)]
         found[draw(some.sampled_from(wrong))] = draw(anything)
     return found
 
@@ -114,7 +115,7 @@ IN_PYTHON |= {"expert_params": GLOBS, "expert_group_size": some.none() | some.in
 
 def given_to(host: Any, **further: some.SearchStrategy[Any]) -> some.SearchStrategy[Any]:
     special = {"atoms": ATOMS, "overrides": OVERRIDES, "include": GLOBS, "exclude": GLOBS, "report": some.just(False)}
-    return picked({**options_of(host), **special, **further})
+    return picked({**options_of(options_in(host)), **special, **further})
 
 
 BY_SECTIONS = {**SECTIONS, "lr": some.floats(0, 1), "weight_decay": some.floats(0, 1)}
