@@ -38,10 +38,11 @@ def LayerWise(params: Iterable[Any], **options: Any) -> EngineOptimizer:
 
     Args:
         params: parameters, or param groups with their own ``lr`` and ``weight_decay``, as in torch.optim.
-        **options: ``matrix`` and ``elementwise``, each a rule's name or a mapping with ``name`` and options;
-            ``overrides``, a list of such sections with globs in ``params``; ``include``, ``exclude``, ``atoms``,
-            ``allow_no_matrix``, ``exchange_dtype`` and ``report``; ``storage``, "zero" or "owned". Storage "zero" has
-            ``policy``, ``bucket_numel`` and ``ns_device``; "owned" has ``layout``, ``bucket_mb`` and ``group_size``.
+        **options: ``matrix`` and ``elementwise``, each a rule's name or a mapping with ``name`` and options; the matrix
+            rule's options by name; ``overrides``, a list of such sections with globs in ``params``; ``include``,
+            ``exclude``, ``atoms``, ``allow_no_matrix``, ``exchange_dtype`` and ``report``; ``storage``, "zero" or
+            "owned". Storage "zero" has ``policy``, ``bucket_numel`` and ``ns_device``; "owned" has ``layout``,
+            ``bucket_mb`` and ``group_size``.
 
     Returns:
         An optimizer for one engine.
@@ -73,7 +74,12 @@ def LayerWiseMuon(params: Iterable[Any], **options: Any) -> EngineOptimizer:
     Examples:
         >>> optimizer = LayerWiseMuon(model.parameters(), lr=0.02, adamw={"lr": 3e-4})
     """
-    return _made("LayerWiseMuon", params, *settings_of(ZeROConfig, options, "LayerWiseMuon", "flat"))
+    for key in ("matrix", "elementwise"):
+        if key in options:
+            raise ValueError(
+                f'LayerWiseMuon: {key!r} names a rule, and these are Muon and AdamW; write "type": "LayerWise"'
+            )
+    return _made("LayerWiseMuon", params, *settings_of(ZeROConfig, options, "LayerWiseMuon"))
 
 
 STORAGES: dict[str, type[EngineOptimizer]] = {"zero": ZeROLayerWise, "owned": OwnedLayerWise}

@@ -25,7 +25,7 @@ def entry(peer: str) -> dict[str, Any]:
 
 def rules_for(peer: str) -> Rules:
     given = entry(peer)
-    return settings_of(ZeROConfig, given["params"], peer, "flat" if given["type"] == "LayerWiseMuon" else "sections")[0]
+    return settings_of(ZeROConfig, given["params"], peer)[0]
 
 
 def ours_for(peer: str, shape: tuple[int, int], **changed: Any) -> Trained:

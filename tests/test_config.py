@@ -59,11 +59,11 @@ def settings(**options: Any) -> Any:
 
 
 def muon_settings(given: Mapping[str, Any], where: str = "here") -> Any:
-    return settings_of(ZeROConfig, given, where, "flat")
+    return settings_of(ZeROConfig, given, where)
 
 
 def arguments(matrix: Any = "muon", **given: Any) -> Any:
-    return settings_of(OwnedConfig, {"matrix": matrix, **given}, "here", "either")
+    return settings_of(OwnedConfig, {"matrix": matrix, **given}, "here")
 
 
 class Demanding(torch.optim.SGD):
@@ -107,7 +107,8 @@ def test_sections_name_the_rules_their_options_and_those_of_some_parameters() ->
     assert norms.params == ("*.q_norm.*", "*.k_norm.*")
     assert (everything.matrix, everything.elementwise) == ({"name": "soap"}, {"name": "lion"})
     assert rules.matrix.changed(everything.matrix).rule == "soap"
-    beside, _ = settings(lr=0.5, weight_decay=0.25)
+    beside, _ = settings(lr=0.5, weight_decay=0.25, momentum=0.5, adamw={"lr": 0.125}, nesterov=False)
+    assert (beside.matrix.options["momentum"], beside.elementwise.options["lr"]) == (0.5, 0.125), "as in Python"
     assert beside.matrix.options["weight_decay"] == 0.25, "in addition to the sections: the matrix's"
     assert settings(matrix={"name": "soap"}, lr=0.5)[0].matrix.options["lr"] == 0.5
 

@@ -367,7 +367,7 @@ def test_an_update_too_small_to_change_a_weight_still_has_a_sign() -> None:
 
 
 WRONG = [
-    ("rmsprop", {"weight_decay_form": "cautious"}, "unknown key 'weight_decay_form'"),
+    ("rmsprop", {"weight_decay_form": "cautious"}, "unknown key 'rmsprop.weight_decay_form'"),
     ("adamw", {"weight_decay_form": "cautius"}, "input should be 'decoupled' or 'cautious'; found 'cautius'"),
     ("lion", {"weight_decay_form": "cautius"}, "input should be 'own' or 'cautious'; found 'cautius'"),
     ("sgd", {"momentum": 0.9, "dampening": 0.5}, "expected 0, because momentum starts with zeros here .* found 0.5;"),

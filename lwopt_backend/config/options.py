@@ -132,15 +132,6 @@ def _option(field: dataclasses.Field[Any], kind: Any) -> Option:
     return Option(field.name, default, kind, meaning or "", source or "", check)
 
 
-class WrongOptions(ValueError):
-    """Says every problem, beginning with the number of them if there are several."""
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-        several = [f"{len(problems)} wrong options"] * (len(problems) > 1)
-        super().__init__("\n  ".join([*several, *problems]))
-
-
 @contextmanager
 def within(where: str) -> Iterator[None]:
     """Let the message of a ValueError begin with ``where`` the options are."""
@@ -150,20 +141,10 @@ def within(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from error.__cause__
 
 
-@contextmanager
-def collected(problems: list[str], where: str = "") -> Iterator[None]:
-    """Add the problems that a ValueError tells to ``problems``, in place of raising it."""
-    try:
-        yield
-    except ValueError as error:
-        found = error.problems if isinstance(error, WrongOptions) else [str(error)]
-        problems += [f"{where}: {problem}" if where else problem for problem in found]
-
-
 def checked(known: Known, given: Mapping[str, Any]) -> dict[str, Any]:
     """The values of all options; of those that are left to the class, only given ones.
 
-    Raises WrongOptions with every wrong key, what was expected and found.
+    Raises ValueError with every wrong key, what was expected and found.
     """
     values, problems = {}, []
     for key, option in known.items():
@@ -179,7 +160,7 @@ def checked(known: Known, given: Mapping[str, Any]) -> dict[str, Any]:
             problems.append(str(error))
     problems += [f"unknown key {key!r}; {option_suggestion(str(key), known)}" for key in given if key not in known]
     if problems:
-        raise WrongOptions(problems)
+        raise ValueError("\n  ".join([*[f"{len(problems)} wrong options"] * (len(problems) > 1), *problems]))
     return {key: value for key, value in values.items() if value is not LEFT_TO_THE_CLASS}
 
 

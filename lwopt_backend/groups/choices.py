@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from lwopt_backend.config import foreign
 from lwopt_backend.config.hosts import HOSTS, HostConfig, ZeROConfig
-from lwopt_backend.config.options import (
-    WrongOptions,
-    checked,
-    collected,
-    option_suggestion,
-    options_in,
-    suggestion,
-    within,
-)
+from lwopt_backend.config.options import checked, options_in, suggestion, within
 from lwopt_backend.groups.optimizer_classes import class_named, path_of
-from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, options_of, rule_named
+from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, known_of, options_of, rule_named
 from lwopt_backend.routing.routing import as_globs
 
 KINDS: Mapping[str, Mapping[str, object]] = {"matrix": MATRIX_RULES, "elementwise": ELEMENTWISE_RULES}
@@ -28,7 +21,6 @@ SECTIONS = {  # and what they mean
     "overrides": "list of sections: 'params', globs on names, and their options in 'matrix' or 'elementwise'",
 }
 DEFAULTS = {"matrix": "muon", "elementwise": "adamw"}
-Form = Literal["sections", "flat", "either"]
 C = TypeVar("C", bound=HostConfig)
 
 
@@ -53,13 +45,27 @@ class Choice:
         return Choice(rule, options_of(rule, {**(self.options if keeps else {}), **given}))
 
 
+def _section(kind: str, given: Any, *, named: bool = False) -> dict[str, Any]:
+    """A rule's name, or options, as a section; if ``named``, it must have the name of a rule."""
+    given = {"name": given} if isinstance(given, str) else given
+    form = "a section with a 'name'" if named else "a section of options"
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{kind}: expected a rule's name, or {form}; found {given!r}")
+    if named and "name" not in given:
+        raise ValueError(f"{kind}: expected a key 'name', one of {', '.join(KINDS[kind])}; found {given!r}")
+    with within(kind):
+        if "name" in given:
+            _check_rule(kind, given["name"])
+        return {key: path_of(value) if key == "class" else value for key, value in given.items()}
+
+
 @dataclass(frozen=True)
 class Override:
     """Options of the parameters whose names match one of the globs ``params``; those left out stay as they are."""
 
-    params: tuple[str, ...]
-    matrix: Mapping[str, Any] = field(default_factory=dict)
-    elementwise: Mapping[str, Any] = field(default_factory=dict)
+    params: tuple[str, ...] = field(metadata={"check": partial(as_globs, option="params")})
+    matrix: Mapping[str, Any] = field(default_factory=dict, metadata={"check": partial(_section, "matrix")})
+    elementwise: Mapping[str, Any] = field(default_factory=dict, metadata={"check": partial(_section, "elementwise")})
 
 
 @dataclass(frozen=True)
@@ -71,106 +77,82 @@ class Rules:
     overrides: tuple[Override, ...] = ()
 
 
-def settings_of(host: type[C], given: Mapping[str, Any], where: str, form: Form = "sections") -> tuple[Rules, C]:
+def settings_of(host: type[C], given: Mapping[str, Any], where: str) -> tuple[Rules, C]:
     """The rules and the host's options that an optimizer is given, in JSON or in Python.
 
-    - "sections": ``matrix`` and ``elementwise``, a rule's name or a section with ``name`` and options, and
-      ``overrides``. A ``lr`` or ``weight_decay`` beside them is the matrix rule's.
-    - "flat": the options of Muon beside the host's, a section ``adamw``, and ``overrides``.
-    - "either": sections, all of the matrix rule's options beside them, a section named as the element-wise rule, and
-      ``elementwise_lr``.
-
-    Raises ValueError that begins with ``where``, for an unknown rule or option, for one of another optimizer, for a
-    wrong value, and for an option that is given twice.
+    ``matrix`` and ``elementwise`` are each a rule's name, or a section with ``name`` and options. The matrix rule's
+    options may also be beside the host's, and the element-wise rule's in a section of its name. Raises ValueError that
+    begins with ``where``: for an unknown rule or option, for one of another optimizer, for a wrong value, and for an
+    option that is given twice.
     """
     with within(where):
-        return _settings(host, given, form)
+        return _settings(host, given)
 
 
-def _settings(host: type[C], given: Mapping[str, Any], form: Form) -> tuple[Rules, C]:
-    named = () if form == "flat" else KINDS
-    rest = {key: value for key, value in given.items() if key not in named and key != "overrides"}
-    chosen = {kind: given[kind] if kind in named and kind in given else name for kind, name in DEFAULTS.items()}
-    matrix, elementwise = (_section(kind, section) for kind, section in chosen.items())
-    if form != "sections":
-        name = elementwise["name"]
-        elementwise = _merged(elementwise, _mapping(rest.pop(name, {}), name), name)
-    if form == "either" and "elementwise_lr" in rest:
-        elementwise = _merged(elementwise, {"lr": rest.pop("elementwise_lr")}, "elementwise_lr")
+def _settings(host: type[C], given: Mapping[str, Any]) -> tuple[Rules, C]:
+    rest = {**DEFAULTS, **given}
+    overrides = rest.pop("overrides", ())
+    sections = {kind: _section(kind, rest.pop(kind), named=True) for kind in DEFAULTS}
+    names = {kind: section.pop("name") for kind, section in sections.items()}
+    add(sections["elementwise"], {"lr": rest.pop("elementwise_lr")} if "elementwise_lr" in rest else {}, "elementwise")
+    add(sections["elementwise"], rest.pop(names["elementwise"], {}), names["elementwise"])
     with within("matrix"):
-        of_matrix, of_host = rule_named(matrix["name"]).known({**rest, **matrix}), options_in(host)
-    beside = {*(foreign.SHARED if form == "sections" else of_matrix)} - of_host.keys()
-    if matrix["name"] == "muon" and len(elementwise) == 1:
+        of_matrix = known_of(names["matrix"], {**rest, **sections["matrix"]})
+    of_host, known = options_in(host), {"matrix": of_matrix, "elementwise": known_of(names["elementwise"], {})}
+    beside = of_matrix.keys() - of_host.keys()
+    if names["matrix"] == "muon" and not sections["elementwise"]:
         beside -= {"eps"}  # which may be AdamW's
     theirs = {key: rest.pop(key) for key in foreign.foreign_keys(rest, {*beside, *of_host})}
+    add(sections["matrix"], {key: rest.pop(key) for key in [*rest] if key in beside}, "matrix")
     if theirs:
-        beside = {*of_matrix} - of_host.keys()
-    matrix = _merged({key: rest.pop(key) for key in [*rest] if key in beside}, matrix, "matrix")
-    sections = {"matrix": matrix, "elementwise": elementwise}
-    if not theirs:
-        return _checked(host, sections, rest, given.get("overrides", ()), form)
-    if given.get("overrides"):
-        rest["overrides"] = given["overrides"]
+        halves = {kind: {"name": names[kind], **section} for kind, section in sections.items()}
+        _refuse(host, theirs, halves, {**rest, **({"overrides": overrides} if overrides else {})})
+    places = {"matrix": "matrix." * any(key in of_host for key in of_matrix), "elementwise": f"{names['elementwise']}."}
+    table = {places[kind] + key: option for kind, of_rule in known.items() for key, option in of_rule.items()}
+    flat = {places[kind] + key: value for kind, section in sections.items() for key, value in section.items()}
+    for key in rest:
+        _check_place(key, host)
+    values = checked({**table, **of_host}, {**flat, **rest})
+    host.check_given(rest)
+    made = {}
+    for kind, of_rule in known.items():
+        found = {key: values[places[kind] + key] for key in of_rule if places[kind] + key in values}
+        made[kind] = Choice(names[kind], found)
+        with within(kind):
+            rule_named(names[kind]).check(found)
+    config = host(**{key: values[key] for key in of_host})
+    return Rules(**made, overrides=_overrides(overrides, made)), config
+
+
+def _refuse(
+    host: type[HostConfig], theirs: Mapping[str, Any], halves: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any]
+) -> NoReturn:
+    """Raises ValueError for another optimizer's keys, with what to write instead, which is accepted."""
     in_entry = issubclass(host, ZeROConfig)
-    written = {**foreign.translated(theirs, sections, in_entry=in_entry), **rest}
-    _settings(host, written, "sections")  # so that what is printed is accepted
+    written = {**foreign.translated(theirs, halves, in_entry=in_entry), **rest}
+    _settings(host, written)
     raise ValueError(foreign.advice(theirs, written, in_entry=in_entry))
 
 
-def _checked(
-    host: type[C], sections: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any], overrides: Any, form: Form
-) -> tuple[Rules, C]:
-    """The rules of both sections, and the host's options, which are in ``rest``."""
-    problems: list[str] = []
-    made: dict[str, Choice] = {}
-    own = {key: value for key, value in rest.items() if key in options_in(host)}
-    for kind, section in sections.items():
-        place = kind if form != "flat" else "adamw" * (kind == "elementwise")
-        with collected(problems, place):
-            options = {key: value for key, value in section.items() if key != "name"}
-            made[kind] = Choice(section["name"], options_of(section["name"], options))
-    with collected(problems):
-        host.check_given(own)
-        checked(options_in(host), own)
-    problems += [_unknown(key, host, sections, form) for key in rest if key not in own]
-    if problems:
-        raise WrongOptions(problems)
-    return Rules(**made, overrides=_overrides(overrides, made)), host(**checked(options_in(host), own))
+def _check_place(key: str, host: type[HostConfig]) -> None:
+    """Raises ValueError for an option of other hosts only, and for a rule's name."""
+    others = [other for other in HOSTS.values() if key in options_in(other)]
+    if others and key not in options_in(host):
+        raise ValueError(host.lacks(repr(key), *others))
+    for kind, rules in KINDS.items():
+        if key in rules:
+            raise ValueError(f"unknown key {key!r}; write {{{kind!r}: {{'name': {key!r}, ...}}}}")
 
 
-def _unknown(key: str, host: type[HostConfig], sections: Mapping[str, Mapping[str, Any]], form: Form) -> str:
-    """What to do instead of giving this key."""
-    if others := [other for other in HOSTS.values() if key in options_in(other)]:
-        return host.lacks(repr(key), *others)
-    kind = next((kind for kind, rules in KINDS.items() if key in rules), None)
-    if kind and form != "flat":
-        return f"unknown key {key!r}; write {{{kind!r}: {{'name': {key!r}, ...}}}}"
-    prefixes = {"matrix": "" if form != "sections" else "matrix."}
-    prefixes["elementwise"] = "elementwise." if form == "sections" else f"{sections['elementwise']['name']}."
-    known = [f"{prefixes[kind]}{each}" for kind, of in sections.items() for each in rule_named(of["name"]).known(of)]
-    known += [*options_in(host), "overrides", *(KINDS if form != "flat" else ())]
-    return f"unknown key {key!r}; {option_suggestion(key, known)}"
-
-
-def _mapping(given: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where}: expected a section of options; found {given!r}")
-    return given
-
-
-def _section(kind: str, given: Any, *, named: bool = True) -> dict[str, Any]:
-    """A rule's name, or options, as a section; if ``named``, it must have the name of a rule."""
-    with within(kind):
-        if isinstance(given, str):
-            given = {"name": given}
-        if not isinstance(given, Mapping):
-            form = "a section with a 'name'" if named else "a section of options"
-            raise ValueError(f"expected a rule's name, or {form}; found {given!r}")
-        if named and "name" not in given:
-            raise ValueError(f"expected a key 'name', one of {', '.join(KINDS[kind])}; found {given!r}")
-        if "name" in given:
-            _check_rule(kind, given["name"])
-        return {key: path_of(value) if key == "class" else value for key, value in given.items()}
+def add(section: dict[str, Any], more: Any, what: str) -> None:
+    """Add options to a section. Raises ValueError for one that it has, and if ``more`` is no mapping."""
+    if not isinstance(more, Mapping):
+        raise ValueError(f"{what}: expected a section of options; found {more!r}")
+    for key, value in more.items():
+        if key in section:
+            given = f"{key!r} is given twice, as {value!r} and in {what!r} as {section[key]!r}"
+            raise ValueError(f"{given}; leave one out")
+        section[key] = value
 
 
 def _check_rule(kind: str, name: object) -> None:
@@ -185,15 +167,6 @@ def _check_rule(kind: str, name: object) -> None:
         raise ValueError(f"unknown rule {name!r}; {of_other if is_other else suggestion(name, KINDS[kind])}")
 
 
-def _merged(options: Mapping[str, Any], more: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The union. Raises ValueError for a key that both have."""
-    for key, value in more.items():
-        if key in options:
-            given = f"{key!r} is given twice, as {options[key]!r} and in {what!r} as {value!r}"
-            raise ValueError(f"{given}; leave one out")
-    return {**options, **more}
-
-
 def _overrides(given: Any, chosen: Mapping[str, Choice]) -> tuple[Override, ...]:
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
         raise ValueError(f"overrides: expected a list of sections with 'params'; found {given!r}")
@@ -202,14 +175,11 @@ def _overrides(given: Any, chosen: Mapping[str, Choice]) -> tuple[Override, ...]
         with within(f"overrides[{number}]"):
             if not isinstance(entry, Mapping) or not entry.get("params"):
                 raise ValueError(f"expected a section with 'params', a glob on names or several; found {entry!r}")
-            for key in entry:
-                if key not in ("params", *KINDS):
-                    raise ValueError(f"unknown key {key!r}; {suggestion(str(key), ('params', *KINDS))}")
-            sections = {kind: _section(kind, entry[kind], named=False) for kind in KINDS if kind in entry}
-            if not any(sections.values()):
+            override = Override(**checked(options_in(Override), entry))
+            if not (override.matrix or override.elementwise):
                 raise ValueError("expected options in 'matrix' or 'elementwise'; found none")
-            for kind, section in sections.items():
+            for kind, choice in chosen.items():
                 with within(kind):
-                    chosen[kind].changed(section)
-            overrides.append(Override(as_globs(entry["params"], "params"), **sections))
+                    choice.changed(getattr(override, kind))
+            overrides.append(override)
     return tuple(overrides)

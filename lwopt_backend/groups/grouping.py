@@ -270,7 +270,7 @@ class Given(NamedTuple):
 
     def decide(self, config: type[C], model: nn.Module) -> tuple[Rules, C, Grouping]:
         """Validate options and route parameters. Raises ValueError for wrong options, and for foreign parameters."""
-        rules, settings = settings_of(config, self.options, NAME, "either")
+        rules, settings = settings_of(config, self.options, NAME)
         trained = [param for param in model.parameters() if param.requires_grad]
         groups = as_groups(trained if self.params is None else self.params)
         return rules, settings, group_parameters(model, groups, rules, settings)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT, SHARED
 from lwopt_backend.config.hosts import HOSTS, NAME, HostConfig
 from lwopt_backend.config.options import Known, glob_suggestion, nearest, option_suggestion, options_in, within
-from lwopt_backend.groups.choices import Choice, Rules
+from lwopt_backend.groups.choices import Choice, Rules, add
 from lwopt_backend.groups.registry import (
     BLOCK_STEP,
     ELEMENTWISE_RULES,
@@ -24,8 +24,8 @@ from lwopt_backend.groups.registry import (
     check_torchs_keys,
     is_cautious,
     known_in,
+    known_of,
     optimizer_arguments,
-    rule_named,
     rule_of,
 )
 from lwopt_backend.routing.routing import named_like
@@ -277,7 +277,8 @@ def split(
     """
     parts = []
     for number, group in enumerate(groups):
-        matrix, elementwise, extra = _options(group, rules, f"param group {number}")
+        with within(f"param group {number}"):
+            matrix, elementwise, extra = _options(group, rules)
         for kind, choice in (("matrix", matrix), ("elementwise", elementwise)):
             wanted = [p for p in group["params"] if is_matrix.get(id(p)) == (kind == "matrix")]
             by_overrides: dict[tuple[int, ...], list[Any]] = {}
@@ -313,49 +314,39 @@ def overrides_of(name: str, kind: str, rules: Rules) -> tuple[int, ...]:
     )
 
 
-def _options(group: Mapping[str, Any], rules: Rules, where: str) -> tuple[Choice, Choice, dict[str, Any]]:
+def _options(group: Mapping[str, Any], rules: Rules) -> tuple[Choice, Choice, dict[str, Any]]:
     """A group's rules with its own options, and its keys that are none."""
-    name, of_matrix, of_others = (
-        rules.elementwise.rule,
-        *(rule_named(each.rule).known(each.options) for each in (rules.matrix, rules.elementwise)),
-    )
+    name = rules.elementwise.rule
+    of_matrix, of_others = (known_of(each.rule, each.options) for each in (rules.matrix, rules.elementwise))
+    rest = {key: value for key, value in group.items() if key != "params"}
     sections: dict[str, dict[str, Any]] = {"matrix": {}, "elementwise": {}}
-    extra = {}
-    for key, value in group.items():
-        kind = "elementwise" if key == name else key
-        if kind in sections:
-            if not isinstance(value, Mapping):
-                raise ValueError(f"{where}: {key}: expected a section of options; found {value!r}")
-            sections[kind].update(value)
-        elif key in of_matrix:
-            sections["matrix"].setdefault(key, value)
-        elif key != "params":
-            if wrong := _wrong(str(key), name, of_matrix, of_others):
-                raise ValueError(f"{where}: {wrong}")
-            extra[key] = value
-    shared = {key: group[key] for key in SHARED if key in group and key in of_others}
-    with within(f"{where}, {name!r}"):
-        elementwise = rules.elementwise.changed({**shared, **sections["elementwise"]})
-    with within(where):
-        return rules.matrix.changed(sections["matrix"]), elementwise, extra
+    for key, kind in (("matrix", "matrix"), ("elementwise", "elementwise"), (name, "elementwise")):
+        add(sections[kind], rest.pop(key, {}), key)
+    shared = {key: rest[key] for key in SHARED if key in rest and key in of_others}
+    add(sections["matrix"], {key: rest.pop(key) for key in [*rest] if key in of_matrix}, "matrix")
+    for key in rest:
+        _check_extra(str(key), name, of_matrix, of_others)
+    matrix = rules.matrix.changed(sections["matrix"])
+    with within(name):
+        return matrix, rules.elementwise.changed({**shared, **sections["elementwise"]}), rest
 
 
-def _wrong(key: str, name: str, of_matrix: Known, of_others: Known) -> str | None:
-    """What is wrong with a key that looks like an option but would do nothing; other keys are the user's.
+def _check_extra(key: str, name: str, of_matrix: Known, of_others: Known) -> None:
+    """Raises ValueError for a key that looks like an option but would do nothing; other keys are the user's.
 
     ``name`` is the element-wise rule's.
     """
     if key in of_others:
-        return f"{key!r} is an option of {name!r}; write it into the group's section {name!r}"
+        raise ValueError(f"{key!r} is an option of {name!r}; write it into the group's section {name!r}")
     if any(key in options_in(config) for config in HOSTS.values()):
-        return f"{key!r} is an option of the whole optimizer, not of a param group"
+        raise ValueError(f"{key!r} is an option of the whole optimizer, not of a param group")
     if key in OURS or key == BLOCK_STEP:
-        return f"{key!r} is a key that this optimizer writes itself; rename yours"
+        raise ValueError(f"{key!r} is a key that this optimizer writes itself; rename yours")
     known = ["params", "matrix", "elementwise", name, *of_matrix]
-    if not nearest(key, known, cutoff=0.8) and not {key.lower()} & {*MEANT, *GRANTED, *ADVICE}:
-        return None
-    meant = MEANT.get(key.lower(), key).removeprefix("matrix.").replace("elementwise", name)
-    return f"unknown key {key!r}; {option_suggestion(meant, [*known, *(f'{name}.{each}' for each in of_others)])}"
+    if nearest(key, known, cutoff=0.8) or {key.lower()} & {*MEANT, *GRANTED, *ADVICE}:
+        meant = MEANT.get(key.lower(), key).removeprefix("matrix.").replace("elementwise", name)
+        hint = option_suggestion(meant, [*known, *(f"{name}.{option}" for option in of_others)])
+        raise ValueError(f"unknown key {key!r}; {hint}")
 
 
 def rates(groups: Groups) -> list[tuple[str, int, str, str]]:

@@ -234,14 +234,18 @@ def rule_named(name: str) -> MatrixEntry | ElementwiseEntry:
     return rules[name]
 
 
-def options_of(rule: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a rule's options; a class becomes its path. Raises ValueError for wrong ones."""
-    entry = rule_named(rule)
-    known = entry.known(given)
+def known_of(rule: str, given: Mapping[str, Any]) -> Known:
+    """A rule's options, if it is given these."""
+    known = rule_named(rule).known(given)
     if "lr" not in known:
         raise ValueError(f"{rule!r} has no option 'lr', which schedules write to every param group")
-    values = checked(known, given)
-    entry.check(values)
+    return known
+
+
+def options_of(rule: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a rule's options; a class becomes its path. Raises ValueError for wrong ones."""
+    values = checked(known_of(rule, given), given)
+    rule_named(rule).check(values)
     return values
 
 
@@ -268,7 +272,7 @@ def rule_of(group: Mapping[str, Any]) -> str:
 
 def known_in(group: Mapping[str, Any]) -> Known:
     """The options of a param group's rule."""
-    return rule_named(rule_of(group)).known(group)
+    return known_of(rule_of(group), group)
 
 
 def arguments(group: Mapping[str, Any]) -> dict[str, Any]:
