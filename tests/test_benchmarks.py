@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks import conformance, step
+from benchmarks.convert import UNIVERSAL
 from benchmarks.public_models import study
 from benchmarks.step_systems import DEEPSPEEDS, OURS, TORCHS, Hooks, Setting, built, systems
 from benchmarks.step_watch import Watch
@@ -78,6 +79,22 @@ def test_figures_of_conversion_are_those_of_the_results() -> None:
     rows = [row for row in results("convert") if row["GB"] > 1]
     expected = [[f"`{row['what']}`", row["of"], *(shown(row.get(key)) for key in figures)] for row in rows]
     assert table("benchmarks", "Conversion, saving and loading")[1:] == expected
+    of = {(row["what"], row["of"]): row for row in rows}
+    pairs = [(of[UNIVERSAL, stage], of["ds_to_universal", stage]) for stage in ("ZeRO 2", "ZeRO 3")]
+    cpu = [f"{ours['cpu s'] / theirs['cpu s']:.2f}" for ours, theirs in pairs]
+    (memory,) = {f"{ours['anonymous GiB'] / theirs['anonymous GiB']:.2f}" for ours, theirs in pairs}
+    (read,) = {f"{ours['read GB'] / ours['GB']:.2f}" for ours, _ in pairs}
+    assert (
+        f"[{cpu[0]} (ZeRO 2) and {cpu[1]} (ZeRO 3) of its CPU time, {memory} of its memory, and {read} bytes read per "
+        "byte needed]"
+    ) in PAGES["README"]
+    computed = []
+    for (ours, theirs), nbytes in zip(pairs, (14, 12)):
+        gigabytes = 70 * nbytes
+        minutes = [1e3 * gigabytes / row["MB/s"] / 60 for row in (ours, theirs)]
+        minutes.insert(1, ours["cpu s"] * gigabytes / ours["GB"] / 60)
+        computed.append([ours["of"], str(gigabytes), str(70 * 12), *(f"{each:.0f}" for each in minutes)])
+    assert table("benchmarks", "Converting 70 B parameters")[1:] == computed
 
 
 def test_memory_in_the_readme_is_what_lwopt_plan_prints(tmp_path: Path) -> None:
