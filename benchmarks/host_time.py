@@ -165,13 +165,13 @@ def of_all_engines(_: int) -> Figures:
 
 # Owned storage, with real tensors: torch walks the lists of collectives inside its functions.
 
-BUCKETS, WIDTH = 128, 64  # of square matrices, one of which is a bucket
+BUCKETS, OWNERS, WIDTH = 128, 2, 64  # of square matrices, each with its own owner
 
 
 def of_buckets(ranks: int, rounds: int) -> Figures:
     """Milliseconds in which compact buckets leave for their owners and return, without the rule's step."""
     torch.set_num_threads(1)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BUCKETS))).to(torch.bfloat16)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BUCKETS * OWNERS))).to(torch.bfloat16)
     gather, ones = dist.all_gather, [torch.zeros(1) for _ in range(ranks)]
 
     def all_gather(parts: list[Tensor], mine: Tensor, **kwargs: Any) -> Any:
@@ -179,10 +179,10 @@ def of_buckets(ranks: int, rounds: int) -> Figures:
         return gather(ones[: len(parts)], ones[0], **kwargs)
 
     with pretended(0, ranks, lambda mine, count: [mine] * count), replaced(dist, "all_gather", all_gather):
-        size = WIDTH**2 * 2 / 2**20
+        size = OWNERS * WIDTH**2 * 2 / 2**20
         optimizer = LayerWiseOptimizer(model, report=False, layout="compact", bucket_mb=size, overlap_grad_reduce=False)
         buckets = optimizer.core.manager.buckets
-        assert len(buckets) == BUCKETS, len(buckets)
+        assert [len(bucket.bucket.slots) for bucket in buckets] == [OWNERS] * BUCKETS
 
         def exchange() -> None:
             for bucket in buckets:

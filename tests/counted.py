@@ -51,10 +51,11 @@ class Counted:
             pending = all_to_all(self, received, sent, into, out)
             return started(self, "uneven" if out else "even", sent, outgoing, pending)
 
-        def gather(self: TorchCollectives, parts: Any, whole: Any) -> Any:
-            numel = (self.world_size - 1) * parts[self.rank].numel()
-            counted.most_bytes = max(counted.most_bytes, sum(part.nbytes for part in parts))
-            return started(self, "gathered", parts[self.rank], numel, all_gather(self, parts, whole))
+        def gather(self: TorchCollectives, buffer: Tensor, owned: Any = None) -> Any:
+            sizes = {rank: stop - start for rank, start, stop in owned or ()}
+            mine = sizes.get(self.rank, 0) if owned else buffer.numel() // self.world_size
+            counted.most_bytes = max(counted.most_bytes, buffer.nbytes)
+            return started(self, "gathered", buffer, (self.world_size - 1) * mine, all_gather(self, buffer, owned))
 
         TorchCollectives.all_to_all, TorchCollectives.all_gather_parts = to_all, gather
         return self

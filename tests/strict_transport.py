@@ -136,6 +136,8 @@ class StrictWork(dist.Work):
                 torch.cuda.current_stream().synchronize()  # for the stream that waits, which may be another
         self._works = [works] if isinstance(works, dist.Work) else works
         self._waited = False
+        if group.together is not None:
+            group.together.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._waited:
@@ -187,6 +189,17 @@ class StrictWork(dist.Work):
             self.wait()
         elif self._caller.owner is None or self._caller.owner() is not None:
             found(f"{self._caller.place}: the Work of {self._kind} was dropped without a wait")
+
+
+class StrictWorks(dist.Work):
+    """Collectives that were started together, and have one handle."""
+
+    def __init__(self, works: Sequence[StrictWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return all([work.wait() for work in self._works])
 
 
 def _staged(tensor: Tensor) -> Tensor:
@@ -246,6 +259,7 @@ class StrictGroup(dist.ProcessGroup):
         self.ranks = list(options.global_ranks_in_group) or list(range(self._size))
         self._store, self._number, self._id, self._timeout = options.store, 0, options.group_id, options.timeout
         self._came = True  # all ranks, to every collective until now
+        self.together: list[StrictWork] | None = None  # what was started since coalescing began
 
     # What torch asks a group and its backend
 
@@ -322,6 +336,22 @@ class StrictGroup(dist.ProcessGroup):
         ways = (tensors, []) if opts.rootRank == self._me else ([], tensors)
         alike = (opts.rootRank, tensors[0].numel())
         return StrictWork(self, "broadcast", *ways, lambda ins, outs: self._gloo.broadcast([*ins, *outs], opts), *alike)
+
+    def reduce(self, tensors: Any, opts: Any) -> Any:
+        into = tensors if opts.rootRank == self._me else []
+
+        def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return self._gloo.reduce(outs or ins, opts)
+
+        alike = (opts.rootRank, tensors[0].numel(), _reduction(opts))
+        return StrictWork(self, "reduce", tensors, into, launch, *alike)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.together = []
+
+    def _end_coalescing(self, device: torch.device) -> StrictWorks:
+        works, self.together = self.together, None
+        return StrictWorks(works or [])
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         return self._all_gather("all_gather", inputs[0], outputs[0], opts)

@@ -3,7 +3,7 @@ the allocator's own events, and by formulas. That plans say it too: rehearsals, 
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,15 @@ def chain(layers: int, width: int = 40) -> nn.Module:
 def nothing_sent() -> Iterator[None]:
     """Bucket collectives that give a rank its own share and allocate nothing: gloo copies what it reduces."""
 
-    def reduce_scatter(self: TorchCollectives, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
-        mine.copy_(parts[self.rank])
+    def reduce_scatter(self: TorchCollectives, mine: Tensor, buffer: Tensor, owned: Any) -> Pending:
+        if len(mine):
+            starts = {rank: start for rank, start, _ in owned or ()}
+            mine.copy_(buffer.narrow(0, starts.get(self.rank, self.rank * len(mine)), len(mine)))
         return DONE
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchCollectives, "reduce_scatter_parts", reduce_scatter)
-        patch.setattr(TorchCollectives, "all_gather_parts", lambda self, parts, whole: DONE)
+        patch.setattr(TorchCollectives, "all_gather_parts", lambda self, buffer, owned: DONE)
         patch.setattr(TorchCollectives, "start_all_reduce", lambda self, tensor: DONE)
         yield
 

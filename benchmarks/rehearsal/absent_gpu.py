@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 import lwopt_backend
 from lwopt_backend.runtime import collectives
+from lwopt_backend.runtime.collectives import TorchCollectives
 
 DEVICE = torch.device("cuda", 0)
 REAL_NUMEL = 2**16  # larger tensors on the CPU are also fake
@@ -294,6 +295,15 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
         ordered = tensor.is_contiguous(memory_format=memory_format)
         return tensor if ordered else tensor.clone(memory_format=memory_format)
 
+    def each(ranks: TorchCollectives, start: Any, options: Any, parts: Mapping[int, Tensor]) -> Any:
+        """The collective of a list of all ranks' parts, which NCCL performs likewise: it is recorded as one."""
+        empty = next(iter(parts.values())).new_empty(0)
+        of_all = [parts.get(rank, empty) for rank in range(ranks.world_size)]
+        mine, group = of_all[ranks.rank], ranks.group
+        if isinstance(options, dist.ReduceOptions):
+            return collectives._started(dist.reduce_scatter(mine, of_all, group=group, async_op=True))
+        return collectives._started(dist.all_gather(of_all, mine, group=group, async_op=True))
+
     # The methods are those with which torch's Python side asks for the GPU's driver.
     instead: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: DEVICE.index),
@@ -304,6 +314,7 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
         (torch.accelerator, "is_available", lambda: True),  # so what should be pinned is
         (torch, "tensor", made),
         (Tensor, "tolist", tolist),
+        (TorchCollectives, "_each", each),
         (collectives, "_started", lambda work: recorder.started(started(work))),
         (torch.cuda, "is_initialized", lambda: True),
         (torch.cuda, "get_rng_state", lambda device=None: None),

@@ -199,6 +199,9 @@ class _All:
 DONE = _All()
 
 
+Owned = Sequence[tuple[int, int, int]]  # rank, start and stop of parts of a buffer, in the same order on all ranks
+
+
 class Collectives:
     """The collectives of one group of ranks. All ranks call the same methods in the same order.
 
@@ -251,7 +254,7 @@ class Collectives:
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
 
-    # For buffers that are cut into one part per rank
+    # For buffers that are cut into one part per rank: equal ones in rank order, or those that some ranks own
 
     def check_device(self, device: torch.device) -> None:
         """Raises ValueError if the backend for ``device`` is gloo and the device is not the CPU: gloo has no
@@ -261,13 +264,16 @@ class Collectives:
         """Whether the group has a backend for the tensor's device, and the tensor is dense."""
         return True
 
-    def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
-        """Start summing all ranks' parts for this rank into ``mine``; ``whole`` is the buffer if parts are equal."""
-        mine.copy_(parts[0])
+    def reduce_scatter_parts(self, mine: Tensor, buffer: Tensor, owned: Owned | None) -> Pending:
+        """Start summing all ranks' parts for this rank into ``mine``; ``owned`` is None if parts are equal.
+
+        Afterwards the parts of other ranks in ``buffer`` have any values.
+        """
+        mine.copy_(buffer)
         return DONE
 
-    def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
-        """Start filling every part with its owner's values; ``whole`` is the buffer if parts are equal."""
+    def all_gather_parts(self, buffer: Tensor, owned: Owned | None = None) -> Pending:
+        """Start filling every part of ``buffer`` with its owner's values; ``owned`` is None if parts are equal."""
         return DONE
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
@@ -360,6 +366,7 @@ class TorchCollectives(Collectives):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = None if group is None else weakref.ref(group)
+        self._gloo: dict[torch.device, bool] = {}
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
@@ -392,7 +399,9 @@ class TorchCollectives(Collectives):
             raise ValueError(f"expected NCCL for parameters on {device}, found gloo in the process group; use NCCL")
 
     def _is_gloo(self, device: torch.device) -> bool:
-        return self.process_group._get_backend(device).name() == "gloo"
+        if device not in self._gloo:
+            self._gloo[device] = self.process_group._get_backend(device).name() == "gloo"
+        return self._gloo[device]
 
     def sends(self, tensor: Tensor) -> bool:
         if tensor.layout != torch.strided or tensor.device.type == "meta":
@@ -460,19 +469,37 @@ class TorchCollectives(Collectives):
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
 
-    def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
-        if whole is not None:
-            return _started(_reduce_scatter(mine, whole, group=self.group, async_op=True))
-        return _started(dist.reduce_scatter(mine, list(parts), group=self.group, async_op=True))
+    def reduce_scatter_parts(self, mine: Tensor, buffer: Tensor, owned: Owned | None) -> Pending:
+        if owned is None:
+            return _started(_reduce_scatter(mine, buffer, group=self.group, async_op=True))
+        parts = {rank: buffer[start:stop] for rank, start, stop in owned}
+        if self.rank in parts:
+            parts[self.rank] = mine.copy_(parts[self.rank])
+        return self._each(self.process_group.reduce, dist.ReduceOptions(), parts)
 
-    def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
-        if whole is not None:
-            return _started(_all_gather(whole, parts[self.rank], group=self.group, async_op=True))
-        if self._is_gloo(parts[0].device):  # it has no all-gather of unequal parts; NCCL's is also a broadcast of each
-            senders = [(rank, part) for rank, part in enumerate(parts) if part.numel()]
-            works = [dist.broadcast(part, group=self.group, group_src=rank, async_op=True) for rank, part in senders]
-            return _All([_started(work) for work in works])
-        return _started(dist.all_gather(list(parts), parts[self.rank], group=self.group, async_op=True))
+    def all_gather_parts(self, buffer: Tensor, owned: Owned | None = None) -> Pending:
+        if owned is None:
+            mine = buffer.view(self.world_size, -1)[self.rank]
+            return _started(_all_gather(buffer, mine, group=self.group, async_op=True))
+        parts = {rank: buffer[start:stop] for rank, start, stop in owned}
+        return self._each(self.process_group.broadcast, dist.BroadcastOptions(), parts)
+
+    def _each(self, start: Callable[..., Any], options: Any, parts: Mapping[int, Tensor]) -> Pending:
+        """Start a reduction to each of these ranks, or a broadcast from it; on NCCL they are one launch.
+
+        So are torch's collectives of lists, but these walk all ranks, of which few own a part of a bucket. The group's
+        methods are what ``dist.reduce`` and ``dist.broadcast`` call, in a third of the time.
+        """
+        group, device = self.process_group, next(iter(parts.values())).device
+        together = len(parts) > 1 and not self._is_gloo(device)
+        works, options.asyncOp = [], True
+        if together:
+            group._start_coalescing(device)
+        for options.rootRank, part in parts.items():
+            works.append(start([part], options))
+        if together:
+            return _started(group._end_coalescing(device))
+        return _All([_started(work) for work in works])
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         return _started(dist.all_reduce(tensor, group=self.group, async_op=True))

@@ -205,9 +205,8 @@ class Copies:
 
     def start(self, whole: Tensor) -> Arrival:
         """Fill the other ranks' parts of ``whole``. Called on all ranks of the column."""
-        parts = whole.view(self._column.world_size, self._part).unbind()
-        sending((len(parts) - 1) * parts[0].nbytes)
-        return Arrival(self, whole, whole, self._column.all_gather_parts(parts, whole))
+        sending((self._column.world_size - 1) * self._part * whole.itemsize)
+        return Arrival(self, whole, whole, self._column.all_gather_parts(whole))
 
 
 def ways_to_owners(plan: MatrixPlan, collectives: Collectives, device: torch.device) -> list[Way]:

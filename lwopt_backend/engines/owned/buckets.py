@@ -66,7 +66,7 @@ class Ledger:
 
 
 # The two collectives of a bucket, on every transport: a reduce-scatter brings gradients to the parts' owners, and an
-# all-gather brings new parts to all ranks; of equal parts if the layout has them, otherwise of a list of parts.
+# all-gather brings new parts to all ranks. Without equal parts, these are a reduction and a broadcast of each owner.
 
 
 @dataclass
@@ -114,22 +114,17 @@ class PartsPending:
             self.reduced = None
 
 
-def split(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
-    """Views of a buffer's parts, in rank order."""
-    return [buffer[start:stop] for start, stop in bucket.parts]
-
-
 def reduce_parts(
     buffer: Tensor, bucket: Bucket, ranks: Collectives, ledger: Ledger, *, keep: bool = False
 ) -> PartsPending:
     """Start summing all ranks' ``buffer`` at the parts' owners. Frees it when done, unless ``keep``."""
-    parts = split(buffer, bucket)
     ledger.send("gradients", bucket.sent_numels(ranks.rank)[0] * buffer.itemsize)
     if ranks.world_size == 1 and not keep:
         return PartsPending(EXCHANGE_OUT, DONE, ledger, buffer)
-    mine = ledger.empty(parts[ranks.rank].numel(), buffer.dtype, buffer.device)
+    start, stop = bucket.parts[ranks.rank]
+    mine = ledger.empty(stop - start, buffer.dtype, buffer.device)
     with phase(EXCHANGE_OUT):
-        pending = ranks.reduce_scatter_parts(mine, parts, buffer if bucket.even else None)
+        pending = ranks.reduce_scatter_parts(mine, buffer, None if bucket.even else bucket.owned)
     return PartsPending(EXCHANGE_OUT, pending, ledger, mine, None if keep else buffer)
 
 
@@ -141,7 +136,7 @@ def return_parts(
     if ranks.world_size == 1:
         return PartsPending(EXCHANGE_BACK, DONE, ledger)
     with phase(EXCHANGE_BACK):
-        pending = ranks.all_gather_parts(split(buffer, bucket), buffer if bucket.even else None)
+        pending = ranks.all_gather_parts(buffer, None if bucket.even else bucket.owned)
     return PartsPending(EXCHANGE_BACK, pending, ledger)
 
 
@@ -378,7 +373,8 @@ class BucketBuffers:
     def _add(self, came: Tensor) -> None:
         if self._keep_full:
             assert self.full is not None
-            split(self.full, self.bucket)[self.sharers.instance.rank].copy_(came.div_(self._rest))
+            start, _ = self.bucket.parts[self.sharers.instance.rank]
+            self.full.narrow(0, start, len(came)).copy_(came.div_(self._rest))
             self._ledger.free(came)
         elif self.mine is None:
             self.mine, self._averaged = came, False

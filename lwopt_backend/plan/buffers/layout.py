@@ -90,7 +90,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One bucket's buffer of ``numel`` elements. Rank r of those that share it owns ``parts[r]``, a (start, stop)."""
+    """One bucket's buffer of ``numel`` elements. Rank r of those that share it owns ``parts[r]``, a (start, stop).
+
+    ``owned`` is (rank, start, stop) of the parts that have elements. ``even`` is whether all are equal and in rank
+    order, so that fixed-size collectives can exchange them.
+    """
 
     kind: Kind
     layout: BucketLayout
@@ -99,6 +103,8 @@ class Bucket:
     parts: tuple[tuple[int, int], ...]
     numel: int
     padding: int = field(init=False)  # elements of the buffer that no parameter has
+    even: bool = field(init=False)
+    owned: tuple[tuple[int, int, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "padding", self.numel - sum(slot.numel for slot in self.slots))
@@ -114,12 +120,11 @@ class Bucket:
             end = stop
         if end != self.numel:
             raise ValueError(f"parts {self.parts} are not a partition of {self.numel} elements")
-
-    @property
-    def even(self) -> bool:
-        """Whether the parts are equal and in rank order, so that fixed-size collectives can exchange them."""
         size = self.numel // len(self.parts)
-        return all(part == (rank * size, (rank + 1) * size) for rank, part in enumerate(self.parts))
+        even = all(part == (rank * size, (rank + 1) * size) for rank, part in enumerate(self.parts))
+        owned = tuple((rank, start, stop) for rank, (start, stop) in enumerate(self.parts) if start < stop)
+        object.__setattr__(self, "even", even)
+        object.__setattr__(self, "owned", owned)
 
     def pieces(self, rank: int) -> Iterator[Piece]:
         """The pieces that ``rank`` owns, in the order of the buffer."""
