@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import glob_suggestion, suggestion
+from lwopt_backend.groups import Group
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, new_state, rule_of
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.state import StateStore, check_fits, keeps_state, put
@@ -100,7 +101,6 @@ def check_form(what: str, form: str) -> None:
 # Loading whole tensors by parameter name into this package's optimizers: every rank takes what it owns or stores.
 
 WHAT = "load_named_state"
-Group = Mapping[str, Any]
 Parts = tuple[Sequence[Group], Mapping[Any, Any]]  # of a state dict: its param groups, and its state
 
 

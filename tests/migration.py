@@ -30,7 +30,7 @@ def rules_for(peer: str) -> Rules:
 
 def ours_for(peer: str, shape: tuple[int, int], **changed: Any) -> Trained:
     """A matrix under the page's settings."""
-    return Trained(rule_of("muon", **{**rules_for(peer).matrix.options, **changed}), random(shape, 1))
+    return Trained(rule_of("muon", **{**rules_for(peer).matrix, **changed}), random(shape, 1))
 
 
 def distance(ours: Tensor, theirs: Tensor, start: Tensor) -> float:

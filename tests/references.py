@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lwopt_backend import register_elementwise
 from lwopt_backend.config.hosts import HostConfig
+from lwopt_backend.groups.optimizer_classes import class_of
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, build_matrix_rule, options_of
 from lwopt_backend.rules import MatrixRule, OwnerStateRule
 from lwopt_backend.runtime.elementwise import Counters
@@ -43,7 +44,7 @@ register_elementwise(
     "adabelief",
     pytorch_optimizer.AdaBelief,
     new_state=state_of("exp_avg", "exp_avg_var", step=torch.int64),
-    counters=lambda options: Counters(group={"step": ("step", int)}),
+    counters=Counters(group={"step": ("step", int)}),
     source=REGISTERED,
 )
 MUON = {"lr": 0.02, "weight_decay": 0.1}
@@ -246,7 +247,7 @@ def elementwise_optimizer(params: list[Tensor], section: dict[str, Any]) -> torc
     if "weight_decay_form" in section:
         return Cautious(params, section)
     options = {key: value for key, value in section.items() if key not in ("name", "class")}
-    return ELEMENTWISE_RULES[section["name"]].optimizer(options)(params, **options)
+    return class_of(ELEMENTWISE_RULES[section["name"]].optimizer)(params, **options)
 
 
 # The model on one process

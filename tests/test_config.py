@@ -27,7 +27,7 @@ from lwopt_backend.cli.rule_facts import rule_facts
 from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
 from lwopt_backend.config.options import options_in
 from lwopt_backend.groups import registry
-from lwopt_backend.groups.choices import settings_of
+from lwopt_backend.groups.choices import changed, settings_of
 from lwopt_backend.groups.grouping import group_parameters
 from lwopt_backend.groups.param_groups import as_groups, split
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
@@ -89,7 +89,7 @@ def test_names_and_defaults_are_torchs(options: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("given", [{"ns_dtype": "float32"}, {"exchange_dtype": "float32"}, {}])
 def test_what_travels_is_in_the_dtype_of_the_iteration_unless_told(given: dict[str, Any]) -> None:
     rules, host = muon_settings(given)
-    rule = registry.build_matrix_rule({"rule": "muon", **rules.matrix.options}, host)
+    rule = registry.build_matrix_rule(rules.matrix, host)
     assert rule.exchange_dtype == (torch.float32 if given else torch.bfloat16)
 
 
@@ -102,25 +102,25 @@ def test_sections_name_the_rules_their_options_and_those_of_some_parameters() ->
     ]
     sections = {"matrix": {"name": "muon", "lr": 0.02}, "elementwise": {"name": "adamw", "lr": 3e-4}}
     rules, host = settings(**sections, overrides=overrides, policy="stay")
-    assert (rules.matrix.rule, rules.matrix.options["lr"]) == ("muon", 0.02) and host.policy == "stay"
+    assert (rules.matrix["rule"], rules.matrix["lr"]) == ("muon", 0.02) and host.policy == "stay"
     _, norms, everything = rules.overrides
     assert norms.params == ("*.q_norm.*", "*.k_norm.*")
     assert (everything.matrix, everything.elementwise) == ({"name": "soap"}, {"name": "lion"})
-    assert rules.matrix.changed(everything.matrix).rule == "soap"
+    assert changed(rules.matrix, everything.matrix)["rule"] == "soap"
     beside, _ = settings(lr=0.5, weight_decay=0.25, momentum=0.5, adamw={"lr": 0.125}, nesterov=False)
-    assert (beside.matrix.options["momentum"], beside.elementwise.options["lr"]) == (0.5, 0.125), "as in Python"
-    assert beside.matrix.options["weight_decay"] == 0.25, "in addition to the sections: the matrix's"
-    assert settings(matrix={"name": "soap"}, lr=0.5)[0].matrix.options["lr"] == 0.5
+    assert (beside.matrix["momentum"], beside.elementwise["lr"]) == (0.5, 0.125), "as in Python"
+    assert beside.matrix["weight_decay"] == 0.25, "in addition to the sections: the matrix's"
+    assert settings(matrix={"name": "soap"}, lr=0.5)[0].matrix["lr"] == 0.5
 
 
 def test_arguments_in_python_may_mix_the_rules_options_with_the_hosts() -> None:
     given = {"momentum": 0.8, "bucket_mb": 1.0, "exclude": "1.*", "adamw": {"eps": 1e-6}}
     rules, host = arguments(lr=0.02, elementwise_lr=3e-4, **given)
-    matrix, elementwise = rules.matrix.options, rules.elementwise.options
+    matrix, elementwise = rules.matrix, rules.elementwise
     assert (matrix["momentum"], matrix["lr"], host.bucket_mb) == (0.8, 0.02, 1.0)
     assert host.exclude == ("1.*",), "one glob need not be in a list"
     assert (elementwise["eps"], elementwise["lr"]) == (1e-6, 3e-4)
-    assert arguments(DEMANDING, momentum=0.5)[0].matrix.options["momentum"] == 0.5, "also what a class requires"
+    assert arguments(DEMANDING, momentum=0.5)[0].matrix["momentum"] == 0.5, "also what a class requires"
 
 
 RMSPROP = {"name": "torch_optimizer", "class": "torch.optim.RMSprop", "alpha": 0.5}
@@ -134,13 +134,13 @@ def test_an_override_that_repeats_the_class_keeps_its_other_options(before: Any,
     rules, _ = settings(
         matrix={**RMSPROP, "class": before}, overrides=[{"params": "*", "matrix": {"class": cls, "lr": 0.25}}]
     )
-    changed = rules.matrix.changed(rules.overrides[0].matrix)
-    assert (changed.options["alpha"], changed.options["lr"]) == (0.5, 0.25)
+    found = changed(rules.matrix, rules.overrides[0].matrix)
+    assert (found["alpha"], found["lr"]) == (0.5, 0.25)
 
 
 def test_an_override_with_another_class_begins_with_that_classs_defaults() -> None:
-    changed = settings(matrix=RMSPROP)[0].matrix.changed({"class": torch.optim.Adadelta})
-    assert changed.options["rho"] == 0.9 and "alpha" not in changed.options
+    found = changed(settings(matrix=RMSPROP)[0].matrix, {"class": torch.optim.Adadelta})
+    assert found["rho"] == 0.9 and "alpha" not in found
 
 
 def test_overrides_make_param_groups_of_their_own() -> None:
@@ -285,7 +285,7 @@ def test_an_option_of_a_rule_has_what_its_field_says_of_it() -> None:
             {"name": "parts", "default": "[1]", "meaning": "of a matrix", "source": "this test"},
         ]
         rules, _ = settings(matrix={"name": "bounded", "parts": [1, 2]})
-        assert rules.matrix.options["parts"] == (1, 2)
+        assert rules.matrix["parts"] == (1, 2)
         for wrong, found in (
             ({"power": 1.0}, "power: input should be less than 1; found 1.0"),
             ({"powr": "0.5"}, "unknown key 'powr'; did you mean 'power'?"),
@@ -301,7 +301,7 @@ def test_names_are_taken_once_and_a_rule_has_options(own_rules: None) -> None:
 
     for name in ("sign", "adamw"):
         fails(partial(register_rule, name, Sign), f"a rule named '{name}' is registered already")
-    fails(lambda: register_rule("plain", Plain), "rule 'plain': expected a dataclass, or one with the options")
+    fails(lambda: register_rule("plain", Plain), "rule 'plain': expected a dataclass, whose fields are the options")
 
 
 def test_a_rule_has_a_default_routing_that_globs_overrule(own_rules: None) -> None:
@@ -337,7 +337,7 @@ def told_instead(settings: Any, entry: dict[str, Any]) -> tuple[dict[str, Any], 
     written = json.loads(str(caught.value).splitlines()[-1])
     assert written["type"] == "LayerWise"
     rules, _ = layer_wise_settings(written["params"], "here")
-    return dict(rules.matrix.options), dict(rules.elementwise.options)
+    return dict(rules.matrix), dict(rules.elementwise)
 
 
 @TYPES

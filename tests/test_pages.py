@@ -289,7 +289,7 @@ def test_the_entries_of_the_page_are_understood_and_every_rule_is_in_its_table()
     rules, _ = settings_of(ZeROConfig, given["entry"]["params"], given["entry"]["type"])
     assert rules.overrides[0].matrix == {"lr": 0.01}
     rules, _ = settings_of(ZeROConfig, given["params"], "LayerWise")
-    assert rules.matrix.options["precondition_frequency"] == 10
+    assert rules.matrix["precondition_frequency"] == 10
     (atoms,) = blocks("matrices", "json", "atoms")
     AtomSettings.parse(json.loads(atoms.text))
     assert f"{len(TABLE)} classes of transformers" in PAGES["matrices"]
@@ -304,8 +304,8 @@ def test_every_peer_has_a_table_with_our_keys_and_settings_that_python_takes_too
     for peer in PEERS:
         optimizer, rules = LayerWiseOptimizer(UnevenLM(), **entry(peer)["params"], report=False), rules_for(peer)
         for group, choice in zip(optimizer.param_groups, (rules.matrix, rules.elementwise), strict=True):
-            assert group["rule"] == choice.rule
-            assert choice.options.items() <= arguments(group).items(), peer
+            assert group["rule"] == choice["rule"]
+            assert choice.items() <= arguments(group).items(), peer
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|", MIGRATION, re.MULTILINE)
     keys = {key for row in rows for key in re.findall(r"`(matrix|elementwise)\.(\w+)`", row)}
     options = {"matrix": options_in(Muon), "elementwise": options_in(AdamW)}

@@ -241,7 +241,7 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
     (
         (owned,),
         overriding("*.wieght", matrix={"lr": 1.0}),
-        "overrides[0]: '*.wieght' matches no trained parameter; did",
+        "overrides[0]: '*.wieght' matches no parameter name; did",
     ),
     ((owned,), overriding("*.bias", matrix={"lr": 1.0}), "but only match parameters of 'elementwise'"),
     ((owned,), {"expert_params": [1]}, f"ValueError: {GLOBS}; found [1]"),

@@ -26,7 +26,8 @@ from deepspeed.utils.logging import logger
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from lwopt_backend.groups.param_groups import Groups, small_rate
+from lwopt_backend.groups import Groups
+from lwopt_backend.groups.param_groups import small_rate
 from lwopt_backend.plan import Cut, Fragment
 from lwopt_backend.routing.routing import CUT, cut_of, named_parameters
 from lwopt_backend.runtime.agreement import digest, setting, unlike_lines

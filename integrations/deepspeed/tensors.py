@@ -14,6 +14,7 @@ from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.engines.owned.state import gathered, state_pieces
 from lwopt_backend.engines.owned.step import OwnedCore
+from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import Grouping
 from lwopt_backend.groups.registry import new_state
 from lwopt_backend.integrations.deepspeed.zero import StateKeys
@@ -107,8 +108,6 @@ class OwnedTensors:
 # Owned storage in DeepSpeed's checkpoints. At stages 1 and 2, every rank writes its pieces, one group per parameter:
 # concatenated over the ranks, the pieces of a group are the parameter, in any layout. DeepSpeed's ``zero_to_fp32`` can
 # therefore read them. At stage 0, the first rank writes everything, whole.
-
-Groups = Sequence[dict[str, Any]]
 
 
 def mark(core: OwnedCore) -> dict[str, Any]:

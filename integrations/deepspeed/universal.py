@@ -30,6 +30,7 @@ from lwopt_backend.checkpoint.deepspeed.files import STEP, renumbered, tag_of
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.files.torch_files import Archive, check_files
 from lwopt_backend.engines.owned.step import OwnedCore
+from lwopt_backend.groups import Group, Groups
 from lwopt_backend.groups.param_groups import OURS
 from lwopt_backend.groups.rates import IN_GROUPS, regrouped
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, check_group, known_in, new_state
@@ -46,8 +47,6 @@ PLACED = {"params", "name", "moe", *OURS}  # a group's keys that identify it, an
 ALONE = "load the weights alone, with load_optimizer_states=False"
 KEPT = "owner state of the matrices"
 BY_CONVERT = "convert the checkpoint with lwopt convert, which takes owner state along, load it with its 'atoms'"
-Group = Mapping[str, Any]
-Groups = Sequence[Group]
 
 
 def prepare_loading(

@@ -24,6 +24,7 @@ from lwopt_backend.engines.zero.plan import (
     unit_layouts,
 )
 from lwopt_backend.engines.zero.replicated import ElementwiseReplicas, MatrixReplicas, gather_whole, take_part
+from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping, group_parameters
 from lwopt_backend.groups.param_groups import check_saved_groups, settings_lines
@@ -123,7 +124,6 @@ class ZeROStore(StateStore):
 
 # The optimizer's state in DeepSpeed's checkpoints: checks before loading, and state of stage 0, which is saved whole.
 
-Groups = Sequence[Mapping[str, Any]]
 WHAT, DIGEST = "load_checkpoint", "digest of parameters"
 States = Mapping[int, Mapping[str, Any]]  # by the position of the tensor in all param groups
 

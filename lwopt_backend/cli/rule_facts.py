@@ -17,6 +17,7 @@ from lwopt_backend.groups.registry import (
     MATRIX_RULES,
     ElementwiseEntry,
     MatrixEntry,
+    known_of,
     options_of,
     rule_named,
     wire_of,
@@ -103,7 +104,7 @@ def described(entry: MatrixEntry | ElementwiseEntry) -> dict[str, Any]:
         "note": "",
     }
     try:
-        known = entry.known({})
+        known = known_of(entry.name, {})
         if not any(option.default is REQUIRED for option in known.values()):
             found["state"] = _state(entry, options_of(entry.name, {}))
     except ValueError as error:

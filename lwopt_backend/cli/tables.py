@@ -31,7 +31,7 @@ def headline(study: Study) -> list[str]:
     sentences = [
         f"Deployment: {d.world_size} ranks{f' ({cut})' if cut else ''}, {d.dp} data-parallel; "
         f"engine {setting.engine}; "
-        f"work in flops of {MATRIX_RULES[setting.rules.matrix.rule].work}; cluster {setting.machine.name}"
+        f"work in flops of {MATRIX_RULES[setting.rules.matrix['rule']].work}; cluster {setting.machine.name}"
     ]
     if len(study.stages) > 1:
         sentences.append(f"Stage {stage.index} is shown, the slowest of {len(study.stages)}.")

@@ -129,7 +129,16 @@ def _option(field: dataclasses.Field[Any], kind: Any) -> Option:
         finite: dict[str, Any] = {"allow_inf_nan": False} if float in inner else {}
         check = check or TypeAdapter(Annotated[kind, Field(strict=True, **said["bounds"], **finite)]).validate_python
     check = check or TypeAdapter(kind).validate_python
+    if field.name == "lr":
+        check = functools.partial(_rate, check)
     return Option(field.name, default, kind, meaning or "", source or "", check)
+
+
+def _rate(check: Callable[[Any], float], given: Any) -> Any:
+    """A number, or the given tensor of one element itself, so that it can be changed in place."""
+    is_one = hasattr(given, "numel") and given.numel() == 1
+    found = check(given.item() if is_one else given)
+    return given if is_one else found
 
 
 @contextmanager

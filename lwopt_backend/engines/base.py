@@ -10,9 +10,11 @@ import torch
 
 from lwopt_backend.config.hosts import NAME
 from lwopt_backend.config.versions import warn_if_newer
+from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules
-from lwopt_backend.groups.param_groups import CheckedOptions, Groups
+from lwopt_backend.groups.param_groups import CheckedOptions
 from lwopt_backend.groups.rates import MadeRates
+from lwopt_backend.groups.registry import arguments
 from lwopt_backend.plan.cost import Machine, machine_of
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import StepRefused
@@ -166,7 +168,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         """
         warn_if_newer("torch", torch.__version__)
         main = rules.matrix if trains_matrices else rules.elementwise
-        options = {key: value for key, value in main.options.items() if not (trains_matrices and key in MOMENTA)}
+        options = {key: value for key, value in arguments(main).items() if not (trains_matrices and key in MOMENTA)}
         self.defaults = {**options, "lr": rate}
         self._rates, self._checked = MadeRates(groups), CheckedOptions()
         self._made = True

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lwopt_backend.engines.zero.plan import GroupPlan
-from lwopt_backend.groups.param_groups import Groups, rates
+from lwopt_backend.groups import Groups
+from lwopt_backend.groups.param_groups import rates
 from lwopt_backend.groups.registry import MATRIX_RULES, rules_with_owner_state
 from lwopt_backend.plan import MatrixPlan, StepTime
 from lwopt_backend.routing.routing import Route

@@ -10,8 +10,9 @@ from typing import Any, NoReturn, TypeVar
 from lwopt_backend.config import foreign
 from lwopt_backend.config.hosts import HOSTS, HostConfig, ZeROConfig
 from lwopt_backend.config.options import checked, options_in, suggestion, within
+from lwopt_backend.groups import Group
 from lwopt_backend.groups.optimizer_classes import class_named, path_of
-from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, known_of, options_of, rule_named
+from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, check_options, known_of, options_of
 from lwopt_backend.routing.routing import as_globs
 
 KINDS: Mapping[str, Mapping[str, object]] = {"matrix": MATRIX_RULES, "elementwise": ELEMENTWISE_RULES}
@@ -24,25 +25,20 @@ DEFAULTS = {"matrix": "muon", "elementwise": "adamw"}
 C = TypeVar("C", bound=HostConfig)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A rule and the values of its options."""
-
-    rule: str
-    options: Mapping[str, Any]
-
-    def changed(self, given: Mapping[str, Any]) -> Choice:
-        """This choice with the options ``given`` replaced. A ``name`` among them chooses another rule, with its own
-        defaults, and so does another ``class``."""
-        if not given:
-            return self
-        given = dict(given)
-        rule = given.pop("name", self.rule)
-        _check_rule("matrix" if self.rule in MATRIX_RULES else "elementwise", rule)
-        keeps = rule == self.rule
-        if keeps and "class" in given and "class" in self.options:  # which may have several paths
-            keeps = class_named(path_of(given["class"])) is class_named(self.options["class"])
-        return Choice(rule, options_of(rule, {**(self.options if keeps else {}), **given}))
+def changed(group: Group, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group's rule and options, with the options ``given`` replaced. A ``name`` among them chooses another
+    rule, with its own defaults, and so does another ``class``."""
+    if not given:
+        return dict(group)
+    rule = given.get("name", group["rule"])
+    _check_rule("matrix" if group["rule"] in MATRIX_RULES else "elementwise", rule)
+    keeps = rule == group["rule"]
+    if keeps and "class" in given and "class" in group:  # which may have several paths
+        keeps = class_named(path_of(given["class"])) is class_named(group["class"])
+    options = {
+        key: value for key, value in {**(group if keeps else {}), **given}.items() if key not in ("rule", "name")
+    }
+    return {"rule": rule, **options_of(rule, options)}
 
 
 def _section(kind: str, given: Any, *, named: bool = False) -> dict[str, Any]:
@@ -70,10 +66,13 @@ class Override:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rule for matrices, the rule for everything else, and overrides for some parameters; later ones win."""
+    """The rule for matrices, the rule for everything else, and overrides for some parameters; later ones win.
 
-    matrix: Choice
-    elementwise: Choice
+    A rule is what a param group has of it: its name as ``rule``, and the values of its options.
+    """
+
+    matrix: Group
+    elementwise: Group
     overrides: tuple[Override, ...] = ()
 
 
@@ -117,9 +116,9 @@ def _settings(host: type[C], given: Mapping[str, Any]) -> tuple[Rules, C]:
     made = {}
     for kind, of_rule in known.items():
         found = {key: values[places[kind] + key] for key in of_rule if places[kind] + key in values}
-        made[kind] = Choice(names[kind], found)
+        made[kind] = {"rule": names[kind], **found}
         with within(kind):
-            rule_named(names[kind]).check(found)
+            check_options(names[kind], found)
     config = host(**{key: values[key] for key in of_host})
     return Rules(**made, overrides=_overrides(overrides, made)), config
 
@@ -167,7 +166,7 @@ def _check_rule(kind: str, name: object) -> None:
         raise ValueError(f"unknown rule {name!r}; {of_other if is_other else suggestion(name, KINDS[kind])}")
 
 
-def _overrides(given: Any, chosen: Mapping[str, Choice]) -> tuple[Override, ...]:
+def _overrides(given: Any, made: Mapping[str, Group]) -> tuple[Override, ...]:
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
         raise ValueError(f"overrides: expected a list of sections with 'params'; found {given!r}")
     overrides = []
@@ -178,8 +177,8 @@ def _overrides(given: Any, chosen: Mapping[str, Choice]) -> tuple[Override, ...]
             override = Override(**checked(options_in(Override), entry))
             if not (override.matrix or override.elementwise):
                 raise ValueError("expected options in 'matrix' or 'elementwise'; found none")
-            for kind, choice in chosen.items():
+            for kind, group in made.items():
                 with within(kind):
-                    choice.changed(getattr(override, kind))
+                    changed(group, getattr(override, kind))
             overrides.append(override)
     return tuple(overrides)

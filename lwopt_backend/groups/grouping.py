@@ -198,10 +198,10 @@ def group_parameters(
     kinds = [r.kind for r in everywhere if r.kind != "frozen" and math.prod(r.shape) > 0]
     if "matrix" not in kinds and not config.allow_no_matrix:
         raise ValueError(
-            f"none of the {len(kinds)} trained parameters is a matrix, so {rules.matrix.rule!r} would train "
+            f"none of the {len(kinds)} trained parameters is a matrix, so {rules.matrix['rule']!r} would train "
             "nothing; name some in 'include', use AdamW, or set 'allow_no_matrix'"
         )
-    check_overrides(rules, {r.name: r.kind == "matrix" for r in everywhere if r.kind != "frozen"})
+    check_overrides(rules, everywhere)
     clip_groups = _clip_groups(config, everywhere)
     trains = "matrix" in kinds
     groups = split(given, _are_matrices(routes, names), rules, names)
@@ -233,7 +233,7 @@ def route_given(
     names = {id(param): name for name, param in named_parameters(model)}
     wanted = {names.get(id(param)) for group in given for param in group["params"]}
     routes = [
-        as_taken(r, rules.matrix.rule, config)
+        as_taken(r, rules.matrix["rule"], config)
         if r.name in wanted
         else replace(r, kind="frozen", reason="not given to the optimizer")
         for r in routes_of(model, config.include, config.exclude, heads, AtomSettings.parse(config.atoms))

@@ -20,11 +20,11 @@ from lwopt_backend.config.options import (
     Known,
     Option,
     install_command,
-    options_in,
     suggestion,
 )
 from lwopt_backend.rules.protocol import option
 
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "deepspeed": "deepspeed"}  # by the module that each installs
 
 
@@ -42,6 +42,11 @@ def path_of(given: Any) -> str:
     raise ValueError(
         f"class: expected an optimizer's class or its path, e.g. 'pytorch_optimizer.SOAP'; found {given!r}"
     )
+
+
+def class_of(given: type[torch.optim.Optimizer] | str) -> type[torch.optim.Optimizer]:
+    """The optimizer class that is given as itself or as its path."""
+    return class_named(given) if isinstance(given, str) else given
 
 
 @functools.cache
@@ -67,35 +72,41 @@ def _is_optimizer(value: Any) -> TypeGuard[type[torch.optim.Optimizer]]:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
 
 
-def arguments_of(given: Mapping[str, Any], *, path: str | None = None, with_form: bool = False) -> Known:
+def arguments_of(given: Mapping[str, Any], path: str | None = None) -> Known:
     """The options of a rule that is a class, whose path is ``path`` or the option ``class``."""
     if path is not None:
-        return _arguments_of(path, with_form)
+        return _arguments_of(path)
     if "class" not in given:
         raise ValueError("expected 'class', the path of an optimizer's class, e.g. 'pytorch_optimizer.SOAP'")
-    return {"class": Option("class", check=path_of), **_arguments_of(path_of(given["class"]), with_form)}
+    return {"class": Option("class", check=path_of), **_arguments_of(path_of(given["class"]))}
 
 
 @functools.cache
-def _arguments_of(path: str, with_form: bool) -> Known:
-    """Names and defaults as in the signature of the class.
+def _arguments_of(path: str) -> Known:
+    """Names and defaults as in the signature of the class, except those of ``self`` and the optimizer's parameters.
 
     A class with ``**kwargs`` also takes those of its base classes. Their defaults are left to the class, which may have
-    others, and so are values that a checkpoint may not return as they were, such as ``object()``. One with weight decay
-    takes its form.
+    others, and so are values that a checkpoint may not return as they were, such as ``object()``.
     """
-    own, inherited = _parameters(class_named(path))
-    options = {}
-    for name, parameter in {**own, **inherited}.items():
-        default = parameter.default
-        if name == "lr":  # schedules write to every group's
-            default = _rate_of(path) if name in inherited or not _is_plain(default) else default
-        elif name in own and default is parameter.empty:
-            default = REQUIRED
-        elif name in inherited or not _is_plain(default):
-            default = LEFT_TO_THE_CLASS
-        options[name] = Option(name, default)
-    return {**options, **options_in(CautiousDecay)} if with_form and "weight_decay" in options else options
+    options: dict[str, Option] = {}
+    bases = class_named(path).__mro__
+    makers = [base for base in bases[: bases.index(torch.optim.Optimizer)] if "__init__" in vars(base)]
+    for base in makers:
+        kinds = set()
+        for name, parameter in list(inspect.signature(vars(base)["__init__"]).parameters.items())[2:]:
+            kinds.add(parameter.kind)
+            if name in options or name == "defaults" or parameter.kind in VARIADIC:
+                continue
+            default = parameter.default
+            keeps = base is makers[0] and _is_plain(default)
+            if name == "lr" and not keeps:  # schedules write to every group's
+                default = _rate_of(path)
+            elif not keeps:
+                default = REQUIRED if base is makers[0] and default is parameter.empty else LEFT_TO_THE_CLASS
+            options[name] = Option(name, default)
+        if VARIADIC[1] not in kinds:
+            break
+    return options
 
 
 @dataclass
@@ -131,31 +142,10 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, torch.dtype)
 
 
-def _parameters(cls: type) -> tuple[dict[str, inspect.Parameter], dict[str, inspect.Parameter]]:
-    """The parameters of a class's constructor, except ``self`` and the optimizer's parameters; and those of its base
-    classes' constructors that it takes by ``**kwargs``."""
-    own: dict[str, inspect.Parameter] | None = None
-    inherited: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__:
-        if base is torch.optim.Optimizer:
-            break
-        if "__init__" not in vars(base):
-            continue
-        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.items())[2:]
-        named = {k: p for k, p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and k != "defaults"}
-        if own is None:
-            own = named
-        else:
-            inherited = {**{key: p for key, p in named.items() if key not in own}, **inherited}
-        if not any(parameter.kind == parameter.VAR_KEYWORD for _, parameter in parameters):
-            break
-    return own or {}, inherited
-
-
-def check_arguments(values: Mapping[str, Any], *, path: str | None = None) -> None:
+def check_arguments(values: Mapping[str, Any], path: str | None = None) -> None:
     """Raises ValueError for values with which the class cannot be made. It is made as in a step."""
     path = path or path_of(values["class"])
-    known = _arguments_of(path, False)
+    known = _arguments_of(path)
     arguments = {key: value for key, value in values.items() if key in known}
     rate = arguments.get("lr", 0.0)
     if isinstance(rate, bool) or isinstance(rate, (int, float)) and not 0 <= rate < math.inf:

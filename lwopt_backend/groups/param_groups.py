@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT, SHARED
 from lwopt_backend.config.hosts import HOSTS, NAME, HostConfig
-from lwopt_backend.config.options import Known, glob_suggestion, nearest, option_suggestion, options_in, within
-from lwopt_backend.groups.choices import Choice, Rules, add
+from lwopt_backend.config.options import Known, nearest, option_suggestion, options_in, within
+from lwopt_backend.groups import Group
+from lwopt_backend.groups import Groups as Groups  # engines/fsdp2/step.py takes it from here
+from lwopt_backend.groups.choices import Rules, add, changed
+from lwopt_backend.groups.optimizer_classes import class_of
 from lwopt_backend.groups.registry import (
     BLOCK_STEP,
     ELEMENTWISE_RULES,
@@ -24,18 +27,15 @@ from lwopt_backend.groups.registry import (
     check_torchs_keys,
     is_cautious,
     known_in,
-    known_of,
     optimizer_arguments,
     rule_of,
 )
-from lwopt_backend.routing.routing import named_like
+from lwopt_backend.routing.routing import Route, check_globs, named_like
 from lwopt_backend.runtime.agreement import digest, setting
 from lwopt_backend.runtime.collectives import changing, of_elementwise, phase, rule_name
 from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
 from lwopt_backend.runtime.pieces import Slices
 from lwopt_backend.runtime.state import check_fits
-
-Groups = Sequence[Mapping[str, Any]]
 
 
 class ElementwiseGroups:
@@ -47,7 +47,7 @@ class ElementwiseGroups:
     def step(
         self,
         number: int,
-        group: Mapping[str, Any],
+        group: Group,
         parts: Sequence[Slices],
         weights: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
@@ -58,8 +58,8 @@ class ElementwiseGroups:
         options = arguments(group)
         given = optimizer_arguments(options)
         if number not in self._steppers:
-            entry = ELEMENTWISE_RULES[rule_of(group)]
-            self._steppers[number] = ElementwiseStepper(entry.optimizer(options), entry.counters(options))
+            rule = ELEMENTWISE_RULES[rule_of(group)]
+            self._steppers[number] = ElementwiseStepper(class_of(rule.optimizer), rule.counters)
         stepper = self._steppers[number]
         weights = weights or (lambda: [part.value for part in parts])
         with phase(of_elementwise(group)), changing(rule_name(group), weights):
@@ -139,8 +139,8 @@ def option_lines(groups: Groups) -> list[str]:
 def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
     """One line for each setting that must be equal on all ranks, which excludes ``report``."""
     lines = [setting("torch.__version__", str(torch.__version__))]
-    for kind, choice in (("matrix", rules.matrix), ("elementwise", rules.elementwise)):
-        lines += [setting(kind, choice.rule), *(setting(f"{kind}.{k}", plain(v)) for k, v in choice.options.items())]
+    for kind, group in (("matrix", rules.matrix), ("elementwise", rules.elementwise)):
+        lines += [setting(f"{kind}.{key}", plain(value)) for key, value in group.items()]
     for number, override in enumerate(rules.overrides):
         lines += [setting(f"overrides[{number}].{key}", plain(value)) for key, value in vars(override).items()]
     return lines + [setting(key, plain(value)) for key, value in asdict(config).items() if key != "report"]
@@ -222,7 +222,7 @@ def _kind(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, (int, float)) else f"a {type(value).__name__}"
 
 
-def with_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def with_options(group: Group, saved: Group) -> dict[str, Any]:
     """A param group with the options of a ``saved`` one; a rate that is a tensor stays one."""
     options = {key: value for key, value in saved.items() if key not in DECIDED}
     rate = group.get("lr")
@@ -241,7 +241,7 @@ def check_saved_groups(
     where: str,
     groups: Groups,
     saved: Groups,
-    facts: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda group: {"number of parameters": len(group["params"])},
+    facts: Callable[[Group], dict[str, Any]] = lambda group: {"number of parameters": len(group["params"])},
     advice: str = "make the param groups it was saved with",
 ) -> None:
     """Raises ValueError for saved param groups of another optimizer, with other rules, with other ``facts``, or with
@@ -279,21 +279,20 @@ def split(
     for number, group in enumerate(groups):
         with within(f"param group {number}"):
             matrix, elementwise, extra = _options(group, rules)
-        for kind, choice in (("matrix", matrix), ("elementwise", elementwise)):
+        for kind, made in (("matrix", matrix), ("elementwise", elementwise)):
             wanted = [p for p in group["params"] if is_matrix.get(id(p)) == (kind == "matrix")]
             by_overrides: dict[tuple[int, ...], list[Any]] = {}
             for param in wanted:
                 which = () if names is None else overrides_of(names[id(param)], kind, rules)
                 by_overrides.setdefault(which, []).append(param)
             for which, params in sorted(by_overrides.items()):
-                changed = choice
+                part = made
                 for override in which:
                     with within(f"overrides[{override}]: {kind}"):
-                        changed = changed.changed(getattr(rules.overrides[override], kind))
-                options = changed.options
-                steps = {BLOCK_STEP: 0} if kind == "matrix" and options.get("block_period", 1) > 1 else {}
-                marks = {"rule": changed.rule, "from_group": number, "overrides": list(which)}
-                parts.append({"params": params, **extra, **options, **steps, **marks})
+                        part = changed(part, getattr(rules.overrides[override], kind))
+                steps = {BLOCK_STEP: 0} if kind == "matrix" and part.get("block_period", 1) > 1 else {}
+                marks = {"from_group": number, "overrides": list(which)}
+                parts.append({"params": params, **extra, **part, **steps, **marks})
     return parts
 
 
@@ -302,7 +301,7 @@ def main_rate(groups: Groups, rules: Rules, trains_matrices: bool) -> float:
     have, or else the matrix rule's; the element-wise rule's in a model that has no matrices on any pipeline stage."""
     main = rules.matrix if trains_matrices else rules.elementwise
     given = [float(group.get("lr", -1.0)) for group in groups]
-    return given[0] if given and given[0] >= 0 and len(set(given)) == 1 else float(main.options["lr"])
+    return given[0] if given and given[0] >= 0 and len(set(given)) == 1 else float(main["lr"])
 
 
 def overrides_of(name: str, kind: str, rules: Rules) -> tuple[int, ...]:
@@ -314,10 +313,10 @@ def overrides_of(name: str, kind: str, rules: Rules) -> tuple[int, ...]:
     )
 
 
-def _options(group: Mapping[str, Any], rules: Rules) -> tuple[Choice, Choice, dict[str, Any]]:
+def _options(group: Group, rules: Rules) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, Any]]:
     """A group's rules with its own options, and its keys that are none."""
-    name = rules.elementwise.rule
-    of_matrix, of_others = (known_of(each.rule, each.options) for each in (rules.matrix, rules.elementwise))
+    name = rules.elementwise["rule"]
+    of_matrix, of_others = map(known_in, (rules.matrix, rules.elementwise))
     rest = {key: value for key, value in group.items() if key != "params"}
     sections: dict[str, dict[str, Any]] = {"matrix": {}, "elementwise": {}}
     for key, kind in (("matrix", "matrix"), ("elementwise", "elementwise"), (name, "elementwise")):
@@ -326,9 +325,9 @@ def _options(group: Mapping[str, Any], rules: Rules) -> tuple[Choice, Choice, di
     add(sections["matrix"], {key: rest.pop(key) for key in [*rest] if key in of_matrix}, "matrix")
     for key in rest:
         _check_extra(str(key), name, of_matrix, of_others)
-    matrix = rules.matrix.changed(sections["matrix"])
+    matrix = changed(rules.matrix, sections["matrix"])
     with within(name):
-        return matrix, rules.elementwise.changed({**shared, **sections["elementwise"]}), rest
+        return matrix, changed(rules.elementwise, {**shared, **sections["elementwise"]}), rest
 
 
 def _check_extra(key: str, name: str, of_matrix: Known, of_others: Known) -> None:
@@ -396,17 +395,14 @@ def warn_of_small_rate(groups: Groups) -> None:
         warnings.warn(f"{NAME}: {slow}", stacklevel=5)
 
 
-def check_overrides(rules: Rules, names: Mapping[str, bool]) -> None:
-    """Raises ValueError for an override that changes nothing. ``names`` of all parameters: whether it is a matrix."""
+def check_overrides(rules: Rules, routes: Sequence[Route]) -> None:
+    """Raises ValueError for an override that changes nothing in a model with these routes."""
+    trained = [route for route in routes if route.kind != "frozen"]
     for number, override in enumerate(rules.overrides):
-        like = named_like(override.params)
-        matching = [is_matrix for name, is_matrix in names.items() if like(name)]
-        where = f"overrides[{number}]: {', '.join(map(repr, override.params))}"
-        for glob in override.params:
-            if not any(map(named_like([glob]), names)):
-                hint = glob_suggestion(glob, names)
-                raise ValueError(f"overrides[{number}]: {glob!r} matches no trained parameter; {hint}")
-        for kind, wanted in (("matrix", True), ("elementwise", False)):
-            if getattr(override, kind) and wanted not in matching:
-                other = "elementwise" if wanted else "matrix"
-                raise ValueError(f"{where} have options in {kind!r}, but only match parameters of {other!r}")
+        where, like = f"overrides[{number}]", named_like(override.params)
+        check_globs(where, override.params, trained, routes, lambda route: "are not trained")
+        kinds = {route.kind for route in trained if like(route.name)}
+        for kind, other in (("matrix", "elementwise"), ("elementwise", "matrix")):
+            if getattr(override, kind) and kind not in kinds:
+                globs = ", ".join(map(repr, override.params))
+                raise ValueError(f"{where}: {globs} have options in {kind!r}, but only match parameters of {other!r}")

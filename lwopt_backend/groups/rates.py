@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from lwopt_backend.groups import Groups
 from lwopt_backend.runtime.nested import with_values
-
-Groups = Sequence[Mapping[str, Any]]
 
 # One rate over groups that were made with unlike ones.
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.options import Known, checked, options_in, suggestion, within
-from lwopt_backend.groups.optimizer_classes import arguments_of, check_arguments, class_named, path_of
+from lwopt_backend.groups import Group, Groups
+from lwopt_backend.groups.optimizer_classes import CautiousDecay, arguments_of, check_arguments, class_named, path_of
 from lwopt_backend.plan import Atom, TrainedParam
 from lwopt_backend.plan.cost import SECOND_MOMENT_FLOPS, newton_schulz_flops, shampoo_flops, soap_flops
 from lwopt_backend.plan.owners import Wire
@@ -62,24 +62,21 @@ class AdamW:
 
 State = dict[str, Tensor]
 Shape = tuple[int, int]
-KnownOf = Callable[[Mapping[str, Any]], Known]
 Takes = Callable[[Route], bool | None]
-CountersOf = Callable[[Mapping[str, Any]], Counters]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    """``known`` are its options, which may depend on given ones, such as a class. ``check`` raises ValueError for
-    values that do not fit each other."""
+class Registered:
+    """``declared`` says what the options are: the fields of that dataclass, or the arguments of the class that has this
+    path; None: its path is the option ``class``."""
 
     name: str
-    known: KnownOf
-    check: Callable[[Mapping[str, Any]], object]
+    declared: type | str | None
     source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixEntry(Rule):
+class MatrixEntry(Registered):
     """A rule for whole matrices. ``build`` makes it from its options, by name; ``cost`` is its flops on one matrix."""
 
     build: Callable[..., MatrixRule]
@@ -89,16 +86,19 @@ class MatrixEntry(Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElementwiseEntry(Rule):
-    """A torch optimizer for element-wise parameters, and the state that it keeps per flat tensor.
+class ElementwiseEntry(Registered):
+    """A torch optimizer, or its path, for element-wise parameters, and the state that it keeps per flat tensor.
 
     ``new_state`` creates the state that the optimizer would create in its first step, so that every checkpoint has it.
-    ``counters`` are those that the optimizer keeps as Python numbers; ``new_state`` has a tensor for each.
+    ``counters`` are those that the optimizer keeps as Python numbers; ``new_state`` has a tensor for each. ``cautious``
+    is whether a class may also decay weights cautiously. ``check`` raises ValueError for options that do not work here.
     """
 
-    optimizer: Callable[[Mapping[str, Any]], type[torch.optim.Optimizer]]
+    optimizer: type[torch.optim.Optimizer] | str
     new_state: Callable[[Tensor, Mapping[str, Any]], State]
-    counters: CountersOf = lambda options: Counters()
+    counters: Counters = Counters()
+    cautious: bool = False
+    check: Callable[[Mapping[str, Any]], object] = dict
 
 
 MATRIX_RULES: dict[str, MatrixEntry] = {}
@@ -107,9 +107,8 @@ ELEMENTWISE_RULES: dict[str, ElementwiseEntry] = {}
 
 def register_rule(
     name: str,
-    rule: Callable[..., MatrixRule],
+    rule: type[MatrixRule],
     *,
-    options: type | None = None,
     cost: Callable[[Shape, Mapping[str, Any]], int] | None = None,
     work: str = "rule",
     takes: Takes | None = None,
@@ -119,8 +118,7 @@ def register_rule(
 
     Args:
         name: name of the rule in configurations.
-        rule: a subclass of ``MatrixRule``, or a function that makes one; called with the options by name.
-        options: dataclass whose fields are the options. Default: ``rule``, which must be a dataclass.
+        rule: a subclass of ``MatrixRule``, as a dataclass whose fields are the options.
         cost: flops on a matrix, from its (rows, columns) and the options. Default: the number of elements.
         work: what ``cost`` counts, for tables.
         takes: default routing: whether the 2-D parameter with this route is a matrix for this rule, or None to keep the
@@ -138,49 +136,27 @@ def register_rule(
         ...         return matrices.sign()
         >>> register_rule("signsgd", SignSGD)
     """
-    declared: Any = options or rule
-    if not (isinstance(declared, type) and dataclasses.is_dataclass(declared)):
-        raise ValueError(f"rule {name!r}: expected a dataclass, or one with the options in 'options'")
+    if not dataclasses.is_dataclass(rule):
+        raise ValueError(f"rule {name!r}: expected a dataclass, whose fields are the options; found {rule!r}")
     flops = cost or (lambda shape, _: shape[0] * shape[1])
-    entry = MatrixEntry(name=name, **_declared(declared), build=rule, cost=flops, work=work, takes=takes, source=source)
-    _add(MATRIX_RULES, entry)
+    made = MatrixEntry(name=name, declared=rule, build=rule, cost=flops, work=work, takes=takes, source=source)
+    _add(MATRIX_RULES, made)
 
 
-def _add(rules: dict[str, Any], entry: Rule) -> None:
+def _add(rules: dict[str, Any], made: Registered) -> None:
     """Raises ValueError for a name that is taken."""
-    if entry.name in MATRIX_RULES or entry.name in ELEMENTWISE_RULES:
-        raise ValueError(f"a rule named {entry.name!r} is registered already; choose another name")
-    rules[entry.name] = entry
-
-
-def _declared(declared: type) -> dict[str, Any]:
-    """The options of a rule whose dataclass declares them. They fit each other if it can be made of them."""
-
-    @functools.cache
-    def known() -> Known:
-        options = options_in(declared)
-        rates = {
-            key: replace(option, check=partial(_rate, option.check)) for key, option in options.items() if key == "lr"
-        }
-        return {**options, **rates}
-
-    return {"known": lambda given: known(), "check": lambda values: declared(**values)}
-
-
-def _rate(check: Callable[[Any], float], given: Any) -> Any:
-    """A number, or the given tensor of one element itself, so that it can be changed in place."""
-    is_one = isinstance(given, Tensor) and given.numel() == 1
-    found = check(given.item() if is_one else given)
-    return given if is_one else found
+    if made.name in MATRIX_RULES or made.name in ELEMENTWISE_RULES:
+        raise ValueError(f"a rule named {made.name!r} is registered already; choose another name")
+    rules[made.name] = made
 
 
 def register_elementwise(
     name: str,
-    optimizer: type[torch.optim.Optimizer] | Callable[[Mapping[str, Any]], type[torch.optim.Optimizer]],
+    optimizer: type[torch.optim.Optimizer],
     *,
     options: type | None = None,
     new_state: Callable[[Tensor, Mapping[str, Any]], State],
-    counters: CountersOf = lambda options: Counters(),
+    counters: Counters = Counters(),  # noqa: B008
     source: str = "",
 ) -> None:
     """Register a torch optimizer as a rule for element-wise parameters. Call it on all ranks.
@@ -190,7 +166,7 @@ def register_elementwise(
 
     Args:
         name: name of the rule in configurations.
-        optimizer: the class, or a function that returns the class from the options.
+        optimizer: the class.
         options: dataclass whose fields are the options. Default: the arguments in the signature of the class.
         new_state: from a flat tensor and the options, its state before the first step: tensors of its shape, and
             scalars.
@@ -205,54 +181,55 @@ def register_elementwise(
         ...     return {"step": torch.zeros(()), "square_avg": torch.zeros_like(flat)}
         >>> register_elementwise("my_rmsprop", torch.optim.RMSprop, new_state=new_state)
     """
-    if options is not None:
-        declared = _declared(options)
-    elif isinstance(optimizer, type):
-        declared = _arguments(path_of(optimizer))
-    else:
-        raise ValueError(f"rule {name!r}: expected a class, or a dataclass with the options in 'options'")
-    of_class: Any = optimizer if not isinstance(optimizer, type) else lambda _: optimizer
-    entry = ElementwiseEntry(
-        name=name, **declared, optimizer=of_class, new_state=new_state, counters=counters, source=source
+    declared = options or path_of(optimizer)
+    made = ElementwiseEntry(
+        name=name, declared=declared, optimizer=optimizer, new_state=new_state, counters=counters, source=source
     )
-    _add(ELEMENTWISE_RULES, entry)
-
-
-def _arguments(path: str | None, *, with_form: bool = False) -> dict[str, Any]:
-    """The options of a rule that is a class."""
-    return {
-        "known": partial(arguments_of, path=path, with_form=with_form),
-        "check": partial(check_arguments, path=path),
-    }
+    _add(ELEMENTWISE_RULES, made)
 
 
 def rule_named(name: str) -> MatrixEntry | ElementwiseEntry:
     """The rule of that name, of either kind. Raises ValueError with the nearest known name."""
-    rules: dict[str, MatrixEntry | ElementwiseEntry] = {**MATRIX_RULES, **ELEMENTWISE_RULES}
-    if name not in rules:
-        raise ValueError(f"unknown rule {name!r}; {suggestion(name, rules)}")
-    return rules[name]
+    found = MATRIX_RULES.get(name) or ELEMENTWISE_RULES.get(name)
+    if found is None:
+        raise ValueError(f"unknown rule {name!r}; {suggestion(name, [*MATRIX_RULES, *ELEMENTWISE_RULES])}")
+    return found
 
 
 def known_of(rule: str, given: Mapping[str, Any]) -> Known:
     """A rule's options, if it is given these."""
-    known = rule_named(rule).known(given)
+    found = rule_named(rule)
+    declared = found.declared
+    known = options_in(declared) if isinstance(declared, type) else arguments_of(given, declared)
+    if isinstance(found, ElementwiseEntry) and found.cautious:
+        known = {**known, **options_in(CautiousDecay)}
     if "lr" not in known:
         raise ValueError(f"{rule!r} has no option 'lr', which schedules write to every param group")
     return known
 
 
+def check_options(rule: str, values: Mapping[str, Any]) -> None:
+    """Raises ValueError for values of a rule's options that do not fit each other."""
+    found = rule_named(rule)
+    if isinstance(found, ElementwiseEntry):
+        found.check(values)
+    if isinstance(found.declared, type):
+        found.declared(**values)
+    else:
+        check_arguments(values, found.declared)
+
+
 def options_of(rule: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a rule's options; a class becomes its path. Raises ValueError for wrong ones."""
     values = checked(known_of(rule, given), given)
-    rule_named(rule).check(values)
+    check_options(rule, values)
     return values
 
 
 ROUNDED_ZERO = -1e-12  # cyclic schedules end below 0 by rounding
 
 
-def check_group(group: Mapping[str, Any], where: str) -> None:
+def check_group(group: Group, where: str) -> None:
     """Raises ValueError for options in a param group that the constructor would refuse."""
     with within(where):
         given = {key: group[key] for key in known_in(group) if key in group}
@@ -265,17 +242,17 @@ def check_group(group: Mapping[str, Any], where: str) -> None:
 BLOCK_STEP = "block_step"  # of a group with ``block_period``, its steps since matrices were last due whole
 
 
-def rule_of(group: Mapping[str, Any]) -> str:
+def rule_of(group: Group) -> str:
     """The name of a param group's rule. Groups without one are AdamW's, as ``with_torchs_keys`` makes them."""
     return str(group.get("rule", "adamw"))
 
 
-def known_in(group: Mapping[str, Any]) -> Known:
+def known_in(group: Group) -> Known:
     """The options of a param group's rule."""
     return known_of(rule_of(group), group)
 
 
-def arguments(group: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(group: Group) -> dict[str, Any]:
     """The current options of a param group's rule, with defaults for those that it lacks, unless they are left to its
     class; ``lr`` as a number."""
     known = known_in(group).items()
@@ -294,7 +271,7 @@ def torchs_keys() -> Mapping[str, Any]:
     return _WithoutGroups([torch.zeros(1)]).defaults
 
 
-def with_torchs_keys(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_torchs_keys(groups: Groups) -> list[dict[str, Any]]:
     """Groups of AdamW alone with torch.optim.AdamW's keys, as other groups are.
 
     torch.distributed.checkpoint reads a flattened state dict by the groups' keys, so these make state dicts
@@ -308,7 +285,7 @@ def with_torchs_keys(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return [{**torchs_keys(), **group} for group in without]
 
 
-def check_torchs_keys(group: Mapping[str, Any], where: str) -> None:
+def check_torchs_keys(group: Group, where: str) -> None:
     """Raises ValueError for an option of torch.optim.AdamW that this package's AdamW would ignore."""
     for key, value in torchs_keys().items():
         if key not in options_in(AdamW) and group.get(key, value) != value:
@@ -329,7 +306,7 @@ def is_cautious(options: Mapping[str, Any]) -> bool:
     return options.get("weight_decay_form") == "cautious"
 
 
-def build_matrix_rule(group: Mapping[str, Any], config: HostConfig) -> MatrixRule:
+def build_matrix_rule(group: Group, config: HostConfig) -> MatrixRule:
     """The matrix rule of a param group with its current hyperparameters, in its current step of ``block_period``."""
     rule = MATRIX_RULES[rule_of(group)].build(**arguments(group))
     object.__setattr__(rule, "rule_name", rule_name(group))  # also on a frozen dataclass
@@ -355,14 +332,14 @@ def count_block_steps(groups: Sequence[dict[str, Any]]) -> None:
             group[BLOCK_STEP] = (group[BLOCK_STEP] + 1) % group["block_period"]
 
 
-def build_matrix_rules(groups: Sequence[Mapping[str, Any]], config: HostConfig) -> dict[int, MatrixRule]:
+def build_matrix_rules(groups: Groups, config: HostConfig) -> dict[int, MatrixRule]:
     """By param group number, its matrix rule with its current hyperparameters."""
     matrices = {number: group for number, group in enumerate(groups) if rule_of(group) in MATRIX_RULES}
     return {number: build_matrix_rule(group, config) for number, group in matrices.items()}
 
 
 def check_devices(
-    groups: Sequence[Mapping[str, Any]],
+    groups: Groups,
     config: HostConfig,
     device: torch.device,
     smallest_matrix: Callable[[int], Atom | None],
@@ -379,7 +356,7 @@ def check_devices(
             try_steps(rule, atom, device, 2)
 
 
-def rules_with_owner_state(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+def rules_with_owner_state(groups: Groups) -> list[str]:
     """Names of the param groups' matrix rules that keep owner state."""
     matrices = [group for group in groups if rule_of(group) in MATRIX_RULES]
     found = {rule_of(group): MATRIX_RULES[rule_of(group)].build(**arguments(group)) for group in matrices}
@@ -392,7 +369,7 @@ def wire_of(rule: MatrixRule) -> Wire:
     return {"element_bytes": rule.exchange_dtype.itemsize, "tensors": tensors, "block_period": rule.block_period}
 
 
-def atoms_of(param: TrainedParam, group: Mapping[str, Any], costs: dict[Shape, int] | None = None) -> list[Atom]:
+def atoms_of(param: TrainedParam, group: Group, costs: dict[Shape, int] | None = None) -> list[Atom]:
     """The matrices in a parameter, with the costs of its param group's rule; none in an element-wise one.
 
     ``costs`` is a cache of costs by shape, for the group's parameters.
@@ -407,12 +384,12 @@ def atoms_of(param: TrainedParam, group: Mapping[str, Any], costs: dict[Shape, i
     ]
 
 
-def cost_of(shape: Shape, group: Mapping[str, Any]) -> int:
+def cost_of(shape: Shape, group: Group) -> int:
     """The flops of a param group's matrix rule on a matrix of ``shape``."""
     return MATRIX_RULES[rule_of(group)].cost(shape, arguments(group))
 
 
-def new_state(flat: Tensor, group: Mapping[str, Any]) -> State:
+def new_state(flat: Tensor, group: Group) -> State:
     """Fresh element-wise state for ``flat``, by a param group's rule of either kind."""
     if rule_of(group) in ELEMENTWISE_RULES:
         return ELEMENTWISE_RULES[rule_of(group)].new_state(flat, arguments(group))
@@ -420,7 +397,7 @@ def new_state(flat: Tensor, group: Mapping[str, Any]) -> State:
     return {key: torch.zeros_like(flat) for key in keys}
 
 
-def state_nbytes(numel: int, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> int:
+def state_nbytes(numel: int, group: Group, dtype: torch.dtype = torch.float32) -> int:
     """Bytes of the state of ``numel`` elements, computed by the rule from a tensor without memory."""
     state = new_state(torch.empty(numel, dtype=dtype, device="meta"), group)
     return sum(tensor.numel() * tensor.itemsize for tensor in state.values())
@@ -477,7 +454,7 @@ def _matrix(name: str, path: str | None, source: str, work: str) -> None:
     def rule(**options: Any) -> TorchOptimizer:
         return TorchOptimizer(class_named(path or options["class"]), **optimizer_arguments(options))
 
-    _add(MATRIX_RULES, MatrixEntry(name=name, **_arguments(path), build=rule, cost=_flops, work=work, source=source))
+    _add(MATRIX_RULES, MatrixEntry(name=name, declared=path, build=rule, cost=_flops, work=work, source=source))
 
 
 def _of_lion(flat: Tensor, options: Mapping[str, Any]) -> State:
@@ -487,10 +464,9 @@ def _of_lion(flat: Tensor, options: Mapping[str, Any]) -> State:
 def _check_sgd(values: Mapping[str, Any]) -> None:
     if values["momentum"] and values["dampening"]:
         raise ValueError(
-            f"dampening: expected 0, because momentum starts with zeros here and with an undampened gradient in torch; "
+            "dampening: expected 0, because momentum starts with zeros here and with an undampened gradient in torch; "
             f"found {values['dampening']!r}; leave it out"
         )
-    check_arguments(values, path=SGD)
 
 
 def _of_sgd(flat: Tensor, options: Mapping[str, Any]) -> State:
@@ -501,20 +477,21 @@ _matrix("torch_optimizer", None, "the class", "update")
 _matrix("soap", "pytorch_optimizer.SOAP", "pytorch_optimizer.SOAP, arXiv 2409.11321", "SOAP")
 _matrix("shampoo", "pytorch_optimizer.Shampoo", "pytorch_optimizer.Shampoo, arXiv 1802.09568", "Shampoo")
 register_elementwise("adamw", torch.optim.AdamW, options=AdamW, new_state=_adam_moments, source=ADAMW)
-LION_ENTRY = ElementwiseEntry(
-    name="lion",
-    **_arguments(LION, with_form=True),
-    optimizer=lambda options: class_named(LION),
-    new_state=_of_lion,
-    counters=lambda options: Counters(group={"step": ("step", int)}),
-    source=f"{LION}, arXiv 2302.06675",
+_add(
+    ELEMENTWISE_RULES,
+    ElementwiseEntry(
+        name="lion",
+        declared=LION,
+        optimizer=LION,
+        new_state=_of_lion,
+        counters=Counters(group={"step": ("step", int)}),
+        cautious=True,
+        source=f"{LION}, arXiv 2302.06675",
+    ),
 )
-SGD_ENTRY = ElementwiseEntry(
-    name="sgd",
-    known=partial(arguments_of, path=SGD, with_form=True),
-    check=_check_sgd,
-    optimizer=lambda options: torch.optim.SGD,
-    new_state=_of_sgd,
-    source=SGD,
+_add(
+    ELEMENTWISE_RULES,
+    ElementwiseEntry(
+        name="sgd", declared=SGD, optimizer=SGD, new_state=_of_sgd, cautious=True, check=_check_sgd, source=SGD
+    ),
 )
-ELEMENTWISE_RULES.update({entry.name: entry for entry in (LION_ENTRY, SGD_ENTRY)})

@@ -112,7 +112,7 @@ def _part(part: Part) -> dict[str, Any]:
 def _options(setting: Setting) -> dict[str, Any]:
     """The engine's options, and everything else that a plan depends on."""
     dtypes = {key: str(getattr(setting, key)).removeprefix("torch.") for key in ("dtype", "grad_dtype")}
-    rules = {"matrix": setting.rules.matrix.rule, "elementwise": setting.rules.elementwise.rule}
+    rules = {"matrix": setting.rules.matrix["rule"], "elementwise": setting.rules.elementwise["rule"]}
     config = {key: value for key, value in asdict(setting.config).items() if key != "report"}
     return config | dtypes | rules
 

@@ -181,8 +181,7 @@ class Share:
         """The matrix, with the cost of its work for one rank."""
         if self.tp == 1:
             return atom
-        group = {"rule": setting.rules.matrix.rule, **setting.rules.matrix.options}
-        return replace(atom, cost=-(-cost_of(self.wholes.get(atom.name, atom.shape), group) // self.tp))
+        return replace(atom, cost=-(-cost_of(self.wholes.get(atom.name, atom.shape), setting.rules.matrix) // self.tp))
 
 
 def share_of(routes: Sequence[Route], divided: Mapping[str, Divided], setting: Setting, *, tp: int = 1) -> Share:

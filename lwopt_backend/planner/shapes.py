@@ -19,7 +19,7 @@ from torch import nn
 from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.options import install_command, nearest
-from lwopt_backend.groups.choices import Rules, settings_of
+from lwopt_backend.groups.choices import Rules, changed, settings_of
 from lwopt_backend.groups.grouping import as_taken, group_parameters
 from lwopt_backend.groups.param_groups import check_overrides, overrides_of
 from lwopt_backend.routing.matrices import Divided, divide_by_name
@@ -242,13 +242,13 @@ class Training:
 
     def of(self, routes: Sequence[Route]) -> tuple[tuple[Route, ...], dict[str, Divided]]:
         """Routes by name as training has them, stacked experts slice by slice, and the matrices in each parameter."""
-        found = [as_taken(route.as_stack(), self.rules.matrix.rule, self.config) for route in routes]
-        check_overrides(self.rules, {r.name: r.kind == "matrix" for r in found if r.kind != "frozen"})
+        found = [as_taken(route.as_stack(), self.rules.matrix["rule"], self.config) for route in routes]
+        check_overrides(self.rules, found)
         per_head = {route.name for route in found if route.kind == "matrix" and self._per_head(route.name)}
         return tuple(found), divide_by_name(found, AtomSettings.parse(self.config.atoms), per_head)
 
     def _per_head(self, name: str) -> bool:
-        choice = self.rules.matrix
+        group = self.rules.matrix
         for number in overrides_of(name, "matrix", self.rules):
-            choice = choice.changed(self.rules.overrides[number].matrix)
-        return bool(choice.options.get("per_head", False))
+            group = changed(group, self.rules.overrides[number].matrix)
+        return bool(group.get("per_head", False))

@@ -25,7 +25,7 @@ from lwopt_backend.cli import app
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.options import Option, options_in
-from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES
+from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, known_of
 from lwopt_backend.plan.cost import CLUSTERS
 from tests import fsdp2, hostile, zero
 from tests.command_line import torch_dist
@@ -79,7 +79,7 @@ def options_of(known: Mapping[str, Option]) -> Known:
 
 def options_of_rule(name: str) -> Known:
     given = {"class": "torch.optim.Adam"} if name == "torch_optimizer" else {}
-    return options_of({**MATRIX_RULES, **ELEMENTWISE_RULES}[name].known(given))
+    return options_of(known_of(name, given))
 
 
 @some.composite

@@ -33,7 +33,6 @@ from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.ties import RECORD
 from lwopt_backend.engines.owned.state import (
     Found,
-    Groups,
     Names,
     Pieces,
     by_member,
@@ -44,6 +43,7 @@ from lwopt_backend.engines.owned.state import (
 )
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.engines.owned.untrained import broadcast_untrained, untrained
+from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import Member
 from lwopt_backend.groups.param_groups import UNSAVED, with_options
 from lwopt_backend.groups.registry import check_group, rule_of

@@ -18,7 +18,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lwopt_backend.config.hosts import NAME, OwnedConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT, BackwardPasses, BucketManager, Hook, is_followed
-from lwopt_backend.engines.owned.step import Groups, Holdings, OwnedCore
+from lwopt_backend.engines.owned.step import Holdings, OwnedCore
+from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import ADVICE, Grouping, InModel, Member
 from lwopt_backend.groups.param_groups import NONE, CheckedOptions, ComparedOptions, option_lines
 from lwopt_backend.groups.registry import state_nbytes

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER, LazyTensor
 from lwopt_backend.engines.owned.step import OwnedCore
+from lwopt_backend.groups import Groups
 from lwopt_backend.groups.param_groups import check_saved_groups, with_options
 from lwopt_backend.groups.registry import new_state
 from lwopt_backend.plan import TrainedParam
@@ -33,7 +34,6 @@ from lwopt_backend.runtime.state import (
     form_of,
 )
 
-Groups = Sequence[dict[str, Any]]
 Found = Tensor | LazyTensor
 
 
@@ -45,7 +45,7 @@ def state_pieces(core: OwnedCore) -> list[StatePiece]:
 class OwnedStore(StateStore):
     """This rank's pieces, under the names of ``names_of``. Made on all ranks."""
 
-    def __init__(self, core: OwnedCore, groups: Groups) -> None:
+    def __init__(self, core: OwnedCore, groups: Sequence[dict[str, Any]]) -> None:
         self._core, names = core, names_of(core, groups)
         units = [[replace(member, name=names.keys[number])] for number, member in enumerate(core.members)]
         super().__init__([core.holdings[0].sharers.everyone], groups, units, names.params.keys())

@@ -18,6 +18,7 @@ from lwopt_backend.engines.base import batch_numel_on, machine_for
 from lwopt_backend.engines.owned.bucket_manager import BucketManager
 from lwopt_backend.engines.owned.buckets import BucketBuffers, Sharers
 from lwopt_backend.engines.owned.gradients import OwnedGradients
+from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import Grouping, Member
 from lwopt_backend.groups.param_groups import ElementwiseGroups
 from lwopt_backend.groups.registry import (
@@ -114,7 +115,6 @@ def plan_lines(members: Sequence[Member], plan: OwnedPlan) -> list[str]:
 # One step of owned buffers on one rank, bucket by bucket.
 
 BATCH_NUMEL = 2**24  # elements of equal matrices that go through the rule together on an accelerator
-Groups = Sequence[Mapping[str, Any]]
 
 
 class OwnedStepper:
