@@ -42,7 +42,8 @@ class Regions:
     them between steps.
 
     ``views_of`` returns, by matrix, the places of its views in a tensor of the given strides; their sizes do not depend
-    on the strides. In ``contiguous`` tensors, of ``numel`` elements, ranges in order take one call of the host for all.
+    on the strides. In tensors that are ``contiguous``, of ``numel`` elements, ranges in order take one call of the
+    host for all.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class Regions:
     def cut(self, slices: Slices) -> list[Pieces]:
         """The pieces of every matrix."""
         tensors = (slices.value, slices.grad, *slices.state.values())
-        is_flat = self._in_order and all([tensor.is_contiguous() for tensor in tensors])
-        values, grads, *of_state = map(self._flat if is_flat else self._strided, tensors)
+        flats = _flat(tensors) if self._in_order else None
+        is_flat = flats is not None
+        values, grads, *of_state = map(self._strided, tensors) if flats is None else map(self._ranges, flats)
         states = [dict(zip(slices.state, each)) for each in zip(*of_state)] if of_state else [{} for _ in values]
         if self._is_whole:
             return [Pieces(values, grads, states, is_flat)]
@@ -83,12 +85,19 @@ class Regions:
             begin = end
         return found
 
-    def _flat(self, tensor: Tensor) -> Sequence[Tensor]:
-        flat = tensor.view(-1)
+    def _ranges(self, flat: Tensor) -> Sequence[Tensor]:
         return (flat,) if self._is_whole else flat.split_with_sizes(self._sizes)[self._places]
 
     def _strided(self, tensor: Tensor) -> Sequence[Tensor]:
         return [view_of(tensor, view) for of_matrix in self._views_of(tensor.stride()) for view in of_matrix]
+
+
+def _flat(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """The tensors with one dimension, in their order, without copies; None if that is not possible for one of them."""
+    try:
+        return [tensor.view(-1) for tensor in tensors]
+    except (RuntimeError, ValueError):  # without real tensors, torch raises the latter
+        return None
 
 
 def _range(view: View) -> tuple[int, int] | None:

@@ -43,7 +43,8 @@ class WholeMatrices:
     """Runs rules on ``atoms``, up to ``batch_numel`` elements at once: on whole matrices of equal shape, and element by
     element on this rank's pieces of any.
 
-    ``kinds`` says, by atom, which of the rules of a step is its rule. Rules run on whole matrices on ``rule_device``,
+    ``kinds`` says, by atom, which of the rules of a step is its rule; weights of one kind have one dtype, and so have
+    their gradients and states. Rules run on whole matrices on ``rule_device``,
     wherever they are stored; ``owner_state`` is also there.
     """
 
@@ -188,7 +189,7 @@ class WholeMatrices:
                 of_batch = [storage(atom) for atom in atoms]
                 grads, values, _ = joined(of_batch)
                 moves = _moves(of_batch, [parts[places[atom]] for atom in atoms])
-                sums = _sums(cast_all(values, [grad.dtype for grad in grads]), moves, of_batch)
+                sums = _sums(cast_all(values, grads[0].dtype), moves, of_batch)
                 found.update(zip(atoms, sums.unbind()))
         return found
 
@@ -219,7 +220,7 @@ class WholeMatrices:
     ) -> None:
         """Apply the flat updates of a batch, the new weights if it is a ``WeightRule``, to pieces of the weights."""
         atoms, (grads, values, _) = batch.atoms, joined(of_batch)
-        dtypes = [grad.dtype for grad in grads]
+        dtype = grads[0].dtype
         moves = _moves(of_batch, updates)
         if moves[0].device.type != values[0].device.type:
             flat = torch.cat([move.reshape(-1) for move in moves]) if len(moves) > 1 else moves[0]
@@ -228,7 +229,7 @@ class WholeMatrices:
             copy_all(values, moves)
             return
         # If the state is wider than the weight, the step is computed in the state's dtype and rounded once.
-        wide = cast_all(values, dtypes)
+        wide = cast_all(values, dtype)
         if rule.by_norms:
             of_all = _sums(wide, moves, of_batch) if sums is None else torch.stack([sums[atom] for atom in atoms])
             factors = rule.factors(of_all, [self._atoms[atom].rule_shape for atom in atoms])
@@ -236,7 +237,7 @@ class WholeMatrices:
         else:
             shapes = [self._atoms[atom].rule_shape for atom, pieces in zip(atoms, of_batch) for _ in pieces.values]
             numels = batch.numels if all([pieces.is_flat for pieces in of_batch]) else None
-            rule.apply_all(wide, cast_all(moves, dtypes, numels) if len(atoms) > 1 else moves, shapes)
+            rule.apply_all(wide, cast_all(moves, dtype, numels) if len(atoms) > 1 else moves, shapes)
         if wide is not values:
             copy_all(values, wide)
 
@@ -407,15 +408,14 @@ def copy_alike(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(into), list(tensors))
 
 
-def cast_all(tensors: list[Tensor], dtypes: Sequence[torch.dtype], numels: list[int] | None = None) -> list[Tensor]:
-    """The tensors in these dtypes; the given list if they have them already. ``numels`` are theirs if they are flat."""
-    kinds = {*dtypes, *(tensor.dtype for tensor in tensors)}
-    if len(kinds) == 1:
+def cast_all(tensors: list[Tensor], dtype: torch.dtype, numels: list[int] | None = None) -> list[Tensor]:
+    """Tensors of one dtype in another; the given list if they have it. ``numels`` are theirs if they are flat."""
+    if tensors[0].dtype == dtype:
         return tensors
-    if len(tensors) == 1 or len(kinds) != 2 or len(set(dtypes)) != 1:
-        return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]
+    if len(tensors) == 1:
+        return [tensors[0].to(dtype)]
     total = sum(numels or [tensor.numel() for tensor in tensors])
-    flat = torch.empty(total, dtype=dtypes[0], device=tensors[0].device)
+    flat = torch.empty(total, dtype=dtype, device=tensors[0].device)
     cast = _like(flat, tensors) if numels is None else [*flat.split_with_sizes(numels)]
     copy_alike(cast, tensors)
     return cast

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, gradient, is_placed, local
+from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, gradient, local
 from lwopt_backend.engines.gradients import Pick, checked_order, everything
 from lwopt_backend.runtime.collectives import NORM, phase
 from lwopt_backend.runtime.presence import Presence, largest_of_all, read_at_once
-
-
-@torch.no_grad()
-def place_gradients(params: Iterable[Tensor]) -> None:
-    """Give gradients the placements of their parameters: sum what is Partial, for example.
-
-    Each sum is a collective, of tensors that may have equal shapes. All ranks call this for all parameters in one
-    order, before anything that ranks do in different orders. Placements are equal on all ranks.
-    """
-    for param in params:
-        grad = param.grad
-        if isinstance(param, DTensor) and isinstance(grad, DTensor) and not is_placed(param, grad):
-            param.grad = grad.redistribute(param.device_mesh, param.placements)
 
 
 @dataclass(frozen=True)
@@ -69,14 +57,15 @@ class MeshGradients:
         order = checked_order(norm_type)
         _check_one_has_all(self._steppers)
         with phase(NORM):
-            place_gradients(param for _, param in self.params())
+            of_steppers = [stepper.placed_gradients() for stepper in self._steppers]
             if order == float("inf"):  # torch's fails on ranks with an empty shard, while the other ranks wait
-                grads = [gradient(name, param) for name, param in self.params() if pick(name)]
-                largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
+                pairs = zip(self.params(), chain.from_iterable(of_steppers))
+                grads = [gradient(n, param, grad) for (n, param), grad in pairs if grad is not None and pick(n)]
+                largest = [grad.abs().max().float() for grad in grads if grad.numel()]
                 everywhere = _largest(self._steppers)
                 total = torch.stack(largest).max() if largest else torch.zeros(())
                 return largest_of_all(everywhere.collectives, total.to(everywhere.device))
-            presences = [stepper.presence() for stepper in self._steppers]
+            presences = [stepper.presence(grads) for stepper, grads in zip(self._steppers, of_steppers)]
             if not all(presence.complete for presence in presences):
                 read_at_once(presences)
             norms = [

@@ -34,6 +34,7 @@ from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, Storage, box_r
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.stepper import MatrixStepper
+from lwopt_backend.runtime.whole import Rules
 
 # Reading an FSDP2 model: its parameters, their meshes, and the box of a parameter that each rank stores.
 
@@ -202,18 +203,33 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor  # ``to_local`` makes a view, and of a parameter another parameter
 
 
+@torch.no_grad()
+def place_gradients(params: Iterable[Tensor]) -> list[Tensor | None]:
+    """Give gradients the placements of their parameters: sum what is Partial, for example.
+
+    Each sum is a collective, of tensors that may have equal shapes. All ranks call this for all parameters in one
+    order, before anything that ranks do in different orders. Placements are equal on all ranks. Returns the gradients.
+    """
+    found = []
+    for param in params:
+        grad = param.grad
+        if isinstance(param, DTensor) and isinstance(grad, DTensor) and not is_placed(param, grad):
+            param.grad = grad = grad.redistribute(param.device_mesh, param.placements)
+        found.append(grad)
+    return found
+
+
 def is_placed(param: DTensor, grad: DTensor) -> bool:
     """Whether a gradient has its parameter's placements. FSDP2 gives it the parameter's own specification."""
     return grad._spec is param._spec or grad.placements == param.placements
 
 
-def gradient(name: str, param: Tensor) -> Tensor | None:
-    """This rank's shard of a gradient that has the parameter's placements; None if there is none.
+def gradient(name: str, param: Tensor, grad: Tensor) -> Tensor:
+    """This rank's shard of a gradient that has the parameter's placements.
 
     Raises TypeError for a plain gradient of a DTensor.
     """
-    grad = param.grad
-    if grad is None or not isinstance(param, DTensor):
+    if not isinstance(param, DTensor):
         return grad
     if not isinstance(grad, DTensor):
         raise TypeError(f"{describe(name, param)}: expected a DTensor gradient, found a plain tensor")
@@ -469,31 +485,44 @@ class MeshStepper:
         self.plan = self.planned.plan
         self.matrices, self.places, self.blocks = self.planned.matrices, self.planned.places, self.planned.blocks
         batch = batch_numel_on(self.device, BATCH_NUMEL)
-        kinds = [self.members[index].group for index in self.matrices]
+        self._kinds: dict[tuple[int, torch.dtype, torch.dtype], int] = {}  # of matrices, by param group and dtypes
+        kinds = [self._kind(self.members[index]) for index in self.matrices]
         self.stepper = MatrixStepper(self.plan, kinds, collectives, self.device, batch_numel=batch)
         self._regions = self._find_regions()
 
-    def presence(self, **flags: Sequence[int] | Tensor) -> Presence:
-        """Start to find which members have a gradient on any rank, and the largest ``flags``. On all ranks of the
-        mesh."""
-        here = [member.param.grad is not None for member in self.members]
-        return Presence(self.collectives, here, self.device, **flags)
+    def presence(self, grads: Sequence[Tensor | None], **flags: Sequence[int] | Tensor) -> Presence:
+        """Start to find which members have a gradient on any rank, and the largest ``flags``. ``grads`` are this
+        rank's. On all ranks of the mesh."""
+        return Presence(self.collectives, [grad is not None for grad in grads], self.device, **flags)
 
     def active(self, presence: Presence) -> Callable[[int], bool] | None:
         """Returns whether an atom's parameter has a gradient on any rank; None if every one has."""
         return None if presence.complete else lambda atom: presence(self.matrices[atom])
 
+    def _kind(self, member: MeshMember) -> int:
+        key = (member.group, member.param.dtype, state_dtype(member.param, self.config))
+        return self._kinds.setdefault(key, len(self._kinds))
+
+    def by_kind(self, rules: Rules) -> Rules:
+        """The rules of the param groups, by the kinds of matrices."""
+        return {kind: rules[group] for (group, *_), kind in self._kinds.items()}
+
     def rules_of(self, rules: Mapping[int, MatrixRule]) -> list[MatrixRule]:
         """One rule per matrix of the plan, from the rules of the param groups."""
         return [rules[self.members[index].group] for index in self.matrices]
 
-    def storage(self, states: States) -> Storage:
-        """This rank's pieces of the matrices during one step."""
+    def placed_gradients(self) -> list[Tensor | None]:
+        """The members' gradients, with their placements. Called on all ranks, as ``place_gradients``."""
+        return place_gradients(member.param for member in self.members)
+
+    def storage(self, states: States, grads: Sequence[Tensor | None] | None = None) -> Storage:
+        """This rank's pieces of the matrices during one step; ``grads`` are the members' gradients, if known."""
 
         @cache
         def of_member(number: int) -> Sequence[Pieces]:
             member = self.members[number]
-            return self._regions[number].cut(piece(member, states[member.param]))
+            grad = member.param.grad if grads is None else grads[number]
+            return self._regions[number].cut(piece(member, grad, states[member.param]))
 
         return lambda atom: of_member(self.matrices[atom])[self.places[atom]]
 
@@ -519,19 +548,18 @@ class MeshStepper:
     def elementwise(self, group: int, states: States, presence: Presence) -> list[Slices]:
         """This rank's shards of the element-wise members of a param group that have a gradient on any rank."""
         chosen = [i for i, m in enumerate(self.members) if m.group == group and m.rule in registry.ELEMENTWISE_RULES]
-        return [piece(self.members[i], states[self.members[i].param]) for i in chosen if presence(i)]
+        members = [self.members[number] for number in chosen if presence(number)]
+        return [piece(member, member.param.grad, states[member.param]) for member in members]
 
 
-def piece(member: MeshMember, state: Mapping[str, Any]) -> Slices:
-    """This rank's shard of the parameter, its gradient in the state's dtype (zeros if it is missing), and its state.
+def piece(member: MeshMember, grad: Tensor | None, state: Mapping[str, Any]) -> Slices:
+    """This rank's shard of the parameter, its gradient in the state's dtype (zeros for None), and its state.
 
     Raises TypeError for a gradient that is not a dense tensor.
     """
     value = local(member.param)
     shards = {key: local(tensor) for key, tensor in state.items() if not tensor.is_meta}  # meta tensors are owner state
-    grad = gradient(member.name, member.param)
-    if grad is None:
-        grad = torch.zeros_like(value)
+    grad = torch.zeros_like(value) if grad is None else gradient(member.name, member.param, grad)
     if grad.layout != torch.strided:
         raise TypeError(f"{describe(member.name, member.param)}: expected a dense gradient, found {grad.layout}")
     if {value.dtype, *(s.dtype for key, s in shards.items() if key != "step")} != {grad.dtype}:

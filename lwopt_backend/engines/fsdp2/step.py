@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend.config.hosts import NAME
 from lwopt_backend.engines import report
-from lwopt_backend.engines.fsdp2.gradients import Counted, place_gradients
-from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes
+from lwopt_backend.engines.fsdp2.gradients import Counted
+from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes, place_gradients
 from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups, Groups, option_lines
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
@@ -108,7 +108,7 @@ class Attachment:
 
     def _ready(self, number: int, stepper: MeshStepper, atom: int, param: Tensor) -> None:
         def now() -> tuple[Rules, Storage]:
-            return self._rules(), stepper.storage(self._states())
+            return stepper.by_kind(self._rules()), stepper.storage(self._states())
 
         place_gradients([param])
         self._early[number].ready(atom, now)
@@ -166,22 +166,22 @@ def step_all(
     in steps that compare options, with an ``attachment``, and on a rank that lacks a gradient that other ranks may
     have. No rank's collectives depend on whether it reads.
     """
-    place_gradients(member.param for stepper in steppers for member in stepper.members)
-    storages = [stepper.storage(states) for stepper in steppers]
+    of_kinds = [stepper.by_kind(rules) for stepper in steppers]
+    grads = [stepper.placed_gradients() for stepper in steppers]
+    storages = [stepper.storage(states, of_members) for stepper, of_members in zip(steppers, grads)]
     flags = options.flags(groups)
     compares = flags[0] != NONE
 
     def advance_sent(into: Sequence[Storage]) -> list[Tensor | None]:
         if attachment is None:
             return [None] * len(steppers)
-        pairs = enumerate(zip(steppers, into))
-        return [attachment.touched(number, stepper, rules, storage) for number, (stepper, storage) in pairs]
+        return [attachment.touched(number, *part) for number, part in enumerate(zip(steppers, of_kinds, into))]
 
     # A difference ends the step before state advances, so that the step can be repeated once it is corrected.
     touched = advance_sent([*map(copied, storages)] if compares else storages)
     presences = [
-        stepper.presence(options=flags, touched=() if more is None else more)
-        for stepper, more in zip(steppers, touched)
+        stepper.presence(of_members, options=flags, touched=() if more is None else more)
+        for stepper, of_members, more in zip(steppers, grads, touched)
     ]
     if compares or any(more is not None for more in touched) or not all(each.complete for each in presences):
         read_at_once(presences)
@@ -199,7 +199,7 @@ def step_all(
         if attachment is not None and touched[number] is not None:
             departed = attachment.settle(number, presence.largest("touched"))
         stepper.stepper.step(
-            rules,
+            of_kinds[number],
             storages[number],
             active=stepper.active(presence),
             departed=departed,
