@@ -1,5 +1,7 @@
 """The stepper on gloo, without DeepSpeed: what it computes, what it sends and when, and what it leaves in place."""
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,6 +156,19 @@ def test_a_batch_holds_no_more_than_its_size() -> None:
     whole = WholeMatrices(plan.atoms, [0] * 7, torch.device("cpu"), batch_numel=35)
     batches = whole.batches_of_pieces(((atom, 10) for atom in range(7)), frozenset({1}))
     assert [batch.places for batch in batches] == [[0, 2, 3], [4, 5, 6]], "of pieces, what a rank has of them"
+
+
+def test_a_stepper_and_its_state_are_freed_with_the_last_reference() -> None:
+    plan, rule = plan_of(SHAPES, 1, "stay"), rule_of("muon")
+    stepper = MatrixStepper(plan, [0] * len(plan.atoms), Alone(), torch.device("cpu"))
+    value, grad, momentum = (random((plan.layout.partition_numel,), seed) for seed in range(3))
+    pieces = regions_of(plan, 0).cut(Slices(value, grad, {"momentum_buffer": momentum}))
+    stepper.step({0: rule}, pieces.__getitem__)
+    left = weakref.ref(stepper)
+    gc.disable()  # which would free it later
+    del stepper
+    gc.enable()
+    assert left() is None
 
 
 @on_ranks(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from lwopt_backend.runtime.whole import Batch, Rules, WholeMatrices, copy_alike,
 
 
 NONE: frozenset[int] = frozenset()
+KEPT = 4  # sets of skipped matrices whose places are known
 
 
 class MatrixStepper:
@@ -64,13 +65,19 @@ class MatrixStepper:
         self._local = plan.local_atoms(rank)
         self._new_matrices = partial(WholeMatrices, rule_device=rule_device or device, batch_numel=batch_numel)
         self._whole = self._new_matrices(plan.atoms, kinds)
-        self._places = lru_cache(maxsize=4 * len(plan.buckets))(self._find_places)
+        self._known: dict[tuple[int, frozenset[int]], BucketPlaces] = {}
         self.owned = [atom for atom, owner in enumerate(plan.ownership.owners) if owner == rank]
         self.owner_state = self._whole.owner_state
 
-    def _find_places(self, bucket: int, skipped: frozenset[int]) -> BucketPlaces:
-        ways = self._to_owners[bucket].transfer.sends, self._back[bucket].arriving
-        return BucketPlaces(self._plan, self._collectives.rank, bucket, *ways, self._whole, skipped)
+    def _places(self, bucket: int, skipped: frozenset[int]) -> BucketPlaces:
+        """Those of the last steps are kept: with all matrices, and with those that some steps skip."""
+        if (bucket, skipped) not in self._known:
+            if len(self._known) >= KEPT * len(self._to_owners):
+                self._known.clear()
+            ways = self._to_owners[bucket].transfer.sends, self._back[bucket].arriving
+            places = BucketPlaces(self._plan, self._collectives.rank, bucket, *ways, self._whole, skipped)
+            self._known[bucket, skipped] = places
+        return self._known[bucket, skipped]
 
     @torch.no_grad()
     def step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ def owned_dtype(dtype: torch.dtype) -> torch.dtype:
 # Steps of matrices that this rank stores whole, and a rule's element-wise work on pieces of the others.
 
 Rules = Mapping[int, MatrixRule]  # by kind
+KEPT = 4  # times as many divisions into batches are known as there are matrices
 
 
 class Batch(NamedTuple):
@@ -54,7 +55,7 @@ class WholeMatrices:
         self._atoms, self.kinds = atoms, kinds
         self._rule_device = rule_device
         self._batch_numel = batch_numel
-        self._batches = lru_cache(maxsize=8)(self._find_batches)
+        self._known: dict[tuple[tuple[int, ...], frozenset[int]], Sequence[Batch]] = {}
         self.owner_state = OwnerState(atoms, rule_device)
 
     @torch.no_grad()
@@ -120,7 +121,12 @@ class WholeMatrices:
 
     def batches(self, atoms: tuple[int, ...], rules: Rules) -> Sequence[Batch]:
         """Whole matrices of one kind, shape and orientation; one at a time if the rule takes no more."""
-        return self._batches(atoms, frozenset(kind for kind, rule in rules.items() if takes_one(rule)))
+        key = atoms, frozenset(kind for kind, rule in rules.items() if takes_one(rule))
+        if key not in self._known:
+            if len(self._known) >= KEPT * len(self._atoms):
+                self._known.clear()
+            self._known[key] = self._find_batches(*key)
+        return self._known[key]
 
     def _find_batches(self, atoms: tuple[int, ...], single: frozenset[int]) -> Sequence[Batch]:
         def alike(atom: int) -> Hashable:
