@@ -166,41 +166,22 @@ def step_all(
     in steps that compare options, with an ``attachment``, and on a rank that lacks a gradient that other ranks may
     have. No rank's collectives depend on whether it reads.
     """
-    of_kinds = [stepper.by_kind(rules) for stepper in steppers]
     grads = [stepper.placed_gradients() for stepper in steppers]
-    storages = [stepper.storage(states, of_members) for stepper, of_members in zip(steppers, grads)]
-    flags = options.flags(groups)
-    compares = flags[0] != NONE
-
-    def advance_sent(into: Sequence[Storage]) -> list[Tensor | None]:
-        if attachment is None:
-            return [None] * len(steppers)
-        return [attachment.touched(number, *part) for number, part in enumerate(zip(steppers, of_kinds, into))]
-
-    # A difference ends the step before state advances, so that the step can be repeated once it is corrected.
-    touched = advance_sent([*map(copied, storages)] if compares else storages)
-    presences = [
-        stepper.presence(of_members, options=flags, touched=() if more is None else more)
-        for stepper, of_members, more in zip(steppers, grads, touched)
+    now = [
+        (stepper, stepper.by_kind(rules), stepper.storage(states, of_members))
+        for stepper, of_members in zip(steppers, grads)
     ]
-    if compares or any(more is not None for more in touched) or not all(each.complete for each in presences):
-        read_at_once(presences)
-    if compares:
-        if (error := _difference(steppers, presences, groups)) is not None:
-            if attachment is not None:
-                attachment.remove()
-            raise error
-        advance_sent(storages)
+    touched, presences = _meet(now, grads, groups, attachment, options)
     meanwhile: Callable[[], None] | None = functools.partial(
         _step_elementwise, optimizers, groups, steppers, presences, states
     )
-    for number, (stepper, presence) in enumerate(zip(steppers, presences)):
+    for number, ((stepper, of_kinds, storage), presence) in enumerate(zip(now, presences)):
         departed: Mapping[int, Any] = {}
         if attachment is not None and touched[number] is not None:
             departed = attachment.settle(number, presence.largest("touched"))
         stepper.stepper.step(
-            of_kinds[number],
-            storages[number],
+            of_kinds,
+            storage,
             active=stepper.active(presence),
             departed=departed,
             meanwhile=meanwhile,
@@ -211,6 +192,43 @@ def step_all(
         for stepper in steppers:
             row_scaling.scale(stepper.members, stepper.pieces(states))
         row_scaling.clear()
+
+
+def _meet(
+    now: Sequence[tuple[MeshStepper, Rules, Storage]],
+    grads: Sequence[Sequence[Tensor | None]],
+    groups: Sequence[Mapping[str, Any]],
+    attachment: Attachment | None,
+    options: ComparedOptions,
+) -> tuple[list[Tensor | None], list[Presence]]:
+    """Advance the state of what was sent early, and start to exchange the flags of every stepper. Returns what was sent
+    early and has changed since, and the flags. Raises as ``step_all``."""
+    flags = options.flags(groups)
+    compares = flags[0] != NONE
+
+    def advance_sent(copies: bool) -> list[Tensor | None]:
+        if attachment is None:
+            return [None] * len(now)
+        return [
+            attachment.touched(number, stepper, rules, copied(storage) if copies else storage)
+            for number, (stepper, rules, storage) in enumerate(now)
+        ]
+
+    # A difference ends the step before state advances, so that the step can be repeated once it is corrected.
+    touched = advance_sent(copies=compares)
+    presences = [
+        stepper.presence(of_members, options=flags, touched=() if more is None else more)
+        for (stepper, *_), of_members, more in zip(now, grads, touched)
+    ]
+    if compares or any(more is not None for more in touched) or not all(each.complete for each in presences):
+        read_at_once(presences)
+    if compares:
+        if (error := _difference([stepper for stepper, *_ in now], presences, groups)) is not None:
+            if attachment is not None:
+                attachment.remove()
+            raise error
+        advance_sent(copies=False)
+    return touched, presences
 
 
 def _difference(
