@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.plan.layouts import (
@@ -83,11 +83,13 @@ class Sharding:
         """Raises ValueError, the same on every rank, if a part of ``param`` has no views of the block."""
         if self.block is None:
             return
-        parts = [range(size) if dim is not None else range(1) for size, dim in zip(self.mesh_shape, self.dims)]
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
-        for coordinate in itertools.product(*parts):
+        first = unravel(self.block.slice, self.shape[: self.block.grid.lead(self.shape)])[:1]
+        for box in _boxes_of(replace(self, block=None)):
+            if any(not begin <= place < begin + size for place, (begin, size) in zip(first, box)):
+                continue  # it has other slices, as almost all boxes of a large stack
             try:
-                box_views(self.block, self.shape, self.box(coordinate), strides)
+                box_views(self.block, self.shape, box, strides)
             except ValueError as error:
                 raise ValueError(
                     f"parameter {param!r}, block {self.block.name!r}: sharded as {self}, {error}; shard another "
@@ -100,6 +102,13 @@ class Sharding:
             for size, dim, late in zip(self.mesh_shape, self.dims, self.late)
         )
         return f"{'x'.join(map(str, self.shape))} over {cuts}{f', {self.block}' if self.block else ''}"
+
+
+@lru_cache(maxsize=16)  # for the many matrices of a stack
+def _boxes_of(sharding: Sharding) -> tuple[tuple[Span, ...], ...]:
+    """The different boxes of all coordinates, in their order."""
+    parts = [range(size) if dim is not None else range(1) for size, dim in zip(sharding.mesh_shape, sharding.dims)]
+    return tuple(dict.fromkeys(map(sharding.box, itertools.product(*parts))))
 
 
 def _chunk(span: Span, parts: int, index: int) -> Span:
