@@ -167,6 +167,10 @@ OF_ONE: dict[Door, list[Wrong]] = {
             "unknown key 'adamw.momentum' ... unknown key 'adamw.beta'; did you mean 'adamw.betas'?",
         ),
         ({"foreach": True}, "unknown key 'foreach'; did you mean 'adamw.foreach'?"),
+        (
+            {"adamw": {"betas": [0.9]}},
+            "LayerWiseMuon: adamw.betas: expected two numbers from 0 to below 1; found [0.9]",
+        ),
         ({"adamw": {"foreach": True, "fused": True}}, "foreach and fused are both true, but torch supports one of"),
         ({"bucket_mb": 1.0}, "'bucket_mb': expected only with \"storage\": \"owned\", found 'zero'"),
         ({**OWNED, "policy": "stay"}, "'policy': expected only with \"storage\": \"zero\", found 'owned'"),

@@ -47,12 +47,15 @@ ADVICE = {
     **dict.fromkeys(("num_heads", "split_sizes", "flatten"), "say it by name in 'atoms' (docs/matrices.md)"),
 }
 # What DeepSpeed 0.19's Muon, its AdamW and torch.optim.AdamW use by default.
-Half = dict[str, Any]
-OF_MUON: tuple[Half, Half] = (
-    {"lr": 0.02, "weight_decay": 0.0},
-    {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0},
-)
-OF_ADAMW: Half = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+Section = dict[str, Any]
+OF_MUON: Mapping[str, Section] = {
+    "matrix": {"lr": 0.02, "weight_decay": 0.0},
+    "elementwise": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0},
+}
+OF_ADAMW: Mapping[str, Section] = {
+    "matrix": {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"},
+    "elementwise": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8},
+}
 TORCH_DECAY = 0.01
 SHARED = ("lr", "weight_decay")
 
@@ -65,21 +68,32 @@ def foreign_keys(given: Mapping[str, Any], known: Container[str]) -> list[str]:
 def translated(
     theirs: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], *, in_entry: bool
 ) -> dict[str, dict[str, Any]]:
-    """Both sections, with the options that the other optimizer's keys ``theirs`` mean.
+    """Both sections, with the options that the other optimizer's keys ``theirs`` mean. This package's keys keep their
+    values; the defaults are the other optimizer's, in ds_config.json or in torch.
 
-    Its defaults are those of an entry in ds_config.json, or else torch's. Raises ValueError for a value without a
-    counterpart.
+    Raises ValueError for a value without a counterpart.
     """
     for key, (only, instead) in GRANTED.items():
         if only is not None and theirs.get(key, only) != only:
             raise ValueError(f"{key}: expected {only!r}, found {theirs[key]!r}; {instead}")
-    moved: dict[str, dict[str, Any]] = {"": {}, "matrix": {}, "elementwise": {}}
+    moved: dict[str, Section] = {"": {}, "matrix": {}, "elementwise": {}}
     for key, value in theirs.items():
         if key.lower() in MEANT:
-            half, _, option = MEANT[key.lower()].rpartition(".")
-            moved[half][option] = value
-    decay = 0.0 if in_entry and not theirs.get("torch_adam") else TORCH_DECAY
-    return _halves(sections, moved, decay)
+            kind, _, option = MEANT[key.lower()].rpartition(".")
+            moved[kind][option] = value
+    matrix, elementwise = sections["matrix"], sections["elementwise"]
+    defaults: Mapping[str, Section] = {"matrix": {}, "elementwise": {}}
+    shared = {"matrix": moved[""], "elementwise": {}}
+    if (matrix["name"], elementwise) == ("muon", {"name": "adamw"}):  # other rules and options are only here
+        both = {**{key: matrix[key] for key in SHARED if key in matrix}, **moved[""]}
+        shared = {"matrix": both, "elementwise": both}
+        of_muon = matrix.keys() - {"name", "adjust_lr_fn", *SHARED} or moved["matrix"] or "lr" in moved["elementwise"]
+        decay = 0.0 if in_entry and not theirs.get("torch_adam") else TORCH_DECAY
+        defaults = (
+            OF_MUON if of_muon else {kind: {**of_kind, "weight_decay": decay} for kind, of_kind in OF_ADAMW.items()}
+        )
+    more = {kind: {**defaults[kind], **sections[kind], **shared[kind], **moved[kind]} for kind in sections}
+    return {kind: {"name": section.pop("name"), **section} for kind, section in more.items()}
 
 
 def advice(theirs: Mapping[str, Any], written: Mapping[str, Any], *, in_entry: bool) -> str:
@@ -90,24 +104,3 @@ def advice(theirs: Mapping[str, Any], written: Mapping[str, Any], *, in_entry: b
         f"{keys} {are} of another optimizer, in which the same numbers may mean something else. Check each value "
         f"(docs/migration.md) and write instead:\n{whole}"
     )
-
-
-def _halves(
-    halves: Mapping[str, Mapping[str, Any]], moved: Mapping[str, Mapping[str, Any]], decay: float
-) -> dict[str, dict[str, Any]]:
-    """The options of both halves, as the other optimizer has them. This package's keys keep their values."""
-    matrix, elementwise = ({**halves[kind]} for kind in ("matrix", "elementwise"))
-    both = {**{key: matrix[key] for key in SHARED if key in matrix}, **moved[""]}
-    if len(elementwise) > 1 or (matrix["name"], elementwise["name"]) != ("muon", "adamw"):  # others are only here
-        matrix.update(**moved[""], **moved["matrix"])
-        return {"matrix": matrix, "elementwise": {**elementwise, **moved["elementwise"]}}
-    more = matrix.keys() - {"name", "adjust_lr_fn", *SHARED}
-    if more or moved["matrix"] or "lr" in moved["elementwise"]:
-        of_matrices, of_others = OF_MUON
-    else:
-        of_others = {**OF_ADAMW, "weight_decay": decay}
-        of_matrices = {**{key: of_others[key] for key in SHARED}, "adjust_lr_fn": "match_rms_adamw"}
-    return {
-        "matrix": {"name": "muon", **of_matrices, **matrix, **both, **moved["matrix"]},
-        "elementwise": {**elementwise, **of_others, **both, **moved["elementwise"]},
-    }

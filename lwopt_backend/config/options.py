@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
@@ -158,16 +159,17 @@ def checked(known: Known, given: Mapping[str, Any]) -> dict[str, Any]:
     values, problems = {}, []
     for key, option in known.items():
         if key not in given:
-            values[key] = option.default
+            values[key] = copy(option.default)  # which may be a list
             problems += [f"expected {key!r}, found none; add it"] * (option.default is REQUIRED)
             continue
         try:
             values[key] = option.check(given[key])
         except ValidationError as error:
             problems += [_problem(key, detail) for detail in error.errors()]
-        except ValueError as error:
-            problems.append(str(error))
+        except ValueError as error:  # of a check, which begins with the option's own name
+            problems.append(key.removesuffix(option.name) + str(error))
     problems += [f"unknown key {key!r}; {option_suggestion(str(key), known)}" for key in given if key not in known]
+    problems = [f"{told}: {ONLY_HUGGING_FACE}" if told.endswith("found 'auto'") else told for told in problems]
     if problems:
         raise ValueError("\n  ".join([*[f"{len(problems)} wrong options"] * (len(problems) > 1), *problems]))
     return {key: value for key, value in values.items() if value is not LEFT_TO_THE_CLASS}
@@ -175,9 +177,7 @@ def checked(known: Known, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _problem(key: str, detail: Mapping[str, Any]) -> str:
     expected = EXPECTED.get(detail["type"], f"{detail['msg'][0].lower()}{detail['msg'][1:]}")
-    found = f"{'.'.join(map(str, (key, *detail['loc'])))}: {expected}; found {detail['input']!r}"
-    words = "valid number" in expected or "valid integer" in expected or "be a list" in expected
-    return f"{found}: {ONLY_HUGGING_FACE}" if detail["input"] == "auto" and words else found
+    return f"{'.'.join(map(str, (key, *detail['loc'])))}: {expected}; found {detail['input']!r}"
 
 
 def parse(declared: type[C], given: Mapping[str, Any], where: str) -> C:
