@@ -27,14 +27,14 @@ from lwopt_backend.config.options import Count, parse
 from lwopt_backend.rules import option
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """The file given by ``--config``. Names are DeepSpeed's; ``optimizer`` is what LayerWiseOptimizer takes."""
 
-    optimizer: dict[str, Any]
     train_micro_batch_size_per_gpu: Count
     gradient_accumulation_steps: int = option(1, "micro-batches of a step", ge=1)
     gradient_clipping: float = option(1.0, "the largest norm of all gradients together; 0 does not clip", ge=0)
+    optimizer: dict[str, Any]
 
     @classmethod
     def read(cls, path: str) -> TrainingConfig:
