@@ -27,6 +27,7 @@ from lwopt_backend.engines.fsdp2.plan import local
 from lwopt_backend.engines.owned.state import gathered
 from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.early_exchange import EarlyExchange
+from lwopt_backend.runtime.presence import Presence, read_at_once
 from lwopt_backend.runtime.whole import filled_on
 from tests.planner_shapes import LAYER, SMALL, study_in
 
@@ -52,11 +53,12 @@ class Uses(Passes):
 
 
 class TwoStreams(Uses):
-    """Some matrices were used on a side stream, where autograd then writes their gradients and calls their hooks."""
+    """Parameters whose names have a ``word`` were used on a side stream, where autograd then writes their gradients and
+    calls their hooks."""
 
-    def __init__(self, check: StreamCheck, engine: OwnedEngine) -> None:
+    def __init__(self, check: StreamCheck, engine: OwnedEngine, word: str) -> None:
         self._check = check
-        self._aside = {key for key, name in engine.names.items() if ".up" in name}
+        self._aside = {key for key, name in engine.names.items() if word in name}
 
     def backward(self, params: Any, following: Any = ()) -> None:
         self._check.stream = "aside" if id(params[0]) in self._aside else "compute"
@@ -103,18 +105,21 @@ class Sharded(Uses):
 # How they train.
 
 
-def train_owned(check: StreamCheck, engine: OwnedEngine, *, streams: bool = False, clips: bool = False) -> None:
-    """Three passes a step, the first of which reduces nothing; at the end, a checkpoint's state."""
+def train_owned(check: StreamCheck, engine: OwnedEngine, *, aside: str = "", clips: bool = False) -> None:
+    """Three passes a step, the first of which reduces nothing; at the end, a checkpoint's state, and gradients that are
+    never sent."""
     optimizer, params = engine.optimizer, engine.core.manager.params
-    passes = TwoStreams(check, engine) if streams else Uses()
+    passes = TwoStreams(check, engine, aside) if aside else Uses()
     for step in range(STEPS):
         with optimizer.no_sync():
             engine.play(passes)
         engine.play(passes)
         if step == 1:  # and forget these
             optimizer.zero_grad()
-        for param in params[:4] if step == 2 else ():  # or those of some parameters
-            param.grad = None
+        if step == 2:  # or those of some parameters, whose sum over two passes is added up on a side stream
+            engine.play(passes)
+            for param in params[::2]:
+                param.grad = None
         if clips:
             optimizer.clip_grad_norm_(1.0, math.inf if step else 2.0)
             found, inverse = torch.zeros((), device=DEVICE), torch.ones((), device=DEVICE)
@@ -123,6 +128,8 @@ def train_owned(check: StreamCheck, engine: OwnedEngine, *, streams: bool = Fals
         engine.train(passes)
         optimizer.zero_grad()
     assert [*gathered(optimizer.core, optimizer.param_groups)]
+    with optimizer.no_sync():
+        engine.play(passes)
 
 
 def train_mesh(
@@ -135,6 +142,7 @@ def train_mesh(
     again: bool = False,
     drops: bool = False,
     clips: bool = False,
+    detaches: bool = False,
 ) -> None:
     params = [*engine.model.parameters()]
     host = Sharded(check, engine, roots)
@@ -147,6 +155,8 @@ def train_mesh(
         for param in params if drops else ():
             param.grad = None
         engine.play(host)
+        if detaches and step == 1:
+            engine.optimizer._attachment.remove()
         if clips:
             engine.optimizer.clip_grad_norm_(1.0, math.inf if step else 2.0)
         with ExitStack() as stack:
@@ -200,6 +210,11 @@ def copy_to_cpu(check: StreamCheck, engine: Any) -> None:
     there.add_(1)
 
 
+def read_flags(check: StreamCheck, engine: Any) -> None:
+    """Of two groups of ranks, as experts have them."""
+    read_at_once([Presence(collectives.TorchCollectives(), [False], DEVICE) for _ in range(2)])
+
+
 @contextmanager
 def with_buffers() -> Iterator[None]:
     """A model has one buffer."""
@@ -227,7 +242,9 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "owned, pairs, keep_full_grads": ("owned", {"group_size": 2, "keep_full_grads": True, **SMALL}, train_owned),
     "owned, norms": ("owned", SMALL, partial(train_owned, clips=True)),
     "owned, hooks": ("owned", GATHERS, partial(read_by_hooks, train=train_owned)),
-    "owned, two streams": ("owned", SMALL, partial(train_owned, streams=True)),
+    "owned, two streams": ("owned", SMALL, partial(train_owned, aside="down")),
+    "owned, two streams, the last aside": ("owned", SMALL, partial(train_owned, aside="q.")),
+    "owned, pairs, two streams": ("owned", {"group_size": 2, **SMALL}, partial(train_owned, aside="norm")),
     "fsdp2": ("fsdp2", {"bucket_matrices": 2}, train_mesh),
     "fsdp2, norms": ("fsdp2", {"matrix": MUONH, "bucket_matrices": 2}, partial(train_mesh, clips=True)),
     "fsdp2, attached": ("fsdp2", {"bucket_matrices": 4}, partial(attached, passes=2)),
@@ -239,6 +256,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "fsdp2, offload, attached": ("fsdp2, offload", {"bucket_matrices": 3}, attached),
     "hsdp": ("fsdp2", {"group_size": 2, "bucket_matrices": 2}, train_mesh),
     "hsdp, attached": ("fsdp2", {"group_size": 2, "bucket_matrices": 4}, attached),
+    "copies alone, attached, detached": ("fsdp2", {"group_size": 1}, partial(attached, detaches=True)),
     "zero0": ("zero0", {"policy": "balance", "bucket_numel": 9000}, train_alone),
     "zero1": ("zero1", BUCKETS, train_alone),
     "zero1, offload": ("zero1, offload", BUCKETS, train_alone),
@@ -247,6 +265,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "zero3, offload, rule on the CPU": ("zero3, offload", {"bucket_numel": 9000, "ns_device": "cpu"}, train_alone),
     "zero3, measured": ("zero3", {"bucket_numel": 9000}, train_measured),
     "a batch to the CPU": ("zero3", {}, copy_to_cpu),
+    "flags of two groups": ("zero3", {}, read_flags),
     "modules": ("modules", {}, train_modules),
 }
 

@@ -85,6 +85,7 @@ class PartsPending:
     def wait(self) -> None:
         with phase(self.label):
             self.pending.wait()
+        used_here(self.sent, self.reduced)
         if self.sent is not None:
             self.ledger.free(self.sent)
         self.pending, self.sent = DONE, None
@@ -112,6 +113,14 @@ class PartsPending:
         if self.reduced is not None:
             self.ledger.free(self.reduced)
             self.reduced = None
+
+
+def used_here(*tensors: Tensor | None) -> None:
+    """The caller's stream uses these; their memory stays until it is done. A hook of a gradient runs on the stream of
+    its forward operation, so another stream may have allocated them."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type != "cpu":
+            tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
 
 
 def reduce_parts(
@@ -361,6 +370,7 @@ class BucketBuffers:
         """Wait for the sum, also across instances, and turn it into a mean. Called on all ranks, after ``arrive``."""
         self._beside.join()
         self._settle_across()
+        used_here(self.mine)
         if self.mine is not None and not self._averaged:
             self.mine.div_(self._rest)
             self._averaged = True
