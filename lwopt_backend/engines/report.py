@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -132,36 +132,46 @@ def on_blocks(plan: MatrixPlan) -> list[str]:
 
 
 def plan_table(groups: Sequence[GroupPlan]) -> Table:
-    """One row per rank: its owned atoms, their work, its state, and its traffic.
+    """One row per rank: its matrices, their work, its state, and its traffic."""
+    plans = [group.matrices for group in groups if group.matrices is not None]
+    layouts = [(group.layout, group.place) for group in groups if group.matrices is not None]
 
-    Beyond 16 ranks, only the first few, the busiest and the least busy are shown.
+    def total(figures: Iterable[Sequence[int]]) -> list[int]:
+        return [*map(sum, zip(*figures))] or [0] * len(groups[0].state_bytes)
+
+    owned, moved, sent = (total(map(of, plans)) for of in _FIGURES)
+    state = total(group.state_bytes for group in groups)
+    columns = {
+        "matrices": lambda rank: str(owned[rank]),
+        "state": lambda rank: nbytes(state[rank]),
+        "elements that move": lambda rank: (
+            f"{moved[rank] / max(1, sum(layout.stored_numel(place(rank)) for layout, place in layouts)):.2%}"
+        ),
+        "sent a step": lambda rank: nbytes(sent[rank]),
+    }
+    return rank_table(total(plan.ownership.loads for plan in plans), [group.rule for group in groups], columns)
+
+
+_FIGURES = (MatrixPlan.owned_counts, MatrixPlan.moved_numel, MatrixPlan.wire_bytes)
+
+
+def rank_table(
+    loads: Sequence[int],
+    rules: Iterable[str],
+    columns: Mapping[str, Callable[[int], str]],
+    ranks: Sequence[int] = (),
+) -> Table:
+    """One row per rank: its work by the matrix rules among ``rules``, the share of all work, and the ``columns``.
+
+    ``ranks`` are the ranks' numbers, if not 0, 1, 2, ... Beyond 16 ranks, only the first few, the busiest and the least
+    busy are shown.
     """
-    plans = [(group, group.matrices) for group in groups if group.matrices is not None]
-    world_size = len(groups[0].state_bytes)
-    work = " / ".join(sorted({MATRIX_RULES[g.rule].work for g in groups if g.rule in MATRIX_RULES})) or "matrix"
-
-    def per_rank(figures: Iterable[Sequence[int]]) -> list[int]:
-        return [sum(of_rank) for of_rank in zip([0] * world_size, *figures, strict=True)]
-
-    loads = per_rank(plan.ownership.loads for _, plan in plans)
-    moved = per_rank(plan.moved_numel() for _, plan in plans)
-    sent = per_rank(plan.wire_bytes() for _, plan in plans)
-    owned = per_rank(plan.owned_counts() for _, plan in plans)
-    state = per_rank(group.state_bytes for group in groups)
-    headings = ("rank", "storage", "atoms", f"{work} GFLOP", "of all", "state", "elements that move", "sent a step")
-    table = Table(*numbers(*headings))
-    for rank in shown_ranks(loads):
-        stored = sum(group.layout.stored_numel(group.place(rank)) for group, _ in plans)
-        table.add_row(
-            str(rank),
-            "zero",
-            str(owned[rank]),
-            f"{loads[rank] / 1e9:.3g}",
-            f"{loads[rank] / max(1, sum(loads)):.1%}",
-            nbytes(state[rank]),
-            f"{moved[rank] / max(1, stored):.2%}",
-            nbytes(sent[rank]),
-        )
+    work = " / ".join(sorted({MATRIX_RULES[rule].work for rule in rules if rule in MATRIX_RULES})) or "matrix"
+    table = Table(*numbers("rank", f"{work} GFLOP", "of all", *columns))
+    for place in shown_ranks(loads):
+        number = str(ranks[place] if ranks else place)
+        shares = f"{loads[place] / 1e9:.3g}", f"{loads[place] / max(1, sum(loads)):.1%}"
+        table.add_row(number, *shares, *(cell(place) for cell in columns.values()))
     return table
 
 

@@ -28,7 +28,7 @@ from lwopt_backend.engines import report
 from lwopt_backend.engines.fsdp2.gradients import Counted
 from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes, place_gradients
 from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups, Groups, option_lines
-from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_of
+from lwopt_backend.groups.registry import ELEMENTWISE_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.runtime.agreement import disagreement
@@ -324,21 +324,13 @@ def _elsewhere(counted: Counted) -> str:
 
 
 def _table(stepper: MeshStepper, mesh: Mesh) -> Table:
-    """One row per rank: the atoms that it owns, their work, the bytes of its state, and those that it sends."""
-    plan = stepper.plan
-    loads, sent, owned = plan.ownership.loads, plan.wire_bytes(), plan.owned_counts()
-    work = " / ".join(sorted({MATRIX_RULES[m.rule].work for m in stepper.members if m.rule in MATRIX_RULES}))
-    table = Table()
-    for heading in ("rank", "atoms", f"{work or 'matrix'} GFLOP", "of all", "state", "sent a step"):
-        table.add_column(heading, justify="right")
-    ranks = sorted(mesh.ranks)
-    for place in report.shown_ranks(loads):
-        table.add_row(
-            str(ranks[place]),
-            str(owned[place]),
-            f"{loads[place] / 1e9:.3g}",
-            f"{loads[place] / max(1, sum(loads)):.1%}",
-            report.nbytes(mesh_state_nbytes(stepper.members, stepper.groups, stepper.config, mesh.coordinates[place])),
-            report.nbytes(sent[place]),
-        )
-    return table
+    """One row per rank of the mesh: its matrices, their work, its state, and its traffic."""
+    plan, state = stepper.plan, functools.partial(mesh_state_nbytes, stepper.members, stepper.groups, stepper.config)
+    sent, owned = plan.wire_bytes(), plan.owned_counts()
+    columns = {
+        "matrices": lambda place: str(owned[place]),
+        "state": lambda place: report.nbytes(state(mesh.coordinates[place])),
+        "sent a step": lambda place: report.nbytes(sent[place]),
+    }
+    rules = [member.rule for member in stepper.members]
+    return report.rank_table(plan.ownership.loads, rules, columns, sorted(mesh.ranks))

@@ -338,31 +338,27 @@ def show(routes: Sequence[Route], core: OwnedCore, groups: Sequence[Mapping[str,
         console.print(f"Storage: owned by {whose}; {counts}, {plan.padding} elements of padding.")
         for sentence in plan.choices:
             console.print(sentence)
-        memory = partial(memory_of, core, groups, held)
-        console.print(plan_table(plan, memory, [core.members[number] for number in held.numbers]))
+        console.print(_table(core, groups, held))
     report.show_digest(console, core.plan_digest)
 
 
-def plan_table(plan: OwnedPlan, memory: Callable[[int], RankMemory], members: Sequence[Member]) -> Table:
+def _table(core: OwnedCore, groups: Sequence[Mapping[str, Any]], held: Holdings) -> Table:
     """One row per rank: its matrices and their work, its bytes between steps, and the bytes that it sends in a step."""
-    headings = ("rank", "storage", "matrices", "GFLOP", "of all", "parameters", "masters", "state", "sent a step")
-    table = Table(*report.numbers(*headings))
-    for rank in report.shown_ranks(plan.loads):
-        held = memory(rank)
-        pieces = [piece for bucket in plan.buckets for piece in bucket.pieces(rank)]
-        owned = sum(p.start <= block.flat(0) < p.stop for p in pieces for block in members[p.param].blocks)
-        table.add_row(
-            str(rank),
-            "owned",
-            str(owned),
-            f"{plan.loads[rank] / 1e9:.3g}",
-            f"{plan.loads[rank] / max(1, sum(plan.loads)):.1%}",
-            report.nbytes(held.parameters + held.padding),
-            report.nbytes(held.masters),
-            report.nbytes(held.state),
-            report.nbytes(held.sent),
-        )
-    return table
+    members = [core.members[number] for number in held.numbers]
+
+    def owned(rank: int) -> str:
+        pieces = [piece for bucket in held.plan.buckets for piece in bucket.pieces(rank)]
+        return str(sum(p.start <= block.flat(0) < p.stop for p in pieces for block in members[p.param].blocks))
+
+    memory = cache(partial(memory_of, core, groups, held))
+    columns = {
+        "matrices": owned,
+        "parameters": lambda rank: report.nbytes(memory(rank).parameters + memory(rank).padding),
+        "masters": lambda rank: report.nbytes(memory(rank).masters),
+        "state": lambda rank: report.nbytes(memory(rank).state),
+        "sent a step": lambda rank: report.nbytes(memory(rank).sent),
+    }
+    return report.rank_table(held.plan.loads, [groups[member.group]["rule"] for member in members], columns)
 
 
 # The bytes that a rank stores and sends, computed from the plan.
