@@ -250,7 +250,7 @@ class WholeMatrices:
 
 # Of rules that use norms of whole matrices: pieces of equal sizes at once, on copies.
 
-COPIED_NUMEL = 2**24  # elements at once
+COPIED_NUMEL = 2**25  # elements at once
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[list[int]]:
