@@ -212,6 +212,7 @@ OF_ONE: dict[Door, list[Wrong]] = {
         ({"adamw": {"lrr": 1}}, "param group 0: adamw: unknown key 'lrr'; did you mean 'lr'?"),
         ({"betas": (0.9, 0.99)}, "param group 0: 'betas' is an option of 'adamw'; write it into the group's section '"),
         ({"exclude": ["*"]}, "param group 0: 'exclude' is an option of the whole optimizer, not of a param group"),
+        ({"lr": 0.1, "matrix": {"lr": 0.2}}, "param group 0: 'lr' is given twice, as 0.1 and in 'matrix' as 0.2"),
         ({"rule": "adamw"}, "param group 0: 'rule' is a key that this optimizer writes itself"),
     ],
 }

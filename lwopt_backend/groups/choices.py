@@ -35,10 +35,8 @@ def changed(group: Group, given: Mapping[str, Any]) -> dict[str, Any]:
     keeps = rule == group["rule"]
     if keeps and "class" in given and "class" in group:  # which may have several paths
         keeps = class_named(path_of(given["class"])) is class_named(group["class"])
-    options = {
-        key: value for key, value in {**(group if keeps else {}), **given}.items() if key not in ("rule", "name")
-    }
-    return {"rule": rule, **options_of(rule, options)}
+    options = {**(group if keeps else {}), **given}
+    return {"rule": rule, **options_of(rule, {key: options[key] for key in options if key not in ("rule", "name")})}
 
 
 def _section(kind: str, given: Any, *, named: bool = False) -> dict[str, Any]:
@@ -93,7 +91,8 @@ def _settings(host: type[C], given: Mapping[str, Any]) -> tuple[Rules, C]:
     overrides = rest.pop("overrides", ())
     sections = {kind: _section(kind, rest.pop(kind), named=True) for kind in DEFAULTS}
     names = {kind: section.pop("name") for kind, section in sections.items()}
-    add(sections["elementwise"], {"lr": rest.pop("elementwise_lr")} if "elementwise_lr" in rest else {}, "elementwise")
+    if "elementwise_lr" in rest:
+        add(sections["elementwise"], {"lr": rest.pop("elementwise_lr")}, "elementwise")
     add(sections["elementwise"], rest.pop(names["elementwise"], {}), names["elementwise"])
     with within("matrix"):
         of_matrix = known_of(names["matrix"], {**rest, **sections["matrix"]})
@@ -106,6 +105,7 @@ def _settings(host: type[C], given: Mapping[str, Any]) -> tuple[Rules, C]:
     if theirs:
         halves = {kind: {"name": names[kind], **section} for kind, section in sections.items()}
         _refuse(host, theirs, halves, {**rest, **({"overrides": overrides} if overrides else {})})
+    # All options in one table, by the names under which errors tell them.
     places = {"matrix": "matrix." * any(key in of_host for key in of_matrix), "elementwise": f"{names['elementwise']}."}
     table = {places[kind] + key: option for kind, of_rule in known.items() for key, option in of_rule.items()}
     flat = {places[kind] + key: value for kind, section in sections.items() for key, value in section.items()}
