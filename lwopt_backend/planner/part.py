@@ -35,10 +35,11 @@ Assignment = tuple[str, int, int | None]  # a matrix, its owner, and its bucket,
 class Part:
     """The matrices that ``ranks`` ranks share, in instances of ``group_size``, each with its owner and bucket.
 
-    ``loads`` (in the cost model's unit), ``owned_numels`` and ``memory`` are per rank of an instance. ``path`` is the
-    cost until the last rank is done, if ranks wait for buckets only; ``before`` is each rank's earlier cost in other
-    parts. ``notes`` are sentences on the plan. ``timeline`` is the modelled step of the optimizer, with transfers
-    behind work where they can be; ``time`` adds everything, the host's own collectives included.
+    ``loads`` (in the cost model's unit), ``owned_numels`` and ``memory``, what a step needs in addition to what is
+    kept, are per rank of an instance. ``path`` is the cost until the last rank is done, if ranks wait for buckets only;
+    ``before`` is each rank's earlier cost in other parts. ``notes`` are sentences on the plan. ``timeline`` is the
+    modelled step of the optimizer, with transfers behind work where they can be; ``time`` adds everything, the host's
+    own collectives included.
     """
 
     name: str  # "dense" or "experts"
@@ -109,13 +110,13 @@ class Elementwise:
     """The parameters other than matrices that the same ranks share."""
 
     numel: int
-    memory: tuple[RankMemory, ...]  # per rank of an instance
     collectives: tuple[Collective, ...]
 
 
 @dataclass(frozen=True)
 class Planned:
-    """An engine's plan for the parameters that ``ranks`` ranks share. ``part`` is None if none is a matrix.
+    """An engine's plan for the parameters that ``ranks`` ranks share. ``part`` is None if none is a matrix. ``kept`` is
+    the memory of all parameters, per rank of an instance.
 
     ``lines`` are those of the engine's plan, ``loads`` the work that it balanced, per rank of an instance. The plan is
     for ``shared``, in addition to each rank's work ``base``. ``before`` is the work of the ranks before each of an
@@ -127,6 +128,7 @@ class Planned:
     group_size: int
     part: Part | None
     elementwise: Elementwise
+    kept: tuple[RankMemory, ...]
     lines: tuple[str, ...]
     loads: tuple[int, ...]
     shared: Share
@@ -135,8 +137,7 @@ class Planned:
 
     def memory(self, place: int) -> RankMemory:
         """The memory of one rank of an instance."""
-        rest = self.elementwise.memory[place]
-        return rest if self.part is None else self.part.memory[place] + rest
+        return self.kept[place] if self.part is None else self.kept[place] + self.part.memory[place]
 
 
 def workspaces(placed: Placed, batch_numel: int = 0) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -16,7 +16,7 @@ from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
 from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
 from lwopt_backend.engines.owned import step as owned
-from lwopt_backend.engines.owned.model import rank_memories, transients
+from lwopt_backend.engines.owned.model import rank_memories
 from lwopt_backend.engines.owned.step import members_of, plan_lines, plan_members
 from lwopt_backend.engines.report import on_blocks
 from lwopt_backend.engines.zero import plan as flat
@@ -30,7 +30,7 @@ from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.cost import RankMemory, Shape, StepTime, per_rank
 from lwopt_backend.plan.mesh import Coordinate
 from lwopt_backend.plan.owners import Limits, MatrixPlan, exchange_timeline
-from lwopt_backend.planner.part import Assignment, Collective, Elementwise, Part, Planned, workspaces
+from lwopt_backend.planner.part import Collective, Elementwise, Part, Planned, workspaces
 from lwopt_backend.planner.seconds import Placed, buffer_step, buffer_timeline
 from lwopt_backend.planner.setting import MeshConfig, Setting, Share
 from lwopt_backend.runtime.collectives import all_reduce_nbytes
@@ -46,7 +46,6 @@ def host_part(
     plans: Sequence[MatrixPlan],
     shared: Share,
     setting: Setting,
-    memory: Sequence[RankMemory],
     *,
     buffer_numel: int,
     host: Sequence[Collective],
@@ -55,14 +54,15 @@ def host_part(
     before: Sequence[int] = (),
     notes: Sequence[str] = (),
 ) -> Part:
-    """The figures of ``plans``, one after another on the same ranks. ``memory`` is the host's for them.
+    """The figures of ``plans``, one after another on the same ranks.
 
     ``host`` are the host's own collectives. ``spread`` is whether all ranks store a part of every matrix. A rule takes
     up to ``batch_numel`` elements at once. ``before`` is each rank's work before the first plan. ``notes`` are
     sentences on how the host stores parameters.
     """
     ranks = plans[0].layout.world_size
-    placed = _placed(plans, shared, setting)
+    rows = [*_rows(plans)]
+    placed = _placed(rows, plans, shared, setting)
     trips = sum(plan.trips(bucket) for plan in plans for bucket in range(len(plan.buckets)))
     sent = [*map(sum, zip(*(plan.wire_bytes() for plan in plans)))]
     norms = _norms(plans, shared, setting)
@@ -70,10 +70,7 @@ def host_part(
     moved = (Collective("all-to-all to the owners, and back", trips, max(sent)), *norms, *host)
     works = workspaces(placed, batch_numel)
     buffers = [*map(max, zip(*(plan.exchange_bytes() for plan in plans)))]
-    held = [
-        replace(each, workspace=work, exchange=most, sent=mine + added)
-        for each, work, most, mine in zip(memory, works, buffers, sent)
-    ]
+    needed = zip(works, buffers, sent)
     rounds = trips + sum(each.count for each in norms)
     time = StepTime(
         setting.seconds(_path(plans, shared, setting, before, meet=True)),
@@ -90,11 +87,11 @@ def host_part(
         f"policy {plans[0].ownership.policy!r}",
         placed,
         buffer_numel,
-        tuple(held),
+        tuple(RankMemory(workspace=work, exchange=most, sent=mine + added) for work, most, mine in needed),
         moved,
         time,
         reduce(Timeline.then, timelines),
-        tuple(_assignments(plans)),
+        tuple((atom.name, owner, None if bucket < 0 else bucket) for atom, owner, bucket in rows),
         _path(plans, shared, setting, before, meet=False),
         tuple(before),
         (*notes, *(sentence for plan in plans for sentence in on_blocks(plan))),
@@ -156,41 +153,35 @@ def _path(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, before: 
     return path
 
 
-def _assignments(plans: Sequence[MatrixPlan]) -> Iterator[Assignment]:
-    """Every matrix in the order of exchange, with its bucket's number among those of all plans. In each plan, those
-    that are not exchanged come first."""
+Row = tuple[Atom, int, int]  # a matrix, its owner, and the number of its bucket, -1 if it is not exchanged
+
+
+def _rows(plans: Sequence[MatrixPlan]) -> Iterator[Row]:
+    """Every matrix in the order of exchange; in each plan, those that are not exchanged come first. Buckets are
+    numbered through all plans."""
     first = 0
     for plan in plans:
-        owners, exchanged = plan.ownership.owners, {atom for bucket in plan.buckets for atom in bucket}
-        for index, atom in enumerate(plan.atoms):
-            if index not in exchanged:
-                yield atom.name, owners[index], None
-        for number, bucket in enumerate(plan.buckets, first):
-            for index in bucket:
-                yield plan.atoms[index].name, owners[index], number
+        exchanged = {atom for bucket in plan.buckets for atom in bucket}
+        stay = [index for index in range(len(plan.atoms)) if index not in exchanged]
+        for number, bucket in ((-1, stay), *enumerate(plan.buckets, first)):
+            yield from ((plan.atoms[index], plan.ownership.owners[index], number) for index in bucket)
         first += len(plan.buckets)
 
 
-def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting) -> Placed:
+def _placed(rows: Sequence[Row], plans: Sequence[MatrixPlan], shared: Share, setting: Setting) -> Placed:
     """Matrices of all plans, in the model's order."""
-    rows: list[tuple[Atom, int, int]] = []
-    numels: list[int] = []
-    for plan in plans:
-        bucket_of = {atom: len(numels) + number for number, members in enumerate(plan.buckets) for atom in members}
-        buckets = [bucket_of.get(atom, -1) for atom in range(len(plan.atoms))]
-        rows += list(zip(plan.atoms, plan.ownership.owners, buckets))
-        numels += [sum(plan.atoms[i].numel for i in members) for members in plan.buckets]
     grouping = shared.grouping
     names = [block.of(route.name) for route in grouping.routes for block in grouping.matrices_in(route.name)]
     order = {name: place for place, name in enumerate(names)}
-    rows.sort(key=lambda row: order[row[0].name])
-    return Placed(
-        tuple(shared.shown(atom, setting) for atom, _, _ in rows),
-        plans[0].layout.world_size,
-        tuple(owner for _, owner, _ in rows),
-        tuple(bucket for _, _, bucket in rows),
-        tuple(numels),
-    )
+    numels = [sum(plan.atoms[index].numel for index in bucket) for plan in plans for bucket in plan.buckets]
+    in_order = sorted(rows, key=lambda row: order[row[0].name])
+    return placed_at(in_order, plans[0].layout.world_size, numels, shared, setting)
+
+
+def placed_at(rows: Sequence[Row], shards: int, numels: Iterable[int], shared: Share, setting: Setting) -> Placed:
+    """The matrices of ``rows``, with the cost of their work for one rank; ``numels`` are the buckets'."""
+    atoms, owners, buckets = zip(*rows)
+    return Placed(tuple(shared.shown(atom, setting) for atom in atoms), shards, owners, buckets, tuple(numels))
 
 
 # ZeRO in a study: the plan of ``LayerWise`` under DeepSpeed for a data-parallel model.
@@ -231,7 +222,6 @@ def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> P
             [plan.matrices for plan in matrices if plan.matrices is not None],
             shared,
             setting,
-            _zero_memory(matrices, ranks, setting, stage),
             buffer_numel=sum(map(_stored, matrices)) * ranks,
             host=_zero_traffic(matrices, ranks, setting, stage),
             spread=stage == 3,
@@ -242,11 +232,8 @@ def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> P
         ranks,
         ranks,
         part,
-        Elementwise(
-            sum(map(_zero_numel, rest)),
-            tuple(_zero_memory(rest, ranks, setting, stage)),
-            tuple(_zero_traffic(rest, ranks, setting, stage)) if rest else (),
-        ),
+        Elementwise(sum(map(_zero_numel, rest)), tuple(_zero_traffic(rest, ranks, setting, stage)) if rest else ()),
+        tuple(_zero_memory(plans, ranks, setting, stage)),
         tuple(line for plan in plans for line in plan.plan_lines()),
         tuple(part.loads) if part else (0,) * ranks,
         shared,
@@ -312,8 +299,6 @@ def plan_owned_share(
         base=base,
         machine=setting.plans_for,
     )
-    full = config.keep_full_grads
-    more = transients(plan, members, grad_dtype=_wide(config), keep_full=full)
     matrices, rest = (
         replace(plan, buckets=tuple(bucket for bucket in plan.buckets if bucket.kind == kind))
         for kind in ("matrix", "elementwise")
@@ -325,9 +310,9 @@ def plan_owned_share(
         _part(name, matrices, members, shared, setting) if matrices.buckets else None,
         Elementwise(
             sum(slot.numel for bucket in rest.buckets for slot in bucket.slots),
-            tuple(replace(m, transient=t) for m, t in zip(_owned_memory(rest, members, shared, config), more)),
             tuple(_collectives(rest, setting, config)),
         ),
+        tuple(rank_memories(plan, members, groups, grad_dtype=_wide(config), keep_full=config.keep_full_grads)),
         tuple(plan_lines(members, plan)),
         plan.loads,
         shared,
@@ -344,7 +329,6 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
     config = setting.config
     assert isinstance(config, OwnedConfig)
     placed = _owned_placed(plan, members, shared, setting)
-    held = _owned_memory(plan, members, shared, config)
     batch_numel = _batch(setting, owned.BATCH_NUMEL)
     works = workspaces(placed, batch_numel)
     in_order = sorted(zip(placed.buckets, (atom.name for atom in placed.atoms), placed.owners), key=lambda row: row[0])
@@ -357,7 +341,7 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
         f"layout {config.layout!r}",
         placed,
         sum(bucket.numel for bucket in plan.buckets),
-        tuple(replace(memory, workspace=transient) for memory, transient in zip(held, works)),
+        tuple(RankMemory(workspace=work) for work in works),
         tuple(_collectives(plan, setting, config)),
         buffer_step(placed, machine, instances=plan.instances, elements=elements),
         buffer_timeline(placed, machine, instances=plan.instances, elements=elements, batch_numel=batch_numel),
@@ -373,7 +357,7 @@ def _batch(setting: Setting, numel: int) -> int:
 
 def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, setting: Setting) -> Placed:
     """Every matrix, in the model's order, at the rank whose part of the buffer contains it."""
-    found: dict[int, list[tuple[Atom, int, int]]] = {}
+    found: dict[int, list[Row]] = {}
     groups = shared.grouping.groups
     costs: list[dict[Shape, int]] = [{} for _ in groups]
     for number, bucket in enumerate(plan.buckets):
@@ -388,19 +372,7 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, set
                     (atom, rank, number) for start, atom in starts[piece.param] if piece.start <= start < piece.stop
                 )
     rows = [row for param in sorted(found) for row in found[param]]
-    return Placed(
-        tuple(shared.shown(atom, setting) for atom, _, _ in rows),
-        plan.group_size,
-        tuple(rank for _, rank, _ in rows),
-        tuple(number for _, _, number in rows),
-        tuple(bucket.numel for bucket in plan.buckets),
-    )
-
-
-def _owned_memory(plan: OwnedPlan, members: Sequence[Member], shared: Share, config: OwnedConfig) -> list[RankMemory]:
-    """Per rank of an instance, the plan's buckets as ``memory_report`` counts them."""
-    groups, keep_full = shared.grouping.groups, config.keep_full_grads
-    return rank_memories(plan, members, groups, grad_dtype=_wide(config), keep_full=keep_full)
+    return placed_at(rows, plan.group_size, (bucket.numel for bucket in plan.buckets), shared, setting)
 
 
 def _collectives(plan: OwnedPlan, setting: Setting, config: OwnedConfig) -> list[Collective]:
@@ -457,7 +429,6 @@ def plan_fsdp2_share(
             [planned.plan for planned in plans if planned.plan.atoms],
             shared,
             setting,
-            _memory(matrices, shared, setting, coordinates),
             buffer_numel=_numel(matrices),
             host=_traffic(matrices, setting, shape),
             spread=True,
@@ -470,9 +441,8 @@ def plan_fsdp2_share(
         ranks,
         ranks,
         part,
-        Elementwise(
-            _numel(rest), tuple(_memory(rest, shared, setting, coordinates)), tuple(_traffic(rest, setting, shape))
-        ),
+        Elementwise(_numel(rest), tuple(_traffic(rest, setting, shape))),
+        tuple(_memory(members, shared, setting, coordinates)),
         tuple(line for planned in plans for line in planned.lines()),
         loads,
         shared,

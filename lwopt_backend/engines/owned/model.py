@@ -7,7 +7,8 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -350,13 +351,13 @@ def _table(core: OwnedCore, groups: Sequence[Mapping[str, Any]], held: Holdings)
         pieces = [piece for bucket in held.plan.buckets for piece in bucket.pieces(rank)]
         return str(sum(p.start <= block.flat(0) < p.stop for p in pieces for block in members[p.param].blocks))
 
-    memory = cache(partial(memory_of, core, groups, held))
+    memory = memories_of(core, groups, held)
     columns = {
         "matrices": owned,
-        "parameters": lambda rank: report.nbytes(memory(rank).parameters + memory(rank).padding),
-        "masters": lambda rank: report.nbytes(memory(rank).masters),
-        "state": lambda rank: report.nbytes(memory(rank).state),
-        "sent a step": lambda rank: report.nbytes(memory(rank).sent),
+        "parameters": lambda rank: report.nbytes(memory[rank].parameters + memory[rank].padding),
+        "masters": lambda rank: report.nbytes(memory[rank].masters),
+        "state": lambda rank: report.nbytes(memory[rank].state),
+        "sent a step": lambda rank: report.nbytes(memory[rank].sent),
     }
     return report.rank_table(held.plan.loads, [groups[member.group]["rule"] for member in members], columns)
 
@@ -365,23 +366,19 @@ def _table(core: OwnedCore, groups: Sequence[Mapping[str, Any]], held: Holdings)
 
 
 def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]]) -> list[RankMemory]:
-    """The bytes of every rank, transient ones included. Called on all ranks."""
-    kept = sum(bucket.grad_nbytes for bucket in core.manager.buckets)
-    mine = RankMemory(transient=max(0, core.manager.ledger.most_held - kept), state=core.stepper.owner_nbytes())
+    """The bytes of every rank, transient ones as measured. Called on all ranks."""
+    mine = RankMemory(state=core.stepper.owner_nbytes())
     for held in core.holdings:
-        mine += memory_of(core, groups, held, held.sharers.instance.rank)
+        mine += memories_of(core, groups, held)[held.sharers.instance.rank]
+    kept = sum(bucket.grad_nbytes for bucket in core.manager.buckets)
+    mine = replace(mine, transient=max(0, core.manager.ledger.most_held - kept))
     return core.holdings[0].sharers.everyone.gather_objects(mine)
 
 
-def memory_of(core: OwnedCore, groups: Sequence[Mapping[str, Any]], held: Holdings, rank: int) -> RankMemory:
-    """The bytes of ``rank`` of an instance for the members of ``held``."""
-    plan, members = held.plan, [core.members[number] for number in held.numbers]
-    state = partial(_state_nbytes, groups)
-    of_buckets = (
-        _of_bucket(bucket, rank, list(bucket.pieces(rank)), plan, members, state, core.grad_dtype, core.keep_full)
-        for bucket in plan.buckets
-    )
-    return sum(of_buckets, RankMemory())
+def memories_of(core: OwnedCore, groups: Sequence[Mapping[str, Any]], held: Holdings) -> list[RankMemory]:
+    """The bytes of every rank of an instance for the members of ``held``."""
+    members = [core.members[number] for number in held.numbers]
+    return rank_memories(held.plan, members, groups, grad_dtype=core.grad_dtype, keep_full=core.keep_full)
 
 
 def rank_memories(
@@ -393,15 +390,17 @@ def rank_memories(
     keep_full: bool,
 ) -> list[RankMemory]:
     """The bytes of every rank of an instance for ``members``, which the plan's slots name by position."""
-    found = [RankMemory()] * plan.group_size
-    state = cache(partial(_state_nbytes, groups))  # ranks own pieces of a few sizes
+    more = _transients(plan, members, grad_dtype=grad_dtype, keep_full=keep_full)
+    found = [RankMemory(transient=transient) for transient in more]
+    # Ranks own pieces of a few sizes.
+    state = cache(lambda numel, group, dtype: state_nbytes(numel, groups[group], dtype))
     for bucket in plan.buckets:
         for rank, pieces in enumerate(bucket.pieces_of_all()):
             found[rank] += _of_bucket(bucket, rank, pieces, plan, members, state, grad_dtype, keep_full)
     return found
 
 
-def transients(
+def _transients(
     plan: OwnedPlan, members: Sequence[Member], *, grad_dtype: torch.dtype | None, keep_full: bool
 ) -> list[int]:
     """Per rank of an instance, the bytes that a backward pass needs in addition to the gradients that it keeps.
@@ -449,10 +448,6 @@ def transients(
     for number in range(max(0, sent - IN_FLIGHT), sent):
         arrives(number)
     return [int(each) for each in (most - kept).clamp(min=0)]
-
-
-def _state_nbytes(groups: Sequence[Mapping[str, Any]], numel: int, group: int, dtype: torch.dtype) -> int:
-    return state_nbytes(numel, groups[group], dtype)
 
 
 def _of_bucket(
