@@ -17,7 +17,7 @@ from torch import Tensor
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.gradients import clip_factor, everything
-from lwopt_backend.engines.owned.model import Backward, check_model, check_trained, show, tell_when_loaded
+from lwopt_backend.engines.owned.model import Backward, check_model, check_trained, described, tell_when_loaded
 from lwopt_backend.engines.owned.state import OwnedStore
 from lwopt_backend.engines.owned.step import OwnedCore, Share
 from lwopt_backend.groups.choices import Rules
@@ -90,7 +90,8 @@ def bind(
 
 def announce(binding: OwnedBinding, core: OwnedCore) -> None:
     """Print the routing, the plan, and the settings without effect."""
-    show(binding.grouping.routes, core, binding.grouping.groups)
+    groups = binding.grouping.groups
+    report.show(binding.grouping.routes, groups, described(core, groups), core.plan_digest)
     idle = [f"zero_optimization.{key}" for key in deepspeed_engine.zero_settings(binding.engine) if key not in HONOURED]
     if idle:
         report.standard_output().print(f"Without effect on owned storage: {', '.join(idle)}.")

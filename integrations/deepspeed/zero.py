@@ -327,12 +327,13 @@ class Binding:
         """On the first rank, print routing and plans; warn of small rates and of clipping by DeepSpeed's default."""
         if self.engine.global_rank == 0:
             if config.report:
-                report.show(*self.announcement(), self.plan_digest)
+                routes, plans = self.announcement()
+                report.show(routes, self.grouping.groups, report.described(plans), self.plan_digest)
             deepspeed_engine.warn(self.engine, self.grouping.groups)
             deepspeed_engine.warn_of_rounded_sums(self.engine)
 
-    def announcement(self) -> tuple[list[Route], dict[str, list[GroupPlan]], list[dict[str, Any]]]:
-        """The arguments of ``report.show``: the whole model's routes, plans by their ranks, and param groups."""
+    def announcement(self) -> tuple[list[Route], dict[str, list[GroupPlan]]]:
+        """The whole model's routes, and plans by their ranks."""
         plans: dict[str, list[GroupPlan]] = {}
         for ranks in self.ranks:
             shared = [unit for unit in self.units if unit.ranks is ranks]
@@ -343,7 +344,7 @@ class Binding:
                 plans.setdefault(whose, []).extend(unit.plan for unit in shared)
         own = {route.name: route for route in self.grouping.routes}
         everyone = self.grouping.routes if self.stage is None else self.stage.all_routes
-        return [own.get(route.name, route) for route in everyone], plans, self.grouping.groups
+        return [own.get(route.name, route) for route in everyone], plans
 
     def stepper(self, unit: Unit, tensor: Tensor, config: ZeROConfig) -> Stepper:
         """The stepper of a unit; DeepSpeed steps ``tensor``."""

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -21,17 +22,16 @@ WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width; 80 columns would
 MOST_RANKS = 16
 
 
-def show(routes: Sequence[Route], plans: Mapping[str, Sequence[GroupPlan]], groups: Groups, plan_digest: str) -> None:
-    """Print the routing table, the plans, a table for each set of ranks, and the plan digest to standard output.
+Described = Iterable[Sequence[str | Table]]  # of each set of ranks, sentences on its plan, then a table
 
-    The keys of ``plans`` describe the ranks of the plans, or are empty; ``groups`` are the param groups.
-    """
+
+def show(routes: Sequence[Route], groups: Groups, plans: Described, plan_digest: str) -> None:
+    """Print the routing table, ``plans`` and the plan digest to standard output. ``groups`` are the param groups, as
+    configured."""
     console = standard_output()
     show_routing(console, routes, groups)
-    for whose, planned in plans.items():
-        for sentence in [*([whose] if whose else []), *choices(planned)]:
-            console.print(sentence)
-        console.print(plan_table(planned))
+    for each in chain.from_iterable(plans):
+        console.print(each)
     show_digest(console, plan_digest)
 
 
@@ -96,6 +96,12 @@ def routing_table(routes: Sequence[Route]) -> Table:
     for (pattern, *cells), names in rows.items():
         table.add_row(names[0] if len(names) == 1 else pattern, *cells, str(len(names)))
     return table
+
+
+def described(plans: Mapping[str, Sequence[GroupPlan]]) -> Described:
+    """ZeRO's plans. The keys describe their ranks, or are empty."""
+    for whose, planned in plans.items():
+        yield [*([whose] if whose else []), *choices(planned), plan_table(planned)]
 
 
 def choices(groups: Sequence[GroupPlan]) -> list[str]:

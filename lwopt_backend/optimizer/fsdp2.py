@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lwopt_backend.config.hosts import NAME, FSDP2Config, OwnedConfig
+from lwopt_backend.engines import report
 from lwopt_backend.engines.base import loaded
 from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2 import state as mesh_state
@@ -98,9 +99,8 @@ class MeshOptimizer(LayerWiseOptimizer):
         if exchange[-1][1].rank == 0:
             warn_of_small_rate(self._grouping.groups)  # as configured, before a schedule changes them
             if self.config.report:
-                routes, groups = self._grouping.routes, self._grouping.groups
-                reduction = mesh.reduction(self._model)
-                mesh_stepping.show(routes, groups, self._steppers, self._counted, reduction, self.plan_digest)
+                plans = mesh_stepping.described(self._steppers, self._counted, mesh.reduction(self._model))
+                report.show(self._grouping.routes, self._grouping.groups, plans, self.plan_digest)
 
     def _take_over(self, trained: Sequence[tuple[str, Tensor]]) -> None:
         """Let no earlier optimizer of these parameters step again: both steps would count."""

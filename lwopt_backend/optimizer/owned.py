@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.hosts import NAME, OwnedConfig
+from lwopt_backend.engines import report
 from lwopt_backend.engines.base import loaded, saved
 from lwopt_backend.engines.gradients import Pick, checked_order
 from lwopt_backend.engines.owned import model as owned_model
@@ -104,7 +105,9 @@ class OwnedOptimizer(LayerWiseOptimizer):
         if everyone.rank == 0:
             warn_of_small_rate(self._grouping.groups)
             if self.config.report:
-                owned_model.show(self._grouping.routes, self.core, self._grouping.groups)
+                groups = self._grouping.groups
+                plans = owned_model.described(self.core, groups)
+                report.show(self._grouping.routes, groups, plans, self.core.plan_digest)
 
     # The loop
 

@@ -27,10 +27,9 @@ from lwopt_backend.config.hosts import NAME
 from lwopt_backend.engines import report
 from lwopt_backend.engines.fsdp2.gradients import Counted
 from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes, place_gradients
-from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups, Groups, option_lines
+from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups, option_lines
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
-from lwopt_backend.routing.routing import Route
 from lwopt_backend.runtime.agreement import disagreement
 from lwopt_backend.runtime.early_exchange import EarlyExchange, copied
 from lwopt_backend.runtime.pieces import Slices, Storage
@@ -276,29 +275,14 @@ def _step_elementwise(
 # What is printed when an optimizer is made for an FSDP2 model: the routing, and the plan of every mesh.
 
 
-def show(
-    routes: Sequence[Route],
-    groups: Groups,
-    steppers: Sequence[MeshStepper],
-    counted: Sequence[Counted],
-    reduction: str,
-    plan_digest: str,
-) -> None:
-    """Print the routing table, one plan table per mesh, and the plan digest to standard output.
-
-    ``groups`` are the param groups as configured. ``reduction`` says in which dtype gradients are reduced.
-    """
-    console = report.standard_output()
-    report.show_routing(console, routes, groups)
+def described(steppers: Sequence[MeshStepper], counted: Sequence[Counted], reduction: str) -> report.Described:
+    """The plan of every mesh. ``reduction`` says in which dtype gradients are reduced."""
     for number, stepper in enumerate(steppers):
         elsewhere = [_elsewhere(each) for each in counted if each.stepper == number and each.firsts]
-        for sentence in (_sentence(stepper), *elsewhere, *report.on_blocks(stepper.plan)):
-            console.print(sentence)
-        if stepper.mesh is not None:
-            console.print(_table(stepper, stepper.mesh))
+        table = [] if stepper.mesh is None else [_table(stepper, stepper.mesh)]
+        yield [_sentence(stepper), *elsewhere, *report.on_blocks(stepper.plan), *table]
     if reduction:
-        console.print(reduction)
-    report.show_digest(console, plan_digest)
+        yield [reduction]
 
 
 def _sentence(stepper: MeshStepper) -> str:

@@ -28,7 +28,7 @@ from lwopt_backend.plan.buffers.layout import Bucket, Piece
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.models import check_is_module
-from lwopt_backend.routing.routing import Route, named_parameters
+from lwopt_backend.routing.routing import named_parameters
 from lwopt_backend.runtime.agreement import RanksDisagree, StepRefused, disagreement
 from lwopt_backend.runtime.collectives import all_reduce_nbytes
 from lwopt_backend.runtime.presence import Presence, read_at_once
@@ -324,23 +324,15 @@ class _StateForCopies:
 # What is printed when owned storage is made: the routing, the layout with its reason, and what each rank owns.
 
 
-def show(routes: Sequence[Route], core: OwnedCore, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Print the routing table and, for each set of ranks, its layout and a row per rank of an instance.
-
-    ``groups`` are the param groups.
-    """
-    console = report.standard_output()
-    report.show_routing(console, routes, groups)
+def described(core: OwnedCore, groups: Sequence[Mapping[str, Any]]) -> report.Described:
+    """For each set of ranks, its layout and a row per rank of an instance."""
     for number, held in enumerate(core.holdings):
         plan = held.plan
         whose = f"{held.sharers.everyone.world_size} {'ranks that share experts' if number else 'data-parallel ranks'}"
         kinds = [bucket.kind for bucket in plan.buckets]
         counts = f"{kinds.count('matrix')} matrix and {kinds.count('elementwise')} element-wise bucket(s)"
-        console.print(f"Storage: owned by {whose}; {counts}, {plan.padding} elements of padding.")
-        for sentence in plan.choices:
-            console.print(sentence)
-        console.print(_table(core, groups, held))
-    report.show_digest(console, core.plan_digest)
+        storage = f"Storage: owned by {whose}; {counts}, {plan.padding} elements of padding."
+        yield [storage, *plan.choices, _table(core, groups, held)]
 
 
 def _table(core: OwnedCore, groups: Sequence[Mapping[str, Any]], held: Holdings) -> Table:
