@@ -9,19 +9,6 @@ from lwopt_backend.plan.buckets import BUCKET_LAUNCHES, Stage, Timeline, bucket_
 from lwopt_backend.plan.cost import Machine, StepTime, per_rank
 
 
-def gather_seconds(
-    machine: Machine, nbytes: float, ranks: int, *, stride: int = 1, of: int | None = None
-) -> tuple[float, float]:
-    """(wire, latency) of an all-gather or reduce-scatter of ``nbytes`` in all; ranks as in ``Machine.collective``."""
-    return machine.collective(nbytes * (ranks - 1) / ranks, ranks, stride=stride, of=of)
-
-
-def all_reduce_seconds(machine: Machine, nbytes: float, ranks: int, *, stride: int = 1) -> tuple[float, float]:
-    """(wire, latency) of an all-reduce: a reduce-scatter and an all-gather."""
-    wire, latency = gather_seconds(machine, nbytes, ranks, stride=stride)
-    return 2 * wire, 2 * latency
-
-
 @dataclass(frozen=True, slots=True)
 class Elements:
     """Bytes of one element on the wire, of a parameter and of a gradient."""
@@ -90,8 +77,11 @@ def _bucket_wire(
     plan: Placed, numel: int, machine: Machine, instances: int, elements: Elements
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Seconds of a bucket's gradients to the owners, of their sum across instances, and of its parameters back."""
-    everyone = plan.shards * instances
-    reduce = gather_seconds(machine, numel * elements.gradient, plan.shards, of=everyone)
-    shard = numel * elements.gradient / plan.shards
-    across = all_reduce_seconds(machine, shard, instances, stride=plan.shards)
-    return reduce, across, gather_seconds(machine, numel * elements.parameter, plan.shards, of=everyone)
+    shards, gradients = plan.shards, numel * elements.gradient
+
+    def gather(nbytes: float) -> Seconds:
+        return machine.collective(nbytes * (shards - 1) / shards, shards, of=shards * instances)
+
+    # An all-reduce is a reduce-scatter and an all-gather.
+    wire, latency = machine.collective(gradients / shards * (instances - 1) / instances, instances, stride=shards)
+    return gather(gradients), (2 * wire, 2 * latency), gather(numel * elements.parameter)
