@@ -9,11 +9,11 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from lwopt_backend.plan import Atom, MatrixPlan, Segment
+from lwopt_backend.plan import Atom, MatrixPlan, Segment, Transfer
 from lwopt_backend.plan.exchange import own_block
 from lwopt_backend.rules import WeightRule
 from lwopt_backend.runtime.collectives import Collectives, all_reduce_nbytes, sending
-from lwopt_backend.runtime.exchange import Arrival, Parts, ways_back, ways_to_owners
+from lwopt_backend.runtime.exchange import Arrival, Parts, Way, ways_back, ways_to_owners
 from lwopt_backend.runtime.pieces import Storage
 from lwopt_backend.runtime.whole import Batch, Rules, WholeMatrices, copy_alike, filled_on
 
@@ -32,7 +32,7 @@ from lwopt_backend.runtime.whole import Batch, Rules, WholeMatrices, copy_alike,
 
 
 NONE: frozenset[int] = frozenset()
-KEPT = 4  # sets of skipped matrices whose places are known
+KEPT = 4  # sets of skipped matrices for which a bucket's places are known
 
 
 class MatrixStepper:
@@ -65,19 +65,16 @@ class MatrixStepper:
         self._local = plan.local_atoms(rank)
         self._new_matrices = partial(WholeMatrices, rule_device=rule_device or device, batch_numel=batch_numel)
         self._whole = self._new_matrices(plan.atoms, kinds)
-        self._known: dict[tuple[int, frozenset[int]], BucketPlaces] = {}
+        self._buckets: dict[int, BucketPlaces] = {}
         self.owned = [atom for atom, owner in enumerate(plan.ownership.owners) if owner == rank]
         self.owner_state = self._whole.owner_state
 
-    def _places(self, bucket: int, skipped: frozenset[int]) -> BucketPlaces:
-        """Those of the last steps are kept: with all matrices, and with those that some steps skip."""
-        if (bucket, skipped) not in self._known:
-            if len(self._known) >= KEPT * len(self._to_owners):
-                self._known.clear()
-            ways = self._to_owners[bucket].transfer.sends, self._back[bucket].arriving
-            places = BucketPlaces(self._plan, self._collectives.rank, bucket, *ways, self._whole, skipped)
-            self._known[bucket, skipped] = places
-        return self._known[bucket, skipped]
+    def _places(self, bucket: int, skipped: frozenset[int]) -> Places:
+        if bucket not in self._buckets:
+            out, back = self._to_owners[bucket], self._back[bucket]
+            rank = self._collectives.rank
+            self._buckets[bucket] = BucketPlaces(self._plan, rank, bucket, out.transfer, back, self._whole)
+        return self._buckets[bucket].without(skipped)
 
     @torch.no_grad()
     def step(
@@ -220,7 +217,7 @@ class MatrixStepper:
                 updates.append(self._whole.transform(rule, batch.atoms, stack))
         return updates
 
-    def _whole_of(self, arrival: Arrival, batches: Sequence[Batch], places: BucketPlaces) -> list[Tensor]:
+    def _whole_of(self, arrival: Arrival, batches: Sequence[Batch], places: Places) -> list[Tensor]:
         """Wait; returns the matrices that arrived, batch by batch."""
         stacks = [self._whole.empty(batch.atoms, arrival.received) for batch in batches]
 
@@ -249,7 +246,7 @@ class MatrixStepper:
 
         returning.wait(apply, _device_of(places.returned, run.storage))
 
-    def _sums(self, places: BucketPlaces, parts: Parts, run: Run) -> Mapping[int, Tensor] | None:
+    def _sums(self, places: Places, parts: Parts, run: Run) -> Mapping[int, Tensor] | None:
         """``sums_of`` the whole matrices of a bucket, added over the ranks, if its rules use norms: 24 bytes each."""
         atoms = [atom for atom in places.active if run.rules[self._kinds[atom]].by_norms]
         if not atoms:
@@ -262,40 +259,72 @@ class MatrixStepper:
         return dict(zip(atoms, sums))
 
 
-class BucketPlaces:
-    """Where a bucket's matrices lie in its buffers on one rank, without ``skipped`` ones: lists that depend on no
-    tensor, found once for all steps that skip the same.
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where those matrices of a bucket that a step does not skip lie in its buffers on one rank. Depends on no tensor.
 
-    ``sends`` are the segments that the rank sends to owners, ``arriving`` those that it gets back at last. ``copies``
-    are pieces that this rank stores and another sends.
+    ``copies`` are pieces that this rank stores and another sends. ``skips_sent`` is whether this rank would send a
+    piece of a skipped matrix, ``skips_owned`` whether it owns one. ``counted`` has the matrices of which this rank
+    counts its piece, where several ranks store it.
+    """
+
+    active: Sequence[int]
+    sent: Sequence[Batch]
+    skips_sent: bool
+    copies: Sequence[Batch]
+    owned: tuple[int, ...]
+    skips_owned: bool
+    arrived: Cuts
+    sent_back: Cuts
+    returned: Sequence[Batch]
+    counted: frozenset[int]
+
+
+class BucketPlaces:
+    """The places of a bucket's matrices, found once: for steps with all of them, and for the last few others.
+
+    ``out`` is this rank's part of the transfer to the owners, ``back`` the way back.
     """
 
     def __init__(
-        self,
-        plan: MatrixPlan,
-        rank: int,
-        bucket: int,
-        sends: Sequence[Segment],
-        arriving: Sequence[Segment],
-        whole: WholeMatrices,
-        skipped: frozenset[int],
+        self, plan: MatrixPlan, rank: int, bucket: int, out: Transfer, back: Way, whole: WholeMatrices
     ) -> None:
-        atoms, owners = plan.buckets[bucket], plan.ownership.owners
-        batches = partial(whole.batches_of_pieces, skipped=skipped)
-        here = {segment.atom for segment in sends}
-        copies = [atom for atom in atoms if plan.keeps_state(atom, rank) and atom not in here]
+        self._atoms, owners, self._whole = plan.buckets[bucket], plan.ownership.owners, whole
+        self._sends = [(segment.atom, segment.numel) for segment in out.sends]
+        self._arriving = [(segment.atom, segment.numel) for segment in back.arriving]
+        here = {segment.atom for segment in out.sends}
+        copies = [atom for atom in self._atoms if plan.keeps_state(atom, rank) and atom not in here]
         parts = ((atom, plan.layout.fragment(atom, rank)) for atom in copies)
-        self.active = [atom for atom in atoms if atom not in skipped]
-        self.sent = batches((segment.atom, segment.numel) for segment in sends)
-        self.skips_sent = not skipped.isdisjoint(here)
-        self.copies = batches((atom, part.numel) for atom, part in parts if part is not None)
-        self.owned = tuple(atom for atom in self.active if owners[atom] == rank)
-        self.skips_owned = any(atom in skipped and owners[atom] == rank for atom in atoms)
-        self.arrived = Cuts(plan.atoms, plan.transfer(bucket, rank).receives)
-        self.sent_back = Cuts(plan.atoms, plan.way_back(bucket, rank).sends)
-        self.returned = batches((segment.atom, segment.numel) for segment in arriving)
+        self._copies = [(atom, part.numel) for atom, part in parts if part is not None]
+        self._owned = [atom for atom in self._atoms if owners[atom] == rank]
+        self._arrived, self._sent_back = Cuts(plan.atoms, out.receives), Cuts(plan.atoms, back.transfer.sends)
         # One rank counts a piece that several ranks store: the one that would send it to the owner.
-        self.counted = {atom for atom in self.active if plan.layout.is_source(atom, rank, owners[atom])}
+        self._counted = frozenset(a for a in self._atoms if plan.layout.is_source(a, rank, owners[a]))
+        self._known: dict[frozenset[int], Places] = {}
+
+    def without(self, skipped: frozenset[int]) -> Places:
+        """The places of those that are not ``skipped``."""
+        skipped = skipped.intersection(self._atoms) if skipped else skipped
+        if skipped not in self._known:
+            if len(self._known) == KEPT:
+                self._known.clear()
+            self._known[skipped] = self._find(skipped)
+        return self._known[skipped]
+
+    def _find(self, skipped: frozenset[int]) -> Places:
+        batches = partial(self._whole.batches_of_pieces, skipped=skipped)
+        return Places(
+            active=[atom for atom in self._atoms if atom not in skipped],
+            sent=batches(self._sends),
+            skips_sent=any(atom in skipped for atom, _ in self._sends),
+            copies=batches(self._copies),
+            owned=tuple(atom for atom in self._owned if atom not in skipped),
+            skips_owned=not skipped.isdisjoint(self._owned),
+            arrived=self._arrived,
+            sent_back=self._sent_back,
+            returned=batches(self._arriving),
+            counted=self._counted,
+        )
 
 
 class Cuts:
