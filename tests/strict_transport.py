@@ -341,7 +341,7 @@ class StrictGroup(dist.ProcessGroup):
         into = tensors if opts.rootRank == self._me else []
 
         def launch(ins: list[Tensor], outs: list[Tensor]) -> Any:
-            return self._gloo.reduce(outs or ins, opts)
+            return self._gloo.reduce(outs or [each.clone() for each in ins], opts)  # which gloo changes
 
         alike = (opts.rootRank, tensors[0].numel(), _reduction(opts))
         return StrictWork(self, "reduce", tensors, into, launch, *alike)
