@@ -7,7 +7,6 @@ ranks are done with the last but one before it. Ranks with less work in a bucket
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -119,6 +118,7 @@ def deal_buckets(
     ``earlier`` work is taken, and among these the one with the lowest of ``turns``. An atom goes to its home if that
     has at most the mean work of a rank in this bucket.
     """
+    costs = [atom.cost for atom in atoms]
     done, total = list(loads), list(earlier)
     heap = [(done[rank], total[rank], turns[rank], rank) for rank in range(len(done))]
     heapq.heapify(heap)  # an entry is stale once the rank's time grew
@@ -127,10 +127,10 @@ def deal_buckets(
     for bucket in buckets:
         level = 0
         if any(homes[index] is not None for index in bucket):
-            level = sum(max(time, slowest_before) for time in done) + sum(atoms[index].cost for index in bucket)
+            level = sum(max(time, slowest_before) for time in done) + sum(map(costs.__getitem__, bucket))
         slowest_now = slowest
-        for index in sorted(bucket, key=lambda i: (-atoms[i].cost, i)):
-            owner, cost = homes[index], atoms[index].cost
+        for index in sorted(sorted(bucket), key=costs.__getitem__, reverse=True):  # which keeps the order of equal ones
+            owner, cost = homes[index], costs[index]
             if owner is None or (max(done[owner], slowest_before) + cost) * len(done) > level:
                 while done[heap[0][3]] != heap[0][0]:
                     rank = heap[0][3]
@@ -174,14 +174,18 @@ class Stage:
 
 
 def bucket_work(
-    owned: Iterable[tuple[int, Atom]], machine: Machine, batch_numel: int
+    owned: Iterable[tuple[int, Atom, int]], machine: Machine, batch_numel: int
 ) -> dict[int, tuple[float, float]]:
-    """By owner, the seconds of its device and its host for ``owned`` matrices, ``batch_numel`` elements at once."""
-    costs: Counter[int] = Counter()
-    shapes: dict[int, Counter[Shape]] = {}
-    for owner, atom in owned:
-        costs[owner] += atom.cost
-        shapes.setdefault(owner, Counter())[atom.shape] += 1
+    """By owner, the seconds of its device and its host, which take ``batch_numel`` elements at once.
+
+    ``owned`` are owners of matrices, each with an atom, and how many like it the owner has.
+    """
+    costs: dict[int, int] = {}
+    shapes: dict[int, dict[Shape, int]] = {}
+    for owner, atom, times in owned:
+        costs[owner] = costs.get(owner, 0) + atom.cost * times
+        of_owner = shapes.setdefault(owner, {})
+        of_owner[atom.shape] = of_owner.get(atom.shape, 0) + times
     rate, launch = machine.flops_per_second, machine.launch_seconds * BATCH_LAUNCHES
     return {owner: (cost / rate, launch * _batches(shapes[owner], batch_numel)) for owner, cost in costs.items()}
 

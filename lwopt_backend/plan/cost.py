@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 # The cost of a rule's work on one matrix. A multiply-add is two flops; s is the shorter side, l the longer.
 #
@@ -215,6 +215,14 @@ class RankMemory:
 
     def __add__(self, other: RankMemory) -> RankMemory:
         """The sum of two buffers on one rank; the step uses one workspace and one exchange after the other."""
-        largest = {"workspace", "exchange"}
-        pairs = ((key.name, getattr(self, key.name), getattr(other, key.name)) for key in fields(self))
-        return RankMemory(**{name: max(a, b) if name in largest else a + b for name, a, b in pairs})
+        return RankMemory(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.masters + other.masters,
+            self.state + other.state,
+            self.padding + other.padding,
+            max(self.workspace, other.workspace),
+            max(self.exchange, other.exchange),
+            self.transient + other.transient,
+            self.sent + other.sent,
+        )

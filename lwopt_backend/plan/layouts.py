@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
-from lwopt_backend.plan.atoms import Block, Stripes
+from lwopt_backend.plan.atoms import Atom, Block, Stripes
 
 T = TypeVar("T")
 Span = tuple[int, int]  # offset, size
@@ -246,6 +246,49 @@ def by_kind(layout: Layout, indices: Iterable[int], result: Callable[[int], T]) 
     return results
 
 
+FEW = 8  # pieces of a matrix; these are counted rank by rank
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A matrix's elements on all ranks, copies included; and its pieces, or the largest one's if there are many."""
+
+    total: int
+    largest: int
+    few: tuple[tuple[int, int], ...]  # ranks and elements
+
+
+class Alike:
+    """Numbers of matrices that are equal in storage, shape and cost. Plans of the same matrices share them.
+
+    ``numbers`` has that of every matrix, ``firsts`` the first matrix of every number.
+    """
+
+    def __init__(self, atoms: Sequence[Atom], layout: Layout) -> None:
+        self.atoms, self._layout = atoms, layout
+        found: dict[Hashable, int] = {}
+        keys = ((layout.kind(index), atom.shape, atom.cost) for index, atom in enumerate(atoms))
+        self.numbers = [found.setdefault(key, len(found)) for key in keys]
+        self.firsts = dict(zip(reversed(self.numbers), range(len(atoms) - 1, -1, -1)))
+        self._numels: dict[int, dict[int, int]] = {}
+        self._spreads: dict[int, Spread] = {}
+
+    def numels(self, number: int) -> dict[int, int]:
+        """By rank, the elements that it stores of such a matrix."""
+        if number not in self._numels:
+            parts = self._layout.fragments(self.firsts[number])
+            self._numels[number] = {part.rank: part.numel for part in parts}
+        return self._numels[number]
+
+    def spread(self, number: int) -> Spread:
+        if number not in self._spreads:
+            numels = self.numels(number)
+            many = len(numels) > FEW
+            few = () if many else tuple(numels.items())
+            self._spreads[number] = Spread(sum(numels.values()), max(numels.values()) if many else 0, few)
+        return self._spreads[number]
+
+
 class Partition:
     """Storage in which a rank has one contiguous range of a parameter; the next rank begins after ``size`` elements."""
 
@@ -305,6 +348,7 @@ class FlatPartition(Partition):
     numels: tuple[int, ...]
     offsets: tuple[int, ...]  # start of every parameter in the group's flat buffer
     partition_numel: int
+    _held: dict[int, tuple[Fragment, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def build(
@@ -338,6 +382,11 @@ class FlatPartition(Partition):
 
     def span(self, index: int) -> tuple[int, int, int, int]:
         return self.offsets[index], self.numels[index], self.partition_numel, 0
+
+    def fragments(self, index: int) -> tuple[Fragment, ...]:
+        if index not in self._held:  # no two parameters have equal storage, and planning asks for it again and again
+            self._held[index] = Partition.fragments(self, index)
+        return self._held[index]
 
     def kind(self, index: int) -> int:
         return index

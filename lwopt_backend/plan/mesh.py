@@ -168,11 +168,9 @@ class MeshLayout:
 
     coordinates: tuple[Coordinate, ...]
     shardings: tuple[Sharding, ...]
-    _held: dict[Sharding, dict[int, Fragment]] = field(default_factory=dict, compare=False, repr=False)
+    _held: dict[int, dict[int, Fragment]] = field(default_factory=dict, compare=False, repr=False)
     _firsts: dict[Sharding, list[tuple[int, int]]] = field(default_factory=dict, compare=False, repr=False)
-    _sent: dict[tuple[Sharding, Coordinate], tuple[Fragment, ...]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    _sent: dict[tuple[int, Coordinate], tuple[Fragment, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def world_size(self) -> int:
@@ -192,12 +190,12 @@ class MeshLayout:
 
     def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
         """The copy in the owner's row of the mesh, the nearest, is sent; the owner's own if it is whole."""
-        sharding = self.shardings[index]
-        copy = tuple(self.coordinates[owner][i] for i in sharding.copied)
-        if (sharding, copy) not in self._sent:
+        kind, copied = self.kind(index), self.shardings[index].copied
+        copy = tuple(self.coordinates[owner][i] for i in copied)
+        if (kind, copy) not in self._sent:
             parts = (part for part in self.fragments(index) if self.is_source(index, part.rank, owner))
-            self._sent[sharding, copy] = tuple(parts)
-        return self._sent[sharding, copy]
+            self._sent[kind, copy] = tuple(parts)
+        return self._sent[kind, copy]
 
     def is_source(self, index: int, rank: int, owner: int) -> bool:
         mine, theirs = self.coordinates[rank], self.coordinates[owner]
@@ -206,18 +204,26 @@ class MeshLayout:
     def keeps_state(self, index: int, rank: int, owner: int) -> bool:
         return True
 
-    def kind(self, index: int) -> Sharding:
-        return self.shardings[index]
+    @cached_property
+    def _kinds(self) -> tuple[list[int], list[str]]:
+        """By matrix, the number of its sharding, of which hashes are fast; and by number, the sharding as text."""
+        numbers: dict[Sharding, int] = {}
+        kinds = [numbers.setdefault(sharding, len(numbers)) for sharding in self.shardings]
+        return kinds, [*map(str, numbers)]
+
+    def kind(self, index: int) -> int:
+        return self._kinds[0][index]
 
     def place(self, index: int) -> str:
-        return str(self.shardings[index])
+        return self._kinds[1][self._kinds[0][index]]
 
     def _by_rank(self, index: int) -> dict[int, Fragment]:
-        sharding = self.shardings[index]
-        if sharding not in self._held:
+        kind = self._kinds[0][index]
+        if kind not in self._held:
+            sharding = self.shardings[index]
             parts = (sharding.fragment(rank, self.coordinates[rank]) for rank in self._near(sharding))
-            self._held[sharding] = {part.rank: part for part in parts if part is not None}
-        return self._held[sharding]
+            self._held[kind] = {part.rank: part for part in parts if part is not None}
+        return self._held[kind]
 
     def _near(self, sharding: Sharding) -> Sequence[int]:
         """The ranks that store the matrix's part of the first dimension: in a stack of many, few ranks have one."""

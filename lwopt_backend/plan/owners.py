@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, TypedDict
@@ -34,7 +34,7 @@ from lwopt_backend.plan.exchange import (
     transfer_of,
     with_own_blocks,
 )
-from lwopt_backend.plan.layouts import Fragment, Layout, by_kind
+from lwopt_backend.plan.layouts import Alike, Fragment, Layout, by_kind
 from lwopt_backend.plan.mesh import Rows, rows_of
 
 if TYPE_CHECKING:
@@ -199,6 +199,8 @@ def _exchanged(
     homes = _homes(atoms, layout) if chosen.policy != "stay" else ()
     rows = rows_of(layout)
     turns = range(ranks) if rows is None else rows.turns()
+    in_order = tuple(atoms)
+    alike = Alike(in_order, layout)
 
     def planned(buckets: tuple[tuple[int, ...], ...]) -> MatrixPlan:
         owners, done = list(chosen.owners), list(work)
@@ -209,7 +211,8 @@ def _exchanged(
             buckets = tuple(filter(None, left))
         for index in travelling:
             done[owners[index]] += atoms[index].cost
-        return MatrixPlan(tuple(atoms), layout, Ownership(chosen.policy, tuple(owners), tuple(done)), buckets, **wire)
+        ownership = Ownership(chosen.policy, tuple(owners), tuple(done))
+        return MatrixPlan(in_order, layout, ownership, buckets, alike=alike, **wire)
 
     rarely = with_own_blocks(atoms, travelling, layout) if wire.get("block_period", 1) > 1 else frozenset()
     always, seldom = ([i for i in travelling if (i in rarely) == rare] for rare in (False, True))
@@ -234,8 +237,10 @@ def _fastest(
     numbers of buckets; the search ends when two in a row are slower than the best before.
     """
 
+    numels = [atom.numel for atom in plan.atoms]
+
     def largest(buckets: Sequence[Sequence[int]]) -> int:
-        return max(sum(plan.atoms[index].numel for index in bucket) for bucket in buckets)
+        return max(sum(map(numels.__getitem__, bucket)) for bucket in buckets)
 
     taken, numel = max(plan.exchange_bytes()), largest(plan.buckets)
     most, slower = max(taken, FREE_BYTES), 0
@@ -268,12 +273,12 @@ def exchange_timeline(plan: MatrixPlan, limits: Limits) -> Timeline:
         return sum(machine.collective(nbytes, len(among), stride=stride, of=ranks, direct=direct))
 
     stages = []
-    for number, bucket in enumerate(plan.buckets):
+    for number in range(len(plan.buckets)):
         forth, back, passed_on = map(max, plan.bucket_bytes([number]))
         stays = plan.stays(number)
         ways = [seconds(nbytes, row, direct=True) for nbytes in (max(forth, back), back)]
         along = seconds(passed_on, column, direct=False)
-        work = bucket_work(((plan.ownership.owners[i], plan.atoms[i]) for i in bucket), machine, limits.batch_numel)
+        work = bucket_work(plan.work(number), machine, limits.batch_numel)
         stages.append(Stage(0.0 if stays else ways[0], ways[stays] + along, work))
     local = [load / machine.flops_per_second for load in plan.loads_before]
     return pipeline(stages, local, BUCKET_LAUNCHES * machine.launch_seconds)
@@ -339,18 +344,6 @@ def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
     return StepTime(plan.path / machine.flops_per_second, max(exposed), trips * machine.latency_seconds)
 
 
-FEW = 8  # pieces of a matrix; these are counted rank by rank
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """A matrix's elements on all ranks, copies included; and its pieces, or the largest one's if there are many."""
-
-    total: int
-    largest: int
-    few: tuple[Fragment, ...]
-
-
 @dataclass(slots=True)
 class _Buffers:
     """Elements of a bucket: of pieces on every rank, and of returns to every rank; and by rank, of further pieces,
@@ -379,6 +372,7 @@ class MatrixPlan:
     modelled: tuple[tuple[str, StepTime], ...] = ()
     tensors: int = 1  # sent to the owner: the direction, or the gradient and the weight
     block_period: int = 1  # steps from one update of whole matrices to the next; each rank's block in those between
+    alike: Alike | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def in_blocks(self) -> frozenset[int]:
@@ -471,10 +465,10 @@ class MatrixPlan:
     def moved_numel(self) -> list[int]:
         """Per rank, the elements that it stores whose update another rank computes."""
         moved = [0] * self.layout.world_size
-        for atom, owners in self._alike(range(len(self.buckets))):
+        for number, owners in self._owners_of_alike(range(len(self.buckets))):
             times = owners.total()
-            for part in self.layout.fragments(atom):
-                moved[part.rank] += part.numel * (times - owners[part.rank])
+            for rank, numel in self._alike.numels(number).items():
+                moved[rank] += numel * (times - owners.get(rank, 0))
         return moved
 
     def wire_bytes(self) -> list[int]:
@@ -490,7 +484,9 @@ class MatrixPlan:
         """Per rank, the bytes of these buckets that it sends to owners, that it returns as an owner, and that it passes
         on along its column of copies."""
         forth, back, passed_on = ([0] * self.layout.world_size for _ in range(3))
-        for atom, owners in self._alike(numbers):
+        for number, owners in self._owners_of_alike(numbers):
+            atom = self._alike.firsts[number]
+            held = self._alike.numels(number)
             copies: list[tuple[Sequence[Fragment], Counter[int]]] = []  # pieces, and their owners
             for owner, times in owners.items():
                 for parts, served in copies:
@@ -502,8 +498,7 @@ class MatrixPlan:
             for parts, served in copies:
                 every = served.total()
                 for part in parts:
-                    forth[part.rank] += part.numel * self.tensors * (every - served[part.rank])
-            held = {part.rank: part.numel for part in self.layout.fragments(atom)}
+                    forth[part.rank] += held[part.rank] * self.tensors * (every - served.get(part.rank, 0))
             whole = sum(held.values()) // self.copies
             for owner, times in owners.items():
                 back[owner] += (whole - held.get(owner, 0)) * times
@@ -526,7 +521,7 @@ class MatrixPlan:
         Every rank's pieces are counted as the largest ones where many ranks have some.
         """
         nothing = _Buffers(0, 0, Counter(), Counter(), Counter())
-        buckets = [nothing, nothing, *map(self._buffers, self.buckets, self._copied), nothing]
+        buckets = [nothing, nothing, *map(self._buffers, self._counted, self._copied), nothing]
         found, everywhere = [0] * self.layout.world_size, 0
         for earlier, before, now, after in zip(buckets, buckets[1:], buckets[2:], buckets[3:]):
             least = self.tensors * (now.pieces + after.pieces) + now.landed + before.landed
@@ -539,39 +534,40 @@ class MatrixPlan:
                 found[rank] = max(found[rank], most)
         return [max(numel, everywhere) * self.element_bytes for numel in found]
 
-    def _buffers(self, bucket: Sequence[int], copied: Sequence[int]) -> _Buffers:
+    def _buffers(self, counted: Mapping[tuple[int, int], int], copied: Sequence[int]) -> _Buffers:
         """Elements of one bucket, whose parts of columns' all-gathers are ``copied``."""
         found = _Buffers(0, 0, Counter(), Counter(), Counter())
-        for atom in bucket:
-            owner, parts = self.ownership.owners[atom], self._parts_of(atom)
-            found.owned[owner] += self.atoms[atom].numel
-            found.returned[owner] += parts.total // self.copies
-            found.pieces += parts.largest
-            for part in parts.few:
-                found.held[part.rank] += part.numel
+        for (number, owner), times in counted.items():
+            spread = self._alike.spread(number)
+            found.owned[owner] += self.atoms[self._alike.firsts[number]].numel * times
+            found.returned[owner] += spread.total // self.copies * times
+            found.pieces += spread.largest * times
+            for rank, numel in spread.few:
+                found.held[rank] += numel * times
         found.landed = max(copied, default=found.pieces) * self.copies
         return found
 
-    def _parts_of(self, atom: int) -> _Parts:
-        kind = self.layout.kind(atom)
-        if kind not in self._kinds:
-            parts = self.layout.fragments(atom)
-            total = sum(part.numel for part in parts)
-            many = len(parts) > FEW
-            largest = max(part.numel for part in parts) if many else 0
-            self._kinds[kind] = _Parts(total, largest, () if many else tuple(parts))
-        return self._kinds[kind]
+    @cached_property
+    def _alike(self) -> Alike:
+        if self.alike is None or self.alike.atoms is not self.atoms:  # ``replace`` has changed their costs
+            return Alike(self.atoms, self.layout)
+        return self.alike
 
     @cached_property
-    def _kinds(self) -> dict[Hashable, _Parts]:
-        return {}
+    def _counted(self) -> list[Counter[tuple[int, int]]]:
+        """By bucket, how many alike matrices each rank owns, by number and rank."""
+        numbers, owners = self._alike.numbers.__getitem__, self.ownership.owners.__getitem__
+        return [Counter(zip(map(numbers, bucket), map(owners, bucket))) for bucket in self.buckets]
 
-    def _alike(self, numbers: Iterable[int]) -> Iterator[tuple[int, Counter[int]]]:
-        """Yield one of these buckets' atoms with equal storage, and how many of them each rank owns."""
-        first: dict[Hashable, int] = {}
+    def work(self, bucket: int) -> Iterator[tuple[int, Atom, int]]:
+        """The owners of a bucket's matrices, each with an atom, and how many like it the owner has."""
+        for (number, owner), times in self._counted[bucket].items():
+            yield owner, self.atoms[self._alike.firsts[number]], times
+
+    def _owners_of_alike(self, numbers: Iterable[int]) -> Iterator[tuple[int, Counter[int]]]:
+        """The numbers of alike matrices in these buckets, and how many of them each rank owns."""
         counts: dict[int, Counter[int]] = {}
-        for number in numbers:
-            for atom in self.buckets[number]:
-                found = counts.setdefault(first.setdefault(self.layout.kind(atom), atom), Counter())
-                found[self.ownership.owners[atom]] += 1
+        for bucket in numbers:
+            for (number, owner), times in self._counted[bucket].items():
+                counts.setdefault(number, Counter())[owner] += times
         yield from counts.items()

@@ -60,9 +60,9 @@ def buffer_timeline(
     """
     elements = elements or Elements()
     assert min(plan.buckets, default=0) >= 0, "owned storage exchanges every matrix"
-    owned: list[list[tuple[int, Atom]]] = [[] for _ in plan.bucket_numels]
+    owned: list[list[tuple[int, Atom, int]]] = [[] for _ in plan.bucket_numels]
     for atom, bucket, owner in zip(plan.atoms, plan.buckets, plan.owners):
-        owned[bucket].append((owner, atom))
+        owned[bucket].append((owner, atom, 1))
     stages = []
     for numel, some in zip(plan.bucket_numels, owned):
         reduce, across, gather = _bucket_wire(plan, numel, machine, instances, elements)

@@ -121,7 +121,7 @@ def _norms(plans: Sequence[MatrixPlan], shared: Share, setting: Setting) -> list
 
 def _timeline(plan: MatrixPlan, shared: Share, setting: Setting, before: Sequence[int], batch_numel: int) -> Timeline:
     """The modelled step of a plan by itself: without each rank's work ``before``, and with one rank's share of TP."""
-    atoms = tuple(shared.shown(atom, setting) for atom in plan.atoms)
+    atoms = plan.atoms if shared.tp == 1 else tuple(shared.shown(atom, setting) for atom in plan.atoms)
     done = per_rank(plan.ownership.owners, [atom.cost for atom in plan.atoms], plan.layout.world_size)
     alone = per_rank(plan.ownership.owners, [atom.cost for atom in atoms], plan.layout.world_size)
     loads = tuple(
