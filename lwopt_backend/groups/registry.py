@@ -375,13 +375,13 @@ def atoms_of(param: TrainedParam, group: Group, costs: dict[Shape, int] | None =
     ``costs`` is a cache of costs by shape, for the group's parameters.
     """
     costs = {} if costs is None else costs
+    found, tiles = [], param.tiles
     for block in param.blocks:
-        if block.shape not in costs:
-            costs[block.shape] = cost_of(block.shape, group)
-    return [
-        Atom(block.of(param.name), block.shape, costs[block.shape], param.transposed, param.tiles)
-        for block in param.blocks
-    ]
+        shape = block.shape
+        if shape not in costs:
+            costs[shape] = cost_of(shape, group)
+        found.append(Atom(block.of(param.name), shape, costs[shape], param.transposed, tiles))
+    return found
 
 
 def cost_of(shape: Shape, group: Group) -> int:

@@ -466,14 +466,17 @@ def _members(shared: Share, shape: tuple[int, ...]) -> list[MeshMember]:
     grouping = shared.grouping
     group_of = {id(param): number for number, group in enumerate(grouping.groups) for param in group["params"]}
     params = {grouping.names[id(param)]: param for group in grouping.groups for param in group["params"]}
+    dims, late = (None,) * (len(shape) - 1) + (0,), (False,) * len(shape)
+    shardings: dict[tuple[int, ...], Sharding] = {}
     found = []
     for route in grouping.routes:
         param = params.get(route.name)
         if param is None:
             continue
         member = grouping.member(route.name, param, group_of[id(param)])
-        dims, late = (None,) * (len(shape) - 1) + (0,), (False,) * len(shape)
-        found.append(MeshMember(**vars(member), sharding=Sharding(member.shape, shape, dims, late)))
+        if member.shape not in shardings:
+            shardings[member.shape] = Sharding(member.shape, shape, dims, late)
+        found.append(MeshMember(**vars(member), sharding=shardings[member.shape]))
     return found
 
 

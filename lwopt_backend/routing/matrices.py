@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from torch import Tensor, nn
 
@@ -130,6 +130,8 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None, heads: 
         return Divided(
             blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}", parts=_parts(route, blocks, in_turn)
         )
+    if fused is None and heads is None and not route.side_by_side:
+        return _plain(shape)
     grid = Grid.of(shape, len(shape) - 2)
     parts: tuple[int, ...] = ()
     if fused is not None and (fused.outputs or fused.inputs):
@@ -149,9 +151,13 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None, heads: 
     if route.side_by_side:
         blocks = divided(grid, grouped(("gate", "up"), [shape[-1] // 2] * 2), transposed=True)
         return Divided(blocks, f"{_described(blocks)}, side by side")
+    assert fused is not None
+    return Divided(matrices_of(shape), fused.why)
+
+
+@cache
+def _plain(shape: tuple[int, ...]) -> Divided:
     blocks = matrices_of(shape)
-    if fused is not None:
-        return Divided(blocks, fused.why)
     return Divided(blocks, _described(blocks) if len(shape) > 2 else "", is_plain=True)
 
 

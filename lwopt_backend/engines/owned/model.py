@@ -387,8 +387,12 @@ def rank_memories(
     # Ranks own pieces of a few sizes.
     state = cache(lambda numel, group, dtype: state_nbytes(numel, groups[group], dtype))
     for bucket in plan.buckets:
-        for rank, pieces in enumerate(bucket.pieces_of_all()):
-            found[rank] += _of_bucket(bucket, rank, pieces, plan, members, state, grad_dtype, keep_full)
+        known: dict[tuple[Any, ...], RankMemory] = {}  # by a part's elements, and the pieces in it
+        for rank, (pieces, (start, stop)) in enumerate(zip(bucket.pieces_of_all(), bucket.parts)):
+            key = (stop - start, *((piece.numel, members[piece.param].group) for piece in pieces))
+            if key not in known:
+                known[key] = _of_bucket(bucket, rank, pieces, plan, members, state, grad_dtype, keep_full)
+            found[rank] += known[key]
     return found
 
 

@@ -137,8 +137,8 @@ class Bucket:
         starts = [slot.offset for slot in slots]
         found = []
         for rank, (start, stop) in enumerate(self.parts):
-            near = slots[bisect_right(ends, start) : bisect_left(starts, stop)]
-            found.append(list(self._pieces(near, rank)))
+            near = slots[bisect_right(ends, start) : bisect_left(starts, stop)] if start < stop else []
+            found.append(list(self._pieces(near, rank)) if near else [])
         return found
 
     def _pieces(self, slots: Sequence[Slot], rank: int) -> Iterator[Piece]:
@@ -176,7 +176,9 @@ def arrange_matrices(
         size = aligned_shard(size, shards)
         parts = [(rank * size, (rank + 1) * size) for rank in range(shards)]
     else:
-        of_ranks = [sorted(mine, key=lambda member: member[1] % ALIGNMENT > 0) for mine in of_ranks]
+        of_ranks = [
+            sorted(mine, key=lambda member: member[1] % ALIGNMENT > 0) if len(mine) > 1 else mine for mine in of_ranks
+        ]
         sizes = [sum(numel for _, numel in mine) for mine in of_ranks]
         parts, end = [(0, 0)] * shards, 0
         # Unaligned sizes come last, so that they shift no other part.
