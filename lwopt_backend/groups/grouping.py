@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.hosts import NAME, ClippingConfig, HostConfig
+from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules, settings_of
-from lwopt_backend.groups.param_groups import Groups, as_groups, check_overrides, main_rate, split
+from lwopt_backend.groups.param_groups import as_groups, check_overrides, main_rate, split
 from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import Block, TrainedParam

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT, SHARED
 from lwopt_backend.config.hosts import HOSTS, NAME, HostConfig
 from lwopt_backend.config.options import Known, nearest, option_suggestion, options_in, within
-from lwopt_backend.groups import Group
-from lwopt_backend.groups import Groups as Groups  # engines/fsdp2/step.py takes it from here
+from lwopt_backend.groups import Group, Groups
 from lwopt_backend.groups.choices import Rules, add, changed
 from lwopt_backend.groups.optimizer_classes import class_of
 from lwopt_backend.groups.registry import (
