@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.groups.choices import Rules, settings_of
+from lwopt_backend.groups.registry import arguments
 from tests.pages import blocks
 from tests.references import Trained, random, rule_of
 
@@ -30,7 +31,7 @@ def rules_for(peer: str) -> Rules:
 
 def ours_for(peer: str, shape: tuple[int, int], **changed: Any) -> Trained:
     """A matrix under the page's settings."""
-    return Trained(rule_of("muon", **{**rules_for(peer).matrix, **changed}), random(shape, 1))
+    return Trained(rule_of("muon", **{**arguments(rules_for(peer).matrix), **changed}), random(shape, 1))
 
 
 def distance(ours: Tensor, theirs: Tensor, start: Tensor) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from lwopt_backend import LayerWiseOptimizer, migration
-from lwopt_backend.groups.registry import optimizer_arguments
+from lwopt_backend.groups.registry import arguments, optimizer_arguments
 from lwopt_backend.migration import convert_named_momentum, from_checkpoint
 from lwopt_backend.rules.newton_schulz import TABLES
 from tests.migration import distance, eager, ours_for, rules_for
@@ -118,7 +118,7 @@ def test_whole_optimizers_and_their_state(deepspeed_muon: Any, peer: str, limit:
     make = deepspeed_muon.MuonWithAuxAdam if peer == "deepspeed" else pytorch_optimizer.Muon
     theirs = make([{"params": [weight], "use_muon": True}, {"params": [other], "use_muon": False}])
     ours = ours_for(peer, (24, 40))
-    adamw = torch.optim.AdamW([mine], **optimizer_arguments(rules_for(peer).elementwise))
+    adamw = torch.optim.AdamW([mine], **optimizer_arguments(arguments(rules_for(peer).elementwise)))
     for grad, of_bias in zip(gradients((24, 40)), gradients((24,))):
         ours.step(grad)
         weight.grad, other.grad, mine.grad = grad.clone(), of_bias.clone(), of_bias.clone()
