@@ -1,9 +1,11 @@
 """The stepper on gloo, without DeepSpeed: what it computes, what it sends and when, and what it leaves in place."""
 
 import gc
+import tracemalloc
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -169,6 +171,20 @@ def test_a_stepper_and_its_state_are_freed_with_the_last_reference() -> None:
     del stepper
     gc.enable()
     assert left() is None
+
+
+def test_batches_of_ever_other_matrices_take_no_more_memory() -> None:
+    """As of experts, of which other ones have a gradient in every step."""
+    atoms, draw = atoms_of([(4, 4)] * 60), Random(0)
+    whole = WholeMatrices(atoms, [0] * 60, torch.device("cpu"), batch_numel=100)
+    held = []
+    tracemalloc.start()
+    for _ in range(3):
+        for _ in range(300):
+            whole.batches(tuple(sorted(draw.sample(range(60), 30))), {0: Spy()})
+        held.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert held[2] < held[0] + 50_000
 
 
 @on_ranks(2)

@@ -1,4 +1,16 @@
-"""One optimizer step of a plan's matrices."""
+"""One optimizer step of one plan's matrices on one rank.
+
+::
+
+    bucket 0: advance the momentum, send the directions to the owners
+    for every bucket:     the same for the next bucket
+                          if it is the first, step the local matrices while both are on the wire
+                          receive this bucket, update its owned matrices, send the updates back
+                          receive the previous bucket's updates, decay, apply them
+
+At most two buckets are in flight. Matrices stored whole at their owner never enter a buffer: they are updated through
+views, one at a time or in batches, so a step's temporaries are one matrix (or one bucket).
+"""
 
 from __future__ import annotations
 
@@ -11,25 +23,11 @@ from torch import Tensor
 
 from lwopt_backend.plan import Atom, MatrixPlan, Segment, Transfer
 from lwopt_backend.plan.exchange import own_block
-from lwopt_backend.rules import WeightRule
+from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.collectives import Collectives, all_reduce_nbytes, sending
 from lwopt_backend.runtime.exchange import Arrival, Parts, Way, ways_back, ways_to_owners
 from lwopt_backend.runtime.pieces import Storage
 from lwopt_backend.runtime.whole import Batch, Rules, WholeMatrices, copy_alike, filled_on
-
-# One optimizer step of one plan's matrices on one rank.
-#
-# ::
-#
-#     bucket 0: advance the momentum, send the directions to the owners
-#     for every bucket:     the same for the next bucket
-#                           if it is the first, step the local matrices while both are on the wire
-#                           receive this bucket, update its owned matrices, send the updates back
-#                           receive the previous bucket's updates, decay, apply them
-#
-# At most two buckets are in flight. Matrices stored whole at their owner never enter a buffer: they are updated through
-# views, one at a time or in batches, so a step's temporaries are one matrix (or one bucket).
-
 
 NONE: frozenset[int] = frozenset()
 KEPT = 4  # sets of skipped matrices for which a bucket's places are known
@@ -172,11 +170,12 @@ class MatrixStepper:
     def _send(self, bucket: int, run: Run, pack: Callable[[Parts], None]) -> Arrival:
         """Start an all-to-all to the owners; ``pack`` fills the parts."""
         places = self._places(bucket, run.skipped)
-        stored = _device_of(places.sent, run.storage)
-        return self._to_owners[bucket].start(self._dtype(bucket, run), pack, stored, zeros=places.skips_sent)
+        dtype, stored = self._first_rule(bucket, run).exchange_dtype, _device_of(places.sent, run.storage)
+        return self._to_owners[bucket].start(dtype, pack, stored, zeros=places.skips_sent)
 
-    def _dtype(self, bucket: int, run: Run) -> torch.dtype:
-        return run.rules[self._kinds[self._plan.buckets[bucket][0]]].exchange_dtype
+    def _first_rule(self, bucket: int, run: Run) -> MatrixRule:
+        """A rule of the bucket, all of whose rules have equal exchanges."""
+        return run.rules[self._kinds[self._plan.buckets[bucket][0]]]
 
     def _depart(self, bucket: int, run: Run) -> list[Arrival]:
         """Start sending a bucket's directions to the owners, and its weights if its rule is a ``WeightRule``."""
@@ -186,7 +185,7 @@ class MatrixStepper:
         arrivals = [run.departed.get(bucket) or self.send_directions(bucket, run, advance=not advanced)]
         if not advanced:
             self._whole.advance(places.copies, run.rules, run.storage)
-        if isinstance(run.rules[self._kinds[self._plan.buckets[bucket][0]]], WeightRule):
+        if isinstance(self._first_rule(bucket, run), WeightRule):
             arrivals.append(
                 self._send(bucket, run, lambda parts: self._whole.pack_values(parts, places.sent, run.storage))
             )
@@ -202,8 +201,8 @@ class MatrixStepper:
             of_buffer, cuts = places.sent_back.pairs(batches, updates, parts)
             copy_alike(of_buffer, cuts)
 
-        computed = next((update.device for update in updates), None)
-        return self._back[bucket].start(self._dtype(bucket, run), pack, computed, zeros=places.skips_owned)
+        dtype, computed = self._first_rule(bucket, run).exchange_dtype, next((u.device for u in updates), None)
+        return self._back[bucket].start(dtype, pack, computed, zeros=places.skips_owned)
 
     def _updates(self, batches: Sequence[Batch], arrived: Sequence[list[Tensor]], run: Run) -> list[Tensor]:
         """The updates of the matrices of a bucket that this rank owns, batch by batch."""
@@ -328,14 +327,18 @@ class BucketPlaces:
 
 
 class Cuts:
-    """Where the segments of a buffer lie in batches of whole matrices."""
+    """Where the segments of a buffer lie in whole matrices. A matrix that its segments fill in order, such as rows over
+    ranks, is cut by one call of the host, with all of a stack."""
 
     def __init__(self, atoms: Sequence[Atom], segments: Sequence[Segment]) -> None:
-        self._atoms = atoms
-        self._of_atom: dict[int, list[tuple[int, Segment]]] = {}
+        self._places: dict[int, list[int]] = {}
+        self._segments: dict[int, list[Segment]] = {}
         for place, segment in enumerate(segments):
-            self._of_atom.setdefault(segment.atom, []).append((place, segment))
-        self._found: dict[tuple[int, ...], Cut] = {}
+            self._places.setdefault(segment.atom, []).append(place)
+            self._segments.setdefault(segment.atom, []).append(segment)
+        cut = self._segments.items()
+        self._in_order = {atom for atom, parts in cut if fills_in_order(parts, atoms[atom].numel)}
+        self._numels = {atom: [segment.numel for segment in parts] for atom, parts in cut}
 
     def pairs(
         self, batches: Sequence[Batch], stacks: Sequence[Tensor], parts: Parts
@@ -345,33 +348,17 @@ class Cuts:
         of_buffer: list[Tensor] = []
         cuts: list[Tensor] = []
         for batch, stack in zip(batches, stacks):
-            key = tuple(batch.atoms)
-            if key not in self._found:
-                self._found[key] = Cut([self._of_atom.get(atom, []) for atom in key], self._atoms[key[0]].numel)
-            some, elements = self._found[key].pairs(stack, parts)
-            of_buffer += some
-            cuts += elements
+            here = [parts[place] for atom in batch.atoms for place in self._places[atom]]
+            if stack.is_contiguous() and self._in_order.issuperset(batch.atoms):
+                numels = [numel for atom in batch.atoms for numel in self._numels[atom]]
+                of_buffer += here
+                cuts += stack.view(-1).split_with_sizes(numels)
+                continue
+            matrices = stack.unbind() if stack.ndim > 2 else [stack]
+            found = [cut(m, segment) for m, atom in zip(matrices, batch.atoms) for segment in self._segments[atom]]
+            of_buffer += [part.view_as(elements) for part, elements in zip(here, found)]
+            cuts += found
         return of_buffer, cuts
-
-
-class Cut:
-    """Where ``segments`` lie in a stack of matrices of ``numel`` elements, given by matrix with their places in a
-    buffer. Matrices that their segments fill in order, such as rows over ranks, are cut by one call of the host."""
-
-    def __init__(self, segments: Sequence[Sequence[tuple[int, Segment]]], numel: int) -> None:
-        self._places = [place for of_matrix in segments for place, _ in of_matrix]
-        self._segments = [(number, s) for number, of_matrix in enumerate(segments) for _, s in of_matrix]
-        self._numels = [segment.numel for _, segment in self._segments]
-        self._in_order = all(fills_in_order([segment for _, segment in of_matrix], numel) for of_matrix in segments)
-
-    def pairs(self, stack: Tensor, parts: Parts) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The segments' parts of the buffer, and their elements in the stack."""
-        here = [parts[place] for place in self._places]
-        if self._in_order and stack.is_contiguous():
-            return here, stack.view(-1).split_with_sizes(self._numels)
-        matrices = stack.unbind() if stack.ndim > 2 else [stack]
-        cuts = [cut(matrices[number], segment) for number, segment in self._segments]
-        return [part.view_as(of_matrix) for part, of_matrix in zip(here, cuts)], cuts
 
 
 def fills_in_order(segments: Sequence[Segment], numel: int) -> bool:

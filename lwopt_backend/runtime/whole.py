@@ -27,7 +27,7 @@ def owned_dtype(dtype: torch.dtype) -> torch.dtype:
 # Steps of matrices that this rank stores whole, and a rule's element-wise work on pieces of the others.
 
 Rules = Mapping[int, MatrixRule]  # by kind
-KEPT = 4  # times as many divisions into batches are known as there are matrices
+KEPT = 4  # steps with other matrices, whose batches are known
 
 
 class Batch(NamedTuple):
@@ -45,8 +45,8 @@ class WholeMatrices:
     element on this rank's pieces of any.
 
     ``kinds`` says, by atom, which of the rules of a step is its rule; weights of one kind have one dtype, and so have
-    their gradients and states. Rules run on whole matrices on ``rule_device``,
-    wherever they are stored; ``owner_state`` is also there.
+    their gradients and states. Rules run on whole matrices on ``rule_device``, wherever they are stored;
+    ``owner_state`` is also there.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class WholeMatrices:
         self._rule_device = rule_device
         self._batch_numel = batch_numel
         self._known: dict[tuple[tuple[int, ...], frozenset[int]], Sequence[Batch]] = {}
+        self._room = 0  # for so many matrices more in what is known
         self.owner_state = OwnerState(atoms, rule_device)
 
     @torch.no_grad()
@@ -123,8 +124,10 @@ class WholeMatrices:
         """Whole matrices of one kind, shape and orientation; one at a time if the rule takes no more."""
         key = atoms, frozenset(kind for kind, rule in rules.items() if takes_one(rule))
         if key not in self._known:
-            if len(self._known) >= KEPT * len(self._atoms):
+            self._room -= len(atoms)
+            if self._room < 0:
                 self._known.clear()
+                self._room = KEPT * len(self._atoms) - len(atoms)
             self._known[key] = self._find_batches(*key)
         return self._known[key]
 
@@ -267,11 +270,9 @@ def _alike(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 def _rows(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one size as rows, a copy unless there is only one."""
-    return (
-        torch.stack([each if each.ndim == 1 else each.reshape(-1) for each in tensors])
-        if len(tensors) > 1
-        else (tensors[0].reshape(1, -1))
-    )
+    if len(tensors) == 1:
+        return tensors[0].reshape(1, -1)
+    return torch.stack([tensor.reshape(-1) for tensor in tensors])
 
 
 def _sums(values: Sequence[Tensor], moves: Sequence[Tensor], of_batch: Sequence[Pieces]) -> Tensor:
