@@ -495,7 +495,8 @@ class TorchCollectives(Collectives):
         works, options.asyncOp = [], True
         if together:
             group._start_coalescing(device)
-        for options.rootRank, part in parts.items():
+        for rank, part in parts.items():
+            options.rootRank = rank
             works.append(start([part], options))
         if together:
             return _started(group._end_coalescing(device))

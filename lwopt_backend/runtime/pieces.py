@@ -56,18 +56,18 @@ class Regions:
         views = self._views_of(contiguous)
         self._counts = [len(of_matrix) for of_matrix in views]
         self._sizes: list[int] = []  # of every view, and of the gap before it unless there are none
-        self._end = 0
+        end = 0
         ranges = [_range(view) for of_matrix in views for view in of_matrix]
         self._in_order = None not in ranges
         for begin, stop in filter(None, ranges):
-            self._in_order &= begin >= self._end
-            self._sizes += [begin - self._end, stop - begin]
-            self._end = stop
+            self._in_order &= begin >= end
+            self._sizes += [begin - end, stop - begin]
+            end = stop
         self._places = slice(1, None, 2)
         if not any(self._sizes[::2]):
             self._sizes, self._places = self._sizes[1::2], slice(len(self._sizes) // 2)
         self._is_whole = self._in_order and self._sizes == [numel] and len(views) == 1
-        self._sizes.append(numel - self._end)
+        self._sizes.append(numel - end)
 
     def cut(self, slices: Slices) -> list[Pieces]:
         """The pieces of every matrix."""

@@ -44,20 +44,20 @@ class Presence:
         **flags: Sequence[int] | Tensor,
     ) -> None:
         self._here = list(here)
-        ends = list(accumulate(map(len, flags.values()), initial=len(self._here)))
-        self._places = dict(zip(flags, map(slice, ends, ends[1:])))
+        numbers = {name: part for name, part in flags.items() if not isinstance(part, Tensor)}
+        tensors = {name: part for name, part in flags.items() if isinstance(part, Tensor)}
+        sizes = {name: len(part) for name, part in (*numbers.items(), *tensors.items())}
+        ends = list(accumulate(sizes.values(), initial=len(self._here)))
+        self._places = dict(zip(sizes, map(slice, ends, ends[1:])))
         self._pending: Pending | None = None
         self._found: list[int] | None = None
-        parts = [list(map(int, self._here)), *flags.values()]
-        numbers = [part for part in parts if not isinstance(part, Tensor)]
-        if collectives.world_size == 1 and len(numbers) == len(parts):
-            self._found = list(chain.from_iterable(numbers))
+        mine = [*map(int, self._here), *chain.from_iterable(numbers.values())]
+        if collectives.world_size == 1 and not tensors:
+            self._found = mine
             return
-        self._flags = numbers_on(device, list(chain.from_iterable(numbers)), torch.int32)
-        if len(numbers) < len(parts):
-            sizes = [len(part) for part in numbers]
-            of_numbers = iter(self._flags.split(sizes))
-            self._flags = torch.cat([part if isinstance(part, Tensor) else next(of_numbers) for part in parts])
+        self._flags = numbers_on(device, mine, torch.int32)
+        if tensors:
+            self._flags = torch.cat([self._flags, *tensors.values()])
         self._pending = collectives.all_reduce_max(self._flags)
 
     def largest(self, name: str) -> list[int]:

@@ -254,12 +254,11 @@ class MeshMember(Member):
 @dataclass(frozen=True)
 class MeshPlan:
     """``members`` in the model's order, and the plan of their matrices. An atom is block ``places[atom]`` of member
-    ``matrices[atom]``; ``blocks[atom]`` are its elements."""
+    ``matrices[atom]``."""
 
     members: tuple[MeshMember, ...]
     matrices: tuple[int, ...]
     places: tuple[int, ...]
-    blocks: tuple[Block, ...]
     plan: MatrixPlan
 
     def lines(self) -> list[str]:
@@ -297,7 +296,7 @@ def plan_mesh(
         **(registry.wire_of(rules[members[matrices[0][0]].group]) if matrices else {}),
     )
     of, places = (tuple(pair[which] for pair in matrices) for which in (0, 1))
-    return MeshPlan(tuple(members), of, places, tuple(blocks), plan)
+    return MeshPlan(tuple(members), of, places, plan)
 
 
 def sharding_in(sharding: Sharding, block: Block) -> Sharding:
@@ -483,7 +482,7 @@ class MeshStepper:
             self.members, groups, rules, config, coordinates, machine, loads=loads, earlier=earlier
         )
         self.plan = self.planned.plan
-        self.matrices, self.places, self.blocks = self.planned.matrices, self.planned.places, self.planned.blocks
+        self.matrices, self.places = self.planned.matrices, self.planned.places
         batch = batch_numel_on(self.device, BATCH_NUMEL)
         self._kinds: dict[tuple[int, torch.dtype, torch.dtype], int] = {}  # of matrices, by param group and dtypes
         kinds = [self._kind(self.members[index]) for index in self.matrices]
