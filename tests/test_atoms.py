@@ -53,15 +53,14 @@ def test_the_reason_tells_the_parts_and_whose_they_are_or_why_a_weight_stays_who
             **{"b": FusedQKVLinear(heads=1, kv_heads=1, size=1), "c": latent},
         }
     )
-    found = reasons_of(model, atoms={"*.o_proj.weight": {"heads": 8}})
-    layer, misfit = "phi3.model.layers.0", "2-D weight: whole, as the sizes that {} has for its parts do not add up"
+    found, layer = reasons_of(model, atoms={"*.o_proj.weight": {"heads": 8}}), "phi3.model.layers.0"
     expected = {
         "m.wqkv": "2-D weight: q, k, v, as FusedQKVLinear has them",
         "a.wq": "2-D weight: q_nope, q_rope, as Attention has them",
         "a.wkv_b": "2-D weight: k_nope, v, as Attention has them",
         "a.wo": "2-D weight",
         "b.wqkv": "2-D weight: whole, as a part of it that FusedQKVLinear has is one row",
-        **dict.fromkeys(("c.wq", "c.wkv_b"), misfit.format("Attention")),
+        "c.wkv_b": "2-D weight: part0, part1, as Attention has them",
         "c.wkv_a": "2-D weight: kv, k_rope, as Attention has them",
         "moe.w13": "3 stacked experts: 3 slices of gate, up, side by side",
         "shared_experts.w13": "3-D weight: gate, up, side by side",
@@ -73,7 +72,9 @@ def test_the_reason_tells_the_parts_and_whose_they_are_or_why_a_weight_stays_who
     for key, value in (("head_dim", 7), ("r_dim", 5), ("heads_per_kv", 3)):
         module = FusedQKVLinear()
         setattr(module, key, value)
-        assert reasons_of(nn.Sequential(module))["0.wqkv"] == misfit.format("FusedQKVLinear")
+        with pytest.warns(UserWarning, match="'0.wqkv.weight'"):
+            reason = reasons_of(nn.Sequential(module))["0.wqkv"]
+        assert reason == "2-D weight: whole, though it looks fused: FusedQKVLinear.forward stopped: RuntimeError"
     assert {name: each.reason for name, each in divided_of(stack_of("mixtral.MixtralExperts")).items()} == {
         "experts.gate_up_proj": "4 slices of gate, up, as MixtralExperts has them",
         "experts.down_proj": "4 slices",

@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.plan.atoms import Block
-from lwopt_backend.routing.fused import TABLE
 from lwopt_backend.routing.matrices import Divided, divide
 from tests.fused import FusedGroupedExperts, FusedQKVLinear
 from tests.models import routed
@@ -391,14 +390,6 @@ def test_experts_of_llama_4_are_divided_where_they_are_known_to_be_stored_transp
     assert len(plain.blocks) == 4, "with rows taken for outputs nothing fits, and nothing is guessed"
 
 
-def test_every_class_of_the_table_is_followed_here() -> None:
-    models = [module for make, *_ in MODELS.values() for module in make().modules()]
-    kinds = [type(module) for module in models if "models." in type(module).__module__]
-    followed = {f"{kind.__module__.split('.')[2]}.{kind.__name__}" for kind in kinds}
-    alone = {"hiera.HieraMaskUnitAttention", "jetmoe.JetMoeMoE", "llama4.Llama4TextExperts", *DELTA_NETS, *MODULES}
-    assert set(TABLE) <= followed | alone and alone <= set(TABLE)
-
-
 # Right, or not at all
 PHI3 = "model.layers.0.self_attn.qkv_proj.weight"
 
@@ -413,32 +404,76 @@ def changed(model: Any, module: nn.Module, **attributes: Any) -> Any:
     return model
 
 
-def test_fused_qkv_of_a_class_with_a_forward_of_its_own_is_not_guessed_at() -> None:
+def test_fused_qkv_is_what_the_forward_that_runs_cuts_wherever_its_class_is_from() -> None:
     model, attention = phi3()
-    known = type(attention)
+    known, q_k_v = type(attention), fused_of(model)[PHI3]
     inherited = {"forward": known.forward, "__module__": known.__module__}
-    for name, of_its_own, is_known in [
-        ("FSDPPhi3Attention", {}, True),  # as FSDP2 does: another class, the same forward
-        ("Phi3Attention", {"forward": lambda self, x: x}, False),
-        ("Phi3Attention", inherited, True),
+    for name, of_its_own, expected in [
+        ("FSDPPhi3Attention", {}, q_k_v),  # as FSDP2 does: another class, the same forward
+        ("Phi3Attention", {"forward": lambda self, x: x}, None),
         # Code that came with the weights, or somebody's copy
-        ("Phi3Attention", {**inherited, "__module__": "transformers_modules.phi3.modeling_phi3"}, False),
-        ("Phi3Attention", {**inherited, "__module__": "elsewhere.models.phi3.modeling_phi3"}, False),
+        ("Phi3Attention", {**inherited, "__module__": "transformers_modules.phi3.modeling_phi3"}, q_k_v),
     ]:
         attention.__class__ = type(name, (known,), of_its_own)
-        assert (PHI3 in fused_of(model)) == is_known, (name, of_its_own)
+        assert fused_of(model).get(PHI3) == expected, (name, of_its_own)
 
 
-def test_fused_qkv_stays_whole_where_sizes_do_not_fit_it_or_what_takes_its_result() -> None:
-    for key, value in (("head_dim", 4), ("num_key_value_heads", 3), ("num_key_value_heads", None)):
-        model, attention = phi3()
-        assert PHI3 not in fused_of(changed(model, attention, **{key: value}))
-        delattr(attention, key)
-        assert PHI3 not in fused_of(model)
-    model = MODELS["big code, one kv head"][0]()
-    assert [len(outputs) for blocks in fused_of(model).values() for outputs in named(blocks).values()] == [32, 8, 8]
-    changed(model, model.transformer.h[0].attn, embed_dim=16, kv_dim=16)
-    assert not fused_of(model), "16 + 16 + 16 are the 48 outputs, but 32 queries go into c_proj"
+class Cuts(nn.Module):
+    """What ``use`` makes of the outputs of a linear; then another takes as many as ``out`` of them."""
+
+    def __init__(self, use: Callable[[Tensor], Tensor], outputs: int = 24, out: int = 12) -> None:
+        super().__init__()
+        self.fused_proj, self.out_proj = nn.Linear(8, outputs), nn.Linear(out, 8)
+        self.use, self.calls = use, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        return self.out_proj(self.use(self.fused_proj(x)))
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x.chunk(2, dim=-1)
+    return first, second
+
+
+TURNED = torch.cat  # a rotation takes halves apart, and joins or adds them again
+WHOLE: list[Callable[[Tensor], Tensor]] = [
+    lambda x: TURNED([-halves(x)[1], halves(x)[0]], dim=-1)[..., :12].softmax(-1) + x.softmax(-1)[..., :12],
+    lambda x: torch.cat([halves(x)[0] * 2 - halves(x)[1], halves(x)[0] + halves(x)[1]], -1).cumsum(-1)[..., :12],
+    lambda x: (x.cumsum(-1) * x.tanh())[..., :12],
+]
+UNKNOWN: list[Callable[[Tensor], Tensor]] = [
+    lambda x: halves(x)[0].softmax(-1),  # the other half is never used
+    lambda x: halves(x)[0].softmax(-1) + x[..., 6:18].softmax(-1) + halves(x)[1].softmax(-1),
+    lambda x: x.new_tensor(x.shape).reshape(7, 7),  # fails
+]
+
+
+@pytest.mark.parametrize("use", WHOLE)
+def test_outputs_that_are_joined_or_added_again_stay_one_matrix(use: Any) -> None:
+    found = divided_of(nn.ModuleDict({"m": Cuts(use)}))["m.fused_proj.weight"]
+    assert len(found.blocks) == 1 and not found.reason
+
+
+@pytest.mark.parametrize("use", UNKNOWN)
+def test_outputs_that_are_not_all_in_one_part_stay_whole_with_a_word(use: Any) -> None:
+    model = nn.ModuleDict({"m": Cuts(use)})
+    with pytest.warns(UserWarning, match=r"'m\.fused_proj\.weight'"):
+        found = divided_of(model)["m.fused_proj.weight"]
+    assert len(found.blocks) == 1 and "looks fused" in found.reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        divided_of(model, {"*.fused_proj.weight": "whole"})
+
+
+def test_following_a_forward_changes_nothing_of_the_model() -> None:
+    module = Cuts(lambda x: halves(x)[0].tanh() * halves(x)[1])
+    handle = module.register_forward_hook(lambda *_: pytest.fail("ran"))
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    assert list(named(fused_of(nn.ModuleDict({"m": module}))["m.fused_proj.weight"])) == ["gate", "up"]
+    handle.remove()
+    assert module.calls == [0] and module.training
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
 
 
 def test_experts_whose_gate_does_not_do_what_they_say_stay_whole() -> None:

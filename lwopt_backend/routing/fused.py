@@ -1,80 +1,208 @@
-"""Fused weights of known models: which outputs are q, k and v, or gate and up.
+"""Fused weights: which of a weight's outputs are q, k and v, gate and up, or other matrices.
 
-A layout is recognised by the class whose ``forward`` runs (torchtitan's modules by their attributes), and used only if
-the sizes agree with the module's attributes and with the linear that takes the result. An unknown weight stays whole,
-as in other optimizers; a wrong guess would be worse. Copies of Hugging Face's modelling code in other packages
-(``trust_remote_code``) may differ, and are not examined.
+The model's own code says so. Each module's ``forward`` is followed (``traced``), and a weight is divided as it divides
+the weight's outputs, if all of them are in a part, and in one only. Anything else stays whole, because a wrong cut
+would be worse, and the table at the start has a word about it if it looks fused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.plan.atoms import Parts, equal, grouped
+from lwopt_backend.plan.atoms import Parts, Stripes, equal, grouped
+from lwopt_backend.routing.follow import LATENT, Ends, Outputs, partition
 from lwopt_backend.routing.models import LoRA, all_lora
+from lwopt_backend.routing.traced import Traced, traced
 
-Sizes = Callable[[Tensor], tuple[int, int] | None]  # outputs and inputs of a matrix parameter, or of a stack
+# The shape in which a whole parameter is stored, and whether its last dimension has the outputs
+Stored = Callable[[Tensor], tuple[tuple[int, ...], bool] | None]
+MOST = 12  # parts of a weight
+LOOKS_FUSED = re.compile(r"qkv|query_key|key_value|c_attn|gate_up|up_gate|gate_and_up|kv_[ab]|in_proj|w13|w12|fused")
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
     """The parts of a weight's outputs and, if these are divided as well, of its inputs; empty: not divided.
 
-    ``why`` is where the parts are from, or why a known weight stays whole.
+    ``why`` is where the parts are from, or why the weight stays whole; ``unknown`` if it looks fused all the same.
     """
 
     outputs: Parts = ()
     inputs: Parts = ()
     why: str = ""
+    unknown: bool = False
 
 
-def fused_weights(model: nn.Module, sizes: Sizes) -> dict[int, Fusion]:
-    """The known parts of weights, by the weight's id.
+def fused_weights(model: nn.Module, stored: Stored) -> dict[int, Fusion]:
+    """The parts of fused weights, and why others that look fused stay whole, by the weight's id.
 
-    ``sizes`` returns the outputs and inputs of a parameter, None if it is neither a matrix nor a stack of them.
+    ``stored`` returns how a parameter is stored; None if that is not known.
     """
+    known = {id(param): how for param in model.parameters() if (how := stored(param)) is not None}
+    outputs = {param: 1 if last else 2 for param, (shape, last) in known.items() if len(shape) > 1 and 0 not in shape}
+
+    def shape(param: Tensor) -> Sequence[int]:
+        return known[id(param)][0] if id(param) in known else getattr(param, "ds_shape", param.shape)
+
+    def sizes(param: Tensor) -> tuple[int, int] | None:
+        """Outputs and inputs."""
+        if id(param) not in outputs:
+            return None
+        rows, columns = shape(param)[-2:]
+        return (rows, columns) if outputs[id(param)] == 2 else (columns, rows)
+
     found: dict[int, Fusion] = {}
-    disputed: set[int] = set()  # weights that two modules share and use in two ways
+    for weight, uses in traced(model, outputs, shape).items():
+        told = [_told(use, sizes) for use in uses]
+        alike = all(one.outputs == told[0].outputs for one in told)
+        found[weight] = told[0] if alike else Fusion(why="whole, as two modules divide it in two ways")
     for module in model.modules():
-        name, recipes = _recipes(module)
-        for fused in recipes:
-            weight = weight_of(module, fused.weight)
-            out = weight if fused.out is None else weight_of(module, fused.out)
-            ours, theirs = (None if each is None else sizes(each) for each in (weight, out))
-            if weight is None or ours is None or theirs is None:
-                continue
-            fusion = _fusion(module, name, fused, ours[0], theirs[0 if fused.out is None else 1])
-            if fusion is not None and found.setdefault(id(weight), fusion).outputs != fusion.outputs:
-                disputed.add(id(weight))
-    found = {weight: fusion for weight, fusion in found.items() if weight not in disputed}
+        found.update(_of_experts(module, sizes))
     for lora in all_lora(model):
         found.update(_of_lora(lora, found, sizes))
-    return found
+    return {weight: fusion for weight, fusion in found.items() if fusion != Fusion()}
 
 
-def _fusion(module: nn.Module, name: str, fused: Fused, outputs: int, width: int) -> Fusion | None:
-    """The parts of ``outputs``, if the sizes add up and the part that is taken is ``width``."""
-    try:
-        layout = fused.layout(module, width)
-    except (AttributeError, TypeError, ZeroDivisionError):  # a version of the module without these attributes
-        return Fusion(why=f"whole, as {name} lacks the sizes of its parts")
-    if layout is None:
-        return None
-    names, sizes, groups = layout
-    fits = fused.taken is None or sizes[fused.taken] * groups == width
-    if min(*sizes, groups) < 1 or sum(sizes) * groups != outputs or not fits:
-        return Fusion(why=f"whole, as the sizes that {name} has for its parts do not add up")
-    if min(sizes) * groups == 1:
-        return Fusion(why=f"whole, as a part of it that {name} has is one row")
-    return Fusion(grouped(names, sizes, groups), why=f"as {name} has them")
+def _told(use: Traced, sizes: Callable[[Tensor], tuple[int, int] | None]) -> Fusion:
+    """What a module's ``forward`` shows about the outputs of a weight."""
+    whose = type(use.module).__name__
+    parts = [] if use.ends is None else partition(use.ends, use.module)
+    if use.ends is None or not parts:
+        if not _looks_fused(use, sizes):
+            return Fusion()
+        why = f"stopped: {type(use.error).__name__}" if use.error is not None else "does not show its parts"
+        return Fusion(why=f"whole, though it looks fused: {whose}.forward {why}", unknown=True)
+    if len(parts) == 1:
+        return Fusion()
+    runs = [stripes_of(outputs) for outputs in parts]
+    if min(map(len, parts)) == 1:
+        return Fusion(why=f"whole, as a part of it that {whose} has is one row")
+    if None in runs or len(parts) > MOST:
+        return Fusion(why=f"whole, though {whose} has {len(parts)} parts of it", unknown=True)
+    names = _names(parts, use.ends, use.module, use.name)
+    return Fusion([(name, run) for name, run in zip(names, runs) if run is not None], why=f"as {whose} has them")
 
 
-def _of_lora(lora: LoRA, found: dict[int, Fusion], sizes: Sizes) -> dict[int, Fusion]:
+def _looks_fused(use: Traced, sizes: Callable[[Tensor], tuple[int, int] | None]) -> bool:
+    """By its name; or by its size: no weight beside it takes all outputs, and one takes a half or a third of them."""
+    ours = sizes(use.weight)
+    if ours is None or min(ours) == 1:
+        return False
+    beside = {its[1] for its in map(sizes, use.module.parameters()) if its is not None}
+    by_size = ours[0] not in beside and any(size > 1 and ours[0] in (2 * size, 3 * size) for size in beside)
+    return by_size or LOOKS_FUSED.search(use.name) is not None
+
+
+# Where parts lie, and their names. A gate is what goes through the activation.
+
+
+def stripes_of(outputs: Outputs) -> Stripes | None:
+    """The outputs as equal runs at equal distances, None if they are not."""
+    places = sorted(outputs)
+    starts = [place for before, place in zip([-2, *places], places) if place != before + 1]
+    length = len(places) // len(starts)
+    pitch = starts[1] - starts[0] if len(starts) > 1 else 0
+    runs = Stripes(starts[0], length, len(starts), pitch)
+    return runs if [i for start, stop in runs.runs() for i in range(start, stop)] == places else None
+
+
+CALLED = {
+    "q": r"q|quer(y|ies)|xq",
+    "k": r"k|keys?|xk",
+    "v": r"v|values?|xv",
+    "gate": r"gates?",
+    "up": r"ups?",
+    "x": r"x|hidden",
+}
+PLAIN = re.compile(r"^(mixed_|new_|fused_)|(_(states?|layers?|proj|heads?|pass|out))+$")
+
+
+def _names(parts: Sequence[Outputs], ends: Ends, module: nn.Module, weight: str) -> list[str]:
+    latent = [getattr(module, name, 0) for name in (*LATENT, "kv_lora_rank", "v_head_dim")]
+    if all(type(size) is int and size > 0 for size in latent) and len(parts) == 2:
+        of_latent = _latent_names(parts, "kv" in weight, *latent)
+        if of_latent:
+            return of_latent
+    found = [_name(part, ends) for part in parts]
+    activated = [part in ends.activated for part in parts]
+    if len(parts) == 2 and sum(activated) == 1:
+        gate = activated.index(True)
+        found[gate] = "gate"
+        found[1 - gate] = found[1 - gate] if found[1 - gate] in ("q", "x") else "up"
+    if all(found) and len({*found}) == len(found):
+        return found
+    if len(parts) == 3 and re.search("qkv|in_proj", weight):
+        return ["q", "k", "v"]
+    return [f"part{number}" for number in range(len(parts))]
+
+
+def _latent_names(parts: Sequence[Outputs], expands: bool, nope: int, rope: int, rank: int, value: int) -> list[str]:
+    """The names of the parts of a weight of latent attention, by their sizes; none if they fit none."""
+    sizes = [*map(len, parts)]
+    if sizes == [rank, rope]:
+        return ["kv", "k_rope"]
+    names, of_head = (("k_nope", "v"), (nope, value)) if expands else (("q_nope", "q_rope"), (nope, rope))
+    for way, (one, other) in (names, of_head), (names[::-1], of_head[::-1]):
+        if sizes[0] * other == sizes[1] * one:
+            return [*way]
+    return []
+
+
+def _name(part: Outputs, ends: Ends) -> str:
+    for variable in (name for name, outputs in ends.names.items() if outputs == part):
+        plain = PLAIN.sub("", variable)
+        for name, pattern in CALLED.items():
+            if re.fullmatch(pattern, plain, re.IGNORECASE):
+                return name
+    return next((name for name, outputs in ends.names.items() if outputs == part and len(name) < 9), "")
+
+
+# Experts, whose ``forward`` depends on data
+
+
+def _of_experts(module: nn.Module, sizes: Callable[[Tensor], tuple[int, int] | None]) -> Iterator[tuple[int, Fusion]]:
+    """Gate and up of transformers' experts, which say how they store them, of its JetMoE and of torchtitan's."""
+    flags = [getattr(module, flag, None) for flag in ("has_gate", "is_concatenated", "is_transposed")]
+    in_turn = False
+    if all(isinstance(flag, bool) for flag in flags):
+        in_turn, first, last = not flags[1], "gate_up_proj", "down_proj"
+        if not flags[0] or not _gate_agrees(module, in_turn):
+            return
+    elif hasattr(module, "mlp1_weight_EGD"):
+        in_turn, first, last = True, "mlp1_weight_EGD", "mlp2_weight_EDF"
+    elif type(module).__name__ == "JetMoeMoE":
+        first, last = "input_linear", "output_linear"
+    else:
+        return
+    weight, out = weight_of(module, first), weight_of(module, last)
+    if weight is not None and out is not None:
+        ours, theirs = sizes(weight), sizes(out)
+        if ours is not None and theirs is not None and ours[0] == 2 * theirs[1]:
+            half = theirs[1]
+            parts = grouped(("gate", "up"), (1, 1), half) if in_turn else grouped(("gate", "up"), (half, half))
+            yield id(weight), Fusion(parts, why=f"as {type(module).__name__} has them")
+
+
+def _gate_agrees(module: Any, in_turn: bool) -> bool:
+    """Whether the gate of four outputs has gradients for those that it should have."""
+    with torch.enable_grad():
+        outputs = torch.tensor([[0.5, 0.6, 0.7, 0.8]], requires_grad=True)
+        try:
+            (used,) = torch.autograd.grad(module._apply_gate(outputs)[0, 0], outputs)
+        except RuntimeError:  # an activation with tensors on another device
+            return False
+    return bool((used[0] != 0).tolist() == ([True, True, False, False] if in_turn else [True, False, True, False]))
+
+
+def _of_lora(
+    lora: LoRA, found: dict[int, Fusion], sizes: Callable[[Tensor], tuple[int, int] | None]
+) -> dict[int, Fusion]:
     """The parts of LoRA's factors: B has the outputs of the weight that it changes.
 
     For a stack of experts, PEFT has the A and B of all of them in one parameter each.
@@ -96,245 +224,11 @@ def _of_lora(lora: LoRA, found: dict[int, Fusion], sizes: Sizes) -> dict[int, Fu
     }
 
 
-def _recipes(module: nn.Module) -> tuple[str, tuple[Fused, ...]]:
-    """The name of the class whose ``forward`` the module runs, and the fused weights known of it."""
-    runs = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-    if runs is nn.MultiheadAttention:
-        return runs.__name__, (Fused("in_proj_weight", "out_proj", THIRDS),)
-    for attributes, recipes in BY_ATTRIBUTES:
-        if all(hasattr(module, attribute) for attribute in attributes):
-            return runs.__name__, recipes
-    package, _, path = runs.__module__.partition("models.")
-    if package != "transformers.":
-        return "", ()
-    if all(isinstance(getattr(module, flag, None), bool) for flag in ("has_gate", "is_concatenated", "is_transposed")):
-        return runs.__name__, (Fused("gate_up_proj", "down_proj", experts),)
-    return runs.__name__, TABLE.get(f"{path.partition('.')[0]}.{runs.__name__}", ())
-
-
 def weight_of(module: nn.Module, name: str) -> Tensor | None:
     """The parameter ``name`` of a module, or the weight of its child of that name."""
     found = getattr(module, name, None)
     found = found if isinstance(found, Tensor) else getattr(found, "weight", None)
     return found if isinstance(found, Tensor) else None
-
-
-# The layouts of models' fused weights: q, k and v, the parts of latent attention (MLA), or gate and up. Read from the
-# modelling code of transformers 5.23, class by class; torchtitan's are below. ``fused_weights`` compares ``taken`` and
-# the sizes of a layout with the weights themselves.
-
-Outputs = tuple[tuple[str, ...], tuple[int, ...], int]  # names and sizes of the parts, and the number of groups of them
-Layout = Callable[[Any, int], Outputs | None]
-QKV = ("q", "k", "v")
-
-
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """``weight`` of a module has the layout ``layout``; ``out`` takes what part number ``taken`` leads to.
-
-    ``layout`` is called with the module and the inputs of ``out``; without ``out``, the outputs of ``weight`` itself.
-    Without ``taken``, the layout itself checks the inputs of ``out``.
-    """
-
-    weight: str
-    out: str | None
-    layout: Layout
-    taken: int | None = 0
-
-
-def _equal(*names: str) -> Layout:
-    """Parts of the same size, one after the other."""
-    return lambda module, width: (names, (width,) * len(names), 1)
-
-
-def _by_head(size: str) -> Layout:
-    """q, k and v of one head after another; the module's attribute ``size`` is a head's size."""
-    return lambda module, width: (QKV, (getattr(module, size),) * 3, width // getattr(module, size))
-
-
-def _fewer_keys(module: Any, width: int) -> Outputs:
-    size = module.num_key_value_heads * module.head_dim
-    return ("q", "k", "v"), (width, size, size), 1
-
-
-def _big_code(module: Any, width: int) -> Outputs | None:
-    if module.is_cross_attention:
-        return None
-    if module.multi_query:
-        return QKV, (module.embed_dim, module.kv_dim, module.kv_dim), 1
-    return _by_head("head_dim")(module, width)
-
-
-def _falcon(module: Any, width: int) -> Outputs | None:
-    size = module.head_dim
-    if module.new_decoder_architecture:
-        queries = module.num_heads // module.num_kv_heads
-        return ("q", "k", "v"), (queries * size, size, size), module.num_kv_heads
-    if module.multi_query:
-        return ("q", "k", "v"), (width, size, size), 1
-    return _by_head("head_dim")(module, width)
-
-
-def _delta_net_qkvz(module: Any, width: int) -> Outputs:
-    keys, values = module.head_k_dim, module.num_v_heads // module.num_k_heads * module.head_v_dim
-    return ("q", "k", "v", "z"), (keys, keys, values, values), module.num_k_heads
-
-
-def _delta_net_ba(module: Any, width: int) -> Outputs:
-    values = module.num_v_heads // module.num_k_heads
-    return ("b", "a"), (values, values), module.num_k_heads
-
-
-def _latent_queries(module: Any, width: int) -> Outputs:
-    heads = 0 if width % module.v_head_dim else width // module.v_head_dim
-    return ("q_nope", "q_rope"), (module.qk_nope_head_dim, module.qk_rope_head_dim), heads
-
-
-def latent(queries: Sequence[str], compressed: str, expanded: str, out: str) -> tuple[Fused, ...]:
-    """Latent attention in weights with these names; models without a compressed query have the first of ``queries``.
-
-    The matrices are those of DeepSeek's report (arXiv 2405.04434, 2.1): W_UQ and W_QR in the queries' weight, W_DKV and
-    W_KR in the one that compresses, W_UK and W_UV in the one that expands.
-    """
-
-    def compresses(module: Any, width: int) -> Outputs:
-        return ("kv", "k_rope"), (module.kv_lora_rank, module.qk_rope_head_dim), 1
-
-    def expands(module: Any, width: int) -> Outputs:
-        return ("k_nope", "v"), (module.qk_nope_head_dim, module.v_head_dim), width // module.v_head_dim
-
-    by_query = (Fused(weight, out, _latent_queries, taken=None) for weight in queries)
-    return *by_query, Fused(compressed, expanded, compresses), Fused(expanded, out, expands, taken=1)
-
-
-GATE_UP = _equal("gate", "up")  # the gate is what goes through the activation
-UP_GATE = _equal("up", "gate")
-
-
-def gate_up_in_turn(module: Any, width: int) -> Outputs:
-    return ("gate", "up"), (1, 1), width
-
-
-def experts(module: Any, width: int) -> Outputs | None:
-    """Experts' attributes say how gate and up are stored, and the gate's gradients for four outputs must agree."""
-    if not module.has_gate:
-        return None
-    with torch.enable_grad():
-        outputs = torch.tensor([[0.5, 0.6, 0.7, 0.8]], requires_grad=True)
-        try:
-            (used,) = torch.autograd.grad(module._apply_gate(outputs)[0, 0], outputs)
-        except RuntimeError:  # an activation with tensors on another device
-            return None
-    expected = [True, False, True, False] if module.is_concatenated else [True, True, False, False]
-    if (used[0] != 0).tolist() != expected:
-        return None
-    return (GATE_UP if module.is_concatenated else gate_up_in_turn)(module, width)
-
-
-THIRDS = _equal(*QKV)
-MLA = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # what compresses keys and values, what expands them, the output
-
-# What is fused, and in which classes, as in ``transformers.models.<family>.modeling_<family>.<class>``
-CLASSES: Sequence[tuple[tuple[Fused, ...], str]] = [
-    (
-        (Fused("c_attn", "c_proj", lambda m, width: (_equal("k", "v") if m.is_cross_attention else THIRDS)(m, width)),),
-        """gpt2.GPT2Attention imagegpt.ImageGPTAttention
-        decision_transformer.DecisionTransformerGPT2Attention""",
-    ),
-    ((Fused("c_attn", "c_proj", THIRDS),), "openai.Attention"),
-    ((Fused("c_attn", "c_proj", _big_code),), "gpt_bigcode.GPTBigCodeAttention"),
-    (
-        (Fused("query_key_value", "dense", _by_head("head_size")),),
-        "gpt_neox.GPTNeoXAttention gpt_neox_japanese.GPTNeoXJapaneseAttention",
-    ),
-    ((Fused("query_key_value", "dense", _by_head("head_dim")),), "bloom.BloomAttention persimmon.PersimmonAttention"),
-    ((Fused("query_key_value", "dense", _falcon),), "falcon.FalconAttention"),
-    ((Fused("qkv_proj", "out_proj", _by_head("head_dim")),), "minimax.MiniMaxLightningAttention"),
-    (  # in four groups, one for each of the cores that it was trained on, and v before k
-        (Fused("qkv_proj", "out_proj", lambda module, width: (("q", "v", "k"), (width // 4,) * 3, 4)),),
-        "codegen.CodeGenAttention",
-    ),
-    ((Fused("qkv_proj", "o_proj", _fewer_keys),), "phi3.Phi3Attention phi4_multimodal.Phi4MultimodalAttention"),
-    ((Fused("Wqkv", "out_proj", THIRDS),), "mpt.MptAttention"),
-    ((Fused("Wqkv", "out_proj", _fewer_keys),), "dbrx.DbrxAttention"),
-    ((Fused("Wqkv", "Wo", THIRDS),), "modernbert.ModernBertAttention"),
-    ((Fused("att_proj", "out_proj", THIRDS),), "bark.BarkSelfAttention"),
-    (
-        (Fused("qkv", "projection", THIRDS),),
-        """blip.BlipAttention blip_2.Blip2Attention instructblip.InstructBlipAttention
-        instructblipvideo.InstructBlipVideoAttention""",
-    ),
-    (
-        (Fused("qkv", "proj", THIRDS),),
-        """florence2.Florence2VisionChannelAttention florence2.Florence2VisionWindowAttention
-        glm4v.Glm4vVisionAttention glm4v_moe.Glm4vMoeVisionAttention got_ocr2.GotOcr2VisionAttention
-        hiera.HieraMaskUnitAttention mgp_str.MgpstrAttention qwen2_vl.VisionAttention
-        qwen2_5_vl.Qwen2_5_VLVisionAttention qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeVisionAttention
-        qwen3_omni_moe.Qwen3OmniMoeVisionAttention qwen3_vl.Qwen3VLVisionAttention
-        qwen3_vl_moe.Qwen3VLMoeVisionAttention sam.SamVisionAttention sam2.Sam2MultiScaleAttention
-        sam_hq.SamHQVisionAttention seggpt.SegGptAttention ernie4_5_vl_moe.Ernie4_5_VLMoeVisionAttention
-        vitdet.VitDetAttention""",
-    ),
-    (
-        (Fused("qkv", "proj", lambda module, width: (QKV, (module.q_dim, module.kv_dim, module.kv_dim), 1)),),
-        "exaone4_5.Exaone4_5_VisionAttention",
-    ),
-    (
-        (Fused("q_proj", "o_proj", lambda m, width: (("q", "gate"), (m.head_dim,) * 2, width // m.head_dim)),),
-        "qwen3_next.Qwen3NextAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention",
-    ),
-    (
-        (
-            Fused("in_proj_qkvz", "out_proj", _delta_net_qkvz, taken=2),
-            Fused("in_proj_ba", None, _delta_net_ba, taken=None),
-        ),
-        "qwen3_next.Qwen3NextGatedDeltaNet",
-    ),
-    (
-        (Fused("in_proj_qkv", "out_proj", lambda m, width: (QKV, (m.key_dim, m.key_dim, m.value_dim), 1), taken=2),),
-        "qwen3_5.Qwen3_5GatedDeltaNet qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
-    ),
-    (
-        (Fused("gate_up_proj", "down_proj", GATE_UP),),
-        """phi3.Phi3MLP phi4_multimodal.Phi4MultimodalMLP glm.GlmMLP glm4.Glm4MLP glm4v.Glm4vTextMLP dia.DiaMLP
-        zamba2.Zamba2MLP llama4.Llama4TextExperts""",
-    ),
-    ((Fused("gate_up_proj", "down_proj", UP_GATE),), "phi4_multimodal.Phi4MultimodalAudioMLP"),
-    (
-        (Fused("input_linear", "output_linear", GATE_UP),),
-        "granitemoehybrid.GraniteMoeHybridMLP granitemoeshared.GraniteMoeSharedMLP jetmoe.JetMoeMoE",
-    ),
-    ((Fused("Wi", "Wo", GATE_UP),), "modernbert.ModernBertMLP modernbert_decoder.ModernBertDecoderMLP"),
-    ((Fused("fc1", "fc2", UP_GATE),), "moonshine.MoonshineDecoderMLP"),
-    (
-        latent(("q_proj", "q_b_proj"), *MLA),
-        """axk1.AXK1Attention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention
-        deepseek_v32.DeepseekV32Attention glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention
-        longcat_flash.LongcatFlashMLA minicpm3.MiniCPM3Attention youtu.YoutuAttention""",
-    ),
-    (latent((), *MLA), "kimi_linear.KimiLinearAttention"),  # its queries have no part that is rotated
-]
-TABLE: Mapping[str, tuple[Fused, ...]] = {name: fused for fused, names in CLASSES for name in names.split()}
-
-
-def _by_group(module: Any, outputs: int) -> Outputs:
-    """torchtitan's: group by group, the queries, their key and their value."""
-    queries, size = module.heads_per_kv, module.head_dim
-    groups = outputs // (module.r_dim * size) if module.r_dim == queries + 2 else 0
-    return ("q", "k", "v"), (queries * size, size, size), groups
-
-
-# How torchtitan's modules lay out their fused weights, read from its release 0.3.0: attributes that a module must have,
-# and its weights. torchtitan is made to be copied and changed: its own variants of a module replace ``forward`` and
-# keep the parameters.
-BY_ATTRIBUTES: Sequence[tuple[tuple[str, ...], tuple[Fused, ...]]] = [
-    (("wqkv", "heads_per_kv", "r_dim", "head_dim"), (Fused("wqkv", None, _by_group, taken=None),)),
-    (
-        ("wkv_a", "wkv_b", "wo", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        latent(("wq", "wq_b"), "wkv_a", "wkv_b", "wo"),
-    ),
-    (("mlp1_weight_EGD", "mlp2_weight_EDF"), (Fused("mlp1_weight_EGD", "mlp2_weight_EDF", gate_up_in_turn),)),
-]
 
 
 def side_by_side(name: str, shape: Sequence[int]) -> bool:

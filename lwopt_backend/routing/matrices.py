@@ -6,6 +6,8 @@ parameter of two dimensions is one matrix, one of more is a stack of them.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -57,19 +59,18 @@ def divide(
     params = {name: param for name, param in named_parameters(model)}
     by_id = {id(params[route.name]): route for route in routes}
 
-    def sizes(param: Tensor, *, of_shard: bool = False) -> tuple[int, int] | None:
-        """Outputs and inputs, of the parameter or of a tensor-parallel rank's shard of it."""
+    def stored(param: Tensor, *, of_shard: bool = False) -> tuple[tuple[int, ...], bool] | None:
+        """The shape of the parameter, or of a tensor-parallel rank's shard of it; and whether it is transposed."""
         route = by_id.get(id(param))
-        if route is None or len(route.shape) < 2:
+        if route is None:
             return None
         shape = route.cut.local(route.shape) if of_shard and route.cut is not None else route.shape
-        rows, columns = shape[-2:]
-        return (columns, rows) if route.transposed else (rows, columns)
+        return shape, route.transposed
 
-    fused = fused_weights(model, sizes)
+    fused = fused_weights(model, stored)
     shared = {id(params[r.name]) for r in matrices if r.cut is not None and r.cut.shared}
     if shared:
-        in_shards = fused_weights(model, partial(sizes, of_shard=True))
+        in_shards = fused_weights(model, partial(stored, of_shard=True))
         fused = {**fused, **{weight: of for weight, of in in_shards.items() if weight in shared}}
     ranks = max((route.cut.ranks for route in matrices if route.cut is not None), default=1)
     heads = heads_in(model, fused, ranks) if per_head else {}
@@ -90,7 +91,28 @@ def divide(
         else:
             of_route = Divided((), is_plain=True, parts=of_route.parts)
         found[route.name] = of_route
+    _warn_of(
+        [route for route in matrices if _is_unknown(fused.get(id(params[route.name]))) and not settings.of(route.names)]
+    )
     return found
+
+
+def _is_unknown(fused: Fusion | None) -> bool:
+    return fused is not None and fused.unknown
+
+
+def _warn_of(routes: Sequence[Route]) -> None:
+    """Warn of the matrices that look fused and stay whole, if there are any."""
+    if not routes:
+        return
+    kinds = [*dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", route.name) for route in routes)]
+    shown = ", ".join(map(repr, kinds[:SHOWN])) + (f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else "")
+    warnings.warn(
+        f"{len(routes)} weights look as if they were several matrices, and are trained as one each: {shown}. Set the "
+        f"option atoms, e.g. {{{kinds[0]!r}: {{'split_sizes': [...]}}}} with the outputs of each matrix, or "
+        f"{{{kinds[0]!r}: 'whole'}} if each is one",
+        stacklevel=2,
+    )
 
 
 def _is_divided(route: Route) -> bool:

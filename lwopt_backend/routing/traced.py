@@ -1,0 +1,273 @@
+"""How a model's own code divides the outputs of its weights, found by running modules without memory.
+
+Copies of modules run on the meta device, with parameters of the same shapes and without hooks: nothing is allocated or
+communicated, and the model is not touched. What a run shows is found once for modules that are alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from types import CodeType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lwopt_backend.routing.follow import Ends, Follow, Lists, partition
+from lwopt_backend.routing.models import is_peft
+
+Shape = Callable[[Tensor], Sequence[int]]  # of a parameter, whole
+TOKENS = 7
+MANY = 4096  # for modules that cut what they are given into windows
+WIDTHS = 4  # sizes of inputs that are tried
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+LEVELS = 3  # modules around a weight whose ``forward`` may divide its outputs
+MOST = 64  # weights of a module that is run
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What became of the outputs of ``weight``, of that ``name``, when ``module`` ran; None if it was not used.
+
+    ``error`` is why the module's ``forward`` stopped, if it did.
+    """
+
+    module: nn.Module
+    name: str
+    weight: Tensor
+    ends: Ends | None
+    error: Exception | None
+
+
+def traced(model: nn.Module, outputs: Mapping[int, int], shape: Shape) -> dict[int, list[Traced]]:
+    """What becomes of the outputs of weights, by id, for each module that holds the weight.
+
+    ``outputs`` has the weights, and the dimension from the end that has a weight's outputs: 2 or 1.
+    """
+    modules, runs = dict(model.named_modules(remove_duplicate=False)), dict[Hashable, Run]()
+    found: dict[int, list[Traced]] = {}
+    seen: set[int] = set()
+    for name, holder in modules.items():
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for key, param in dict.items(holder._parameters):
+            if param is not None and id(param) in outputs and len(shape(param)) in (2, 3):
+                full = f"{name.rpartition('.')[2]}.{key}"
+                use = _use(
+                    full, param, outputs[id(param)], _users(name, modules), lambda one: _run_of(one, shape, runs)
+                )
+                if use is not None:
+                    found.setdefault(id(param), []).append(use)
+    return found
+
+
+def _use(
+    name: str, weight: Tensor, dim: int, users: Iterator[nn.Module], run_of: Callable[[nn.Module], Run]
+) -> Traced | None:
+    """What the first module shows that uses the weight; if this only wraps it and returns its outputs, the next."""
+    found = None
+    for module in users:
+        held = matrices(module)
+        if len(held) > MOST:
+            break
+        place, its = [id(one) for one in held].index(id(weight)), run_of(module)
+        one = Traced(module, name, weight, its.ends.get((place, dim)), its.error)
+        if found is None or one.ends is not None:
+            found = one
+        if one.ends is not None and not (one.ends.returned and (len(held) == 1 or is_peft(module))):
+            break
+    return found
+
+
+def _users(name: str, modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
+    """The modules whose ``forward`` may use a weight of module ``name``, from within."""
+    path = name.split(".") if name else []
+    above = (modules[".".join(path[:length])] for length in range(len(path), -1, -1))
+    return islice((module for module in above if not isinstance(module, (nn.Linear, *CONTAINERS))), LEVELS)
+
+
+def matrices(module: nn.Module) -> list[Tensor]:
+    """The parameters of a module that may be matrices."""
+    return [param for param in module.parameters() if len(getattr(param, "ds_shape", param.shape)) in (2, 3)]
+
+
+def _run_of(module: nn.Module, shape: Shape, runs: dict[Hashable, Run]) -> Run:
+    key = _kind(module, shape)
+    if key not in runs:
+        runs[key] = best_run(module, shape)
+    return runs[key]
+
+
+def _kind(module: nn.Module, shape: Shape) -> Hashable:
+    """What modules that are alike have in common."""
+
+    def of(one: nn.Module) -> Hashable:
+        plain = {key: value for key, value in vars(one).items() if type(value) in (int, bool, str, type(None))}
+        plain = {key: value for key, value in plain.items() if not key.endswith(("idx", "index", "number", "_id"))}
+        return type(one), tuple(sorted(plain.items(), key=str)), id(vars(one).get("config"))
+
+    params = tuple((name, tuple(shape(param))) for name, param in module.named_parameters())
+    return tuple((name, of(one)) for name, one in module.named_modules()), params
+
+
+# Copies of modules
+
+
+def bare(module: nn.Module, shape: Shape, memo: dict[int, Any]) -> Any:
+    """A copy of a module and what is in it, on the meta device, without hooks; ``memo`` has what is copied, by id."""
+    if id(module) in memo:
+        return memo[id(module)]
+    copied: Any = object.__new__(type(module))
+    memo[id(module)] = copied
+    own = {key: value.copy() if isinstance(value, (dict, list)) else value for key, value in vars(module).items()}
+    own.update({key: type(value)() for key, value in own.items() if key.endswith("_hooks") and value})
+    own.update(training=False, _compiled_call_impl=None)
+    forward = own.pop("forward", None)
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        own["forward"] = MethodType(forward.__func__, copied)
+    own["_parameters"] = {key: _bare(param, shape, memo) for key, param in dict.items(module._parameters)}
+    own["_buffers"] = {key: None if one is None else one.to("meta") for key, one in dict.items(module._buffers)}
+    own["_modules"] = {key: one and bare(one, shape, memo) for key, one in dict.items(module._modules)}
+    vars(copied).update(own)
+    return copied
+
+
+def _bare(param: Tensor | None, shape: Shape, memo: dict[int, Any]) -> Tensor | None:
+    if param is None:
+        return None
+    if id(param) not in memo:
+        empty = torch.empty(tuple(shape(param)), dtype=torch.bfloat16, device="meta")
+        memo[id(param)] = nn.Parameter(empty, requires_grad=False)
+    found: Tensor = memo[id(param)]
+    return found
+
+
+# Runs
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of the outputs of a module's ``matrices``, by number and dimension; and how it failed.
+
+    ``steps`` are the operations on them, ``divided`` is how many weights have parts.
+    """
+
+    ends: Mapping[tuple[int, int], Ends]
+    error: Exception | None
+    steps: int
+    divided: int = 0
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        return bool(self.ends) and self.error is None, self.divided, self.steps
+
+
+def best_run(module: nn.Module, shape: Shape) -> Run:
+    """The run that shows most, of those with likely arguments."""
+    best = Run({}, None, 0)
+    forward = vars(module).get("forward") or type(module).forward
+    if forward in (nn.Module.forward, nn.modules.module._forward_unimplemented):
+        return best
+    signature = inspect.signature(forward)
+    for width in _widths(module, shape):
+        for args, kwargs in _arguments(module, signature, width):
+            one = run(module, shape, args, kwargs)
+            best = one if one.rank > best.rank or not best.steps else best
+            if one.error is None and one.ends:
+                return best
+            if one.steps == 1:  # another size of the inputs
+                break
+    return best
+
+
+def run(module: nn.Module, shape: Shape, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run:
+    """Run a copy of ``module``."""
+    memo: dict[int, Any] = {}
+    copied = bare(module, shape, memo)
+    follow = Follow([memo[id(param)] for param in matrices(module)], _codes(module))
+    try:
+        with torch.no_grad(), Lists(), torch.device("meta"), follow:
+            result = copied.forward(*args, **kwargs)
+        follow.returned(result)
+    except Exception as error:  # anybody's code
+        follow.failed(error.__traceback__)
+        return _seen(follow, module, error.with_traceback(None))
+    return _seen(follow, module, None)
+
+
+def _seen(follow: Follow, module: nn.Module, error: Exception | None) -> Run:
+    divided = sum(len(partition(ends, module)) > 1 for ends in follow.ends.values())
+    return Run(follow.ends, error, follow.steps, divided)
+
+
+def _codes(module: nn.Module) -> set[CodeType]:
+    """Those of the methods of the module's classes, but torch's."""
+    kinds = [kind for kind in type(module).__mro__ if kind not in nn.Module.__mro__]
+    methods = [*(method for kind in kinds for method in vars(kind).values()), vars(module).get("forward")]
+    plain = [inspect.unwrap(method) for method in methods if callable(method)]
+    return {method.__code__ for method in plain if hasattr(method, "__code__")}
+
+
+# Arguments of a ``forward``
+
+ROTATIONS = ("position_embedding", "rotary", "freqs", "rope")
+LIKE_INPUT = ("hidden", "states", "input", "query", "key", "value", "residual", "embeds", "context")
+NOT_INPUT = ("past", "cache", "mask", "output", "position")
+OF_HEADS = ("qk_rope_head_dim", "rotary_ndims", "rotary_dim", "head_dim", "head_size", "attention_head_size")
+
+
+def _arguments(
+    module: nn.Module, signature: inspect.Signature, width: int
+) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Likely arguments, the likeliest first."""
+    params = [each for each in signature.parameters.values() if each.name != "self"]
+    params = [
+        each for each in params if each.kind in (each.POSITIONAL_OR_KEYWORD, each.POSITIONAL_ONLY, each.KEYWORD_ONLY)
+    ]
+    size = next((s for s in (getattr(module, name, None) for name in OF_HEADS) if type(s) is int and s > 0), 2)
+    layer = next((key for of in vars(module).values() if type(of) is dict for key in of if type(key) is int), 0)
+    turning = any(word in each.name for each in params for word in ROTATIONS)
+    angles = torch.empty(1, TOKENS, size, dtype=torch.bfloat16, device="meta")
+    pairs = [(each, each) for each in (angles, angles[..., :1], angles[..., : size // 2])]
+    rotations = [*pairs, angles[..., :1], angles[0, :, : size // 2]] if turning else [None]
+    optional = any(_is_input(each) and each.default is None for each in params[1:])
+    leads = [(1, TOKENS), (TOKENS,), (1, TOKENS, TOKENS), (1, MANY)]
+    every = product((False, True) if optional else (False,), leads, rotations)
+    for filled, lead, rotation in every:
+        value = torch.empty(*lead, width, dtype=torch.bfloat16, device="meta")
+        given = {each.name: _value(each, number, value, rotation, layer) for number, each in enumerate(params)}
+        given.update((each.name, value) for each in params if filled and given[each.name] is None and _is_input(each))
+        positional = [each.name for each in params if each.kind is each.POSITIONAL_ONLY]
+        yield [given.pop(name) for name in positional], given
+
+
+def _value(param: inspect.Parameter, number: int, value: Tensor, rotation: Any, layer: int) -> Any:
+    if number == 0:
+        return value
+    if param.name.endswith(("idx", "index")) and param.default in (None, param.empty):
+        return layer
+    if any(word in param.name for word in ROTATIONS) and param.default in (None, param.empty):
+        return rotation
+    if param.default is not param.empty:
+        return param.default
+    if "seqlens" in param.name or "lengths" in param.name:
+        return torch.arange(2, dtype=torch.int32, device="meta")
+    if "mask" in param.name or "cache" in param.name or "past" in param.name:
+        return None
+    if "position" in param.name:
+        return torch.arange(TOKENS, device="meta")[None]
+    return value if _is_input(param) else None
+
+
+def _is_input(param: inspect.Parameter) -> bool:
+    return any(word in param.name for word in LIKE_INPUT) and not any(word in param.name for word in NOT_INPUT)
+
+
+def _widths(module: nn.Module, shape: Shape) -> list[int]:
+    """Likely sizes of the inputs: those of the first weights."""
+    sizes = [size for param in matrices(module) for size in (shape(param)[-1], shape(param)[-2])]
+    return [*dict.fromkeys(sizes)][:WIDTHS]
