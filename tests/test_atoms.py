@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from deepspeed import _attention_head_count as of_deepspeed
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.hosts import HostConfig
@@ -232,3 +234,42 @@ def test_per_head_of_unknown_heads_is_an_error_and_atoms_tells_them(module: nn.M
     rules, config = settings_of(HostConfig, PER_HEAD, "test")
     with pytest.raises(ValueError, match="per_head"):  # by shapes alone, nothing is known
         Training(rules, config).of(routed(model))
+
+
+# What a model declares
+class Declares(nn.Module):
+    """A model's own class that says which matrices are in its weights."""
+
+    def __init__(self, **declared: Any) -> None:
+        super().__init__()
+        self.qkv, self.stacked, self.declared = nn.Linear(4, 12), nn.Parameter(torch.randn(2, 4, 4)), declared
+
+    def lwopt_atoms(self) -> dict[str, Any]:
+        return self.declared
+
+
+def test_a_models_declaration_wins_over_what_its_code_shows_and_loses_to_the_option() -> None:
+    module = Declares(**{"qkv.weight": {"qkv": [8, 2, 2]}, "stacked": "stack"})
+    model = nn.ModuleDict({"a": checkpoint_wrapper(module)})
+    found = reasons_of(model)
+    assert found["a.qkv"] == "2-D weight: q, k, v, set by Declares.lwopt_atoms"
+    assert found["a.stacked"] == "3-D, set by Declares.lwopt_atoms: 2 slices, set by Declares.lwopt_atoms"
+    assert reasons_of(model, atoms={"a.qkv.weight": "whole"})["a.qkv"].endswith(
+        "one matrix, set by atoms 'a.qkv.weight'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("declared", "error"),
+    [
+        (
+            {"qkv.weigth": "whole"},
+            "'qkv.weigth' is not the name of a parameter of the module; did you",
+        ),
+        ({"qkv.weight": {"qkv": [8, 2]}}, r"Declares.lwopt_atoms 'qkv.weight': "),
+        ({"qkv.weight": {"qkv": [8, 2, 3]}}, "Declares.lwopt_atoms: 'qkv.weight' of shape .* found 8\\+2\\+3"),
+    ],
+)
+def test_a_models_declaration_is_checked_as_the_option_is(declared: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        reasons_of(Declares(**declared))

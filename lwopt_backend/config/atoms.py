@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -68,18 +68,22 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class AtomSettings:
-    """Settings by glob, in order; the first glob that matches one of a parameter's names applies."""
+    """Settings by glob, in order; the first glob that matches one of a parameter's names applies.
+
+    Without one, what the model's own modules declare applies: ``declared``, by a parameter's name, with its source.
+    """
 
     by_glob: tuple[tuple[str, Word | Division], ...] = ()
+    declared: Mapping[str, tuple[str, Word | Division]] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> AtomSettings:
-        """Raises ValueError for a value that is not a division."""
+    def parse(cls, settings: Mapping[str, Any], source: str = "atoms") -> AtomSettings:
+        """Raises ValueError, with the ``source``, for a value that is not a division."""
         if not isinstance(settings, Mapping):
-            raise ValueError(f"atoms: expected a mapping of globs to divisions; found {settings!r}")
+            raise ValueError(f"{source}: expected a mapping of globs to divisions; found {settings!r}")
         found: list[tuple[str, Word | Division]] = []
         for glob, value in settings.items():
-            where, words = f"atoms {glob!r}", ", ".join(map(repr, WORDS))
+            where, words = f"{source} {glob!r}", ", ".join(map(repr, WORDS))
             if isinstance(value, Mapping):
                 found.append((str(glob), parse(Division, value, where)))
             elif value in WORDS:
@@ -98,14 +102,15 @@ class AtomSettings:
         return settings
 
     def of(self, names: Sequence[str]) -> tuple[str, Word | Division] | None:
-        """The glob and the setting for the parameter with these names, or None."""
-        matches = (each for each in self.by_glob if any(fnmatchcase(name, each[0]) for name in names))
-        return next(matches, None)
+        """Where the setting for the parameter with these names is from, and the setting; or None."""
+        for glob, setting in self.by_glob:
+            if any(fnmatchcase(name, glob) for name in names):
+                return f"atoms {glob!r}", setting
+        return next((self.declared[name] for name in names if name in self.declared), None)
 
     def makes_matrix(self, names: Sequence[str], shape: Sequence[int]) -> str | None:
         """The reason why a parameter of more than two dimensions is updated as matrices, or None."""
         found = self.of(names)
         if found is None or len(shape) < 3 or 0 in shape or found[1] == "whole":
             return None
-        glob, _ = found
-        return f"{len(shape)}-D, set by atoms {glob!r}"
+        return f"{len(shape)}-D, set by {found[0]}"

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.hosts import NAME, ClippingConfig, HostConfig
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules, settings_of
@@ -24,6 +23,7 @@ from lwopt_backend.routing.output_heads import output_heads
 from lwopt_backend.routing.routing import (
     Kind,
     Route,
+    atom_settings,
     by_glob,
     check_all_globs,
     check_globs,
@@ -207,7 +207,7 @@ def group_parameters(
     trains = "matrix" in kinds
     groups = split(given, _are_matrices(routes, names), rules, names)
     per_head = {names[id(param)] for group in groups if group.get("per_head") for param in group["params"]}
-    divided = divide(model, routes, AtomSettings.parse(config.atoms), elsewhere=elsewhere, per_head=per_head)
+    divided = divide(model, routes, atom_settings(model, config.atoms), elsewhere=elsewhere, per_head=per_head)
     said = {name: f": {matrices.reason}" for name, matrices in divided.items() if not matrices.is_plain}
     routes = [replace(r, reason=f"{r.reason}{said.get(r.name, '')}{f'; {r.cut}' if r.cut else ''}") for r in routes]
     return Grouping(routes, groups, names, divided, trains, clip_groups, main_rate(given, rules, trains))
@@ -237,7 +237,7 @@ def route_given(
         as_taken(r, rules.matrix["rule"], config)
         if r.name in wanted
         else replace(r, kind="frozen", reason="not given to the optimizer")
-        for r in routes_of(model, config.include, config.exclude, heads, AtomSettings.parse(config.atoms))
+        for r in routes_of(model, config.include, config.exclude, heads, atom_settings(model, config.atoms))
     ]
     groups = split(given, _are_matrices(routes, names), rules, names)
     rule = {names[id(param)]: group.get("class", group["rule"]) for group in groups for param in group["params"]}

@@ -134,7 +134,7 @@ def _names(parts: Sequence[Outputs], ends: Ends, module: nn.Module, weight: str)
     if len(parts) == 2 and sum(activated) == 1:
         gate = activated.index(True)
         found[gate] = "gate"
-        found[1 - gate] = found[1 - gate] if found[1 - gate] in ("q", "x") else "up"
+        found[1 - gate] = "q" if found[1 - gate] == "q" else "up"
     if all(found) and len({*found}) == len(found):
         return found
     if len(parts) == 3 and re.search("qkv|in_proj", weight):

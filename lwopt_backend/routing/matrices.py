@@ -82,7 +82,7 @@ def divide(
         setting = settings.of(route.names)
         if setting is not None and setting[1] == "flatten" and id(params[route.name]) in reversed_kernels:
             raise ValueError(
-                f"atoms {setting[0]!r}: {route.name!r} belongs to a transposed convolution; expected outputs in "
+                f"{setting[0]}: {route.name!r} belongs to a transposed convolution; expected outputs in "
                 "the first dimension for 'flatten': exclude it"
             )
         of_route = _divided(route, settings, fused.get(id(params[route.name])), by_head.get(route.name))
@@ -149,9 +149,7 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None, heads: 
     if setting is not None:
         blocks = blocks_of(route.name, shape, route.transposed, *setting, route.cut)
         in_turn = isinstance(setting[1], Division) and setting[1].groups == 1
-        return Divided(
-            blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}", parts=_parts(route, blocks, in_turn)
-        )
+        return Divided(blocks, f"{_described(blocks)}, set by {setting[0]}", parts=_parts(route, blocks, in_turn))
     if fused is None and heads is None and not route.side_by_side:
         return _plain(shape)
     grid = Grid.of(shape, len(shape) - 2)

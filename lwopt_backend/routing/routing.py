@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lwopt_backend.config.atoms import AtomSettings, Division, Word
-from lwopt_backend.config.options import glob_suggestion
+from lwopt_backend.config.options import glob_suggestion, suggestion
 from lwopt_backend.plan.atoms import Block, Cut, Grid, Parts, Stripes, divided, repeated, undivided
 from lwopt_backend.routing.fused import joined, side_by_side
 from lwopt_backend.routing.models import LORA, Adapter, lora_of
@@ -19,10 +19,10 @@ from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, plain_name, uses
 
 
 def blocks_of(
-    name: str, shape: Sequence[int], transposed: bool, glob: str, setting: Word | Division, cut: Cut | None = None
+    name: str, shape: Sequence[int], transposed: bool, source: str, setting: Word | Division, cut: Cut | None = None
 ) -> tuple[Block, ...]:
     """The blocks of parameter ``name`` by a setting. Raises ValueError if it does not fit the shape or ``cut``."""
-    whose = f"atoms {glob!r}: {name!r} of shape {tuple(shape)}"
+    whose = f"{source}: {name!r} of shape {tuple(shape)}"
     if setting in ("stack", "flatten") and len(shape) < 3:
         raise ValueError(f"{whose}: {setting!r} is for parameters of three dimensions or more")
     if setting == "flatten":
@@ -283,6 +283,7 @@ def check_globs(
         raise ValueError(f"{option}: {glob!r} matches no parameter name; {hint}")
 
 
+DECLARES = "lwopt_atoms"  # method of a module
 CUT = "_lwopt_cut"  # attribute of a parameter that tensor parallelism cuts
 
 
@@ -296,6 +297,25 @@ def full_shape(param: Tensor) -> tuple[int, ...]:
     parallelism cuts it."""
     shape, cut = tuple(getattr(param, "ds_shape", param.shape)), cut_of(param)
     return shape if cut is None else cut.whole(shape)
+
+
+def atom_settings(model: nn.Module, atoms: Mapping[str, Any]) -> AtomSettings:
+    """The option ``atoms``, and what modules declare in ``lwopt_atoms``: settings by the names of their parameters.
+
+    Raises ValueError for a name that is not one of the module's parameters, and for a value that is no setting.
+    """
+    names, declared = {id(param): name for name, param in named_parameters(model)}, {}
+    for module in model.modules():
+        if not callable(getattr(module, DECLARES, None)):
+            continue
+        source, own = f"{type(module).__name__}.{DECLARES}", dict(module.named_parameters())
+        for key, setting in AtomSettings.parse(getattr(module, DECLARES)(), source).by_glob:
+            param = next((param for name, param in own.items() if plain_name(name) == key), None)
+            if param is None:
+                hint = suggestion(key, list(own))
+                raise ValueError(f"{source}: {key!r} is not the name of a parameter of the module; {hint}")
+            declared[names[id(param)]] = source, setting
+    return replace(AtomSettings.parse(atoms), declared=declared)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
