@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lwopt_backend.engines.modules.step import ModuleOptimizers
+    from lwopt_backend.explanation import Explained, explain
     from lwopt_backend.groups.registry import register_elementwise, register_rule
     from lwopt_backend.optimizer import LayerWiseOptimizer
     from lwopt_backend.qk_clip import Heads, QKClip
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _PLACES = {
+    "Explained": "explanation",
     "Heads": "qk_clip",
     "LayerWiseOptimizer": "optimizer",
     "MatrixRule": "rules",
@@ -19,10 +21,12 @@ _PLACES = {
     "OwnerStateRule": "rules",
     "QKClip": "qk_clip",
     "WeightRule": "rules",
+    "explain": "explanation",
     "register_elementwise": "groups.registry",
     "register_rule": "groups.registry",
 }
 __all__ = [
+    "Explained",
     "Heads",
     "LayerWiseOptimizer",
     "MatrixRule",
@@ -30,6 +34,7 @@ __all__ = [
     "OwnerStateRule",
     "QKClip",
     "WeightRule",
+    "explain",
     "register_elementwise",
     "register_rule",
 ]

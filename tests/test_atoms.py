@@ -10,6 +10,7 @@ from deepspeed import _attention_head_count as of_deepspeed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from lwopt_backend import explain
 from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.groups.choices import settings_of
@@ -273,3 +274,22 @@ def test_a_models_declaration_wins_over_what_its_code_shows_and_loses_to_the_opt
 def test_a_models_declaration_is_checked_as_the_option_is(declared: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         reasons_of(Declares(**declared))
+
+
+# What would happen to a model
+def test_a_model_without_memory_is_explained_as_it_would_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"m": FusedQKVLinear(), "norm": nn.LayerNorm(4), "w_fused": nn.Linear(4, 8)})
+    model.norm.weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="'w_fused.weight'"):
+        found = {each.name: each for each in explain(model, matrix="soap", elementwise="lion", lr=0.1)}
+    assert {name: (each.kind, each.rule) for name, each in found.items()} == {
+        "m.wqkv.weight": ("matrix", "soap"),
+        "norm.weight": ("frozen", ""),
+        "norm.bias": ("elementwise", "lion"),
+        "w_fused.weight": ("matrix", "soap"),
+        "w_fused.bias": ("elementwise", "lion"),
+    }
+    assert found["m.wqkv.weight"].matrices == {"q": (24, 24), "k": (12, 24), "v": (12, 24)}
+    assert [name for name, each in found.items() if each.looks_fused] == ["w_fused.weight"]
+    assert "q, k, v, as FusedQKVLinear has them" in capsys.readouterr().out

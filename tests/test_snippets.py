@@ -152,6 +152,16 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("checkpoints", 5): (f"{OPTIMIZER}optimizer.save_state_dict('checkpoint')\n", "step(model, optimizer)"),
     ("checkpoints", 6): (f"{NAMED}average = torch.ones(2, 2)\n", "torch.testing.assert_close(total, 20 * average)"),
     ("fsdp2", 0): (f"{PLAIN}fully_shard(model)\noptimizer = LayerWiseOptimizer(model)\n", "step(model, optimizer)"),
+    ("matrices", 0): (PLAIN, "assert not fused and not unclear and len(found) == 4\n"),
+    ("matrices", 1): (
+        PLAIN,
+        """
+attention = Attention()
+attention.qkv_proj, attention.q_size, attention.kv_size = nn.Linear(8, 16), 8, 4
+from lwopt_backend import explain
+assert len(explain(attention)[0].matrices) == 3
+""",
+    ),
     ("modules", 1): (f"{OPTIMIZER}optimizers = ModuleOptimizers({{'all': optimizer}})\n", ""),
     ("optimizers", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
     ("optimizers", 2): (f"{PLAIN}from lwopt_backend import register_elementwise\n", "step(model, optimizer)"),

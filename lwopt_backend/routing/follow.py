@@ -279,7 +279,7 @@ def _set(numbers: Tensor) -> Outputs:
     for dim, stride in enumerate(numbers.stride()):
         if stride == 0:
             numbers = numbers.narrow(dim, 0, min(1, numbers.shape[dim]))
-    return frozenset(numbers.unique().tolist()) - {-1}
+    return frozenset(torch.bincount(numbers.flatten() + 1)[1:].nonzero().flatten().tolist())
 
 
 def _nothing(shape: Sequence[int]) -> Tensor:

@@ -28,13 +28,14 @@ class Divided:
     """The matrices of one parameter, together exactly its elements. ``reason`` is empty for a plain matrix.
 
     ``is_plain`` if nothing is known or set: its route already says whether it is a matrix or a stack. ``parts`` are as
-    in ``TrainedParam``.
+    in ``TrainedParam``. ``looks_fused`` if it may be several matrices, and nothing tells them.
     """
 
     blocks: tuple[Block, ...]
     reason: str = ""
     is_plain: bool = False
     parts: tuple[int, ...] = ()
+    looks_fused: bool = False
 
 
 def divide(
@@ -91,24 +92,18 @@ def divide(
         else:
             of_route = Divided((), is_plain=True, parts=of_route.parts)
         found[route.name] = of_route
-    _warn_of(
-        [route for route in matrices if _is_unknown(fused.get(id(params[route.name]))) and not settings.of(route.names)]
-    )
+    _warn_of([name for name, of_route in found.items() if of_route.looks_fused])
     return found
 
 
-def _is_unknown(fused: Fusion | None) -> bool:
-    return fused is not None and fused.unknown
-
-
-def _warn_of(routes: Sequence[Route]) -> None:
+def _warn_of(names: Sequence[str]) -> None:
     """Warn of the matrices that look fused and stay whole, if there are any."""
-    if not routes:
+    if not names:
         return
-    kinds = [*dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", route.name) for route in routes)]
+    kinds = [*dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)]
     shown = ", ".join(map(repr, kinds[:SHOWN])) + (f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else "")
     warnings.warn(
-        f"{len(routes)} weights look as if they were several matrices, and are trained as one each: {shown}. Set the "
+        f"{len(names)} weights look as if they were several matrices, and are trained as one each: {shown}. Set the "
         f"option atoms, e.g. {{{kinds[0]!r}: {{'split_sizes': [...]}}}} with the outputs of each matrix, or "
         f"{{{kinds[0]!r}: 'whole'}} if each is one",
         stacklevel=2,
@@ -172,7 +167,7 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None, heads: 
         blocks = divided(grid, grouped(("gate", "up"), [shape[-1] // 2] * 2), transposed=True)
         return Divided(blocks, f"{_described(blocks)}, side by side")
     assert fused is not None
-    return Divided(matrices_of(shape), fused.why)
+    return Divided(matrices_of(shape), fused.why, looks_fused=fused.unknown)
 
 
 @cache

@@ -47,39 +47,32 @@ def traced(model: nn.Module, outputs: Mapping[int, int], shape: Shape) -> dict[i
 
     ``outputs`` has the weights, and the dimension from the end that has a weight's outputs: 2 or 1.
     """
-    modules, runs = dict(model.named_modules(remove_duplicate=False)), dict[Hashable, Run]()
+    modules, runs = dict(model.named_modules(remove_duplicate=False)), _Runs(shape)
     found: dict[int, list[Traced]] = {}
-    seen: set[int] = set()
-    for name, holder in modules.items():
-        if id(holder) in seen:
-            continue
-        seen.add(id(holder))
+    for name, holder in {id(module): (name, module) for name, module in reversed(modules.items())}.values():
         for key, param in dict.items(holder._parameters):
             if param is not None and id(param) in outputs and len(shape(param)) in (2, 3):
                 full = f"{name.rpartition('.')[2]}.{key}"
-                use = _use(
-                    full, param, outputs[id(param)], _users(name, modules), lambda one: _run_of(one, shape, runs)
-                )
-                if use is not None:
-                    found.setdefault(id(param), []).append(use)
+                use = _use(holder, full, param, outputs[id(param)], _users(name, modules), runs)
+                found.setdefault(id(param), []).append(use)
     return found
 
 
-def _use(
-    name: str, weight: Tensor, dim: int, users: Iterator[nn.Module], run_of: Callable[[nn.Module], Run]
-) -> Traced | None:
+def _use(holder: nn.Module, name: str, weight: Tensor, dim: int, users: Iterator[nn.Module], runs: _Runs) -> Traced:
     """What the first module shows that uses the weight; if this only wraps it and returns its outputs, the next."""
-    found = None
+    found = Traced(holder, name, weight, None, None)
     for module in users:
-        held = matrices(module)
-        if len(held) > MOST:
+        places = runs.places(module)
+        if len(places) > MOST:
             break
-        place, its = [id(one) for one in held].index(id(weight)), run_of(module)
-        one = Traced(module, name, weight, its.ends.get((place, dim)), its.error)
-        if found is None or one.ends is not None:
+        its = runs.of(module)
+        one = Traced(module, name, weight, its.ends.get((places[id(weight)], dim)), its.error)
+        if found.ends is None:
             found = one
-        if one.ends is not None and not (one.ends.returned and (len(held) == 1 or is_peft(module))):
-            break
+        if one.ends is not None:
+            found = one
+            if not (one.ends.returned and (len(places) == 1 or is_peft(module))):
+                break
     return found
 
 
@@ -95,11 +88,25 @@ def matrices(module: nn.Module) -> list[Tensor]:
     return [param for param in module.parameters() if len(getattr(param, "ds_shape", param.shape)) in (2, 3)]
 
 
-def _run_of(module: nn.Module, shape: Shape, runs: dict[Hashable, Run]) -> Run:
-    key = _kind(module, shape)
-    if key not in runs:
-        runs[key] = best_run(module, shape)
-    return runs[key]
+class _Runs:
+    """Runs of modules, one for those that are alike."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._known: dict[Hashable, Run] = {}
+        self._places: dict[int, dict[int, int]] = {}
+
+    def places(self, module: nn.Module) -> dict[int, int]:
+        """The numbers of a module's ``matrices``, by id."""
+        if id(module) not in self._places:
+            self._places[id(module)] = {id(param): number for number, param in enumerate(matrices(module))}
+        return self._places[id(module)]
+
+    def of(self, module: nn.Module) -> Run:
+        key = _kind(module, self._shape)
+        if key not in self._known:
+            self._known[key] = best_run(module, self._shape)
+        return self._known[key]
 
 
 def _kind(module: nn.Module, shape: Shape) -> Hashable:
@@ -172,7 +179,7 @@ def best_run(module: nn.Module, shape: Shape) -> Run:
     forward = vars(module).get("forward") or type(module).forward
     if forward in (nn.Module.forward, nn.modules.module._forward_unimplemented):
         return best
-    signature = inspect.signature(forward)
+    signature = inspect.signature(module.forward)
     for width in _widths(module, shape):
         for args, kwargs in _arguments(module, signature, width):
             one = run(module, shape, args, kwargs)
@@ -224,10 +231,8 @@ def _arguments(
     module: nn.Module, signature: inspect.Signature, width: int
 ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
     """Likely arguments, the likeliest first."""
-    params = [each for each in signature.parameters.values() if each.name != "self"]
-    params = [
-        each for each in params if each.kind in (each.POSITIONAL_OR_KEYWORD, each.POSITIONAL_ONLY, each.KEYWORD_ONLY)
-    ]
+    every = signature.parameters.values()
+    params = [each for each in every if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     size = next((s for s in (getattr(module, name, None) for name in OF_HEADS) if type(s) is int and s > 0), 2)
     layer = next((key for of in vars(module).values() if type(of) is dict for key in of if type(key) is int), 0)
     turning = any(word in each.name for each in params for word in ROTATIONS)
@@ -236,8 +241,8 @@ def _arguments(
     rotations = [*pairs, angles[..., :1], angles[0, :, : size // 2]] if turning else [None]
     optional = any(_is_input(each) and each.default is None for each in params[1:])
     leads = [(1, TOKENS), (TOKENS,), (1, TOKENS, TOKENS), (1, MANY)]
-    every = product((False, True) if optional else (False,), leads, rotations)
-    for filled, lead, rotation in every:
+    ways = product((False, True) if optional else (False,), leads, rotations)
+    for filled, lead, rotation in ways:
         value = torch.empty(*lead, width, dtype=torch.bfloat16, device="meta")
         given = {each.name: _value(each, number, value, rotation, layer) for number, each in enumerate(params)}
         given.update((each.name, value) for each in params if filled and given[each.name] is None and _is_input(each))
