@@ -201,6 +201,59 @@ def test_include_and_exclude_globs_overrule_structure_and_exclude_wins() -> None
     assert kinds["experts.up"] == "matrix" and kinds["experts.rows"] == kinds["experts.columns"] == "elementwise"
 
 
+# What 2-D parameters of a module's own are for
+class Uses(nn.Module):
+    """One 2-D parameter, 12 x 8, and a forward that uses it."""
+
+    def __init__(self, use: Callable[[Any, Tensor, Tensor], Tensor], name: str = "table") -> None:
+        super().__init__()
+        self.use, self.name = use, name
+        self.to_q, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.register_parameter(name, nn.Parameter(torch.empty(12, 8)))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.use(self, hidden_states, getattr(self, self.name))
+
+
+def a_failure(module: Uses, x: Tensor, table: Tensor) -> Tensor:
+    raise TypeError(f"{module} wants something else")
+
+
+FUNCTIONS = nn.functional
+USES = {  # (what the forward does, whether it is a product)
+    "router": (lambda m, x, w: FUNCTIONS.linear(x, w), True),
+    "written out": (lambda m, x, w: x @ w.T, True),
+    "scaled": (lambda m, x, w: x @ (w * w.new_ones(12, 1)).T, True),
+    "of two": (lambda m, x, w: m.to_q(x) @ w.T, True),
+    "positions": (lambda m, x, w: m.to_q(x + w[: x.shape[1]]), False),
+    "positions, without a batch": (lambda m, x, w: m.to_q(m.norm(x + w[: x.shape[-2]])), False),
+    "relative positions": (lambda m, x, w: m.to_q(x) @ w[torch.arange(7, device=w.device)].T, False),
+    "tokens": (lambda m, x, w: m.to_q(torch.cat([w[None].expand(x.shape[0], 12, 8), x], 1)), False),
+    "latents": (lambda m, x, w: m.to_q(w[None].expand(x.shape[0], 12, 8)) @ x.mT, False),
+    "latents through a norm": (lambda m, x, w: m.to_q(m.norm(w[None])) @ x.mT, False),
+    "channels": (lambda m, x, w: FUNCTIONS.conv1d(x.mT, w.T[:, None], groups=8), False),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_modules_own_parameter_is_a_matrix_if_its_forward_multiplies(use: str) -> None:
+    forward, multiplied = USES[use]
+    of_its_own = routes_of(Uses(forward))["table"]
+    reason = "2-D weight" if multiplied else "added or looked up, not multiplied"
+    assert (of_its_own.kind, of_its_own.reason) == ("matrix" if multiplied else "elementwise", reason)
+
+
+def test_parameters_whose_use_nothing_shows_are_named_and_elementwise() -> None:
+    model = nn.ModuleList([Uses(a_failure), Uses(a_failure), Uses(a_failure, "in_proj"), Uses(a_failure, "w1")])
+    with pytest.warns(UserWarning, match=r"No forward showed what '0.table', '1.table' are for"):
+        routes = routes_of(model)
+    reasons = {name: route.reason for name, route in routes.items() if name[2:] in ("table", "in_proj", "w1")}
+    unclear = "2-D, but nothing shows that it is multiplied"
+    assert reasons == {"0.table": unclear, "1.table": unclear, "2.in_proj": "2-D weight", "3.w1": "2-D weight"}
+    asked = routes_of(model, include=["0.table"], exclude=["1.table"])
+    assert [asked[f"{n}.table"].kind for n in (0, 1)] == ["matrix", "elementwise"]
+
+
 def test_marks_of_megatron_and_deepspeed_keep_a_parameter_from_the_matrix_rule() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ RESHAPES = {aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias}
 MOVES = {aten.flip, aten.roll, aten.repeat}
 WRITES = {aten.copy_, aten.fill_, aten.zero_}
 PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten._grouped_mm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.addbmm: 1}
+ROWS_TAKEN = {aten.index, aten.index_select, aten.embedding, aten.gather, aten.native_layer_norm}
+Use = Literal["multiplied", "added", "lost"]  # of a weight that no linear has: the last by an unknown operation
 MULTIPLIES = {aten.mul, aten.mul_, aten.div, aten.div_}
 ACTIVATIONS = {"silu", "sigmoid", "gelu", "relu", "tanh", "softplus", "exp", "leaky_relu", "elu", "hardswish", "mish"}
 
@@ -54,11 +56,16 @@ class Ends:
 
 
 class Follow(TorchDispatchMode):
-    """Follows the outputs of ``weights``; ``codes`` are those of the module's methods."""
+    """Follows the outputs of ``weights``; ``codes`` are those of the module's methods.
 
-    def __init__(self, weights: Sequence[Tensor], codes: Collection[CodeType]) -> None:
+    ``linears`` are the numbers of weights that are known to be multiplied. ``uses`` are those of the other matrices.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], codes: Collection[CodeType], linears: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ends: dict[Source, Ends] = {}
+        bare = [number for number, weight in enumerate(weights) if number not in linears and weight.ndim == 2]
+        self.uses: dict[int, set[Use]] = {number: set() for number in bare}
         self._codes, self._counts = codes, dict[Source, int]()
         self._at = 0, 0  # the last place in a method
         self.steps = 0  # operations on what is followed
@@ -126,6 +133,7 @@ class Follow(TorchDispatchMode):
         elif not name.endswith("_like") and not name.startswith("new_"):
             for value in given[1:] if packet in WRITES else given:
                 self._end(value)
+                self._note(value, "added" if packet in ROWS_TAKEN else "lost")
 
     def _outputs(self, value: Any) -> dict[Source, Outputs]:
         """The outputs that a tensor has elements of."""
@@ -148,6 +156,11 @@ class Follow(TorchDispatchMode):
             for source, outputs in self._outputs(value).items():
                 self.ends[source].names.setdefault(name, outputs)
 
+    def _note(self, value: Tensor, use: Use) -> None:
+        for number, _ in self._weights.get(value, ()):
+            if number in self.uses:
+                self.uses[number].add(use)
+
     def _end(self, value: Tensor) -> None:
         for source, outputs in self._outputs(value).items():
             self._end_of(source, outputs)
@@ -169,6 +182,9 @@ class Follow(TorchDispatchMode):
     def _product(self, left: Tensor, right: Tensor, result: Tensor) -> None:
         """A product's elements belong to outputs over which it does not sum."""
         found: dict[Source, Tensor] = {}
+        for value, other in ((left, right), (right, left)):
+            is_input = any(number not in self.uses for number, _ in self._weights.get(other, ()))
+            self._note(value, "added" if is_input else "multiplied")
         for value, summed in ((left, -1), (right, -2)):
             for known in (self._made, self._weights):
                 for source, numbers in known.get(value, {}).items():
@@ -199,6 +215,8 @@ class Follow(TorchDispatchMode):
         values, *more = args
         for known in (self._made, self._weights):
             found = {}
+            for value in values if any(value not in self._weights for value in values) else ():
+                self._note(value, "added")
             for source in {source for value in values for source in known.get(value, ())}:
                 pieces = [known.get(value, {}).get(source) for value in values]
                 some = tuple(_set(piece) for piece in pieces if piece is not None)
@@ -215,8 +233,10 @@ class Follow(TorchDispatchMode):
         if args[-1] == value.shape[1] == result.shape[1]:  # each channel by itself
             ones = (1,) * (value.ndim - 2)
             self._carry(value, result, lambda n: n.flatten(2)[..., :1].view(*n.shape[:2], *ones).expand(result.shape))
+            self._note(weight, "added")
         else:
             self._end(value)
+            self._note(weight, "multiplied")
 
     def _pointwise(self, packet: Any, given: Sequence[Tensor], result: Tensor) -> None:
         found: dict[Source, Tensor] = {}
@@ -235,10 +255,15 @@ class Follow(TorchDispatchMode):
         if packet.__name__.rstrip("_") in ACTIVATIONS:
             for source, numbers in found.items():
                 self.ends[source].activated.append(_set(numbers))
-        of_weights = [self._weights[value] for value in given if value in self._weights]
+        of_weights = {}
+        for value in given:
+            added = value.numel() < result.numel() or value.ndim > 2
+            if added:
+                self._note(value, "added")
+            its = self._weights.get(value, {})
+            of_weights.update({s: numbers for s, numbers in its.items() if not (added and s[0] in self.uses)})
         if of_weights and not found:
-            scaled = {source: numbers for of in of_weights for source, numbers in of.items()}
-            self._weights[result] = {source: numbers.expand(result.shape) for source, numbers in scaled.items()}
+            self._weights[result] = {source: numbers.expand(result.shape) for source, numbers in of_weights.items()}
         self._keep(result, {source: numbers for source, numbers in found.items() if source not in ended})
 
 

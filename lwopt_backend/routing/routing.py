@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -16,6 +18,7 @@ from lwopt_backend.plan.atoms import Block, Cut, Grid, Parts, Stripes, divided, 
 from lwopt_backend.routing.fused import joined, side_by_side
 from lwopt_backend.routing.models import LORA, Adapter, lora_of
 from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, plain_name, uses_of
+from lwopt_backend.routing.traced import is_bare, unmultiplied
 
 
 def blocks_of(
@@ -54,6 +57,9 @@ def _on_each_rank(parts: Parts, outputs: int, ranks: int, whose: str) -> Parts:
 
 Kind = Literal["matrix", "elementwise", "frozen"]
 
+TWO_D = "2-D weight"
+MULTIPLIED = re.compile(r"weight|proj|kernel|gate|^[wW][a-zA-Z0-9]?(_|$)")  # names of parameters that are matrices
+SHOWN = 4  # names in a warning
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 # Words in the name of a module's own parameter that say what it is, whatever its shape.
 BY_WORD = {
@@ -143,7 +149,38 @@ def routes_of(
         if found.kind == "matrix" and transposed:
             found = replace(found, reason=f"{found.reason}, stored transposed")
         routes.append(found)
-    return routes
+    return _bare_ones_routed(model, routes, uses)
+
+
+def _bare_ones_routed(model: nn.Module, routes: Sequence[Route], uses: Mapping[int, Sequence[Use]]) -> list[Route]:
+    """Leave 2-D parameters that nothing multiplies, such as tables of positions, to the element-wise rule.
+
+    Some modules' ``forward`` does not show it. Of the parameters that transformers 5.24 has there, and no other reason
+    tells, 19 of 24 are tables; and all five others that are matrices but two have one of these words in their names.
+    """
+    params = dict(named_parameters(model))
+    asked = [r for r in routes if (r.kind, r.reason) == ("matrix", TWO_D)]
+    asked = [r for r in asked if all(is_bare(use.module) for use in uses[id(params[r.name])])]
+    known = unmultiplied(model, [params[r.name] for r in asked], full_shape)
+    told = {r.name: known.get(id(params[r.name]), MULTIPLIED.search(r.name.rpartition(".")[2]) is None) for r in asked}
+    unclear = [r.name for r in asked if told[r.name] and id(params[r.name]) not in known]
+    if unclear:
+        warnings.warn(
+            f"No forward showed what {named(unclear)} are for. They are left to the element-wise rule, as most tables "
+            "are; name those that are matrices in the option include, the others in exclude",
+            stacklevel=2,
+        )
+    reasons = {True: "added or looked up, not multiplied", False: "2-D, but nothing shows that it is multiplied"}
+    return [
+        replace(r, kind="elementwise", reason=reasons[id(params[r.name]) in known]) if told.get(r.name) else r
+        for r in routes
+    ]
+
+
+def named(names: Sequence[str]) -> str:
+    """The first names, those that differ only in the number of a layer once, and how many more there are."""
+    kinds = [*dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)]
+    return ", ".join(map(repr, kinds[:SHOWN])) + (f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else "")
 
 
 def check_all_globs(include: Sequence[str], exclude: Sequence[str], routes: Sequence[Route]) -> None:
@@ -175,7 +212,7 @@ def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: str | None) -
     if 0 in shape:
         return "elementwise", "no elements"
     one = vector(shape)
-    return ("matrix", "2-D weight") if one is None else ("elementwise", one)
+    return ("matrix", TWO_D) if one is None else ("elementwise", one)
 
 
 def _is_embedding(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, product
 from types import CodeType, MethodType
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.routing.follow import Ends, Follow, Lists, partition
+from lwopt_backend.routing.follow import Ends, Follow, Lists, Use, partition
 from lwopt_backend.routing.models import is_peft
 
 Shape = Callable[[Tensor], Sequence[int]]  # of a parameter, whole
@@ -56,6 +56,31 @@ def traced(model: nn.Module, outputs: Mapping[int, int], shape: Shape) -> dict[i
                 use = _use(holder, full, param, outputs[id(param)], _users(name, modules), runs)
                 found.setdefault(id(param), []).append(use)
     return found
+
+
+def unmultiplied(model: nn.Module, params: Sequence[Tensor], shape: Shape) -> dict[int, bool]:
+    """Whether ``params``, which no linear has, are only added, scaled with or looked up, by id; none if not known."""
+    modules, runs, found = dict(model.named_modules(remove_duplicate=False)), _Runs(shape), dict[int, bool]()
+    wanted = {id(param) for param in params}
+    for name, holder in modules.items():
+        for param in holder._parameters.values() if wanted else ():
+            for module in _users(name, modules) if id(param) in wanted else ():
+                places = runs.places(module)
+                if len(places) > MOST:
+                    break
+                uses = runs.of(module).uses.get(places[id(param)], set())
+                if "multiplied" in uses or uses == {"added"}:
+                    found[id(param)] = "multiplied" not in uses
+                if uses:
+                    break
+    return found
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether it is not known what a module does with its parameters: its class is none of torch's, and no linear."""
+    own = [kind for kind in type(module).__mro__ if not f"{kind.__module__}.".startswith(("torch.", "builtins."))]
+    is_linear = isinstance(module, nn.Linear) or "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
+    return bool(own) and not is_linear
 
 
 def _use(holder: nn.Module, name: str, weight: Tensor, dim: int, users: Iterator[nn.Module], runs: _Runs) -> Traced:
@@ -160,17 +185,24 @@ def _bare(param: Tensor | None, shape: Shape, memo: dict[int, Any]) -> Tensor | 
 class Run:
     """What became of the outputs of a module's ``matrices``, by number and dimension; and how it failed.
 
-    ``steps`` are the operations on them, ``divided`` is how many weights have parts.
+    ``steps`` are the operations on them, ``divided`` is how many weights have parts. ``uses`` are those of ``is_bare``
+    modules' parameters, by number.
     """
 
     ends: Mapping[tuple[int, int], Ends]
     error: Exception | None
     steps: int
     divided: int = 0
+    uses: Mapping[int, set[Use]] = field(default_factory=dict)
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        return bool(self.ends) and self.error is None, self.divided, self.steps
+        return self.is_whole, self.divided, self.steps
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the forward ended, and used something."""
+        return self.error is None and (bool(self.ends) or any(self.uses.values()))
 
 
 def best_run(module: nn.Module, shape: Shape) -> Run:
@@ -184,7 +216,7 @@ def best_run(module: nn.Module, shape: Shape) -> Run:
         for args, kwargs in _arguments(module, signature, width):
             one = run(module, shape, args, kwargs)
             best = one if one.rank > best.rank or not best.steps else best
-            if one.error is None and one.ends:
+            if one.is_whole:
                 return best
             if one.steps == 1:  # another size of the inputs
                 break
@@ -195,7 +227,10 @@ def run(module: nn.Module, shape: Shape, args: Sequence[Any], kwargs: Mapping[st
     """Run a copy of ``module``."""
     memo: dict[int, Any] = {}
     copied = bare(module, shape, memo)
-    follow = Follow([memo[id(param)] for param in matrices(module)], _codes(module))
+    held = matrices(module)
+    bare_ones = {id(param) for one in module.modules() if is_bare(one) for param in one._parameters.values()}
+    linears = [number for number, param in enumerate(held) if id(param) not in bare_ones]
+    follow = Follow([memo[id(param)] for param in held], _codes(module), linears)
     try:
         with torch.no_grad(), Lists(), torch.device("meta"), follow:
             result = copied.forward(*args, **kwargs)
@@ -208,7 +243,7 @@ def run(module: nn.Module, shape: Shape, args: Sequence[Any], kwargs: Mapping[st
 
 def _seen(follow: Follow, module: nn.Module, error: Exception | None) -> Run:
     divided = sum(len(partition(ends, module)) > 1 for ends in follow.ends.values())
-    return Run(follow.ends, error, follow.steps, divided)
+    return Run(follow.ends, error, follow.steps, divided, follow.uses)
 
 
 def _codes(module: nn.Module) -> set[CodeType]:
@@ -240,7 +275,8 @@ def _arguments(
     pairs = [(each, each) for each in (angles, angles[..., :1], angles[..., : size // 2])]
     rotations = [*pairs, angles[..., :1], angles[0, :, : size // 2]] if turning else [None]
     optional = any(_is_input(each) and each.default is None for each in params[1:])
-    leads = [(1, TOKENS), (TOKENS,), (1, TOKENS, TOKENS), (1, MANY)]
+    rows = {(1, len(param)) for param in module._parameters.values() if param is not None and param.ndim == 2}
+    leads = [(1, TOKENS), (TOKENS,), (1, TOKENS, TOKENS), (1, MANY), *sorted(rows)]
     ways = product((False, True) if optional else (False,), leads, rotations)
     for filled, lead, rotation in ways:
         value = torch.empty(*lead, width, dtype=torch.bfloat16, device="meta")
