@@ -227,6 +227,22 @@ def test_a_class_is_called_with_what_was_written_and_what_its_own_constructor_ta
     assert {"factor", "palm", "hidden"} & ours.param_groups[0].keys() == {*given} - {"lr"}
 
 
+class Rescales(Own):
+    """As Emerging-Optimizers' MuonHyperball with a radius."""
+
+    def __init__(self, params: Any, lr: float = 0.1, radius: float | None = None) -> None:
+        super().__init__(params, lr)
+        if radius is not None:
+            self.param_groups[0]["params"][0].data.mul_(radius)
+
+
+def test_a_class_that_changes_weights_as_it_is_made_is_refused() -> None:
+    """It would change them in every step."""
+    options_of("torch_optimizer", {"class": Rescales})
+    with pytest.raises(ValueError, match="Rescales refuses these arguments: weights change as it is made"):
+        options_of("torch_optimizer", {"class": Rescales, "radius": 2.0})
+
+
 class OnTheDevice(Own):
     """Its group has tensors where a host would wait to read them: a rate, and in a list a count of the steps."""
 

@@ -167,9 +167,12 @@ def check_arguments(values: Mapping[str, Any], path: str | None = None) -> None:
 
 
 def _error_of(path: str, arguments: Mapping[str, Any]) -> Exception | None:
-    """The exception that the class raises when made with these arguments, if any."""
+    """The exception that the class raises when made with these arguments, if any; or one if it changes weights then."""
+    param = _matrix()
     try:
-        class_named(path)([_matrix()], **arguments)
+        class_named(path)([param], **arguments)
     except Exception as error:
         return error
-    return None
+    if torch.equal(param, _matrix()):
+        return None
+    return ValueError("weights change as it is made, which is in every step here; expected changes in step() only")
