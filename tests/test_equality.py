@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
-from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.migration import load_named_state
 from tests import fsdp2, owned
 from tests.cells import cells
@@ -24,7 +24,17 @@ from tests.models import MATRICES, largest_difference
 from tests.on_ranks import on_ranks
 from tests.owned import shares
 from tests.ranks import RankPool, gathered
-from tests.references import ADAMW, CAUTIOUS, MUON, RULES, SECTIONS, Reference, precise
+from tests.references import (
+    ADAMW,
+    CAUTIOUS,
+    MUON,
+    RULES,
+    SECTIONS,
+    Reference,
+    elementwise_optimizer,
+    matrix_optimizer,
+    precise,
+)
 
 # torch's fused loop over vectors rounds otherwise than what it does with the last few elements, and which those are
 # depends on how parameters are cut.
@@ -310,6 +320,43 @@ def test_two_optimizers_take_turns_on_one_model(engine: str, second: str, freeze
     alternate(truth, alone, [0, 1], freeze, late)
     found = fsdp2.weights_of(nets if "fsdp2" in engine else copy.deepcopy(nets))  # a copy waits for what is under way
     assert largest_difference(found, dict(truth.named_parameters())) == 0.0
+
+
+NAMES_ANEW = ["layers.0.weight", "layers.4.bias"]
+
+
+@cells(engine=["plain", *ZERO, *OWNED, "fsdp2", "modules"], matrix=["muon", "soap"])
+@on_ranks(2)
+def test_a_parameters_state_begins_anew(engine: str, matrix: str) -> None:
+    is_modules, whole_units = engine == "modules", engine in ZERO
+    names = NAMES_ANEW[:1] if whole_units else NAMES_ANEW  # ZeRO counts the steps of all vectors together
+    truth = Reference(ExactLM(), matrix)
+    with running(Cell("plain" if is_modules else engine, matrix), ExactLM()) as run:
+        optimizer = getattr(getattr(run, "made", None), "basic_optimizer", None) or run.optimizer
+        run.train(range(2))
+        truth.train_on_all(2)
+        if is_modules:
+            assert ModuleOptimizers({"all": optimizer}).reset_state({"all": names}) == [f"all.{n}" for n in names]
+        else:
+            assert optimizer.reset_state(names) == names
+        for half, name in zip((0, 1), names):
+            begins_anew(truth, half, name, matrix)
+        run.train(range(2, 4))
+        truth.train_on_all(range(2, 4))
+        truth.check(run.weights())
+        with pytest.raises(ValueError, match="'layer.0.*' matches no trained parameter; did you mean"):
+            optimizer.reset_state("layer.0.*")
+        if whole_units:
+            with pytest.raises(ValueError, match="steps as one tensor, with one count of steps, but not"):
+                optimizer.reset_state(NAMES_ANEW[1])
+
+
+def begins_anew(truth: Reference, half: int, name: str, matrix: str) -> None:
+    """Let another optimizer train this parameter."""
+    (group,), param = truth.optimizers[half].param_groups, truth.params[half][name]
+    group["params"] = [each for each in group["params"] if each is not param]
+    section = RULES["adamw"] if half else SECTIONS[matrix]
+    truth.optimizers.append((elementwise_optimizer if half else matrix_optimizer)([param], section))
 
 
 @contextmanager

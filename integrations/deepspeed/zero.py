@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,6 +109,12 @@ class ZeROStore(StateStore):
                 places = [(param.name, place) for param in params for place in range(len(param.blocks))]
                 owned = {atom: places[atom] for atom in stepper.matrices.owned}  # the others are not read
                 stepper.matrices.owner_state.take({a: states.get(name, {}).get(i) for a, (name, i) in owned.items()})
+
+    def forget_owner_states(self, names: Collection[str]) -> None:
+        for params, (stepper, _) in zip(self.units, self._stepped):
+            if stepper.matrices is not None:
+                of_atoms = [param.name for param in params for _ in param.blocks]
+                stepper.matrices.owner_state.take({a: None for a, name in enumerate(of_atoms) if name in names})
 
     def publish(self) -> None:
         engine = self._binding.engine

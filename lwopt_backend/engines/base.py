@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from lwopt_backend.config.hosts import NAME
+from lwopt_backend.config.options import glob_suggestion
 from lwopt_backend.config.versions import warn_if_newer
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.param_groups import CheckedOptions
 from lwopt_backend.groups.rates import MadeRates
-from lwopt_backend.groups.registry import arguments
+from lwopt_backend.groups.registry import arguments, new_state
 from lwopt_backend.plan.cost import Machine, machine_of
+from lwopt_backend.routing.routing import as_globs, named_like
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
-from lwopt_backend.runtime.agreement import StepRefused
+from lwopt_backend.runtime.agreement import StepRefused, agree, setting
 from lwopt_backend.runtime.collectives import RECORDERS, Collectives, Recorder
+from lwopt_backend.runtime.state import StateStore
 from lwopt_backend.runtime.undisturbed import undisturbed
 
 
@@ -30,6 +33,15 @@ def machine_for(device: torch.device) -> Machine:
 def batch_numel_on(device: torch.device, numel: int) -> int:
     """The elements that a rule takes at once: ``numel`` on an accelerator, those of one matrix on a CPU."""
     return 0 if device.type in IMMEDIATE else numel
+
+
+def picked(names: str | Sequence[str], known: Sequence[str]) -> Callable[[str], bool]:
+    """Selects names by globs. Raises ValueError for a glob that matches none of those that are ``known``."""
+    globs = as_globs(names, "names")
+    for glob in globs:
+        if not any(map(named_like([glob]), known)):
+            raise ValueError(f"names: {glob!r} matches no trained parameter; {glob_suggestion(glob, known)}")
+    return named_like(globs)
 
 
 def saved(optimizer: torch.optim.Optimizer, state_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -150,6 +162,58 @@ class BaseOptimizer(torch.optim.Optimizer):
         named = {"clip_group_norms": {name: float(each) for name, each in groups.items()}} if groups else {}
         rates = {"lr": [float(group["lr"]) for group in self.param_groups]}
         return {**norms, **named, **self._recorder.take(self._everyone()), **rates}
+
+    @undisturbed()
+    @torch.no_grad()
+    def reset_state(self, names: str | Sequence[str]) -> list[str]:
+        """Make the state of some parameters as it was before the first step. Their weights do not change.
+
+        For parameters that stand for something else from now on, such as an adapter whose place another task takes.
+        Call it on all ranks, with the same names, between steps.
+
+        Args:
+            names: a glob, or several, on names of parameters, as checkpoints have them.
+
+        Returns:
+            The names of those parameters that this rank trains.
+
+        Raises:
+            ValueError: on all ranks, before anything is changed, for a glob that matches no trained parameter; under
+                DeepSpeed also for parameters that have one count of steps with others, which it steps as one tensor.
+
+        Examples:
+            >>> optimizer.reset_state("*.lora_[AB].third.*")
+        """
+        store = self.state_store()
+
+        def decide() -> tuple[Callable[[str], bool], list[str]]:
+            pick = picked(names, [*(param.name for param in store.params), *store.elsewhere])
+            counted = {piece.member for piece in store.pieces() if any(not t.ndim for t in piece.tensors.values())}
+            members = iter(range(len(store.params)))
+            for unit in store.units:
+                numbers = [next(members) for _ in unit]
+                if len({pick(param.name) for param in unit}) > 1 and counted.intersection(numbers):
+                    other = next(param.name for param in unit if not pick(param.name))
+                    raise ValueError(
+                        f"names: {names!r} has some of the parameters that DeepSpeed steps as one tensor, with "
+                        f"one count of steps, but not {other!r}; reset all of them, or put them into separate groups"
+                    )
+            return pick, [setting("names", names)]
+
+        pick = agree(self._everyone(), f"{self.name}: reset_state", decide)
+        chosen = {param.name: param for param in store.params if pick(param.name)}
+        for piece in store.pieces():
+            param = store.params[piece.member]
+            if param.name in chosen and piece.tensors:
+                like = next(iter(piece.tensors.values())) if piece.value is None else piece.value
+                fresh = new_state(torch.empty_like(like), store.groups[param.group])
+                for key in fresh.keys() & piece.tensors.keys():
+                    piece.tensors[key].copy_(fresh[key])
+        store.forget_owner_states(chosen.keys())
+        return list(chosen)
+
+    def state_store(self) -> StateStore:
+        raise NotImplementedError
 
     def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
         """The norm of the gradients in no clip group, None if not measured, and the norms of the clip groups."""

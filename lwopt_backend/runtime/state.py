@@ -105,6 +105,10 @@ class StateStore:
         """Replace the owner state of this rank's matrices; those missing in ``states`` start fresh."""
         raise NotImplementedError
 
+    def forget_owner_states(self, names: Collection[str]) -> None:
+        """Let the owner state of this rank's matrices in these parameters start fresh."""
+        raise NotImplementedError
+
     def publish(self) -> None:
         """Copy changed weights into the module's parameters. Called on all ranks."""
         raise NotImplementedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,12 @@ class MeshStore(StateStore):
         for stepper in self._steppers:
             found += stepper.pieces(self._states, len(found))
         return found
+
+    def forget_owner_states(self, names: Collection[str]) -> None:
+        for stepper in self._steppers:
+            for atom, index in enumerate(stepper.matrices):
+                if stepper.members[index].name in names:
+                    stepper.stepper.owner_state.forget(atom)
 
 
 # The check of a state dict before it is loaded.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
+from lwopt_backend.engines.base import picked
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients, sum_of_bits
 from lwopt_backend.engines.gradients import ClipGroups, Pick, everything
 from lwopt_backend.engines.owned.gradients import OwnedGradients
@@ -95,6 +96,16 @@ class Part:
         items = [(number, key, value) for number, group in groups for key, value in group.items()]
         known = ("params", "param_names")
         return [setting(f"{key} of param group {n}", plain(value)) for n, key, value in items if key not in known]
+
+    def reset_state(self, names: str | Sequence[str]) -> list[str]:
+        """As ``LayerWiseOptimizer.reset_state``."""
+        if self.ours is not None:
+            return self.ours.reset_state(names)
+        params = dict(self.params())
+        chosen = list(filter(picked(names, list(params)), params))
+        for name in chosen:
+            self.optimizer.state.pop(params[name], None)
+        return chosen
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state dict, with facts to compare before a load."""

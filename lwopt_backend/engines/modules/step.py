@@ -280,6 +280,29 @@ class ModuleOptimizers(torch.optim.Optimizer):
         for part in self._parts.values():
             part.optimizer.zero_grad(set_to_none)
 
+    @undisturbed()
+    def reset_state(self, names: Mapping[str, str | Sequence[str]]) -> list[str]:
+        """Make the state of some parameters as it was before the first step, as ``LayerWiseOptimizer.reset_state``.
+
+        Args:
+            names: by module, a glob, or several, on names of its parameters. The same on all ranks.
+
+        Returns:
+            The names of those parameters that this rank trains, each after its module's.
+
+        Raises:
+            ValueError: on all ranks, for an unknown module or a glob that matches no trained parameter.
+        """
+        found: list[str] = []
+
+        def reset(name: str, part: Part) -> None:
+            if name in names:
+                found.extend(f"{name}.{param}" for param in part.reset_state(names[name]))
+
+        check_on_all(self._everyone, NAME, lambda: check_names("reset_state", names, self.names, ()))
+        together(self._everyone, "reset_state", self._parts, reset)
+        return found
+
     def _norms(self, norm_type: float, *, compare: bool = False, steps: bool = False) -> Measured:
         """The norms of each module's gradients, one for each of ``_groups``; if it ``steps``, those of a step."""
         order = checked_order(norm_type)

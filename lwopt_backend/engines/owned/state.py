@@ -5,7 +5,7 @@ The ``state_dict`` has this rank's pieces and fits no other rank. Any ranks can 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +56,11 @@ class OwnedStore(StateStore):
     def take_owner_states(self, states: OwnerStates) -> None:
         for piece in self.pieces():
             self._core.stepper.take_owner_states(piece.member, states.get(self.params[piece.member].name, {}))
+
+    def forget_owner_states(self, names: Collection[str]) -> None:
+        for piece in self.pieces():
+            if self.params[piece.member].name in names:
+                self._core.stepper.take_owner_states(piece.member, {})
 
     def publish(self) -> None:
         for number, bucket in enumerate(self._core.manager.buckets):
