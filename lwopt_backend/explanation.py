@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lwopt_backend.config.hosts import HostConfig
-from lwopt_backend.engines.report import show_routing, standard_output
+from lwopt_backend.engines.report import reporting, show_routing
 from lwopt_backend.groups.grouping import Given
 
 
@@ -58,7 +58,8 @@ def explain(model: nn.Module, *, show: bool = True, **options: Any) -> list[Expl
     """
     _, _, found = Given(options, None).decide(HostConfig, model)
     if show:
-        show_routing(standard_output(), found.routes, found.groups)
+        with reporting() as console:
+            show_routing(console, found.routes, found.groups)
     explained = []
     for route in found.routes:
         divided = found.divided.get(route.name) if route.kind == "matrix" else None

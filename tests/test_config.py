@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import io
 import json
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -414,13 +415,18 @@ def step_sharded_later(model: nn.Module, optimizer: LayerWiseOptimizer) -> None:
     optimizer.step()
 
 
-def told_of_rates(engine: str, given: dict[str, Any]) -> tuple[list[str], str]:
-    """What is warned of matrices that hardly move, and what is printed."""
+def told_of_rates(engine: str, given: dict[str, Any]) -> tuple[list[str], str, str]:
+    """What is warned of matrices that hardly move, what is printed, and what is logged."""
     told: list[str] = []
+    logged, records = logging.getLogger("lwopt_backend"), logging.StreamHandler(io.StringIO())
     warning = mock.patch.object(deepspeed_engine.logger, "warning", lambda message, *_: told.append(str(message)))
     printing = contextlib.redirect_stdout(io.StringIO())
-    with warnings.catch_warnings(record=True) as caught, warning, printing as printed:
+    with warnings.catch_warnings(record=True) as caught, warning, printing as printed, contextlib.ExitStack() as ends:
         warnings.simplefilter("always")
+        logged.addHandler(records)
+        ends.callback(logged.removeHandler, records)
+        ends.callback(logged.setLevel, logged.level)
+        logged.setLevel(logging.INFO)
         if engine in ("zero", "owned"):
             with engine_of({"storage": engine, **given}):
                 pass
@@ -432,7 +438,7 @@ def told_of_rates(engine: str, given: dict[str, Any]) -> tuple[list[str], str]:
             if engine == "sharded later":
                 step_sharded_later(model, optimizer)
     told += [str(each.message) for each in caught]
-    return [each for each in told if "hardly move" in each], printed.getvalue()
+    return [each for each in told if "hardly move" in each], printed.getvalue(), records.stream.getvalue()
 
 
 @on_ranks(2)
@@ -442,7 +448,8 @@ def test_every_engine_shows_rates_and_decays_and_warns_once_of_a_rate_for_adamw(
     rows = [("plain", {**given, "report": False}, small) for given, small in RATES]
     rows += [(engine, given, given is low) for engine in engines for given in (low, {"lr": 0.03})]
     for engine, given, small in rows:
-        told, printed = told_of_rates(engine, given)
+        told, printed, logged = told_of_rates(engine, given)
+        assert printed.split() == logged.split(), engine
         assert len(told) == (small and dist.get_rank() == 0), (engine, given, told)
         assert all("such as 0.02" in each and "'match_rms_adamw'" in each for each in told)
         if dist.get_rank() == 0 and given == {"lr": 0.03} and engine != "sharded later":

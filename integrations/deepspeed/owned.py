@@ -94,7 +94,8 @@ def announce(binding: OwnedBinding, core: OwnedCore) -> None:
     report.show(binding.grouping.routes, groups, described(core, groups), core.plan_digest)
     idle = [f"zero_optimization.{key}" for key in deepspeed_engine.zero_settings(binding.engine) if key not in HONOURED]
     if idle:
-        report.standard_output().print(f"Without effect on owned storage: {', '.join(idle)}.")
+        with report.reporting() as console:
+            console.print(f"Without effect on owned storage: {', '.join(idle)}.")
 
 
 class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no types

@@ -66,7 +66,7 @@ class HostConfig:
     exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "dtype on the wire; 'auto': the rule's, which loses nothing"
     )
-    report: bool = option(True, "print the routing and the plan once, on rank 0")
+    report: bool = option(True, "print and log the routing and the plan once, on rank 0")
 
 
 @dataclass(frozen=True)

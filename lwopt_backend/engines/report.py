@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 from rich.console import Console
@@ -20,19 +22,28 @@ from lwopt_backend.routing.routing import Route
 
 WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width; 80 columns would cut names
 MOST_RANKS = 16
-
+LOGGER = logging.getLogger("lwopt_backend")
+LOGGER.addHandler(logging.NullHandler())
 
 Described = Iterable[Sequence[str | Table]]  # of each set of ranks, sentences on its plan, then a table
 
 
 def show(routes: Sequence[Route], groups: Groups, plans: Described, plan_digest: str) -> None:
-    """Print the routing table, ``plans`` and the plan digest to standard output. ``groups`` are the param groups, as
-    configured."""
+    """Report the routing table, ``plans`` and the plan digest. ``groups`` are the param groups, as configured."""
+    with reporting() as console:
+        show_routing(console, routes, groups)
+        for each in chain.from_iterable(plans):
+            console.print(each)
+        show_digest(console, plan_digest)
+
+
+@contextmanager
+def reporting() -> Iterator[Console]:
+    """A console on standard output. At the end, what was printed is also one record of the logger ``lwopt_backend``."""
     console = standard_output()
-    show_routing(console, routes, groups)
-    for each in chain.from_iterable(plans):
-        console.print(each)
-    show_digest(console, plan_digest)
+    console.record = True
+    yield console
+    LOGGER.info(console.export_text().rstrip())
 
 
 def show_digest(console: Console, plan_digest: str) -> None:
