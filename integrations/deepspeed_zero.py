@@ -42,7 +42,7 @@ def LayerWise(params: Iterable[Any], **options: Any) -> EngineOptimizer:
             rule's options by name; ``overrides``, a list of such sections with globs in ``params``; ``include``,
             ``exclude``, ``atoms``, ``allow_no_matrix``, ``exchange_dtype`` and ``report``; ``storage``, "zero" or
             "owned". Storage "zero" has ``policy``, ``bucket_numel`` and ``ns_device``; "owned" has ``layout``,
-            ``bucket_mb`` and ``group_size``.
+            ``bucket_mb``, ``pad_buckets_for_high_nccl_busbw`` and ``group_size``.
 
     Returns:
         An optimizer for one engine.

@@ -7,10 +7,12 @@ import time
 from itertools import combinations_with_replacement, product
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from benchmarks import public_models
+from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.buffers.dealing import (
     MOST_PARTS,
@@ -21,10 +23,11 @@ from lwopt_backend.plan.buffers.dealing import (
     ends_where_full,
     least_room,
 )
-from lwopt_backend.plan.buffers.layout import LAYOUTS, Bucket, OwnedParam, Slot
+from lwopt_backend.plan.buffers.layout import BUCKET_END, LAYOUTS, NCCL_BUCKET_END, Bucket, OwnedParam, Slot
 from lwopt_backend.plan.buffers.owned import OwnedPlan, arrange_cut, plan_owned
 from lwopt_backend.plan.cost import MACHINES, newton_schulz_flops
 from tests import megatron_planner as planner
+from tests.models import UnevenLM
 
 SEEDS = range(20)
 
@@ -107,6 +110,21 @@ def test_compact_buckets_end_as_soon_as_they_are_full_and_there_are_not_too_many
     assert ends_where_full([64] * 10, 4, 129) == [3, 6, 9, 10]
     assert ends_where_full([64, 64], 4, 1000) == [2]
     assert len(ends_where_full([64] * 50_000, 1024, 1)) * 1024 <= MOST_PARTS
+
+
+def test_padded_buckets_end_on_multiples_for_nccl_and_the_plan_tells_the_cost() -> None:
+    optimizer: Any = LayerWiseOptimizer(
+        UnevenLM(), layout="padded", pad_buckets_for_high_nccl_busbw=True, report=False, lr=0.02
+    )
+    assert {buffers.bucket.numel for buffers in optimizer.core.manager.buckets} == {2**16}
+    params = [OwnedParam("m", 64 * 128, "bfloat16", Atom("m", (64, 128), 1)), OwnedParam("v", 64, "bfloat16", None)]
+    plain, ended = (plan_owned(params, 3, "padded", 1, end=end) for end in (BUCKET_END, NCCL_BUCKET_END))
+    assert [bucket.numel for bucket in plain.buckets] == [384, 3 * 64 * 128]  # the vector comes first
+    assert [bucket.numel for bucket in ended.buckets] == [3 * 2**16, 3 * 2**16]
+    added = 6 * 2**16 - 384 - 3 * 64 * 128
+    assert f"multiples of 65536 elements, which adds {added} elements of padding" in ended.choices[-1]
+    with pytest.raises(ValueError, match="expected layout 'padded' or 'auto', found 'compact'"):
+        LayerWiseOptimizer(UnevenLM(), layout="compact", pad_buckets_for_high_nccl_busbw=True)
 
 
 # Plans of a model

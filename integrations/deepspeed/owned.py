@@ -140,8 +140,6 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             binding.grouping,
             [Share(binding.ranks, binding.divisor, self.config.group_size)],
             self.config,
-            layout=self.config.layout,
-            bucket_mb=self.config.bucket_mb,
             grad_dtype=binding.grad_dtype,
             overlap=deepspeed_engine.zero_settings(engine).get("overlap_comm") is not False,
         )

@@ -92,12 +92,26 @@ class OwnedStorageConfig(HostConfig):
         "compact: no padding, unequal parts; auto: padded if padding adds little and pays",
     )
     bucket_mb: float = option(64.0, "MiB of gradients that close a bucket", gt=0)
+    pad_buckets_for_high_nccl_busbw: bool = option(
+        False, "end padded buckets on multiples of 2^16 elements, which NCCL sends faster", MEGATRON
+    )
     group_size: int | None = option(
         None,
         "number of ranks that share one copy of the buffers; the other ranks hold further copies, as in HSDP. "
         "None: all ranks",
         ge=1,
     )
+
+    @classmethod
+    def check_given(cls, given: Mapping[str, Any]) -> None:
+        if given.get("pad_buckets_for_high_nccl_busbw") and given.get("layout") == "compact":
+            raise ValueError(
+                "pad_buckets_for_high_nccl_busbw: expected layout 'padded' or 'auto', found 'compact', whose buckets "
+                "are not padded; leave it out"
+            )
+
+
+OF_BUCKETS = ("layout", "bucket_mb", "pad_buckets_for_high_nccl_busbw", "group_size")
 
 
 @dataclass(frozen=True)
@@ -125,12 +139,13 @@ class ZeROConfig(OwnedStorageConfig):
     storage: Literal["zero", "owned"] = option(
         "zero",
         "holder of parameters, gradients and state: 'zero', DeepSpeed, or 'owned', this package. With zero: policy, "
-        "bucket_numel and ns_device; with owned, at stages 0 to 2: layout, bucket_mb and group_size",
+        f"bucket_numel and ns_device; with owned, at stages 0 to 2: {', '.join(OF_BUCKETS[:-1])} and {OF_BUCKETS[-1]}",
     )
 
     @classmethod
     def check_given(cls, given: Mapping[str, Any]) -> None:
-        options = {"zero": ("policy", "bucket_numel", "ns_device"), "owned": ("layout", "bucket_mb", "group_size")}
+        super().check_given(given)
+        options = {"zero": ("policy", "bucket_numel", "ns_device"), "owned": OF_BUCKETS}
         storage = given.get("storage", "zero")
         other = "owned" if storage == "zero" else "zero"
         if wrong := ", ".join(repr(key) for key in options[other] if key in given):

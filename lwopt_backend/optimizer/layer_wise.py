@@ -67,8 +67,8 @@ class LayerWiseOptimizer(BaseOptimizer):
         **options: the matrix rule's options by name, and the engine's. Both engines have ``include``, ``exclude``,
             ``atoms``, ``allow_no_matrix``, ``exchange_dtype``, ``clip_groups`` and ``report``. A ``fully_shard`` model
             has ``bucket_matrices``, ``bucket_numel``, ``copies`` and ``state_dtype``. A plain model has ``layout``,
-            ``bucket_mb``, ``group_size``, ``grad_dtype``, ``keep_full_grads``, ``broadcast_buffers``,
-            ``overlap_grad_reduce`` and ``overlap_param_gather``.
+            ``bucket_mb``, ``pad_buckets_for_high_nccl_busbw``, ``group_size``, ``grad_dtype``, ``keep_full_grads``,
+            ``broadcast_buffers``, ``overlap_grad_reduce`` and ``overlap_param_gather``.
 
     Raises:
         TypeError, ValueError: on all ranks, if the model or an option is not supported.

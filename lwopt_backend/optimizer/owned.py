@@ -78,8 +78,6 @@ class OwnedOptimizer(LayerWiseOptimizer):
             self._grouping,
             shares,
             self.config,
-            layout=self.config.layout,
-            bucket_mb=self.config.bucket_mb,
             grad_dtype=torch.float32 if self.config.grad_dtype == "float32" else None,
             keep_full=self.config.keep_full_grads,
             overlap=self.config.overlap_grad_reduce,

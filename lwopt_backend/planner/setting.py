@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field
 from torch import nn
 
-from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
+from lwopt_backend.config.hosts import OF_BUCKETS, FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
 from lwopt_backend.config.options import options_in, parse, suggestion
 from lwopt_backend.groups.choices import Rules, settings_of
 from lwopt_backend.groups.grouping import Grouping
@@ -228,7 +228,7 @@ def _cut(
 
 # The command line's arguments, as the engine's own options.
 
-OF_OWNED_STORAGE = ("storage", "layout", "bucket_mb", "group_size")  # fields of ZeROConfig that are for engine owned
+OF_OWNED_STORAGE = ("storage", *OF_BUCKETS)  # fields of ZeROConfig that are for engine owned
 
 
 def fields_of(engine: str) -> list[str]:

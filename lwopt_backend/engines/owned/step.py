@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER
-from lwopt_backend.config.hosts import HostConfig
+from lwopt_backend.config.hosts import HostConfig, OwnedStorageConfig
 from lwopt_backend.engines.base import batch_numel_on, machine_for
 from lwopt_backend.engines.owned.bucket_manager import BucketManager
 from lwopt_backend.engines.owned.buckets import BucketBuffers, Sharers
@@ -31,7 +31,7 @@ from lwopt_backend.groups.registry import (
 )
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import end_to_end
-from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam
+from lwopt_backend.plan.buffers.layout import BUCKET_END, NCCL_BUCKET_END, Bucket, OwnedParam
 from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
 from lwopt_backend.plan.cost import Machine, Shape
 from lwopt_backend.plan.layouts import View, range_views
@@ -76,9 +76,8 @@ def plan_members(
     members: Sequence[Member],
     groups: Sequence[Mapping[str, Any]],
     ranks: int,
+    config: OwnedStorageConfig,
     *,
-    layout: str,
-    bucket_mb: float,
     group_size: int | None,
     grad_dtype: torch.dtype | None,
     base: Sequence[int] | None = None,
@@ -91,7 +90,9 @@ def plan_members(
     costs: list[dict[Shape, int]] = [{} for _ in groups]
     params = [_owned_param(member, groups[member.group], costs[member.group]) for member in members]
     gradient = (grad_dtype or members[0].param.dtype).itemsize
-    return plan_owned(params, ranks, layout, max(1, int(bucket_mb * 2**20 / gradient)), group_size, base, machine)
+    numel = max(1, int(config.bucket_mb * 2**20 / gradient))
+    end = NCCL_BUCKET_END if config.pad_buckets_for_high_nccl_busbw else BUCKET_END
+    return plan_owned(params, ranks, config.layout, numel, group_size, base, machine, end)
 
 
 def _owned_param(member: Member, group: Mapping[str, Any], costs: dict[Shape, int]) -> OwnedParam:
@@ -287,10 +288,8 @@ class OwnedCore:
         self,
         grouping: Grouping,
         shares: Sequence[Share],
-        config: HostConfig,
+        config: OwnedStorageConfig,
         *,
-        layout: str,
-        bucket_mb: float,
         grad_dtype: torch.dtype | None = None,
         keep_full: bool = False,
         overlap: bool = True,
@@ -299,7 +298,7 @@ class OwnedCore:
         self.config, self.grad_dtype, self.keep_full = config, grad_dtype, keep_full
         # Equal on all ranks for the same part of a user's group, unique otherwise.
         self.group_keys = [f"{g['from_group']}.{g['rule']}{g['overrides'] or ''}" for g in grouping.groups]
-        self.holdings = self._plan(grouping, shares, layout=layout, bucket_mb=bucket_mb, grad_dtype=grad_dtype)
+        self.holdings = self._plan(grouping, shares)
         buckets: list[tuple[Bucket, Sharers]] = []
         for held in self.holdings:
             for bucket in held.plan.buckets:
@@ -325,8 +324,8 @@ class OwnedCore:
         self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config, self.row_scaling)
         self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
 
-    def _plan(self, grouping: Grouping, shares: Sequence[Share], **options: Any) -> list[Holdings]:
-        """Plan the members of each share with ``options`` of ``plan_members``, and compare the plans of all ranks."""
+    def _plan(self, grouping: Grouping, shares: Sequence[Share]) -> list[Holdings]:
+        """Plan the members of each share, and compare the plans of all ranks."""
         ranks = [shared.ranks for shared in shares]
 
         def divide() -> tuple[list[list[int]], list[list[str]]]:
@@ -355,10 +354,11 @@ class OwnedCore:
                 members,
                 grouping.groups,
                 shared.ranks.world_size,
+                self.config,
                 group_size=shared.group_size,
+                grad_dtype=self.grad_dtype,
                 base=base,
                 machine=machine_for(self.members[0].param.device),
-                **options,
             )
 
         def plan_experts() -> tuple[list[OwnedPlan], list[list[str]]]:

@@ -35,9 +35,13 @@ def aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def shard_multiple(world_size: int) -> int:
-    """The multiple for a shard's size so that a bucket ends on a multiple of lcm(world_size, 128) elements."""
-    return math.lcm(ALIGNMENT, math.lcm(world_size, 128) // world_size)
+BUCKET_END = 128  # elements; a padded bucket ends on a multiple of it and of the ranks, as in Megatron-Core
+NCCL_BUCKET_END = 2**16  # likewise with pad_buckets_for_high_nccl_busbw
+
+
+def shard_multiple(world_size: int, end: int = BUCKET_END) -> int:
+    """The multiple for a shard's size so that a bucket ends on a multiple of lcm(world_size, ``end``) elements."""
+    return math.lcm(ALIGNMENT, math.lcm(world_size, end) // world_size)
 
 
 def imbalance(loads: Sequence[int]) -> float:
@@ -46,9 +50,9 @@ def imbalance(loads: Sequence[int]) -> float:
     return max(loads) * len(loads) / total if total else 1.0
 
 
-def aligned_shard(numel: int, shards: int) -> int:
+def aligned_shard(numel: int, shards: int, end: int = BUCKET_END) -> int:
     """A shard's size rounded up to where the next bucket may start."""
-    multiple = shard_multiple(shards)
+    multiple = shard_multiple(shards, end)
     return -(-numel // multiple) * multiple
 
 
@@ -166,6 +170,7 @@ def arrange_matrices(
     shards: int,
     layout: BucketLayout,
     dtype: str,
+    end: int = BUCKET_END,
 ) -> Bucket:
     """One bucket of (parameter, elements) in backward order, each in the part of its owner, one of ``shards`` ranks."""
     of_ranks: list[list[tuple[int, int]]] = [[] for _ in range(shards)]
@@ -173,18 +178,18 @@ def arrange_matrices(
         of_ranks[owner].append(member)
     if layout == "padded":
         size = max(sum(aligned(numel) for _, numel in mine) for mine in of_ranks)
-        size = aligned_shard(size, shards)
+        size = aligned_shard(size, shards, end)
         parts = [(rank * size, (rank + 1) * size) for rank in range(shards)]
     else:
         of_ranks = [
             sorted(mine, key=lambda member: member[1] % ALIGNMENT > 0) if len(mine) > 1 else mine for mine in of_ranks
         ]
         sizes = [sum(numel for _, numel in mine) for mine in of_ranks]
-        parts, end = [(0, 0)] * shards, 0
+        parts, filled = [(0, 0)] * shards, 0
         # Unaligned sizes come last, so that they shift no other part.
         for rank in sorted(range(shards), key=lambda r: sizes[r] % ALIGNMENT > 0):
-            parts[rank] = (end, end + sizes[rank])
-            end += sizes[rank]
+            parts[rank] = (filled, filled + sizes[rank])
+            filled += sizes[rank]
     slots = []
     for (start, _), mine in zip(parts, of_ranks):
         for param, numel in mine:
@@ -193,7 +198,9 @@ def arrange_matrices(
     return Bucket("matrix", layout, dtype, tuple(slots), tuple(parts), max(stop for _, stop in parts))
 
 
-def arrange_elementwise(members: Sequence[tuple[int, int]], shards: int, layout: BucketLayout, dtype: str) -> Bucket:
+def arrange_elementwise(
+    members: Sequence[tuple[int, int]], shards: int, layout: BucketLayout, dtype: str, multiple: int = BUCKET_END
+) -> Bucket:
     """One bucket of (parameter, elements), cut evenly; a compact one at 64 elements, with a shorter last part."""
     if layout == "compact":
         members = sorted(members, key=lambda member: member[1] % ALIGNMENT > 0)
@@ -202,7 +209,7 @@ def arrange_elementwise(members: Sequence[tuple[int, int]], shards: int, layout:
         slots.append(Slot(param, end, numel))
         end += aligned(numel) if layout == "padded" else numel
     if layout == "padded":
-        size = aligned_shard(-(-end // shards), shards)
+        size = aligned_shard(-(-end // shards), shards, multiple)
         parts = [(rank * size, (rank + 1) * size) for rank in range(shards)]
         return Bucket("elementwise", layout, dtype, tuple(slots), tuple(parts), shards * size)
     size = aligned(-(-end // shards))

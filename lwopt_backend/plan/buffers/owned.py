@@ -6,12 +6,13 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
 
 from lwopt_backend.plan.buffers.dealing import deal, deal_padded, ends_where_even, ends_where_full
 from lwopt_backend.plan.buffers.layout import (
+    BUCKET_END,
     LAYOUTS,
     Bucket,
     BucketLayout,
@@ -135,12 +136,13 @@ def plan_owned(
     group_size: int | None = None,
     base: Sequence[int] | None = None,
     machine: Machine = MACHINES["cpu"],
+    end: int = BUCKET_END,
 ) -> OwnedPlan:
     """Plan ``params``, in model order, over groups of ``group_size`` ranks; None is all ``ranks``.
 
     Buckets are in the order in which backward completes them, and close at ``bucket_numel`` elements. The matrices in
     one parameter may have several owners, unless the layout is padded. ``base`` is each rank's work from other plans.
-    ``machine`` is the cost model by which the layout ``auto`` chooses.
+    ``machine`` is the cost model by which the layout ``auto`` chooses. A padded bucket ends on a multiple of ``end``.
     Raises ValueError for an unknown layout or a group size that does not divide the ranks.
     """
     if layout not in LAYOUTS:
@@ -158,13 +160,13 @@ def plan_owned(
     backwards = range(len(params))[::-1]
     whole = [i for i in backwards if params[i].atom is not None and not (cut and params[i].parts)]
     for members in _in_buckets(params, whole):
-        found, added = _matrix_buckets(params, members, layout, bucket_numel, [*map(add, before, loads)], machine)
+        found, added = _matrix_buckets(params, members, layout, bucket_numel, [*map(add, before, loads)], machine, end)
         buckets += found
         loads = [*map(add, loads, added)]
         choices.append(_told(found, added))
     elementwise = [i for i in backwards if params[i].atom is None]
     for members in _in_buckets(params, elementwise, bucket_numel):
-        buckets.append(_elementwise_bucket(params, members, size, layout))
+        buckets.append(_elementwise_bucket(params, members, size, layout, end))
     buckets.sort(key=lambda bucket: -min(slot.param for slot in bucket.slots))
     if size < ranks:
         choices.append(f"{ranks // size} instances of {size} ranks; gradients are summed across them once per bucket.")
@@ -175,7 +177,13 @@ def plan_owned(
             f"{size - matrices} of {size} ranks own no matrix, because there are {matrices}. With group_size={fewer}, "
             f"{ranks // fewer} instances of {fewer} ranks would each own all, and no rank would be without."
         )
-    return OwnedPlan(size, ranks // size, tuple(buckets), tuple(loads), tuple(choices))
+    plan = OwnedPlan(size, ranks // size, tuple(buckets), tuple(loads), tuple(choices))
+    if end == BUCKET_END:
+        return plan
+    more = plan.padding - plan_owned(params, ranks, layout, bucket_numel, group_size, base, machine).padding
+    of_all = more / max(1, sum(param.numel for param in params))
+    told = f"Padded buckets end on multiples of {end} elements, which adds {more} elements of padding ({of_all:.2%})."
+    return replace(plan, choices=(*choices, told))
 
 
 def _matrix_buckets(
@@ -185,6 +193,7 @@ def _matrix_buckets(
     bucket_numel: int,
     before: Sequence[int],
     machine: Machine,
+    end: int,
 ) -> tuple[list[Bucket], list[int]]:
     """The buckets of the matrices ``members`` of one dtype, in backward order, and the work added to each rank.
 
@@ -192,12 +201,12 @@ def _matrix_buckets(
     padding is no slower. Otherwise, and on a single rank, which sends nothing, it is compact.
     """
     if layout == "auto":
-        padded = _matrix_buckets(params, members, "padded", bucket_numel, before, machine)
+        padded = _matrix_buckets(params, members, "padded", bucket_numel, before, machine, end)
         most = MOST_PADDING_ON_NCCL if machine.launch_seconds else MOST_PADDING
         small = len(before) > 1 and _padding(padded[0]) <= most
         if small and not machine.launch_seconds:
             return padded
-        compact = _matrix_buckets(params, members, "compact", bucket_numel, before, machine)
+        compact = _matrix_buckets(params, members, "compact", bucket_numel, before, machine, end)
         return padded if small and _pays(padded[0], compact[0], len(before), machine) else compact
     ranks, loads = len(before), list(before)
     numels = [aligned(params[index].numel) for index in members]
@@ -205,24 +214,26 @@ def _matrix_buckets(
     if layout == "padded":
         ends = ends_where_even(numels, ranks, bucket_numel)
         owners = []
-        for start, end in zip([0, *ends], ends):
-            owners += deal_padded(numels[start:end], costs[start:end], loads)
+        for start, stop in zip([0, *ends], ends):
+            owners += deal_padded(numels[start:stop], costs[start:stop], loads)
     else:
         ends = ends_where_full(numels, ranks, bucket_numel)
         owners = deal(numels, costs, loads, sum(numels))
     kind: BucketLayout = "padded" if layout == "padded" else "compact"
     sizes = [(index, params[index].numel) for index in members]
     dtype = params[members[0]].dtype
-    spans = [slice(start, end) for start, end in zip([0, *ends], ends)]
-    buckets = [arrange_matrices(sizes[s], owners[s], ranks, kind, dtype) for s in spans]
+    spans = [slice(start, stop) for start, stop in zip([0, *ends], ends)]
+    buckets = [arrange_matrices(sizes[s], owners[s], ranks, kind, dtype, end) for s in spans]
     return buckets, [load - had for load, had in zip(loads, before)]
 
 
-def _elementwise_bucket(params: Sequence[OwnedParam], members: Sequence[int], ranks: int, layout: str) -> Bucket:
+def _elementwise_bucket(
+    params: Sequence[OwnedParam], members: Sequence[int], ranks: int, layout: str, end: int
+) -> Bucket:
     """A bucket of element-wise parameters; ``auto`` works as for matrices."""
     sizes, dtype = [(index, params[index].numel) for index in members], params[members[0]].dtype
     if layout != "compact":
-        padded = arrange_elementwise(sizes, ranks, "padded", dtype)
+        padded = arrange_elementwise(sizes, ranks, "padded", dtype, end)
         if layout == "padded" or (ranks > 1 and _padding([padded]) <= MOST_PADDING):
             return padded
     return arrange_elementwise(sizes, ranks, "compact", dtype)
