@@ -131,6 +131,7 @@ class ZeROLayerWise(EngineOptimizer):
         self._steppers: dict[int, UnitStepper[Any]] = {}  # by id of their tensor
         self._owner_state: dict[str, dict[str, Any]] = {}  # loaded, by a matrix's name, until the steppers are made
         self._options = ComparedOptions()
+        self._arrivals: zero.Arrivals | None = None  # once it has an engine
         self._global_grad_norm: Any = None  # the engine reads this and the next at stage 0
         self.overflow = False
         self.norm_before_clipping: Any = None  # written by the engine at stage 0
@@ -149,6 +150,9 @@ class ZeROLayerWise(EngineOptimizer):
         elif deepspeed_engine.counts_cut_alone(engine):
             deepspeed_engine.when_wrapped(engine, deepspeed_engine.hear_of_copies)
         watch(engine, self)
+        if self._arrivals is not None:
+            self._arrivals.remove()
+        self._arrivals = zero.Arrivals(binding, self._with_these_groups().rank == 0 and self.config.report)
         self._take_groups(self._binding.groups(), self._binding.grouping)
         deepspeed_engine.prepare_scheduler(engine, binding.grouping.groups, binding.grouping.rate)
         prepare_loading(engine, self, self._binding.ranks)
@@ -227,12 +231,16 @@ class ZeROLayerWise(EngineOptimizer):
             self.gradients.dropped()
 
     def _compare_options(self, binding: Binding) -> None:
-        """Every 64th step, which exchanges two numbers for this; other steps exchange nothing."""
+        """Every 64th step, which exchanges two numbers for this; other steps exchange nothing. The first, and the first
+        after 100, also exchange which parameters have had a gradient."""
         flags, ranks = self._options.flags(self._all_groups), self._with_these_groups()
         if flags[0] == NONE:
             return
-        if self._options.differ(Presence(ranks, (), binding.engine.device, options=flags).largest("options")):
+        assert self._arrivals is not None
+        presence = Presence(ranks, self._arrivals.here(self._options.steps), binding.engine.device, options=flags)
+        if self._options.differ(presence.largest("options")):
             raise disagreement(ranks, self.name, option_lines(self._all_groups))
+        self._arrivals.report(presence, self._options.steps)
 
     @property
     def _keeps_owner_state(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from lwopt_backend.checkpoint.deepspeed.files import CUTS, MATRICES, NAMES, renumbered
+from lwopt_backend.checkpoint.deepspeed.files import CUTS, EXPERT, MATRICES, NAMES, renumbered
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import machine_for
@@ -39,6 +39,7 @@ from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.owner_state import bring
+from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import (
     CHECKPOINT_KEY,
     OwnerState,
@@ -382,6 +383,52 @@ class Binding:
             return flats, [[] for _ in self.ranks]
 
         return agree_in_all(self.ranks, self.name, check)
+
+
+class Arrivals:
+    """Which trained parameters have had a gradient since the start, and the report on the others, if this rank
+    ``speaks``.
+
+    DeepSpeed makes zeros of a missing gradient before the step, so a hook on every parameter notes the first one. Ranks
+    exchange the notes with the options that they compare. Experts have their names in the whole model.
+    """
+
+    def __init__(self, binding: Binding, speaks: bool) -> None:
+        first = deepspeed_engine.first_experts(binding.engine)
+        trained = {id(param): param for unit in binding.units for param in unit.params}
+        of_model = ((renumbered(name, first), trained.get(number)) for number, name in binding.grouping.names.items())
+        params = {name: param for name, param in of_model if param is not None}
+        alike = {EXPERT.sub(r"\1\3", name) for name in params if EXPERT.fullmatch(name)}
+        experts = {n for n in deepspeed_engine.all_experts(binding.engine) if EXPERT.sub(r"\1\3", n) in alike}
+        self._names = [*(name for name in params if name not in experts), *sorted(experts)]
+        self._had = set[str]()
+        self._handles = {
+            name: param.register_post_accumulate_grad_hook(lambda _, name=name: self._had.add(name))
+            for name, param in params.items()
+        }
+        names = dict(enumerate(self._names)) if speaks else {}
+        self._without = report.WithoutGradient(names, binding.engine.global_rank)
+
+    def here(self, steps: int) -> list[bool]:
+        """Whether each has had one on this rank; empty if no report is due in step number ``steps``."""
+        if not self._without.is_due(steps):
+            return []
+        for name in self._had.intersection(self._handles):
+            self._handles.pop(name).remove()
+        return [name in self._had for name in self._names]
+
+    def report(self, presence: Presence, steps: int) -> None:
+        """Report what all ranks have missed, if it is due."""
+        if self._without.is_due(steps):
+            self._without.stepped(presence, steps)
+            if not self._without.is_due(math.inf):
+                self.remove()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles = {}
 
 
 def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig) -> Binding:

@@ -66,7 +66,9 @@ class HostConfig:
     exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "dtype on the wire; 'auto': the rule's, which loses nothing"
     )
-    report: bool = option(True, "print and log the routing and the plan once, on rank 0")
+    report: bool = option(
+        True, "print and log, on rank 0, the routing, the plan, and later the parameters that never had a gradient"
+    )
 
 
 @dataclass(frozen=True)

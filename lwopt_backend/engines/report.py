@@ -1,4 +1,4 @@
-"""The report at start: each parameter's route and why, and what each rank will do."""
+"""The reports: each parameter's route and why, what each rank will do, and what had no gradient."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -44,6 +45,47 @@ def reporting() -> Iterator[Console]:
     console.record = True
     yield console
     LOGGER.info(console.export_text().rstrip())
+
+
+TOLD_AFTER = (1, 100)  # steps
+MOST_NAMES = 10
+
+
+class WithoutGradient:
+    """Reports the trained parameters that no rank had a gradient for since the start, after 1 step and after 100.
+
+    ``names`` are of those that rank number ``rank`` reports, by what the engine calls them.
+    """
+
+    def __init__(self, names: Mapping[Any, str], rank: int = 0) -> None:
+        self._missing, self._trained = dict(names), len(names)
+        self._whose = f"Rank {rank}: " if rank else ""
+        self._steps = 0
+        self._due = list(TOLD_AFTER)
+
+    def is_due(self, steps: float) -> bool:
+        """Whether there is a report after this number of steps."""
+        return bool(self._due) and steps >= self._due[0]
+
+    def stepped(self, had_one: Callable[[Any], bool], steps: int | None = None) -> None:
+        """Note a step, or the number of ``steps`` since the start, in which ``had_one`` tells whether any rank had a
+        gradient for a parameter. It is asked of those alone that had none before."""
+        self._steps = self._steps + 1 if steps is None else steps
+        self._missing = {key: name for key, name in self._missing.items() if not had_one(key)}
+        if not self.is_due(self._steps):
+            return
+        self._due.pop(0)
+        if self._missing:
+            names = list(self._missing.values())
+            more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+            since = "the first step" if self._steps == 1 else f"{self._steps} steps"
+            with reporting() as console:
+                console.print(
+                    f"{self._whose}{len(names)} of {self._trained} trained parameters had no gradient on any rank in "
+                    f"{since}: {', '.join(names[:MOST_NAMES])}{more}"
+                )
+        if not self._due:
+            self._missing = {}
 
 
 def show_digest(console: Console, plan_digest: str) -> None:

@@ -103,7 +103,7 @@ class ComparedOptions:
     """The hash of the options as two flags. A step takes the maximum of every flag over all ranks."""
 
     def __init__(self) -> None:
-        self._steps = 0
+        self.steps = 0
         self._due = False
 
     def compare_next(self) -> None:
@@ -112,8 +112,8 @@ class ComparedOptions:
 
     def flags(self, groups: Groups) -> list[int]:
         """The two flags of this rank. Called once in every step."""
-        due, self._due = self._due or self._steps % COMPARED_EVERY == 0, False
-        self._steps += 1
+        due, self._due = self._due or self.steps % COMPARED_EVERY == 0, False
+        self.steps += 1
         number = int(digest(option_lines(groups))[:7], 16) if due else 0
         return [number, -number] if due else [NONE, NONE]
 

@@ -56,6 +56,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._steppers: list[mesh.MeshStepper] = []
         self._elementwise, self._options = ElementwiseGroups(), ComparedOptions()
         self._attachment: Attachment | None = None
+        self._without_gradient = report.WithoutGradient({})
         self._bound: list[list[Tensor]] = []
         self._stated: list[Tensor] = []
         self._taken: str | None = None  # a parameter for which an optimizer was made later
@@ -96,6 +97,8 @@ class MeshOptimizer(LayerWiseOptimizer):
         if self._attachment is not None and self._attachment.is_on:
             self._attachment.remove()
             self._attachment = self._attached()
+        if self.config.report:
+            self._without_gradient = mesh_stepping.without_gradient(self._steppers, self._counted, exchange[-1][1])
         if exchange[-1][1].rank == 0:
             warn_of_small_rate(self._grouping.groups)  # as configured, before a schedule changes them
             if self.config.report:
@@ -141,7 +144,8 @@ class MeshOptimizer(LayerWiseOptimizer):
         kept = (self._elementwise, self.state, self._attachment, self.row_scaling)
         rules = self._matrix_rules()
         with self._whole.changing():
-            step_all(self._steppers, self.param_groups, rules, *kept, self._options)
+            presences = step_all(self._steppers, self.param_groups, rules, *kept, self._options)
+        self._without_gradient.stepped(lambda place: presences[place[0]](place[1]))
         count_block_steps(self.param_groups)
 
     @undisturbed()

@@ -31,6 +31,7 @@ from lwopt_backend.groups.param_groups import NONE, ComparedOptions, Elementwise
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.runtime.agreement import disagreement
+from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.early_exchange import EarlyExchange, copied
 from lwopt_backend.runtime.pieces import Slices, Storage
 from lwopt_backend.runtime.presence import Presence, read_at_once
@@ -156,8 +157,9 @@ def step_all(
     attachment: Attachment | None,
     row_scaling: RowScaling,
     options: ComparedOptions,
-) -> None:
-    """One step with the current gradients. ``rules`` are those of the param groups. Called on all ranks.
+) -> list[Presence]:
+    """One step with the current gradients. ``rules`` are those of the param groups. Called on all ranks. Returns which
+    members of each stepper have a gradient on any rank.
 
     If ``options`` are found to differ, all ranks raise before any weight is changed.
 
@@ -191,6 +193,7 @@ def step_all(
         for stepper in steppers:
             row_scaling.scale(stepper.members, stepper.pieces(states))
         row_scaling.clear()
+    return presences
 
 
 def _meet(
@@ -272,7 +275,24 @@ def _step_elementwise(
                 part.value.copy_(computed.value)
 
 
-# What is printed when an optimizer is made for an FSDP2 model: the routing, and the plan of every mesh.
+# What is printed when an optimizer is made for an FSDP2 model: the routing, and the plan of every mesh; and later.
+
+
+def without_gradient(
+    steppers: Sequence[MeshStepper], counted: Sequence[Counted], place: Collectives
+) -> report.WithoutGradient:
+    """The report of missing gradients, by the numbers of a stepper and a member. ``place`` is in the largest mesh.
+
+    The first rank of each mesh speaks for it; of copies on several meshes, and of plain tensors, the first of all.
+    """
+    copies = {(each.stepper, name) for each in counted if each.firsts and not each.different for name in each.names}
+    names = {}
+    for number, stepper in enumerate(steppers):
+        for index, member in enumerate(stepper.members):
+            of_all = stepper.mesh is None or (number, member.name) in copies
+            if (place if of_all else stepper.collectives).rank == 0:
+                names[number, index] = f"{member.name} (on rank 0)" if stepper.mesh is None else member.name
+    return report.WithoutGradient(names, place.rank)
 
 
 def described(steppers: Sequence[MeshStepper], counted: Sequence[Counted], reduction: str) -> report.Described:

@@ -176,6 +176,8 @@ class Backward:
             raise error
         self._read = self._manager.passes
         self._manager.take_changed()
+        if not reads:
+            self._core.without_gradient.stepped(self._core.had_gradient(presences))
         return presences
 
     @property

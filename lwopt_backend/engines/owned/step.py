@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config.hosts import HostConfig, OwnedStorageConfig
+from lwopt_backend.engines import report
 from lwopt_backend.engines.base import batch_numel_on, machine_for
 from lwopt_backend.engines.owned.bucket_manager import BucketManager
 from lwopt_backend.engines.owned.buckets import BucketBuffers, Sharers
@@ -323,6 +324,9 @@ class OwnedCore:
         self.row_scaling = grouping.row_scaling()
         self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config, self.row_scaling)
         self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
+        firsts = [held for held in self.holdings if config.report and held.sharers.everyone.rank == 0]
+        names = {number: self.members[number].name for held in firsts for number in held.numbers}
+        self.without_gradient = report.WithoutGradient(names, shares[0].ranks.rank)
 
     def _plan(self, grouping: Grouping, shares: Sequence[Share]) -> list[Holdings]:
         """Plan the members of each share, and compare the plans of all ranks."""
@@ -441,19 +445,23 @@ class OwnedCore:
     def _buckets_of(self, held: Holdings) -> list[int]:
         return [number for number, bucket in enumerate(self.manager.buckets) if bucket.sharers is held.sharers]
 
-    def step(self, groups: Groups, presences: Sequence[Presence]) -> None:
-        """Update what this rank owns and start the parameters' return. Called on all ranks."""
+    def had_gradient(self, presences: Sequence[Presence]) -> Callable[[int], bool]:
+        """Returns whether any rank has a gradient for a member, by the result of ``presences``."""
         of_member = {
             number: (presence, place)
             for held, presence in zip(self.holdings, presences)
             for place, number in enumerate(held.numbers)
         }
 
-        def active(number: int) -> bool:
+        def had_one(number: int) -> bool:
             presence, place = of_member[number]
             return presence(place)
 
-        self.stepper.step(groups, active)
+        return had_one
+
+    def step(self, groups: Groups, presences: Sequence[Presence]) -> None:
+        """Update what this rank owns and start the parameters' return. Called on all ranks."""
+        self.stepper.step(groups, self.had_gradient(presences))
         self.manager.stepped()
 
 
