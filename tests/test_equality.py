@@ -322,6 +322,34 @@ def test_two_optimizers_take_turns_on_one_model(engine: str, second: str, freeze
     assert largest_difference(found, dict(truth.named_parameters())) == 0.0
 
 
+@on_ranks(2)
+@cells(engine=["plain", "plain, lazy", "fsdp2"])
+def test_one_optimizer_trains_a_list_of_model_chunks(engine: str) -> None:
+    nets, truth = Nets(), Nets()
+    for nets_or_truth in (nets, truth):
+        nets_or_truth.gen.register_buffer("seen", torch.zeros(()))
+    if engine == "fsdp2":
+        for part in (nets.gen, nets.disc, nets):
+            fully_shard(part, mesh=fsdp2.mesh_of())
+    lazy = {"overlap_param_gather": True} if "lazy" in engine else {}
+    rules = {**MUON, "elementwise": {"name": "adamw", **ADAMW}, "report": False, **lazy}
+    optimizer = LayerWiseOptimizer([nets.gen, nets.disc], **rules)
+    alone = Reference(truth, matrices=("gen.0.weight", "gen.2.weight", "disc.0.weight", "disc.2.weight"))
+    for step in range(3):
+        nets.gen.seen.fill_(step + dist.get_rank() + 1)
+        nets(owned.rows(step, dist.get_rank()), "gen").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for part in (0, 1):
+            truth(owned.rows(step, part), "gen").backward()
+        alone.step(parts=2)
+    found = fsdp2.weights_of(nets if engine == "fsdp2" else copy.deepcopy(nets))
+    assert largest_difference(found, dict(truth.named_parameters())) == 0.0
+    if engine != "fsdp2":
+        nets.gen(owned.rows(3, 0))  # whose hook waits for the first rank's buffers
+        assert nets.gen.seen == 3
+
+
 NAMES_ANEW = ["layers.0.weight", "layers.4.bias"]
 
 

@@ -48,8 +48,8 @@ class LayerWiseOptimizer(BaseOptimizer):
     and one of other parameters. Call the constructor and every method on all ranks.
 
     Args:
-        model: a plain module without a DDP wrapper, a ``fully_shard`` module, or a list of the pipeline stages of this
-            rank, each of which ``fully_shard`` has sharded.
+        model: a plain module without a DDP wrapper, a ``fully_shard`` module, or a list of either, such as the pipeline
+            stages of this rank.
         matrix: name of the matrix rule, or a mapping with its ``name`` and options.
         lr: learning rate of the matrix rule. Default: the rule's.
         elementwise: name of the rule of all other parameters, or a mapping like ``{"name": "adamw", "eps": 1e-6}``.

@@ -36,6 +36,7 @@ from lwopt_backend.groups.grouping import Given, Grouping
 from lwopt_backend.groups.param_groups import settings_lines, warn_of_small_rate
 from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
 from lwopt_backend.plan.cost import RankMemory
+from lwopt_backend.routing.models import as_module, called
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
@@ -55,9 +56,10 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
         everyone = ranks_of(sharing.process_group)
 
-        def decide() -> tuple[tuple[Rules, OwnedConfig, Grouping, list[Share]], list[str]]:
-            check_model(model)
-            rules, config, grouping = given.decide(OwnedConfig, model)
+        def decide() -> tuple[tuple[Any, Rules, OwnedConfig, Grouping, list[Share]], list[str]]:
+            module = as_module(model, NAME)
+            check_model(module)
+            rules, config, grouping = given.decide(OwnedConfig, module)
             check_trained(grouping)
             if config.overlap_param_gather:
                 check_not_compiled(model)
@@ -68,9 +70,9 @@ class OwnedOptimizer(LayerWiseOptimizer):
             if experts:
                 theirs = ranks_of(sharing.expert_process_group, "expert_process_group")
                 shares.append(Share(theirs, everyone.world_size, sharing.expert_group_size, named_like(experts)))
-            return (rules, config, grouping, shares), settings_lines(rules, config)
+            return (module, rules, config, grouping, shares), settings_lines(rules, config)
 
-        rules, self.config, self._grouping, shares = agree(everyone, NAME, decide)
+        model, rules, self.config, self._grouping, shares = agree(everyone, NAME, decide)
         trained = {id(param) for group in self._grouping.groups for param in group["params"]}
         kept = () if self.config.broadcast_buffers else {name for name, _ in model.named_buffers()}
         broadcast_untrained(model, trained, shares, lambda name: name not in kept)
@@ -94,7 +96,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self._buffers = Buffers(model, shares if self.config.broadcast_buffers else (), self._manager.ledger.send)
         self._manager.pass_ended = self._buffers.send
         if self._buffers.any:
-            model.register_forward_pre_hook(Hook(self._buffers, lambda buffers, *args: buffers.receive()))
+            for module in called(model):
+                module.register_forward_pre_hook(Hook(self._buffers, lambda buffers, *args: buffers.receive()))
         self._loaded = False
         tell_when_loaded(model, self._take_loaded)
         if self.config.overlap_param_gather:

@@ -26,6 +26,11 @@ def as_module(models: Any, caller: str) -> nn.Module:
     return nn.ModuleList(items)
 
 
+def called(model: nn.Module) -> list[nn.Module]:
+    """The modules whose ``forward`` is called: those of a list, or the module itself."""
+    return list(model) if isinstance(model, nn.ModuleList) else [model]
+
+
 def _items(given: Any) -> list[Any]:
     """The items of a list or an iterator; for anything else, a list with the thing itself."""
     return [given] if isinstance(given, (Tensor, Mapping, str)) or not isinstance(given, Iterable) else list(given)

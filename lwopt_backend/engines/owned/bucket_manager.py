@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lwopt_backend.engines.owned.buckets import BucketBuffers, Ledger, Sharers
 from lwopt_backend.plan.buffers.layout import Bucket
+from lwopt_backend.routing.models import called
 from lwopt_backend.runtime.exchange import Beside
 from lwopt_backend.runtime.presence import Presence
 
@@ -76,8 +77,9 @@ class BackwardPasses:
             if manager.marks:
                 self._handles.append(param.register_hook(Hook(self, BackwardPasses._before, index)))
             self._handles.append(param.register_post_accumulate_grad_hook(Hook(self, BackwardPasses._take, index)))
-        self._handles.append(model.register_forward_pre_hook(Hook(self, BackwardPasses._before_forward)))
-        self._handles.append(model.register_forward_hook(Hook(self, BackwardPasses._after_forward)))
+        for module in called(model):
+            self._handles.append(module.register_forward_pre_hook(Hook(self, BackwardPasses._before_forward)))
+            self._handles.append(module.register_forward_hook(Hook(self, BackwardPasses._after_forward)))
 
     @property
     def interrupted(self) -> bool:
