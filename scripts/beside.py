@@ -42,6 +42,7 @@ PEERS = {  # what an environment has beyond the prepared one
     "automodel": ["--no-deps", requirement("nemo-automodel")],
     "lightning": [requirement("lightning")],
     "hugging_face": ["--upgrade", requirement("accelerate"), requirement("transformers")],  # the newest
+    "emerging": ["--ignore-requires-python", requirement("emerging-optimizers")],
     "pytorch_optimizer": ["--upgrade", requirement("pytorch-optimizer")],
     "gram_newton_schulz": ["--no-deps", "gram-newton-schulz==0.1.6"],  # without its kernels: its own path for CPUs
     "timm": ["--no-deps", "timm==1.0.31"],  # without torchvision: its schedulers alone

@@ -126,7 +126,8 @@ def rule_options() -> str:
         parts += options_table(map(option_cells, options))
     names = "`, `".join(sorted(CLASSES))
     parts.append(f"## Rules that are classes\n\nThe options of `{names}` are the arguments of their class.")
-    parts[-1] += " `lwopt rules soap`\nprints SOAP's."
+    parts[-1] += " `lwopt rules soap`\nprints SOAP's, and `lwopt rules emerging_optimizers.soap` those of "
+    parts[-1] += "[NVIDIA's](optimizers.md#nvidias-optimizers)."
     parts += ["## A division in atoms", *options_table(map(option_cells, facts["atoms"]))]
     return "\n\n".join(parts) + "\n"
 

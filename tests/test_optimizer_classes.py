@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -14,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend.cli.rule_facts import rule_facts
+from lwopt_backend.groups.optimizer_classes import EMERGING
 from lwopt_backend.groups.param_groups import ElementwiseGroups
 from lwopt_backend.groups.registry import new_state, options_of
 from lwopt_backend.rules.protocol import TorchOptimizer
@@ -168,6 +171,9 @@ class OfOthers(Own):
 UNSET = object()
 
 
+NAMED = "emerging_optimizers.mine"
+
+
 class Strict(OfOthers):
     """As heavyball 3.2.1: it checks its keywords, and a default is a value that no copy equals."""
 
@@ -241,6 +247,31 @@ def test_a_class_that_changes_weights_as_it_is_made_is_refused() -> None:
     options_of("torch_optimizer", {"class": Rescales})
     with pytest.raises(ValueError, match="Rescales refuses these arguments: weights change as it is made"):
         options_of("torch_optimizer", {"class": Rescales, "radius": 2.0})
+
+
+def test_a_class_has_its_name_in_nvidias_registry_wherever_a_rule_is_named() -> None:
+    """`make test-peers` trains NVIDIA's own."""
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    params = [{"params": model[0].weight, "matrix": {"name": NAMED}}, {"params": [model[1].weight, model[2].weight]}]
+    with mock.patch.dict(EMERGING, {NAMED: f"{__name__}.OwnDefault"}):
+        overrides = [{"params": "2.*", "matrix": {"name": "adamh"}}]
+        made = LayerWiseOptimizer(model, NAMED, params=params, overrides=overrides, include="*", report=False)
+        (listed,) = rule_facts(NAMED)["rules"]
+        with pytest.raises(ValueError, match="is the name of a class, and 'torch.optim.SGD' another; leave one out"):
+            LayerWiseOptimizer(model, {"name": NAMED, "class": "torch.optim.SGD"}, report=False)
+    of_class, overridden = {"rule": "torch_optimizer", "class": f"{__name__}.OwnDefault", "lr": 0.3}, {"rule": "adamh"}
+    for group, expected in zip(made.param_groups, (of_class, of_class, overridden), strict=True):
+        assert group.items() >= expected.items()
+    assert (listed["name"], [option["name"] for option in listed["options"]]) == (NAMED, ["lr"])
+
+
+@pytest.mark.parametrize(("missing", "told"), [("emerging_optimizers", "'emerging-opt"), ("triton.language", "triton")])
+def test_a_name_that_the_registry_lacks_and_a_package_that_is_not_there_are_told(missing: str, told: str) -> None:
+    with pytest.raises(ValueError, match="unknown rule 'emerging_optimizers.sop'; did you mean 'emerging_optimizers.s"):
+        LayerWiseOptimizer(nn.Linear(3, 2), "emerging_optimizers.sop", report=False)
+    absent = mock.patch.object(importlib, "import_module", side_effect=ModuleNotFoundError(name=missing))
+    with absent, pytest.raises(ValueError, match=f"cannot be imported: .*; run: pip install {told}"):
+        LayerWiseOptimizer(nn.Linear(3, 2), {"name": "emerging_optimizers.soap", "lr": 0.1}, report=False)
 
 
 class OnTheDevice(Own):

@@ -273,7 +273,7 @@ def test_the_support_table_of_fsdp2_is_the_tests_table() -> None:
 
 # -- docs/optimizers.md
 def test_a_users_own_rule_runs_as_printed(tmp_path: Path) -> None:
-    ((_, name, script),) = [block for block in blocks("optimizers", "python") if block.name]
+    ((_, name, script),) = blocks("optimizers", "python", "own_rule.py")
     (tmp_path / name).write_text(script)
     torch.manual_seed(0)
     with mock.patch.dict(MATRIX_RULES):

@@ -23,6 +23,7 @@ SCRIPTS = {  # by the test that runs them
     | {"move_a_run.py", "own_rule.py"},
     "test_checkpoint_docs.py": {"train.py", "load_fsdp2.py", "load_weights.py", "my_names.py"},
     "peers/test_torchtitan.py": {"torchtitan"},
+    "peers/test_emerging.py": {"emerging"},
     "peers/test_lightning.py": {"lightning_train.py"},
     "peers/test_trl.py": {"trl_train.py", "trl"},
 }
@@ -164,7 +165,7 @@ assert len(explain(attention)[0].matrices) == 3
     ),
     ("modules", 1): (f"{OPTIMIZER}optimizers = ModuleOptimizers({{'all': optimizer}})\n", ""),
     ("optimizers", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
-    ("optimizers", 2): (f"{PLAIN}from lwopt_backend import register_elementwise\n", "step(model, optimizer)"),
+    ("optimizers", 3): (f"{PLAIN}from lwopt_backend import register_elementwise\n", "step(model, optimizer)"),
     ("owned", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
     ("owned", 1): (
         f"{OPTIMIZER}step, scheduler = 1, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)\n",

@@ -12,6 +12,7 @@ from lwopt_backend.config.atoms import Division
 from lwopt_backend.config.hosts import HOSTS
 from lwopt_backend.config.options import LEFT_TO_THE_CLASS, REQUIRED, Option, options_in
 from lwopt_backend.groups.choices import DEFAULTS, SECTIONS
+from lwopt_backend.groups.optimizer_classes import as_class
 from lwopt_backend.groups.registry import (
     ELEMENTWISE_RULES,
     MATRIX_RULES,
@@ -51,7 +52,9 @@ COLUMNS = ("name", "default", "meaning", "source")
 def rule_facts(name: str | None) -> dict[str, list[Any]]:
     """The rule called ``name``, or all rules, hosts and divisions in atoms. Raises ValueError for a wrong name."""
     everything: list[MatrixEntry | ElementwiseEntry] = [*MATRIX_RULES.values(), *ELEMENTWISE_RULES.values()]
-    found = [described(entry) for entry in ([rule_named(name)] if name else everything)]
+    given = dict(as_class({"name": name}))
+    one = name and {**described(rule_named(given.pop("name")), given), "name": name}
+    found = [one] if one else [described(entry, {}) for entry in everything]
     sections = [
         {"name": section, "default": json.dumps(DEFAULTS.get(section, [])), "meaning": meaning, "source": OURS}
         for section, meaning in SECTIONS.items()
@@ -92,8 +95,8 @@ def _sent(rule: MatrixRule | None) -> str:
     return f"{there} bytes an element there, {wire['element_bytes']} back{sums}{seldom}"
 
 
-def described(entry: MatrixEntry | ElementwiseEntry) -> dict[str, Any]:
-    """A rule as plain data, with a note if its class is not installed."""
+def described(entry: MatrixEntry | ElementwiseEntry, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A rule, of a class that is ``given``, as plain data, with a note if its class is not installed."""
     found: dict[str, Any] = {
         "name": entry.name,
         "for": "matrices" if isinstance(entry, MatrixEntry) else "everything else",
@@ -104,13 +107,13 @@ def described(entry: MatrixEntry | ElementwiseEntry) -> dict[str, Any]:
         "note": "",
     }
     try:
-        known = known_of(entry.name, {})
+        known = {key: option for key, option in known_of(entry.name, given).items() if key not in given}
         if not any(option.default is REQUIRED for option in known.values()):
-            found["state"] = _state(entry, options_of(entry.name, {}))
+            found["state"] = _state(entry, options_of(entry.name, given))
     except ValueError as error:
         found["note"] = str(error)
         return found
-    found["options"] = declared(known, entry.source)
+    found["options"] = declared(known, given.get("class", entry.source))
     return found
 
 

@@ -35,7 +35,7 @@ def install_command(package: str, version: str = "") -> str:
     if not version:
         try:
             found = [text.partition(";")[0].strip() for text in requires(DISTRIBUTION) or ()]
-            requirement = {re.split(r"[^\w.-]", text)[0]: text for text in found}[package]
+            requirement = {re.split(r"[^\w.-]", text)[0]: text for text in found}.get(package, package)
         except PackageNotFoundError:  # imported by path: the bare name
             pass
     return f"pip install {shlex.quote(requirement)}"

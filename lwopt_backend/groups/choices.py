@@ -11,7 +11,7 @@ from lwopt_backend.config import foreign
 from lwopt_backend.config.hosts import HOSTS, HostConfig, ZeROConfig
 from lwopt_backend.config.options import checked, options_in, suggestion, within
 from lwopt_backend.groups import Group
-from lwopt_backend.groups.optimizer_classes import class_named, path_of
+from lwopt_backend.groups.optimizer_classes import as_class, class_named, path_of
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, check_options, known_of, options_of
 from lwopt_backend.routing.routing import as_globs
 
@@ -30,6 +30,7 @@ def changed(group: Group, given: Mapping[str, Any]) -> dict[str, Any]:
     rule, with its own defaults, and so does another ``class``."""
     if not given:
         return dict(group)
+    given = as_class(given)
     rule = given.get("name", group["rule"])
     _check_rule("matrix" if group["rule"] in MATRIX_RULES else "elementwise", rule)
     keeps = rule == group["rule"]
@@ -48,6 +49,7 @@ def _section(kind: str, given: Any, *, named: bool = False) -> dict[str, Any]:
     if named and "name" not in given:
         raise ValueError(f"{kind}: expected a key 'name', one of {', '.join(KINDS[kind])}; found {given!r}")
     with within(kind):
+        given = as_class(given)
         if "name" in given:
             _check_rule(kind, given["name"])
         return {key: path_of(value) if key == "class" else value for key, value in given.items()}

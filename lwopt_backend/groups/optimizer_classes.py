@@ -25,7 +25,45 @@ from lwopt_backend.config.options import (
 from lwopt_backend.rules.protocol import option
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "deepspeed": "deepspeed"}  # by the module that each installs
+PACKAGES = {  # by the module that each installs
+    "pytorch_optimizer": "pytorch-optimizer",
+    "deepspeed": "deepspeed",
+    "emerging_optimizers": "emerging-optimizers",
+}
+_ORTHOGONALIZED, _RIEMANNIAN = "orthogonalized_optimizers", "riemannian_optimizers.normalized_optimizer"
+_EMERGING = {  # the registry of emerging-optimizers 0.3.0, which asks for an import of each class's module
+    "muon": f"{_ORTHOGONALIZED}.muon.Muon",
+    "adaptive_muon": f"{_ORTHOGONALIZED}.adaptive_muon.AdaptiveMuon",
+    "muon_hyperball": f"{_ORTHOGONALIZED}.muon_hyperball.MuonHyperball",
+    "sinkhorn_muon": f"{_ORTHOGONALIZED}.sinkhorn_muon.SinkhornMuon",
+    "mop": f"{_ORTHOGONALIZED}.mop.MOP",
+    "polargrad": f"{_ORTHOGONALIZED}.polargrad.PolarGrad",
+    "scion": f"{_ORTHOGONALIZED}.scion.Scion",
+    "spel": f"{_ORTHOGONALIZED}.spel.Spel",
+    "soap": "soap.soap.SOAP",
+    "rekls": "soap.rekls.REKLS",
+    "psgd_pro": "psgd.psgd.PSGDPro",
+    "oblique_sgd": f"{_RIEMANNIAN}.ObliqueSGD",
+    "oblique_adam": f"{_RIEMANNIAN}.ObliqueAdam",
+    "lion": "scalar_optimizers.lion.Lion",
+    "laprop": "scalar_optimizers.laprop.LaProp",
+}
+EMERGING = {f"emerging_optimizers.{name}": f"emerging_optimizers.{path}" for name, path in _EMERGING.items()}
+
+
+def as_class(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A section whose ``name`` is of NVIDIA's registry as one of ``torch_optimizer`` with that class; others unchanged.
+
+    Raises ValueError for a name that the registry has not got.
+    """
+    name = section.get("name")
+    if not isinstance(name, str) or not name.startswith("emerging_optimizers."):
+        return section
+    if name not in EMERGING:
+        raise ValueError(f"unknown rule {name!r}; {suggestion(name, EMERGING)}")
+    if "class" in section:
+        raise ValueError(f"{name!r} is the name of a class, and {section['class']!r} another; leave one out")
+    return {**section, "name": "torch_optimizer", "class": EMERGING[name]}
 
 
 def path_of(given: Any) -> str:
@@ -56,8 +94,10 @@ def class_named(path: str) -> type[torch.optim.Optimizer]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, TypeError, ValueError) as error:  # TypeError: of ".a.B"
-        package = PACKAGES.get(module_name.partition(".")[0])
-        how = f"; run: {install_command(package)}" if package else ""
+        top = module_name.partition(".")[0]
+        missing = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else top
+        package = PACKAGES.get(top, "") if missing == top else missing  # which the package needs, such as Triton
+        how = f"; run: {install_command(package)}" if top in PACKAGES else ""
         raise ValueError(f"class {path!r} cannot be imported: {error}{how}") from error
     found = getattr(module, name, None)
     if found is None:

@@ -436,11 +436,15 @@ register_rule("adamh", AdamH, work="Adam, element by element", source="Hyperball
 
 
 def _flops(shape: Shape, options: Mapping[str, Any]) -> int:
-    """SOAP's and Shampoo's flops by options that only they have; for any other class, its number of elements."""
+    """Flops by options that only SOAP, Shampoo and Muon have; for any other class, the number of elements."""
     if {"precondition_frequency", "max_precondition_dim"} <= options.keys():
         return soap_flops(shape, options["precondition_frequency"], options["max_precondition_dim"])
     if "preconditioning_compute_steps" in options:
         return shampoo_flops(shape, options["preconditioning_compute_steps"], max(shape))  # it has no largest side
+    if "num_ns_steps" in options:
+        return newton_schulz_flops(shape, options["num_ns_steps"])
+    if "shampoo_beta" in options:
+        return soap_flops(shape, 1, max(shape))
     return shape[0] * shape[1]
 
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import typing
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests.command_line import succeeds
 from tests.launcher import ROOT
+from tests.peers.stand_ins import without_triton
 from tests.ranks import free_port
 from tests.references import Trained, rule_of
 
@@ -27,7 +24,6 @@ sys.path.append(str(ROOT / "examples"))
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Megatron's own imports
 HEADS, GROUPS, LAYERS, WIDTH, VOCABULARY = 4, 2, 2, 32, 256
-OVERRIDE = getattr(typing, "override", lambda function: function)
 
 
 @pytest.fixture(scope="module")
@@ -91,37 +87,6 @@ def test_transformers_computes_the_same_with_what_megatron_saved(one_rank: None,
     with torch.no_grad():
         theirs = model(tokens, None, above)
         torch.testing.assert_close(llama.eval()(input_ids=tokens).logits, theirs, rtol=1e-4, atol=1e-5)
-
-
-class Anything(ModuleType):
-    """Triton, of whose kernels none is run."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything(name)
-
-    def __call__(self, *given: Any, **more: Any) -> Any:
-        return given[0] if len(given) == 1 and callable(given[0]) and not more else Anything("value")
-
-    def __or__(self, other: Any) -> Any:
-        return self
-
-
-@contextlib.contextmanager
-def without_triton() -> Iterator[None]:
-    """Emerging-Optimizers can be imported, and compiles nothing. It also needs a word of Python 3.12."""
-    import torch._dynamo
-    import torch.utils._triton  # notes now that Triton is missing
-
-    torch.utils._triton.has_triton_package()
-    triton = Anything("triton")
-    triton.__spec__, triton.__version__, triton.constexpr = ModuleSpec("triton", None), "3.0.0", int
-    triton.language = triton
-    compiled = mock.patch.object(torch, "compile", lambda *given, **_: given[0] if given else lambda function: function)
-    modules = {"triton": triton, "triton.language": triton}
-    with compiled, mock.patch.dict(sys.modules, modules), mock.patch.object(typing, "override", OVERRIDE, create=True):
-        yield
 
 
 @pytest.mark.parametrize("precision", ["medium", "highest"])
