@@ -1,6 +1,9 @@
 """Gradients between two steps, where DeepSpeed itself loses or keeps some: all of a step are used, and no others."""
 
 import contextlib
+import math
+from contextlib import nullcontext
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +17,10 @@ from torch import Tensor, nn
 from tests import zero
 from tests.cells import cells
 from tests.checkpoint_contents import same
+from tests.engines import OWNED, ZERO, Cell, ExactLM, running
 from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
+from tests.owned import shares
 from tests.zero import Reference, engine_for, full_weights, settings_for
 
 CPU = {"device": "cpu"}
@@ -25,6 +30,37 @@ def accumulate(engine: Any, *micro_batches: int) -> None:
     for rows in micro_batches:
         engine.backward(engine(rows))
         engine.step()
+
+
+# What can be read between backward and step
+@cells(
+    lambda **cell: cell != {"engine": "zero 0", "precision": "fp16"}, engine=[*ZERO, *OWNED], precision=["fp32", "fp16"]
+)
+@on_ranks(2)
+def test_norms_and_zeros_of_some_gradients_are_those_of_one_process(engine: str, precision: str) -> None:
+    truth = ExactLM()
+    for rows in shares(0, 2):
+        truth(*rows).backward()
+    grads = {name: param.grad / 2 for name, param in truth.named_parameters()}
+    with running(Cell(engine, precision=precision), ExactLM()) as run:
+        optimizer, exact = run.made.basic_optimizer, precision == "fp32"
+        with pytest.raises(RuntimeError, match="expected a backward pass") if engine in ZERO else nullcontext():
+            optimizer.count_zeros()
+        run.made.backward(run.made(*shares(0, 2)[dist.get_rank()]))
+        for names, order in (("*", 2.0), ("layers.*", 1.0), (["embedding.*", "gate.bias"], math.inf)):
+            globs = [names] if isinstance(names, str) else names
+            flat = torch.cat([g.flatten() for n, g in grads.items() if any(fnmatchcase(n, glob) for glob in globs)])
+            norm = float(torch.linalg.vector_norm(flat.double(), order))
+            if exact:
+                assert float(optimizer.grad_norm(names, order)) == pytest.approx(norm, rel=1e-6)
+                assert optimizer.count_zeros(names) == int((flat == 0).sum())
+        with pytest.raises(ValueError, match="'layer.*' matches no trained parameter; did you mean"):
+            optimizer.grad_norm("layer.*")
+        while not math.isfinite(unscaled := float(optimizer.grad_norm())):  # until the scale of losses is small enough
+            run.made.step()
+            run.made.backward(run.made(*shares(0, 2)[dist.get_rank()]))
+        run.made.step()
+        assert exact or unscaled == pytest.approx(float(run.made.get_global_grad_norm()), rel=1e-3)
 
 
 # Passes that are one too many, and ones that are given up

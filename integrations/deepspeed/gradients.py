@@ -72,7 +72,7 @@ class Gradients:
 
     def begin_step(self) -> None:
         """Called on all ranks. Raises RuntimeError if there is no gradient to step on, or if DeepSpeed lost one."""
-        self._check()
+        self.check()
         if not self._has_begun:
             deepspeed_engine.warn_of_rates_of_zero(self._engine)
         self._has_begun = True
@@ -117,7 +117,7 @@ class Gradients:
             self._in_step = False
             self.end_step()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raises as ``begin_step`` does."""
 
     def _fill(self) -> None:
@@ -143,7 +143,7 @@ class WholeGradients(Gradients):
         if isinstance(self._wrapper, BF16_Optimizer):
             self._wrapper.clear_lp_grads()  # as a forward pass does, or a second loss of one adds the first again
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if not self._complete and self._engine.enable_backward_allreduce:  # which pipelines, for example, switch off
             self._refuse_none()
 
@@ -163,7 +163,7 @@ class _GradientsInBuffers(Gradients):
         super().end_step()
         self._reduced = 0
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if not (self._complete if self._engine.managed_gradient_accumulation() else self._reduced):
             self._refuse_none()
 
@@ -181,8 +181,8 @@ class FlatGradients(_GradientsInBuffers):
         super().end_step()
         self._used.clear()
 
-    def _check(self) -> None:
-        super()._check()
+    def check(self) -> None:
+        super().check()
         if self._complete > 1 and not all(map(self._adds_up, range(len(self._wrapper.bit16_groups)))):
             raise RuntimeError(
                 f"{self._name}: expected one backward pass to complete this step's gradient, found {self._complete}, "

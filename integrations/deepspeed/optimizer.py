@@ -8,13 +8,17 @@ The optimizer steps each rank's elements; matrices that are cut, or owned elsewh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
 
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.engines.base import BaseOptimizer
+from lwopt_backend.engines.base import BaseOptimizer, picked
+from lwopt_backend.engines.gradients import checked_order
 from lwopt_backend.engines.zero.plan import UnitStepper
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping
@@ -30,10 +34,11 @@ from lwopt_backend.groups.param_groups import (
 from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import zero
+from lwopt_backend.integrations.deepspeed.engine import tensor_ranks
 from lwopt_backend.integrations.deepspeed.gradients import Gradients, watch
 from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import Binding, ZeROStore
-from lwopt_backend.routing.routing import full_shape
+from lwopt_backend.routing.routing import full_shape, named_parameters
 from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import agree, disagreement
 from lwopt_backend.runtime.collectives import Collectives
@@ -99,6 +104,43 @@ class EngineOptimizer(BaseOptimizer):
 
     def _engine(self) -> DeepSpeedEngine:
         raise NotImplementedError
+
+    @undisturbed()
+    @torch.no_grad()
+    def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
+        """As ``LayerWiseOptimizer.grad_norm``, between ``engine.backward`` and ``engine.step``. With storage "zero",
+        all ranks gather one gradient after another.
+
+        Raises:
+            RuntimeError: before a backward pass that completes the gradients; and with storage "zero" for offloaded
+                gradients, and for models that not only data-parallel ranks share.
+        """
+        order = checked_order(norm_type)
+        norms = [torch.linalg.vector_norm(grad, order, dtype=torch.float64) for grad in self._whole_gradients(names)]
+        scale: float = getattr(self._engine().optimizer, "cur_scale", 1.0)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
+        return (total / scale).float()
+
+    @undisturbed()
+    @torch.no_grad()
+    def count_zeros(self, names: str | Sequence[str] = "*") -> int:
+        """As ``LayerWiseOptimizer.count_zeros``, when and where ``grad_norm`` can be called."""
+        return int(sum((grad == 0).sum() for grad in self._whole_gradients(names)))
+
+    def _whole_gradients(self, names: str | Sequence[str]) -> Iterator[Tensor]:
+        """Yield the whole gradients of these parameters, on all ranks; zeros for those that have none."""
+        engine = self._engine()
+        alone = not (engine.pipeline_parallelism or engine.has_moe_layers or tensor_ranks(engine) > 1)
+        if not alone or engine.zero_cpu_offload():
+            raise RuntimeError(
+                f"{self.name}: expected gradients of data-parallel ranks alone, not offloaded, found others; after "
+                "engine.step(), engine.get_global_grad_norm() is the norm of all"
+            )
+        self.gradients.check()
+        params = {name: param for name, param in named_parameters(engine.module) if param.requires_grad}
+        for name in filter(picked(names, list(params)), params):
+            grad = safe_get_full_grad(params[name])
+            yield torch.zeros_like(params[name], dtype=torch.float32) if grad is None else grad
 
     def take_loaded(self, options: Sequence[dict[str, Any]]) -> None:
         """Take over loaded ``options`` by param group, after weights and state were loaded."""

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines import report
-from lwopt_backend.engines.gradients import clip_factor, everything
+from lwopt_backend.engines.base import picked
+from lwopt_backend.engines.gradients import Pick, checked_order, clip_factor, everything
+from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.engines.owned.model import Backward, check_model, check_trained, described, tell_when_loaded
 from lwopt_backend.engines.owned.state import OwnedStore
 from lwopt_backend.engines.owned.step import OwnedCore, Share
@@ -257,6 +259,23 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             factor = clip_factor(self._clip, norm) if self._clip else factor
         if (self._clip or loss_scale != 1) and not self.overflow:
             gradients.scale(factor / loss_scale)
+
+    @undisturbed()
+    def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
+        return self._complete_gradients().norm(checked_order(norm_type), self._picked(names)) / self.loss_scale
+
+    @undisturbed()
+    def count_zeros(self, names: str | Sequence[str] = "*") -> int:
+        return self._complete_gradients().count_zeros(self._picked(names))
+
+    def _complete_gradients(self) -> OwnedGradients:
+        self._engine()
+        self.gradients.check()
+        self._backward.finish(self.param_groups, reads=True)
+        return self.core.gradients
+
+    def _picked(self, names: str | Sequence[str]) -> Pick:
+        return picked(names, self.core.manager.names)
 
     def _engine(self) -> DeepSpeedEngine:
         if self._owned is None:
