@@ -273,6 +273,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), amsgrad=True)
 
 
+def adamw_named(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([*model.named_parameters()][::-1], amsgrad=True)
+
+
 def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor([param for param in model.parameters() if not param.is_complex()])
 
@@ -303,6 +307,7 @@ ORDINARY: dict[str, tuple[Make, Callable[..., dict[str, Any]], bool, str]] = {
     "an average and random numbers": (adamw, with_average, True, "never had a gradient: their state is zero"),
     "state of other shapes": (adafactor, by_name, False, "expected the weight's shape (4, 6), found (4, 1)"),
     "state by number": (adamw, numbered, False, "such as optimizer.state.0.step, are left out: it has the parameters'"),
+    "state by number, with names": (adamw_named, numbered, True, "2 parameter(s), such as 'pooler.weight', never had"),
     "state of another model": (adamw, of_another, True, "such as optimizer.state.critic.weight.exp_avg, are left out"),
 }
 

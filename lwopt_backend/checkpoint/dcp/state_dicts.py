@@ -198,11 +198,13 @@ class Saved:
         self.folder, self.change = folder, change
         self.keys = keys = _Keys(folder)
         self.weights = {name: folder.tensor(key) for name, key in keys.weights.items()}
-        self.groups, self.group_of, unknown = _groups(folder, keys.options, self.weights, change)
+        self.groups, self.group_of, named, unknown = _groups(folder, keys.options, self.weights, change)
         names = {**self.weights, **self.group_of}
         self.states: dict[str, dict[str, LazyTensor]] = {}
         self.key_of: dict[tuple[str, str], str] = {}
         for key, rest in keys.states.items():
+            number, _, of_param = rest.partition(".")
+            rest = f"{named[number]}.{of_param}" if number in named else rest
             if (split := _split(rest, names)) is None:
                 unknown.append(key)
                 continue
@@ -366,15 +368,20 @@ def _left_out(keys: Sequence[str], folder: Path) -> list[str]:
         return []
     why = "it belongs to no weight of the model"
     if any(part.isdecimal() for part in keys[0].partition(STATE)[2].split(".")[:1]):
-        why = "it has the parameters' numbers, and not their names: save it with torch's get_optimizer_state_dict"
+        why = "it has the parameters' numbers, and not their names: save it with torch's get_optimizer_state_dict, or "
+        why += "give the optimizer named_parameters()"
     return [f"{len(keys)} entries of the optimizer's state in {folder}, such as {keys[0]}, are left out: {why}"]
 
 
 def _groups(
     folder: DcpFolder, options: Mapping[str, str], names: Collection[str], change: Callable[[Any], Any]
-) -> tuple[list[dict[str, Any]], dict[str, int], list[str]]:
-    """The groups' options, each parameter's group, and the keys of unknown parameters; if flattened, equal options make
-    a group. Groups of numbers in place of names are left out."""
+) -> tuple[list[dict[str, Any]], dict[str, int], dict[str, str], list[str]]:
+    """The groups' options, each parameter's group, the names that groups have for parameters' numbers, and the keys of
+    unknown parameters; if flattened, equal options make a group.
+
+    Optimizers that were given ``named_parameters()`` save names as ``param_names``. Without them, groups of numbers are
+    left out.
+    """
     numbered: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
     unknown: list[str] = []
@@ -389,6 +396,12 @@ def _groups(
             unknown.append(key)
     groups = [numbered[number] for number in sorted(numbered)]
     members = [group.pop("params", []) for group in groups]
+    given = [group.pop("param_names", None) for group in groups]
+    named: dict[str, str] = {}
+    if all(isinstance(of_group, list) for of_group in (*members, *given)):
+        pairs = [pair for numbers, of_group in zip(members, given) for pair in zip(numbers, of_group)]
+        if all(type(number) is int and type(name) is str and name in names for number, name in pairs):
+            named, members = {str(number): name for number, name in pairs}, given
     if any(type(name) is not str for of_group in members for name in of_group):
         groups, members = [], []
     group_of = {name: number for number, of_group in enumerate(members) for name in of_group}
@@ -396,4 +409,4 @@ def _groups(
         if of_name not in groups:
             groups.append(of_name)
         group_of[name] = groups.index(of_name)
-    return groups, group_of, unknown
+    return groups, group_of, named, unknown
