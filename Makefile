@@ -4,8 +4,9 @@
 # make test          set everything up, then run the tests: everything once, in ten minutes on two cores
 # make test-full     whole tables in place of pairs, every launcher and page, the benchmarks, the oldest DeepSpeed and torch,
 #                    and the package without each of its waits, which the sanitizer of streams has to find
-# make test-versions parts of the tests with every other torch and DeepSpeed that is supported; ARGS=torch, ARGS=deepspeed,
-#                    ARGS=oldest or ARGS=torch==2.15.0 for some; TORCH_INDEX_URL names an index of CPU builds
+# make test-versions parts of the tests with every other torch, DeepSpeed and transformers that is tested; ARGS=torch,
+#                    ARGS=deepspeed, ARGS=transformers, ARGS=oldest or ARGS=torch==2.15.0 for some; TORCH_INDEX_URL
+#                    names an index of CPU builds
 # make test-peers    clients and peers that are not ours, each in an environment of its own; ARGS="trl lightning" for some
 # make test-faults   the fault campaign: kills, full disks, damaged and hostile files, bad settings; at most an hour
 # make test-gpu      what needs an NVIDIA GPU, without a network: bits, waits, memory, several ranks on it, a benchmark;

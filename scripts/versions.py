@@ -1,6 +1,6 @@
-"""Run parts of `make test` with other torch and DeepSpeed releases than the prepared one: all that are tested.
+"""Run parts of `make test` with other releases of torch, DeepSpeed and transformers than the prepared one: all tested.
 
-Each is installed into a separate environment; everything else is the prepared one's. Arguments: torch, deepspeed, a
+Each is installed into a separate environment; everything else is the prepared one's. Arguments: a package's name, a
 release as in torch==2.15.0, or `oldest`, for those only, and then pytest's.
 """
 
@@ -34,6 +34,7 @@ class Part:
     options: tuple[str, ...]
     files: tuple[str, ...]
     left_out: dict[str, tuple[Any, ...]]
+    more: tuple[str, ...] = ()  # arguments of pytest
 
 
 PARTS = {
@@ -49,6 +50,7 @@ PARTS = {
         + ("test_newton_schulz", "test_plan*"),
         {},
     ),
+    "transformers": Part(("--no-deps",), ("test_fused_weights", "test_families"), {}, ("--full",)),  # every family
 }
 RELEASES = {
     f"{package}=={release}": package
@@ -59,7 +61,7 @@ RELEASES = {
 
 
 def main() -> None:
-    oldest = {f"{package}=={VERSIONS[package].tested[0]}" for package in PARTS}
+    oldest = {f"{package}=={VERSIONS[package].tested[0]}" for package in ("torch", "deepspeed")}
     words = {name: {name} for name in RELEASES} | {"oldest": oldest & RELEASES.keys()}
     words |= {package: {name for name, of in RELEASES.items() if of == package} for package in PARTS}
     chosen = words.get(sys.argv[1] if len(sys.argv) > 1 else "")
@@ -75,7 +77,7 @@ def main() -> None:
         if RELEASES[name] == "deepspeed":
             told["DEEPSPEED_UNDER_TEST"] = name.partition("==")[2]
         options = ["-p", "versions", "-p", "no:cacheprovider", "--durations=15", "-n", "2", "--dist", "loadfile"]
-        command = [str(python), "-m", "pytest", *options, *(arguments or files_of(part))]
+        command = [str(python), "-m", "pytest", *options, *part.more, *(arguments or files_of(part))]
         if subprocess.run(command, cwd=ROOT, env=told).returncode != 0:
             failed.append(name)
     if failed:
