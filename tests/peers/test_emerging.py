@@ -112,10 +112,12 @@ def test_its_options_are_listed_with_the_defaults_of_the_class() -> None:
 
 def test_the_pages_entries_train() -> None:
     ((*_, entry),), ((*_, python),) = (blocks("optimizers", language, "emerging") for language in ("json", "python"))
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    names: dict[str, Any] = {"model": model, "LayerWiseOptimizer": LayerWiseOptimizer}
-    exec(python, names)
-    for optimizer in (names["optimizer"], LayerWiseOptimizer(model, **json.loads(entry), include="*weight")):
+    given = f"optimizer = LayerWiseOptimizer(model, **json.loads({entry!r}))"
+    for code in (python, given):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        names: dict[str, Any] = {"model": model, "LayerWiseOptimizer": LayerWiseOptimizer, "json": json}
+        exec(code, names)
+        optimizer = names["optimizer"]
         model(torch.ones(2, 8)).square().sum().backward()
         before = model[0].weight.detach().clone()
         optimizer.step()
