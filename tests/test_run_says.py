@@ -1,8 +1,9 @@
-"""What a run says that it does not do: parameters without a gradient."""
+"""What a run does not do, and says: parameters without a gradient, and steps that are skipped."""
 
 import contextlib
 import io
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,10 +16,14 @@ from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.engines import report
+from lwopt_backend.engines.fsdp2.plan import local
 from lwopt_backend.groups import param_groups
+from tests.cells import cells
+from tests.checkpoint_engines import changed, full_weights_of, snapshot
 from tests.fsdp2 import mesh_of
+from tests.models import largest_difference
 from tests.on_ranks import on_ranks
-from tests.zero import engine_for, settings_for
+from tests.zero import PRECISIONS, batch_shares, build, engine_for, settings_for, train
 
 ENGINES = ("plain", "fsdp2", "modules", "zero 0", "zero 1", "zero 2", "zero 3", "owned 0", "owned 2")
 
@@ -99,3 +104,199 @@ def test_parameters_without_a_gradient_are_named_after_one_step_and_after_many(e
     for before, after in zip(made, (printed.getvalue(), logged.stream.getvalue())):
         found = [word for word in after.removeprefix(before).split() if not word.startswith("[")]
         assert found == (" ".join(said).split() if dist.get_rank() == 0 else []), engine
+
+
+# Steps that are skipped
+LIMIT = 50.0  # above every norm of good gradients, below that of bad ones
+HOW = ("", "clip", "torch's clip of inf", "clip groups", "GradScaler")
+
+
+class Loop:
+    """An engine without DeepSpeed, its loop, and all that a step could change."""
+
+    def __init__(self, engine: str, how: str, **options: Any) -> None:
+        self.model, self.how = Experts(), how
+        self.model.used = True
+        groups = {"clip_groups": {"one": {"params": "last.*", "max_norm": 1e-3}}} if how == "clip groups" else {}
+        self.sharded = engine.startswith("fsdp2")
+        if self.sharded:
+            shape = (2, 2) if engine == "fsdp2 hybrid" else ()
+            for part in (*self.model.experts, self.model):
+                fully_shard(part, mesh=mesh_of(*shape, names=("outer", "inner")[: len(shape) or 1]))
+        ours = {} if engine == "modules" else options
+        more = {"plain lazy": {"overlap_param_gather": True}, "fsdp2 attached": {"bucket_matrices": 1}}
+        self.one = LayerWiseOptimizer(self.model, report=False, **groups, **ours, **more.get(engine, {}))
+        self.optimizer: Any = ModuleOptimizers({"all": self.one}, **options) if engine == "modules" else self.one
+        if engine == "fsdp2 attached":
+            self.one.attach(self.model)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=how == "GradScaler", init_scale=4.0)
+
+    def step(self, number: int, factor: float = 1.0) -> Any:
+        """Rank 1 multiplies its loss by ``factor``."""
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        if self.sharded or self.how == "GradScaler":  # a step of owned storage, also one that is skipped, frees them
+            self.optimizer.zero_grad()
+        loss = self.model(rows) * (factor if dist.get_rank() == 1 else 1.0)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer) if self.how == "GradScaler" else None
+        if self.how == "clip":
+            self.optimizer.clip_grad_norm_(1e-3)
+        elif self.how.startswith("torch"):
+            self.optimizer.clip_grad_norm_(1e-3, norm_type=math.inf)
+        return self.scaler.step(self.optimizer) if self.how == "GradScaler" else self.optimizer.step()
+
+    def bits(self) -> dict[str, Any]:
+        self.one.synchronize()
+        found: dict[str, Any] = {name: local(param).clone() for name, param in self.model.named_parameters()}
+        for number, state in enumerate(self.one.state.values()):
+            found |= {f"{number} {key}": local(t).clone() for key, t in state.items() if not t.is_meta}
+        found["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in self.one.param_groups]
+        return found
+
+    def equals(self, other: dict[str, Any]) -> bool:
+        mine = self.bits()
+        same = (torch.equal(v, other[k]) if isinstance(v, Tensor) else v == other[k] for k, v in mine.items())
+        return mine.keys() == other.keys() and all(same)
+
+
+@cells(
+    lambda engine, how, **_: (engine, how) != ("modules", "GradScaler"),
+    engine=["plain", "plain lazy", "fsdp2", "fsdp2 attached", "fsdp2 hybrid", "modules"],
+    how=HOW,
+    bad=[math.nan, 1e5],
+)
+@on_ranks(4)
+def test_a_skipped_step_leaves_no_trace(engine: str, how: str, bad: float) -> None:
+    """The next step equals that of a run without the bad one."""
+    truth, ours = Loop(engine, how), Loop(engine, how, skip_above=LIMIT)
+    for number in range(3):
+        before = ours.bits()
+        returned = ours.step(7, bad)
+        assert ours.equals(before)
+        if engine == "fsdp2 attached" and ours.one.skipped:
+            assert not any(early._departed for early in ours.one._attachment._early.values())  # type: ignore[attr-defined]
+        if how != "GradScaler" or not math.isnan(bad):  # of which GradScaler takes no step
+            assert returned is False if engine == "modules" else ours.one.skipped
+        ours.scaler.update(4.0) if how == "GradScaler" else None
+        returned = ours.step(number), truth.step(number)
+        assert returned == (True, True) if engine == "modules" else not ours.one.skipped
+        assert ours.equals(truth.bits()) and not ours.equals(before)
+        for loop in (ours, truth):
+            loop.scaler.update(4.0) if how == "GradScaler" else None
+
+
+@pytest.mark.parametrize("engine", ["plain", "fsdp2 attached", "modules"])
+@on_ranks(2)
+def test_a_nonfinite_gradient_raises_on_all_ranks_or_is_stepped_on(engine: str) -> None:
+    raises = Loop(engine, "clip", on_nonfinite="raise")
+    for number in range(2):
+        raises.step(number)
+        before = raises.bits()
+        with pytest.raises(RuntimeError, match="on_nonfinite is 'raise', and the norm of the gradients is nan"):
+            raises.step(7, math.nan)
+        assert raises.equals(before)
+        raises.step(8)
+    steps = Loop(engine, "", on_nonfinite="step", skip_above=LIMIT)
+    steps.step(7, math.nan)
+    assert not steps.one.skipped and all(local(p).isnan().all() for p in steps.model.last.parameters())
+
+
+@on_ranks(2)
+def test_metrics_count_skipped_steps() -> None:
+    loop = Loop("plain", "", skip_above=LIMIT)
+    loop.one.record_metrics()
+    for number, factor in enumerate((1.0, 1e5, math.nan, 1.0)):
+        loop.step(number, factor)
+    assert [loop.one.metrics()["skipped_steps"] for _ in range(2)] == [2, 0]
+    plain = Loop("plain", "")
+    plain.one.record_metrics()
+    plain.step(0)
+    assert "skipped_steps" not in plain.one.metrics()
+
+
+@pytest.mark.parametrize("engine", ["plain", "fsdp2", "modules"])
+@on_ranks(2)
+def test_ranks_that_would_skip_by_other_limits_are_told_apart(engine: str) -> None:
+    with pytest.raises(RuntimeError, match="ranks differ in skip_above: 1 on rank 0, 2 on rank 1"):
+        Loop(engine, "", skip_above=1.0 + dist.get_rank())
+    with pytest.raises(ValueError, match="on_nonfinite: .*'drop'"):
+        Loop(engine, "", on_nonfinite="drop")
+
+
+@on_ranks(2)
+def test_a_module_decides_nothing_alone() -> None:
+    with pytest.raises(ValueError, match="module 'all': expected no on_nonfinite and no skip_above"):
+        ModuleOptimizers({"all": LayerWiseOptimizer(Experts(), report=False, skip_above=1.0)})
+
+
+# Under DeepSpeed
+@cells(engine=["zero 0", "owned 0", "owned 1", "owned 2"], precision=["fp32", "bf16", "fp16"], clip=[0.0, 1e-3])
+@on_ranks(2)
+def test_an_engine_skips_a_step_above_the_limit_and_the_next_is_exact(engine: str, precision: str, clip: float) -> None:
+    if engine == "zero 0" and precision != "fp32":
+        return
+    kind, _, stage = engine.partition(" ")
+    weights = []
+    for bad in (True, False):
+        settings = settings_for(kind, int(stage), precision, clip=clip, skip_above=LIMIT)
+        settings["scheduler"] = {"type": "CosineAnnealingLR", "params": {"T_max": 10}}
+        with engine_for(settings) as made:
+            for number in range(2):
+                if bad:
+                    before = snapshot(made)
+                    factor = 1e3 if dist.get_rank() else 1.0
+                    made.backward(made(*batch_shares(9, 1)[0]) * factor)
+                    made.step()
+                    assert changed(snapshot(made), before) == {"steps", "samples"}
+                    assert LIMIT < float(made.get_global_grad_norm()) < math.inf
+                train(made, range(number, number + 1), same_rows=True)
+            assert made.skipped_steps == 2 * bad
+            weights.append(full_weights_of(made))
+    assert largest_difference(*weights) == 0.0
+
+
+@cells(
+    lambda engine, precision: precision != "bf16" or engine not in ("zero 0", "zero 1", "zero 2"),
+    engine=["zero 0", "zero 1", "zero 2", "zero 3", "owned 0", "owned 2"],
+    precision=["fp32", "bf16"],
+)
+@on_ranks(2)
+def test_an_engine_raises_for_a_nonfinite_gradient(engine: str, precision: str) -> None:
+    kind, _, stage = engine.partition(" ")
+    with engine_for(settings_for(kind, int(stage), precision, on_nonfinite="raise")) as made:
+        train(made, range(1), same_rows=True)
+        before = snapshot(made)
+        loss = made(*batch_shares(9, 1)[0])
+        made.backward(loss * (math.nan if dist.get_rank() else 1.0))
+        with pytest.raises(RuntimeError, match="on_nonfinite is 'raise'"):
+            made.step()
+        assert changed(snapshot(made), before) == set()
+
+
+UNSAFE = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+CHECKED = {"bf16": {"enabled": True, "check_grad_overflow": True}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "options", "message"),
+    [
+        ("zero 2", {}, {"skip_above": 1.0}, "skip_above is 1.0 at zero_optimization.stage 2 of DeepSpeed"),
+        ("zero 3", {}, {"skip_above": 1.0}, "skip_above is 1.0 at zero_optimization.stage 3 of DeepSpeed"),
+        ("zero 3", {}, {"on_nonfinite": "step"}, "on_nonfinite is 'step' at zero_optimization.stage 3 of DeepSpeed"),
+        ("zero 1", CHECKED, {"on_nonfinite": "step"}, "set bf16.check_grad_overflow to false"),
+        ("zero 2", UNSAFE, {"on_nonfinite": "skip"}, "set bf16.check_grad_overflow to true"),
+        ("zero 2", UNSAFE, {"on_nonfinite": "step"}, ""),
+        ("zero 2", CHECKED, {"on_nonfinite": "skip"}, ""),
+        ("zero 2", PRECISIONS["fp16"], {"on_nonfinite": "raise"}, "on_nonfinite is 'raise' in fp16"),
+        ("owned 2", PRECISIONS["fp16"], {"on_nonfinite": "step"}, "on_nonfinite is 'step' in fp16"),
+        ("owned 2", UNSAFE, {"on_nonfinite": "raise"}, ""),
+    ],
+)
+@on_ranks(2)
+def test_what_deepspeed_cannot_do_is_refused_by_name(
+    engine: str, more: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    kind, _, stage = engine.partition(" ")
+    settings = settings_for(kind, int(stage), **options) | more
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        build(settings)

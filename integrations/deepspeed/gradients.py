@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -28,6 +29,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from deepspeed.utils.logging import logger
 from torch import Tensor
 
+from lwopt_backend.engines.gradients import nonfinite
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 
 BUFFERS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # by a parameter's ds_id
@@ -45,12 +47,15 @@ def watch(engine: DeepSpeedEngine, optimizer: Any) -> None:
         else:
             kind = Gradients if isinstance(optimizer, ZeROOptimizer) else WholeGradients
         optimizer.gradients = kind(engine, optimizer.name)
+        optimizer.gradients.raises = optimizer.config.on_nonfinite == "raise"
 
     deepspeed_engine.when_wrapped(engine, begin)
 
 
 class Gradients:
     """The gradients of ``engine`` since the last step; of owned storage, which loses none."""
+
+    raises = False  # whether a step that DeepSpeed skips is an error
 
     def __init__(self, engine: DeepSpeedEngine, name: str) -> None:
         self._engine, self._wrapper, self._name = engine, engine.optimizer, name
@@ -112,7 +117,10 @@ class Gradients:
         self._in_step = True
         try:
             self._fill()
-            return step(*args, **kwargs)
+            result = step(*args, **kwargs)
+            if self.raises and self._wrapper.overflow:
+                raise nonfinite(self._name, math.inf)
+            return result
         finally:
             self._in_step = False
             self.end_step()

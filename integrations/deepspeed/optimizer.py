@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines.base import BaseOptimizer, picked
-from lwopt_backend.engines.gradients import checked_order
+from lwopt_backend.engines.gradients import Guard, checked_order
 from lwopt_backend.engines.zero.plan import UnitStepper
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping
@@ -40,7 +40,7 @@ from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import Binding, ZeROStore
 from lwopt_backend.routing.routing import full_shape, named_parameters
 from lwopt_backend.rules.protocol import one_call
-from lwopt_backend.runtime.agreement import agree, disagreement
+from lwopt_backend.runtime.agreement import StepRefused, agree, disagreement
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, StateStore, keeps_state
@@ -66,6 +66,12 @@ class EngineOptimizer(BaseOptimizer):
         trains_matrices = not config.allow_no_matrix or any(is_matrix.values())
         super().__init__(split(self._given, is_matrix, rules), {})
         self._begin(rules, trains_matrices, main_rate(self._given, rules, trains_matrices), self.param_groups)
+
+    def _guard_for(self, skips_nonfinite: bool) -> Guard:
+        """The decision on steps where this optimizer decides; ``skips_nonfinite`` is what DeepSpeed's settings say."""
+        auto = "skip" if skips_nonfinite or self.config.skip_above is not None else "step"
+        given = self.config.on_nonfinite
+        return Guard(self.name, auto if given == "auto" else given, self.config.skip_above)
 
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Route, plan and compare ranks for ``engine``, which is about to take this optimizer. Called on all ranks."""
@@ -182,6 +188,7 @@ class ZeROLayerWise(EngineOptimizer):
     def bind(self, engine: DeepSpeedEngine) -> None:
         self._binding = binding = zero.bind(self.name, engine, self._given, self.rules, self.config)
         self._plan_digest = binding.plan_digest
+        self._guard = self._guard_for(True)
         self.row_scaling = binding.grouping.row_scaling()
         self._steppers = {}
         self.state.clear()  # an earlier engine's, whose partitions are gone
@@ -223,7 +230,8 @@ class ZeROLayerWise(EngineOptimizer):
         """One step of the current ``param_groups`` of DeepSpeed: everything (stage 0, BF16_Optimizer), a param group
         (ZeRO-1/2) or a sub-group (ZeRO-3). Called on all ranks, without a closure.
 
-        Non-finite gradients set ``overflow`` at stage 0, and change nothing else, as at the other stages.
+        Non-finite gradients set ``overflow`` at stage 0, and change nothing else, as at the other stages; so does a
+        norm above ``skip_above``.
         Raises RuntimeError outside an engine, and on every rank, before anything is changed, if DeepSpeed's storage is
         not as planned, or if options differ.
         """
@@ -254,13 +262,18 @@ class ZeROLayerWise(EngineOptimizer):
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
     def _overflows(self) -> bool:
-        """At stage 0: whether gradients are non-finite, which all ranks see in the norm."""
+        """At stage 0: whether the step is skipped, by the norm before clipping, which is equal on all ranks."""
         self.gradients.begin_step()
         norm, self.norm_before_clipping = self.norm_before_clipping, None
         if norm is None:
             norm = deepspeed_engine.clip_whole(self._engine(), 0.0)
-        self.overflow = not math.isfinite(norm)
-        self._global_grad_norm = math.inf if self.overflow else norm
+        total = float(norm)
+        try:
+            self.overflow = self._guard.skips(total)
+        except StepRefused:
+            self.gradients.end_step()
+            raise
+        self._global_grad_norm = math.inf if self.overflow and not math.isfinite(total) else norm
         if self.overflow:
             self.row_scaling.clear()
             self.gradients.end_step()

@@ -79,7 +79,7 @@ def bind(
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
 
     def decide() -> tuple[OwnedBinding, Sequence[Sequence[str]]]:
-        if reasons := reasons_to_refuse_owned(engine):
+        if reasons := reasons_to_refuse_owned(engine, config):
             cannot = f"{name} with owned storage does not support this configuration; change:"
             raise ValueError("\n  ".join([cannot, *reasons]))
         check_model(engine.module, name)
@@ -130,6 +130,8 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         binding = bind(self.name, engine, self._given, self.rules, self.config)
         self._take_groups(binding.groups(), binding.grouping)
         deepspeed_engine.prepare_scheduler(engine, binding.grouping.groups, binding.grouping.rate)
+        checks = not engine.bfloat16_enabled() or engine._config.bfloat16_config.check_grad_overflow
+        self._guard = self._guard_for(checks)
         self._stage, self._clip = engine.zero_optimization_stage(), engine.gradient_clipping() or 0.0
         self.loss_scaler = CreateLossScaler(  # dynamic or static in fp16, without effect in other precisions
             dtype=engine.get_data_types()[0],
@@ -214,9 +216,9 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
     def step(self) -> None:  # type: ignore[override]
         """One step with the gradients of the backward passes since the last one. Called on all ranks.
 
-        Non-finite gradients are dropped and ``overflow`` is set, except for bf16 with
-        ``bf16.check_grad_overflow`` off. Raises RuntimeError outside an engine and, on all ranks, if a backward pass
-        ended in an exception on one, the model's parameters were changed, or options differ.
+        Non-finite gradients are dropped and ``overflow`` is set, except for bf16 with ``bf16.check_grad_overflow`` off,
+        or as ``on_nonfinite`` and ``skip_above`` say. Raises RuntimeError outside an engine and, on all ranks, if a
+        backward pass ended in an exception on one, the model's parameters were changed, or options differ.
         """
         if self._owned is None:
             raise self._no_engine()
@@ -228,8 +230,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             self._check_groups(self.param_groups)
             if self._loaded:
                 self.refresh_fp32_params()
-            self._scale_gradients()
-            self.loss_scaler.update_scale(self.overflow)
+            self.loss_scaler.update_scale(self._scale_gradients())
             if not self.overflow:
                 with self._whole.changing():
                     self.core.step(self.param_groups, presences)
@@ -243,22 +244,23 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
-    def _scale_gradients(self) -> None:
-        """Unscale and clip the mean gradients in place, unless they overflowed. Sets ``overflow`` and the norm before
-        clipping, if it was needed."""
+    def _scale_gradients(self) -> bool:
+        """Unscale and clip the mean gradients in place, unless the step is skipped, which sets ``overflow``. Also sets
+        the norm before clipping, if it was needed. Returns whether the step is skipped for non-finite gradients."""
         assert self._owned is not None
         engine, gradients, loss_scale = self._owned.engine, self.core.gradients, self.loss_scale
-        skips_overflow = not engine.bfloat16_enabled() or engine._config.bfloat16_config.check_grad_overflow
-        self._global_grad_norm, self.overflow = None, False
+        self._global_grad_norm, self.overflow, nonfinite = None, False, False
         factor: Tensor | float = 1.0
-        if self._clip or skips_overflow or engine.zero_compute_grad_norm():
+        if self._clip or self._guard.is_on or engine.zero_compute_grad_norm():
             norm = gradients.norm(2.0, everything) / loss_scale
             total = norm.item()
-            self.overflow = skips_overflow and not math.isfinite(total)
-            self._global_grad_norm = math.inf if self.overflow else total
+            self.overflow = self._guard.skips(total)
+            nonfinite = self.overflow and not math.isfinite(total)
+            self._global_grad_norm = math.inf if nonfinite else total
             factor = clip_factor(self._clip, norm) if self._clip else factor
         if (self._clip or loss_scale != 1) and not self.overflow:
             gradients.scale(factor / loss_scale)
+        return nonfinite
 
     @undisturbed()
     def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:

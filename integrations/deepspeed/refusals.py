@@ -11,15 +11,23 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
 
+from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.options import install_command
 from lwopt_backend.integrations.deepspeed.engine import tensor_ranks, uses_auto_ep, uses_bf16_optimizer
 from lwopt_backend.routing.routing import full_shape
 
 
-def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
+def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]], config: ZeROConfig) -> list[str]:
     """Every reason why this engine cannot train with layer-wise matrices, one sentence each; empty if it can."""
     parallel = [*_parallelism(engine), *_tensor_parallelism(engine)]
-    return [*_stage(engine), *_experts(engine, param_groups), *parallel, *_storage(engine)]
+    return [
+        *_stage(engine),
+        *_experts(engine, param_groups),
+        *parallel,
+        *_storage(engine),
+        *_skipping(engine, config),
+        *_skipping_of_deepspeed(engine, config),
+    ]
 
 
 def _stage(engine: DeepSpeedEngine) -> list[str]:
@@ -180,7 +188,50 @@ def _switches(engine: DeepSpeedEngine, more: Mapping[str, Any] | None = None) ->
     return reasons
 
 
-def reasons_to_refuse_owned(engine: DeepSpeedEngine) -> list[str]:
+def skips_nonfinite(engine: DeepSpeedEngine) -> bool:
+    """Whether DeepSpeed skips a step with non-finite gradients; of owned storage, whether its settings say so."""
+    stage, dtype = engine.zero_optimization_stage(), engine.get_data_types()[0]
+    if stage in (0, 3) or uses_bf16_optimizer(engine) or dtype == torch.float16:
+        return True
+    if dtype == torch.bfloat16:
+        return bool(engine._config.bfloat16_config.check_grad_overflow)
+    return bool(engine.zero_compute_grad_norm()) and Version(deepspeed.__version__) >= Version("0.19.8")
+
+
+def _skipping(engine: DeepSpeedEngine, config: ZeROConfig) -> list[str]:
+    if engine.get_data_types()[0] == torch.float16 and config.on_nonfinite in ("raise", "step"):
+        return [
+            f"on_nonfinite is {config.on_nonfinite!r} in fp16, in which steps that overflow have to be skipped to find "
+            "the loss scale; use 'auto'"
+        ]
+    return []
+
+
+def _skipping_of_deepspeed(engine: DeepSpeedEngine, config: ZeROConfig) -> list[str]:
+    """At stages 1 to 3 DeepSpeed decides which steps it calls the optimizer for."""
+    stage, wanted = engine.zero_optimization_stage(), config.on_nonfinite
+    if stage == 0:
+        return []
+    reasons, where = [], f"at zero_optimization.stage {stage} of DeepSpeed {deepspeed.__version__}"
+    if config.skip_above is not None:
+        reasons.append(
+            f"skip_above is {config.skip_above} {where}, which skips steps with non-finite gradients only; use stage 0 "
+            'or "storage": "owned"'
+        )
+    if wanted in ("skip", "raise") and not skips_nonfinite(engine):
+        reasons.append(
+            f"on_nonfinite is {wanted!r} {where}, which takes such steps here; set bf16.check_grad_overflow to true, "
+            "in fp32 compute_grad_norm (from 0.19.8 on), or use stage 3"
+        )
+    if wanted == "step" and skips_nonfinite(engine):
+        reasons.append(
+            f"on_nonfinite is 'step' {where}, which skips such steps here; use 'auto', or in bf16 at stages 1 and 2 "
+            "set bf16.check_grad_overflow to false"
+        )
+    return reasons
+
+
+def reasons_to_refuse_owned(engine: DeepSpeedEngine, config: ZeROConfig) -> list[str]:
     """Every reason why this engine cannot train with owned storage, one sentence each; empty if it can."""
     stage, instead = engine.zero_optimization_stage(), 'use "storage": "zero"'
     reasons = []
@@ -216,7 +267,7 @@ def reasons_to_refuse_owned(engine: DeepSpeedEngine) -> list[str]:
         "zero_optimization.zero_hpz_partition_size": engine.zero_hpz_partition_size() > 1,
         "zero_optimization.pipeline_loading_checkpoint": engine._config.zero_config.pipeline_loading_checkpoint,
     }
-    return [*reasons, *_switches(engine, more)]
+    return [*reasons, *_switches(engine, more), *_skipping(engine, config)]
 
 
 def _spell(dtype: torch.dtype) -> str:

@@ -440,7 +440,7 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
     places, unclear = deepspeed_engine.mark_cuts(engine, ranks[-1]) if cut else ([], [])
 
     def decide() -> tuple[Binding, list[list[str]]]:
-        if reasons := [*reasons_to_refuse(engine, given), *unclear]:
+        if reasons := [*reasons_to_refuse(engine, given, config), *unclear]:
             raise ValueError("\n  ".join([f"{name} does not support this configuration; change:", *reasons]))
         model = engine.module
         if stage is None:

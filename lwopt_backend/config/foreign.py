@@ -43,6 +43,8 @@ CLIP = "write gradient_clipping at the top level of ds_config.json; without Deep
 ROUTED = "the model's structure decides what is a matrix; 'include' and 'exclude' overrule it, by name"
 ADVICE = {
     **dict.fromkeys(("max_grad_norm", "clip_grad", "gradient_clipping"), CLIP),
+    "grad_norm_skip_threshold": "write 'skip_above'",
+    "check_for_nan_in_loss_and_grad": "write 'on_nonfinite': 'raise'",
     **dict.fromkeys(("use_muon", "algorithm", "muon_params", "adamw_params"), ROUTED),
     **dict.fromkeys(("num_heads", "split_sizes", "flatten"), "say it by name in 'atoms' (docs/matrices.md)"),
 }

@@ -12,6 +12,7 @@ from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.config.options import Globs, Positive, parse
 from lwopt_backend.rules.protocol import option
 
+UNPLANNED = ("report", "on_nonfinite", "skip_above")  # options on which no plan depends
 NAME = "LayerWiseOptimizer"  # of every engine's optimizer, in errors and tables
 MEGATRON = "Megatron-Core"
 
@@ -41,6 +42,11 @@ class HostConfig:
     advice: ClassVar[str] = "leave it out"
 
     @property
+    def looks_at_norm(self) -> bool:
+        """Whether a step depends on the norm of its gradients, where the default is to step."""
+        return self.on_nonfinite in ("skip", "raise") or self.skip_above is not None
+
+    @property
     def is_owned(self) -> bool:
         """Whether every matrix is whole at one rank, so that no rank has a block of it."""
         return isinstance(self, OwnedStorageConfig) and getattr(self, "storage", "owned") == "owned"
@@ -65,6 +71,17 @@ class HostConfig:
     allow_no_matrix: bool = option(False, "accept a model without a matrix, which is otherwise an error")
     exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "dtype on the wire; 'auto': the rule's, which loses nothing"
+    )
+    on_nonfinite: Literal["auto", "skip", "raise", "step"] = option(
+        "auto",
+        "a step with NaN or infinite gradients on any rank: 'skip', 'raise', 'step' or 'auto'. Auto: as DeepSpeed's "
+        "configuration says there; skip with skip_above and in ModuleOptimizers; otherwise step, as torch does",
+    )
+    skip_above: float | None = option(
+        None,
+        "skip a step if the norm of all gradients before clipping is above this; None: never",
+        f"{MEGATRON}'s grad_norm_skip_threshold",
+        gt=0,
     )
     report: bool = option(
         True, "print and log, on rank 0, the routing, the plan, and later the parameters that never had a gradient"

@@ -144,6 +144,7 @@ class BaseOptimizer(torch.optim.Optimizer):
         - ``exchange_bytes``: what the busiest rank has sent
         - ``seconds``: of the busiest rank, by part: exchange, rule, elementwise and norm
         - ``lr``: by param group, the learning rate
+        - ``skipped_steps``: how many ``on_nonfinite`` and ``skip_above`` skipped, if any can be
 
         Steps of other optimizers in this process are included.
 
@@ -161,7 +162,11 @@ class BaseOptimizer(torch.optim.Optimizer):
         norms = {} if norm is None else {"grad_norm": float(norm)}
         named = {"clip_group_norms": {name: float(each) for name, each in groups.items()}} if groups else {}
         rates = {"lr": [float(group["lr"]) for group in self.param_groups]}
-        return {**norms, **named, **self._recorder.take(self._everyone()), **rates}
+        return {**norms, **named, **self._recorder.take(self._everyone()), **rates, **self._skipped_steps()}
+
+    def _skipped_steps(self) -> dict[str, int]:
+        """The metric of this name, if this optimizer skips steps itself."""
+        return {}
 
     @undisturbed()
     @torch.no_grad()

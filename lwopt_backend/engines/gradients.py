@@ -1,13 +1,15 @@
-"""Shared by the gradients of all engines: which of them count, orders of norms, and clip groups."""
+"""Shared by the gradients of all engines: which count, orders of norms, clip groups, and steps that are skipped."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.config.hosts import ClipGroup
+from lwopt_backend.runtime.agreement import StepRefused
 
 Pick = Callable[[str], bool]  # selects parameters by name
 
@@ -36,10 +38,51 @@ class ClipGroups:
         self.norms.update((group, norm(self.pick(group))) for group in groups)
         return {group: self.norms[group] for group in groups}
 
+    def total(self, norm: Callable[[Pick], Tensor]) -> Tensor:
+        """The norm of order 2 of all gradients, by the ``norm`` of each group and of the rest, kept in ``norms``."""
+        norms = list(self.measure([None, *self.limits], norm).values())
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.double() for n in norms]))
+
     @property
     def named(self) -> dict[str, Tensor]:
         """The norms of the groups that have a name, in fp32."""
         return {group: norm.float() for group, norm in self.norms.items() if group is not None}
+
+
+class Guard:
+    """Decides by the norm of all gradients before clipping whether a step is taken. All ranks have the same norm.
+
+    ``on_nonfinite`` is "skip", "raise" or "step" and decides on NaN and infinity, ``skip_above`` on other norms.
+    """
+
+    def __init__(self, name: str, on_nonfinite: str, skip_above: float | None) -> None:
+        self._name, self._on_nonfinite, self._skip_above = name, on_nonfinite, skip_above
+        self.is_on = on_nonfinite != "step" or skip_above is not None
+        self.skipped = False  # the last step
+        self._count = 0
+
+    def skips(self, norm: float) -> bool:
+        """Whether a step with gradients of this norm is skipped. Raises StepRefused for "raise"."""
+        finite = math.isfinite(norm)
+        if not finite and self._on_nonfinite == "raise":
+            raise nonfinite(self._name, norm)
+        limit = math.inf if self._skip_above is None else self._skip_above
+        self.skipped = norm > limit if finite else self._on_nonfinite == "skip"
+        self._count += self.skipped
+        return self.skipped
+
+    def take(self) -> dict[str, int]:
+        """The number of skipped steps since the last call, for metrics; nothing if none can be."""
+        count, self._count = self._count, 0
+        return {"skipped_steps": count} if self.is_on else {}
+
+
+def nonfinite(name: str, norm: float) -> StepRefused:
+    """The error for ``on_nonfinite="raise"``."""
+    return StepRefused(
+        f"{name}: on_nonfinite is 'raise', and the norm of the gradients is {norm}; no weight or state was changed. Go "
+        "on from a checkpoint without these data, or say 'skip'"
+    )
 
 
 def checked_order(norm_type: float | str) -> float:

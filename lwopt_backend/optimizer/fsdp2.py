@@ -16,7 +16,7 @@ from lwopt_backend.engines.base import loaded
 from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2 import state as mesh_state
 from lwopt_backend.engines.fsdp2 import step as mesh_stepping
-from lwopt_backend.engines.fsdp2.gradients import MeshGradients, counted_of
+from lwopt_backend.engines.fsdp2.gradients import MeshGradients, check_one_has_all, counted_of
 from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping, InModel
@@ -94,6 +94,8 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._make_state()
         self._owner_shards()  # adds their keys to ``state``
         self._counted = counted_of(self._steppers, named_like(self.config.copies))
+        if self._guard.is_on:
+            check_one_has_all(self._steppers)
         if self._attachment is not None and self._attachment.is_on:
             self._attachment.remove()
             self._attachment = self._attached()
@@ -147,6 +149,11 @@ class MeshOptimizer(LayerWiseOptimizer):
             presences = step_all(self._steppers, self.param_groups, rules, *kept, self._options)
         self._without_gradient.stepped(lambda place: presences[place[0]](place[1]))
         count_block_steps(self.param_groups)
+
+    def _skip(self) -> None:
+        self.row_scaling.clear()
+        if self._attachment is not None:
+            self._attachment.forget()
 
     @undisturbed()
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:

@@ -20,7 +20,7 @@ from lwopt_backend.engines.base import BaseOptimizer
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients
 from lwopt_backend.engines.fsdp2.plan import is_sharded
 from lwopt_backend.engines.fsdp2.step import Attachment
-from lwopt_backend.engines.gradients import ClipGroups, check_finite, checked_order
+from lwopt_backend.engines.gradients import ClipGroups, Guard, check_finite, checked_order
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping
@@ -65,10 +65,11 @@ class LayerWiseOptimizer(BaseOptimizer):
         expert_process_group: ranks that share the parameters in ``expert_params``.
         expert_group_size: number of ranks in ``expert_process_group`` that hold one instance of the experts.
         **options: the matrix rule's options by name, and the engine's. Both engines have ``include``, ``exclude``,
-            ``atoms``, ``allow_no_matrix``, ``exchange_dtype``, ``clip_groups`` and ``report``. A ``fully_shard`` model
-            has ``bucket_matrices``, ``bucket_numel``, ``copies`` and ``state_dtype``. A plain model has ``layout``,
-            ``bucket_mb``, ``pad_buckets_for_high_nccl_busbw``, ``group_size``, ``grad_dtype``, ``keep_full_grads``,
-            ``broadcast_buffers``, ``overlap_grad_reduce`` and ``overlap_param_gather``.
+            ``atoms``, ``allow_no_matrix``, ``exchange_dtype``, ``clip_groups``, ``on_nonfinite``, ``skip_above`` and
+            ``report``. A ``fully_shard`` model has ``bucket_matrices``, ``bucket_numel``, ``copies`` and
+            ``state_dtype``. A plain model has ``layout``, ``bucket_mb``, ``pad_buckets_for_high_nccl_busbw``,
+            ``group_size``, ``grad_dtype``, ``keep_full_grads``, ``broadcast_buffers``, ``overlap_grad_reduce`` and
+            ``overlap_param_gather``.
 
     Raises:
         TypeError, ValueError: on all ranks, if the model or an option is not supported.
@@ -124,13 +125,18 @@ class LayerWiseOptimizer(BaseOptimizer):
         self._begin(rules, self._grouping.trains_matrices, self._grouping.rate, self._grouping.groups)
         self._clip_groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups)
         self._clipped = False  # since the last step
+        unless = "skip" if self.config.skip_above is not None else "step"
+        given = self.config.on_nonfinite
+        self._guard = Guard(self.name, unless if given == "auto" else given, self.config.skip_above)
+        self._norm: Tensor | None = None  # of order 2, of all gradients before they were clipped, if the guard is on
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with the gradients since the last step.
 
         A parameter without a gradient on any rank keeps its value and state. If only some ranks have a gradient, the
-        gradients of the others count as zero.
+        gradients of the others count as zero. A step that ``on_nonfinite`` or ``skip_above`` skips changes no weight
+        and no state on any rank; ``skipped`` says so.
 
         Args:
             closure: computes the loss and its gradients again, as in torch.optim.
@@ -139,19 +145,21 @@ class LayerWiseOptimizer(BaseOptimizer):
             The closure's result.
 
         Raises:
-            RuntimeError: on all ranks, if options differ between ranks, which every 64th step compares; for a plain
-                model also if a backward pass failed on any rank, or if other parameters are trained than before. Other
-                errors are raised on one rank, for which the others wait until its program is ended.
+            RuntimeError: on all ranks, for non-finite gradients with ``on_nonfinite="raise"``, and if options differ
+                between ranks, which every 64th step compares; for a plain model also if a backward pass failed on any
+                rank, or if other parameters are trained than before. Other errors are raised on one rank, for which the
+                others wait until its program is ended.
         """
         with one_call(self, begins=True, ends=True):
             loss = None if closure is None else torch.enable_grad()(closure)()
             with undisturbed(), torch.no_grad():
                 try:
                     self._begin_step()
-                    if self._clip_groups.limits and not self._clipped:
-                        self._clip(self._clip_groups.limits)
+                    skips = self._guard.is_on and self._guard.skips(self._norm_of_all().item())
+                    if self._clip_groups.limits and not self._clipped and not skips:
+                        self._clip(self._clip_groups.limits, known=self._guard.is_on)
                     self._clipped = False
-                    self._step()
+                    self._skip() if skips else self._step()
                 finally:
                     self._end_step()
             if self._optimizer_step_post_hooks or AFTER:  # which may read parameters
@@ -160,11 +168,36 @@ class LayerWiseOptimizer(BaseOptimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. Call it on all ranks."""
+        self._clipped = False
+        super().zero_grad(set_to_none)
+
     def _begin_step(self) -> None:
         """Raises RuntimeError, before anything is changed, if this step cannot be taken. Called on all ranks."""
 
     def _step(self) -> None:
         raise NotImplementedError
+
+    def _skip(self) -> None:
+        """End a step that changes nothing. Called on all ranks."""
+        raise NotImplementedError
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last ``step`` was skipped, by ``on_nonfinite`` or ``skip_above``; the same on all ranks."""
+        return self._guard.skipped
+
+    def _skipped_steps(self) -> dict[str, int]:
+        return self._guard.take()
+
+    def _norm_of_all(self) -> Tensor:
+        """The norm of all gradients, as it was before they were clipped. Called on all ranks, if the guard is on."""
+        if not self._clipped:
+            gradients = self.gradients
+            self._norm = gradients.agreed(self._clip_groups.total(lambda pick: gradients.norm(2.0, pick)))
+        assert self._norm is not None
+        return self._norm
 
     def _end_step(self) -> None:
         """The step, or the attempt, is over."""
@@ -197,11 +230,24 @@ class LayerWiseOptimizer(BaseOptimizer):
     @undisturbed()
     @torch.no_grad()
     def _clip(
-        self, limits: Mapping[str | None, float], norm_type: float = 2.0, finite: bool = False, foreach: Any = None
+        self,
+        limits: Mapping[str | None, float],
+        norm_type: float = 2.0,
+        finite: bool = False,
+        foreach: Any = None,
+        *,
+        known: bool = False,
     ) -> dict[str | None, Tensor]:
-        """Clip each of these clip groups by its norm, and return the norms; None is the rest. Called on all ranks."""
-        gradients, order = self.gradients, checked_order(norm_type)
-        norms = self._clip_groups.measure(limits, lambda pick: gradients.norm(order, pick, foreach))
+        """Clip each of these clip groups by its norm, and return the norms; None is the rest. Called on all ranks.
+        The norms are ``known`` if the guard has just measured them."""
+        gradients, order, groups = self.gradients, checked_order(norm_type), self._clip_groups
+        if self._guard.is_on and not known and not self._clipped:
+            self._norm_of_all()
+            known = order == 2
+        if known:
+            norms = {group: groups.norms[group] for group in limits}
+        else:
+            norms = groups.measure(limits, lambda pick: gradients.norm(order, pick, foreach))
         for norm in norms.values():
             check_finite(norm, norm_type, finite)
         for group, norm in norms.items():

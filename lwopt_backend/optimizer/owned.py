@@ -142,12 +142,18 @@ class OwnedOptimizer(LayerWiseOptimizer):
             self._manager.receive_values()
         self._backward.stepped()
 
+    def _skip(self) -> None:
+        self.row_scaling.clear()
+        self._manager.stepped()
+        self._backward.stepped()
+
     def _end_step(self) -> None:
         self._presences = None
 
     @undisturbed()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of an interrupted backward pass included."""
+        self._clipped = False
         self._backward.discard()
 
     @undisturbed()

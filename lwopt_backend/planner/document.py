@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lwopt_backend.config.hosts import UNPLANNED
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.cost import StepTime, max_min_squared, per_rank
 from lwopt_backend.planner.part import Part
@@ -113,7 +114,7 @@ def _options(setting: Setting) -> dict[str, Any]:
     """The engine's options, and everything else that a plan depends on."""
     dtypes = {key: str(getattr(setting, key)).removeprefix("torch.") for key in ("dtype", "grad_dtype")}
     rules = {"matrix": setting.rules.matrix["rule"], "elementwise": setting.rules.elementwise["rule"]}
-    config = {key: value for key, value in asdict(setting.config).items() if key != "report"}
+    config = {key: value for key, value in asdict(setting.config).items() if key not in UNPLANNED}
     return config | dtypes | rules
 
 

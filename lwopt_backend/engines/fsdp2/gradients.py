@@ -55,7 +55,7 @@ class MeshGradients:
         other ranks, it waits once, for the gradients of other ranks.
         """
         order = checked_order(norm_type)
-        _check_one_has_all(self._steppers)
+        check_one_has_all(self._steppers)
         with phase(NORM):
             of_steppers = [stepper.placed_gradients() for stepper in self._steppers]
             if order == float("inf"):  # torch's fails on ranks with an empty shard, while the other ranks wait
@@ -75,6 +75,13 @@ class MeshGradients:
             if any(each.firsts for each in self._counted):
                 norms = _with_other_ranks(_largest(self._steppers), self._counted, norms, order)
             return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
+
+    def agreed(self, norm: Tensor) -> Tensor:
+        """A norm with the same bits on all ranks, by which they may decide. Copies of a mesh add up apart."""
+        everywhere = _largest(self._steppers)
+        if len(self._steppers) == 1 and len(_mesh(everywhere).shape) == 1:
+            return norm
+        return largest_of_all(everywhere.collectives, norm.to(everywhere.device))
 
     def scale(self, factor: float, pick: Pick = everything) -> None:
         """Multiply the gradients of the parameters that ``pick`` selects by ``factor``, in place."""
@@ -175,7 +182,7 @@ def _with_other_ranks(
     return totals
 
 
-def _check_one_has_all(steppers: Sequence[MeshStepper]) -> None:
+def check_one_has_all(steppers: Sequence[MeshStepper]) -> None:
     """Raises ValueError for a mesh with ranks that the largest one lacks: each rank would come to another norm."""
     largest = _mesh(_largest(steppers))
     for mesh in (stepper.mesh for stepper in steppers if stepper.mesh is not None):

@@ -131,10 +131,14 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        with torch.no_grad():
-            for early in self._early.values():
-                early.forget()
+        self.forget()
         self._early = {}
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Drop all exchanges in flight."""
+        for early in self._early.values():
+            early.forget()
 
     def __enter__(self) -> Attachment:
         return self

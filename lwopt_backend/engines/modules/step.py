@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lwopt_backend.config.hosts import HostConfig
+from lwopt_backend.config.options import checked, options_in
 from lwopt_backend.engines.base import Whole, loaded, saved
-from lwopt_backend.engines.gradients import check_finite, checked_order, clip_factor
+from lwopt_backend.engines.gradients import Guard, check_finite, checked_order, clip_factor
 from lwopt_backend.engines.modules.parts import (
     NAME,
     Part,
@@ -32,11 +34,11 @@ from lwopt_backend.engines.modules.parts import (
     parts_of,
     together,
 )
-from lwopt_backend.groups.param_groups import COMPARED_EVERY
+from lwopt_backend.groups.param_groups import COMPARED_EVERY, plain
 from lwopt_backend.groups.rates import MadeRates
 from lwopt_backend.optimizer import OwnedOptimizer
 from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
-from lwopt_backend.runtime.agreement import agree, check_on_all, digest
+from lwopt_backend.runtime.agreement import agree, check_on_all, digest, setting
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.runtime.undisturbed import undisturbed
 
@@ -53,6 +55,9 @@ class ModuleOptimizers(torch.optim.Optimizer):
             names in the same order. An optimizer is a ``LayerWiseOptimizer`` or one of torch's. The module of torch's
             optimizer is on one rank only, or each of its ranks has a copy, as under DDP.
         process_group: all ranks of all modules. Default: all ranks.
+        on_nonfinite: what ``step`` does if any rank of any module has a NaN or infinite gradient: "skip" all modules
+            ("auto" too), "raise" an error, or "step" anyway.
+        skip_above: skip all modules if the norm of all their gradients before clipping is above this. Default: never.
 
     Raises:
         TypeError, ValueError, RuntimeError: on all ranks, for modules that cannot be trained together.
@@ -63,8 +68,24 @@ class ModuleOptimizers(torch.optim.Optimizer):
     """
 
     @undisturbed()
-    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer | None], *, process_group: Any = None) -> None:
+    def __init__(
+        self,
+        optimizers: Mapping[str, torch.optim.Optimizer | None],
+        *,
+        process_group: Any = None,
+        on_nonfinite: str = "auto",
+        skip_above: float | None = None,
+    ) -> None:
         self._everyone = ranks_of(process_group)
+        given = {"on_nonfinite": on_nonfinite, "skip_above": skip_above}
+
+        def decide() -> tuple[Guard, list[str]]:
+            found = checked({key: options_in(HostConfig)[key] for key in given}, given)
+            auto = found["on_nonfinite"] == "auto"
+            guard = Guard(NAME, "skip" if auto else found["on_nonfinite"], found["skip_above"])
+            return guard, [setting(key, plain(value)) for key, value in found.items()]
+
+        self._guard = agree(self._everyone, NAME, decide)
         what = f"{NAME}: expected all modules on all ranks, in one order, with None for modules on other ranks"
         parts = agree(self._everyone, what, lambda: (parts_of(optimizers), list(optimizers)))
         self.names = tuple(optimizers)
@@ -78,6 +99,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         # Clip groups; None is the rest.
         self._groups = tuple(dict.fromkeys([None, *chain(*(has.groups for has in found))]))
         self._clipped, self._group_norms = False, dict[str, Tensor]()
+        self._norm = 0.0  # of order 2, of all gradients before they were clipped
         self.overflowed: tuple[str, ...] = ()
         self._steps = 0
         self._whole = Whole(NAME)
@@ -177,6 +199,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(self.names, max_norm)
         check_names("max_norm", limits, self.names, self.names)
+        if self._guard.is_on and norm_type != 2 and not self._clipped:
+            self._note(self._norms(2.0))
         norms = self._clip(self._norms(norm_type), norm_type, limits)
         for norm in norms.values():
             check_finite(norm, norm_type, error_if_nonfinite)
@@ -188,6 +212,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """Clip each clip group by its norm, which this returns, and the rest (None) of each module by ``max_norms``, if
         given. A non-finite norm prevents all clipping."""
         norms = {group: _total(norms, norm_type) for group, norms in zip(self._groups, zip(*found.values()))}
+        if norm_type == 2 and not self._clipped:
+            self._note(found)
         self._clipped, self._group_norms = True, {group: norm for group, norm in norms.items() if group is not None}
         finite = all(map(torch.isfinite, norms.values()))
         for name, part in self._parts.items():
@@ -200,6 +226,10 @@ class ModuleOptimizers(torch.optim.Optimizer):
                 if factor < 1:
                     part.gradients.scale(factor, part.groups.pick(group))
         return norms
+
+    def _note(self, found: Measured) -> None:
+        """Keep the norm of all gradients, which are not clipped yet, for the decision in ``step``."""
+        self._norm = _wide_total([*chain(*found.values())], 2.0).item()
 
     @property
     def clip_group_norms(self) -> dict[str, Tensor]:
@@ -227,7 +257,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """Step every module or none.
 
         If any rank has a non-finite gradient, no module steps, all gradients are dropped, and ``overflowed`` names the
-        modules with such gradients.
+        modules with such gradients, unless ``on_nonfinite`` says otherwise. So it is for a norm above ``skip_above``.
 
         Args:
             closure: must be None.
@@ -237,8 +267,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
         Raises:
             TypeError: for a closure.
-            RuntimeError: on all ranks and before any module steps, for wrong gradients, and for options of plain
-                optimizers that differ between ranks.
+            RuntimeError: on all ranks and before any module steps, for wrong gradients, for non-finite ones with
+                ``on_nonfinite="raise"``, and for options of plain optimizers that differ between ranks.
         """
         if closure is not None:
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
@@ -251,10 +281,12 @@ class ModuleOptimizers(torch.optim.Optimizer):
             norms = self._norms(2.0, compare=self._steps % COMPARED_EVERY == 0, steps=True)
             self._steps += 1
             self.overflowed = tuple(name for name, found in norms.items() if not all(map(math.isfinite, found)))
+            if not self._clipped:
+                self._note(norms)
             if len(self._groups) > 1 and not self._clipped:
                 self._clip(norms, 2.0)
             self._clipped = False
-            if self.overflowed:
+            if self._guard.skips(math.nan if self.overflowed else self._norm):
                 self.zero_grad()
                 return False
             with inner_steps():
@@ -277,6 +309,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         Args:
             set_to_none: as in torch. The gradients of plain models are always freed.
         """
+        self._clipped = False
         for part in self._parts.values():
             part.optimizer.zero_grad(set_to_none)
 
@@ -464,5 +497,9 @@ def scalars_on(device: torch.device, rows: Sequence[Sequence[Tensor | float]]) -
 
 def _total(norms: Sequence[float], norm_type: float) -> Tensor:
     """The total of these ``norms``, in fp32."""
+    return _wide_total(norms, norm_type).float()
+
+
+def _wide_total(norms: Sequence[float], norm_type: float) -> Tensor:
     total: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), checked_order(norm_type))
-    return total.float()
+    return total

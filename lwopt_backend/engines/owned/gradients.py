@@ -42,6 +42,10 @@ class OwnedGradients:
             found = self._powers(norm_type, pick)
             return found.max().float() if norm_type == math.inf else (found.sum() ** (1 / norm_type)).float()
 
+    def agreed(self, norm: Tensor) -> Tensor:
+        """A norm with the same bits on all ranks, as all of these norms are."""
+        return norm
+
     def knows(self, norm_type: float) -> bool:
         """Whether ``norms`` of this order needs no other rank."""
         if self._known_of != self._manager.version:
