@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,23 +191,39 @@ def test_parameters_that_are_frozen_for_a_step_or_unfrozen(ranks: RankPool, engi
         ranks.run(what, engine)
 
 
-@cells(ranks=[2], engine=ENGINES)
+@cells(ranks=[2], engine=ENGINES, matrix=["muon", "normuon"], capture=[False, True])
 @on_ranks()
-def test_what_a_host_moves_between_steps_is_found_again(engine: str) -> None:
-    """State in other memory; on FSDP2 a model that was on another device or in another dtype, which torch refuses while
-    anything has a weak reference to a parameter, and gradients that are zeros."""
-    with running(Cell(engine), ExactLM()) as run:
-        for step in range(4):
+def test_what_a_host_moves_between_steps_is_found_again(
+    engine: str, matrix: str, capture: bool, tmp_path: Path
+) -> None:
+    """State in other memory, and state that is loaded; an option of the rule; a parameter that is frozen for two steps
+    (ZeRO takes no gradient for zeros). On FSDP2 a model that was on another device, in another dtype or without memory
+    until it was loaded, which torch refuses while anything has a weak reference to a parameter, and gradients that are
+    zeros."""
+    alone, trains = Reference(ExactLM(), matrix), [engine in ZERO or step not in (5, 6) for step in range(9)]
+    with running(Cell(engine, matrix, options={"capture": capture}), ExactLM()) as run:
+        for step, all_of_it in enumerate(trains):
+            run.model.gate.requires_grad_(all_of_it)
             run.train(range(step, step + 1))
             for state in run.optimizer.state.values():
                 state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
             if engine == "fsdp2":
                 run.optimizer.zero_grad(set_to_none=step % 2 == 0)
                 run.model.to(torch.float64).to(torch.float32)
+            if step == 3:
+                run.save(str(tmp_path / "saved"))
+                if engine == "fsdp2":
+                    run.model.to_empty(device="cpu")
+                run.load(str(tmp_path / "saved"))
+            if step == 6:
+                run.optimizer.param_groups[0]["ns_steps"] = 3
         found = run.weights()
-    alone = Reference(ExactLM())
-    for step in range(4):
+    for step, all_of_it in enumerate(trains):
+        alone.model.gate.requires_grad_(all_of_it)
         alone.step(shares(step, 2), 2)
+        of_rule = alone.optimizers[0]
+        for options in [vars(m.rule) for m in of_rule.matrices] if matrix == "normuon" else of_rule.param_groups:
+            options["ns_steps"] = 5 if step < 6 else 3
     assert largest_difference(found, alone.model) == 0.0
 
 

@@ -72,6 +72,11 @@ class HostConfig:
     exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "dtype on the wire; 'auto': the rule's, which loses nothing"
     )
+    capture: bool = option(
+        False,
+        "capture what a rule does with a batch of whole matrices in a CUDA graph, in the third step, and replay it "
+        "later. Takes memory for a rule's input and output of every matrix. On CPUs, only the buffers are kept",
+    )
     on_nonfinite: Literal["auto", "skip", "raise", "step"] = option(
         "auto",
         "a step with NaN or infinite gradients on any rank: 'skip', 'raise', 'step' or 'auto'. Auto: as DeepSpeed's "

@@ -351,9 +351,23 @@ def check_devices(
     """
     for number, rule in build_matrix_rules(groups, config).items():
         rule.check_device(device)
+        if config.capture:
+            check_capture(rule, device)
         atom = smallest_matrix(number) if isinstance(rule, WeightRule) and device.type != "meta" else None
         if atom is not None and isinstance(rule, WeightRule):
             try_steps(rule, atom, device, 2)
+
+
+def check_capture(rule: MatrixRule, device: torch.device) -> None:
+    """Raises ValueError for a rule whose ``transform`` cannot be captured, and for a device without CUDA graphs."""
+    if rule.transform_reads is None or isinstance(rule, WeightRule):
+        why = "steps on the host" if isinstance(rule, WeightRule) else "has no transform_reads with these options"
+        raise ValueError(
+            f"capture: expected rules that can be captured, found {rule.rule_name!r}, which {why}; leave capture out, "
+            "or use another rule, or an ns_method without a package"
+        )
+    if device.type not in ("cuda", "cpu", "meta"):
+        raise ValueError(f"capture: expected a device with CUDA graphs, found {device.type!r}; leave capture out")
 
 
 def rules_with_owner_state(groups: Groups) -> list[str]:

@@ -42,6 +42,7 @@ class AdamH(MatrixRule):
     weight_decay: float = option(0.0, "none: the norm is kept", HYPERBALL, ge=0)
 
     state_keys = ("exp_avg", "exp_avg_sq")
+    transform_reads = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError for a weight decay."""

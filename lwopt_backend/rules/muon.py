@@ -156,6 +156,17 @@ Precondition = Literal["none", "muoneq_r", "muoneq_c", "muoneq_rc", "aol", "muon
 Renormalize = Literal["none", "row", "col", "row_col", "col_row", "frobenius"]
 LINES = {"muoneq_r": (-1,), "muoneq_c": (-2,), "muoneq_rc": (-1, -2)}  # the dimensions that MuonEq sums over
 OF_MUON_PLUS = ("none", "row", "col", "row_col", "col_row")
+OF_SCALING = ("precondition", "precondition_eps", "renormalize")  # options that ``transform`` reads
+OF_TRANSFORM = (
+    *OF_SCALING,
+    "ns_method",
+    "gram_aspect",
+    "gram_restarts",
+    "ns_steps",
+    "ns_coefficients",
+    "ns_dtype",
+    "eps",
+)
 # Valid combinations: MuonEq's code also runs Muon+'s modes; nanochat has "frobenius", after rows or alone.
 DEFINED: Mapping[str, Sequence[str]] = {
     "none": (*OF_MUON_PLUS, "frobenius"),
@@ -355,6 +366,10 @@ class Muon(MatrixRule):
     @property
     def state_keys(self) -> tuple[str, ...]:
         return ("momentum_buffer", "second_moment") if self.precondition == "muon2" else ("momentum_buffer",)
+
+    @property
+    def transform_reads(self) -> Sequence[str] | None:
+        return None if self.ns_method in PACKAGES else OF_TRANSFORM  # nobody has captured a package's kernels
 
     def _check_scaling(self) -> None:
         if self.renormalize not in self.defined.get(self.precondition, ()):

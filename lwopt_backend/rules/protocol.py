@@ -31,8 +31,9 @@ def option(
     return field(default=default, metadata=said)
 
 
-# The methods for many pieces at once, by those for one piece.
+# The methods for many pieces at once, and what is said of a method, by the methods that they have to agree with.
 OF_MANY = {
+    "transform_reads": {"transform", "transform_with"},
     "accumulate_all": {"gradient", "accumulate"},
     "directions": {"gradient", "accumulate", "direction"},
     "apply_all": {"apply"},
@@ -79,6 +80,15 @@ class MatrixRule:
     def state_keys(self) -> tuple[str, ...]:
         """Names of element-wise state, which is sharded like the weight, in its shape; a class attribute will do."""
         return ()
+
+    @property
+    def transform_reads(self) -> Sequence[str] | None:
+        """The options that ``transform`` reads; a class attribute will do. None refuses the option ``capture``.
+
+        A class that overrides ``transform`` does not inherit them. A captured ``transform`` must read no tensor on the
+        host, draw no random numbers and use no tensors but those that it is given.
+        """
+        return None
 
     @property
     def needs_large_rate(self) -> bool:
@@ -252,7 +262,10 @@ class MatrixRule:
             self.apply(value, update, shape)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A subclass that overrides a method for one piece takes pieces one by one, unless it overrides both."""
+        """A subclass that overrides a method for one piece takes pieces one by one, unless it overrides both.
+
+        One that overrides ``transform`` inherits no ``transform_reads``.
+        """
         super().__init_subclass__(**options)
 
         def place_of(method: str) -> int:

@@ -41,6 +41,8 @@ class SecondMomentMuon(Muon, OwnerStateRule):
         f"{NORMUON}; {ADAMUON}; dion; Emerging-Optimizers",
     )
 
+    more_reads: ClassVar[Sequence[str]] = ()  # options that ``transform_with`` reads in a subclass
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.update_norm == "match_rms" and self.adjust_lr_fn is not None:
@@ -52,6 +54,11 @@ class SecondMomentMuon(Muon, OwnerStateRule):
     @property
     def needs_large_rate(self) -> bool:
         return self.hyperball or self.update_norm == "preserve" and super().needs_large_rate
+
+    @property
+    def transform_reads(self) -> Sequence[str] | None:
+        of_muon = super().transform_reads
+        return of_muon and (*of_muon, "beta2", "second_moment_eps", "update_norm", "exchange_dtype", *self.more_reads)
 
     def mean_squares(self, update: Tensor) -> Tensor:
         """The squares of a matrix's update that v averages over time, in v's shape."""
@@ -92,6 +99,7 @@ class NorMuon(SecondMomentMuon):
         "'rows': a second moment for every row; 'longer_side': one for every line of the longer side",
         f"{NORMUON}; Emerging-Optimizers",
     )
+    more_reads: ClassVar[Sequence[str]] = ("second_moment_of",)
     # nanochat has both; modded-nanogpt scales rows alone.
     defined: ClassVar[Mapping[str, Sequence[str]]] = dict.fromkeys(("none", "muoneq_r"), ("none", "frobenius"))
 
@@ -119,6 +127,8 @@ class AdaMuon(SecondMomentMuon):
         ADAMUON,
     )
     defined: ClassVar[Mapping[str, Sequence[str]]] = {"none": ("none",)}
+    more_reads: ClassVar[Sequence[str]] = ("sign_momentum",)
+    transform_reads = SecondMomentMuon.transform_reads
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,7 +34,7 @@ KEPT = 4  # sets of skipped matrices for which a bucket's places are known
 
 
 class MatrixStepper:
-    """Steps the matrices of one plan. The rule takes up to ``batch_numel`` elements at once, as in ``WholeMatrices``.
+    """Steps the matrices of one plan. ``batch_numel`` and ``capture`` are as in ``WholeMatrices``.
 
     With 0, it takes matrices one by one, which yields the bits of an unsharded optimizer, and is faster on a CPU.
     Batching saves kernel launches on an accelerator. Matrices are exchanged on ``device``, wherever they are stored;
@@ -53,6 +53,7 @@ class MatrixStepper:
         *,
         batch_numel: int = 0,
         rule_device: torch.device | None = None,
+        capture: bool = False,
     ) -> None:
         rank = collectives.rank
         self._plan, self._kinds = plan, kinds
@@ -61,7 +62,9 @@ class MatrixStepper:
         self._back = ways_back(plan, collectives, device)
         self._lag = 0 if plan.rows is None else 1  # updates are passed on during the next bucket's computation
         self._local = plan.local_atoms(rank)
-        self._new_matrices = partial(WholeMatrices, rule_device=rule_device or device, batch_numel=batch_numel)
+        self._new_matrices = partial(
+            WholeMatrices, rule_device=rule_device or device, batch_numel=batch_numel, capture=capture
+        )
         self._whole = self._new_matrices(plan.atoms, kinds)
         self._buckets: dict[int, BucketPlaces] = {}
         self.owned = [atom for atom, owner in enumerate(plan.ownership.owners) if owner == rank]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from lwopt_backend.plan import Atom
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.rules.protocol import sums_of
+from lwopt_backend.runtime.capture import Capture
 from lwopt_backend.runtime.collectives import changing, of_rule, phase, sampled
 from lwopt_backend.runtime.pieces import Pieces, Storage, joined
 from lwopt_backend.runtime.state import OwnerState, step_whole
@@ -46,11 +47,17 @@ class WholeMatrices:
 
     ``kinds`` says, by atom, which of the rules of a step is its rule; weights of one kind have one dtype, and so have
     their gradients and states. Rules run on whole matrices on ``rule_device``, wherever they are stored;
-    ``owner_state`` is also there.
+    ``owner_state`` is also there. With ``capture``, their work on a batch is captured and replayed.
     """
 
     def __init__(
-        self, atoms: Sequence[Atom], kinds: Sequence[int], rule_device: torch.device, *, batch_numel: int = 0
+        self,
+        atoms: Sequence[Atom],
+        kinds: Sequence[int],
+        rule_device: torch.device,
+        *,
+        batch_numel: int = 0,
+        capture: bool = False,
     ) -> None:
         self._atoms, self.kinds = atoms, kinds
         self._rule_device = rule_device
@@ -58,6 +65,7 @@ class WholeMatrices:
         self._known: dict[tuple[tuple[int, ...], frozenset[int]], Sequence[Batch]] = {}
         self._room = 0  # for so many matrices more in what is known
         self.owner_state = OwnerState(atoms, rule_device)
+        self._capture = Capture(2 * len(atoms)) if capture else None
 
     @torch.no_grad()
     def step(self, atoms: Iterable[int], rules: Rules, storage: Storage) -> None:
@@ -99,10 +107,12 @@ class WholeMatrices:
         with phase(of_rule(_name(rule))):
             stack = _side_by_side(stack, tiles)
             stack = stack.mT.contiguous() if transposed else stack
+            state: dict[str, Any] = {}
+            work = rule.transform
             if isinstance(rule, OwnerStateRule):
-                update = rule.transform_with(stack, self.owner_state.of(atoms[0], rule))
-            else:
-                update = rule.transform(stack)
+                state = self.owner_state.of(atoms[0], rule)
+                work = partial(_with_state, rule, state)
+            update = work(stack) if self._capture is None else self._capture.run(rule, tuple(atoms), state, work, stack)
             update = sampled(_name(rule), update)
             update = _in_tiles(update.mT if transposed else update, tiles)
             if self._batch_numel:  # then all are copied in one operation
@@ -306,6 +316,10 @@ def _apply_by_norms(
         rule.apply_by(rows, updates, keep, share)
         into = [values[number] for number in numbers]
         copy_all(into, [row.view_as(value) for row, value in zip(rows, into)])
+
+
+def _with_state(rule: OwnerStateRule, state: dict[str, Any], matrix: Tensor) -> Tensor:
+    return rule.transform_with(matrix, state)
 
 
 def takes_one(rule: MatrixRule) -> bool:

@@ -486,7 +486,9 @@ class MeshStepper:
         batch = batch_numel_on(self.device, BATCH_NUMEL)
         self._kinds: dict[tuple[int, torch.dtype, torch.dtype], int] = {}  # of matrices, by param group and dtypes
         kinds = [self._kind(self.members[index]) for index in self.matrices]
-        self.stepper = MatrixStepper(self.plan, kinds, collectives, self.device, batch_numel=batch)
+        self.stepper = MatrixStepper(
+            self.plan, kinds, collectives, self.device, batch_numel=batch, capture=config.capture
+        )
         self._regions = self._find_regions()
 
     def presence(self, grads: Sequence[Tensor | None], **flags: Sequence[int] | Tensor) -> Presence:

@@ -155,7 +155,8 @@ class OwnedStepper:
             self._regions[number] = flat_regions(views, 0 if piece is None else piece.numel)
         device = members[0].param.device
         kinds = [members[number].group for number, _ in self._places]
-        self._whole = WholeMatrices(self._atoms, kinds, device, batch_numel=batch_numel_on(device, BATCH_NUMEL))
+        batch = batch_numel_on(device, BATCH_NUMEL)
+        self._whole = WholeMatrices(self._atoms, kinds, device, batch_numel=batch, capture=config.capture)
         self._elementwise = ElementwiseGroups()
         self.last_first = False  # parameters return in forward order, the reverse of backward
         self.state: dict[int, dict[str, Tensor]] = {}

@@ -254,7 +254,13 @@ class UnitStepper(Generic[Stored]):
             batch = batch_numel_on(rule_device, BATCH_NUMEL)
             kinds = [KIND] * len(plan.matrices.atoms)
             self.matrices = MatrixStepper(
-                plan.matrices, kinds, collectives, device, batch_numel=batch, rule_device=rule_device
+                plan.matrices,
+                kinds,
+                collectives,
+                device,
+                batch_numel=batch,
+                rule_device=rule_device,
+                capture=config.capture,
             )
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
