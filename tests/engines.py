@@ -110,7 +110,7 @@ class ExactLM(UnevenLM):
 def check(limit: float, *cells: Cell) -> None:
     """Train each cell on these ranks. Rank 0's weights are the truth's within ``limit``, and the others' are its."""
     for cell in cells:
-        with running(cell, _model(cell.sharding)) as engine:
+        with running(cell, model_for(cell.sharding)) as engine:
             norms = engine.train(range(cell.steps))
             weights = engine.weights()
         digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
@@ -353,7 +353,7 @@ def _groups(cell: Cell, model: nn.Module, argument: str) -> dict[str, Any]:
     return {argument: of} if of else {}
 
 
-def _model(sharding: str) -> ExactLM:
+def model_for(sharding: str) -> ExactLM:
     return ExactLM(hidden=fsdp2.EVEN) if sharding in fsdp2.EVEN_ONLY else ExactLM()
 
 
@@ -362,7 +362,7 @@ def reference(
     matrix: str, elementwise: str, parts: int, accumulation: int, clips: tuple[float, Apart], steps: int, sharding: str
 ) -> tuple[dict[str, Tensor], list[float]]:
     """One process on the micro-batches of all ``parts``."""
-    alone, norms = Reference(_model(sharding), matrix, elementwise, *clips), list[float]()
+    alone, norms = Reference(model_for(sharding), matrix, elementwise, *clips), list[float]()
     with newton_schulz_in_float32() if any(clips) else contextlib.nullcontext():
         for step in range(steps):
             norms += alone.step(shares(step, parts * accumulation), parts)

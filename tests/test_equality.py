@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.migration import load_named_state
 from tests import fsdp2, owned
 from tests.cells import cells
-from tests.engines import ENGINES, EXACT, OWNED, ZERO, Cell, Engine, ExactLM, OnFSDP2, check, running
+from tests.engines import ENGINES, EXACT, OWNED, ZERO, Cell, Engine, ExactLM, OnFSDP2, check, model_for, running
 from tests.models import MATRICES, largest_difference
 from tests.on_ranks import on_ranks
 from tests.owned import shares
@@ -367,6 +368,28 @@ def test_one_optimizer_trains_a_list_of_model_chunks(engine: str) -> None:
         assert nets.gen.seen == 3
 
 
+@pytest.mark.parametrize("sharding", ["rows", "hybrid", "columns", "tensor parallel", "several roots"])
+@on_ranks(4)
+def test_norms_and_zeros_of_some_gradients_on_fsdp2_are_those_of_one_process(sharding: str) -> None:
+    truth, parts = model_for(sharding), shares(0, 4)
+    alike = sharding == "tensor parallel"  # where the engine of the tests gives ranks the gradients of their own rows
+    for rows in parts[:1] if alike else parts:
+        truth(*rows).backward()
+    truth.get_parameter(MATRICES[0]).grad.zero_()
+    with running(Cell("fsdp2", sharding=sharding), model_for(sharding)) as run:
+        run.backward([parts[0 if alike else dist.get_rank()]])
+        run.model.get_parameter(MATRICES[0]).grad = None
+        for glob in ("*", "layers.*", MATRICES[0]):
+            grads = [
+                p.grad.flatten() / (1 if alike else 4) for n, p in truth.named_parameters() if fnmatchcase(n, glob)
+            ]
+            flat = torch.cat(grads).double()
+            assert run.optimizer.count_zeros(glob) == int((flat == 0).sum()), glob
+            assert float(run.optimizer.grad_norm(glob)) == pytest.approx(float(flat.norm()), rel=1e-5), glob
+        with pytest.raises(ValueError, match="'layer.0' matches no trained parameter; did you mean"):
+            run.optimizer.count_zeros("layer.0")
+
+
 NAMES_ANEW = ["layers.0.weight", "layers.4.bias"]
 
 
@@ -441,9 +464,9 @@ def within(context: Callable[[], AbstractContextManager[Any]], cell: Cell, folde
         run.backward(shares(step, dist.get_world_size())[dist.get_rank() :][:1])
         with context(), handle:
             returned.append(float(optimizer.clip_grad_norm_(1.0)))
+            returned += [float(optimizer.grad_norm("layers.*")), optimizer.count_zeros()]
             if plain:
-                returned += [float(clip_grad_norm_(model.parameters(), 0.5)), float(optimizer.grad_norm("layers.*"))]
-                returned.append(optimizer.count_zeros())
+                returned.append(float(clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.record_metrics()
             optimizer.step()
             returned.append({**optimizer.metrics(), "seconds": None})

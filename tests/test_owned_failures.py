@@ -113,7 +113,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     # gloo would read tensors that lie elsewhere as if they were in its memory.
     "gloo for other devices": (lambda: TorchCollectives().check_device(torch.device("cuda")), "cuda"),
-    "a glob that matches nothing": (lambda: passes(1).grad_norm("middel.*"), "'middel.*' matches no parameter name;"),
+    "a glob that matches nothing": (
+        lambda: passes(1).grad_norm("middel.*"),
+        "'middel.*' matches no trained parameter;",
+    ),
     "a second optimizer": (a_second_optimizer, "'first.weight' belongs to an earlier LayerWiseOptimizer that is"),
     "forward after a broken pass": (forward_after_a_broken_pass, "call optimizer.zero_grad() on all ranks before the"),
     "several reentrant checkpoints": (lambda: passes(1, Repeated), "several reentrant checkpoints use it. Use"),

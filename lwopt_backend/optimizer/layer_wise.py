@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from lwopt_backend.config.hosts import NAME, FSDP2Config, HostConfig, OwnedConfig
-from lwopt_backend.engines.base import BaseOptimizer
+from lwopt_backend.engines.base import BaseOptimizer, picked
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients
 from lwopt_backend.engines.fsdp2.plan import is_sharded
 from lwopt_backend.engines.fsdp2.step import Attachment
-from lwopt_backend.engines.gradients import ClipGroups, Guard, check_finite, checked_order
+from lwopt_backend.engines.gradients import ClipGroups, Guard, Pick, check_finite, checked_order
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping
@@ -255,6 +255,43 @@ class LayerWiseOptimizer(BaseOptimizer):
         self._clipped = True
         return norms
 
+    @undisturbed()
+    @torch.no_grad()
+    def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
+        """The norm of mean gradients, between backward and step. Call it on all ranks.
+
+        Args:
+            names: a glob, or several, on names of parameters.
+            norm_type: order of the norm.
+
+        Returns:
+            The norm of the gradients of the parameters whose names match, an fp32 scalar, equal on all ranks.
+
+        Raises:
+            ValueError: for a glob that no name matches, and for a ``norm_type`` that is not positive.
+        """
+        return self.gradients.norm(checked_order(norm_type), self._picked(names)).float()
+
+    @undisturbed()
+    def count_zeros(self, names: str | Sequence[str] = "*") -> int:
+        """Count the zeros in mean gradients, between backward and step. Call it on all ranks.
+
+        A parameter without a gradient counts as zeros.
+
+        Args:
+            names: a glob, or several, on names of parameters.
+
+        Returns:
+            The number of elements, each counted once, equal on all ranks.
+
+        Raises:
+            ValueError: for a glob that no name matches.
+        """
+        return self.gradients.count_zeros(self._picked(names))
+
+    def _picked(self, names: str | Sequence[str]) -> Pick:
+        return picked(names, [name for name, _ in self.named_params()])
+
     @property
     def clip_group_norms(self) -> dict[str, Tensor]:
         """The norm of each group in ``clip_groups`` before it was last clipped, fp32, the same on all ranks."""
@@ -327,37 +364,6 @@ class LayerWiseOptimizer(BaseOptimizer):
             >>> model(second).sum().backward()
         """
         raise self._only_of(OwnedConfig, "no_sync")
-
-    def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
-        """The norm of mean gradients, before ``step`` frees them. For plain models.
-
-        Args:
-            names: a glob, or several, on names of parameters.
-            norm_type: order of the norm.
-
-        Returns:
-            The norm of the gradients of the parameters whose names match, an fp32 scalar, equal on all ranks.
-
-        Raises:
-            ValueError: for a glob that no name matches, and for a ``norm_type`` that is not positive.
-            TypeError: for a ``fully_shard`` model.
-        """
-        raise self._only_of(OwnedConfig, "grad_norm")
-
-    def count_zeros(self, names: str | Sequence[str] = "*") -> int:
-        """Count the zeros in mean gradients, before ``step`` frees them. For plain models.
-
-        Args:
-            names: a glob, or several, on names of parameters.
-
-        Returns:
-            The number of elements, equal on all ranks.
-
-        Raises:
-            ValueError: for a glob that no name matches.
-            TypeError: for a ``fully_shard`` model.
-        """
-        raise self._only_of(OwnedConfig, "count_zeros")
 
     def refresh_masters(self) -> None:
         """Copy 16-bit parameters into their fp32 masters, after they were changed by hand. For plain models.

@@ -14,7 +14,6 @@ from torch import Tensor
 from lwopt_backend.config.hosts import NAME, OwnedConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import loaded, saved
-from lwopt_backend.engines.gradients import Pick, checked_order
 from lwopt_backend.engines.owned import model as owned_model
 from lwopt_backend.engines.owned.bucket_manager import Hook
 from lwopt_backend.engines.owned.gradients import OwnedGradients
@@ -115,14 +114,6 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         return self._manager.no_sync()
 
-    @undisturbed()
-    def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
-        return self.gradients.norm(checked_order(norm_type), self._picked(names))
-
-    @undisturbed()
-    def count_zeros(self, names: str | Sequence[str] = "*") -> int:
-        return self.gradients.count_zeros(self._picked(names))
-
     def _begin_step(self) -> None:
         if self._presences is None:
             self._whole.check()
@@ -201,11 +192,6 @@ class OwnedOptimizer(LayerWiseOptimizer):
         """As ``Reader``."""
         if self._manager.has_unused_gradients:
             self._manager.forget(numbers)
-
-    def _picked(self, names: str | Sequence[str]) -> Pick:
-        globs = [names] if isinstance(names, str) else list(names)
-        check_globs("names", globs, self._grouping.routes, self._grouping.routes)
-        return named_like(globs)
 
     # Checkpoints
 

@@ -83,6 +83,25 @@ class MeshGradients:
             return norm
         return largest_of_all(everywhere.collectives, norm.to(everywhere.device))
 
+    @torch.no_grad()
+    def count_zeros(self, pick: Pick) -> int:
+        """The number of their elements that are exactly zero, each counted once."""
+        check_one_has_all(self._steppers)
+        grads = [stepper.placed_gradients() for stepper in self._steppers]
+        everyone = _largest(self._steppers)
+        ranks, total = sorted(_mesh(everyone).ranks), torch.zeros((), dtype=torch.float64, device=everyone.device)
+        for each in self._counted:
+            stepper = self._steppers[each.stepper]
+            copies = each.firsts and not each.different
+            first = ranks[each.firsts[0] if copies else 0]
+            if copies and first not in _mesh(stepper).ranks or stepper.mesh is None and self.place[0] > 0:
+                continue
+            for member, grad in zip(stepper.members, grads[each.stepper]):
+                if member.name in each.names and pick(member.name) and _is_first_copy(member.param):
+                    total += local(member.param).numel() if grad is None else (local(grad) == 0).sum().to(total.device)
+        everyone.collectives.all_reduce(total)
+        return int(total)
+
     def scale(self, factor: float, pick: Pick = everything) -> None:
         """Multiply the gradients of the parameters that ``pick`` selects by ``factor``, in place."""
         for name, param in self.params():
@@ -94,6 +113,14 @@ class MeshGradients:
         for stepper in self._steppers:
             params = [member.param for member in stepper.members if pick(member.name)]
             torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=foreach)
+
+
+def _is_first_copy(param: Tensor) -> bool:
+    """Whether this rank is the first of those with the same shard of a parameter."""
+    if not isinstance(param, DTensor):
+        return True
+    coordinate = param.device_mesh.get_coordinate() or ()
+    return not any(place for place, how in zip(coordinate, param.placements) if how.is_replicate())
 
 
 def counted_of(steppers: Sequence[MeshStepper], is_copy: Callable[[str], bool]) -> list[Counted]:
