@@ -96,6 +96,7 @@ class Setting:
     bucket_mb: float
     device: str
     matrices_only: bool = False
+    capture: bool = False
 
     @property
     def matrices(self) -> int:
@@ -108,7 +109,8 @@ class Setting:
     @property
     def muon(self) -> dict[str, Any]:
         """Options of this package's Muon."""
-        return {**MUON, "report": False, **({"include": ["*"]} if self.matrices_only else {})}
+        given: dict[str, Any] = {"include": ["*"]} if self.matrices_only else {}
+        return {**MUON, "report": False, **given, **({"capture": True} if self.capture else {})}
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """A step's micro-batches, the same on every rank: their mean gradient is then every rank's own, to the bit."""

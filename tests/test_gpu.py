@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -151,6 +152,28 @@ def on_two_streams(system: Any) -> None:
             layer.weight.register_hook(lambda grad: torch.cuda._sleep(SLEEP))
 
 
+def replayed(engine: str, device: str) -> Row:
+    """How far weights are from those of a run without graphs, by the norm of what they moved by; the rates change."""
+    of_runs: list[dict[str, torch.Tensor]] = []
+    replay = torch.cuda.CUDAGraph.replay
+    with mock.patch.object(torch.cuda.CUDAGraph, "replay", autospec=True, side_effect=replay) as graphs:
+        for capture in (False, True):
+            with training(engine, device, capture=capture) as (system, setting):
+                start = dict(setting.model().named_parameters())
+                for number in range(6):
+                    steps(system, setting, step_systems.Hooks(), range(number, number + 1))
+                    for group in system.optimizers[-1].param_groups:
+                        group["lr"] *= 0.9
+                own = system.model.named_parameters()
+                of_runs.append({name: system.whole(param).detach().cpu().clone() for name, param in own})
+    before, after = of_runs
+    off, moved = (
+        torch.stack([(after[name].double() - other[name].detach().cpu().double()).norm() for name in after]).norm()
+        for other in (before, start)
+    )
+    return {"off": float(off / moved), "graphs": graphs.call_count}
+
+
 def watched(engine: str, device: str) -> Row:
     """What our step dispatches, the fourth; on a GPU also where it waits in the fifth, and its kernels then."""
     with training(engine, device, matrices_only=True, layers=3) as (system, setting):
@@ -246,6 +269,15 @@ def test_batches_of_matrices_differ_by_rounding(ranks: RankPool, device: str, en
     (found,) = ranks.run(trained, engine, device)
     note("off", found["off"])
     assert found["off"] < ROUNDED
+
+
+@one_rank
+@pytest.mark.parametrize("engine", READS)
+def test_captured_batches_are_those_that_are_launched(ranks: RankPool, device: str, engine: str, note: Note) -> None:
+    (found,) = ranks.run(replayed, engine, device)
+    note("off", found["off"])
+    assert found["off"] <= (ROUNDED if device == "cuda" else 0.0)
+    assert bool(found["graphs"]) == (device == "cuda")
 
 
 @one_rank

@@ -204,6 +204,7 @@ def test_what_cannot_be_rehearsed_is_refused(tmp_path: Path, capsys: pytest.Capt
         "--rank 4": "--rank: expected 0 to 3, found 4",
         "--cluster cpu": "--cluster cpu plans for CPUs",
         "--ep 2": "owned storage with --ep",
+        "--option capture=true": "leave capture out",
     }.items():
         assert ends(f"--shapes {tmp_path}/shapes.json --world-size 4 {options}") == 2
         assert said in " ".join(capsys.readouterr().err.split())

@@ -90,6 +90,8 @@ def rehearse(study: Study, rank: int, *, steps: int = 1) -> list[Rehearsal]:
         raise ValueError(f"--rank: expected 0 to {deployment.world_size - 1}, found {rank}")
     if setting.plans_for != MACHINES[DEVICE.type]:
         raise ValueError("a rehearsal plays ranks with GPUs, but --cluster cpu plans for CPUs; name another cluster")
+    if setting.config.capture:
+        raise ValueError("a rehearsal has no GPU whose graphs it could capture; leave capture out of the options")
     stage = study.stages[rank // deployment.stage_ranks]
     if setting.engine == "owned" and len(stage.planned) > 1:
         raise ValueError("owned storage with --ep cannot be rehearsed; leave --ep out, or rehearse another engine")
