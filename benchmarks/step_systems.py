@@ -109,7 +109,8 @@ class Setting:
     @property
     def muon(self) -> dict[str, Any]:
         """Options of this package's Muon."""
-        given: dict[str, Any] = {"include": ["*"]} if self.matrices_only else {}
+        given: dict[str, Any] = {"atoms": {"*.qkv.weight": "whole"}}  # as the other systems train it
+        given |= {"include": ["*"]} if self.matrices_only else {}
         return {**MUON, "report": False, **given, **({"capture": True} if self.capture else {})}
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
