@@ -1,6 +1,8 @@
 """Experts that only some ranks share, and dense parameters that all do: four ranks, two sets of experts."""
 
+import io
 import re
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -116,3 +118,18 @@ def test_frozen_weights_of_experts_begin_as_those_of_the_first_rank_that_shares_
     for name, param in model.named_parameters():
         if not param.requires_grad:
             assert set(param.tolist()) == {first[name.startswith("experts")]}, name
+
+
+@on_ranks(4)
+def test_the_first_rank_of_an_expert_says_that_it_had_no_gradient() -> None:
+    """Ranks 1 and 3 do not use theirs."""
+    rank = dist.get_rank()
+    with redirect_stdout(io.StringIO()) as printed:
+        model = sharded()[0]
+        optimizer = expert_optimizer(model, report=True)
+        model(rows(0, rank), rows(0, rank), () if rank % 2 else held_by(rank)).backward()
+        optimizer.step()
+    said = " ".join(printed.getvalue().partition("every rank and machine.")[2 if rank == 0 else 0].split())
+    names = ", ".join(f"experts.{e}.{i}.{kind}" for e in (2, 3) for i in (0, 2) for kind in ("weight", "bias"))
+    told = f"Rank 1: 8 of 8 trained parameters had no gradient on any rank in the first step: {names}"
+    assert said == (told if rank == 1 else "")

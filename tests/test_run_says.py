@@ -195,6 +195,7 @@ def test_a_nonfinite_gradient_raises_on_all_ranks_or_is_stepped_on(engine: str) 
         with pytest.raises(RuntimeError, match="on_nonfinite is 'raise', and the norm of the gradients is nan"):
             raises.step(7, math.nan)
         assert raises.equals(before)
+        raises.optimizer.zero_grad()
         raises.step(8)
     steps = Loop(engine, "", on_nonfinite="step", skip_above=LIMIT)
     steps.step(7, math.nan)
@@ -230,15 +231,20 @@ def test_a_module_decides_nothing_alone() -> None:
 
 
 # Under DeepSpeed
-@cells(engine=["zero 0", "owned 0", "owned 1", "owned 2"], precision=["fp32", "bf16", "fp16"], clip=[0.0, 1e-3])
+@cells(
+    lambda engine, precision, **_: engine != "zero 0" or precision == "fp32",
+    engine=["zero 0", "owned 0", "owned 1", "owned 2"],
+    precision=["fp32", "bf16", "fp16"],
+    clip=[0.0, 1e-3],
+)
 @on_ranks(2)
 def test_an_engine_skips_a_step_above_the_limit_and_the_next_is_exact(engine: str, precision: str, clip: float) -> None:
-    if engine == "zero 0" and precision != "fp32":
-        return
     kind, _, stage = engine.partition(" ")
     weights = []
     for bad in (True, False):
         settings = settings_for(kind, int(stage), precision, clip=clip, skip_above=LIMIT)
+        if precision == "fp16":  # a bad step does not overflow
+            settings["fp16"] = {"enabled": True, "initial_scale_power": 2, "loss_scale_window": 100}
         settings["scheduler"] = {"type": "CosineAnnealingLR", "params": {"T_max": 10}}
         with engine_for(settings) as made:
             for number in range(2):

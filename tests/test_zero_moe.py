@@ -242,3 +242,17 @@ def test_layers_of_different_expert_parallel_sizes_have_own_ranks_and_plans() ->
     shared, experts, alone = re.split(r"Experts that \d rank", printed.getvalue())
     assert "Plan: 2 matrices by muon" in shared and "Plan: 4 matrices by muon" in experts
     assert [len(re.findall(r"^│ +\d+ │", part, re.MULTILINE)) for part in (shared, experts)] == [4, 2]
+
+
+@on_ranks(RANKS)
+def test_experts_without_a_gradient_are_named_by_their_numbers_in_the_whole_model() -> None:
+    """The ranks of experts 2 and 3 do not use them."""
+    model = Mixture()
+    for layer in model.moe.deepspeed_moe.experts.deepspeed_experts if dist.get_rank() % 2 else ():
+        layer.forward = lambda x: x
+    with redirect_stdout(io.StringIO()) as printed, engine_for(settings_for(2, report=True), model) as engine:
+        train(engine, 1)
+    said = " ".join(printed.getvalue().partition("every rank and machine.")[2].split())
+    names = [f"moe.{LOCAL}{e}.{i}.{kind}" for e in (2, 3) for i in (0, 2) for kind in ("weight", "bias")]
+    told = "8 of 21 trained parameters had no gradient on any rank in the first step: "
+    assert (told in said, all(name in said for name in names)) == (not dist.get_rank(), not dist.get_rank()), said

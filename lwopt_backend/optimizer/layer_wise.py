@@ -155,10 +155,12 @@ class LayerWiseOptimizer(BaseOptimizer):
             with undisturbed(), torch.no_grad():
                 try:
                     self._begin_step()
-                    skips = self._guard.is_on and self._guard.skips(self._norm_of_all().item())
-                    if self._clip_groups.limits and not self._clipped and not skips:
+                    norm = self._norm_of_all().item() if self._guard.is_on else 0.0
+                    clipped, self._clipped = self._clipped, False
+                    skips = self._guard.skips(norm)
+                    if self._clip_groups.limits and not clipped and not skips:
                         self._clip(self._clip_groups.limits, known=self._guard.is_on)
-                    self._clipped = False
+                        self._clipped = False
                     self._skip() if skips else self._step()
                 finally:
                     self._end_step()
