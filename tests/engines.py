@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2 as fsdp2_engine
+from lwopt_backend.integrations.deepspeed_zero import LayerWise
 from tests import fsdp2
 from tests.models import UnevenLM, largest_difference
 from tests.owned import BUCKET_MB, shares
@@ -144,7 +145,10 @@ def running(cell: Cell, model: nn.Module, *, converted: bool = False) -> Iterato
             yield engine
     else:
         given = {**({"lr_scheduler": falling} if cell.falling else {}), **_groups(cell, model, "model_parameters")}
-        with engine_for(_settings(cell, rules, converted), model, **given) as made:
+        settings = _settings(cell, rules, converted)
+        if any(callable(each.get("params")) for each in cell.options.get("overrides", ())):  # which JSON has not got
+            given["optimizer"] = LayerWise(list(model.parameters()), **settings.pop("optimizer")["params"])
+        with engine_for(settings, model, **given) as made:
             yield UnderDeepSpeed(cell, made)
 
 

@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -388,6 +389,20 @@ def test_an_override_of_all_matrices_holds_in_an_engine(storage: str) -> None:
     overrides = [{"params": "*", "matrix": {"weight_decay": 0.3}}]
     with engine_of({"storage": storage, "report": False, "lr": 0.02, "overrides": overrides}) as engine:
         assert [group["weight_decay"] for group in engine.basic_optimizer.param_groups] == [0.3, 0.01]
+
+
+def test_the_number_of_parameters_that_an_override_changes_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    model = UnevenLM()
+    model.gate.weight.expert = True  # type: ignore[assignment]
+    overrides = [
+        {"params": "layers.*", "matrix": {"lr": 0.01}},
+        {"params": lambda name, param, module: param.ndim == 1, "elementwise": {"weight_decay": 0.0}},
+        {"attribute": "expert", "matrix": {"lr": 0.01}},
+    ]
+    LayerWiseOptimizer(model, lr=0.02, overrides=overrides)
+    vectors, printed = sum(param.ndim == 1 for param in model.parameters()), capsys.readouterr().out
+    counts = re.findall(r"^overrides\[(\d)\]: (\d+) parameter", printed, re.MULTILINE)
+    assert counts == [("0", "3"), ("1", str(vectors)), ("2", "1")]
 
 
 RATES: list[tuple[dict[str, Any], bool]] = [  # and whether matrices hardly move

@@ -183,6 +183,36 @@ def test_param_groups_have_their_own_rates_and_those_that_are_written_into_them(
         assert [group["lr"] for group in other.optimizer.param_groups] == [group["lr"] for group in groups]
 
 
+def is_late(name: str, param: Tensor, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and param is module.weight and name in LATE
+
+
+LATE = ("layers.2.weight", "gate.weight")
+SELECTORS: list[dict[str, Any]] = [{"params": LATE}, {"attribute": ["never", "late"]}, {"params": is_late}]
+
+
+@cells(ranks=[2], engine=ENGINES)
+@on_ranks()
+def test_globs_attributes_and_functions_select_alike(engine: str) -> None:
+    found = []
+    for selector in ({}, *SELECTORS):
+        model, overrides = ExactLM(), [{**selector, "matrix": {"lr": 0.005}}] if selector else []
+        for name in LATE:
+            model.get_parameter(name).late = True  # type: ignore[attr-defined]
+        cell = Cell(engine, options={"overrides": overrides})
+        if engine == "fsdp2" and "attribute" in selector:
+            lost = pytest.raises(ValueError, match="'late' selects no trained parameter; fully_shard")
+            with lost, running(cell, model):
+                pass
+            continue
+        with running(cell, model) as run:
+            run.train(range(2))
+            found.append(run.weights())
+    plain, first, *others = found
+    assert largest_difference(plain, first) > 0
+    assert [largest_difference(other, first) for other in others] == [0.0] * len(others)
+
+
 # Several optimizers on one model, and parameters that its optimizer has not got
 
 

@@ -62,6 +62,10 @@ def overriding(params: str, **sections: Any) -> dict[str, Any]:
     return {"overrides": [{"params": params, **sections}]}
 
 
+def nothing(name: str, param: object, module: object) -> bool:
+    return False
+
+
 def of_class(path: object, **options: Any) -> dict[str, Any]:
     return {"matrix": {"name": "torch_optimizer", "class": path, **options}}
 
@@ -133,7 +137,7 @@ def test_options_of_another_optimizer_beside_our_sections_move_into_them() -> No
 
 OTHER_KIND = "matrix: unknown rule 'adamw'; 'adamw' is a rule of the other kind; known here:"
 AUTO = "lr: input should be a valid number; found 'auto': only Hugging Face's Trainer and Accel"
-SECTION = "expected a section with 'params', a glob on names or several"
+SECTION = "expected a section with 'params', a glob on names or several, or with 'attribute', one that parameters have"
 GLOBS = "expert_params: expected a glob on names, or a list of them"
 GROUP = "expected None or a process group, such as torch.distributed.new_group(ranks) returns; found 5"
 ADAM = "torch.optim.Adam"
@@ -249,6 +253,14 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
         "overrides[0]: '*.wieght' matches no parameter name; did",
     ),
     ((owned,), overriding("*.bias", matrix={"lr": 1.0}), "but only match parameters of 'elementwise'"),
+    (DOORS, {"overrides": [{"attribute": "expert", "params": "*"}]}, f"overrides[0]: {SECTION}; found"),
+    (DOORS, {"overrides": [{"attribute": 3, "matrix": {"lr": 1.0}}]}, "overrides[0]: attribute: expected a glob on"),
+    (
+        (owned,),
+        {"overrides": [{"attribute": "expert", "matrix": {"lr": 1.0}}]},
+        "overrides[0]: attribute 'expert' selects no trained parameter; fully_shard and to_empty drop attributes",
+    ),
+    ((owned,), {"overrides": [{"params": nothing, "matrix": {"lr": 1.0}}]}, "[0]: function nothing selects no trained"),
     ((owned,), {"expert_params": [1]}, f"ValueError: {GLOBS}; found [1]"),
     ((owned,), {"process_group": 5}, f"TypeError: process_group: {GROUP}"),
     ((owned,), {"expert_params": "1.*", "expert_process_group": 5}, f"TypeError: expert_process_group: {GROUP}"),

@@ -165,7 +165,8 @@ assert len(explain(attention)[0].matrices) == 3
     ),
     ("modules", 1): (f"{OPTIMIZER}optimizers = ModuleOptimizers({{'all': optimizer}})\n", ""),
     ("optimizers", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
-    ("optimizers", 3): (f"{PLAIN}from lwopt_backend import register_elementwise\n", "step(model, optimizer)"),
+    ("optimizers", 1): (PLAIN, "assert [g['lr'] for g in optimizer.param_groups] == [0.02, 0.01, 1e-3]"),
+    ("optimizers", 4): (f"{PLAIN}from lwopt_backend import register_elementwise\n", "step(model, optimizer)"),
     ("owned", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
     ("owned", 1): (
         f"{OPTIMIZER}step, scheduler = 1, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)\n",

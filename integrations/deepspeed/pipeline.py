@@ -78,12 +78,12 @@ def _groups(
 ) -> tuple[tuple[int, str, tuple[int, ...]], ...]:
     """The param groups that the ``given`` ones will be split into."""
     names = {id(param): name for name, param in named_parameters(model)}
-    kinds = {route.name: route.kind for route in routes if math.prod(route.shape) > 0}
+    by_name = {route.name: route for route in routes if math.prod(route.shape) > 0}
     named = ((number, names.get(id(p))) for number, group in enumerate(given) for p in group["params"])
     of_params = {
-        (number, kinds[name], overrides_of(name, kinds[name], rules))
+        (number, by_name[name].kind, overrides_of(by_name[name].overrides, by_name[name].kind, rules))
         for number, name in named
-        if name is not None and kinds.get(name) in ("matrix", "elementwise")
+        if name in by_name and by_name[name].kind != "frozen"
     }
     return tuple(sorted(of_params))
 

@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -113,6 +114,9 @@ def show_routing(console: Console, routes: Sequence[Route], groups: Groups) -> N
     for name, count, lr, decay in rates(groups):
         table.add_row(name, str(count), lr, decay)
     console.print(table)
+    changed = Counter(number for group in groups for number in group["overrides"] for _ in group["params"])
+    for number, count in sorted(changed.items()):
+        console.print(f"overrides[{number}]: {count} parameter(s)")
     rules = rules_with_owner_state(groups)
     if rules:
         console.print(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeVar
+
+from torch import Tensor, nn
 
 from lwopt_backend.config import foreign
 from lwopt_backend.config.hosts import HOSTS, HostConfig, ZeROConfig
@@ -13,13 +15,13 @@ from lwopt_backend.config.options import checked, options_in, suggestion, within
 from lwopt_backend.groups import Group
 from lwopt_backend.groups.optimizer_classes import as_class, class_named, path_of
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, check_options, known_of, options_of
-from lwopt_backend.routing.routing import as_globs
+from lwopt_backend.routing.routing import as_globs, named_like
 
 KINDS: Mapping[str, Mapping[str, object]] = {"matrix": MATRIX_RULES, "elementwise": ELEMENTWISE_RULES}
 SECTIONS = {  # and what they mean
     "matrix": "rule for matrices: a name, or a section with 'name' and options",
     "elementwise": "rule for all other parameters: a name, or a section with 'name' and options",
-    "overrides": "list of sections: 'params', globs on names, and their options in 'matrix' or 'elementwise'",
+    "overrides": "list of sections: 'params' or 'attribute', and options of these in 'matrix' or 'elementwise'",
 }
 DEFAULTS = {"matrix": "muon", "elementwise": "adamw"}
 C = TypeVar("C", bound=HostConfig)
@@ -55,13 +57,43 @@ def _section(kind: str, given: Any, *, named: bool = False) -> dict[str, Any]:
         return {key: path_of(value) if key == "class" else value for key, value in given.items()}
 
 
+Selects = Callable[[str, Tensor, nn.Module], object]
+
+
+def _names_or_function(given: Any) -> tuple[str, ...] | Selects:
+    return given if callable(given) else as_globs(given, "params")
+
+
 @dataclass(frozen=True)
 class Override:
-    """Options of the parameters whose names match one of the globs ``params``; those left out stay as they are."""
+    """Options of the parameters that it selects; those left out stay as they are.
 
-    params: tuple[str, ...] = field(metadata={"check": partial(as_globs, option="params")})
+    ``params`` are globs on names, or a function of a parameter's name, the parameter and its module; ``attribute`` are
+    names of attributes of parameters, of which one is true.
+    """
+
+    params: tuple[str, ...] | Selects = field(default=(), metadata={"check": _names_or_function})
+    attribute: tuple[str, ...] = field(default=(), metadata={"check": partial(as_globs, option="attribute")})
     matrix: Mapping[str, Any] = field(default_factory=dict, metadata={"check": partial(_section, "matrix")})
     elementwise: Mapping[str, Any] = field(default_factory=dict, metadata={"check": partial(_section, "elementwise")})
+
+    def selects(self, name: str, param: Tensor | None, module: nn.Module | None) -> bool:
+        """Raises ValueError if the parameter is not known where it is needed."""
+        if not callable(self.params) and not self.attribute:
+            return named_like(self.params)(name)
+        if param is None or module is None:
+            raise ValueError(
+                f"{self} selects tensors, and only names and shapes are known here; write globs in 'params'"
+            )
+        if callable(self.params):
+            return bool(self.params(name, param, module))
+        return any(getattr(param, key, False) for key in self.attribute)
+
+    def __str__(self) -> str:
+        if callable(self.params):
+            return f"function {getattr(self.params, '__qualname__', self.params)}"
+        key, names = ("attribute", self.attribute) if self.attribute else ("params", self.params)
+        return f"{key} {', '.join(map(repr, names))}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +106,14 @@ class Rules:
     matrix: Group
     elementwise: Group
     overrides: tuple[Override, ...] = ()
+
+    def selecting(self, name: str, param: Tensor | None = None, module: nn.Module | None = None) -> tuple[int, ...]:
+        """The numbers of the overrides that select a parameter of ``module``."""
+        found = []
+        for number, override in enumerate(self.overrides):
+            with within(f"overrides[{number}]"):
+                found += [number] * override.selects(name, param, module)
+        return tuple(found)
 
 
 def settings_of(host: type[C], given: Mapping[str, Any], where: str) -> tuple[Rules, C]:
@@ -174,8 +214,11 @@ def _overrides(given: Any, made: Mapping[str, Group]) -> tuple[Override, ...]:
     overrides = []
     for number, entry in enumerate(given):
         with within(f"overrides[{number}]"):
-            if not isinstance(entry, Mapping) or not entry.get("params"):
-                raise ValueError(f"expected a section with 'params', a glob on names or several; found {entry!r}")
+            if not isinstance(entry, Mapping) or bool(entry.get("params")) == bool(entry.get("attribute")):
+                raise ValueError(
+                    "expected a section with 'params', a glob on names or several, or with 'attribute', one that "
+                    f"parameters have; found {entry!r}"
+                )
             override = Override(**checked(options_in(Override), entry))
             if not (override.matrix or override.elementwise):
                 raise ValueError("expected options in 'matrix' or 'elementwise'; found none")

@@ -205,7 +205,7 @@ def group_parameters(
     check_overrides(rules, everywhere)
     clip_groups = _clip_groups(config, everywhere)
     trains = "matrix" in kinds
-    groups = split(given, _are_matrices(routes, names), rules, names)
+    groups = split(given, _are_matrices(routes, names), rules, _overrides(routes, names))
     per_head = {names[id(param)] for group in groups if group.get("per_head") for param in group["params"]}
     divided = divide(model, routes, atom_settings(model, config.atoms), elsewhere=elsewhere, per_head=per_head)
     said = {name: f": {matrices.reason}" for name, matrices in divided.items() if not matrices.is_plain}
@@ -239,7 +239,10 @@ def route_given(
         else replace(r, kind="frozen", reason="not given to the optimizer")
         for r in routes_of(model, config.include, config.exclude, heads, atom_settings(model, config.atoms))
     ]
-    groups = split(given, _are_matrices(routes, names), rules, names)
+    modules = {id(param): module for module in model.modules() for param in module.parameters(recurse=False)}
+    params = {name: (param, modules[id(param)]) for name, param in named_parameters(model)}
+    routes = [replace(r, overrides=rules.selecting(r.name, *params[r.name])) for r in routes]
+    groups = split(given, _are_matrices(routes, names), rules, _overrides(routes, names))
     rule = {names[id(param)]: group.get("class", group["rule"]) for group in groups for param in group["params"]}
     return [replace(r, rule=rule.get(r.name, "")) for r in routes]
 
@@ -248,6 +251,12 @@ def _are_matrices(routes: Sequence[Route], names: Mapping[int, str]) -> dict[int
     """By a trained parameter's id, whether it is a matrix."""
     trained = {r.name: r for r in routes if r.kind != "frozen" and math.prod(r.shape) > 0}
     return {key: trained[name].kind == "matrix" for key, name in names.items() if name in trained}
+
+
+def _overrides(routes: Sequence[Route], names: Mapping[int, str]) -> dict[int, tuple[int, ...]]:
+    """By a parameter's id, the overrides that select it."""
+    by_name = {route.name: route.overrides for route in routes}
+    return {key: by_name[name] for key, name in names.items() if name in by_name}
 
 
 def as_taken(found: Route, rule: str, config: HostConfig) -> Route:

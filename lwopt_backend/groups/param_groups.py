@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from lwopt_backend.groups.registry import (
     optimizer_arguments,
     rule_of,
 )
-from lwopt_backend.routing.routing import Route, check_globs, named_like
+from lwopt_backend.routing.routing import Route, check_globs
 from lwopt_backend.runtime.agreement import digest, setting
 from lwopt_backend.runtime.collectives import changing, of_elementwise, phase, rule_name
 from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
@@ -264,12 +265,12 @@ def split(
     groups: Groups,
     is_matrix: Mapping[int, bool],
     rules: Rules,
-    names: Mapping[int, str] | None = None,
+    overrides: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Each group's matrices, then its element-wise parameters, both in the group's order; empty parts are left out.
 
     ``is_matrix`` tells by ``id(parameter)``; parameters missing from it (frozen ones) are dropped. Parameters with
-    other overrides become separate parts; ``names``, by id, say which those are. A group's own ``lr`` and
+    other ``overrides``, by id, become separate parts. A group's own ``lr`` and
     ``weight_decay`` hold for all its parts. Its other options are the matrix rule's; those in the section
     ``"elementwise"``, or in the section of that rule's name, are the element-wise rule's. Overrides come last. Keys
     that are no option stay in all parts. The number of parts depends on the model and the user's groups, not on ranks.
@@ -282,7 +283,7 @@ def split(
             wanted = [p for p in group["params"] if is_matrix.get(id(p)) == (kind == "matrix")]
             by_overrides: dict[tuple[int, ...], list[Any]] = {}
             for param in wanted:
-                which = () if names is None else overrides_of(names[id(param)], kind, rules)
+                which = overrides_of(overrides.get(id(param), ()), kind, rules)
                 by_overrides.setdefault(which, []).append(param)
             for which, params in sorted(by_overrides.items()):
                 part = made
@@ -303,13 +304,9 @@ def main_rate(groups: Groups, rules: Rules, trains_matrices: bool) -> float:
     return given[0] if given and given[0] >= 0 and len(set(given)) == 1 else float(main["lr"])
 
 
-def overrides_of(name: str, kind: str, rules: Rules) -> tuple[int, ...]:
-    """The numbers of the overrides that change a parameter's rule."""
-    return tuple(
-        number
-        for number, override in enumerate(rules.overrides)
-        if getattr(override, kind) and named_like(override.params)(name)
-    )
+def overrides_of(selecting: Sequence[int], kind: str, rules: Rules) -> tuple[int, ...]:
+    """The numbers of the overrides, of those ``selecting`` a parameter, that change its rule."""
+    return tuple(number for number in selecting if getattr(rules.overrides[number], kind))
 
 
 def _options(group: Group, rules: Rules) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, Any]]:
@@ -398,10 +395,13 @@ def check_overrides(rules: Rules, routes: Sequence[Route]) -> None:
     """Raises ValueError for an override that changes nothing in a model with these routes."""
     trained = [route for route in routes if route.kind != "frozen"]
     for number, override in enumerate(rules.overrides):
-        where, like = f"overrides[{number}]", named_like(override.params)
-        check_globs(where, override.params, trained, routes, lambda route: "are not trained")
-        kinds = {route.kind for route in trained if like(route.name)}
+        where = f"overrides[{number}]"
+        if not callable(override.params):
+            check_globs(where, override.params, trained, routes, lambda route: "are not trained")
+        kinds = {route.kind for route in trained if number in route.overrides}
+        if not kinds:
+            where_lost = "; fully_shard and to_empty drop attributes, so set them after it" * bool(override.attribute)
+            raise ValueError(f"{where}: {override} selects no trained parameter{where_lost}")
         for kind, other in (("matrix", "elementwise"), ("elementwise", "matrix")):
             if getattr(override, kind) and kind not in kinds:
-                globs = ", ".join(map(repr, override.params))
-                raise ValueError(f"{where}: {globs} have options in {kind!r}, but only match parameters of {other!r}")
+                raise ValueError(f"{where}: {override}: options in {kind!r}, but only match parameters of {other!r}")

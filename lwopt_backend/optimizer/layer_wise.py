@@ -56,8 +56,8 @@ class LayerWiseOptimizer(BaseOptimizer):
         elementwise_lr: learning rate of the element-wise rule. Default: the rule's.
         params: param groups as in torch.optim, each with its own ``lr``, ``weight_decay`` and section ``"adamw"``.
             Default: one group of all trainable parameters.
-        overrides: other options for some parameters: mappings with ``params`` (globs on names) and ``matrix`` or
-            ``elementwise``.
+        overrides: other options for some parameters: mappings with ``matrix`` or ``elementwise``, and with ``params``
+            (globs on names, or a function of name, parameter and module) or ``attribute`` (one that is true of them).
         sharded_later: plan at the first step, for a model that will be sharded later, as Accelerate's ``prepare`` does.
         process_group: data-parallel ranks of a plain model. Default: all ranks, or this process alone.
         expert_params: globs of the parameters that only some ranks of a plain model share. Their gradients are also

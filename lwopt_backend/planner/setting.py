@@ -201,7 +201,8 @@ def share_of(routes: Sequence[Route], divided: Mapping[str, Divided], setting: S
     is_matrix = {id(params[r.name]): r.kind == "matrix" for r in routes if r.name in params}
     names = {id(param): name for name, param in params.items()}
     trains = any(is_matrix.values())
-    groups = split([{"params": list(params.values())}], is_matrix, setting.rules, names)
+    overrides = {id(params[r.name]): r.overrides for r in routes if r.name in params}
+    groups = split([{"params": list(params.values())}], is_matrix, setting.rules, overrides)
     own = {route.name: divided[route.name] for route in routes if route.kind == "matrix"}
     return Share(Grouping(list(routes), groups, names, own, trains), wholes, tp)
 

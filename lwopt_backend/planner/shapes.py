@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -243,12 +243,13 @@ class Training:
     def of(self, routes: Sequence[Route]) -> tuple[tuple[Route, ...], dict[str, Divided]]:
         """Routes by name as training has them, stacked experts slice by slice, and the matrices in each parameter."""
         found = [as_taken(route.as_stack(), self.rules.matrix["rule"], self.config) for route in routes]
+        found = [replace(route, overrides=self.rules.selecting(route.name)) for route in found]
         check_overrides(self.rules, found)
-        per_head = {route.name for route in found if route.kind == "matrix" and self._per_head(route.name)}
+        per_head = {route.name for route in found if route.kind == "matrix" and self._per_head(route)}
         return tuple(found), divide_by_name(found, AtomSettings.parse(self.config.atoms), per_head)
 
-    def _per_head(self, name: str) -> bool:
+    def _per_head(self, route: Route) -> bool:
         group = self.rules.matrix
-        for number in overrides_of(name, "matrix", self.rules):
+        for number in overrides_of(route.overrides, "matrix", self.rules):
             group = changed(group, self.rules.overrides[number].matrix)
         return bool(group.get("per_head", False))

@@ -58,7 +58,9 @@ def _on_each_rank(parts: Parts, outputs: int, ranks: int, whose: str) -> Parts:
 Kind = Literal["matrix", "elementwise", "frozen"]
 
 TWO_D = "2-D weight"
-MULTIPLIED = re.compile(r"weight|matri|proj|kernel|gate|^[wW][a-zA-Z0-9]?(_|$)")  # names of parameters that are matrices
+MULTIPLIED = re.compile(
+    r"weight|matri|proj|kernel|gate|^[wW][a-zA-Z0-9]?(_|$)"
+)  # names of parameters that are matrices
 SHOWN = 4  # names in a warning
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 # Words in the name of a module's own parameter that say what it is, whatever its shape.
@@ -76,8 +78,9 @@ class Route:
     """The route of one parameter, and its reason. ``aliases`` are the other names of a tied parameter.
 
     A ``stack`` has a matrix in its last two dimensions for every index of the others; a ``transposed`` matrix is stored
-    as (inputs, outputs), two ``side_by_side`` as (outputs, 2, inputs). ``rule`` is set once it is known. ``shape`` is
-    the whole parameter's, ``cut`` how tensor parallelism cuts it.
+    as (inputs, outputs), two ``side_by_side`` as (outputs, 2, inputs). ``rule`` and ``overrides``, the
+    numbers of those that select the parameter, are set once they are known. ``shape`` is the whole parameter's, ``cut``
+    how tensor parallelism cuts it.
     """
 
     name: str
@@ -89,6 +92,7 @@ class Route:
     transposed: bool = False
     rule: str = ""
     cut: Cut | None = None
+    overrides: tuple[int, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
