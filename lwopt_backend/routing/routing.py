@@ -60,7 +60,7 @@ Kind = Literal["matrix", "elementwise", "frozen"]
 TWO_D = "2-D weight"
 MULTIPLIED = re.compile(
     r"weight|matri|proj|kernel|gate|^[wW][a-zA-Z0-9]?(_|$)"
-)  # names of parameters that are matrices
+)  # names of matrices
 SHOWN = 4  # names in a warning
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 # Words in the name of a module's own parameter that say what it is, whatever its shape.

@@ -7,6 +7,7 @@ communicated, and the model is not touched. What a run shows is found once for m
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -25,6 +26,7 @@ MANY = 4096  # for modules that cut what they are given into windows
 WIDTHS = 4  # sizes of inputs that are tried
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 LEVELS = 3  # modules around a weight whose ``forward`` may divide its outputs
+COPIED = (dict, list, OrderedDict)  # what a ``forward`` may change
 MOST = 64  # weights of a module that is run
 
 
@@ -155,7 +157,7 @@ def bare(module: nn.Module, shape: Shape, memo: dict[int, Any]) -> Any:
         return memo[id(module)]
     copied: Any = object.__new__(type(module))
     memo[id(module)] = copied
-    own = {key: value.copy() if isinstance(value, (dict, list)) else value for key, value in vars(module).items()}
+    own = {key: value.copy() if type(value) in COPIED else value for key, value in vars(module).items()}
     own.update({key: type(value)() for key, value in own.items() if key.endswith("_hooks") and value})
     own.update(training=False, _compiled_call_impl=None)
     forward = own.pop("forward", None)
