@@ -40,9 +40,10 @@ def LayerWise(params: Iterable[Any], **options: Any) -> EngineOptimizer:
         params: parameters, or param groups with their own ``lr`` and ``weight_decay``, as in torch.optim.
         **options: ``matrix`` and ``elementwise``, each a rule's name or a mapping with ``name`` and options; the matrix
             rule's options by name; ``overrides``, a list of such sections with globs in ``params``; ``include``,
-            ``exclude``, ``atoms``, ``allow_no_matrix``, ``exchange_dtype`` and ``report``; ``storage``, "zero" or
-            "owned". Storage "zero" has ``policy``, ``bucket_numel`` and ``ns_device``; "owned" has ``layout``,
-            ``bucket_mb``, ``pad_buckets_for_high_nccl_busbw`` and ``group_size``.
+            ``exclude``, ``atoms``, ``allow_no_matrix``, ``exchange_dtype``, ``capture``, ``on_nonfinite``,
+            ``skip_above`` and ``report``; ``storage``, "zero" or "owned". Storage "zero" has ``policy``,
+            ``bucket_numel`` and ``ns_device``; "owned" has ``layout``, ``bucket_mb``,
+            ``pad_buckets_for_high_nccl_busbw`` and ``group_size``.
 
     Returns:
         An optimizer for one engine.

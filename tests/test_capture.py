@@ -14,7 +14,7 @@ from lwopt_backend.rules import OwnerStateRule
 from lwopt_backend.rules.muon import Muon
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.rules.second_moment import NorMuon
-from lwopt_backend.runtime.capture import Capture
+from lwopt_backend.runtime.capture import Capture, reads_of
 from tests.cells import cells
 from tests.engines import ZERO, Cell, ExactLM, running
 from tests.on_ranks import on_ranks
@@ -75,6 +75,19 @@ def test_what_a_batch_uses_stays_where_it_is_and_no_host_reads(engine: str) -> N
     assert watched.places[2] and all(step == watched.places[2] for step in watched.places[3:])
     if engine in (*ZERO[1:], "fsdp2"):
         assert not any(count for step, count in enumerate(watched.reads) if step % COMPARED_EVERY)
+
+
+class Scaled(Muon):
+    transform_reads = ("lr",)
+
+
+def test_a_rate_that_a_transform_reads_is_a_number_in_its_graph() -> None:
+    """A tensor that is changed in place is captured again."""
+    rule, given = Scaled(lr=torch.tensor(1.0)), torch.ones(2, 2)  # type: ignore[arg-type]
+    before = reads_of(rule, {}, given)
+    assert reads_of(rule, {}, given) == before
+    rule.lr *= 3
+    assert reads_of(rule, {}, given) != before
 
 
 def test_batches_of_ever_other_matrices_keep_no_more_than_two_buffers_each() -> None:

@@ -65,9 +65,9 @@ class LayerWiseOptimizer(BaseOptimizer):
         expert_process_group: ranks that share the parameters in ``expert_params``.
         expert_group_size: number of ranks in ``expert_process_group`` that hold one instance of the experts.
         **options: the matrix rule's options by name, and the engine's. Both engines have ``include``, ``exclude``,
-            ``atoms``, ``allow_no_matrix``, ``exchange_dtype``, ``clip_groups``, ``on_nonfinite``, ``skip_above`` and
-            ``report``. A ``fully_shard`` model has ``bucket_matrices``, ``bucket_numel``, ``copies`` and
-            ``state_dtype``. A plain model has ``layout``, ``bucket_mb``, ``pad_buckets_for_high_nccl_busbw``,
+            ``atoms``, ``allow_no_matrix``, ``exchange_dtype``, ``capture``, ``clip_groups``, ``on_nonfinite``,
+            ``skip_above`` and ``report``. A ``fully_shard`` model has ``bucket_matrices``, ``bucket_numel``, ``copies``
+            and ``state_dtype``. A plain model has ``layout``, ``bucket_mb``, ``pad_buckets_for_high_nccl_busbw``,
             ``group_size``, ``grad_dtype``, ``keep_full_grads``, ``broadcast_buffers``, ``overlap_grad_reduce`` and
             ``overlap_param_gather``.
 

@@ -85,11 +85,12 @@ class Capture:
 def reads_of(rule: MatrixRule, state: Mapping[str, Any], given: Tensor) -> Any:
     """What a graph of the rule's work takes in: options, the form of what is given, and where owner state lies."""
     options = [getattr(rule, name) for name in rule.transform_reads or ()]
+    values = [option.item() if isinstance(option, Tensor) else option for option in options]
 
     def taken(leaf: Any) -> Any:
         return (*_form(leaf), leaf.data_ptr()) if isinstance(leaf, Tensor) else leaf
 
-    return options, _form(given), nested.mapped(state, taken)
+    return values, _form(given), nested.mapped(state, taken)
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
