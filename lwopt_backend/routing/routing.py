@@ -58,9 +58,7 @@ def _on_each_rank(parts: Parts, outputs: int, ranks: int, whose: str) -> Parts:
 Kind = Literal["matrix", "elementwise", "frozen"]
 
 TWO_D = "2-D weight"
-MULTIPLIED = re.compile(
-    r"weight|matri|proj|kernel|gate|^[wW][a-zA-Z0-9]?(_|$)"
-)  # names of matrices
+MULTIPLIED = re.compile(r"weight|matri|proj|kernel|gate|^[wW][a-zA-Z0-9]?(_|$)")  # names of matrices
 SHOWN = 4  # names in a warning
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 # Words in the name of a module's own parameter that say what it is, whatever its shape.
