@@ -58,6 +58,7 @@ def family(name: str) -> Family:
                 part(**inputs(part))
         except Exception as error:  # of anybody's forward
             failed.append(f"{type(part).__name__}: {error!r}"[:120])
+        judge.forget()
     return Family(list(verdicts(model, judge)), failed)
 
 
@@ -130,7 +131,9 @@ def verdicts(model: nn.Module, judge: Judge) -> Iterator[Verdict]:
 
 
 def _difference(ours: list[Outputs], groups: list[Outputs]) -> str:
-    if {*ours} == {*groups} or len(ours) == 1 and min(map(len, groups)) == 1:  # one row is no matrix
+    if (
+        {*ours} == {*groups} or len(ours) == 1 and (len(groups) == 1 or min(map(len, groups)) == 1)
+    ):  # a row is no matrix
         return ""
     return f"expected parts of {[*map(len, groups)]} outputs, as the forward has them, found {[*map(len, ours)]}"
 

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 PRODUCTS = {aten.mm.default: (0, 1), aten.bmm.default: (0, 1), aten.addmm.default: (1, 2), aten.baddbmm.default: (1, 2)}
 SAME = {aten.clone, aten._to_copy, aten.native_dropout}
 LOOKED_AT = {aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_empty}
-LARGEST = 2**24
+LARGEST, ROOM = 2**22, 2**28  # elements of one tensor, and of all, whose outputs are kept
 Outputs = frozenset[int]
 
 
@@ -47,6 +47,11 @@ class Judge(TorchDispatchMode):
         self._names = {param.untyped_storage()._cdata: (name, param) for name, param in model.named_parameters()}
         self._maps: dict[int, dict[str, Tensor]] = {}  # by storage, the output of each of its elements, -1 for none
         self._alive: list[Tensor] = []  # so that no storage is used again
+        self._room = ROOM
+
+    def forget(self) -> None:
+        """Forget what was computed: another forward pass follows."""
+        self._maps, self._alive, self._room = {}, [], ROOM
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = _without_values(func, args) if args and isinstance(args[0], Tensor) and args[0].is_meta else None
@@ -93,10 +98,11 @@ class Judge(TorchDispatchMode):
 
     def _put(self, tensor: Tensor, name: str, outputs: Tensor) -> None:
         """Note the outputs of a new tensor's elements."""
-        if tensor.numel() <= LARGEST and tensor.numel():
+        if 0 < tensor.numel() <= min(LARGEST, self._room):
             size = tensor.untyped_storage().nbytes() // tensor.itemsize
             maps = self._maps.setdefault(tensor.untyped_storage()._cdata, {})
             flat = maps.setdefault(name, torch.full((size,), -1, dtype=torch.int32, device="cpu"))
+            self._room -= size
             flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(outputs)
             self._alive.append(tensor)
 

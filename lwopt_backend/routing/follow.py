@@ -120,7 +120,7 @@ class Follow(TorchDispatchMode):
             self._join(func, args, kwargs, result)
         elif packet is aten.glu:
             for source, numbers in self._made.get(args[0], {}).items():
-                for half in numbers.chunk(2, *args[1:]):
+                for half in numbers.chunk(2, *(args[1:] or (-1,))):
                     self._end_of(source, _set(half))
         elif packet in (aten.view_as_complex, aten.view_as_real):
             self._end(args[0])

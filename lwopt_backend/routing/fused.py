@@ -72,7 +72,7 @@ def fused_weights(model: nn.Module, stored: Stored) -> dict[int, Fusion]:
 def _told(use: Traced, sizes: Callable[[Tensor], tuple[int, int] | None]) -> Fusion:
     """What a module's ``forward`` shows about the outputs of a weight."""
     whose = type(use.module).__name__
-    parts = [] if use.ends is None else partition(use.ends, use.module)
+    parts = [] if use.ends is None else _without_heads(partition(use.ends, use.module), use.ends)
     if use.ends is None or not parts:
         if not _looks_fused(use, sizes):
             return Fusion()
@@ -97,6 +97,17 @@ def _looks_fused(use: Traced, sizes: Callable[[Tensor], tuple[int, int] | None])
     beside = {its[1] for its in map(sizes, use.module.parameters()) if its is not None}
     by_size = ours[0] not in beside and any(size > 1 and ours[0] in (2 * size, 3 * size) for size in beside)
     return by_size or LOOKS_FUSED.search(use.name) is not None
+
+
+def _without_heads(parts: Sequence[Outputs], ends: Ends) -> list[Outputs]:
+    """The parts, as one those that the forward takes from one variable, without names: heads in a loop."""
+    found = [*parts]
+    for outputs in ends.names.values():
+        within = [part for part in found if part < outputs]
+        alike = len({*map(len, within)}) == 1 and frozenset().union(*within) == outputs
+        if alike and len(outputs) < ends.count and not any(_name(part, ends) for part in within):
+            found = sorted([*(part for part in found if part not in within), outputs], key=min)
+    return found
 
 
 # Where parts lie, and their names. A gate is what goes through the activation.
@@ -137,7 +148,7 @@ def _names(parts: Sequence[Outputs], ends: Ends, module: nn.Module, weight: str)
         found[1 - gate] = "q" if found[1 - gate] == "q" else "up"
     if all(found) and len({*found}) == len(found):
         return found
-    if len(parts) == 3 and re.search("qkv|in_proj", weight):
+    if len(parts) == 3 and re.search("qkv|in_proj_weight", weight):
         return ["q", "k", "v"]
     return [f"part{number}" for number in range(len(parts))]
 

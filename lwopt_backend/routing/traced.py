@@ -311,6 +311,7 @@ def _is_input(param: inspect.Parameter) -> bool:
 
 
 def _widths(module: nn.Module, shape: Shape) -> list[int]:
-    """Likely sizes of the inputs: those of the first weights."""
+    """Likely sizes of the inputs: those of the first linears' inputs, then those of the first weights."""
+    inputs = [shape(one.weight)[-1] for one in module.modules() if isinstance(one, nn.Linear)][: WIDTHS // 2]
     sizes = [size for param in matrices(module) for size in (shape(param)[-1], shape(param)[-2])]
-    return [*dict.fromkeys(sizes)][:WIDTHS]
+    return [*dict.fromkeys([*inputs, *sizes])][:WIDTHS]
