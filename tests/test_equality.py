@@ -434,7 +434,8 @@ def test_a_parameters_state_begins_anew(engine: str, matrix: str) -> None:
         run.train(range(2))
         truth.train_on_all(2)
         if is_modules:
-            assert ModuleOptimizers({"all": optimizer}).reset_state({"all": names}) == [f"all.{n}" for n in names]
+            of_all = [f"all.{name}" for name in names]
+            assert ModuleOptimizers({"all": optimizer}).reset_state(of_all) == of_all
         else:
             assert optimizer.reset_state(names) == names
         for half, name in zip((0, 1), names):

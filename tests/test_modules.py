@@ -203,8 +203,12 @@ def test_parameters_equal_one_process_that_holds_both_modules(
         for norm_type in (2.0, 1.0, 3.0, INF):
             norms = run.optimizers.grad_norms(norm_type)
             assert list(norms) == list(NAMES) and norms["vision"].dtype == torch.float32
-            found = [norm.item() for norm in (*norms.values(), run.optimizers.grad_norm(norm_type))]
+            found = [norm.item() for norm in (*norms.values(), run.optimizers.grad_norm(norm_type=norm_type))]
             assert found == pytest.approx(run.norms(norm_type), rel=1e-6)
+            assert run.optimizers.grad_norm("language.*", norm_type) == norms["language"]
+        if names != NAMES:  # the other module has no gradient
+            of_vision = sum(param.numel() for param in run.single["vision"].parameters() if param.requires_grad)
+            assert run.optimizers.count_zeros("vision.*") == of_vision
         run.optimizers.scale_grads(0.5)
         for name in names:
             torch._foreach_mul_(run.grads(name), 0.5)
@@ -260,7 +264,7 @@ def test_a_nan_norm_is_told_on_all_ranks_and_clips_nothing() -> None:
         run.backward(0)
         if dist.get_rank() == bad:
             handle.remove()
-        assert all(run.optimizers.grad_norm(norm_type).isnan() for norm_type in (2.0, INF))
+        assert all(run.optimizers.grad_norm(norm_type=norm_type).isnan() for norm_type in (2.0, INF))
         before = run.optimizers.grad_norms()["vision"]
         run.optimizers.clip_grad_norm_(1e-3)
         assert run.optimizers.grad_norms()["vision"] == before
@@ -363,7 +367,8 @@ def test_what_module_optimizers_cannot_be_used_for_says_so() -> None:
         ("use scale_grads()", lambda: scaler.step(optimizers)),
         ("unknown module 'aa'; did you mean 'a'", lambda: optimizers.clip_grad_norm_({"aa": 1.0})),
         ("max_norm: expected module 'a'", lambda: optimizers.clip_grad_norm_({})),
-        ("norm_type: expected a number above 0", lambda: optimizers.grad_norm(0)),
+        ("norm_type: expected a number above 0", lambda: optimizers.grad_norm(norm_type=0)),
+        ("'a.nothing' matches no trained parameter", lambda: optimizers.count_zeros("a.nothing")),
     ):
         fails_with(words, use)
 

@@ -6,7 +6,6 @@ parameter of two dimensions is one matrix, one of more is a stack of them.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -17,7 +16,7 @@ from lwopt_backend.config.atoms import AtomSettings, Division
 from lwopt_backend.plan.atoms import Block, Grid, divided, grouped, matrices_of, repeated, undivided
 from lwopt_backend.routing.fused import Fusion, fused_weights
 from lwopt_backend.routing.heads import Heads, heads_in, named_as_heads, none_found, unknown
-from lwopt_backend.routing.routing import Route, blocks_of, check_globs, named, named_parameters
+from lwopt_backend.routing.routing import Route, blocks_of, check_globs, named, named_parameters, warn
 
 SHOWN = 4  # names of parts that are printed
 
@@ -99,11 +98,10 @@ def _warn_of(names: Sequence[str]) -> None:
     """Warn of the matrices that look fused and stay whole, if there are any."""
     if not names:
         return
-    warnings.warn(
+    warn(
         f"{len(names)} weights look as if they were several matrices, and are trained as one each: {named(names)}. Set "
         f"the option atoms, e.g. {{{named(names[:1])}: {{'split_sizes': [...]}}}} with the outputs of each matrix, or "
-        f"{{{named(names[:1])}: 'whole'}} if each is one",
-        stacklevel=2,
+        f"{{{named(names[:1])}: 'whole'}} if each is one"
     )
 
 

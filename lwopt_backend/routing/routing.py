@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -167,16 +168,21 @@ def _bare_ones_routed(model: nn.Module, routes: Sequence[Route], uses: Mapping[i
     told = {r.name: known.get(id(params[r.name]), MULTIPLIED.search(r.name.rpartition(".")[2]) is None) for r in asked}
     unclear = [r.name for r in asked if told[r.name] and id(params[r.name]) not in known]
     if unclear:
-        warnings.warn(
+        warn(
             f"No forward showed what {named(unclear)} are for. They are left to the element-wise rule, as most tables "
-            "are; name those that are matrices in the option include, the others in exclude",
-            stacklevel=2,
+            "are; name those that are matrices in the option include, the others in exclude"
         )
     reasons = {True: "added or looked up, not multiplied", False: "2-D, but nothing shows that it is multiplied"}
     return [
         replace(r, kind="elementwise", reason=reasons[id(params[r.name]) in known]) if told.get(r.name) else r
         for r in routes
     ]
+
+
+def warn(text: str) -> None:
+    """Warn of what the table at the start has in every line that it concerns. On the first rank: all find the same."""
+    if os.environ.get("RANK", "0") == "0":
+        warnings.warn(text, stacklevel=3)
 
 
 def named(names: Sequence[str]) -> str:

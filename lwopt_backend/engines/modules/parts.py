@@ -33,20 +33,36 @@ NAME = "ModuleOptimizers"
 HAS_STATE, PARAMS = "has_state", "params"  # keys in a module's state dict
 
 
+def named_in(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    """The parameters of a torch optimizer with the names that it was given, or else their numbers."""
+    found: list[tuple[str, Tensor]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"{place} of group {number}" for place in range(len(group["params"]))]
+        found += zip(names, group["params"])
+    return found
+
+
 class CopiedGradients:
     """The gradients of a plain torch optimizer, equal on all ranks with a copy; calls no collective."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        self._grads = [param.grad for param in params if param.grad is not None]
+        self._params = named_in(optimizer)
+
+    def _grads(self, pick: Pick) -> list[Tensor]:
+        return [param.grad for name, param in self._params if param.grad is not None and pick(name)]
 
     def norm(self, norm_type: float, pick: Pick = everything) -> Tensor:
-        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in self._grads]
+        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in self._grads(pick)]
         stacked = [norm.to(norms[0].device) for norm in norms]
         return torch.linalg.vector_norm(torch.stack(stacked), norm_type) if norms else torch.zeros(())
 
+    def count_zeros(self, pick: Pick) -> int:
+        """A parameter without a gradient counts as zeros."""
+        chosen = [param for name, param in self._params if pick(name)]
+        return sum(p.numel() if p.grad is None else int((p.grad == 0).sum()) for p in chosen)
+
     def scale(self, factor: float, pick: Pick = everything) -> None:
-        for grad in self._grads:
+        for grad in self._grads(pick):
             grad.mul_(factor)
 
 
@@ -58,7 +74,7 @@ class Part:
     """
 
     def __init__(self, name: str, optimizer: Any) -> None:
-        self.where = f"{NAME}: module {name!r}"
+        self.name, self.where = name, f"{NAME}: module {name!r}"
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"{self.where}: expected a torch.optim.Optimizer, or None on ranks without it; found {optimizer!r}"
@@ -80,13 +96,11 @@ class Part:
 
     def params(self) -> list[tuple[str, Tensor]]:
         """The trained parameters with their names."""
-        if self.ours is not None:
-            return self.ours.named_params()
-        found: list[tuple[str, Tensor]] = []
-        for number, group in enumerate(self.optimizer.param_groups):
-            names = group.get("param_names") or [f"{place} of group {number}" for place in range(len(group["params"]))]
-            found += zip(names, group["params"])
-        return found
+        return named_in(self.optimizer) if self.ours is None else self.ours.named_params()
+
+    def full_names(self) -> list[str]:
+        """Their names after the module's."""
+        return [f"{self.name}.{name}" for name, _ in self.params()]
 
     @property
     def gradients(self) -> OwnedGradients | MeshGradients | CopiedGradients:

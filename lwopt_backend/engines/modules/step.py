@@ -21,7 +21,7 @@ from torch import Tensor
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.options import checked, options_in
 from lwopt_backend.engines.base import Whole, loaded, saved
-from lwopt_backend.engines.gradients import Guard, check_finite, checked_order, clip_factor
+from lwopt_backend.engines.gradients import Guard, Pick, check_finite, checked_order, clip_factor
 from lwopt_backend.engines.modules.parts import (
     NAME,
     Part,
@@ -37,6 +37,7 @@ from lwopt_backend.engines.modules.parts import (
 from lwopt_backend.groups.param_groups import COMPARED_EVERY, plain
 from lwopt_backend.groups.rates import MadeRates
 from lwopt_backend.optimizer import OwnedOptimizer
+from lwopt_backend.routing.routing import as_globs, named_like
 from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
 from lwopt_backend.runtime.agreement import agree, check_on_all, digest, setting
 from lwopt_backend.runtime.collectives import ranks_of
@@ -156,19 +157,40 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     @undisturbed()
     @torch.no_grad()
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+    def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
         """The norm of all modules' mean gradients as one vector, each element counted once.
 
         Args:
+            names: a glob, or several, on names of parameters, each after its module's: ``"vision.*.weight"``.
             norm_type: order of the norm.
 
         Returns:
             An fp32 scalar on the CPU, equal on all ranks.
 
         Raises:
-            ValueError, RuntimeError: as ``grad_norms``.
+            ValueError, RuntimeError: as ``grad_norms``; ValueError also for a glob that no name matches.
         """
-        return _total([*chain(*self._norms(norm_type).values())], norm_type)
+        order, picks = checked_order(norm_type), self._picks(names)
+        norm = self._measure("the norm of gradients", 1, lambda part: [part.gradients.norm(order, picks[part.name])])
+        return _total([*chain(*norm.values())], norm_type)
+
+    @undisturbed()
+    @torch.no_grad()
+    def count_zeros(self, names: str | Sequence[str] = "*") -> int:
+        """Count the zeros in the modules' mean gradients; a parameter without a gradient counts as zeros.
+
+        Args:
+            names: as for ``grad_norm``.
+
+        Returns:
+            The number of elements, each counted once, equal on all ranks.
+
+        Raises:
+            ValueError, RuntimeError: as ``grad_norm``.
+        """
+        picks = self._picks(names)
+        zeros = self._measure("the zeros in gradients", 1, lambda part: [part.gradients.count_zeros(picks[part.name])])
+        return int(sum(chain(*zeros.values())))
 
     @undisturbed()
     @torch.no_grad()
@@ -314,27 +336,40 @@ class ModuleOptimizers(torch.optim.Optimizer):
             part.optimizer.zero_grad(set_to_none)
 
     @undisturbed()
-    def reset_state(self, names: Mapping[str, str | Sequence[str]]) -> list[str]:
+    def reset_state(self, names: str | Sequence[str]) -> list[str]:
         """Make the state of some parameters as it was before the first step, as ``LayerWiseOptimizer.reset_state``.
 
         Args:
-            names: by module, a glob, or several, on names of its parameters. The same on all ranks.
+            names: as for ``grad_norm``. The same on all ranks.
 
         Returns:
             The names of those parameters that this rank trains, each after its module's.
 
         Raises:
-            ValueError: on all ranks, for an unknown module or a glob that matches no trained parameter.
+            ValueError: on all ranks, for a glob that no name matches.
         """
-        found: list[str] = []
+        found, picks = list[str](), self._picks(names)
 
         def reset(name: str, part: Part) -> None:
-            if name in names:
-                found.extend(f"{name}.{param}" for param in part.reset_state(names[name]))
+            chosen = [param for param, _ in part.params() if picks[name](param)]
+            found.extend(f"{name}.{param}" for param in (part.reset_state(chosen) if chosen else ()))
 
-        check_on_all(self._everyone, NAME, lambda: check_names("reset_state", names, self.names, ()))
         together(self._everyone, "reset_state", self._parts, reset)
         return found
+
+    def _picks(self, names: str | Sequence[str]) -> dict[str, Pick]:
+        """By module, what selects its parameters by globs on their names after the module's. Called on all ranks.
+
+        Raises ValueError, on all of them, for a glob that matches nothing on any rank.
+        """
+        globs, here = as_globs(names, "names"), [*chain(*(part.full_names() for part in self._parts.values()))]
+        if globs != ("*",):
+            matched = self._everyone.gather_objects([any(map(named_like([glob]), here)) for glob in globs])
+            for glob, anywhere in zip(globs, map(any, zip(*matched))):
+                if not anywhere:
+                    raise ValueError(f"{NAME}: names: {glob!r} matches no trained parameter; name its module first")
+        pick = named_like(globs)
+        return {name: lambda param, name=name: pick(f"{name}.{param}") for name in self._parts}  # type: ignore[misc]
 
     def _norms(self, norm_type: float, *, compare: bool = False, steps: bool = False) -> Measured:
         """The norms of each module's gradients, one for each of ``_groups``; if it ``steps``, those of a step."""
