@@ -380,7 +380,7 @@ def test_options_of_numbered_layers_are_not_compared_with_every_name() -> None:
     rates = {f"optimizer.param_groups.{name}.lr": 0.5 for name in listed}
     folder = mock.Mock(path=Path("step"), tensors={}, objects=rates, object=rates.__getitem__)
     options = {key: key.removeprefix("optimizer.param_groups.") for key in rates}
-    groups, group_of, _ = read_dcp._groups(folder, options, Names.fromkeys(listed, 0), plain)
+    groups, group_of, *_ = read_dcp._groups(folder, options, Names.fromkeys(listed, 0), plain)
     assert groups == [{"lr": 0.5}] and group_of == dict.fromkeys(listed, 0)
 
 

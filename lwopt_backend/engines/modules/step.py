@@ -251,7 +251,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     def _note(self, found: Measured) -> None:
         """Keep the norm of all gradients, which are not clipped yet, for the decision in ``step``."""
-        self._norm = _wide_total([*chain(*found.values())], 2.0).item()
+        self._norm = math.hypot(*chain(*found.values()))
 
     @property
     def clip_group_norms(self) -> dict[str, Tensor]:
@@ -532,9 +532,5 @@ def scalars_on(device: torch.device, rows: Sequence[Sequence[Tensor | float]]) -
 
 def _total(norms: Sequence[float], norm_type: float) -> Tensor:
     """The total of these ``norms``, in fp32."""
-    return _wide_total(norms, norm_type).float()
-
-
-def _wide_total(norms: Sequence[float], norm_type: float) -> Tensor:
     total: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), checked_order(norm_type))
-    return total
+    return total.float()
