@@ -50,6 +50,7 @@ class Watched:
         return tensor
 
 
+@pytest.mark.on_gloo  # that transport's own operations would be seen
 @cells(ranks=[2], engine=["plain", *ZERO, "fsdp2"])
 @on_ranks()
 def test_what_a_batch_uses_stays_where_it_is_and_no_host_reads(engine: str) -> None:

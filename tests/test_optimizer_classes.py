@@ -129,6 +129,7 @@ def made(engine: str, section: dict[str, Any]) -> Iterator[Any]:
     yield LayerWiseOptimizer(model, section, include="*", report=False)
 
 
+@pytest.mark.on_gloo  # that transport's own operations would be seen
 @on_ranks(2)
 @pytest.mark.parametrize(("engine", "cls", "message"), REFUSED)
 def test_a_class_that_cannot_be_run_is_refused_when_the_optimizer_is_made(engine: str, cls: Any, message: str) -> None:

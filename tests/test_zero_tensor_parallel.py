@@ -28,7 +28,10 @@ from tests.on_ranks import on_ranks
 from tests.references import layer_wise
 from tests.zero import PRECISIONS, ROWS, Beside, Reference, engine_for, settings_for, train_step
 
-pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
+pytestmark = [
+    pytest.mark.usefixtures("worlds_to_spoil"),
+    pytest.mark.on_gloo,
+]  # followed forwards communicate
 SHARDS, WIDTH = 2, 24
 MATRICES = ("up.weight", "down.weight", "mix.weight", "gated.weight", "out.weight")
 FUSED = {"*gated.weight": {"gate_up": "halves"}}

@@ -96,6 +96,8 @@ class Follow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(f"expected a forward of one rank alone, found the collective {func}")
         result = _without_data(func, args)
         result = func(*args, **kwargs) if result is None else result
         given = [*tensors_in((args, kwargs))]
