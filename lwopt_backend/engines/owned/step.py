@@ -301,6 +301,8 @@ class OwnedCore:
         # Equal on all ranks for the same part of a user's group, unique otherwise.
         self.group_keys = [f"{g['from_group']}.{g['rule']}{g['overrides'] or ''}" for g in grouping.groups]
         self.holdings = self._plan(grouping, shares)
+        of_shares = [enumerate(held.numbers) for held in self.holdings]
+        self._places = {number: (share, place) for share, of in enumerate(of_shares) for place, number in of}
         buckets: list[tuple[Bucket, Sharers]] = []
         for held in self.holdings:
             for bucket in held.plan.buckets:
@@ -448,15 +450,10 @@ class OwnedCore:
 
     def had_gradient(self, presences: Sequence[Presence]) -> Callable[[int], bool]:
         """Returns whether any rank has a gradient for a member, by the result of ``presences``."""
-        of_member = {
-            number: (presence, place)
-            for held, presence in zip(self.holdings, presences)
-            for place, number in enumerate(held.numbers)
-        }
 
         def had_one(number: int) -> bool:
-            presence, place = of_member[number]
-            return presence(place)
+            share, place = self._places[number]
+            return presences[share](place)
 
         return had_one
 
