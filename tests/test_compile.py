@@ -121,6 +121,8 @@ def test_a_model_that_ran_compiled_is_refused_where_its_hooks_would_be_ignored(h
         message = "expected 'first.weight' before its first run in torch.compile.*torch.compiler.reset"
         with pytest.raises(ValueError, match=message):
             optimizer_in(model, "lazy return")
+        with pytest.raises(ValueError, match=message.replace("'first", "'0.first")):
+            optimizer_in([model], "lazy return")
         optimizer_in(model, "plain")  # which needs no such hooks
         torch.compiler.reset()
     optimizer: Any = optimizer_in(model, "lazy return")

@@ -61,7 +61,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
             rules, config, grouping = given.decide(OwnedConfig, module)
             check_trained(grouping)
             if config.overlap_param_gather:
-                check_not_compiled(model)
+                check_not_compiled(module)
             experts = as_globs(sharing.expert_params, "expert_params")
             check_globs("expert_params", experts, grouping.routes, grouping.routes)
             check_options(config, grouping, experts, *sharing[2:])
