@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed import _attention_head_count as of_deepspeed
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lwopt_backend import explain
@@ -18,8 +19,11 @@ from lwopt_backend.groups.grouping import group_parameters
 from lwopt_backend.plan.atoms import Block, Stripes
 from lwopt_backend.planner.shapes import Training
 from lwopt_backend.routing.matrices import divide
+from lwopt_backend.routing.routing import full_shape
+from lwopt_backend.routing.traced import best_run
 from tests.fused import FusedQKVLinear
 from tests.models import routed
+from tests.on_ranks import on_ranks
 from tests.test_fused_weights import (
     GROUPED,
     MODELS,
@@ -274,6 +278,20 @@ def test_a_models_declaration_wins_over_what_its_code_shows_and_loses_to_the_opt
 def test_a_models_declaration_is_checked_as_the_option_is(declared: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         reasons_of(Declares(**declared))
+
+
+class Reduces(nn.Linear):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        found = super().forward(hidden_states)
+        dist.all_reduce(found)
+        return found
+
+
+@pytest.mark.on_gloo  # the strict transport is Python, below which nothing is seen
+@on_ranks(2)
+def test_a_followed_forward_stops_before_it_communicates() -> None:
+    stopped = best_run(Reduces(4, 4), full_shape).error
+    assert "found the collective c10d.allreduce_" in str(stopped)
 
 
 # What would happen to a model

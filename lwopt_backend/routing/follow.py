@@ -8,7 +8,7 @@ one matrix.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, TracebackType
 from typing import Any, Literal
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from lwopt_backend.runtime import nested
 
 Outputs = frozenset[int]
 Source = tuple[int, int]  # the number of a weight, and which of its dimensions, from the end, are outputs: 2 or 1
@@ -80,7 +82,7 @@ class Follow(TorchDispatchMode):
 
     def returned(self, result: Any) -> None:
         """Note what a ``forward`` returned."""
-        for value in tensors_in(result):
+        for value in nested.tensors(result):
             for source in self._made.get(value, ()):
                 self.ends[source].returned = True
             self._end(value)
@@ -96,11 +98,9 @@ class Follow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise RuntimeError(f"expected a forward of one rank alone, found the collective {func}")
         result = _without_data(func, args)
         result = func(*args, **kwargs) if result is None else result
-        given = [*tensors_in((args, kwargs))]
+        given = [*nested.tensors((args, kwargs))]
         if any(value in self._made or value in self._weights for value in given):
             self.steps += 1
             self._note_names()
@@ -291,15 +291,6 @@ def _without_data(func: Any, args: Any) -> Any:
     if func.overloadpacket is aten.nonzero and args[0].is_meta:
         return args[0].new_empty(args[0].numel(), args[0].ndim, dtype=torch.int64)
     return None
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(one)
 
 
 def _set(numbers: Tensor) -> Outputs:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lwopt_backend.routing.follow import Ends, Follow, Lists, Use, partition
 from lwopt_backend.routing.models import is_peft
+from lwopt_backend.runtime.collectives import WithoutCollectives
 
 Shape = Callable[[Tensor], Sequence[int]]  # of a parameter, whole
 TOKENS = 7
@@ -234,7 +235,7 @@ def run(module: nn.Module, shape: Shape, args: Sequence[Any], kwargs: Mapping[st
     linears = [number for number, param in enumerate(held) if id(param) not in bare_ones]
     follow = Follow([memo[id(param)] for param in held], _codes(module), linears)
     try:
-        with torch.no_grad(), Lists(), torch.device("meta"), follow:
+        with torch.no_grad(), WithoutCollectives(), Lists(), torch.device("meta"), follow:
             result = copied.forward(*args, **kwargs)
         follow.returned(result)
     except Exception as error:  # anybody's code
