@@ -18,7 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.deepspeed.files import NAMES, inner, load_mapping
 from lwopt_backend.checkpoint.files.pickles import options
-from lwopt_backend.config.hosts import OF_BUCKETS
+from lwopt_backend.config.hosts import THESE_OF_BUCKETS
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups.param_groups import of_another_optimizer
 from lwopt_backend.groups.registry import check_group
@@ -33,7 +33,7 @@ CONVERT, CONVERT_OWNED = (
     for what in ("A different number of ranks", "A different number of ranks or layout")
 )
 AS_SAVED = "load it with the optimizer, the model, the param groups, 'include' and 'exclude' it was saved with"
-AS_LAID_OUT = f"load it with the {', '.join(OF_BUCKETS[:-1])} and {OF_BUCKETS[-1]} it was saved with"
+AS_LAID_OUT = f"load it with the {THESE_OF_BUCKETS} it was saved with"
 
 
 @dataclass(frozen=True)

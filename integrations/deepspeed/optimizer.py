@@ -69,9 +69,7 @@ class EngineOptimizer(BaseOptimizer):
 
     def _guard_for(self, skips_nonfinite: bool) -> Guard:
         """The decision on steps where this optimizer decides; ``skips_nonfinite`` is what DeepSpeed's settings say."""
-        auto = "skip" if skips_nonfinite or self.config.skip_above is not None else "step"
-        given = self.config.on_nonfinite
-        return Guard(self.name, auto if given == "auto" else given, self.config.skip_above)
+        return Guard(self.name, self.config.on_nonfinite, self.config.skip_above, skips_by_default=skips_nonfinite)
 
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Route, plan and compare ranks for ``engine``, which is about to take this optimizer. Called on all ranks."""

@@ -42,11 +42,6 @@ class HostConfig:
     advice: ClassVar[str] = "leave it out"
 
     @property
-    def looks_at_norm(self) -> bool:
-        """Whether a step depends on the norm of its gradients, where the default is to step."""
-        return self.on_nonfinite in ("skip", "raise") or self.skip_above is not None
-
-    @property
     def is_owned(self) -> bool:
         """Whether every matrix is whole at one rank, so that no rank has a block of it."""
         return isinstance(self, OwnedStorageConfig) and getattr(self, "storage", "owned") == "owned"
@@ -136,6 +131,7 @@ class OwnedStorageConfig(HostConfig):
 
 
 OF_BUCKETS = ("layout", "bucket_mb", "pad_buckets_for_high_nccl_busbw", "group_size")
+THESE_OF_BUCKETS = f"{', '.join(OF_BUCKETS[:-1])} and {OF_BUCKETS[-1]}"
 
 
 @dataclass(frozen=True)
@@ -163,7 +159,7 @@ class ZeROConfig(OwnedStorageConfig):
     storage: Literal["zero", "owned"] = option(
         "zero",
         "holder of parameters, gradients and state: 'zero', DeepSpeed, or 'owned', this package. With zero: policy, "
-        f"bucket_numel and ns_device; with owned, at stages 0 to 2: {', '.join(OF_BUCKETS[:-1])} and {OF_BUCKETS[-1]}",
+        f"bucket_numel and ns_device; with owned, at stages 0 to 2: {THESE_OF_BUCKETS}",
     )
 
     @classmethod

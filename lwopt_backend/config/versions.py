@@ -41,11 +41,16 @@ def requirement(package: str) -> str:
     return package + VERSIONS[package].supported
 
 
+def is_first_rank() -> bool:
+    """Whether this process is the first of those that a launcher started, or alone."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @functools.cache
 def warn_if_newer(package: str, found: str) -> None:
     """Warn, once a process and on rank 0 only, of a release later than the newest tested one. Patches are not later."""
     newest = VERSIONS[package].tested[-1]
-    if _minor(found) > _minor(newest) and os.environ.get("RANK", "0") == "0":
+    if _minor(found) > _minor(newest) and is_first_rank():
         warnings.warn(
             f"expected {package} {newest} or older, the newest that lwopt_backend was tested with, found {found}; run "
             f"`make test` in a checkout of lwopt_backend with it, or install {package}=={newest}",

@@ -52,10 +52,15 @@ class ClipGroups:
 class Guard:
     """Decides by the norm of all gradients before clipping whether a step is taken. All ranks have the same norm.
 
-    ``on_nonfinite`` is "skip", "raise" or "step" and decides on NaN and infinity, ``skip_above`` on other norms.
+    ``on_nonfinite`` decides on NaN and infinity, ``skip_above`` on other norms. "auto" is "skip" with ``skip_above``,
+    or if the engine ``skips_by_default``, otherwise "step".
     """
 
-    def __init__(self, name: str, on_nonfinite: str, skip_above: float | None) -> None:
+    def __init__(
+        self, name: str, on_nonfinite: str, skip_above: float | None, *, skips_by_default: bool = False
+    ) -> None:
+        if on_nonfinite == "auto":
+            on_nonfinite = "skip" if skips_by_default or skip_above is not None else "step"
         self._name, self._on_nonfinite, self._skip_above = name, on_nonfinite, skip_above
         self.is_on = on_nonfinite != "step" or skip_above is not None
         self.skipped = False  # the last step

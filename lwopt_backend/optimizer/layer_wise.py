@@ -125,9 +125,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         self._begin(rules, self._grouping.trains_matrices, self._grouping.rate, self._grouping.groups)
         self._clip_groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups)
         self._clipped = False  # since the last step
-        unless = "skip" if self.config.skip_above is not None else "step"
-        given = self.config.on_nonfinite
-        self._guard = Guard(self.name, unless if given == "auto" else given, self.config.skip_above)
+        self._guard = Guard(self.name, self.config.on_nonfinite, self.config.skip_above)
         self._norm: Tensor | None = None  # of order 2, of all gradients before they were clipped, if the guard is on
 
     @torch.no_grad()

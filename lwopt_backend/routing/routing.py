@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from lwopt_backend.config.atoms import AtomSettings, Division, Word
 from lwopt_backend.config.options import glob_suggestion, suggestion
+from lwopt_backend.config.versions import is_first_rank
 from lwopt_backend.plan.atoms import Block, Cut, Grid, Parts, Stripes, divided, repeated, undivided
 from lwopt_backend.routing.fused import joined, side_by_side
 from lwopt_backend.routing.models import LORA, Adapter, lora_of
@@ -181,7 +181,7 @@ def _bare_ones_routed(model: nn.Module, routes: Sequence[Route], uses: Mapping[i
 
 def warn(text: str) -> None:
     """Warn of what the table at the start has in every line that it concerns. On the first rank: all find the same."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         warnings.warn(text, stacklevel=3)
 
 

@@ -82,7 +82,7 @@ class Part:
         self.optimizer = optimizer
         self.ours = optimizer if isinstance(optimizer, LayerWiseOptimizer) else None
         self.groups = ClipGroups({}, {}) if self.ours is None else self.ours._clip_groups
-        if self.ours is not None and self.ours.config.looks_at_norm:
+        if self.ours is not None and self.ours._guard.is_on:
             raise ValueError(
                 f"{self.where}: expected no on_nonfinite and no skip_above, by which it would step or skip alone; give "
                 f"them to {NAME}, which decides for all modules by their one norm"

@@ -82,8 +82,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
         def decide() -> tuple[Guard, list[str]]:
             found = checked({key: options_in(HostConfig)[key] for key in given}, given)
-            auto = found["on_nonfinite"] == "auto"
-            guard = Guard(NAME, "skip" if auto else found["on_nonfinite"], found["skip_above"])
+            guard = Guard(NAME, found["on_nonfinite"], found["skip_above"], skips_by_default=True)
             return guard, [setting(key, plain(value)) for key, value in found.items()]
 
         self._guard = agree(self._everyone, NAME, decide)
@@ -362,8 +361,9 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
         Raises ValueError, on all of them, for a glob that matches nothing on any rank.
         """
-        globs, here = as_globs(names, "names"), [*chain(*(part.full_names() for part in self._parts.values()))]
+        globs = as_globs(names, "names")
         if globs != ("*",):
+            here = [*chain(*(part.full_names() for part in self._parts.values()))]
             matched = self._everyone.gather_objects([any(map(named_like([glob]), here)) for glob in globs])
             for glob, anywhere in zip(globs, map(any, zip(*matched))):
                 if not anywhere:
