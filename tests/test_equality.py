@@ -111,6 +111,22 @@ def test_clip_groups_are_clipped_by_their_own_norms_beside_the_rest(ranks: RankP
     equal(ranks, cell, *kept, limit=1e-6)
 
 
+@cells(ranks=[2], engine=["plain", "fsdp2"])
+def test_a_clip_group_may_be_what_one_kind_of_rule_trains(ranks: RankPool, engine: str) -> None:
+    ranks.run(_check_clip_of_a_kind, engine)
+
+
+def _check_clip_of_a_kind(engine: str) -> None:
+    by_name = {"params": ["embedding.*", "lm_head.*", "*.bias", "layers.4.weight"]}
+    runs = []
+    for group in ({"kind": "elementwise"}, by_name):
+        cell = Cell(engine, steps=2, options={"clip_groups": {"adamw": {**group, "max_norm": 0.01}}})
+        with running(cell, ExactLM()) as run:
+            runs.append((run.train(range(2)), run.weights()))
+    (norms, weights), (others, named) = runs
+    assert norms == others and min(norms) > 0.01 and largest_difference(weights, named) == 0.0
+
+
 # Rules meet engines through four protocols: a rule, one with state that only owners have, one that sees the weight, one
 # that uses norms, whose sums are added over the ranks. They came out in the same bits; 1e-6 is what is promised.
 OF_EACH = ("sum, coupled", "adamuon", "soap", "muonh")

@@ -236,7 +236,11 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
     (DOORS, {"exclude": {"1.*": True}}, "exclude: input should be a list; found {'1.*': True}"),
     (CLIPS, {"clip_groups": 5}, "clip_groups: expected sections by name, with 'params' and 'max_norm'; found 5"),
     (CLIPS, {"clip_groups": {"a": {"params": "1.*", "max_norm": 0.0}}}, "clip_groups['a']: ... greater than 0; found"),
-    (CLIPS, {"clip_groups": {"a": {"max_norm": 1.0}}}, "clip_groups['a']: ... expected 'params', found none; add it"),
+    (
+        CLIPS,
+        {"clip_groups": {"a": {"max_norm": 1.0}}},
+        "clip_groups['a']: ... or 'kind', 'matrix' or 'elementwise'; found",
+    ),
     (CLIPS, {"clip_groups": {"a": {"params": "1.*", "max_nrm": 1.0}}}, "unknown key 'max_nrm'; did you mean 'max_norm"),
     ((owned,), {"clip_groups": {"a": {"params": "2.*", "max_norm": 1.0}}}, "clip_groups['a']: '2.*' matches no"),
     ((owned,), {"clip_groups": {"a": CLIPPED, "b": CLIPPED}}, "is in clip_groups 'a' and 'b'; give it to one of them"),

@@ -19,10 +19,16 @@ MEGATRON = "Megatron-Core"
 
 @dataclass(frozen=True)
 class ClipGroup:
-    """Parameters, by globs on their names, whose gradients have a separate norm and maximum norm."""
+    """Parameters whose gradients have a separate norm and maximum norm: by globs on their names, by the kind of rule
+    that trains them, or by both."""
 
-    params: Annotated[Globs, Field(min_length=1)]
     max_norm: Positive
+    params: Globs = ()
+    kind: Literal["matrix", "elementwise"] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.params and self.kind is None:
+            raise ValueError("expected 'params', globs on names, or 'kind', 'matrix' or 'elementwise'; found neither")
 
 
 def _clip_groups(given: Any) -> dict[str, ClipGroup]:
@@ -94,8 +100,8 @@ class ClippingConfig(HostConfig):
 
     clip_groups: dict[str, ClipGroup] = option(
         {},
-        "by name, parameters that are clipped apart from the rest, by their own norm. A group has 'params', globs "
-        "on names, and 'max_norm'",
+        "by name, parameters that are clipped apart from the rest, by their own norm. A group has 'max_norm', and "
+        "'params', globs on names, or 'kind', 'matrix' or 'elementwise', or both",
         MEGATRON,
         check=_clip_groups,
     )

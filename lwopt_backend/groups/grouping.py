@@ -219,9 +219,14 @@ def _clip_groups(config: HostConfig, routes: Sequence[Route]) -> dict[str, str]:
     trained = [route for route in routes if route.kind != "frozen"]
     found: dict[str, str] = {}
     for name, group in config.clip_groups.items() if isinstance(config, ClippingConfig) else ():
-        check_globs(f"clip_groups[{name!r}]", group.params, trained, routes, lambda route: "are not trained")
-        for route in trained:
-            if any(map(named_like(group.params), route.names)) and found.setdefault(route.name, name) != name:
+        of_kind = [route for route in trained if group.kind in (None, route.kind)]
+        if not of_kind:
+            raise ValueError(f"clip_groups[{name!r}]: no trained parameter is of the kind {group.kind!r}; leave it out")
+        untaken = f"are not trained{f' by the {group.kind} rule' if group.kind else ''}"
+        check_globs(f"clip_groups[{name!r}]", group.params, of_kind, routes, lambda route: untaken)
+        inside = named_like(group.params or ("*",))
+        for route in of_kind:
+            if any(map(inside, route.names)) and found.setdefault(route.name, name) != name:
                 both = f"clip_groups {found[route.name]!r} and {name!r}"
                 raise ValueError(f"parameter {route.name!r} is in {both}; give it to one of them")
     return found
