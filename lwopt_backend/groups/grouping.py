@@ -222,8 +222,7 @@ def _clip_groups(config: HostConfig, routes: Sequence[Route]) -> dict[str, str]:
         of_kind = [route for route in trained if group.kind in (None, route.kind)]
         if not of_kind:
             raise ValueError(f"clip_groups[{name!r}]: no trained parameter is of the kind {group.kind!r}; leave it out")
-        untaken = f"are not trained{f' by the {group.kind} rule' if group.kind else ''}"
-        check_globs(f"clip_groups[{name!r}]", group.params, of_kind, routes, lambda route: untaken)
+        check_globs(f"clip_groups[{name!r}]", group.params, of_kind, routes, lambda route: "it does not clip")
         inside = named_like(group.params or ("*",))
         for route in of_kind:
             if any(map(inside, route.names)) and found.setdefault(route.name, name) != name:
