@@ -373,6 +373,14 @@ def test_what_module_optimizers_cannot_be_used_for_says_so() -> None:
         fails_with(words, use)
 
 
+@on_ranks(2)
+def test_names_that_differ_on_ranks_are_an_error_on_all() -> None:
+    optimizers = ModuleOptimizers({"a": adam(nn.Linear(2, 2))})
+    given = f"a.{('weight', 'bias')[dist.get_rank()]}"
+    found = r"found rank 0: ['a.weight']; rank 1: ['a.bias']"
+    fails_with(found, lambda: optimizers.grad_norm(given))
+
+
 def adam(*modules: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(nn.ModuleList(modules).parameters())
 

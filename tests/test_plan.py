@@ -271,12 +271,18 @@ def test_all_to_all_brings_every_element_to_its_owner_once_and_every_piece_back(
     ranks, moved, sent_back = range(layout.world_size), [0] * layout.world_size, [0] * layout.world_size
     rows, columns = plan.rows.groups() if plan.rows else ([tuple(ranks)], [(rank,) for rank in ranks])
     assert (rows, columns) == ([(0, 1), (2, 3)], [(0, 2), (1, 3)]) or where != "hybrid"
+    met: list[set[int]] = [set() for _ in ranks]
     for bucket, members in enumerate(plan.buckets):
         forth = [plan.transfer(bucket, rank) for rank in ranks]
         back = [plan.way_back(bucket, rank) for rank in ranks]
         for row in rows:
             assert_arrives([forth[rank] for rank in row])
             assert_arrives([back[rank] for rank in row])
+            for rank, way in ((rank, way[rank]) for way in (forth, back) for rank in row):
+                met[rank] |= {row[s.peer] for s in (*way.sends, *way.receives) if s.numel}
+        for column in columns:
+            for rank in column:
+                met[rank] |= set(column)
         received = [list(way.receives) for way in back]
         for column in columns if plan.rows else ():
             parts = [[(s.atom, s.start, s.stop) for s in back[rank].receives] for rank in column]
@@ -308,6 +314,7 @@ def test_all_to_all_brings_every_element_to_its_owner_once_and_every_piece_back(
                 keepers = [owner] if where == "stage 0" else [part.rank for part in layout.fragments(atom)]
                 assert [rank for rank in ranks if plan.keeps_state(atom, rank)] == keepers
     assert plan.wire_bytes() == [2 * sum(ways) for ways in zip(moved, sent_back)]
+    assert plan.peers() == max(len(others - {rank}) for rank, others in enumerate(met))
     if where in FLAT:
         assert plan.moved_numel() == moved
         local = [atom for rank in ranks for atom in plan.local_atoms(rank)]

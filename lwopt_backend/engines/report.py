@@ -177,7 +177,7 @@ def choices(groups: Sequence[GroupPlan]) -> list[str]:
             f"Modelled step: {'; '.join(spell(policy, time) for policy, time in plan.modelled)}."
         )
         found += on_blocks(plan)
-    return found
+    return found + on_peers(group.matrices for group in groups if group.matrices is not None)
 
 
 def on_blocks(plan: MatrixPlan) -> list[str]:
@@ -192,6 +192,19 @@ def on_blocks(plan: MatrixPlan) -> list[str]:
         f"{nbytes(max(plan.between.wire_bytes()))} from the busiest rank, a step of whole matrices "
         f"{nbytes(max(plan.wire_bytes()))}. A different number of ranks has other blocks, and trains differently."
     ]
+
+
+MANY_PEERS = 256  # from some hundreds on, users of all-to-all saw transports run out of queue pairs
+
+
+def on_peers(plans: Iterable[MatrixPlan]) -> list[str]:
+    """A sentence on the ranks that one rank exchanges pieces of matrices with, if there are any."""
+    most = max((plan.peers() for plan in plans), default=0)
+    bound = (
+        " Each pair takes connections (queue pairs), of which transports have a limited number: HSDP on FSDP2, "
+        "or group_size of owned storage, bounds them."
+    )
+    return [f"Peers: a rank exchanges pieces with up to {most} others.{bound * (most > MANY_PEERS)}"] if most else []
 
 
 def plan_table(groups: Sequence[GroupPlan]) -> Table:

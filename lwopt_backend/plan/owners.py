@@ -475,6 +475,20 @@ class MatrixPlan:
         """Per rank, the bytes that it sends in one step: fragments to owners, and updates back."""
         return [*map(sum, zip(*self.bucket_bytes(range(len(self.buckets)))))]
 
+    def peers(self) -> int:
+        """The most other ranks that one rank exchanges pieces with in a step, or has copies in common with."""
+        met = [0] * self.layout.world_size  # a bit of each rank, as there are many ranks
+        for number, owners in self._owners_of_alike(range(len(self.buckets))):
+            held = self._alike.numels(number)
+            holding, owning = (sum(1 << rank for rank in some) for some in (held, owners))
+            for some, others in ((owners, holding), (held, owning)):
+                for rank in some:
+                    met[rank] |= others
+        if self.rows is not None:
+            bits = [[sum(1 << rank for rank in some) for some in both] for both in self.rows.of]
+            met = [others & row | column if others else 0 for others, (row, column) in zip(met, bits)]
+        return max((others & ~(1 << rank)).bit_count() for rank, others in enumerate(met))
+
     def bytes_forth_and_back(self) -> tuple[list[int], list[int]]:
         """Per rank, the bytes that it sends to owners in one step, and those that it returns or passes on."""
         forth, *both = self.bucket_bytes(range(len(self.buckets)))

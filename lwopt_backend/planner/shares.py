@@ -18,7 +18,7 @@ from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshPlan, by_wire, mesh
 from lwopt_backend.engines.owned import step as owned
 from lwopt_backend.engines.owned.model import rank_memories
 from lwopt_backend.engines.owned.step import members_of, plan_lines, plan_members
-from lwopt_backend.engines.report import on_blocks
+from lwopt_backend.engines.report import on_blocks, on_peers
 from lwopt_backend.engines.zero import plan as flat
 from lwopt_backend.engines.zero.plan import GroupPlan, plan_group, unit_layouts
 from lwopt_backend.groups.grouping import Member
@@ -94,7 +94,7 @@ def host_part(
         tuple((atom.name, owner, None if bucket < 0 else bucket) for atom, owner, bucket in rows),
         _path(plans, shared, setting, before, meet=False),
         tuple(before),
-        (*notes, *(sentence for plan in plans for sentence in on_blocks(plan))),
+        (*notes, *(sentence for plan in plans for sentence in on_blocks(plan)), *on_peers(plans)),
     )
 
 

@@ -304,7 +304,8 @@ def described(steppers: Sequence[MeshStepper], counted: Sequence[Counted], reduc
     for number, stepper in enumerate(steppers):
         elsewhere = [_elsewhere(each) for each in counted if each.stepper == number and each.firsts]
         table = [] if stepper.mesh is None else [_table(stepper, stepper.mesh)]
-        yield [_sentence(stepper), *elsewhere, *report.on_blocks(stepper.plan), *table]
+        plan = stepper.plan
+        yield [_sentence(stepper), *elsewhere, *report.on_blocks(plan), *report.on_peers([plan]), *table]
     if reduction:
         yield [reduction]
 

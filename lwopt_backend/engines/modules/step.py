@@ -359,13 +359,16 @@ class ModuleOptimizers(torch.optim.Optimizer):
     def _picks(self, names: str | Sequence[str]) -> dict[str, Pick]:
         """By module, what selects its parameters by globs on their names after the module's. Called on all ranks.
 
-        Raises ValueError, on all of them, for a glob that matches nothing on any rank.
+        Raises ValueError, on all of them, for other globs on another rank, and for one that matches nothing anywhere.
         """
         globs = as_globs(names, "names")
         if globs != ("*",):
             here = [*chain(*(part.full_names() for part in self._parts.values()))]
-            matched = self._everyone.gather_objects([any(map(named_like([glob]), here)) for glob in globs])
-            for glob, anywhere in zip(globs, map(any, zip(*matched))):
+            found = self._everyone.gather_objects((globs, [any(map(named_like([glob]), here)) for glob in globs]))
+            if len({given for given, _ in found}) > 1:
+                given = "; ".join(f"rank {rank}: {list(given)}" for rank, (given, _) in enumerate(found))
+                raise ValueError(f"{NAME}: names: expected the same on all ranks, found {given}")
+            for glob, anywhere in zip(globs, map(any, zip(*(matched for _, matched in found)))):
                 if not anywhere:
                     raise ValueError(f"{NAME}: names: {glob!r} matches no trained parameter; name its module first")
         pick = named_like(globs)
