@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import csv
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -32,6 +33,20 @@ RULES = f"""# The rules and their options
 
 `lwopt rules` prints these tables. [Options](options.md) has the options of a whole optimizer, [choosing a
 rule](optimizers.md) helps to choose, and [the mathematics](rules.md) explains what a rule computes."""
+MEGATRON = f"""# Megatron's names here
+
+{MADE}
+
+Each row has a name of Megatron-Core 0.19.2, what it is in this package, and a test that holds it (`tests/`, in words).
+The rows are in `docs/data/megatron_names.csv`. [From Megatron-LM](from_megatron.md) moves checkpoints and runs, and
+[the table of flags](from_frameworks.md#megatrons-dist_muon) has the values of options."""
+SYSTEMS = {
+    "optimizer": "Layer-wise distributed optimizer",
+    "compact": "Compact layout",
+    "registry": "Emerging optimizers",
+    "modules": "MimoOptimizer",
+    "docs": "Documentation",
+}
 OPTION = ("option", "default", "meaning", "source")
 LONGEST = 100  # characters of a cell; what a meaning has beyond its first sentence then is below the table
 CLASSES = {"soap", "shampoo", "lion", "sgd", "torch_optimizer"}  # whose options others declare
@@ -40,7 +55,7 @@ CLASSES = {"soap", "shampoo", "lion", "sgd", "torch_optimizer"}  # whose options
 def pages() -> dict[str, str]:
     """The text of each page, by the name of its file."""
     parts = {"optimizers.md": [published()], "tested.md": [versions()], "options.md": host_options()}
-    whole = {"command_line.md": command_line(), "rule_options.md": rule_options()}
+    whole = {"command_line.md": command_line(), "rule_options.md": rule_options(), "megatron_names.md": megatron()}
     return whole | {name: with_parts(name, made) for name, made in parts.items()}
 
 
@@ -49,6 +64,24 @@ def with_parts(name: str, made: Iterable[str]) -> str:
     before, *rest = (DOCS / name).read_text().split(MADE)
     parts = (f"{MADE}\n\n{part}\n\n{END}{after.partition(END)[2]}" for part, after in zip(made, rest, strict=True))
     return before + "".join(parts)
+
+
+def megatron() -> str:
+    rows = megatron_names()
+    cells = {of: [[*row[1:3], in_words(row[3])] for row in rows if row[0] == of] for of in SYSTEMS}
+    tables = (f"## {SYSTEMS[of]}\n\n{table(('Megatron-Core', 'here', 'test'), cells[of])}" for of in SYSTEMS)
+    return "\n\n".join([MEGATRON, *tables]) + "\n"
+
+
+def megatron_names() -> list[list[str]]:
+    """Of each name: whose it is, the name, what it is here, and ``file::function`` of a test."""
+    with (DOCS / "data" / "megatron_names.csv").open(newline="") as file:
+        return [*csv.reader(file)][1:]
+
+
+def in_words(test: str) -> str:
+    file, _, function = test.partition("::")
+    return f"`{file}`: {function.removeprefix('test_').replace('_', ' ')}"
 
 
 def host_options() -> list[str]:

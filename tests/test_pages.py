@@ -207,9 +207,20 @@ def test_pages_made_from_declarations_are_what_would_be_made_now() -> None:
     shipped = {name: rule for name, rule in ELEMENTWISE_RULES.items() if rule.source != REGISTERED}
     with mock.patch.dict(ELEMENTWISE_RULES, shipped, clear=True):
         made = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["pages"]()
-    assert {*made} == {"command_line.md", "rule_options.md", "tested.md", "optimizers.md", "options.md"}
+    parts = {"tested.md", "optimizers.md", "options.md"}
+    assert {*made} == {"command_line.md", "rule_options.md", "megatron_names.md"} | parts
     for name, text in made.items():
         assert text == (DOCS / name).read_text(), f"{name} is old: python scripts/reference.py"
+
+
+def test_each_of_megatrons_names_has_a_test_that_exists() -> None:
+    rows = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["megatron_names"]()
+    named = {tuple(row[3].split("::")) for row in rows}
+    files = {file: (ROOT / "tests" / f"{file}.py").read_text() for file, _ in named}
+    assert [f"{file}::{test}" for file, test in named if f"\ndef {test}(" not in files[file]] == []
+    said = " ".join(row[1] for row in rows)
+    flags = ("dist_muon", "--use-distributed-optimizer", "--no-use-layer-wise-param-layout", "MimoOptimizer")
+    assert [flag for flag in flags if flag not in said] == []
 
 
 def test_the_readme_names_the_versions_that_are_tested() -> None:
