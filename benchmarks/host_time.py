@@ -227,9 +227,9 @@ def construction(_: int) -> Figures:
 def planning(_: int) -> Figures:
     """Seconds in which a trillion parameters are planned on 1,024 ranks, without imports; and the plans' digests."""
     shapes = public_models.load("kimi-k2-like", "mcore_grouped")
-    study_of(shapes[:100], "owned", 8)  # imports
+    study_of(shapes[:100], "plain", 8)  # imports
     found: Figures = {}
-    for engine in ("owned", "zero1", "zero3", "fsdp2"):
+    for engine in ("plain", "zero1", "zero3", "fsdp2"):
         found[f"{engine} s"], found[f"{engine} digest"] = timed(partial(digest_of, shapes, engine, 1024))
     return found
 

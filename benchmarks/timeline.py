@@ -84,9 +84,9 @@ WAYS: dict[str, dict[str, Any]] = {  # engines with options, and whether the mod
     "FSDP2": {"engine": "fsdp2"},
     "FSDP2, with passes": {"engine": "fsdp2", "passes": True},
     "FSDP2, attached, with passes": {"engine": "fsdp2", "passes": True, "attach": True},
-    "owned, with passes": {"engine": "owned", "passes": True},
-    "owned, overlap_param_gather, with passes": {
-        "engine": "owned",
+    "plain, with passes": {"engine": "plain", "passes": True},
+    "plain, overlap_param_gather, with passes": {
+        "engine": "plain",
         "passes": True,
         "options": {"overlap_param_gather": True},
     },
@@ -102,7 +102,7 @@ def rows(models: Sequence[str] = ()) -> Iterator[list[str]]:
             if (models and model not in models) or name not in ONLY.get(model, WAYS):
                 continue
             planned = study(model, way["engine"], ranks, stack=model in ACTIVE, options=way.get("options"))
-            if way["engine"] == "owned" and not _fits(planned):
+            if way["engine"] == "plain" and not _fits(planned):
                 continue
             given = Given(TOKENS, ACTIVE.get(model, 1.0)) if "passes" in way else None
             played = predicted(planned, given=given, attach="attach" in way)

@@ -137,7 +137,7 @@ PRINTED: list[tuple[str, tuple[object, ...], list[str]]] = [
     ("shapes", ("--help",), ['[["name", [rows, columns]], ...]']),
     *(
         ("stack", ("--world-size", 2, "--engine", engine), ["dense matrices: 5,", "4 stacked experts"])
-        for engine in ("owned", "zero1", "zero2", "zero3", "fsdp2")
+        for engine in ("plain", "zero1", "zero2", "zero3", "fsdp2")
     ),
 ]
 

@@ -101,7 +101,7 @@ REALITY: dict[str, tuple[str, dict[str, Any], bool]] = {  # engine, options, whe
     "ZeRO 3": ("zero3", {"bucket_numel": 60000}, False),
     "FSDP2": ("fsdp2", {"bucket_matrices": 8}, False),  # by default, a CPU has other buckets
     "FSDP2, attached": ("fsdp2", {"bucket_matrices": 4}, True),
-    "owned": ("owned", {"bucket_mb": 0.05}, True),
+    "owned": ("plain", {"bucket_mb": 0.05}, True),
 }
 
 
@@ -212,7 +212,7 @@ def test_four_ranks_over_gloo_are_done_when_the_clock_says(tmp_path: Path, ranks
 
 def test_what_has_come_of_owned_storage_is_added_beside_the_backward_pass(studied: Callable[..., Study]) -> None:
     """Which waits for no bucket but the one whose memory it takes, the last but two."""
-    study = studied("owned", layout="compact", **SMALL)
+    study = studied("plain", layout="compact", **SMALL)
     planned = study.worst.planned[0]
     with opened(planned, study.setting, recorded_rank(planned)) as session:
         given = passes_of(session, planned, study.setting, Given(2**12))
@@ -231,7 +231,7 @@ def test_what_has_come_of_owned_storage_is_added_beside_the_backward_pass(studie
 
 
 def test_parameters_of_owned_storage_return_behind_the_next_forward_pass(studied: Callable[..., Study]) -> None:
-    studies = (studied("owned", overlap_param_gather=overlap, bucket_mb=0.05) for overlap in (False, True))
+    studies = (studied("plain", overlap_param_gather=overlap, bucket_mb=0.05) for overlap in (False, True))
     at_once, later = (predicted(study, given=Given(2**22)) for study in studies)
     assert later.given == pytest.approx(at_once.given) and later.seconds < at_once.seconds
 
@@ -239,7 +239,7 @@ def test_parameters_of_owned_storage_return_behind_the_next_forward_pass(studied
 def test_the_table_has_a_row_for_each_engine_that_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ways = {name: timeline.WAYS[name] for name in ("ZeRO 1, 2", "FSDP2, with passes", "owned, with passes")}
+    ways = {name: timeline.WAYS[name] for name in ("ZeRO 1, 2", "FSDP2, with passes", "plain, with passes")}
     with mock.patch.multiple(timeline, CELLS=(("gpt2-124m", 8),), WAYS=ways, FITS=1e-9):
         monkeypatch.setattr(sys, "argv", ["timeline", "--json", str(tmp_path / "rows.json")])
         timeline.main()

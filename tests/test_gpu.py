@@ -233,9 +233,7 @@ def needed(engine: str, device: str, folder: str) -> Row:
         path = Path(folder, "shapes.json")
         path.write_text(json.dumps([[name, list(param.shape)] for name, param in setting.model().named_parameters()]))
         options = {"bucket_mb": setting.bucket_mb} if engine == "plain" else {}
-        stored = Setting.of(
-            {"plain": "owned"}.get(engine, engine), CLUSTERS["h100-8x-ib"], options, dtype=torch.float32
-        )
+        stored = Setting.of(engine, CLUSTERS["h100-8x-ib"], options, dtype=torch.float32)
         plan = plan_study(read_shapes_json(path, stored.training), Deployment(1), stored).worst.planned[0].memory(0)
         kept = [state["momentum_buffer"] for state in system.optimizers[-1].state.values()]
         state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in kept)

@@ -268,7 +268,7 @@ def held_by_steps(engine: str, layers: int) -> list[int]:
 
 def planned_for_a_step(engine: str, layers: int) -> RankMemory:
     """What this rank needs, as ``lwopt plan`` prints it."""
-    kind = "owned" if engine in AT_OWNERS else engine.replace(" ", "")
+    kind = "plain" if engine in AT_OWNERS else engine.replace(" ", "")
     setting = Setting.of(kind, MACHINES["cpu"], sizes(engine))
     shapes = [(name, tuple(param.shape)) for name, param in Squares(layers).named_parameters()]
     routes = [Route(name, shape, "matrix", "2-D weight") for name, shape in shapes]

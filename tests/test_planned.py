@@ -89,12 +89,12 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "zero3": ("zero3", "float32", {"bucket_numel": 3000}),
     "fsdp2": ("fsdp2", "float32", {}),
     "fsdp2, small buckets": ("fsdp2", "bfloat16", {"bucket_matrices": 2, "state_dtype": "float32"}),
-    "owned": ("owned", "float32", {}),
-    "owned, auto": ("owned", "bfloat16", SMALL),
-    "owned, padded": ("owned", "float32", {"layout": "padded", **SMALL}),
-    "owned, padded, bf16": ("owned", "bfloat16", {"layout": "padded", "keep_full_grads": True, **SMALL}),
-    "owned, compact": ("owned", "float32", {"layout": "compact", "atoms": {"*.qkv_proj.weight": "whole"}, **SMALL}),
-    "owned, compact, bf16": ("owned", "bfloat16", {"layout": "compact", "grad_dtype": "float32", "group_size": 1}),
+    "plain": ("plain", "float32", {}),
+    "plain, auto": ("plain", "bfloat16", SMALL),
+    "plain, padded": ("plain", "float32", {"layout": "padded", **SMALL}),
+    "plain, padded, bf16": ("plain", "bfloat16", {"layout": "padded", "keep_full_grads": True, **SMALL}),
+    "plain, compact": ("plain", "float32", {"layout": "compact", "atoms": {"*.qkv_proj.weight": "whole"}, **SMALL}),
+    "plain, compact, bf16": ("plain", "bfloat16", {"layout": "compact", "grad_dtype": "float32", "group_size": 1}),
 }
 
 
@@ -102,13 +102,13 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
 @on_ranks(2)
 def test_lwopt_plan_has_the_digest_and_the_bytes_of_a_run(phi3: str, case: str) -> None:
     engine, dtype, options = ENGINES[case]
-    if engine == "owned":
+    if engine == "plain":
         digest, held = owned(phi3, dtype, options)
     elif engine == "fsdp2":
         digest, held = on_fsdp2(phi3, dtype, options)
     else:
         digest, held = under_deepspeed(int(engine[-1]), phi3, dtype, options)
-    stored_by = "owned" if options.get("storage") else engine
+    stored_by = "plain" if options.get("storage") else engine
     words = ("--world-size", 2, "--cluster", "cpu", "--engine", stored_by, "--dtype", dtype)
     found = planned(phi3, *words, **{key: value for key, value in options.items() if key != "storage"})
     assert digest == found["digest"] == found["stages"][0]["digest"]

@@ -39,14 +39,14 @@ def figures(found: Rehearsal) -> dict[str, int]:
 
 MUONH = {"name": "muon", "hyperball": True, "weight_decay": 0.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "owned": ("owned", {}),
-    "owned, fp32": ("owned", {"dtype": torch.float32, **SMALL}),
-    "owned, padded": ("owned", {"layout": "padded", **SMALL}),
-    "owned, compact": ("owned", {"layout": "compact", "grad_dtype": "float32", **SMALL}),
-    "owned, in pairs": ("owned", {"group_size": 2, **SMALL}),
-    "owned, each by itself": ("owned", {"group_size": 1}),
-    "owned, all gradients everywhere": ("owned", {"keep_full_grads": True, **SMALL}),
-    "owned, soap": ("owned", {"matrix": "soap"}),
+    "plain": ("plain", {}),
+    "plain, fp32": ("plain", {"dtype": torch.float32, **SMALL}),
+    "plain, padded": ("plain", {"layout": "padded", **SMALL}),
+    "plain, compact": ("plain", {"layout": "compact", "grad_dtype": "float32", **SMALL}),
+    "plain, in pairs": ("plain", {"group_size": 2, **SMALL}),
+    "plain, each by itself": ("plain", {"group_size": 1}),
+    "plain, all gradients everywhere": ("plain", {"keep_full_grads": True, **SMALL}),
+    "plain, soap": ("plain", {"matrix": "soap"}),
     "fsdp2": ("fsdp2", {}),
     "fsdp2, small buckets": ("fsdp2", {"bucket_matrices": 2}),
     "fsdp2, bf16": ("fsdp2", {"dtype": torch.bfloat16, "state_dtype": "float32"}),
@@ -72,7 +72,7 @@ def test_a_step_of_every_engine_does_what_its_plan_says(studied: Callable[..., S
 
 
 def test_a_rank_of_many_with_matrices_that_fit_no_machine(studied: Callable[..., Study]) -> None:
-    for engine in ("owned", "fsdp2"):
+    for engine in ("plain", "fsdp2"):
         study = studied(engine, 1024, HUGE)
         (found,) = rehearse(study, study.worst.loads().index(max(study.worst.loads())))
         assert found.problems == () and figures(found)["peak of the step"] > 2**35, "bytes that nobody has allocated"
@@ -96,7 +96,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, how: Callable[[Tensor], Tensor]) -> 
     monkeypatch.setattr(Muon, "transform", lambda rule, matrix: transform(rule, how(matrix)))
 
 
-ENGINES = ("owned", "fsdp2", "zero2")
+ENGINES = ("plain", "fsdp2", "zero2")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -130,7 +130,7 @@ def test_a_tensor_on_the_cpu_among_those_on_the_gpu_is_found(
 
 
 def test_memory_that_nobody_frees_is_found(studied: Callable[..., Study], monkeypatch: pytest.MonkeyPatch) -> None:
-    study, kept = studied("owned"), []
+    study, kept = studied("plain"), []
     broken(monkeypatch, lambda matrix: kept.append(matrix.clone()) or matrix)  # type: ignore[func-returns-value]
     (found,) = rehearse(study, 0)
     (problem,) = found.problems
@@ -140,7 +140,7 @@ def test_memory_that_nobody_frees_is_found(studied: Callable[..., Study], monkey
 def test_a_collective_that_the_plan_does_not_know_is_found(
     studied: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study, send = studied("owned"), BucketBuffers.send_values
+    study, send = studied("plain"), BucketBuffers.send_values
 
     def twice(bucket: BucketBuffers) -> None:
         send(bucket)
@@ -203,7 +203,7 @@ def test_what_cannot_be_rehearsed_is_refused(tmp_path: Path, capsys: pytest.Capt
     for options, said in {
         "--rank 4": "--rank: expected 0 to 3, found 4",
         "--cluster cpu": "--cluster cpu plans for CPUs",
-        "--ep 2": "owned storage with --ep",
+        "--ep 2": "plain PyTorch with --ep",
         "--option capture=true": "leave capture out",
     }.items():
         assert ends(f"--shapes {tmp_path}/shapes.json --world-size 4 {options}") == 2

@@ -234,17 +234,17 @@ GATHERS = {"overlap_param_gather": True, **SMALL}
 BUCKETS = {"policy": "balance", "bucket_numel": 9000}
 attached = partial(train_mesh, attaches=True)
 SCENARIOS: dict[str, tuple[str, dict[str, Any], Any]] = {
-    "owned": ("owned", SMALL, train_owned),
-    "owned, overlap_param_gather": ("owned", GATHERS, train_owned),
-    "owned, no overlap": ("owned", {"overlap_grad_reduce": False, **SMALL}, train_owned),
-    "owned, in pairs": ("owned", {"group_size": 2, **SMALL}, train_owned),
-    "owned, keep_full_grads": ("owned", {"keep_full_grads": True, **SMALL}, train_owned),
-    "owned, pairs, keep_full_grads": ("owned", {"group_size": 2, "keep_full_grads": True, **SMALL}, train_owned),
-    "owned, norms": ("owned", SMALL, partial(train_owned, clips=True)),
-    "owned, hooks": ("owned", GATHERS, partial(read_by_hooks, train=train_owned)),
-    "owned, two streams": ("owned", SMALL, partial(train_owned, aside="down")),
-    "owned, two streams, the last aside": ("owned", SMALL, partial(train_owned, aside="q.")),
-    "owned, pairs, two streams": ("owned", {"group_size": 2, **SMALL}, partial(train_owned, aside="norm")),
+    "plain": ("plain", SMALL, train_owned),
+    "plain, overlap_param_gather": ("plain", GATHERS, train_owned),
+    "plain, no overlap": ("plain", {"overlap_grad_reduce": False, **SMALL}, train_owned),
+    "plain, in pairs": ("plain", {"group_size": 2, **SMALL}, train_owned),
+    "plain, keep_full_grads": ("plain", {"keep_full_grads": True, **SMALL}, train_owned),
+    "plain, pairs, keep_full_grads": ("plain", {"group_size": 2, "keep_full_grads": True, **SMALL}, train_owned),
+    "plain, norms": ("plain", SMALL, partial(train_owned, clips=True)),
+    "plain, hooks": ("plain", GATHERS, partial(read_by_hooks, train=train_owned)),
+    "plain, two streams": ("plain", SMALL, partial(train_owned, aside="down")),
+    "plain, two streams, the last aside": ("plain", SMALL, partial(train_owned, aside="q.")),
+    "plain, pairs, two streams": ("plain", {"group_size": 2, **SMALL}, partial(train_owned, aside="norm")),
     "fsdp2": ("fsdp2", {"bucket_matrices": 2}, train_mesh),
     "fsdp2, norms": ("fsdp2", {"matrix": MUONH, "bucket_matrices": 2}, partial(train_mesh, clips=True)),
     "fsdp2, attached": ("fsdp2", {"bucket_matrices": 4}, partial(attached, passes=2)),
@@ -273,7 +273,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], Any]] = {
 def engine_of(kind: str, options: dict[str, Any], path: Path) -> Callable[[], Any]:
     name, _, offloads = kind.partition(", ")
     if name == "modules":
-        parts = {"text": ("owned", GATHERS), "vision": ("fsdp2", {"bucket_matrices": 2})}
+        parts = {"text": ("plain", GATHERS), "vision": ("fsdp2", {"bucket_matrices": 2})}
         made = {part: engine_of(*given, path) for part, given in parts.items()}
         return lambda: ModulesEngine({part: make() for part, make in made.items()})
     study = study_in(path, "zero1" if name == "zero0" else name, 4, options, shapes=SHAPES)

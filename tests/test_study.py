@@ -28,7 +28,7 @@ UP_DOWN = {f"mlp.experts.{e}.{name}": (512, 256) for e in range(8) for name in (
 MOE = {"attn": (256, 256), "router": (8, 256), **UP_DOWN}
 
 
-def setting(engine: str = "owned", grad_dtype: str = "float32", **options: Any) -> Setting:
+def setting(engine: str = "plain", grad_dtype: str = "float32", **options: Any) -> Setting:
     return Setting.of(engine, MACHINE, options, grad_dtype=grad_dtype)
 
 

@@ -8,7 +8,7 @@ compare with the plan: the memory of the step, its collectives with their bytes,
 code is 1 if they differ, if devices are mixed, if the step waits where it should not, or does not wait where a stream,
 a collective or the host would come too early (streams.py).
 
-Engines owned and fsdp2 run whole optimizers, without FSDP2's own gathers and reductions. For zero1 to zero3, only this
+Engines plain and fsdp2 run whole optimizers, without FSDP2's own gathers and reductions. For zero1 to zero3, only this
 package's steppers run, on flat partitions, because DeepSpeed's engine needs a GPU. Owned storage with --ep is refused.
 """
 

@@ -107,7 +107,7 @@ class Engine:
     def train(self, passes: Passes) -> None:
         """A backward pass, the step, and the next forward pass where it waits for the step, of a model with
         ``passes``."""
-        raise ValueError("the passes of a model are played for engines owned and fsdp2 only; play the step alone")
+        raise ValueError("the passes of a model are played for engines plain and fsdp2 only; play the step alone")
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
         """What is kept now, by kind."""
@@ -401,7 +401,7 @@ class ModulesEngine(Engine):
 
 
 ENGINES: Mapping[str, type[OwnedEngine | MeshEngine | FlatEngine]] = {
-    "owned": OwnedEngine,
+    "plain": OwnedEngine,
     "fsdp2": MeshEngine,
     "zero1": FlatEngine,
     "zero2": FlatEngine,

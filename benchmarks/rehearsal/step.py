@@ -93,8 +93,8 @@ def rehearse(study: Study, rank: int, *, steps: int = 1) -> list[Rehearsal]:
     if setting.config.capture:
         raise ValueError("a rehearsal has no GPU whose graphs it could capture; leave capture out of the options")
     stage = study.stages[rank // deployment.stage_ranks]
-    if setting.engine == "owned" and len(stage.planned) > 1:
-        raise ValueError("owned storage with --ep cannot be rehearsed; leave --ep out, or rehearse another engine")
+    if setting.engine == "plain" and len(stage.planned) > 1:
+        raise ValueError("plain PyTorch with --ep cannot be rehearsed; leave --ep out, or rehearse another engine")
     return [rehearse_share(stage, planned, rank % stage.ranks, steps) for planned in stage.planned]
 
 

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from lwopt_backend.planner.shapes import ModelShapes, Training
 
-Engine = Literal["owned", "zero1", "zero2", "zero3", "fsdp2"]
+Engine = Literal["plain", "zero1", "zero2", "zero3", "fsdp2"]
 Layout = Literal["padded", "compact", "auto"]
 Policy = Literal["auto", "stay", "balance"]
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -42,20 +42,20 @@ ParameterDtype = Annotated[
 ]
 
 WorldSize = Annotated[int, of_cluster(min=1, max=2**16, help="Number of ranks.")]
-TensorParallel = Annotated[int, of_cluster(min=1, help="Tensor-parallel ranks (owned, fsdp2).")]
+TensorParallel = Annotated[int, of_cluster(min=1, help="Tensor-parallel ranks (plain, fsdp2).")]
 PipelineParallel = Annotated[int, of_cluster(min=1, help="Number of pipeline stages.")]
 ExpertParallel = Annotated[int, of_cluster(min=1, help="Expert-parallel ranks.")]
 Cluster = Annotated[str, of_cluster(metavar="NAME|FILE", help=CLUSTER)]
 
 PlannedEngine = Annotated[Engine, of_plan(help="Engine to plan for.")]
 PlannedLayout = Annotated[
-    Layout | None, of_plan(help="Bucket layout: with padding, without, or the engine's choice (owned).")
+    Layout | None, of_plan(help="Bucket layout: with padding, without, or the engine's choice (plain).")
 ]
-BucketMb = Annotated[float | None, of_plan(metavar="MIB", help="Bucket size in MiB of gradients (owned).")]
+BucketMb = Annotated[float | None, of_plan(metavar="MIB", help="Bucket size in MiB of gradients (plain).")]
 BucketNumel = Annotated[int | None, of_plan(min=1, help="Maximum elements of an all-to-all (zero1-3, fsdp2).")]
 GroupSize = Annotated[
     int | None,
-    of_plan(min=1, help="Number of ranks that store one copy; the others hold more copies, as in HSDP (owned, fsdp2)."),
+    of_plan(min=1, help="Number of ranks that store one copy; the others hold more copies, as in HSDP (plain, fsdp2)."),
 ]
 PlannedPolicy = Annotated[
     Policy | None,

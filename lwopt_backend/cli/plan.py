@@ -32,7 +32,7 @@ def plan(
     pp: inputs.PipelineParallel = 1,
     ep: inputs.ExpertParallel = 1,
     cluster: inputs.Cluster = "h100-8x-ib",
-    engine: inputs.PlannedEngine = "owned",
+    engine: inputs.PlannedEngine = "plain",
     layout: inputs.PlannedLayout = None,
     bucket_mb: inputs.BucketMb = None,
     bucket_numel: inputs.BucketNumel = None,

@@ -40,7 +40,7 @@ def headline(study: Study) -> list[str]:
     time = stage.time
     work, wire, latency = (f"{1e3 * seconds:.3g}" for seconds in (time.compute, time.wire, time.latency))
     spelled = f"{1e3 * time.total:.4g} ms = {work} work + {wire} wire + {latency} latency"
-    own = "" if setting.engine == "owned" else f", without {setting.engine}'s own collectives"
+    own = "" if setting.engine == "plain" else f", without {setting.engine}'s own collectives"
     step = 1e3 * stage.timeline.seconds
     sentences.append(f"Modelled step: {step:.4g} ms, with transfers behind work where possible{own}.")
     sentences.append(f"Everything one after another: {spelled}.")
@@ -90,7 +90,7 @@ def rank_table(stage: Stage) -> Table:
     loads, memory = stage.loads(), stage.memory()
     kinds = ["parameters", "gradients", "masters", "state", "padding", "workspace", "exchange", "peak"]
     kinds += ["transient", "backward"]
-    if stage.setting.engine == "owned":
+    if stage.setting.engine == "plain":
         kinds.remove("exchange")
     else:
         kinds = kinds[:-2]

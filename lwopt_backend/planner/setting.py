@@ -96,7 +96,7 @@ class MeshConfig(FSDP2Config):
 
 
 ENGINES: Mapping[str, type[HostConfig]] = {
-    **{"owned": OwnedConfig, "zero1": ZeROConfig, "zero2": ZeROConfig, "zero3": ZeROConfig, "fsdp2": MeshConfig}
+    **{"plain": OwnedConfig, "zero1": ZeROConfig, "zero2": ZeROConfig, "zero3": ZeROConfig, "fsdp2": MeshConfig}
 }
 WHERE = "lwopt plan"
 
@@ -124,7 +124,7 @@ class Setting:
     @classmethod
     def of(
         cls,
-        engine: str = "owned",
+        engine: str = "plain",
         machine: Machine = CLUSTERS["h100-8x-ib"],
         options: Mapping[str, Any] | None = None,
         *,
@@ -139,7 +139,7 @@ class Setting:
         ``dtype`` is bf16 by default; on FSDP2, whose shards are the masters, fp32. ``plans_for`` is a CPU on the
         cluster of that name, otherwise an accelerator. Raises ValueError for wrong options.
         """
-        given = {**({"grad_dtype": grad_dtype} if engine == "owned" else {}), **(options or {})}
+        given = {**({"grad_dtype": grad_dtype} if engine == "plain" else {}), **(options or {})}
         rules, config = settings_of(ENGINES[engine], given, f"{WHERE}, engine {engine!r}")
         dtype = dtype or (torch.float32 if engine == "fsdp2" else torch.bfloat16)
         wide = (config.grad_dtype if isinstance(config, OwnedConfig) else grad_dtype) == "float32"
@@ -229,7 +229,7 @@ def _cut(
 
 # The command line's arguments, as the engine's own options.
 
-OF_OWNED_STORAGE = ("storage", *OF_BUCKETS)  # fields of ZeROConfig that are for engine owned
+OF_OWNED_STORAGE = ("storage", *OF_BUCKETS)  # fields of ZeROConfig of owned storage
 
 
 def fields_of(engine: str) -> list[str]:

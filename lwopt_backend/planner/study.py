@@ -25,7 +25,7 @@ def plan_share(name: str, shared: Share, ranks: int, setting: Setting, base: Seq
 
     ``base`` is each rank's other work, which DeepSpeed's groups ignore.
     """
-    if setting.engine == "owned":
+    if setting.engine == "plain":
         return plan_owned_share(name, shared, ranks, setting, base)
     if setting.engine == "fsdp2":
         return plan_fsdp2_share(name, shared, ranks, setting, base)
