@@ -1,4 +1,4 @@
-"""Write what is made from declarations in docs/: two whole pages; tables in options.md, optimizers.md and tested.md.
+"""Write what is made from declarations in docs/: a page; tables in api.md, options.md, optimizers.md, tested.md.
 
 `python scripts/reference.py` writes them; tests/test_pages.py fails if they are not what this would write.
 """
@@ -21,25 +21,13 @@ from lwopt_backend.config.versions import VERSIONS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE, END = "<!-- Made by `python scripts/reference.py`. -->", "<!-- To here. -->"
-COMMAND_LINE = f"""# The command line
-
-{MADE}
-
-`lwopt COMMAND --help` prints these tables, with the type of each value. On wrong input, every command prints one line
-that names the input, and ends with exit code 2."""
-RULES = f"""# The rules and their options
-
-{MADE}
-
-`lwopt rules` prints these tables. [Options](options.md) has the options of a whole optimizer, [choosing a
-rule](optimizers.md) helps to choose, and [the mathematics](rules.md) explains what a rule computes."""
 MEGATRON = f"""# Megatron's names here
 
 {MADE}
 
 Each row has a name of Megatron-Core 0.19.2, what it is in this package, and a test that holds it (`tests/`, in words).
 The rows are in `docs/data/megatron_names.csv`. [From Megatron-LM](from_megatron.md) moves checkpoints and runs, and
-[the table of flags](from_frameworks.md#megatrons-dist_muon) has the values of options."""
+[the table of flags](migration.md#megatrons-dist_muon) has the values of options."""
 SYSTEMS = {
     "optimizer": "Layer-wise distributed optimizer",
     "compact": "Compact layout",
@@ -54,8 +42,9 @@ CLASSES = {"soap", "shampoo", "lion", "sgd", "torch_optimizer"}  # whose options
 
 def pages() -> dict[str, str]:
     """The text of each page, by the name of its file."""
-    parts = {"optimizers.md": [published()], "tested.md": [versions()], "options.md": host_options()}
-    whole = {"command_line.md": command_line(), "rule_options.md": rule_options(), "megatron_names.md": megatron()}
+    parts = {"optimizers.md": [published()], "tested.md": [versions()], "options.md": [*host_options(), rule_options()]}
+    parts |= {"api.md": [command_line()]}
+    whole = {"megatron_names.md": megatron()}
     return whole | {name: with_parts(name, made) for name, made in parts.items()}
 
 
@@ -106,14 +95,13 @@ def versions() -> str:
 
 def command_line() -> str:
     commands: Any = typer.main.get_command(app)
-    contents = "\n".join(f"- [lwopt {name}](#lwopt-{name})" for name in commands.commands)
-    return "\n\n".join([COMMAND_LINE, contents, *(described(*item) for item in commands.commands.items())]) + "\n"
+    return "\n\n".join(described(*item) for item in commands.commands.items())
 
 
 def described(name: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     shown = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments]
-    parts = [f"## lwopt {name}", f"```text\n{' '.join(['lwopt', name, *shown, '[OPTIONS]'])}\n```"]
+    parts = [f"### lwopt {name}", f"```text\n{' '.join(['lwopt', name, *shown, '[OPTIONS]'])}\n```"]
     parts += [" ".join(paragraph.split()) for paragraph in command.help.split("\n\n")]
     if arguments:
         parts.append(table(("argument", "meaning"), [(f"`{p.name.upper()}`", p.help) for p in arguments]))
@@ -142,10 +130,10 @@ def rule_options() -> str:
     facts = rule_facts(None)
     columns = ("name", "for", "state", "cost", "source")
     rows = [[f"`{rule['name']}`", *(rule[column] for column in columns[1:])] for rule in facts["rules"]]
-    parts = [RULES, table(("rule", *columns[1:]), rows)]
+    parts = [table(("rule", *columns[1:]), rows)]
     declared = [rule for rule in facts["rules"] if rule["name"] not in CLASSES]
     for number, rule in enumerate(declared):
-        parts.append(f"## {rule['name']}")
+        parts.append(f"### {rule['name']}")
         like = max(declared[:number], key=lambda other: len(shared(rule, other)), default=rule)
         options = shared(like, rule)
         if like is not rule and 2 * len(options) > len(like["options"]):
@@ -158,11 +146,11 @@ def rule_options() -> str:
             options = rule["options"]
         parts += options_table(map(option_cells, options))
     names = "`, `".join(sorted(CLASSES))
-    parts.append(f"## Rules that are classes\n\nThe options of `{names}` are the arguments of their class.")
+    parts.append(f"### Rules that are classes\n\nThe options of `{names}` are the arguments of their class.")
     parts[-1] += " `lwopt rules soap`\nprints SOAP's, and `lwopt rules emerging_optimizers.soap` those of "
     parts[-1] += "[NVIDIA's](optimizers.md#nvidias-optimizers)."
-    parts += ["## A division in atoms", *options_table(map(option_cells, facts["atoms"]))]
-    return "\n\n".join(parts) + "\n"
+    parts += ["### A division in atoms", *options_table(map(option_cells, facts["atoms"]))]
+    return "\n\n".join(parts)
 
 
 def shared(rule: Mapping[str, Any], other: Mapping[str, Any]) -> list[Any]:

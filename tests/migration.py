@@ -15,7 +15,7 @@ from lwopt_backend.groups.registry import arguments
 from tests.pages import blocks
 from tests.references import Trained, random, rule_of
 
-SETTINGS = {name: page for page in ("migration", "from_frameworks") for _, name, _ in blocks(page, "json") if name}
+SETTINGS = {name: "migration" for _, name, _ in blocks("migration", "json") if name}
 PEERS = ["torch", "keller_jordan", "dion", "moonlight", "pytorch_optimizer", "deepspeed", "megatron"]
 
 

@@ -52,13 +52,13 @@ def test_every_file_of_results_is_quoted() -> None:
 
 def test_the_table_of_peers_is_that_of_the_results() -> None:
     rows = {(row["peer"], row["case"]): row for row in results("conformance")}
-    assert conformance.with_table(PAGES["peers"], rows) == PAGES["peers"]
+    assert conformance.with_table(PAGES["benchmarks"], rows) == PAGES["benchmarks"]
     assert {peer for peer, _ in rows} == {*conformance.PEERS} and {case for _, case in rows} == {*conformance.CASES}
 
 
 def test_predicted_steps_are_those_of_the_results() -> None:
     rows = results("timeline")
-    assert table("performance", "A step on one clock")[1:] == rows
+    assert table("planning", "A step on one clock")[1:] == rows
     ms = {row[1]: f"{float(row[3]):.0f} ms" for row in rows if row[0] == "llama3.1-8b, 64"}
     owned = f"{ms['plain, with passes']}; {ms['plain, overlap_param_gather, with passes']} with `overlap_param_gather`"
     expected = [ms["ZeRO 1, 2"], ms["ZeRO 1, 2"], ms["ZeRO 3"], ms["FSDP2"], owned]
@@ -68,7 +68,7 @@ def test_predicted_steps_are_those_of_the_results() -> None:
     for model, ranks, engine, taken in [(*row[0].split(", "), row[1], float(row[3])) for row in rows]:
         if model.startswith("llama") and engine in engines:
             planned.append(1e3 * study(model, engines[engine], int(ranks)).worst.timeline.seconds / taken)
-    assert f"the time is {min(planned):.2f} to {max(planned):.2f} of" in PAGES["planner"]
+    assert f"the time is {min(planned):.2f} to {max(planned):.2f} of" in PAGES["planning"]
 
 
 def test_figures_of_conversion_are_those_of_the_results() -> None:
@@ -140,7 +140,7 @@ def test_figures_of_deepspeed_are_those_of_the_results() -> None:
         *([sent(row) for row in some] for some in (theirs, ours, adamw)),
         *([differs(row) for row in some] for some in (theirs, ours)),
     ]
-    assert ", ".join(ratio(*pair, "step_seconds") for pair in zip(theirs, ours)) in PAGES["comparison"]
+    assert ", ".join(ratio(*pair, "step_seconds") for pair in zip(theirs, ours)) in PAGES["benchmarks"]
 
 
 def test_figures_of_fsdp2_are_those_of_the_results() -> None:
@@ -154,7 +154,7 @@ def test_figures_of_fsdp2_are_those_of_the_results() -> None:
             times += [f"{step.slowest(ours, 'step_seconds'):.0f} ms", ratio(torchs, ours, "step_seconds")]
             assert shown[f"{size}, {ranks}"] == times
         updates = [ratio(rows["fsdp2", n, TORCHS], rows["fsdp2", n, OURS], "update_seconds") for n in (2, 4)]
-        assert f"| {', '.join(updates)} |" in PAGES["comparison"]
+        assert f"| {', '.join(updates)} |" in PAGES["benchmarks"]
     rows = of_systems("step_fsdp2")
     longer = ratio(rows["fsdp2", 4, TORCHS], rows["fsdp2", 4, OURS], "update_seconds")
     assert f"its update takes {longer} times as long" in PAGES["README"]
@@ -170,13 +170,13 @@ def test_figures_in_place_of_ddp_are_those_of_the_results() -> None:
     rows = of_systems("step_owned")
     for ranks in (2, 3):
         ours, *others = (rows["plain", ranks, name] for name in (OURS, COMPACT, TORCHS))
-        found = [cells[1:] for cells in table("benchmarks", "In place of DDP", f"{ranks} ranks")[1:]]
+        found = [cells[1:] for cells in table("benchmarks", "Plain PyTorch", f"{ranks} ranks")[1:]]
         assert found == [
             [f"{step.slowest(row, 'step_seconds'):.0f} ms", ratio(row, ours, "step_seconds"), sent(row)]
             for row in (ours, *others)
         ]
     two = [ratio(rows["plain", n, TORCHS], rows["plain", n, OURS], "step_seconds") for n in (2, 3)]
-    assert f"| {', '.join(two)} |" in PAGES["comparison"]
+    assert f"| {', '.join(two)} |" in PAGES["benchmarks"]
 
 
 ON = {"plain PyTorch": "plain", "`ModuleOptimizers`": "modules", 'DeepSpeed, `"storage": "owned"`': "owned"}
@@ -185,7 +185,7 @@ ON |= {"FSDP2": "fsdp2", "ZeRO 0": "zero0", "ZeRO 1, 2": "zero1", "ZeRO 3": "zer
 
 def test_launches_are_those_of_the_results() -> None:
     rows = of_systems("launches")
-    shown = table("launches", "Operations")[1:] + table("launches", "Operations", "on")[1:]
+    shown = table("planning", "Operations")[1:] + table("planning", "Operations", "on")[1:]
     for name, ranks, *figures in shown:
         engine, _, buckets = name.partition(", `bucket")
         system = BUCKETS if buckets else OURS if len(figures) > 2 else TORCHS
@@ -202,7 +202,7 @@ def test_launches_are_those_of_the_results() -> None:
 def test_the_planner_is_compared_with_megatrons_as_on_its_page() -> None:
     with ProcessPoolExecutor(2) as pool:
         cells = [*pool.map(megatron_planner.plan_cell, (row for rows in of_megatron().values() for row in rows))]
-    for name, better, equal, worse, padding, balance, compact in table("planner", "Compared with Megatron-Core")[1:]:
+    for name, better, equal, worse, padding, balance, compact in table("planning", "Compared with Megatron-Core")[1:]:
         measure, model = ("l s^2", "all") if name.endswith("l s²") else ("flops", name.partition(" ")[0])
         some = [of[measure] for of in cells if model in ("all", of[measure].name[0])]
         lost = [cell.worse for cell in some if any(cell.worse)]
@@ -213,13 +213,13 @@ def test_the_planner_is_compared_with_megatrons_as_on_its_page() -> None:
             [f"{most[0]:.2f} points" if most[0] else "none", f"{most[1]:.4f}"] if lost else ["", ""]
         )
         assert compact == f"{max(cell.excess for cell in some):.3f}" and 10 * len(lost) <= len(some) or model != "all"
-    better, equal, worse = table("planner", "Compared with Megatron-Core")[-2][1:4]
-    assert f"{better} have" in PAGES["comparison"] and f"{equal} are equal, and {worse}" in PAGES["comparison"]
+    better, equal, worse = table("planning", "Compared with Megatron-Core")[-2][1:4]
+    assert f"{better} have" in PAGES["benchmarks"] and f"{equal} are equal, and {worse}" in PAGES["benchmarks"]
 
 
 def test_host_times_are_those_of_the_results() -> None:
     ms = {row["row"]: f"{row['ms']:.1f} ms" for row in results("host_time")}
-    text = " ".join(PAGES["launches"].split())
+    text = " ".join(PAGES["planning"].split())
     assert f"{ms['fsdp2']} on FSDP2, {ms['zero3']} on ZeRO 3 and {ms['zero1']} on ZeRO 1" in text
 
 

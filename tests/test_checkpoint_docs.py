@@ -98,7 +98,7 @@ def test_a_megatron_user_can_walk_the_whole_way(walked: tuple[Path, dict[str, st
 
 @pytest.mark.full
 def test_what_the_reference_shows_runs(walked: tuple[Path, dict[str, str]]) -> None:
-    printed = run("checkpoints", walked[0]) | run("formats", walked[0])
+    printed = run("checkpoints", walked[0])
     assert re.search(r"loss \d+\.\d+ with rates \{'muon': 0.02, 'adamw': 0.01\}", "".join(printed.values()))
     assert "missing: [] unexpected: []" in printed["python load_weights.py"]
     assert "0 differ" in printed["lwopt diff megatron mine --map my_names.py:mine"]
@@ -122,19 +122,19 @@ def test_formats_and_names_in_the_tables_are_those_that_there_are() -> None:
     def first_words(page: str, section: str, first: str) -> list[str]:
         return [words(cells[0])[0] for cells in table(page, section, first)[1:]]
 
-    where = "formats", "What is read and written"
+    where = "checkpoints", "What is read and written"
     assert first_words(*where, "`--from`") == list(formats.FORMATS)
     assert first_words(*where, "`--to`") == list(formats.TARGETS)
     written = {word for cells in table(*where, "`--from`")[1:] for word in re.findall(r"--to (\w+)", cells[2])}
     assert written == set(formats.TARGETS)
-    assert set(first_words("formats", "Names", "`--names`")) == set(names.FAMILIES)
-    for cells in table("formats", "A map of your own", "function")[1:]:
+    assert set(first_words("checkpoints", "Names", "`--names`")) == set(names.FAMILIES)
+    for cells in table("checkpoints", "A map of your own", "function")[1:]:
         assert callable(getattr(operations, words(cells[0])[0].partition("(")[0]))
 
 
 @pytest.mark.parametrize("family", ["hf-llama", "hf-gpt2"])
 def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
-    head, *rows = table("formats", "Names", "`megatron-core`")
+    head, *rows = table("checkpoints", "Names", "`megatron-core`")
     column = head.index(f"`{family}`")
     pairs = {words(cells[0])[0]: spelled_out(*words(cells[column])) for cells in rows if words(cells[column])}
     # 24 rows, as 2 heads of 4 of q, k and v have.
@@ -151,7 +151,7 @@ def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
 def test_every_command_on_the_pages_parses() -> None:
     checked = 0
     for page, text in PAGES.items():
-        text = "" if page == "command_line" else text.replace("\\\n", "")  # has usages
+        text = "" if page == "api" else text.replace("\\\n", "")  # has usages
         plain = re.sub(r"\s*\n\s*", " ", text)
         for line in [*re.findall(r"^lwopt .*$", text, re.M), *re.findall(r"`(lwopt \w+ [^`]+)`", plain)]:
             _, command, *arguments = shlex.split(line)

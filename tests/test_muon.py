@@ -415,7 +415,7 @@ def test_normuon_and_adamuon_are_their_papers_with_torchs_newton_schulz(name: st
 
 # Emerging-Optimizers' AdaptiveMuon since 0.3.0 restores the norm of rows' or columns' updates. In 0.2.0 the factor by
 # shape came first, so that the division took it out again. dion has momentum as a sum and sqrt(rows / columns).
-OTHERS: list[tuple[str, dict[str, Any]]] = [  # with the settings of docs/variants.md
+OTHERS: list[tuple[str, dict[str, Any]]] = [  # with the settings of docs/rules.md
     ("normuon", {"update_norm": "preserve", "adjust_lr_fn": "spectral", "second_moment_of": LONGER_SIDE}),
     ("adamuon", {"update_norm": "none", "adjust_lr_fn": "spectral", "sign_momentum": False}),
     ("normuon", {"update_norm": "none", "adjust_lr_fn": "none", "second_moment_of": LONGER_SIDE}),

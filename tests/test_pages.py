@@ -37,7 +37,7 @@ from tests.pages import DOCS, PAGES, blocks, section, table, unpack_page
 from tests.ranks import RankPool
 from tests.references import REGISTERED
 
-README, MIGRATION = PAGES["README"], PAGES["migration"] + PAGES["from_frameworks"]
+README, MIGRATION = PAGES["README"], PAGES["migration"]
 FILES = {block.name: block.text for block in blocks("start/quickstart") if "." in block.name}
 RUNS = [block.text for block in blocks("start/quickstart", "bash", "run") if block.text.startswith("deepspeed ")]
 SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write, which another rank's cannot cut in two
@@ -195,7 +195,7 @@ def test_links_and_pictures_lead_somewhere() -> None:
 
 
 def test_the_pages_on_planning_name_what_there_is() -> None:
-    text = PAGES["planning"] + PAGES["planner"]
+    text = PAGES["planning"]
     options = set(re.findall(r"`(--[a-z-]+)", text))
     commands = list(typer.main.get_command(app).commands.values())  # type: ignore[attr-defined]
     known = {name for command in commands for parameter in command.params for name in parameter.opts}
@@ -207,8 +207,8 @@ def test_pages_made_from_declarations_are_what_would_be_made_now() -> None:
     shipped = {name: rule for name, rule in ELEMENTWISE_RULES.items() if rule.source != REGISTERED}
     with mock.patch.dict(ELEMENTWISE_RULES, shipped, clear=True):
         made = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["pages"]()
-    parts = {"tested.md", "optimizers.md", "options.md"}
-    assert {*made} == {"command_line.md", "rule_options.md", "megatron_names.md"} | parts
+    parts = {"api.md", "tested.md", "optimizers.md", "options.md"}
+    assert {*made} == {"megatron_names.md"} | parts
     for name, text in made.items():
         assert text == (DOCS / name).read_text(), f"{name} is old: python scripts/reference.py"
 
@@ -347,11 +347,10 @@ CLASSES = {"torch.optim.Muon": torch.optim.Muon, "pytorch_optimizer": pytorch_op
 
 @pytest.mark.parametrize("heading", re.findall(r"^## (.*)$", MIGRATION, re.MULTILINE)[2:])
 def test_defaults_on_the_page_are_ours_and_theirs(heading: str) -> None:
-    page = "migration" if f"## {heading}\n" in PAGES["migration"] else "from_frameworks"
     models = {"matrix": Muon(), "elementwise": AdamW(), "adamw": AdamW()}
     arguments = inspect.signature(CLASSES[heading]).parameters if heading in CLASSES else {}
     checked, of_theirs = set(), set()
-    for theirs, ours, their_cell, our_cell in table(page, heading)[1:]:
+    for theirs, ours, their_cell, our_cell in table("migration", heading)[1:]:
         tokens = [token.rpartition(".")[::2] for token in re.findall(r"`([\w.]+)`", ours)]
         options = [(kind or "matrix", key) for kind, key in tokens]
         known = [(kind, key) for kind, key in options if hasattr(models.get(kind), key)]

@@ -179,16 +179,17 @@ assert len(explain(attention)[0].matrices) == 3
     ),
     ("rates", 1): (PLAIN + PREDICTION, "assert optimizer.clip_group_norms.keys() == {'mtp'}"),
     ("rates", 2): (HEADS, ""),
-    ("launches", 0): (
+    ("planning", 3): (
         f"{PLAIN}model.layers = torch.nn.ModuleList(model.children())\n",
         "assert all(block._compiled_call_impl for block in model.layers)",
     ),
     ("planning", 0): (ENGINE + MADE + "optimizer = LayerWiseOptimizer(nn.Linear(4, 4), report=False)\n", ""),
-    ("start/hugging_face", 0): (ENGINE + HUGGING_FACE, "assert args.deepspeed_plugin is not None"),
-    ("start/hugging_face", 1): (PLAIN + FSDP2, TRAINER),
-    ("start/hugging_face", 4): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),
-    ("start/hugging_face", 5): (PLAIN + HUGGING_FACE, "assert optimizer.param_groups"),
-    ("start/trainers", 2): ("", ""),
+    ("start/from_adamw", 0): (PLAIN, ""),
+    ("start/trainers", 0): (ENGINE + HUGGING_FACE, "assert args.deepspeed_plugin is not None"),
+    ("start/trainers", 1): (PLAIN + FSDP2, TRAINER),
+    ("start/trainers", 4): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),
+    ("start/trainers", 5): (PLAIN + HUGGING_FACE, "assert optimizer.param_groups"),
+    ("start/trainers", 8): ("", ""),
     ("planning", 1): (OPTIMIZER, ""),
     ("planning", 2): (
         f"{OPTIMIZER}optimizer.record_metrics()\nstep(model, optimizer)\n",
@@ -240,7 +241,7 @@ def test_a_fragment_runs(rank_pools: dict[int, RankPool], tmp_path: Path, page: 
     try:
         ranks.run(run_fragment, before + code + after, f"{page}, block {number}", tmp_path)
     finally:
-        ranks.close() if "hugging_face" in page else ranks.renew()  # what Accelerate keeps ends with its process
+        ranks.close() if "trainers" in page else ranks.renew()  # what Accelerate keeps ends with its process
 
 
 def run_fragment(code: str, where: str, folder: Path) -> None:

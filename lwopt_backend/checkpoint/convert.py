@@ -20,7 +20,7 @@ from lwopt_backend.groups.rates import regrouped
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, options_of, torchs_keys
 
 # Param groups of other optimizers with this package's options, under which torch's DCP loads them: see
-# docs/from_frameworks.md. Torch's own options are kept and completed, so that torch.optim.AdamW also finds its own.
+# docs/migration.md. Torch's own options are kept and completed, so that torch.optim.AdamW also finds its own.
 
 MUON, ADAMW, LION = "muon", "adamw", "lion"
 MOMENTS = {"exp_avg", "exp_avg_sq"}
@@ -154,7 +154,7 @@ def _muon(group: Mapping[str, Any], arguments: Mapping[str, Any], of_deepspeed: 
     more: dict[str, Any] = {}
     if "use_muon" in group:
         if of_deepspeed.get("per_head_muon"):
-            raise ValueError("per_head_muon orthogonalized each head; set 'per_head' (docs/from_frameworks.md)")
+            raise ValueError("per_head_muon orthogonalized each head; set 'per_head' (docs/migration.md)")
         if of_deepspeed.get("ns_method", "gram") != "standard":
             more = {"ns_dtype": "float32", "gram_aspect": 1.0, "gram_restarts": (2,)}
     elif "muon" in str(arguments.get("optimizer")):
@@ -182,7 +182,7 @@ def _of_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
         found[ours] = known[0]
     table = arguments.get("muon_coefficient_type", "quintic")  # the only table in versions without the argument
     if table not in ("simple", "quintic"):
-        raise ValueError(f"muon_coefficient_type={table!r} has no counterpart by name; see docs/from_frameworks.md")
+        raise ValueError(f"muon_coefficient_type={table!r} has no counterpart by name; see docs/migration.md")
     exact = arguments.get("muon_fp32_matmul_prec", "medium") != "medium"
     return {**found, "ns_coefficients": table, "ns_dtype": "float32" if exact else "bfloat16"}
 

@@ -22,7 +22,7 @@ from tests.faults.test_kills import Modules, digest
 from tests.ranks import RankPool
 
 MORE_ADDRESSES = 4 << 30  # bytes beyond those of a process with an engine
-# What this package reads itself. DeepSpeed's and torch's loading unpickles whatever it is given: docs/reliability.md.
+# What this package reads itself. DeepSpeed and torch unpickle whatever they are given: docs/limits.md.
 LOADS = {"plain": Cell("plain"), "modules": Cell("modules")}
 LOADS |= {f"universal, {name}": Cell(name) for name in ("zero 0", "zero 2", "zero 3", "owned 1")}
 

@@ -120,8 +120,8 @@ MuonDPOTrainer("model", args=args, train_dataset=Dataset.from_list(rows)).train(
 def test_the_pages_trainers_train(tmp_path: Path) -> None:
     """The script, and then DPO with the same arguments, whose first loss is log 2; on two ranks of FSDP2."""
     with_texts(tmp_path)
-    command = unpack_page("start/hugging_face", "trl_train.py", tmp_path, sys.executable)
-    (derived,) = blocks("start/hugging_face", "python", "trl")
+    command = unpack_page("start/trainers", "trl_train.py", tmp_path, sys.executable)
+    (derived,) = blocks("start/trainers", "python", "trl")
     script = tmp_path / "trl_train.py"
     script.write_text(ON_CPUS + script.read_text().replace('"out", ', SMALL) + derived.text + PREFERENCES)
     printed = succeeds(command, tmp_path)
