@@ -18,7 +18,12 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / ".make" / "package"  # as it is installed: integrations/ is lwopt_backend.integrations
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "findings/README.md": "findings.md",
+}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)((?:#[^)\s]*)?)(?=\))")
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 

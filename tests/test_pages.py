@@ -233,7 +233,7 @@ def test_every_page_is_in_the_navigation_and_the_readme_is_short() -> None:
     titles, listed = zip(*re.findall(r"^ +- (.*): (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     headings = [text.partition("\n")[0] for text in PAGES.values()]
     assert len(set(titles)) == len(titles) and len(set(headings)) == len(headings), "a title twice"
-    assert sorted(listed) == sorted([*PAGES.keys() - {"README"}, "index", "contributing", "changelog"])
+    assert sorted(listed) == sorted([*PAGES.keys() - {"README"}, "index", "contributing", "changelog", "findings"])
     assert len(README.splitlines()) <= 150
 
 
