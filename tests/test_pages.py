@@ -199,7 +199,7 @@ def test_the_pages_on_planning_name_what_there_is() -> None:
     options = set(re.findall(r"`(--[a-z-]+)", text))
     commands = list(typer.main.get_command(app).commands.values())  # type: ignore[attr-defined]
     known = {name for command in commands for parameter in command.params for name in parameter.opts}
-    assert options - known - {"--markdown", "--png", "--models", "--time"} == set()
+    assert options - known - {"--markdown", "--png", "--models", "--time", "--against"} == set()
     assert [name for name in CLUSTERS if f"`{name}`" not in text] == []
 
 

@@ -175,7 +175,7 @@ def engine_of(model: str, rule: str, precision: str, stages: int, zero: int) -> 
     """An engine of ``stages`` pipeline stages, 0 for none, that loads universal checkpoints. In each leg, frozen
     parameters and buffers are others."""
     settings = settings_for(precision) | {"checkpoint": {"load_universal": True}}
-    settings["zero_optimization"] = {"stage": zero}
+    settings["zero_optimization"] |= {"stage": zero}  # buffers of DeepSpeed's own sizes take 4 GiB a rank
     settings["optimizer"] = layer_wise(rule, bucket_numel=2000)
     module = pipeline(MODELS[model], stages) if stages else Plain(*(layer.build() for layer in UNTIED))
     for block in module.modules():
