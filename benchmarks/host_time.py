@@ -180,7 +180,9 @@ def of_buckets(ranks: int, rounds: int) -> Figures:
 
     with pretended(0, ranks, lambda mine, count: [mine] * count), replaced(dist, "all_gather", all_gather):
         size = OWNERS * WIDTH**2 * 2 / 2**20
-        optimizer = LayerWiseOptimizer(model, report=False, layout="compact", bucket_mb=size, overlap_grad_reduce=False)
+        optimizer = LayerWiseOptimizer(
+            model, lr=0.02, report=False, layout="compact", bucket_mb=size, overlap_grad_reduce=False
+        )
         buckets = optimizer.core.manager.buckets
         assert [len(bucket.bucket.slots) for bucket in buckets] == [OWNERS] * BUCKETS
 

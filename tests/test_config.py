@@ -32,6 +32,7 @@ from lwopt_backend.groups import registry
 from lwopt_backend.groups.choices import changed, settings_of
 from lwopt_backend.groups.grouping import group_parameters
 from lwopt_backend.groups.param_groups import as_groups, split
+from lwopt_backend.integrations import deepspeed_zero
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed.optimizer import ZeROLayerWise
 from lwopt_backend.rules import Muon, option
@@ -84,7 +85,7 @@ def test_names_and_defaults_are_torchs(options: Any, optimizer: Any) -> None:
     theirs = inspect.signature(optimizer.__init__).parameters
     for name, of_ours in options_in(options).items():
         if name in theirs:  # the others are this package's
-            assert of_ours.default == theirs[name].default, name
+            assert of_ours.default == theirs[name].default or (name, of_ours.default) == ("lr", None), name
     assert optimizer is not torch.optim.Muon or set(options_in(options)) >= set(theirs) - {"self", "params"}
 
 
@@ -406,14 +407,14 @@ def test_the_number_of_parameters_that_an_override_changes_is_printed(capsys: py
 
 
 RATES: list[tuple[dict[str, Any], bool]] = [  # and whether matrices hardly move
-    ({}, True),
+    ({"lr": 1e-3}, True),
     ({"lr": 2e-3}, False),
     ({"lr": 1e-3, "adjust_lr_fn": "spectral_norm"}, True),
     ({"lr": 1e-3, "adjust_lr_fn": "spectral"}, False),
     ({"lr": 1e-3, "adjust_lr_fn": "rms_norm"}, False),
     ({"lr": 1e-3, "extra_scale_factor": 10.0}, False),
-    ({"matrix": "normuon"}, False),
-    ({"matrix": {"name": "adamuon", "update_norm": "preserve"}}, True),
+    ({"matrix": {"name": "normuon", "lr": 1e-3}}, False),
+    ({"matrix": {"name": "adamuon", "lr": 1e-3, "update_norm": "preserve"}}, True),
     ({"matrix": {"name": "torch_optimizer", "class": "torch.optim.Muon"}}, True),
     ({"matrix": {"name": "torch_optimizer", "class": "torch.optim.SGD"}}, False),
     ({"lr": 0.02, "overrides": [{"params": "gate.weight", "matrix": {"lr": 1e-3}}]}, True),
@@ -470,6 +471,27 @@ def test_every_engine_shows_rates_and_decays_and_warns_once_of_a_rate_for_adamw(
         if dist.get_rank() == 0 and given == {"lr": 0.03} and engine != "sharded later":
             assert row_of(printed, "muon")[1:] == ["0.03", "0.1, the default"], engine
             assert row_of(printed, "adamw")[1:] == ["0.001, the default", "0.01, the default"], engine
+
+
+@on_ranks(2)
+def test_a_rate_for_muon_has_to_be_written_on_every_engine() -> None:
+    asked = "expected 'lr' of rule 'muon'.*: 0.02 for adjust_lr_fn 'original', AdamW's rate for 'match_rms_adamw'"
+    for engine in ("plain", "fsdp2", "sharded later", "zero", "owned"):
+        for given in ({}, {"adjust_lr_fn": "match_rms_adamw"}):
+            with pytest.raises(ValueError, match=asked):
+                told_of_rates(engine, given)
+
+
+def test_groups_and_overrides_may_have_all_rates_of_muon_and_other_rules_ask_for_theirs() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups = [{"params": list(layer.parameters()), "lr": lr} for layer, lr in zip(model, (0.1, 0.2))]
+    for made in (LayerWiseOptimizer(model, params=groups, report=False), deepspeed_zero.LayerWiseMuon(groups)):
+        assert [group["lr"] for group in made.param_groups] == [0.1, 0.1, 0.2, 0.2]
+    override = {"params": "*", "matrix": {"lr": 0.3}}
+    made = LayerWiseOptimizer(model, overrides=[override], report=False)
+    assert [group["lr"] for group in made.param_groups] == [0.3, 1e-3]
+    with pytest.raises(ValueError, match="rule 'normuon'.*AdamW's rate for update_norm 'match_rms'"):
+        LayerWiseOptimizer(nn.Linear(3, 2), lr=0.02, overrides=[{"params": "*", "matrix": "normuon"}], report=False)
 
 
 @on_ranks(2)

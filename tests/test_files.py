@@ -218,7 +218,7 @@ def test_a_command_that_is_killed_leaves_nothing_of_a_name_or_all(tmp_path: Path
 def test_a_program_killed_as_it_saves_owned_state_leaves_the_save_before_or_its_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    optimizer = LayerWiseOptimizer(model, report=False)
+    optimizer = LayerWiseOptimizer(model, lr=0.02, report=False)
 
     def trained_and_saved(folder: Path) -> Tensor:
         model(torch.rand(2, 4)).sum().backward()

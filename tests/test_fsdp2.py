@@ -653,7 +653,10 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wr
     (lambda: LayerWiseOptimizer(DistributedDataParallel(UnevenLM()), sharded_later=True), "found no shards; call"),
     (lambda: LayerWiseOptimizer(by_fsdp1(), sharded_later=True), "(FSDP1), which flattens matrices; call fully_shard"),
     (lambda: LayerWiseOptimizer(UnevenLM(), state_dtype="float32"), "'state_dtype' is for fully_shard models, but"),
-    (lambda: LayerWiseOptimizer(UnevenLM()).attach(UnevenLM()), "attach is for fully_shard models, but this optimizer"),
+    (
+        lambda: LayerWiseOptimizer(UnevenLM(), lr=0.02).attach(UnevenLM()),
+        "attach is for fully_shard models, but this optimizer",
+    ),
     (lambda: MeshOptimizer([UnevenLM()]), "expected DTensors in the model, found none; call fully_shard(model) first"),
     (lambda: OwnedOptimizer(shard("rows", "fp32").model), "'embedding.weight' is a DTensor; for fully_shard models"),
     (lambda: of_rows(bucket_mb=1.0), "'bucket_mb' is for DeepSpeed and for plain models, but"),
@@ -700,8 +703,8 @@ def test_one_name_is_the_optimizer_of_either_model() -> None:
     assert lwopt_backend.LayerWiseOptimizer is LayerWiseOptimizer
     run = BesideTwin()
     run.model(*batch(0, 2))  # after it the root keeps its parameters as plain tensors
-    sharded = LayerWiseOptimizer(run.model, report=False)
-    plain, later = LayerWiseOptimizer(UnevenLM(), report=False), LayerWiseOptimizer(UnevenLM(), sharded_later=True)
+    models = (run.model, UnevenLM(), UnevenLM())
+    sharded, plain, later = (LayerWiseOptimizer(m, **MUON, sharded_later=m is models[2], report=False) for m in models)
     assert [type(each) for each in (sharded, plain, later)] == [MeshOptimizer, OwnedOptimizer, MeshOptimizer]
     assert all(isinstance(each, LayerWiseOptimizer) for each in (sharded, plain, later))
     with pytest.raises(ValueError, match="the model is not sharded yet"):

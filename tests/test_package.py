@@ -187,7 +187,7 @@ def test_pip_installs_what_is_supported_and_a_newer_torch_is_one_warning(monkeyp
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     with pytest.warns(UserWarning, match="expected torch .* or older.*, found 2.99.0; run `make test`") as warned:
         for _ in range(2):
-            lwopt_backend.LayerWiseOptimizer(nn.Linear(2, 2), matrix="muon")
+            lwopt_backend.LayerWiseOptimizer(nn.Linear(2, 2), lr=0.02)
     assert sum("2.99.0" in str(warning.message) for warning in warned) == 1
 
 

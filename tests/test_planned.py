@@ -55,7 +55,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def owned(folder: str, dtype: str, options: dict[str, Any]) -> Held:
-    optimizer = lwopt_backend.LayerWiseOptimizer(model_in(folder, dtype), report=False, **options)
+    optimizer = lwopt_backend.LayerWiseOptimizer(model_in(folder, dtype), lr=0.02, report=False, **options)
     held = optimizer.memory_report()[dist.get_rank()]
     return optimizer.plan_digest, {kind: getattr(held, kind) for kind in KINDS}
 
@@ -64,12 +64,12 @@ def on_fsdp2(folder: str, dtype: str, options: dict[str, Any]) -> Held:
     model = model_in(folder, dtype)
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh_of(2))
-    optimizer = fsdp2.LayerWiseOptimizer(model, report=False, **options)
+    optimizer = fsdp2.LayerWiseOptimizer(model, lr=0.02, report=False, **options)
     return optimizer.plan_digest, {"parameters": nbytes(list(model.parameters())), "state": state_of(optimizer)}
 
 
 def under_deepspeed(stage: int, folder: str, dtype: str, options: dict[str, Any]) -> Held:
-    settings = config(stage) | {"optimizer": {"type": "LayerWise", "params": {"report": False, **options}}}
+    settings = config(stage) | {"optimizer": {"type": "LayerWise", "params": {"lr": 0.02, "report": False, **options}}}
     settings["bf16"] = {"enabled": dtype == "bfloat16"}
     with engine_for(settings, model_in(folder, "float32")) as engine:
         optimizer = engine.basic_optimizer
@@ -120,7 +120,7 @@ def test_lwopt_plan_has_the_digest_and_the_bytes_of_a_run_on_an_hsdp_mesh(phi3: 
     model = model_in(phi3, "float32")
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh_of(2, 2, names=("copies", "shards")))
-    optimizer = fsdp2.LayerWiseOptimizer(model, report=False)
+    optimizer = fsdp2.LayerWiseOptimizer(model, lr=0.02, report=False)
     words = ("--world-size", 4, "--cluster", "cpu", "--engine", "fsdp2", "--dtype", "float32", "--group-size")
     found = planned(phi3, *words, 2)
     memory = found["memory_per_rank"][dist.get_rank()]
@@ -153,8 +153,8 @@ def test_the_plan_digest_is_of_owners_and_stages_whatever_the_rates(phi3: str) -
 @on_ranks(2)
 def test_before_there_is_a_plan_its_digest_is_an_error() -> None:
     param = nn.Parameter(torch.zeros(4, 4))
-    late = fsdp2.LayerWiseOptimizer(UnevenLM(), sharded_later=True, report=False)
-    for optimizer in (LayerWise([param]), LayerWiseMuon([param], storage="owned"), late):
+    late = fsdp2.LayerWiseOptimizer(UnevenLM(), lr=0.02, sharded_later=True, report=False)
+    for optimizer in (LayerWise([param], lr=0.02), LayerWiseMuon([param], lr=0.02, storage="owned"), late):
         with pytest.raises(RuntimeError, match="has no plan yet, so plan_digest has no value.*after the first step"):
             _ = optimizer.plan_digest
 
@@ -162,7 +162,7 @@ def test_before_there_is_a_plan_its_digest_is_an_error() -> None:
 @on_ranks(2)
 def test_the_report_of_a_run_ends_with_the_plan_digest(phi3: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        optimizer = lwopt_backend.LayerWiseOptimizer(model_in(phi3, "float32"))
+        optimizer = lwopt_backend.LayerWiseOptimizer(model_in(phi3, "float32"), lr=0.02)
     lines = printed.getvalue().splitlines()
     assert lines[-1].startswith(f"Plan {optimizer.plan_digest}: ") if dist.get_rank() == 0 else lines == []
 

@@ -61,7 +61,7 @@ def trained(engine: str, model: nn.Module, **options: Any) -> Iterator[Callable[
     if engine == "fsdp2":
         for part in (*model.experts, model):
             fully_shard(part, mesh=mesh_of())
-    optimizer: Any = LayerWiseOptimizer(model, **options)
+    optimizer: Any = LayerWiseOptimizer(model, **{"lr": 0.02, **options})
     if engine == "modules":
         optimizer = ModuleOptimizers({"model": optimizer})
 
@@ -125,7 +125,7 @@ class Loop:
                 fully_shard(part, mesh=mesh_of(*shape, names=("outer", "inner")[: len(shape) or 1]))
         ours = {} if engine == "modules" else options
         more = {"plain lazy": {"overlap_param_gather": True}, "fsdp2 attached": {"bucket_matrices": 1}}
-        self.one = LayerWiseOptimizer(self.model, report=False, **groups, **ours, **more.get(engine, {}))
+        self.one = LayerWiseOptimizer(self.model, lr=0.02, report=False, **groups, **ours, **more.get(engine, {}))
         self.optimizer: Any = ModuleOptimizers({"all": self.one}, **options) if engine == "modules" else self.one
         if engine == "fsdp2 attached":
             self.one.attach(self.model)
@@ -227,7 +227,7 @@ def test_ranks_that_would_skip_by_other_limits_are_told_apart(engine: str) -> No
 @on_ranks(2)
 def test_a_module_decides_nothing_alone() -> None:
     with pytest.raises(ValueError, match="module 'all': expected no on_nonfinite and no skip_above"):
-        ModuleOptimizers({"all": LayerWiseOptimizer(Experts(), report=False, skip_above=1.0)})
+        ModuleOptimizers({"all": LayerWiseOptimizer(Experts(), lr=0.02, report=False, skip_above=1.0)})
 
 
 # Under DeepSpeed

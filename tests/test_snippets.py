@@ -152,7 +152,10 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("checkpoints", 4): (NAMED, STEP_OF_ENGINE),
     ("checkpoints", 5): (f"{OPTIMIZER}optimizer.save_state_dict('checkpoint')\n", "step(model, optimizer)"),
     ("checkpoints", 6): (f"{NAMED}average = torch.ones(2, 2)\n", "torch.testing.assert_close(total, 20 * average)"),
-    ("fsdp2", 0): (f"{PLAIN}fully_shard(model)\noptimizer = LayerWiseOptimizer(model)\n", "step(model, optimizer)"),
+    ("fsdp2", 0): (
+        f"{PLAIN}fully_shard(model)\noptimizer = LayerWiseOptimizer(model, lr=0.02)\n",
+        "step(model, optimizer)",
+    ),
     ("matrices", 0): (PLAIN, "assert not fused and not unclear and len(found) == 4\n"),
     ("matrices", 1): (
         PLAIN,
@@ -183,7 +186,7 @@ assert len(explain(attention)[0].matrices) == 3
         f"{PLAIN}model.layers = torch.nn.ModuleList(model.children())\n",
         "assert all(block._compiled_call_impl for block in model.layers)",
     ),
-    ("planning", 0): (ENGINE + MADE + "optimizer = LayerWiseOptimizer(nn.Linear(4, 4), report=False)\n", ""),
+    ("planning", 0): (ENGINE + MADE + "optimizer = LayerWiseOptimizer(nn.Linear(4, 4), lr=0.02, report=False)\n", ""),
     ("start/from_adamw", 0): (PLAIN, ""),
     ("start/trainers", 0): (ENGINE + HUGGING_FACE, "assert args.deepspeed_plugin is not None"),
     ("start/trainers", 1): (PLAIN + FSDP2, TRAINER),

@@ -237,7 +237,7 @@ def test_rates_go_on_as_in_the_run_that_is_not_interrupted(
     succeeds("convert", native, dcp, "--to", "dcp", "--json")
     here = "zero 2" if engine.startswith("deepspeed") else engine
     assert ranks.run(rates_on, here, name, universal, True, range(3, 13))[0] == truth[3:]
-    optimizer = LayerWiseOptimizer(UnevenLM(), report=False)
+    optimizer = LayerWiseOptimizer(UnevenLM(), lr=0.02, report=False)
     schedule = SCHEDULES[name](optimizer, all_of)
     schedule.load_state_dict(optimizer.load_state_dict_from(dcp)["scheduler"])
     assert [*rates_of_steps(optimizer, schedule, range(3, 13))] == truth[3:]

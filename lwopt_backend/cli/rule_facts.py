@@ -123,6 +123,7 @@ def declared(known: Mapping[str, Option], source: str = OURS) -> list[dict[str, 
     options = []
     for name, option in known.items():
         default = json.dumps(option.default, default=str) if option.has_default else words[option.default]
+        default = "required" if (name, option.default) == ("lr", None) else default
         meaning = option.meaning or f"{name!r} of the class"
         options.append(dict(zip(COLUMNS, (name, default, meaning, option.source or source), strict=True)))
     return options

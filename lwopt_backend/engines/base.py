@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from lwopt_backend.config.hosts import NAME
-from lwopt_backend.config.options import glob_suggestion
+from lwopt_backend.config.options import glob_suggestion, within
 from lwopt_backend.config.versions import warn_if_newer
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules
-from lwopt_backend.groups.param_groups import CheckedOptions
+from lwopt_backend.groups.param_groups import CheckedOptions, check_rates
 from lwopt_backend.groups.rates import MadeRates
 from lwopt_backend.groups.registry import arguments, new_state
 from lwopt_backend.plan.cost import Machine, machine_of
@@ -230,11 +230,13 @@ class BaseOptimizer(torch.optim.Optimizer):
 
     def _begin(self, rules: Rules, trains_matrices: bool, rate: float, groups: Groups) -> None:
         """Set the ``defaults`` that schedulers read, and accept no further param group. ``groups`` are as configured,
-        and ``rate`` is their ``main_rate``.
+        and ``rate`` is their ``main_rate``. Raises ValueError for one without a rate.
 
         ``trains_matrices`` is whether the matrix rule trains anything, on any pipeline stage. Then no momentum is among
         the defaults: both halves have one, under two names, and schedulers would cycle that of one half.
         """
+        with within(self.name):
+            check_rates(groups)
         warn_if_newer("torch", torch.__version__)
         main = rules.matrix if trains_matrices else rules.elementwise
         options = {key: value for key, value in arguments(main).items() if not (trains_matrices and key in MOMENTA)}

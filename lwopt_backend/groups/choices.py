@@ -38,7 +38,8 @@ def changed(group: Group, given: Mapping[str, Any]) -> dict[str, Any]:
     keeps = rule == group["rule"]
     if keeps and "class" in given and "class" in group:  # which may have several paths
         keeps = class_named(path_of(given["class"])) is class_named(group["class"])
-    options = {**(group if keeps else {}), **given}
+    kept = {key: value for key, value in group.items() if keeps and (key, value) != ("lr", None)}
+    options = {**kept, **given}
     return {"rule": rule, **options_of(rule, {key: options[key] for key in options if key not in ("rule", "name")})}
 
 

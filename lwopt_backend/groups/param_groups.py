@@ -298,8 +298,9 @@ def split(
 
 def main_rate(groups: Groups, rules: Rules, trains_matrices: bool) -> float:
     """The rate that the numbers of a schedule mean, and ``defaults["lr"]``: the one that all of the user's ``groups``
-    have, or else the matrix rule's; the element-wise rule's in a model that has no matrices on any pipeline stage."""
-    main = rules.matrix if trains_matrices else rules.elementwise
+    have, or else the matrix rule's; the element-wise rule's in a model that has no matrices on any pipeline stage, or
+    if only groups and overrides have rates for matrices."""
+    main = rules.matrix if trains_matrices and rules.matrix["lr"] is not None else rules.elementwise
     given = [float(group.get("lr", -1.0)) for group in groups]
     return given[0] if given and given[0] >= 0 and len(set(given)) == 1 else float(main["lr"])
 
@@ -354,8 +355,8 @@ def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
         known, options = known_in(group), arguments(group)
         found = [
             f"{plain(options[key]):g}{', the default' if options[key] == known[key].default else ''}"
-            if key in options
-            else ("left to the class" if key in known else "none")
+            if options.get(key) is not None
+            else ("left to the class" if key in known.keys() - options.keys() else "none")
             for key in SHARED
         ]
         row = (rule_name(group), found[0], found[1])
@@ -383,6 +384,16 @@ def small_rate(groups: Groups) -> str | None:
         f"{group.get('adjust_lr_fn') or 'original'!r}, at which matrices hardly move. Give it a rate for Muon, such as "
         "0.02; or keep the rate and set 'adjust_lr_fn' to 'match_rms_adamw', which makes updates as large as AdamW's"
     )
+
+
+def check_rates(groups: Groups) -> None:
+    """Raises ValueError for param groups without a learning rate, whose rule has no default."""
+    for group in groups:
+        if group["lr"] is None:
+            rate = known_in(group)["lr"].meaning
+            raise ValueError(
+                f"expected 'lr' of rule {rule_of(group)!r}, which has no default, found none; add the {rate}"
+            )
 
 
 def warn_of_small_rate(groups: Groups) -> None:

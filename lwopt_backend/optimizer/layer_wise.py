@@ -51,7 +51,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         model: a plain module without a DDP wrapper, a ``fully_shard`` module, or a list of either, such as the pipeline
             stages of this rank.
         matrix: name of the matrix rule, or a mapping with its ``name`` and options.
-        lr: learning rate of the matrix rule. Default: the rule's.
+        lr: learning rate of the matrix rule. Default: the rule's; Muon, NorMuon and AdaMuon have none.
         elementwise: name of the rule of all other parameters, or a mapping like ``{"name": "adamw", "eps": 1e-6}``.
         elementwise_lr: learning rate of the element-wise rule. Default: the rule's.
         params: param groups as in torch.optim, each with its own ``lr``, ``weight_decay`` and section ``"adamw"``.

@@ -203,6 +203,7 @@ def share_of(routes: Sequence[Route], divided: Mapping[str, Divided], setting: S
     trains = any(is_matrix.values())
     overrides = {id(params[r.name]): r.overrides for r in routes if r.name in params}
     groups = split([{"params": list(params.values())}], is_matrix, setting.rules, overrides)
+    groups = [{**group, "lr": group["lr"] or 0.0} for group in groups]  # a plan needs no rate, a rehearsal steps
     own = {route.name: divided[route.name] for route in routes if route.kind == "matrix"}
     return Share(Grouping(list(routes), groups, names, own, trains), wholes, tp)
 

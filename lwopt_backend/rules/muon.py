@@ -85,6 +85,7 @@ SCALES: dict[str, Scale] = {
 TORCH = "torch.optim.Muon"
 MOONLIGHT = "Muon is Scalable for LLM Training, arXiv 2502.16982"
 CAUTIOUS = "Cautious Weight Decay, arXiv 2510.12402"
+RATE = "learning rate, before the factor by shape"
 NESTEROV = "use Nesterov momentum"
 SCALE = (
     "factor on the learning rate, from a matrix's rows and columns; None is 'original'. 'original' and "
@@ -230,7 +231,9 @@ class Muon(MatrixRule):
     the learning rate without the factor by shape.
     """
 
-    lr: float = option(1e-3, "learning rate, before the factor by shape", TORCH, ge=0)
+    lr: float = option(
+        None, f"{RATE}: 0.02 for adjust_lr_fn 'original', AdamW's rate for 'match_rms_adamw'", TORCH, ge=0
+    )
     weight_decay: float = option(
         0.1, "weight decay; a step multiplies it by the learning rate, without the factor by shape", TORCH, ge=0
     )

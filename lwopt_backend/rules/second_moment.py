@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lwopt_backend.rules.muon import NESTEROV, TORCH, Muon
+from lwopt_backend.rules.muon import NESTEROV, RATE, TORCH, Muon
 from lwopt_backend.rules.protocol import OwnerStateRule, option
 
 NORMUON = "NorMuon, arXiv 2510.05491"
@@ -29,6 +29,7 @@ class SecondMomentMuon(Muon, OwnerStateRule):
     v has no bias correction: 'match_rms' and 'preserve' cancel it, and other implementations of 'none' also have none.
     """
 
+    lr: float = option(None, f"{RATE}: AdamW's rate for update_norm 'match_rms', 0.02 for 'preserve'", TORCH, ge=0)
     nesterov: bool = option(False, NESTEROV, TORCH)
     beta2: float = option(
         0.95, "decay rate of the average of the update's squares", f"{NORMUON}; {ADAMUON}", ge=0, lt=1
