@@ -180,11 +180,9 @@ def rows_in(text: str) -> set[float]:
 
 WRONG = {
     "axk2.AXK2Attention 0": "queries and gate are told, but not the parts of the queries that are rotated or not",
-    "levit.LevitAttention 32 8 4 2 4": "parts that are cut after a batch norm are not told, nor named",
     "zamba.ZambaMambaMixer 0": "the right rows, called gate and up",
     "xlstm.xLSTMLayer": "the gates of input and forgetting, called gate and up",
     "qwen2_5_omni.Qwen2_5_OmniAdaLayerNormZero 16": "not told, nor named: the forward stops for want of an embedding",
-    "wavlm.WavLMAttention 32 4": "gates that are sums of outputs are not told, nor named",
 }
 
 

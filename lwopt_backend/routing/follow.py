@@ -28,6 +28,7 @@ LARGEST = 2**25  # numbers in one tensor
 
 aten = torch.ops.aten
 COPIES = {aten.clone, aten._to_copy, aten.detach, aten.alias, aten.lift_fresh, aten.native_dropout}
+COPIES |= {aten.native_batch_norm, aten._native_batch_norm_legit}  # channel by channel
 RESHAPES = {aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias}
 MOVES = {aten.flip, aten.roll, aten.repeat}
 WRITES = {aten.copy_, aten.fill_, aten.zero_}
@@ -126,6 +127,8 @@ class Follow(TorchDispatchMode):
                     self._end_of(source, _set(half))
         elif packet in (aten.view_as_complex, aten.view_as_real):
             self._end(args[0])
+        elif packet is aten.sum and len(args) > 1 and args[1] and len(args[1]) == 1 and not kwargs:
+            self._sum(*args, result=result)
         elif packet is aten.convolution:
             self._convolution(*args, result=result)
         elif packet in MOVES or _is_view(func):
@@ -239,6 +242,19 @@ class Follow(TorchDispatchMode):
         else:
             self._end(value)
             self._note(weight, "multiplied")
+
+    def _sum(self, value: Tensor, dims: Sequence[int], *_: bool, result: Tensor) -> None:
+        """An element that is a sum of outputs has the number of the first, to which the others are added."""
+        self._note(value, "lost")
+        found = {}
+        for source, numbers in self._made.get(value, {}).items():
+            moved = numbers.movedim(dims[0], -1)
+            found[source] = moved[..., 0].reshape(result.shape)
+            if not torch.equal(moved[..., 0], moved[..., -1]):
+                for row in torch.unique(moved.reshape(-1, moved.shape[-1]), dim=0):
+                    first, every = _set(row[:1]), _set(row)
+                    self.ends[source].added += [(first, every)] if first else [(every, every)]
+        self._keep(result, found)
 
     def _pointwise(self, packet: Any, given: Sequence[Tensor], result: Tensor) -> None:
         found: dict[Source, Tensor] = {}
