@@ -98,6 +98,19 @@ def test_grad_scaler_unscales_and_skips_on_all_ranks(mode: str) -> None:
     assert scaler.get_scale() == 2.0**3
 
 
+@on_ranks(1, 2)
+def test_a_pass_that_follows_a_norm_under_no_sync_counts() -> None:
+    model, optimizer = owned.made()
+    for step in range(2):
+        turn = owned.Turn(model, step, dist.get_rank())
+        with optimizer.no_sync():
+            turn.back(0)
+            optimizer.grad_norm()
+            turn.back(1)
+        owned.step_all([optimizer])
+    owned.assert_same(model, owned.truth(2, scenario=owned.micro_batches(True, True)))
+
+
 # Norms and zeros: every element counts once
 SUBSETS: dict[str, Any] = {"all": "*", "matrices of the layers": "layers.*.weight"}
 SUBSETS |= {"two globs": ["embedding.*", "*bias"], "one parameter": "gate.weight"}

@@ -232,7 +232,7 @@ class BucketManager:
         """Note that a backward pass begins."""
         if self.reduces is not None:
             self._reducing = self.reduces()
-            self.left_behind = self.left_behind or not self._reducing
+        self.left_behind = self.left_behind or not self._reducing  # also of passes that follow a use under no_sync
         self._open = self._open or self._reducing
 
     def arrived(self, index: int) -> None:
