@@ -139,29 +139,30 @@ def test_calls_on_gradients_act_as_in_one_process(name: str) -> None:
         assert largest_difference(untouched, expected) > 100 * ROUNDED, f"{what} must do something to be tested"
 
 
-DROPS: dict[str, Call] = {
+BETWEEN: dict[str, Call] = {
     "the model's zero_grad": ACTS["zero_grad"],
     "to zeros": ACTS["zero_grad to zeros"],
     "a layer's": remove,
     "all, one by one": lambda model: [setattr(param, "grad", None) for param in model.parameters()],
+    "none, but halved": lambda model: [grad.mul_(0.5) for grad in grads(model)],
 }
 
 
 @on_ranks(2)
 @cells(lambda name, apart: not (apart and "fsdp2" in name), name=ENGINES, apart=[False, True])
-def test_what_is_dropped_between_two_passes_is_not_stepped_on(name: str, apart: bool) -> None:
+def test_what_is_dropped_or_scaled_between_two_passes_is_stepped_on_as_it_is_then(name: str, apart: bool) -> None:
     """Also where the first pass was under no_sync; FSDP2 keeps the gradients of such a pass to itself."""
-    for what, drop in DROPS.items():
+    for what, change in BETWEEN.items():
         with training(name) as engine:
             for step in range(2):
                 first, second = parts(step)[dist.get_rank() :: dist.get_world_size()]
                 with engine.optimizer.no_sync() if apart else contextlib.nullcontext():
                     (engine.model(*first) / 2).backward()
-                drop(engine.model)
+                change(engine.model)
                 (engine.model(*second) / 2).backward()
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
-            assert largest_difference(engine.weights(), truth(2, between=drop)[0]) == 0.0, what
+            assert largest_difference(engine.weights(), truth(2, between=change)[0]) == 0.0, what
 
 
 # Plain PyTorch: ``param.grad`` has no elements
@@ -206,6 +207,13 @@ def after_a_pass_under_no_sync(model: Any, optimizer: Any) -> None:
     clip(model)
 
 
+def scaled_after_both(model: Any, optimizer: Any) -> None:
+    back(model, 0)
+    with optimizer.no_sync():
+        back(model, 1)
+    model.left.weight.grad.mul_(0.5)
+
+
 def after_the_step(model: Any, optimizer: Any) -> None:
     back(model, 0)
     optimizer.step()
@@ -213,7 +221,7 @@ def after_the_step(model: Any, optimizer: Any) -> None:
 
 
 TOO_EARLY_OR_LATE = {in_backward: "use it after backward", after_the_step: "read it before the step"}
-TOO_EARLY_OR_LATE |= {after_a_pass_under_no_sync: "use it after a pass outside"}
+TOO_EARLY_OR_LATE |= dict.fromkeys([after_a_pass_under_no_sync, scaled_after_both], "use it after a pass outside")
 
 
 @on_ranks(2)

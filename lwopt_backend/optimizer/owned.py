@@ -173,7 +173,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         """As ``Reader``."""
         return self._manager.version
 
-    def shown(self, *, order: float | None = None, together: bool = False) -> OwnedGradients:
+    def shown(self, *, order: float | None = None, together: bool = False, scales: bool = False) -> OwnedGradients:
         """As ``Reader``."""
         manager, said = self._manager, ""
         if torch._C._current_graph_task_id() != -1:
@@ -181,6 +181,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
         elif not manager.has_unused_gradients:
             said = "the step has used it; read it before the step"
         elif manager.apart and self._everyone().world_size > 1:
+            if scales and not manager.passes:
+                return self.core.gradients
             said = "ranks have not added up the passes under no_sync(); use it after a pass outside"
         if said:
             raise RuntimeError(f"{NAME}: param.grad: {said}")

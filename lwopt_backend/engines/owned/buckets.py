@@ -288,6 +288,13 @@ class BucketBuffers:
         self._arrived.add(index)
         param.grad = None
 
+    def taken(self, params: Collection[int]) -> list[Tensor]:
+        """What ``take`` has moved here of these parameters' gradients."""
+        found = self._arrived.intersection(params)
+        if found:
+            self._writers.join()
+        return [self.view(self._full_buffer(), index) for index in found]
+
     def forget_taken(self, index: int) -> None:
         """Forget what ``take`` has moved here of a parameter's gradients, and what was not sent."""
         self._arrived.discard(index)

@@ -90,9 +90,13 @@ class OwnedGradients:
 
     @torch.no_grad()
     def change(self, params: Sequence[int], operator: Any, *args: Any, **kwargs: Any) -> None:
-        """Change these parameters' gradients by an in-place ``operator`` that takes elements one by one."""
+        """Change these parameters' gradients by an in-place ``operator`` that takes elements one by one.
+
+        Each rank changes its own while they are ``apart``, as it does under DDP.
+        """
         name, pieces = operator._schema.name.partition("::")[2], self._pieces(params)
-        self._manager.note(name, *params)
+        if not self._manager.apart:
+            self._manager.note(name, *params)
         for target in pieces if not name.startswith("_foreach_") else [pieces] if pieces else []:
             operator(target, *args, **kwargs)
         scale, known = SCALES.get(name.removeprefix("_foreach_")), self._known_of == self._manager.version
@@ -115,7 +119,9 @@ class OwnedGradients:
         self._widest.everyone.all_reduce_max(found_inf).wait()
 
     def _pieces(self, params: Sequence[int]) -> list[Tensor]:
-        """The mean gradients of this rank's pieces of these parameters."""
+        """The mean gradients of this rank's pieces of these parameters, or all of its own while they are ``apart``."""
+        if self._manager.apart:
+            return [grad for bucket in self._manager.buckets for grad in bucket.taken(params)]
         wanted, numbers = set(params), sorted({self._manager.bucket_of[param] for param in params})
         buckets = list(self._manager.settled(numbers))
         pieces = [pair for bucket in buckets for pair in zip(bucket.pieces, bucket.owned_grads())]

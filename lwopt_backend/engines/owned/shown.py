@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
-from lwopt_backend.engines.owned.gradients import OwnedGradients
+from lwopt_backend.engines.owned.gradients import SCALES, OwnedGradients
 
 aten: Any = torch.ops.aten
 
@@ -23,9 +23,9 @@ class Reader(Protocol):
     @property
     def version(self) -> int: ...
 
-    def shown(self, *, order: float | None = None, together: bool = False) -> OwnedGradients:
+    def shown(self, *, order: float | None = None, together: bool = False, scales: bool = False) -> OwnedGradients:
         """The gradients: to change some, for their norms of this ``order``, or for what all ranks do ``together``.
-        Raises RuntimeError if they may not be used now."""
+        Raises RuntimeError if they may not be used now. What ``scales`` may come before ranks add them up."""
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Set what has accumulated for these parameters to zero."""
@@ -151,7 +151,8 @@ def _norms(marks: Marks, func: Any, ord: float = 2.0, dim: Any = None, *rest: An
 def _change(marks: Marks, func: Any, *rest: Any, **more: Any) -> None:
     if any(isinstance(each, Tensor) and each.numel() > 1 for each in rest):
         raise marks[0].refusal(func)
-    _reader(marks, func).shown().change(_numbers(marks), func, *rest, **more)
+    scales = func._schema.name.partition("::")[2].removeprefix("_foreach_") in SCALES
+    _reader(marks, func).shown(scales=scales).change(_numbers(marks), func, *rest, **more)
 
 
 def _unscale(marks: Marks, func: Any, found_inf: Tensor, inverse: Tensor) -> None:
