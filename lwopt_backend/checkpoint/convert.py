@@ -15,7 +15,7 @@ from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.contents import MASTER, MATRICES, Checkpoint, CheckpointError, Param
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
 from lwopt_backend.checkpoint.formats import FORMATS, TARGETS
-from lwopt_backend.config.options import within
+from lwopt_backend.config.options import suggestion, within
 from lwopt_backend.groups.rates import regrouped
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, options_of, torchs_keys
 
@@ -185,6 +185,31 @@ def _of_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"muon_coefficient_type={table!r} has no counterpart by name; see docs/migration.md")
     exact = arguments.get("muon_fp32_matmul_prec", "medium") != "medium"
     return {**found, "ns_coefficients": table, "ns_dtype": "float32" if exact else "bfloat16"}
+
+
+def of_module(checkpoint: Checkpoint, module: str) -> Checkpoint:
+    """One module: the parameters whose names begin with its name, under the rest of their names, and their groups.
+    Raises CheckpointError if there are none."""
+    start = f"{module}."
+    own = {name: name.removeprefix(start) for name in (*checkpoint.params, *checkpoint.tied) if name.startswith(start)}
+    if not own.keys() & checkpoint.params.keys():
+        known = dict.fromkeys(name.partition(".")[0] for name in checkpoint.params)
+        raise CheckpointError(f"--module: no parameter of {module!r}; {suggestion(module, tuple(known))}")
+    numbers = sorted({n for name in own.keys() & checkpoint.params if (n := checkpoint.params[name].group) is not None})
+    params = {own[name]: param for name, param in checkpoint.params.items() if name in own}
+    groups = [{key: value for key, value in checkpoint.groups[n].items() if key != "module"} for n in numbers]
+    count = len(checkpoint.groups)
+    return replace(
+        checkpoint,
+        params={n: p if p.group is None else replace(p, group=numbers.index(p.group)) for n, p in params.items()},
+        groups=tuple(groups),
+        arguments=names.with_matrices(checkpoint.arguments, own),
+        scheduler=regrouped(checkpoint.scheduler, numbers, count),
+        client=regrouped(dict(checkpoint.client), numbers, count),
+        replicas=(),
+        tied={own[name]: own[of] for name, of in checkpoint.tied.items() if name in own and of in own},
+        buffers={n.removeprefix(start): t for n, t in checkpoint.buffers.items() if n.startswith(start)},
+    )
 
 
 @dataclass(frozen=True)

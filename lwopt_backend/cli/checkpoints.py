@@ -63,13 +63,14 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
-    """The format's name and the checkpoint."""
+def opened(path: Path, format: str, module: str | None = None) -> tuple[str, Checkpoint]:
+    """The format's name and the checkpoint, or one module of it."""
     with importing():
-        from lwopt_backend.checkpoint import contents as contents
+        from lwopt_backend.checkpoint import convert
 
     found = formats.find(path, format)
-    return found, formats.read(path, found)
+    checkpoint = formats.read(path, found)
+    return found, checkpoint if module is None else convert.of_module(checkpoint, module)
 
 
 def folder_of(path: Path) -> Path:
@@ -178,6 +179,8 @@ HELP = {
     "source names": "Naming scheme of the source, if the checkpoint does not record it.",
     "dtype": f"Dtype of weights in safetensors: {', '.join(DTYPES)}. Default: keep dtypes.",
     "workers": "Number of tensors processed in parallel. Memory holds that many.",
+    "module": "Only this module: parameters whose names begin with it, under the rest of their names.",
+    "module of a": "Only this module of A, as in lwopt convert.",
     "tied": "Treat the first name as another name of the second parameter, not as a frozen copy. Repeatable.",
     "compared names": f"Naming scheme for the comparison. One of {FAMILIES}. Default: keep names, or those of the side "
     "that does not have Megatron's if the other has.",
@@ -192,6 +195,7 @@ def convert(
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
     to: Annotated[str, typer.Option(help=f"Format to write: {', '.join(TARGETS)}.")],
     format: Annotated[str, typer.Option("--from", help=f"Format of the checkpoint. One of {FORMATS}.")] = AUTO,
+    module: Annotated[Text, typer.Option("--module", help=HELP["module"])] = None,
     vocabulary: Annotated[Text, typer.Option("--names", help=HELP["names"])] = None,
     source_names: Annotated[Text, typer.Option("--source-names", help=HELP["source names"])] = None,
     map_of_names: Annotated[Text, typer.Option("--map", metavar=PLACE, help=HELP["map"])] = None,
@@ -223,7 +227,7 @@ def convert(
         raise CheckpointError(BOTH)
     target = vocabulary if map_of_names is None else names.load_map(map_of_names)
     source = folder_of(source)
-    reader, found = opened(source, format)
+    reader, found = opened(source, format, module)
     found = ties.declared(found, tied or ())
     place = conversion.place_of(found, to, destination)
     folders.refuse_existing(place.folder)  # before hours are spent on reading
@@ -305,7 +309,7 @@ def _show_conversion(summary: Mapping[str, Any]) -> None:
 
 # ``lwopt inspect``: a checkpoint's facts and problems.
 
-OPTIONS = ("lr", "weight_decay", "momentum", "momentum_beta", "betas", "eps", "rule")
+OPTIONS = ("module", "lr", "weight_decay", "momentum", "momentum_beta", "betas", "eps", "rule")
 UNCHECKED = "Tensors were not read (--no-check), so only missing ones were noticed."
 
 
@@ -404,6 +408,7 @@ def diff(
     b: Annotated[Path, typer.Argument(help="Folder of the other checkpoint.")],
     format_a: Annotated[str, typer.Option("--from-a", help="Format of A, as --from.")] = AUTO,
     format_b: Annotated[str, typer.Option("--from-b", help="Format of B, as --from.")] = AUTO,
+    module: Annotated[Text, typer.Option("--module", help=HELP["module of a"])] = None,
     vocabulary: Annotated[Text, typer.Option("--names", help=HELP["compared names"])] = None,
     names_a: Annotated[Text, typer.Option("--names-a", help=HELP["names a"])] = None,
     names_b: Annotated[Text, typer.Option("--names-b", help="Naming scheme of B, if B does not record it.")] = None,
@@ -423,7 +428,7 @@ def diff(
     from lwopt_backend.checkpoint import contents, names
     from lwopt_backend.checkpoint.differences import differences, of_runs
 
-    ours, theirs = opened(folder_of(a), format_a)[1], opened(folder_of(b), format_b)[1]
+    ours, theirs = opened(folder_of(a), format_a, module)[1], opened(folder_of(b), format_b)[1]
     numbers = numbers_of(heads=heads, query_groups=query_groups, kv_channels=kv_channels, vocab_size=vocab_size)
     if vocabulary is not None and map_of_names is not None:
         raise CheckpointError(BOTH)

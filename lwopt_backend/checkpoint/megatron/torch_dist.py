@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,16 @@ from lwopt_backend.checkpoint.contents import (
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
-from lwopt_backend.checkpoint.megatron import conventions
+from lwopt_backend.checkpoint.megatron import conventions, mimo
 from lwopt_backend.checkpoint.megatron.buffers import BUCKET, Chain, Replicas, chain_of, states_in_buckets
-from lwopt_backend.checkpoint.megatron.conventions import BY_NAME, SAVED_WHOLE, is_buffer, local_spec, module_order
+from lwopt_backend.checkpoint.megatron.conventions import (
+    BY_NAME,
+    SAVED_WHOLE,
+    is_buffer,
+    local_spec,
+    module_order,
+    respelled,
+)
 
 Options = Mapping[str, Any]
 LAYOUTS = (None, "fully_reshardable", "dp_reshardable")
@@ -36,7 +44,10 @@ MODEL_SPACE = "fully_sharded_model_space"  # of 0.14 and 0.15: fragments, whose 
 _REAL_SHAPE = "nd_reformulated_orig_global_shape"
 _CHAINED = re.compile(r"^(chained_\d+\.)+")
 _STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)")
-_HELD_WITH_BUCKETS = re.compile(r"optimizer\.distributed\..*\.(optimizer|per_bucket_numel(_unpadded)?)(/.+)?")
+_HELD_WITH_BUCKETS = re.compile(
+    r"optimizer\.distributed\..*\.(optimizer|per_bucket_numel(_unpadded)?)(/.+)?"
+    r"|optimizer\.mimo\..*\.(param_groups|param_state_sharding_type|grad_scaler)/.+"
+)
 _COMMON = re.compile(r"common_state(/shard_.+)?")
 _LEFT_OUT = re.compile(r"rng_state/.+|.*_extra_state(/.+)?|rerun_state_machine_state(/.+)?")
 States = dict[str, dict[str, LazyTensor]]
@@ -53,10 +64,25 @@ def read(step: Path) -> Checkpoint:
     """The checkpoint's content. Raises CheckpointError for damage, and for unknown keys and layouts."""
     folder = DcpFolder(step)
     common = _common(folder)
+    modules = mimo.modules(folder)
+    if not modules:
+        return _of_model(folder, common)
+    notes, optimizers = _notes(modules.pop("")), common.get("optimizer") or {}
+    parts = {}
+    for name, of_module in modules.items():
+        saved = {**common, "optimizer": optimizers.get(name)}
+        part = _of_model(of_module, saved, local_spec if name == mimo.LANGUAGE else respelled)
+        parts[name] = replace(part, version=_version(folder, part.arguments))
+    return mimo.joined(parts, notes)
+
+
+def _of_model(folder: DcpFolder, common: Options, spelled: Callable[[str], str] = local_spec) -> Checkpoint:
+    """The content of a folder of one model, whose names ``spelled`` makes those of the local spec, or refuses."""
+    step = folder.path
     arguments = plain(common.get("args") or {})
     chained = optimizers(folder, common)
     groups = [group for chain in sorted(chained) for group in chained[chain]]
-    weights, buffers, states, replicas = _tensors(folder, chained, arguments)
+    weights, buffers, states, replicas = _tensors(folder, chained, arguments, spelled)
     numbers = conventions.groups_of({name: weight.shape for name, weight in weights.items()}, groups, arguments)
     params = {}
     for name in ordered(weights, arguments):
@@ -122,16 +148,19 @@ def _common(folder: DcpFolder) -> Mapping[str, Any]:
 
 
 def _tensors(
-    folder: DcpFolder, chained: Mapping[Chain, tuple[Options, ...]], arguments: Mapping[str, Any]
+    folder: DcpFolder,
+    chained: Mapping[Chain, tuple[Options, ...]],
+    arguments: Mapping[str, Any],
+    spelled: Callable[[str], str],
 ) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor], States, Replicas]:
     """Weights, buffers, states by parameter, and pairs that must be equal."""
     of_model, of_state, has_buckets = _keys(folder)
-    found = parameters(folder, of_model)
+    found = parameters(folder, of_model, spelled)
     buffers = {name: tensor for name, tensor in found.items() if is_buffer(name)}
     weights = {name: tensor for name, tensor in found.items() if name not in buffers}
     states: States = {}
     for saved, keys in of_state.items():
-        for name, tensor in parameters(folder, keys).items():
+        for name, tensor in parameters(folder, keys, spelled).items():
             if BY_NAME[saved] in states.setdefault(name, {}):
                 raise CheckpointError(f"{tensor.where}: expected one master weight of {name}; copy one save")
             states[name][BY_NAME[saved]] = tensor
@@ -194,6 +223,7 @@ def _notes(folder: DcpFolder) -> list[str]:
 # The files have every group's options, but not its parameters, which ``conventions.groups_of`` infers. Chained
 # optimizers are numbered, and so are those in a chained one.
 
+_OF_MODULE = re.compile(r"optimizer\.mimo\.[^.]+(?:\.(\d+))?\.param_groups/shard_.+")
 _OF_BUFFERS = re.compile(r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_.+")
 
 
@@ -201,6 +231,11 @@ def optimizers(folder: DcpFolder, common: Mapping[str, Any]) -> dict[Chain, tupl
     """Each optimizer's groups. Adam's have "step", if it was saved."""
     saved = dict(_unchained(common.get("optimizer") or {}, folder))
     of_buffers = {chain_of(match[1]): key for key in folder.objects if (match := _OF_BUFFERS.fullmatch(key))}
+    of_module = {int(match[1] or 0): key for key in folder.objects if (match := _OF_MODULE.fullmatch(key))}
+    for number, key in of_module.items():
+        state = saved.setdefault((number,) if len(of_module) > 1 else (), {})
+        (groups,) = plain(folder.object(key))
+        state["optimizer"] = {**state.get("optimizer", {}), "param_groups": groups}
     found: dict[Chain, tuple[Options, ...]] = {}
     for chain in sorted(saved.keys() | of_buffers.keys()):
         state = saved.get(chain, {})
@@ -253,9 +288,9 @@ _HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
 MOST_PARTS = 2**18  # layers times experts of one tensor; more is damage
 
 
-def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTensor]:
+def parameters(folder: DcpFolder, keys: Mapping[str, str], spelled: Callable[[str], str]) -> dict[str, LazyTensor]:
     """Whole parameters by local-spec names, from ``keys``: the folder's keys by their torch_dist names. Raises
-    CheckpointError for a name that is not of a GPT model, and for one that occurs twice."""
+    CheckpointError for a name that ``spelled`` refuses, and for one that occurs twice."""
     found: dict[str, LazyTensor] = {}
     for fused, key in keys.items():
         saved = folder.tensors[key].shape
@@ -264,7 +299,7 @@ def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTens
                 raise CheckpointError(f"{key} in {folder.path}: expected no second {name}, as {found[name].where}")
             shape = saved[len(place) :]
             found[name] = folder.box(key, place + (0,) * len(shape), (1,) * len(place) + shape, shape)
-    return with_gate_and_up(found)
+    return with_gate_and_up(found, spelled)
 
 
 def ordered(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str]:
@@ -282,7 +317,9 @@ def whole_name(name: str) -> str:
     return local_spec(half[1] if half else name)
 
 
-def with_gate_and_up(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def with_gate_and_up(
+    tensors: Mapping[str, LazyTensor], spelled: Callable[[str], str] = local_spec
+) -> dict[str, LazyTensor]:
     """Join ``<name>_w`` and ``<name>_v`` into ``<name>``, and use the local spec's names."""
     halves: dict[str, dict[str, LazyTensor]] = {}
     found: dict[str, LazyTensor] = {}
@@ -290,16 +327,16 @@ def with_gate_and_up(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]
         if half := _HALF.fullmatch(name):
             halves.setdefault(half[1], {})[half[2]] = tensor
         else:
-            found[local_spec(name)] = tensor
+            found[spelled(name)] = tensor
     for name, of_name in halves.items():
-        if len(of_name) == 1 or local_spec(name) in found:
+        if len(of_name) == 1 or spelled(name) in found:
             (has, tensor), *_ = of_name.items()
             raise CheckpointError(
                 f"{tensor.where}: expected exactly {name}_w (gate) and {name}_v (up), found only the one that ends in "
                 f"_{has}, or {name} as well; copy the checkpoint again"
             )
         gate, up = of_name["w"], of_name["v"]
-        found[local_spec(name)] = end_to_end([gate, up], (gate.shape[0] + up.shape[0], *gate.shape[1:]))
+        found[spelled(name)] = end_to_end([gate, up], (gate.shape[0] + up.shape[0], *gate.shape[1:]))
     return found
 
 
