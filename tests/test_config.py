@@ -482,7 +482,7 @@ def test_a_rate_for_muon_has_to_be_written_on_every_engine() -> None:
                 told_of_rates(engine, given)
 
 
-def test_groups_and_overrides_may_have_all_rates_of_muon_and_other_rules_ask_for_theirs() -> None:
+def test_groups_or_overrides_may_have_the_rates_of_muon() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     groups = [{"params": list(layer.parameters()), "lr": lr} for layer, lr in zip(model, (0.1, 0.2))]
     for made in (LayerWiseOptimizer(model, params=groups, report=False), deepspeed_zero.LayerWiseMuon(groups)):
