@@ -115,7 +115,7 @@ def test_memory_in_the_readme_is_what_lwopt_plan_prints(tmp_path: Path) -> None:
         for cell, nbytes in zip(row[1:5], expected):
             shown = cell.partition(" under DDP")[0]
             assert float(shown) == round(nbytes / 2**30, len(shown.partition(".")[2])), (engine, cell)
-    assert engines == ["zero1", "zero2", "zero3", "fsdp2", "owned"]
+    assert engines == ["zero1", "zero2", "zero3", "fsdp2", "plain"]
 
 
 # A step, by systems.

@@ -366,3 +366,10 @@ def test_defaults_on_the_page_are_ours_and_theirs(heading: str) -> None:
             of_theirs.add(name)
     assert checked >= {"lr", "weight_decay", "momentum"} - ({"momentum"} if heading == "pytorch_optimizer" else set())
     assert len(of_theirs) >= 7 or not arguments
+
+
+def test_every_kind_of_hostile_file_has_its_test() -> None:
+    named = re.findall(r"`tests/(\w+)\.py::(\w+)`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) > 10
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / f"{file}.py").read_text(), name
