@@ -1,9 +1,11 @@
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests import SEED_ADDED, shift_seeds
 from tests.cells import table
 from tests.ranks import RankPool, RankProcesses
 
@@ -17,10 +19,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["cpu", "cuda"],
         help="only tests marked `gpu`, on it: one rank, or several by that transport",
     )
+    group.addoption("--seed", type=int, default=0, metavar="N", help="added to the seeds of torch in all tests")
     group.addoption("--one-in", type=int, default=1, metavar="N", help="of the tests selected, every Nth")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (seed := config.getoption("seed")) and SEED_ADDED not in os.environ:
+        os.environ[SEED_ADDED] = str(seed)
+        shift_seeds()
     if config.getoption("device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError(f"no GPU: torch {torch.__version__} finds none; run this on a machine with one")
     config.addinivalue_line("markers", "full: runs in `make test-full` only")
