@@ -220,6 +220,8 @@ WRONG = {
     "plan --shapes S --world-size 8 --engine zero2 --tp 2": "--tp 2 is not planned for engine 'zero2': names and",
     "plan --shapes S --world-size 8 --option layout": "--option 'layout': expected KEY=VALUE, such as",
     "plan --shapes S --world-size 8 --layout padded --option layout=auto": "expected 'layout' once",
+    "plan --shapes S --world-size 8 --option a=1 --option b=2": "2 wrong options: unknown key 'a'; known",
+    "plan --shapes S --world-size 8 --option muon_lr=1": 'write instead: {"matrix": {"name": "muon", "lr": 1, ',
     "plan --shapes S --world-size 8 --include *": "expected --include and --exclude with a model",
     "plan --shapes S --world-size 0": "Invalid value for '--world-size': ",
     "plan --shapes S --world-size 8 --engine zero9": "Invalid value for '--engine': 'zero9' is not one of 'plain', 'z",

@@ -55,7 +55,9 @@ def main(commands: Callable[..., Any] = app) -> None:
 
 
 def _fail(said: str) -> NoReturn:
-    """Nothing is said where typer shows the help in place of an error."""
+    """End with one line. Nothing is said where typer shows the help in place of an error."""
+    first, *rest = said.split("\n")
     if said:
-        typer.secho(f"error: {said}", fg="red", err=True)
+        line = ": ".join([first.removesuffix(":"), "; ".join(map(str.strip, rest))]) if rest else first
+        typer.secho(f"error: {line}", fg="red", err=True)
     raise SystemExit(2) from None
