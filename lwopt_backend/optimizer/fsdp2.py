@@ -120,7 +120,7 @@ class MeshOptimizer(LayerWiseOptimizer):
             MADE_LAST[id(param)] = self
 
     def _make_state(self) -> None:
-        """Create every parameter's missing state before the first step, so that every checkpoint has it."""
+        """Create missing state, e.g. momentum, before the first step, so that every checkpoint has it."""
         before: Mapping[Tensor, dict[str, Any]] = self.__dict__["state"]
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for group in self.param_groups:

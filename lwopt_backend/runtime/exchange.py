@@ -191,7 +191,7 @@ class Copies:
 
     def __init__(self, pieces: Sequence[Sequence[Segment]], label: str, column: Collectives) -> None:
         numels = [[segment.numel for segment in part] for part in pieces]
-        self._part = max(map(sum, numels))
+        self._part = max(map(sum, numels))  # NCCL gathers equal parts only
         self._numels = [numel for part in numels for numel in (*part, self._part - sum(part))]
         self._places = list(chain.from_iterable([True] * len(part) + [False] for part in numels))  # False: padding
         self._column = column if self._part else Collectives()  # a column without pieces sends nothing

@@ -184,6 +184,7 @@ class MatrixStepper:
         """Start sending a bucket's directions to the owners, and its weights if its rule is a ``WeightRule``."""
         if bucket >= len(self._to_owners):
             return []
+        # What left in the backward pass has its gradients in the momentum, and must not add them again.
         advanced, places = bucket in run.departed, self._places(bucket, run.skipped)
         arrivals = [run.departed.get(bucket) or self.send_directions(bucket, run, advance=not advanced)]
         if not advanced:

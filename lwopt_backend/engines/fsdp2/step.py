@@ -48,6 +48,7 @@ class StateOnceSharded:
         if optimizer is None:
             return self
         held = [param for group in optimizer.param_groups for param in group["params"]]
+        # A reader makes all state: Accelerate shards after the optimizer was made, and saves before the first step.
         if any(isinstance(param, DTensor) for param in held) and not same(held, optimizer._stated):
             optimizer._make_state()
         return optimizer.__dict__["state"]

@@ -279,6 +279,7 @@ class BucketManager:
 
     def _launch_next(self) -> None:
         number = self.order[self._next]
+        # A bucket in flight keeps its buffer, so the oldest arrives first; backward would fill the memory otherwise.
         if self._next >= IN_FLIGHT:
             self._arrive(self.order[self._next - IN_FLIGHT])
         self._next += 1

@@ -144,7 +144,8 @@ def check_options(
 
 
 class Backward:
-    """Follows backward passes of ``model``, whose parameters are ``core``'s. Methods are called on all ranks."""
+    """Follows backward passes of ``model``, whose parameters are ``core``'s. Methods are called on all ranks.
+    ``BackwardPasses`` reduces the gradients; here ranks agree on what has come of the passes."""
 
     def __init__(self, core: OwnedCore, model: nn.Module, name: str = NAME) -> None:
         self._core = core
