@@ -130,7 +130,7 @@ class Signs(Muon):
     [
         ({"name": "soap"}, "'soap', which steps on the host"),
         ({"name": "torch_optimizer", "class": "torch.optim.Muon"}, "which steps on the host"),
-        ({"name": "signs"}, "'signs', which has no transform_reads"),
+        ({"name": "signs", "lr": 0.02}, "'signs', which has no transform_reads"),
     ],
 )
 def test_rules_that_cannot_be_captured_are_refused_by_name(

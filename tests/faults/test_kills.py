@@ -42,7 +42,7 @@ class Modules(Engine):
         model = ExactLM()
         halves = {"layers": model.layers, "gate": model.gate}
         optimizers = {
-            name: LayerWiseOptimizer(half, bucket_mb=BUCKET_MB, report=False, process_group=group_of(name))
+            name: LayerWiseOptimizer(half, lr=0.02, bucket_mb=BUCKET_MB, report=False, process_group=group_of(name))
             for name, half in halves.items()
         }
         for param in (*model.embedding.parameters(), *model.lm_head.parameters()):

@@ -97,7 +97,8 @@ def picked(draw: Any, known: Known) -> dict[str, Any]:
 @some.composite
 def section(draw: Any, rules: Any) -> Any:
     name = draw(some.sampled_from(sorted(rules)))
-    of_class = {"class": "torch.optim.RMSprop"} if name == "torch_optimizer" else {}
+    of_class: dict[str, Any] = {"lr": 0.02} if name in ("muon", "normuon", "adamuon") else {}
+    of_class |= {"class": "torch.optim.RMSprop"} if name == "torch_optimizer" else {}
     return draw(some.just(name) | picked(options_of_rule(name)).map(lambda given: {"name": name, **of_class, **given}))
 
 
@@ -183,6 +184,11 @@ def texts(given: Any) -> Iterator[str]:
         yield from texts(value)
 
 
+def with_rate(given: dict[str, Any]) -> dict[str, Any]:
+    """Muon alone has no default rate."""
+    return {"report": False, **({} if "matrix" in given else {"lr": 0.02}), **given}
+
+
 @contextlib.contextmanager
 def in_python(model: nn.Module, given: dict[str, Any]) -> Iterator[Callable[[], None]]:
     """A LayerWiseOptimizer; with "groups", every second parameter in a separate one."""
@@ -190,7 +196,7 @@ def in_python(model: nn.Module, given: dict[str, Any]) -> Iterator[Callable[[], 
     if isinstance(groups, list) and groups:
         of_groups = [{"params": params[number :: len(groups)]} for number in range(len(groups))]
         given["params"] = [{**own, **more} if isinstance(more, dict) else more for own, more in zip(of_groups, groups)]
-    optimizer = LayerWiseOptimizer(model, **{"report": False, **given})
+    optimizer = LayerWiseOptimizer(model, **with_rate(given))
 
     def step() -> None:
         for _ in range(2):
@@ -205,7 +211,7 @@ def in_python(model: nn.Module, given: dict[str, Any]) -> Iterator[Callable[[], 
 @contextlib.contextmanager
 def under_deepspeed(given: dict[str, Any]) -> Iterator[Callable[[], None]]:
     settings = zero.config(given["stage"], rows=1)
-    settings["optimizer"] = {"type": given["type"], "params": {"report": False, **given["params"]}}
+    settings["optimizer"] = {"type": given["type"], "params": with_rate(given["params"])}
     with zero.engine_for(settings, Tiny()) as engine:
 
         def step() -> None:
