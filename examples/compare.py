@@ -1,8 +1,9 @@
 """Train AdamW and LayerWiseMuon for the same steps on the same batches, each at the best of a small sweep of rates.
 
 AdamW's rate is swept first; the AdamW inside LayerWiseMuon (embedding, head, norms) then uses AdamW's best, and Muon's
-rate is swept. Every run is the real example under the real launcher, in ``runs/compare/``; loss.png there shows the two
-best runs, sweep.json holds every run's validation loss.
+rate is swept. Every run is the real example under the real launcher, in ``runs/compare/``. losses.json there has every
+run's validation loss and the training losses of the two best runs, and loss.png is drawn from it. ``--draw losses.json
+PICTURE`` draws an earlier comparison again.
 
 ``--rules [NAME ...]`` compares the published rules instead, all or some: see compare_rules.py.
 """
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from run_folder import read_metrics, write_picture, write_whole
+from run_folder import read_metrics, running_mean, write_whole
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,13 +70,51 @@ def with_rates(config: dict[str, Any], lr: float, adamw_lr: float | None = None)
     return changed
 
 
-def steps_to(rows: list[dict[str, Any]], loss: float, window: int = 20) -> int | None:
+def training_losses(metrics: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(metrics) if "loss" in row]
+
+
+def steps_to(losses: list[float], loss: float, window: int = 20) -> int | None:
     """The first step at which the mean training loss of the last ``window`` steps is at most ``loss``, or None."""
-    train = [row["loss"] for row in rows if "loss" in row]
-    for end in range(window, len(train) + 1):
-        if sum(train[end - window : end]) / window <= loss:
+    for end in range(window, len(losses) + 1):
+        if sum(losses[end - window : end]) / window <= loss:
             return end
     return None
+
+
+def verdict(results: dict[str, Any]) -> tuple[float, int | None]:
+    """AdamW's final training loss, the mean of 20 steps, and the step at which LayerWiseMuon has it, or None."""
+    adamw, muon = (run["training_losses"] for run in results["best"].values())
+    final = sum(adamw[-20:]) / len(adamw[-20:])
+    return final, steps_to(muon, final)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Both best runs: the training loss of every step, its running mean, and the validation loss as text."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"font.size": 11}):
+        figure, axes = pyplot.subplots(figsize=(4.2, 2.7), layout="constrained")  # text of 11 px on a phone
+        for (name, run), color in zip(results["best"].items(), ("C0", "C3"), strict=True):
+            losses = run["training_losses"]
+            steps = range(1, len(losses) + 1)
+            axes.plot(steps, losses, color=color, alpha=0.25, linewidth=1)
+            axes.plot(
+                steps, running_mean(losses), color=color, linewidth=2.5, label=f"{name}: {run['validation_loss']:.2f}"
+            )
+        low = min(losses) - 0.1
+        final, reached = verdict(results)
+        if reached:
+            axes.plot([steps[-1], reached, reached], [final, final, low], "--", color="black", linewidth=1)
+            axes.annotate(f"step {reached} ", (reached, low), ha="right", va="bottom")
+        axes.set(xlabel="step", ylabel="training loss", ylim=(low, losses[len(losses) // 20] + 0.2))
+        axes.legend(title="validation loss at the end", frameon=False)
+        axes.grid(alpha=0.3)
+        figure.savefig(path, dpi=240)
+        pyplot.close(figure)
 
 
 def main() -> None:
@@ -85,8 +124,12 @@ def main() -> None:
     parser.add_argument(
         "--rules", metavar="NAME", nargs="*", help="compare published rules, by the names of `lwopt rules`"
     )
+    parser.add_argument("--draw", metavar=("LOSSES", "PICTURE"), type=Path, nargs=2, help="draw an earlier comparison")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "compare")
     args, passed_on = parser.parse_known_args()
+    if args.draw:
+        draw(json.loads(args.draw[0].read_text()), args.draw[1])
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     if args.rules is not None:
         from compare_rules import compare_rules
@@ -105,21 +148,24 @@ def main() -> None:
             sweep.run(f"muon-{rate:g}", with_rates(muon, rate, adamw_rate))
     best_muon = sweep.best("muon")
 
-    rows = {name: read_metrics(args.out / name / "metrics.jsonl") for name in (best_adamw, best_muon)}
-    labels = {
-        best_adamw: f"AdamW, lr {adamw_rate:g}",
-        best_muon: f"LayerWiseMuon, lr {best_muon.removeprefix('muon-')}",
-    }
-    write_picture(args.out / "loss.png", [(labels[name], rows[name]) for name in rows])
-    write_whole(args.out / "sweep.json", json.dumps(sweep.losses, indent=2).encode())
-    for name, label in labels.items():
-        speeds = sorted(row["tokens_per_s"] for row in rows[name] if "loss" in row)
-        print(f"{label}: validation loss {sweep.losses[name]:.4f}, median {speeds[len(speeds) // 2]:,} tokens/s")
-    final = [row["loss"] for row in rows[best_adamw] if "loss" in row][-20:]
-    reached = steps_to(rows[best_muon], sum(final) / len(final))
-    total = rows[best_adamw][-1]["step"]
-    verdict = f"after {reached} of {total} steps" if reached else f"not within {total} steps"
-    print(f"LayerWiseMuon reaches AdamW's final training loss (mean of 20 steps) {verdict}; pictures are in {args.out}")
+    best = {}
+    for label, name in (("AdamW", best_adamw), ("LayerWiseMuon", best_muon)):
+        metrics = args.out / name / "metrics.jsonl"
+        lr = float(name.partition("-")[2])
+        best[label] = {
+            "lr": lr,
+            "validation_loss": sweep.losses[name],
+            "training_losses": [round(loss, 4) for loss in training_losses(metrics)],
+        }
+        speeds = sorted(row["tokens_per_s"] for row in read_metrics(metrics) if "loss" in row)
+        speed = f"median {speeds[len(speeds) // 2]:,} tokens/s"
+        print(f"{label}, lr {lr:g}: validation loss {sweep.losses[name]:.4f}, {speed}")
+    results = {"validation_losses": sweep.losses, "best": best}
+    write_whole(args.out / "losses.json", json.dumps(results, indent=1).encode())
+    draw(results, args.out / "loss.png")
+    final, reached = verdict(results)
+    steps = f"after {reached} steps" if reached else "not"
+    print(f"LayerWiseMuon reaches AdamW's final training loss, {final:.4f}, {steps}; pictures are in {args.out}")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from compare import Sweep, steps_to
+from compare import Sweep, steps_to, training_losses
 from rich.console import Console
 from rich.table import Table
-from run_folder import ON_ANY_PAGE, read_metrics, write_whole
+from run_folder import ON_ANY_PAGE, write_whole
 from tqdm import tqdm
 
 from lwopt_backend.cli.rule_facts import PUBLISHED
@@ -86,9 +86,9 @@ class Rules:
         runs = [self.run_name(name, self.best[name], seed) for seed in SEEDS]
         steps = []
         for seed, run in zip(SEEDS, runs, strict=True):
-            adamw = read_metrics(self.sweep.folder / self.run_name("AdamW", self.best["AdamW"], seed) / "metrics.jsonl")
-            final = statistics.mean([row["loss"] for row in adamw if "loss" in row][-20:])
-            steps.append(steps_to(read_metrics(self.sweep.folder / run / "metrics.jsonl"), final))
+            adamw = self.sweep.folder / self.run_name("AdamW", self.best["AdamW"], seed) / "metrics.jsonl"
+            final = statistics.mean(training_losses(adamw)[-20:])
+            steps.append(steps_to(training_losses(self.sweep.folder / run / "metrics.jsonl"), final))
         return {"lr": self.best[name], "losses": [self.sweep.losses[run] for run in runs], "steps": steps}
 
 

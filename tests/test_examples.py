@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import pyplot
 
 from tests.launcher import ROOT, launch, metrics, run_on_ranks, succeeds, torchrun
+from tests.pages import PAGES
 from tests.ranks import RankPool
 
 sys.path.append(str(ROOT / "examples"))
 
+import compare  # noqa: E402
 import train_gpt  # noqa: E402
 from run_folder import RunFolder, read_metrics  # noqa: E402
 
@@ -217,13 +220,38 @@ def test_wrong_checkpoints_are_a_message(ranks: RankPool, whole_run: tuple[str, 
 def test_compare_draws_the_best_of_both_sweeps(tmp_path: Path) -> None:
     options = ["--adamw-rates", "1e-3", "--muon-rates", "0.02", "--out", str(tmp_path)]
     output = succeeds([sys.executable, str(ROOT / "examples" / "compare.py"), *options, *SMALL], ROOT)
-    losses = json.loads((tmp_path / "sweep.json").read_text())
+    results = json.loads((tmp_path / "losses.json").read_text())
+    losses = results["validation_losses"]
     assert set(losses) == {"adamw-0.001", "muon-0.02"}
     assert f"AdamW, lr 0.001: validation loss {losses['adamw-0.001']:.4f}" in output
     assert f"LayerWiseMuon, lr 0.02: validation loss {losses['muon-0.02']:.4f}" in output
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    first = [metrics(tmp_path / name)[1]["loss"] for name in losses]
+    first = [run["training_losses"][0] for run in results["best"].values()]
     assert first[0] == first[1], "the same first batch and the same initial weights"
+
+
+def test_pages_and_picture_show_the_kept_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = ROOT / "benchmarks" / "results" / "compare.json"
+    results = json.loads(kept.read_text())
+    _, reached = compare.verdict(results)
+    for (name, run), first in zip(results["best"].items(), ("adamw-", "muon-"), strict=True):
+        losses = {
+            key.removeprefix(first): value
+            for key, value in results["validation_losses"].items()
+            if key.startswith(first)
+        }
+        assert run["validation_loss"] == losses[f"{run['lr']:g}"] == min(losses.values())
+        cells = [f"{lr}: {loss:.3f}" for lr, loss in losses.items()]
+        row = ", ".join(f"**{cell}**" if cell.startswith(f"{run['lr']:g}:") else cell for cell in cells)
+        assert f"| {name} | {row} |" in PAGES["benchmarks"] and f"{run['validation_loss']:.3f}" in PAGES["README"]
+    assert f"final training loss at step {reached}." in PAGES["benchmarks"]
+    assert f"final loss at step {reached}." in PAGES["README"]
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--draw", str(kept), str(tmp_path / "loss.png")])
+    compare.main()
+    drawn = [list(line.get_ydata()) for line in pyplot.gcf().axes[0].lines]
+    assert [run["training_losses"] for run in results["best"].values()] == [drawn[0], drawn[2]]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.full
