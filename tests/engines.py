@@ -71,7 +71,7 @@ class Cell:
         return groups
 
 
-class _Rounded(torch.autograd.Function):
+class Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         return weight.view_as(weight)
@@ -84,18 +84,18 @@ class _Rounded(torch.autograd.Function):
 class _Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(
-            x, _Rounded.apply(self.weight), self.bias if self.bias is None else _Rounded.apply(self.bias)
+            x, Rounded.apply(self.weight), self.bias if self.bias is None else Rounded.apply(self.bias)
         )
 
 
 class _Embedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
-        return functional.embedding(tokens, _Rounded.apply(self.weight))
+        return functional.embedding(tokens, Rounded.apply(self.weight))
 
 
 class _LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, self.normalized_shape, _Rounded.apply(self.weight), _Rounded.apply(self.bias))
+        return functional.layer_norm(x, self.normalized_shape, Rounded.apply(self.weight), Rounded.apply(self.bias))
 
 
 EXACT = {nn.Linear: _Linear, nn.Embedding: _Embedding, nn.LayerNorm: _LayerNorm}

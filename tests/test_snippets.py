@@ -20,7 +20,7 @@ from tests.ranks import RankPool
 
 SCRIPTS = {  # by the test that runs them
     "test_pages.py": {"train.py", "client.py", "fsdp2_train.py", "owned_train.py", "modules_train.py"}
-    | {"move_a_run.py", "own_rule.py"},
+    | {"move_a_run.py", "own_rule.py", "pipeline_train.py"},
     "test_checkpoint_docs.py": {"train.py", "load_fsdp2.py", "load_weights.py", "my_names.py"},
     "peers/test_torchtitan.py": {"torchtitan"},
     "peers/test_emerging.py": {"emerging"},
