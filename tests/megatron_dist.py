@@ -102,6 +102,34 @@ def write(step: Path, setup: Setup, known: Truth) -> None:
     save(state, step)
 
 
+def write_mimo(step: Path, known: dict[str, Truth], setup: Setup, more: dict[str, Any] | None = None) -> None:
+    """A MimoModel under DDP, each module with its LayerWise Muon, as megatron-core 0.19.2 writes it. Only the first
+    rank's count of Adam's steps is saved: that of the first module."""
+    state: dict[str, Any] = {"rng_state/shard_0.0_1.1": [[{"random_rng_state": (3, (1, 2))}]], **(more or {})}
+    options = {"lr": 0.01, "weight_decay": 0.1, "wd_mult": 1.0}
+    adam = {**options, "betas": (0.9, 0.99), "eps": 1e-8}
+    groups = {"": [{**options, "momentum": 0.9}], ".1": [adam, {**adam, "weight_decay": 0.0, "wd_mult": 0.0}]}
+    for module, of_module in known.items():
+        own = f"{'language_model' if module == 'language' else f'modality_submodules.{module}'}.module."
+        weights = keyed({name: of_name["weight"] for name, of_name in of_module.items()}, setup)
+        state |= {own + key: weight for key, weight in weights.items()}
+        state[f"{own}decoder.layers.mlp.linear_fc1._extra_state/shard_0_1"] = [None]
+        for key, tensor in by_name(of_module, setup).items():
+            start, kind = re.findall(r"(.*optimizer\.state)\.(\w+)", key)[0]
+            state[f"mimo.{module}.{start}.{kind}.{own}{key.removeprefix(f'{start}.{kind}.')}"] = tensor
+        for chain, of_chain in groups.items():
+            state[f"mimo.{module}.optimizer.mimo.{module}{chain}.param_groups/shard_0_1"] = [of_chain]
+    counted = {1: {"optimizer": {"state": {"common_step": torch.tensor(7.0)}}}}
+    arguments = {**megatron_torch.arguments_of(setup.model), "muon_nesterov": False, "muon_num_ns_steps": 5}
+    arguments |= {"muon_scale_mode": "spectral", "muon_extra_scale_factor": 1.0}
+    common = {"args": argparse.Namespace(**arguments), "iteration": 7, "content_metadata": {}}
+    common["optimizer"] = {module: counted if module == next(iter(known)) else {} for module in known}
+    state["common_state/shard_0_1"] = [common]
+    step.mkdir(parents=True)
+    (step / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    save(state, step)
+
+
 def save(state: dict[str, Any], step: Path) -> None:
     """With torch's own writer, as Megatron does."""
     dcp.save(state, checkpoint_id=step, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
@@ -125,21 +153,21 @@ def keyed(tensors: dict[str, Tensor], setup: Setup) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     stacks: dict[str, dict[tuple[int, ...], Tensor]] = {}
     for name, tensor in tensors.items():
-        layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+        layer = re.fullmatch(r"(.*decoder\.layers)\.(\d+)\.(.+)", name)
         if layer is None:
             found[name] = tensor
             continue
-        rest = FUSED.get(layer[2], layer[2]) if setup.fused_norms else layer[2]
+        rest = FUSED.get(layer[3], layer[3]) if setup.fused_norms else layer[3]
         expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", rest)
         if setup.style == "single":
-            key = name if rest == layer[2] else f"decoder.layers.{layer[1]}.{rest}"
+            key = name if rest == layer[3] else f"{layer[1]}.{layer[2]}.{rest}"
             found |= in_halves(key.replace("local_experts", "experts"), tensor)
             continue
         if expert:
             rest = f"mlp.experts.experts.{expert[2]}"
         stacked = setup.style == "stacked"
-        key = f"decoder.layers.{rest}" if stacked else f"decoder.layers.{layer[1]}.{rest}"
-        place = (int(layer[1]),) * stacked + ((int(expert[1]),) if expert else ())
+        key = f"{layer[1]}.{rest}" if stacked else f"{layer[1]}.{layer[2]}.{rest}"
+        place = (int(layer[2]),) * stacked + ((int(expert[1]),) if expert else ())
         stacks.setdefault(key, {})[place] = tensor
     for key, parts in stacks.items():
         sizes = [1 + max(indices) for indices in zip(*parts)]

@@ -10,8 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.checkpoint import convert, formats, gates
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, held
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
@@ -24,9 +25,10 @@ from lwopt_backend.checkpoint.megatron import torch_format as torch_reader
 from lwopt_backend.checkpoint.megatron.buffers import bucket_numel, states_in_buckets
 from lwopt_backend.checkpoint.megatron.conventions import local_spec, module_order
 from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, local_shape
+from tests import megatron_torch
 from tests.checkpoint_contents import params_of, same
-from tests.command_line import genuine, torch_dist
-from tests.megatron_dist import Setup, Truth, fsdp_state, save, truth, write
+from tests.command_line import genuine, succeeds, torch_dist
+from tests.megatron_dist import Setup, Truth, fsdp_state, save, truth, write, write_mimo
 from tests.megatron_torch import EMBEDDING, NORM, OUTPUT, SCHEDULE, Writer, is_sharded_expert
 from tests.megatron_torch import Setup as TorchSetup
 
@@ -465,6 +467,60 @@ def test_names_of_other_attention_and_of_layers_that_differ(tmp_path: Path) -> N
         known[f"decoder.layers.{name}"] = {"weight": states["fp32"].bfloat16(), **states}
     write(step, Setup("fully_reshardable", muon=False, style="single", fused_norms=False), known)
     assert_exact(dist_reader.read(step), known, in_order=False)
+
+
+ENCODER = {
+    **{"encoders.clip.class_token": (1, 1, 8), "encoders.clip.conv1.weight": (8, 3, 2, 2)},
+    **{f"encoders.clip.decoder.layers.{n}.mlp.linear_fc1.weight": (12, 8) for n in range(2)},
+    **{f"encoders.clip.decoder.layers.{n}.input_layernorm.bias": (8,) for n in range(2)},
+    **{"input_projections.0.encoder.linear_fc1.weight": (12, 8), "input_projections.0.encoder.linear_fc1.bias": (12,)},
+}
+
+
+def module_of(known: Truth) -> nn.Module:
+    """A module with these parameters, all zero."""
+    root = nn.Module()
+    for name, of_name in known.items():
+        *path, last = name.split(".")
+        place = root
+        for part in path:
+            if not hasattr(place, part):
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+        place.register_parameter(last, nn.Parameter(torch.zeros_like(of_name["weight"])))
+    return root
+
+
+def test_modules_of_a_mimo_model_load_into_their_optimizers(tmp_path: Path) -> None:
+    step, setup = tmp_path / "step", Setup()
+    known = {"images": megatron_torch.make_truth(setup.model, ENCODER), "language": truth(muon=True)}
+    write_mimo(step, known, setup)
+    found = formats.read(step)
+    assert_exact(found, {f"{module}.{name}": of for module in known for name, of in known[module].items()}, False)
+    assert {param.step for param in found.params.values() if "exp_avg" in param.states} == {7.0}
+    assert [group["module"] for group in found.groups] == ["images"] * 3 + ["language"] * 3
+    optimizers, adams = {}, {"images": ["*.conv1.*", "*.class_token"], "language": [EMBEDDING, OUTPUT]}
+    for module, of_module in known.items():
+        succeeds("convert", step, tmp_path / module, "--to", "dcp", "--module", module)
+        succeeds("diff", step, tmp_path / module, "--module", module)
+        params = [name for name, of_name in of_module.items() if of_name["weight"].ndim == 1]
+        flat = {"params": params, "elementwise": {"weight_decay": 0.0}}
+        given: dict[str, Any] = {"exclude": adams[module], "overrides": [flat], "report": False}
+        optimizers[module] = LayerWiseOptimizer(module_of(of_module), **given)
+    both = ModuleOptimizers(optimizers)
+    for module, of_module in known.items():
+        both.modules[module].load_state_dict_from(tmp_path / module)
+        both.modules[module].save_state_dict(tmp_path / "saved" / module)
+        assert_exact(formats.read(tmp_path / "saved" / module), of_module, False)
+    assert [group["weight_decay"] for group in both.param_groups] == [0.1, 0.1, 0.0] * 2
+    with pytest.raises(CheckpointError, match="no parameter of 'image'.*did you mean 'images'"):
+        convert.of_module(found, "image")
+
+
+def test_a_tensor_of_no_module_of_a_mimo_model_is_refused(tmp_path: Path) -> None:
+    write_mimo(tmp_path / "step", {"language": truth(muon=True)}, Setup(), {"bridge.weight": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match="bridge.weight.*expected a tensor of a module"):
+        formats.read(tmp_path / "step")
 
 
 @pytest.mark.parametrize("path", genuine("t14"))
