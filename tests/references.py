@@ -123,6 +123,8 @@ def orthogonalized(matrix: Tensor, table: Table, margin: float = 1.0) -> Tensor:
 
 
 def rule_of(name: str, **options: Any) -> MatrixRule:
+    """Without a rate, Muon's is that of torch's class, since ours has no default."""
+    options = {"lr": 1e-3, **options} if name in ("muon", "normuon", "adamuon") else options
     return build_matrix_rule({"rule": name, **options_of(name, options)}, HostConfig())
 
 

@@ -254,7 +254,8 @@ class Unmoved(Halved):
 
 
 def test_a_subclass_of_muon_that_changes_one_piece_changes_many() -> None:
-    muon, halved, unmoved = (stepped_together(rule, type(rule)) for rule in (Muon(), Halved(), Unmoved()))
+    of_each = (Muon(lr=1e-3), Halved(lr=1e-3), Unmoved(lr=1e-3))
+    muon, halved, unmoved = (stepped_together(rule, type(rule)) for rule in of_each)
     directions = 2 * 2 * 3
     assert all(torch.equal(half, whole / 2) for half, whole in zip(halved[:directions], muon))
     assert all(map(torch.equal, halved[directions:], muon[directions:]))
