@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192, help="of the model")
     parser.add_argument("--tokens", type=int, default=64, help="of a rank's micro-batch")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
-    parser.add_argument("--bucket-mb", type=float, default=4.0, help="of owned storage in plain PyTorch")
+    parser.add_argument("--bucket-mb", type=float, default=4.0, help="of plain PyTorch")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps; 0: none")
     parser.add_argument("--launches", action="store_true", help="count launches as on an accelerator, and time nothing")
     parser.add_argument("--json", type=Path, help="write all figures there")

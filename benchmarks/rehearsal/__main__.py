@@ -9,7 +9,7 @@ code is 1 if they differ, if devices are mixed, if the step waits where it shoul
 a collective or the host would come too early (streams.py).
 
 Engines plain and fsdp2 run whole optimizers, without FSDP2's own gathers and reductions. For zero1 to zero3, only this
-package's steppers run, on flat partitions, because DeepSpeed's engine needs a GPU. Owned storage with --ep is refused.
+package's steppers run, on flat partitions, because DeepSpeed's engine needs a GPU. Plain PyTorch with --ep is refused.
 """
 
 from __future__ import annotations

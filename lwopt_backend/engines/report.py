@@ -202,7 +202,7 @@ def on_peers(plans: Iterable[MatrixPlan]) -> list[str]:
     most = max((plan.peers() for plan in plans), default=0)
     bound = (
         " Each pair takes connections (queue pairs), of which transports have a limited number: HSDP on FSDP2, "
-        "or group_size of owned storage, bounds them."
+        "or group_size on plain PyTorch, bounds them."
     )
     return [f"Peers: a rank exchanges pieces with up to {most} others.{bound * (most > MANY_PEERS)}"] if most else []
 
