@@ -1,7 +1,7 @@
 # make train         set everything up, then train a small GPT with layer-wise Muon under the deepspeed launcher
 # make train-fsdp2   the same training on FSDP2, under torchrun
 # make check         what is checked without running anything: ruff's rules, the format, types, the words of the pages
-# make test          set everything up, then run the tests: everything once, in ten minutes on two cores
+# make test          set everything up, then run the tests: everything once, in twenty minutes on two cores
 # make test-full     whole tables in place of pairs, every launcher and page, the benchmarks, the oldest DeepSpeed and torch,
 #                    and the package without each of its waits, which the sanitizer of streams has to find
 # make test-versions parts of the tests with every other torch, DeepSpeed and transformers that is tested; ARGS=torch,
