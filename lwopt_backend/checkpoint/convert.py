@@ -15,6 +15,7 @@ from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.contents import MASTER, MATRICES, Checkpoint, CheckpointError, Param
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
 from lwopt_backend.checkpoint.formats import FORMATS, TARGETS
+from lwopt_backend.checkpoint.names.applying import with_matrices
 from lwopt_backend.config.options import suggestion, within
 from lwopt_backend.groups.rates import regrouped
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, options_of, torchs_keys
@@ -203,7 +204,7 @@ def of_module(checkpoint: Checkpoint, module: str) -> Checkpoint:
         checkpoint,
         params={n: p if p.group is None else replace(p, group=numbers.index(p.group)) for n, p in params.items()},
         groups=tuple(groups),
-        arguments=names.with_matrices(checkpoint.arguments, own),
+        arguments=with_matrices(checkpoint.arguments, own),
         scheduler=regrouped(checkpoint.scheduler, numbers, count),
         client=regrouped(dict(checkpoint.client), numbers, count),
         replicas=(),

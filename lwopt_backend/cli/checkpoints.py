@@ -66,11 +66,15 @@ def importing() -> Iterator[None]:
 def opened(path: Path, format: str, module: str | None = None) -> tuple[str, Checkpoint]:
     """The format's name and the checkpoint, or one module of it."""
     with importing():
-        from lwopt_backend.checkpoint import convert
+        from lwopt_backend.checkpoint import contents as contents
 
     found = formats.find(path, format)
     checkpoint = formats.read(path, found)
-    return found, checkpoint if module is None else convert.of_module(checkpoint, module)
+    if module is None:
+        return found, checkpoint
+    from lwopt_backend.checkpoint.convert import of_module
+
+    return found, of_module(checkpoint, module)
 
 
 def folder_of(path: Path) -> Path:

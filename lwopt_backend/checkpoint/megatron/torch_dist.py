@@ -29,14 +29,7 @@ from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.megatron import conventions, mimo
 from lwopt_backend.checkpoint.megatron.buffers import BUCKET, Chain, Replicas, chain_of, states_in_buckets
-from lwopt_backend.checkpoint.megatron.conventions import (
-    BY_NAME,
-    SAVED_WHOLE,
-    is_buffer,
-    local_spec,
-    module_order,
-    respelled,
-)
+from lwopt_backend.checkpoint.megatron.conventions import BY_NAME, SAVED_WHOLE, is_buffer, local_spec, module_order
 
 Options = Mapping[str, Any]
 LAYOUTS = (None, "fully_reshardable", "dp_reshardable")
@@ -71,7 +64,7 @@ def read(step: Path) -> Checkpoint:
     parts = {}
     for name, of_module in modules.items():
         saved = {**common, "optimizer": optimizers.get(name)}
-        part = _of_model(of_module, saved, local_spec if name == mimo.LANGUAGE else respelled)
+        part = _of_model(of_module, saved, local_spec if name == mimo.LANGUAGE else conventions.respelled)
         parts[name] = replace(part, version=_version(folder, part.arguments))
     return mimo.joined(parts, notes)
 
@@ -233,7 +226,7 @@ def optimizers(folder: DcpFolder, common: Mapping[str, Any]) -> dict[Chain, tupl
     of_buffers = {chain_of(match[1]): key for key in folder.objects if (match := _OF_BUFFERS.fullmatch(key))}
     of_module = {int(match[1] or 0): key for key in folder.objects if (match := _OF_MODULE.fullmatch(key))}
     for number, key in of_module.items():
-        state = saved.setdefault((number,) if len(of_module) > 1 else (), {})
+        state = saved.setdefault((number,) if max(of_module) else (), {})
         (groups,) = plain(folder.object(key))
         state["optimizer"] = {**state.get("optimizer", {}), "param_groups": groups}
     found: dict[Chain, tuple[Options, ...]] = {}

@@ -16,18 +16,7 @@ from lwopt_backend.checkpoint.names.applying import apply, gaps, in_local_spec, 
 from lwopt_backend.checkpoint.names.operations import Family, Model, Moved, first_rows
 from lwopt_backend.config.options import suggestion
 
-__all__ = [
-    "CORE",
-    "FAMILIES",
-    "Family",
-    "Model",
-    "Numbers",
-    "find",
-    "load_map",
-    "translate",
-    "vocabulary",
-    "with_matrices",
-]
+__all__ = ["CORE", "FAMILIES", "Family", "Model", "Numbers", "find", "load_map", "translate", "vocabulary"]
 
 CORE = "megatron-core"
 UNNAMED = "model"  # the names of checkpoints that do not record them
