@@ -517,9 +517,16 @@ def test_modules_of_a_mimo_model_load_into_their_optimizers(tmp_path: Path) -> N
         convert.of_module(found, "image")
 
 
-def test_a_tensor_of_no_module_of_a_mimo_model_is_refused(tmp_path: Path) -> None:
-    write_mimo(tmp_path / "step", {"language": truth(muon=True)}, Setup(), {"bridge.weight": torch.zeros(2)})
-    with pytest.raises(CheckpointError, match="bridge.weight.*expected a tensor of a module"):
+@pytest.mark.parametrize(
+    "key, said",
+    [
+        ("bridge.weight", "bridge.weight.*expected a tensor of a module"),
+        ("mimo.language.optimizer.state.other.a", "module language: optimizer.state.other.a.*expected a known state"),
+    ],
+)
+def test_what_is_not_known_of_a_mimo_model_is_refused(key: str, said: str, tmp_path: Path) -> None:
+    write_mimo(tmp_path / "step", {"language": truth(muon=True)}, Setup(), {key: torch.zeros(2)})
+    with pytest.raises(CheckpointError, match=said):
         formats.read(tmp_path / "step")
 
 

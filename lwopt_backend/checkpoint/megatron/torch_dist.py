@@ -64,7 +64,10 @@ def read(step: Path) -> Checkpoint:
     parts = {}
     for name, of_module in modules.items():
         saved = {**common, "optimizer": optimizers.get(name)}
-        part = _of_model(of_module, saved, local_spec if name == mimo.LANGUAGE else conventions.respelled)
+        try:
+            part = _of_model(of_module, saved, local_spec if name == mimo.LANGUAGE else conventions.respelled)
+        except CheckpointError as error:
+            raise CheckpointError(f"{step}: module {name}: {error}") from error
         parts[name] = replace(part, version=_version(folder, part.arguments))
     return mimo.joined(parts, notes)
 
