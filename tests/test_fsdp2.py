@@ -646,7 +646,7 @@ def by_fsdp1() -> nn.Module:
 
 
 def of_rows(**options: Any) -> LayerWiseOptimizer:
-    return LayerWiseOptimizer(shard("rows", "fp32").model, lr=0.02, report=False, **options)
+    return LayerWiseOptimizer(shard("rows", "fp32").model, **{"lr": 0.02, "report": False, **options})
 
 
 REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wrapped, see test_owned_failures.py
