@@ -505,7 +505,7 @@ def test_modules_of_a_mimo_model_load_into_their_optimizers(tmp_path: Path) -> N
         succeeds("diff", step, tmp_path / module, "--module", module)
         params = [name for name, of_name in of_module.items() if of_name["weight"].ndim == 1]
         flat = {"params": params, "elementwise": {"weight_decay": 0.0}}
-        given: dict[str, Any] = {"exclude": adams[module], "overrides": [flat], "report": False}
+        given: dict[str, Any] = {"lr": 0.02, "exclude": adams[module], "overrides": [flat], "report": False}
         optimizers[module] = LayerWiseOptimizer(module_of(of_module), **given)
     both = ModuleOptimizers(optimizers)
     for module, of_module in known.items():
