@@ -166,7 +166,7 @@ from lwopt_backend import explain
 assert len(explain(attention)[0].matrices) == 3
 """,
     ),
-    ("modules", 1): (f"{OPTIMIZER}optimizers = ModuleOptimizers({{'all': optimizer}})\n", ""),
+    ("modules", 2): (f"{OPTIMIZER}optimizers = ModuleOptimizers({{'all': optimizer}})\n", ""),
     ("optimizers", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
     ("optimizers", 1): (PLAIN, "assert [g['lr'] for g in optimizer.param_groups] == [0.02, 0.01, 1e-3]"),
     ("optimizers", 4): (f"{PLAIN}from lwopt_backend import register_elementwise\n", "step(model, optimizer)"),
