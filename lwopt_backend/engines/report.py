@@ -204,7 +204,11 @@ def on_peers(plans: Iterable[MatrixPlan]) -> list[str]:
         " Each pair takes connections (queue pairs), of which transports have a limited number: HSDP on FSDP2, "
         "or group_size on plain PyTorch, bounds them."
     )
-    return [f"Peers: a rank exchanges pieces with up to {most} others.{bound * (most > MANY_PEERS)}"] if most else []
+    return (
+        [f"Peers: a rank exchanges pieces with at most {most} other rank(s).{bound * (most > MANY_PEERS)}"]
+        if most
+        else []
+    )
 
 
 def plan_table(groups: Sequence[GroupPlan]) -> Table:
