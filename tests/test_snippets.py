@@ -152,6 +152,11 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("checkpoints", 4): (NAMED, STEP_OF_ENGINE),
     ("checkpoints", 5): (f"{OPTIMIZER}optimizer.save_state_dict('checkpoint')\n", "step(model, optimizer)"),
     ("checkpoints", 6): (f"{NAMED}average = torch.ones(2, 2)\n", "torch.testing.assert_close(total, 20 * average)"),
+    ("from_megatron", 1): (
+        f"{OPTIMIZER}images = optimizer\nlanguage = LayerWiseOptimizer(nn.Linear(8, 8), lr=0.02, report=False)\n"
+        "for name, made in {'images': images, 'language': language}.items():\n    made.save_state_dict(name)\n",
+        "",
+    ),
     ("fsdp2", 0): (
         f"{PLAIN}fully_shard(model)\noptimizer = LayerWiseOptimizer(model, lr=0.02)\n",
         "step(model, optimizer)",
