@@ -244,16 +244,17 @@ class Follow(TorchDispatchMode):
             self._note(weight, "multiplied")
 
     def _sum(self, value: Tensor, dims: Sequence[int], *_: bool, result: Tensor) -> None:
-        """An element that is a sum of outputs has the number of the first, to which the others are added."""
+        """An element that is a sum of outputs has the number of the last, to which the others are added."""
         self._note(value, "lost")
         found = {}
         for source, numbers in self._made.get(value, {}).items():
             moved = numbers.movedim(dims[0], -1)
-            found[source] = moved[..., 0].reshape(result.shape)
-            if not torch.equal(moved[..., 0], moved[..., -1]):
-                for row in torch.unique(moved.reshape(-1, moved.shape[-1]), dim=0):
-                    first, every = _set(row[:1]), _set(row)
-                    self.ends[source].added += [(first, every)] if first else [(every, every)]
+            once = _once(moved)
+            last = once.amax(-1)
+            found[source] = last.expand(moved.shape[:-1]).reshape(result.shape)
+            rows = once.reshape(-1, once.shape[-1])
+            for row in torch.unique(rows[(rows != last.reshape(-1, 1)).any(-1)], dim=0):
+                self.ends[source].added.append((_set(row.amax()), _set(row)))
         self._keep(result, found)
 
     def _pointwise(self, packet: Any, given: Sequence[Tensor], result: Tensor) -> None:
@@ -310,10 +311,15 @@ def _without_data(func: Any, args: Any) -> Any:
 
 
 def _set(numbers: Tensor) -> Outputs:
+    return frozenset(torch.bincount(_once(numbers).flatten() + 1)[1:].nonzero().flatten().tolist())
+
+
+def _once(numbers: Tensor) -> Tensor:
+    """The numbers without the repetitions of ``expand``."""
     for dim, stride in enumerate(numbers.stride()):
         if stride == 0:
             numbers = numbers.narrow(dim, 0, min(1, numbers.shape[dim]))
-    return frozenset(torch.bincount(numbers.flatten() + 1)[1:].nonzero().flatten().tolist())
+    return numbers
 
 
 def _nothing(shape: Sequence[int]) -> Tensor:
