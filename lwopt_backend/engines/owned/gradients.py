@@ -120,9 +120,9 @@ class OwnedGradients:
 
     def _pieces(self, params: Sequence[int]) -> list[Tensor]:
         """The mean gradients of this rank's pieces of these parameters, or all of its own while they are ``apart``."""
-        if self._manager.apart:
-            return [grad for bucket in self._manager.buckets for grad in bucket.taken(params)]
         wanted, numbers = set(params), sorted({self._manager.bucket_of[param] for param in params})
+        if self._manager.apart:
+            return [grad for number in numbers for grad in self._manager.buckets[number].taken(wanted)]
         buckets = list(self._manager.settled(numbers))
         pieces = [pair for bucket in buckets for pair in zip(bucket.pieces, bucket.owned_grads())]
         return [grad for piece, grad in pieces if piece.param in wanted]
