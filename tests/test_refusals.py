@@ -243,6 +243,8 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
     ),
     (CLIPS, {"clip_groups": {"a": {"params": "1.*", "max_nrm": 1.0}}}, "unknown key 'max_nrm'; did you mean 'max_norm"),
     ((owned,), {"clip_groups": {"a": {"params": "2.*", "max_norm": 1.0}}}, "clip_groups['a']: '2.*' matches no"),
+    ((owned,), {"clip_groups": {"a": {**CLIPPED, "params": "0.bias", "kind": "matrix"}}}, "of the kind 'elementwise'"),
+    ((owned,), {"clip_groups": {"a": {"max_norm": 1.0, "kind": "vector"}}}, "clip_groups['a']: ... 'elementwise'"),
     ((owned,), {"clip_groups": {"a": CLIPPED, "b": CLIPPED}}, "is in clip_groups 'a' and 'b'; give it to one of them"),
     ((layer_wise, layer_wise_muon), {"clip_groups": {"a": CLIPPED}}, "'clip_groups' is for fully_shard models and for"),
     (DOORS, {"atoms": "1.*"}, "atoms: expected a mapping of globs to divisions; found '1.*'"),

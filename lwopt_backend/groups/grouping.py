@@ -222,13 +222,17 @@ def _clip_groups(config: HostConfig, routes: Sequence[Route]) -> dict[str, str]:
         of_kind = [route for route in trained if group.kind in (None, route.kind)]
         if not of_kind:
             raise ValueError(f"clip_groups[{name!r}]: no trained parameter is of the kind {group.kind!r}; leave it out")
-        check_globs(f"clip_groups[{name!r}]", group.params, of_kind, routes, lambda route: "it does not clip")
+        check_globs(f"clip_groups[{name!r}]", group.params, of_kind, routes, _why_not_clipped)
         inside = named_like(group.params or ("*",))
         for route in of_kind:
             if any(map(inside, route.names)) and found.setdefault(route.name, name) != name:
                 both = f"clip_groups {found[route.name]!r} and {name!r}"
                 raise ValueError(f"parameter {route.name!r} is in {both}; give it to one of them")
     return found
+
+
+def _why_not_clipped(route: Route) -> str:
+    return "are not trained" if route.kind == "frozen" else f"are of the kind {route.kind!r}"
 
 
 def route_given(
