@@ -200,15 +200,13 @@ MANY_PEERS = 256  # from some hundreds on, users of all-to-all saw transports ru
 def on_peers(plans: Iterable[MatrixPlan]) -> list[str]:
     """A sentence on the ranks that one rank exchanges pieces of matrices with, if there are any."""
     most = max((plan.peers() for plan in plans), default=0)
+    if not most:
+        return []
     bound = (
         " Each pair takes connections (queue pairs), of which transports have a limited number: HSDP on FSDP2, "
         "or group_size on plain PyTorch, bounds them."
     )
-    return (
-        [f"Peers: a rank exchanges pieces with at most {most} other rank(s).{bound * (most > MANY_PEERS)}"]
-        if most
-        else []
-    )
+    return [f"Peers: a rank exchanges pieces with at most {most} other rank(s).{bound * (most > MANY_PEERS)}"]
 
 
 def plan_table(groups: Sequence[GroupPlan]) -> Table:
