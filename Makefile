@@ -17,7 +17,7 @@
 #
 # PYTHON=...     the interpreter to start from (default: python3); one that has torch keeps it
 # CONFIG=...     another configuration to train with
-# ARGS="..."     further arguments, e.g. make train ARGS="--steps 50 --data my_text/" or make test ARGS=tests/test_plan.py
+# ARGS="..."     further arguments, e.g. make train ARGS="--steps 50 --data my_text/" or make test ARGS=tests/unit/plan/test_plan.py
 
 PYTHON ?= python3
 ARGS ?=
@@ -58,7 +58,7 @@ test-full: environment
 	@$(RUN) $(PYTEST) --full $(ARGS)
 ifeq ($(strip $(ARGS)),)
 	@$(RUN) $(PYTEST) --transport strict
-	@$(RUN) $(PYTEST) tests/test_gpu.py --device cpu
+	@$(RUN) $(PYTEST) tests/gpu/test_gpu.py --device cpu
 	@$(RUN) scripts/drop_waits.py
 	@$(RUN) scripts/versions.py oldest
 endif
@@ -74,7 +74,7 @@ test-faults: environment
 
 # Without `environment`, which needs a network.
 test-gpu:
-	@$(ON_GPU) -m pytest tests/test_gpu.py --device cuda --junit-xml="$(OUT)/tests.xml" $(ARGS)
+	@$(ON_GPU) -m pytest tests/gpu/test_gpu.py --device cuda --junit-xml="$(OUT)/tests.xml" $(ARGS)
 	@$(ON_GPU) -m benchmarks.step --device cuda --ranks 1 --engine plain fsdp2 zero1 zero2 zero3 owned \
 		--layers 6 --width 2048 --tokens 2048 --json "$(OUT)/step.json"
 

@@ -50,8 +50,11 @@ PEERS = {  # what an environment has beyond the prepared one
     "deepspeed_muon": ["--no-build-isolation", "--upgrade", requirement("deepspeed")],
 }
 IN_MAKE_TEST = {  # peers that are also in the prepared environment
-    "hugging_face": ["test_hugging_face.py"],
-    "pytorch_optimizer": ["test_migration_peers.py", "test_equality.py::test_every_rule_on_every_engine"],
+    "hugging_face": ["docs/test_hugging_face.py"],
+    "pytorch_optimizer": [
+        "checkpoint/test_migration_peers.py",
+        "engines/test_equality.py::test_every_rule_on_every_engine",
+    ],
 }
 
 

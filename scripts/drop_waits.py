@@ -4,7 +4,7 @@
     python scripts/drop_waits.py runtime/exchange.py   those of some files
 
 In place of a call such as ``work.wait()`` stands ``work``; copies do not wait; memory is not pinned. A process for each
-place runs the scenarios of tests/test_streams.py until one has a fault.
+place runs the scenarios of tests/unit/planner/test_streams.py until one has a fault.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def tried(place: tuple[Path, int, str]) -> str:
     changed = compile(tree, str(path), "exec")
     new: Any = lambda loader, name: changed if loader.path == str(path) else own(loader, name)  # noqa: E731
     SourceFileLoader.get_code = new  # type: ignore[method-assign]
-    from tests.test_streams import SCENARIOS, faults_of
+    from tests.unit.planner.test_streams import SCENARIOS, faults_of
 
     warnings.simplefilter("ignore")
     names = [name for first in range(4) for name in [*SCENARIOS][first::4]]  # so that each engine is among the first

@@ -1,6 +1,6 @@
 """Write what is made from declarations in docs/: a page; tables in api.md, options.md, optimizers.md, tested.md.
 
-`python scripts/reference.py` writes them; tests/test_pages.py fails if they are not what this would write.
+`python scripts/reference.py` writes them; tests/docs/test_pages.py fails if they are not what this would write.
 """
 
 from __future__ import annotations

@@ -41,16 +41,24 @@ PARTS = {
     "deepspeed": Part(
         # Without build isolation, in which pip would fetch a second torch; the tools to build it are installed.
         ("--no-deps", "--no-build-isolation"),
-        ("test_equality", "test_zero_checkpoint*", "test_refusals"),
+        ("engines/test_equality", "engines/zero/test_checkpoint", "engines/test_refusals"),
         {"ranks": (1, 3, 4), "engine": ("plain", "fsdp2")},  # on two ranks; other numbers are the newest one's
     ),
     "torch": Part(
         tuple(INDEX),
-        ("test_equality", "test_checkpoints", "test_fsdp2*", "test_owned*", "test_muon", "test_modules*")
-        + ("test_newton_schulz", "test_plan*"),
+        (
+            "engines/test_equality",
+            "engines/test_planned",
+            "engines/fsdp2/*",
+            "engines/plain/*",
+            "engines/modules/test_modules",
+        )
+        + ("checkpoint/test_tours", "unit/plan/test_plan", "unit/rules/test_muon", "unit/rules/test_newton_schulz"),
         {},
     ),
-    "transformers": Part(("--no-deps",), ("test_fused_weights", "test_families"), {}, ("--full",)),  # every family
+    "transformers": Part(
+        ("--no-deps",), ("unit/routing/test_fused_weights", "unit/routing/test_families"), {}, ("--full",)
+    ),  # every family
 }
 RELEASES = {
     f"{package}=={release}": package
@@ -91,7 +99,7 @@ def files_of(part: Part) -> list[str]:
     by_pattern = {pattern: list((ROOT / "tests").glob(f"{pattern}.py")) for pattern in part.files}
     if missing := [pattern for pattern, paths in by_pattern.items() if not paths]:
         raise SystemExit(f"scripts/versions.py expected existing tests, found no {', '.join(missing)}")
-    found = sorted({path for paths in by_pattern.values() for path in paths})
+    found = sorted({path for paths in by_pattern.values() for path in paths if path.name.startswith("test_")})
     return [str(path) for path in found if not re.search(r"\blaunch\(|run_on_cpu", path.read_text())]
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests import SEED_ADDED, shift_seeds
-from tests.cells import table
-from tests.ranks import RankPool, RankProcesses
+from tests.support.cells import table
+from tests.support.ranks import RankPool, RankProcesses
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lwopt_backend")
     group.addoption("--full", action="store_true", help="whole tables in place of pairs, and tests marked `full`")
-    group.addoption("--transport", choices=["strict"], help="only tests on ranks, on tests/strict_transport.py")
+    group.addoption("--transport", choices=["strict"], help="only tests on ranks, on tests/support/strict_transport.py")
     group.addoption(
         "--device",
         choices=["cpu", "cuda"],
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: runs in `make test-full` only")
     config.addinivalue_line("markers", "gpu: runs with `--device` only, as in `make test-gpu`")
     config.addinivalue_line("markers", "on_gloo: needs gloo itself, and is not run with `--transport strict`")
-    config.addinivalue_line("markers", "cells(where, axes): a table of arguments, see tests/cells.py")
+    config.addinivalue_line("markers", "cells(where, axes): a table of arguments, see tests/support/cells.py")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

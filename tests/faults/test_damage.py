@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import succeeds, torch_dist, torch_format
-from tests.damage import random_damage, save
 from tests.faults.campaign import SEED, count
-from tests.ranks import RankPool
+from tests.support.command_line import succeeds, torch_dist, torch_format
+from tests.support.damage import random_damage, save
+from tests.support.ranks import RankPool
 
 # Damages of which another checkpoint may come, unnoticed, as long as a format's writer makes no manifest: tensors of
 # one shape change places, runs are mixed, options change in DCP's metadata, and safetensors has no checksums. A format

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from tests.command_line import files, lwopt, succeeds, too_large, torch_dist
+from tests.support.command_line import files, lwopt, succeeds, too_large, torch_dist
 
 TARGETS = ("universal", "dcp", "safetensors")
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import hostile
-from tests.command_line import succeeds
-from tests.engines import Cell, Engine, ExactLM, running
 from tests.faults.campaign import ROOT, SEED, count
 from tests.faults.test_kills import Modules, digest
-from tests.ranks import RankPool
+from tests.support import hostile
+from tests.support.command_line import succeeds
+from tests.support.engines import Cell, Engine, ExactLM, running
+from tests.support.ranks import RankPool
 
 MORE_ADDRESSES = 4 << 30  # bytes beyond those of a process with an engine
 # What this package reads itself. DeepSpeed and torch unpickle whatever they are given: docs/limits.md.
@@ -115,7 +115,7 @@ def test_engines_refuse_hostile_and_damaged_files_in_words_and_keep_what_they_ha
 def test_readers_refuse_hostile_and_damaged_files_in_words(tmp_path: Path) -> None:
     """Every payload in every place of every format, and damages given to every command."""
     apart = max(1, 300 // count(300))
-    words = [sys.executable, "-m", "tests.hostile", str(tmp_path), str(apart), str(SEED), str(count(300))]
+    words = [sys.executable, "-m", "tests.support.hostile", str(tmp_path), str(apart), str(SEED), str(count(300))]
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     *wrong, last = map(json.loads, run.stdout.splitlines())

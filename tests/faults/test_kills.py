@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
-from tests.engines import Cell, Engine, ExactLM, running
 from tests.faults.campaign import SEED, count
-from tests.owned import BUCKET_MB
-from tests.ranks import RankFailed, RankPool, gathered, kept_in_a_world
+from tests.support.engines import Cell, Engine, ExactLM, running
+from tests.support.owned import BUCKET_MB
+from tests.support.ranks import RankFailed, RankPool, gathered, kept_in_a_world
 
 SAVES = 6  # of a writer that is not killed
 WAYS = {

@@ -27,10 +27,10 @@ from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.options import Option, options_in
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, known_of
 from lwopt_backend.plan.cost import CLUSTERS
-from tests import fsdp2, hostile, zero
-from tests.command_line import torch_dist
 from tests.faults.campaign import SEED, count, in_raw_words, raw
-from tests.ranks import RankPool
+from tests.support import fsdp2, hostile, zero
+from tests.support.command_line import torch_dist
+from tests.support.ranks import RankPool
 
 MOST_STEPS = 200  # iterations of Newton-Schulz that a test waits for
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from tests.allocations import live_bytes
 from tests.faults.campaign import count
 from tests.faults.test_kills import WAYS, engine_of
-from tests.ranks import RankPool
+from tests.support.allocations import live_bytes
+from tests.support.ranks import RankPool
 
 LIBC = ctypes.CDLL("libc.so.6")
 MOST_GROWTH = 12 << 20  # bytes of a process, of what malloc does not see: its allocators round and cache

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.fsdp2 import mesh_of, weights_of
-from tests.models import UnevenLM, batch, largest_difference
-from tests.on_ranks import on_ranks
-from tests.pages import blocks
-from tests.zero import Reference, newton_schulz_in_float32
+from tests.support.fsdp2 import mesh_of, weights_of
+from tests.support.models import UnevenLM, batch, largest_difference
+from tests.support.on_ranks import on_ranks
+from tests.support.pages import blocks
+from tests.support.zero import Reference, newton_schulz_in_float32
 
 RECIPE = """
 optimizer:

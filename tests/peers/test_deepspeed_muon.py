@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import zero
-from tests.migration import eager
-from tests.models import MATRICES, UnevenLM
-from tests.ranks import RankPool
+from tests.support import zero
+from tests.support.migration import eager
+from tests.support.models import MATRICES, UnevenLM
+from tests.support.ranks import RankPool
 
 ENTRY = {
     **{"lr": 0.02, "weight_decay": 0.01, "momentum": 0.95, "muon_lr": 0.02, "adam_lr": 1e-3, "betas": [0.9, 0.95]},

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from lwopt_backend import LayerWiseOptimizer
-from tests.migration import entry
-from tests.references import random
+from tests.support.migration import entry
+from tests.support.references import random
 
 STEPS = 20
 LIMIT = 0.03  # of what a matrix moves by: both iterate in bf16, and dion also takes its step in it; found 0.014

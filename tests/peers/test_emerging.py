@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.groups.optimizer_classes import EMERGING, class_named
-from tests.cells import cells
-from tests.command_line import succeeds
-from tests.engines import Cell, ExactLM, check, running
-from tests.models import largest_difference
-from tests.on_ranks import on_ranks
-from tests.owned import shares
-from tests.pages import blocks
 from tests.peers.stand_ins import without_triton
-from tests.ranks import RankPool
-from tests.references import CLASSES, SECTIONS, Reference
+from tests.support.cells import cells
+from tests.support.command_line import succeeds
+from tests.support.engines import Cell, ExactLM, check, running
+from tests.support.models import largest_difference
+from tests.support.on_ranks import on_ranks
+from tests.support.owned import shares
+from tests.support.pages import blocks
+from tests.support.ranks import RankPool
+from tests.support.references import CLASSES, SECTIONS, Reference
 
 LR = {"lr": 1e-3}
 GIVEN: dict[str, list[dict[str, Any]]] = {

@@ -10,8 +10,8 @@ import torch
 
 from lwopt_backend.rules import gram_newton_schulz, newton_schulz
 from lwopt_backend.rules.newton_schulz import TABLES, packaged_newton_schulz
-from tests.references import random, rule_of
-from tests.test_newton_schulz import STEPS, table_restarts
+from tests.support.references import random, rule_of
+from tests.unit.rules.test_newton_schulz import STEPS, table_restarts
 
 module: Any = import_module("lwopt_backend.rules.newton_schulz")
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lwopt_backend import LayerWiseOptimizer
-from tests.launcher import succeeds, torchrun
-from tests.pages import unpack_page
-from tests.zero import ADAMW, MUON, Reference, newton_schulz_in_float32
+from tests.support.launcher import succeeds, torchrun
+from tests.support.pages import unpack_page
+from tests.support.zero import ADAMW, MUON, Reference, newton_schulz_in_float32
 
 ROWS, STEPS, HALF, CLIP = 4, 6, 3, 0.5  # steps of each of two epochs
 OURS = {"matrix": {"name": "muon", "ns_dtype": "float32", **MUON}, "elementwise": {"name": "adamw", **ADAMW}}

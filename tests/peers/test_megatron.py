@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.command_line import succeeds
-from tests.launcher import ROOT
 from tests.peers.stand_ins import without_triton
-from tests.ranks import free_port
-from tests.references import Trained, rule_of
+from tests.support.command_line import succeeds
+from tests.support.launcher import ROOT
+from tests.support.ranks import free_port
+from tests.support.references import Trained, rule_of
 
 sys.path.append(str(ROOT / "examples"))
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lwopt_backend import LayerWiseOptimizer
-from tests.schedules import RATES
+from tests.support.schedules import RATES
 
 
 def schedulers() -> Any:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from tests.launcher import torchrun
-from tests.pages import blocks
-from tests.zero import newton_schulz_in_float32
+from tests.support.launcher import torchrun
+from tests.support.pages import blocks
+from tests.support.zero import newton_schulz_in_float32
 
 if "LWOPT_TORCHTITAN_SOURCES" in os.environ:
     sys.path.insert(0, os.environ["LWOPT_TORCHTITAN_SOURCES"])

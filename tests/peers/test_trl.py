@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from lwopt_backend import LayerWiseOptimizer
-from tests.launcher import ROOT, succeeds, torchrun
-from tests.pages import blocks, unpack_page
-from tests.zero import MUON, newton_schulz_in_float32
+from tests.support.launcher import ROOT, succeeds, torchrun
+from tests.support.pages import blocks, unpack_page
+from tests.support.zero import MUON, newton_schulz_in_float32
 
 sys.path.append(str(ROOT / "examples"))
 

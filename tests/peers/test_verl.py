@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from lwopt_backend.integrations.verl import LayerWise
-from tests.fsdp2 import mesh_of, weights_of
-from tests.models import UnevenLM, batch, largest_difference
-from tests.on_ranks import on_ranks
-from tests.pages import blocks
-from tests.zero import Reference, newton_schulz_in_float32
+from tests.support.fsdp2 import mesh_of, weights_of
+from tests.support.models import UnevenLM, batch, largest_difference
+from tests.support.on_ranks import on_ranks
+from tests.support.pages import blocks
+from tests.support.zero import Reference, newton_schulz_in_float32
 
 STEPS, WARMUP = 6, 3
 

@@ -31,7 +31,7 @@ from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
 from torchtitan.models.common import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3 import config_registry, model_registry  # noqa: E402
 
-from tests.zero import newton_schulz_in_float32  # noqa: E402
+from tests.support.zero import newton_schulz_in_float32  # noqa: E402
 
 OVERRIDE = "lwopt_backend.integrations.torchtitan.layer_wise"
 MUON, ADAMW = {"lr": 0.02, "weight_decay": 0.1}, {"lr": 8e-4, "betas": [0.9, 0.95]}

@@ -1,0 +1,272 @@
+"""What owned storage refuses, and what happens when a rank, a backward pass or the model breaks: never a hang."""
+
+import contextlib
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from lwopt_backend.runtime.collectives import TorchCollectives
+from tests.support.cells import cells
+from tests.support.on_ranks import on_ranks
+from tests.support.owned import Branches, Turn, assert_same, back, made, optimizer_in, train_ours, truth
+from tests.support.ranks import RankPool
+
+
+# Models and options
+def float8() -> nn.Module:
+    model = Branches()
+    model.left.weight = nn.Parameter(model.left.weight.to(torch.float8_e4m3fn), requires_grad=True)
+    return model
+
+
+def on_meta() -> nn.Module:
+    model = Branches()
+    model.left.to("meta")
+    return model
+
+
+def sharded_by_fsdp() -> nn.Module:
+    return FullyShardedDataParallel(Branches(), use_orig_params=True, device_id=torch.device("cpu"))
+
+
+class Repeated(nn.Module):
+    """Uses a layer in two reentrant checkpoints, before anything but it and ``other`` has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layer, self.other = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.layer, self.first(x), use_reentrant=True)
+        return checkpoint(self.layer, self.other(x), use_reentrant=True)
+
+
+def passes(count: int, build: Callable[[], nn.Module] = Branches, **options: Any) -> Any:
+    model, optimizer = made(build, **options)
+    for _ in range(count):
+        back(model, 0)
+    return optimizer
+
+
+def a_second_optimizer() -> None:
+    model, _optimizer = made()
+    optimizer_in(model)
+
+
+def forward_after_a_broken_pass() -> None:
+    model, _optimizer = made()
+    breaks_at(model, "left.weight")
+    with pytest.raises(Broken):
+        back(model, 0)
+    back(model, 1)
+
+
+def with_buffer(buffer: Tensor) -> nn.Module:
+    model = Branches()
+    model.register_buffer("there", buffer)
+    return model
+
+
+def some_sparse() -> Tensor:
+    return torch.eye(2).to_sparse() if dist.get_rank() else torch.eye(2)
+
+
+def with_wide_gradients(dtype: torch.dtype | None) -> nn.Module:
+    model = Branches().bfloat16()
+    model.left.weight.grad_dtype = dtype
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "DDP": (lambda: DDP(Branches()), "wrapped in DistributedDataParallel; pass the module inside"),
+    "DDP within": (lambda: nn.Sequential(DDP(Branches())), "its module '0' is wrapped in DistributedDataParallel"),
+    "FSDP": (sharded_by_fsdp, "found the model sharded by FullyShardedDataParallel, which flattens matrices; pass the"),
+    "float8": (float8, "'left.weight' is stored in float8_e4m3fn; expected float32, bfloat16, float16 or float64"),
+    "float8 on one rank": (lambda: float8() if dist.get_rank() else Branches(), "float8_e4m3fn"),
+    "sparse": (
+        lambda: nn.Sequential(nn.Embedding(7, 6, sparse=True)),
+        "expected dense gradients, found sparse ones of '0'",
+    ),
+    "wide gradients": (
+        lambda: with_wide_gradients(torch.float32 if dist.get_rank() else torch.bfloat16),
+        "'left.weight' has the attribute grad_dtype torch.float32, but its gradients are kept in torch.bfloat16; keep",
+    ),
+    "gradients of any dtype": (lambda: with_wide_gradients(None), "'left.weight' has the attribute grad_dtype None"),
+    "meta": (on_meta, "'left.weight': expected values, found none on the meta device"),
+    "frozen on meta": (
+        lambda: with_buffer(torch.ones(2, device="meta")),
+        "found 'there', a torch.strided tensor on meta",
+    ),
+    "sparse buffer on one rank": (lambda: with_buffer(some_sparse()), "where the process group can send it, found"),
+    "a buffer of another shape": (lambda: with_buffer(torch.ones(1 + dist.get_rank())), "there (1,) torch.float32"),
+}
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    # gloo would read tensors that lie elsewhere as if they were in its memory.
+    "gloo for other devices": (lambda: TorchCollectives().check_device(torch.device("cuda")), "cuda"),
+    "a glob that matches nothing": (
+        lambda: passes(1).grad_norm("middel.*"),
+        "'middel.*' matches no trained parameter;",
+    ),
+    "a second optimizer": (a_second_optimizer, "'first.weight' belongs to an earlier LayerWiseOptimizer that is"),
+    "forward after a broken pass": (forward_after_a_broken_pass, "call optimizer.zero_grad() on all ranks before the"),
+    "several reentrant checkpoints": (lambda: passes(1, Repeated), "several reentrant checkpoints use it. Use"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", [*MODELS, *CALLS])
+def test_what_cannot_work_is_refused_on_all_ranks_in_words(case: str) -> None:
+    make, message = {**MODELS, **CALLS}[case]
+    with pytest.raises(Exception, match=re.escape(message)):
+        optimizer_in(make()) if case in MODELS else make()
+
+
+# An exception inside backward
+class Broken(Exception):
+    """The user's own."""
+
+
+def breaks_at(model: nn.Module, name: str) -> Any:
+    def fail(grad: Tensor) -> Tensor:
+        raise Broken(name)
+
+    return model.get_parameter(name).register_hook(fail)
+
+
+AGAIN = r"expected the optimizer's zero_grad\(\) on all ranks after an error .* The error was: LayerWiseOptimizer: "
+BROKEN = "LayerWiseOptimizer: a backward pass ended in an exception; all gradients are dropped, on all ranks (rank 1)"
+
+
+@on_ranks()
+@cells(
+    ranks=[3],
+    where=["last.weight", "left.weight", "first.weight"],  # at the first gradient, in the middle, at the last one
+    after=["it drops, others step", "all step", "all drop", "all break"],
+    mode=["plain", "kept gradients", "lazy return", "no overlap"],
+    apart=[False, True],
+)
+def test_a_broken_backward_pass_is_dropped_and_training_goes_on(where: str, after: str, mode: str, apart: bool) -> None:
+    """On rank 1, in the second step, without which training goes on as it would; or ``apart``, under no_sync."""
+    model, optimizer = made(mode=mode)
+    train_ours(model, optimizer, 1)
+    breaks = dist.get_rank() == 1 or after == "all break"
+    handle = breaks_at(model, where) if breaks else None
+    fails, nothing = pytest.raises(Broken), contextlib.nullcontext()
+    with optimizer.no_sync() if apart else nothing, fails if breaks else nothing:
+        back(model, 1)
+    if handle is not None:
+        handle.remove()
+    if after == "all step" or (after == "it drops, others step" and not breaks):
+        for message in (f"^{re.escape(BROKEN)}$", AGAIN):
+            with pytest.raises(RuntimeError, match=message):
+                optimizer.step()
+    optimizer.zero_grad()
+    train_ours(model, optimizer, (2, 3))
+    assert_same(model, truth((0, 2, 3)))
+
+
+@on_ranks(2)
+def test_gradients_that_one_rank_drops_are_used_by_none() -> None:
+    model, optimizer = made()
+    back(model, 5)
+    if dist.get_rank() == 0:
+        for message in (r"another rank has called zero_grad\(\) where this one uses its gradients", AGAIN):
+            with pytest.raises(RuntimeError, match=message):
+                optimizer.step()
+    optimizer.zero_grad()
+    train_ours(model, optimizer, 2)
+    assert_same(model, truth(2))
+
+
+@pytest.mark.on_gloo  # where a collective that some ranks call later holds up none of their other groups
+@on_ranks(4)
+def test_after_unlike_numbers_of_passes_nothing_trains_until_gradients_are_cleared() -> None:
+    """Instances have other numbers, so that every reduction meets its own."""
+    model, optimizer = made(group_size=2)
+    for _ in range(2 if dist.get_rank() < 2 else 1):
+        back(model, 7)
+    for message in ("ranks ran different numbers of backward passes", AGAIN, AGAIN):
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+    with pytest.raises(RuntimeError, match=AGAIN):
+        optimizer.clip_grad_norm_(1.0)
+    optimizer.zero_grad()
+    train_ours(model, optimizer, 2)
+    assert_same(model, truth(2))
+
+
+# The model is changed behind the optimizer's back
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "replaced": (lambda model: setattr(model, "left", nn.Linear(11, 7)), "are no longer in the model (replaced)"),
+    "cast": (lambda model: model.double(), "was moved or has new data (model.to(), param.data = ...)"),
+    "other data": (lambda model: setattr(model.right.weight, "data", torch.zeros(7, 11)), "'right.weight' was moved"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_changed_model_is_an_error_on_all_ranks_that_names_the_parameter(how: str, everywhere: bool) -> None:
+    (change, message), (model, optimizer) = CHANGES[how], made()
+    train_ours(model, optimizer, 1)
+    turn = Turn(model, 1, dist.get_rank())
+    if everywhere or turn.rank == 1:
+        change(model)
+    with pytest.raises(RuntimeError, match=f"{re.escape(message)}.*\\(rank {0 if everywhere else 1}\\)"):
+        model(turn.rows().to(model.first.weight.dtype)).square().mean().backward()
+        optimizer.step()
+
+
+# A rank hangs, or does something else. That the others end where one dies: test_ranks_that_differ.py
+class Gone(Exception):
+    """Ends what a rank does; to the others it is as if it hung."""
+
+
+def one_rank_hangs(when: str) -> None:
+    """Rank 1, in a group whose collectives time out after a few seconds."""
+
+    def end(*args: object) -> None:
+        raise Gone
+
+    model, optimizer = made(process_group=dist.new_group(timeout=timedelta(seconds=3)))
+    train_ours(model, optimizer, 1)
+    if dist.get_rank() == 1:
+        if when == "late in backward":
+            model.first.weight.register_hook(end)
+        else:
+            optimizer._manager.send_values = end
+    train_ours(model, optimizer, (1,))
+
+
+@pytest.mark.on_gloo  # whose timeout it is; the strict transport's thread ends the process with it
+@pytest.mark.parametrize("ranks", [3], indirect=True)
+@pytest.mark.parametrize("when", ["late in backward", "when parameters return"])
+def test_a_rank_that_hangs_ends_the_others_by_the_timeout_of_their_group(ranks: RankPool, when: str) -> None:
+    first, of_the_end, last = ranks.errors(one_rank_hangs, when)
+    ranks.renew()  # their group is broken
+    assert of_the_end.startswith("Gone")
+    assert all(re.search("Timed out|timeout|Connection closed", error) for error in (first, last)), (first, last)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["plain", "kept gradients", "lazy return"])
+def test_a_graph_from_before_the_step_is_refused_as_by_torch(mode: str) -> None:
+    model, optimizer = made(mode=mode)
+    loss = Turn(model, 0, dist.get_rank()).loss()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.zero_grad()

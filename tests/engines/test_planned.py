@@ -1,0 +1,181 @@
+"""What ``lwopt plan`` says is what a run does: the same plan by name, and the memory of every rank to the byte."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import lwopt_backend
+from lwopt_backend.integrations import fsdp2
+from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
+from tests.support.fsdp2 import mesh_of
+from tests.support.models import UnevenLM
+from tests.support.on_ranks import on_ranks
+from tests.support.zero import config, engine_for
+from tests.unit.cli.test_cli import run
+
+KINDS = ("parameters", "gradients", "masters", "state", "padding")
+Held = tuple[str, dict[str, int]]  # the plan's name, and bytes that this rank holds, of the kinds that were looked at
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("phi3")
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "vocab_size": 50}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "pad_token_id": 0}
+    transformers.Phi3Config(**sizes, **heads, architectures=["Phi3ForCausalLM"]).save_pretrained(folder)
+    return str(folder)
+
+
+def model_in(folder: str, dtype: str) -> nn.Module:
+    return transformers.Phi3ForCausalLM(transformers.AutoConfig.from_pretrained(folder)).to(getattr(torch, dtype))
+
+
+def planned(folder: str, *words: object, **options: Any) -> dict[str, Any]:
+    """What the command says of a run on two ranks, with ``options`` of the engine."""
+    given = [word for key, value in options.items() for word in ("--option", f"{key}={json.dumps(value)}")]
+    return json.loads(run("plan", "--hf", folder, "--json", *(words or ("--world-size", 2)), *given))
+
+
+def nbytes(tensors: list[Tensor]) -> int:
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> int:
+    return nbytes([tensor for state in optimizer.state.values() for tensor in state.values()])
+
+
+def owned(folder: str, dtype: str, options: dict[str, Any]) -> Held:
+    optimizer = lwopt_backend.LayerWiseOptimizer(model_in(folder, dtype), lr=0.02, report=False, **options)
+    held = optimizer.memory_report()[dist.get_rank()]
+    return optimizer.plan_digest, {kind: getattr(held, kind) for kind in KINDS}
+
+
+def on_fsdp2(folder: str, dtype: str, options: dict[str, Any]) -> Held:
+    model = model_in(folder, dtype)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh_of(2))
+    optimizer = fsdp2.LayerWiseOptimizer(model, lr=0.02, report=False, **options)
+    return optimizer.plan_digest, {"parameters": nbytes(list(model.parameters())), "state": state_of(optimizer)}
+
+
+def under_deepspeed(stage: int, folder: str, dtype: str, options: dict[str, Any]) -> Held:
+    settings = config(stage) | {"optimizer": {"type": "LayerWise", "params": {"lr": 0.02, "report": False, **options}}}
+    settings["bf16"] = {"enabled": dtype == "bfloat16"}
+    with engine_for(settings, model_in(folder, "float32")) as engine:
+        optimizer = engine.basic_optimizer
+        optimizer.state_store()  # makes the state
+        stored = None if options.get("storage") == "owned" else optimizer._binding.stored(optimizer.param_groups)
+        masters = {} if stored is None else {"masters": nbytes(stored)}
+        return optimizer.plan_digest, {"state": state_of(optimizer), **masters}
+
+
+SMALL = {"bucket_mb": 0.01}  # several buckets of the small model
+ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "zero1": ("zero1", "float32", {}),
+    "zero2": ("zero2", "bfloat16", {}),
+    "zero2, some travel": ("zero2", "float32", {"policy": "balance", "bucket_numel": 2000, "matrix": "normuon"}),
+    "owned under DeepSpeed, padded": ("zero2", "float32", {"storage": "owned", "layout": "padded", **SMALL}),
+    "owned under DeepSpeed, compact": ("zero2", "float32", {"storage": "owned", "layout": "compact", **SMALL}),
+    "zero3": ("zero3", "float32", {"bucket_numel": 3000}),
+    "fsdp2": ("fsdp2", "float32", {}),
+    "fsdp2, small buckets": ("fsdp2", "bfloat16", {"bucket_matrices": 2, "state_dtype": "float32"}),
+    "plain": ("plain", "float32", {}),
+    "plain, auto": ("plain", "bfloat16", SMALL),
+    "plain, padded": ("plain", "float32", {"layout": "padded", **SMALL}),
+    "plain, padded, bf16": ("plain", "bfloat16", {"layout": "padded", "keep_full_grads": True, **SMALL}),
+    "plain, compact": ("plain", "float32", {"layout": "compact", "atoms": {"*.qkv_proj.weight": "whole"}, **SMALL}),
+    "plain, compact, bf16": ("plain", "bfloat16", {"layout": "compact", "grad_dtype": "float32", "group_size": 1}),
+}
+
+
+@pytest.mark.parametrize("case", ENGINES)
+@on_ranks(2)
+def test_lwopt_plan_has_the_digest_and_the_bytes_of_a_run(phi3: str, case: str) -> None:
+    engine, dtype, options = ENGINES[case]
+    if engine == "plain":
+        digest, held = owned(phi3, dtype, options)
+    elif engine == "fsdp2":
+        digest, held = on_fsdp2(phi3, dtype, options)
+    else:
+        digest, held = under_deepspeed(int(engine[-1]), phi3, dtype, options)
+    stored_by = "plain" if options.get("storage") else engine
+    words = ("--world-size", 2, "--cluster", "cpu", "--engine", stored_by, "--dtype", dtype)
+    found = planned(phi3, *words, **{key: value for key, value in options.items() if key != "storage"})
+    assert digest == found["digest"] == found["stages"][0]["digest"]
+    assert held == {kind: found["memory_per_rank"][dist.get_rank()][kind] for kind in held}
+
+
+@on_ranks(4)
+def test_lwopt_plan_has_the_digest_and_the_bytes_of_a_run_on_an_hsdp_mesh(phi3: str) -> None:
+    model = model_in(phi3, "float32")
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh_of(2, 2, names=("copies", "shards")))
+    optimizer = fsdp2.LayerWiseOptimizer(model, lr=0.02, report=False)
+    words = ("--world-size", 4, "--cluster", "cpu", "--engine", "fsdp2", "--dtype", "float32", "--group-size")
+    found = planned(phi3, *words, 2)
+    memory = found["memory_per_rank"][dist.get_rank()]
+    assert optimizer.plan_digest == found["digest"] != planned(phi3, *words, 4)["digest"]
+    assert memory["parameters"] == nbytes(list(model.parameters())) and memory["state"] == state_of(optimizer)
+    whole = found["numel"] * 4
+    assert [(each["ranks"], each["nbytes"]) for each in found["parts"][0]["collectives"][1:]] == [
+        (2, whole // 2),
+        (2, whole // 2),
+        (2, whole // 2),
+    ], "halves travel in a row, halves are summed along the column, and bf16 comes twice"
+    with pytest.raises(ValueError, match="group_size 3 does not divide the 4 ranks"):
+        planned(phi3, *words, 3)
+
+
+def test_the_plan_digest_is_of_owners_and_stages_whatever_the_rates(phi3: str) -> None:
+    options = [{}, {"matrix": {"name": "muon", "lr": 0.5}}, {"bucket_numel": 1000}, {"atoms": {"*qkv*": "whole"}}]
+    words = ("--world-size", 2, "--engine", "zero2", "--cluster", "cpu", "--dtype", "float32")
+    digests = [planned(phi3, *words, **given)["digest"] for given in options]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+    more = (["--cluster", name] for name in ("a100-8x-ib", "b200-8x-ib", "cuda"))
+    found = [planned(phi3, "--world-size", 4, *words) for words in more]
+    assert len({each["digest"] for each in found}) == 1 and len({each["seconds"] for each in found}) == 3
+    excluded = planned(phi3, "--world-size", 2, "--exclude", "*.o_proj.*")["routing"]
+    assert sum(some["parameters"] for some in excluded if some["kind"] == "matrix") == 3 * 3, "of three layers"
+    stages = planned(phi3, "--world-size", 6, "--pp", 3)
+    assert len({stages["digest"], *(stage["digest"] for stage in stages["stages"])}) == 4
+
+
+@on_ranks(2)
+def test_before_there_is_a_plan_its_digest_is_an_error() -> None:
+    param = nn.Parameter(torch.zeros(4, 4))
+    late = fsdp2.LayerWiseOptimizer(UnevenLM(), lr=0.02, sharded_later=True, report=False)
+    for optimizer in (LayerWise([param], lr=0.02), LayerWiseMuon([param], lr=0.02, storage="owned"), late):
+        with pytest.raises(RuntimeError, match="has no plan yet, so plan_digest has no value.*after the first step"):
+            _ = optimizer.plan_digest
+
+
+@on_ranks(2)
+def test_the_report_of_a_run_ends_with_the_plan_digest(phi3: str) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        optimizer = lwopt_backend.LayerWiseOptimizer(model_in(phi3, "float32"), lr=0.02)
+    lines = printed.getvalue().splitlines()
+    assert lines[-1].startswith(f"Plan {optimizer.plan_digest}: ") if dist.get_rank() == 0 else lines == []
+
+
+def test_lwopt_plan_takes_the_dtype_of_config_json_or_says_which_it_assumed(phi3: str, tmp_path: Path) -> None:
+    written = json.loads((Path(phi3) / "config.json").read_text())
+    written = {key: value for key, value in written.items() if key not in ("dtype", "torch_dtype")}
+    words = ("--world-size", 2, "--engine", "zero2")
+    for key in ("dtype", "torch_dtype"):
+        (tmp_path / "config.json").write_text(json.dumps({**written, key: "float32"}))
+        found = planned(str(tmp_path), *words)
+        assert found["digest"] == planned(str(tmp_path), *words, "--dtype", "float32")["digest"]
+        assert found["options"]["dtype"] == "float32" and "in float32, as config.json says" in found["notes"][-1]
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    found = planned(str(tmp_path), *words)
+    assert found["options"]["dtype"] == "bfloat16" and "assumed to be bfloat16" in found["notes"][-1]

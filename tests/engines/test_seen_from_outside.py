@@ -1,0 +1,132 @@
+"""What profilers, hooks and ``metrics`` see of a step: its parts by name, and one step."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lwopt_backend import ModuleOptimizers
+from tests.support.engines import ENGINES, Cell, ExactLM, running
+from tests.support.models import MATRICES
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import gathered
+from tests.support.references import SECTIONS
+from tests.support.zero import ADAMW
+
+
+class Inherited(torch.optim.AdamW):
+    """Its step is another optimizer's step, of which torch tells hooks again."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+INHERITED = {"name": "torch_optimizer", "class": f"{__name__}.Inherited", "lr": 0.02}
+
+
+def step_on(engine: str, seeing: AbstractContextManager[Any], matrix: str) -> None:
+    """Make an optimizer and step with it, while someone is ``seeing``."""
+    zero = {"sub_group_size": 1000} if engine == "zero 3" else {}
+    cell = Cell("plain" if engine == "modules" else engine, matrix, clip=1.0, zero=zero)
+    with mock.patch.dict(SECTIONS, inherited=INHERITED), seeing, running(cell, ExactLM()) as run:
+        if engine == "modules":
+            run.optimizer = ModuleOptimizers({"all": run.optimizer})
+        run.train(range(1))
+
+
+@contextmanager
+def told(seen: list[str]) -> Iterator[None]:
+    with ExitStack() as handles:
+        for when, register in (("pre", register_optimizer_step_pre_hook), ("post", register_optimizer_step_post_hook)):
+            handle = register(lambda optimizer, *_, when=when: seen.append(f"{when} {type(optimizer).__name__}"))
+            handles.callback(handle.remove)
+        yield
+
+
+PARTS = {f"lwopt: {part}" for part in ("exchange out", "rule muon", "exchange back", "elementwise adamw", "norm")}
+# An engine, the optimizer of which hooks are told, and the parts that a profile names. At stages 1 to 3 the norm is
+# DeepSpeed's; it steps a group at a time, of which hooks are told once.
+SEEN: list[tuple[str, str, set[str] | None]] = [
+    ("fsdp2", "MeshOptimizer", PARTS),
+    ("plain", "OwnedOptimizer", PARTS),
+    ("modules", "ModuleOptimizers", None),
+    ("zero 0", "ZeROLayerWise", PARTS),
+    ("zero 1", "ZeROLayerWise", None),
+    ("zero 2", "ZeROLayerWise", PARTS - {"lwopt: norm"}),
+    ("zero 3", "ZeROLayerWise", None),
+    ("owned 2", "OwnedLayerWise", None),
+]
+
+
+@pytest.mark.parametrize(("engine", "optimizer", "parts"), SEEN)
+@on_ranks(2)
+def test_a_profile_names_the_parts_of_a_step_and_hooks_are_told_of_one(
+    engine: str, optimizer: str, parts: set[str] | None
+) -> None:
+    if parts is not None:
+        prof = profile(activities=[ProfilerActivity.CPU])
+        step_on(engine, prof, "muon")
+        seen_by = {event.key for event in prof.key_averages() if event.is_user_annotation}
+        assert set().union(*gathered({key for key in seen_by if key.startswith("lwopt")})) == parts
+    seen: list[str] = []
+    step_on(engine, told(seen), "inherited")
+    assert seen == [f"pre {optimizer}", f"post {optimizer}"]
+
+
+# optimizer.metrics()
+APART = {"gates": {"params": "gate.*", "max_norm": 0.001}}
+
+
+class Operations(TorchDispatchMode):
+    """The operations that run within it, reads by the host and allocations among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operations(engine: Any, step: int) -> list[str]:
+    gc.collect()  # earlier tests' engines, whose ends are operations too
+    with Operations() as seen:
+        engine.train(range(step, step + 1))
+    return seen.names
+
+
+@pytest.mark.on_gloo  # the strict transport's operations would be counted
+@pytest.mark.parametrize("engine", ENGINES)
+@on_ranks(2)
+def test_metrics_are_of_the_whole_model_and_cost_nothing_until_they_are_asked_for(engine: str) -> None:
+    apart = {"clip_groups": APART} if engine in ("plain", "fsdp2") else {}
+    with running(Cell(engine, clip=0.3, options=apart), ExactLM()) as trained:
+        optimizer = getattr(trained.optimizer, "optimizer", trained.optimizer)
+        trained.train(range(3))  # in which ZeRO-3 learns what comes next
+        unasked = operations(trained, 3)
+        with pytest.raises(RuntimeError, match="expected record_metrics"):
+            optimizer.metrics()
+        optimizer.record_metrics()
+        before = trained.weights()
+        norms = trained.train(range(5, 6))
+        found, after = optimizer.metrics(), trained.weights()
+        asked = operations(trained, 6)
+        optimizer.record_metrics(False)
+        assert len(asked) > len(unasked) and operations(trained, 7) == unasked
+    assert [found["grad_norm"], *found.get("clip_group_norms", {}).values()] == pytest.approx(norms)
+    for rule, names in (("muon", MATRICES), ("adamw", after.keys() - set(MATRICES))):
+        change = torch.cat([(after[name] - before[name]).flatten() for name in names])
+        rms = float(change.square().mean().sqrt())
+        assert found["update_rms"][rule] == pytest.approx(rms, rel=1e-4), rule
+    assert 0 < found["orthogonality"]["muon"] < 0.6 and found["exchange_bytes"] > 0
+    assert all(found["seconds"][part] > 0 for part in ("exchange", "rule", "elementwise"))
+    assert set(found["lr"]) == {SECTIONS["muon"]["lr"], ADAMW["lr"]}
+    assert gathered(found)[0] == found

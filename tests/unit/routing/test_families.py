@@ -1,0 +1,20 @@
+"""In every family of transformers, a linear is divided where its forward takes its outputs apart, and nowhere else."""
+
+import warnings
+
+import pytest
+
+from tests.support.families import FAMILIES, family
+
+FEW = ("bamba", "deepseek_v3", "gpt2", "gpt_neox", "lfm2", "phi3", "qwen3_next", "t5")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else pytest.mark.full) for n in FAMILIES])
+def test_linears_are_divided_as_a_familys_forward_divides_their_outputs(name: str) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            found = family(name)
+        except Exception as error:  # of a package that is not installed, or a configuration without defaults
+            pytest.skip(f"cannot be built: {error!r}"[:150])
+    assert not [verdict for verdict in found.verdicts if verdict.how.startswith("wrong")]
+    assert name not in FEW or {verdict.how for verdict in found.verdicts} <= {"whole", "cut"}, "all are seen"
