@@ -20,7 +20,7 @@ from lwopt_backend.engines.base import BaseOptimizer, picked
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients
 from lwopt_backend.engines.fsdp2.plan import is_sharded
 from lwopt_backend.engines.fsdp2.step import Attachment
-from lwopt_backend.engines.gradients import ClipGroups, Guard, Pick, check_finite, checked_order
+from lwopt_backend.engines.gradients import ClipGroups, GradientNorms, Guard, Pick, checked_order
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping
@@ -123,10 +123,9 @@ class LayerWiseOptimizer(BaseOptimizer):
         groups = [{k: v for k, v in group.items() if k not in marks} for group in self._grouping.groups]
         super().__init__(with_torchs_keys(groups), {})
         self._begin(rules, self._grouping.trains_matrices, self._grouping.rate, self._grouping.groups)
-        self._clip_groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups)
-        self._clipped = False  # since the last step
-        self._guard = Guard(self.name, self.config.on_nonfinite, self.config.skip_above)
-        self._norm: Tensor | None = None  # of order 2, of all gradients before they were clipped, if the guard is on
+        groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups)
+        self._norms = GradientNorms(groups, Guard(self.name, self.config.on_nonfinite, self.config.skip_above))
+        self._settles = True  # in a step; ModuleOptimizers settles for all modules
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -153,12 +152,7 @@ class LayerWiseOptimizer(BaseOptimizer):
             with undisturbed(), torch.no_grad():
                 try:
                     self._begin_step()
-                    norm = self._norm_of_all().item() if self._guard.is_on else 0.0
-                    clipped, self._clipped = self._clipped, False
-                    skips = self._guard.skips(norm)
-                    if self._clip_groups.limits and not clipped and not skips:
-                        self._clip(self._clip_groups.limits, known=self._guard.is_on)
-                        self._clipped = False
+                    skips = self._settles and self._norms.settle(lambda: self.gradients)
                     self._skip() if skips else self._step()
                 finally:
                     self._end_step()
@@ -167,11 +161,6 @@ class LayerWiseOptimizer(BaseOptimizer):
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. Call it on all ranks."""
-        self._clipped = False
-        super().zero_grad(set_to_none)
 
     def _begin_step(self) -> None:
         """Raises RuntimeError, before anything is changed, if this step cannot be taken. Called on all ranks."""
@@ -186,22 +175,16 @@ class LayerWiseOptimizer(BaseOptimizer):
     @property
     def skipped(self) -> bool:
         """Whether the last ``step`` was skipped, by ``on_nonfinite`` or ``skip_above``; the same on all ranks."""
-        return self._guard.skipped
+        return self._norms.guard.skipped
 
     def _skipped_steps(self) -> dict[str, int]:
-        return self._guard.take()
-
-    def _norm_of_all(self) -> Tensor:
-        """The norm of all gradients, as it was before they were clipped. Called on all ranks, if the guard is on."""
-        if not self._clipped:
-            gradients = self.gradients
-            self._norm = gradients.agreed(self._clip_groups.total(lambda pick: gradients.norm(2.0, pick)))
-        assert self._norm is not None
-        return self._norm
+        return self._norms.guard.take()
 
     def _end_step(self) -> None:
         """The step, or the attempt, is over."""
 
+    @undisturbed()
+    @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
@@ -224,36 +207,7 @@ class LayerWiseOptimizer(BaseOptimizer):
             RuntimeError: on all ranks, for a non-finite norm with ``error_if_nonfinite``.
             ValueError: for a ``norm_type`` that is not positive.
         """
-        limits = {**self._clip_groups.limits, None: max_norm}
-        return self._clip(limits, norm_type, error_if_nonfinite, foreach)[None].float()
-
-    @undisturbed()
-    @torch.no_grad()
-    def _clip(
-        self,
-        limits: Mapping[str | None, float],
-        norm_type: float = 2.0,
-        finite: bool = False,
-        foreach: Any = None,
-        *,
-        known: bool = False,
-    ) -> dict[str | None, Tensor]:
-        """Clip each of these clip groups by its norm, and return the norms; None is the rest. Called on all ranks.
-        The norms are ``known`` if the guard has just measured them."""
-        gradients, order, groups = self.gradients, checked_order(norm_type), self._clip_groups
-        if self._guard.is_on and not known and not self._clipped:
-            self._norm_of_all()
-            known = order == 2
-        if known:
-            norms = {group: groups.norms[group] for group in limits}
-        else:
-            norms = groups.measure(limits, lambda pick: gradients.norm(order, pick, foreach))
-        for norm in norms.values():
-            check_finite(norm, norm_type, finite)
-        for group, norm in norms.items():
-            gradients.clip(limits[group], norm, self._clip_groups.pick(group), foreach)
-        self._clipped = True
-        return norms
+        return self._norms.clip(self.gradients, max_norm, norm_type, error_if_nonfinite, foreach).float()
 
     @undisturbed()
     @torch.no_grad()
@@ -295,10 +249,10 @@ class LayerWiseOptimizer(BaseOptimizer):
     @property
     def clip_group_norms(self) -> dict[str, Tensor]:
         """The norm of each group in ``clip_groups`` before it was last clipped, fp32, the same on all ranks."""
-        return self._clip_groups.named
+        return self._norms.named
 
     def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
-        return self._clip_groups.norms.get(None), self._clip_groups.named
+        return self._norms.of_groups.get(None), self._norms.named
 
     @property
     def gradients(self) -> MeshGradients | OwnedGradients:

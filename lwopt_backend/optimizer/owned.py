@@ -144,7 +144,6 @@ class OwnedOptimizer(LayerWiseOptimizer):
     @undisturbed()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of an interrupted backward pass included."""
-        self._clipped = False
         self._backward.discard()
 
     @undisturbed()

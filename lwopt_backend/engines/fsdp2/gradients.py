@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, gradient, local
-from lwopt_backend.engines.gradients import Pick, checked_order, everything
+from lwopt_backend.engines.gradients import Pick, Version, checked_order, everything, version_of
 from lwopt_backend.runtime.collectives import NORM, phase
 from lwopt_backend.runtime.presence import Presence, largest_of_all, read_at_once
 
@@ -83,6 +83,9 @@ class MeshGradients:
             return norm
         return largest_of_all(everywhere.collectives, norm.to(everywhere.device))
 
+    def version(self) -> Version:
+        return version_of([param.grad for _, param in self.params()])
+
     @torch.no_grad()
     def count_zeros(self, pick: Pick) -> int:
         """The number of their elements that are exactly zero, each counted once."""
@@ -108,7 +111,7 @@ class MeshGradients:
             if param.grad is not None and pick(name):
                 param.grad.mul_(factor)
 
-    def clip(self, max_norm: float, norm: Tensor, pick: Pick, foreach: bool | None) -> None:
+    def clip(self, max_norm: float, norm: Tensor, pick: Pick, foreach: bool | None = None) -> None:
         """``torch.nn.utils.clip_grads_with_norm_`` of the parameters that ``pick`` selects."""
         for stepper in self._steppers:
             params = [member.param for member in stepper.members if pick(member.name)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.engines.base import picked
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients, sum_of_bits
-from lwopt_backend.engines.gradients import ClipGroups, Pick, everything
+from lwopt_backend.engines.gradients import ClipGroups, GradientNorms, Guard, Pick, Version, everything, version_of
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.param_groups import option_lines, plain
 from lwopt_backend.groups.registry import check_group, rule_of
@@ -56,6 +56,9 @@ class CopiedGradients:
         stacked = [norm.to(norms[0].device) for norm in norms]
         return torch.linalg.vector_norm(torch.stack(stacked), norm_type) if norms else torch.zeros(())
 
+    def version(self) -> Version:
+        return version_of([param.grad for _, param in self._params])
+
     def count_zeros(self, pick: Pick) -> int:
         """A parameter without a gradient counts as zeros."""
         chosen = [param for name, param in self._params if pick(name)]
@@ -81,8 +84,10 @@ class Part:
             )
         self.optimizer = optimizer
         self.ours = optimizer if isinstance(optimizer, LayerWiseOptimizer) else None
-        self.groups = ClipGroups({}, {}) if self.ours is None else self.ours._clip_groups
-        if self.ours is not None and self.ours._guard.is_on:
+        none = GradientNorms(ClipGroups({}, {}), Guard(NAME, "step", None))
+        self.norms = none if self.ours is None else self.ours._norms
+        self.groups = self.norms.groups
+        if self.norms.guard.is_on:
             raise ValueError(
                 f"{self.where}: expected no on_nonfinite and no skip_above, by which it would step or skip alone; give "
                 f"them to {NAME}, which decides for all modules by their one norm"

@@ -21,7 +21,16 @@ from torch import Tensor
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.options import checked, options_in
 from lwopt_backend.engines.base import Whole, loaded, saved
-from lwopt_backend.engines.gradients import Guard, Pick, check_finite, checked_order, clip_factor
+from lwopt_backend.engines.gradients import (
+    ClipGroups,
+    GradientNorms,
+    Guard,
+    Pick,
+    Version,
+    check_finite,
+    checked_order,
+    clip_factor,
+)
 from lwopt_backend.engines.modules.parts import (
     NAME,
     Part,
@@ -44,6 +53,7 @@ from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.runtime.undisturbed import undisturbed
 
 Measured = dict[str, list[float]]  # by module
+NORMS = "the norm of gradients"
 
 
 class ModuleOptimizers(torch.optim.Optimizer):
@@ -85,7 +95,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
             guard = Guard(NAME, found["on_nonfinite"], found["skip_above"], skips_by_default=True)
             return guard, [setting(key, plain(value)) for key, value in found.items()]
 
-        self._guard = agree(self._everyone, NAME, decide)
+        self._kept = GradientNorms(ClipGroups({}, {}), agree(self._everyone, NAME, decide))  # over all modules
         what = f"{NAME}: expected all modules on all ranks, in one order, with None for modules on other ranks"
         parts = agree(self._everyone, what, lambda: (parts_of(optimizers), list(optimizers)))
         self.names = tuple(optimizers)
@@ -98,8 +108,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         found = [has for of_rank in held for has in of_rank.values()]
         # Clip groups; None is the rest.
         self._groups = tuple(dict.fromkeys([None, *chain(*(has.groups for has in found))]))
-        self._clipped, self._group_norms = False, dict[str, Tensor]()
-        self._norm = 0.0  # of order 2, of all gradients before they were clipped
+        self._clipped: dict[str, Version] | None = None  # by module, of the gradients that a call has clipped
         self.overflowed: tuple[str, ...] = ()
         self._steps = 0
         self._whole = Whole(NAME)
@@ -170,7 +179,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
             ValueError, RuntimeError: as ``grad_norms``; ValueError also for a glob that no name matches.
         """
         order, picks = checked_order(norm_type), self._picks(names)
-        norm = self._measure("the norm of gradients", 1, lambda part: [part.gradients.norm(order, picks[part.name])])
+        norm = self._measure(NORMS, 1, lambda part: [part.gradients.norm(order, picks[part.name])])
         return _total([*chain(*norm.values())], norm_type)
 
     @undisturbed()
@@ -220,42 +229,34 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(self.names, max_norm)
         check_names("max_norm", limits, self.names, self.names)
-        if self._guard.is_on and norm_type != 2 and not self._clipped:
-            self._note(self._norms(2.0))
-        norms = self._clip(self._norms(norm_type), norm_type, limits)
-        for norm in norms.values():
+        found = self._norms(norm_type)
+        self._kept.of_all = _of_all(self._norms(2.0) if self._kept.guard.is_on and norm_type != 2 else found)
+        self._clip(found, norm_type, limits)
+        for norm in self._kept.of_groups.values():
             check_finite(norm, norm_type, error_if_nonfinite)
-        return norms[None]
+        self._clipped = {name: part.gradients.version() for name, part in self._parts.items()}
+        return self._kept.of_groups[None]
 
-    def _clip(
-        self, found: Measured, norm_type: float, max_norms: Mapping[str, float] | None = None
-    ) -> dict[str | None, Tensor]:
-        """Clip each clip group by its norm, which this returns, and the rest (None) of each module by ``max_norms``, if
-        given. A non-finite norm prevents all clipping."""
+    def _clip(self, found: Measured, norm_type: float, max_norms: Mapping[str, float] | None = None) -> None:
+        """Clip each clip group by its norm, and the rest (None) of each module by ``max_norms``, if given. A non-finite
+        norm prevents all clipping."""
         norms = {group: _total(norms, norm_type) for group, norms in zip(self._groups, zip(*found.values()))}
-        if norm_type == 2 and not self._clipped:
-            self._note(found)
-        self._clipped, self._group_norms = True, {group: norm for group, norm in norms.items() if group is not None}
+        self._kept.of_groups = norms
         finite = all(map(torch.isfinite, norms.values()))
         for name, part in self._parts.items():
             limits = dict(part.groups.limits)
             if max_norms is not None:
                 limits[None] = max_norms[name]
-            part.groups.norms.update({group: norms[group] for group in limits})
+            part.norms.of_groups |= {group: norms[group] for group in limits}
             for group, limit in limits.items() if finite else ():
                 factor = clip_factor(limit, norms[group]).item()
                 if factor < 1:
                     part.gradients.scale(factor, part.groups.pick(group))
-        return norms
-
-    def _note(self, found: Measured) -> None:
-        """Keep the norm of all gradients, which are not clipped yet, for the decision in ``step``."""
-        self._norm = math.hypot(*chain(*found.values()))
 
     @property
     def clip_group_norms(self) -> dict[str, Tensor]:
         """The norm over all modules of each group in ``clip_groups`` before it was last clipped, fp32 on the CPU."""
-        return dict(self._group_norms)
+        return self._kept.named
 
     @undisturbed()
     @torch.no_grad()
@@ -299,21 +300,21 @@ class ModuleOptimizers(torch.optim.Optimizer):
                 ends.callback(ours._end_step)
             self._whole.check()
             self._rates.warn(NAME, self.param_groups)
-            norms = self._norms(2.0, compare=self._steps % COMPARED_EVERY == 0, steps=True)
+            norms, changed = self._norms_at_step()
             self._steps += 1
             self.overflowed = tuple(name for name, found in norms.items() if not all(map(math.isfinite, found)))
-            if not self._clipped:
-                self._note(norms)
-            if len(self._groups) > 1 and not self._clipped:
+            clipped, self._clipped = self._clipped is not None and not changed, None
+            if not clipped:
+                self._kept.of_all = _of_all(norms)
+            if len(self._groups) > 1 and not clipped:
                 self._clip(norms, 2.0)
-            self._clipped = False
-            if self._guard.skips(math.nan if self.overflowed else self._norm):
+            if self._kept.guard.skips(math.nan if self.overflowed else float(self._kept.of_all)):
                 self.zero_grad()
                 return False
             with inner_steps():
                 for number, part in enumerate(self._parts.values()):
                     if part.ours is not None:
-                        part.ours._clipped = True
+                        part.ours._settles = False
                         part.ours._rates.told |= self._rates.told
                     with self._whole.changing(begun=number > 0):
                         part.optimizer.step()
@@ -330,7 +331,6 @@ class ModuleOptimizers(torch.optim.Optimizer):
         Args:
             set_to_none: as in torch. The gradients of plain models are always freed.
         """
-        self._clipped = False
         for part in self._parts.values():
             part.optimizer.zero_grad(set_to_none)
 
@@ -374,43 +374,64 @@ class ModuleOptimizers(torch.optim.Optimizer):
         pick = named_like(globs)
         return {name: lambda param, name=name: pick(f"{name}.{param}") for name in self._parts}  # type: ignore[misc]
 
-    def _norms(self, norm_type: float, *, compare: bool = False, steps: bool = False) -> Measured:
-        """The norms of each module's gradients, one for each of ``_groups``; if it ``steps``, those of a step."""
+    def _norms(self, norm_type: float) -> Measured:
+        """The norms of each module's gradients, one for each of ``_groups``."""
         order = checked_order(norm_type)
+        return self._measure(NORMS, len(self._groups), lambda part: self._norms_of(part, order))
+
+    def _norms_at_step(self) -> tuple[Measured, bool]:
+        """The norms of order 2 of the gradients of a step, and whether any rank's gradients have changed since they
+        were clipped."""
 
         def measure(part: Part) -> list[Tensor | float]:
-            if steps and part.ours is not None:
+            if part.ours is not None:
                 part.ours._begin_step()
-            ours = (None, *part.groups.limits)
-            found = [part.gradients.norm(order, part.groups.pick(g)) if g in ours else 0.0 for g in self._groups]
-            if part.ours is not None:  # after the norm, in which the module's ranks meet
-                part.ours._checked.check(part.ours.param_groups)
-            return found
+            return self._norms_of(part, 2.0)
 
-        return self._measure("the norm of gradients", len(self._groups), measure, compare)
+        def changed(part: Part) -> bool:
+            return self._clipped is not None and not part.gradients.version().same(self._clipped[part.name])
 
-    def _measure(
-        self, what: str, width: int, measure: Callable[[Part], Sequence[Tensor | float]], compare: bool = False
-    ) -> Measured:
+        compare = self._steps % COMPARED_EVERY == 0
+        return self._measured(NORMS, len(self._groups), measure, changed, compare)
+
+    def _norms_of(self, part: Part, order: float) -> list[Tensor | float]:
+        ours = (None, *part.groups.limits)
+        found = [part.gradients.norm(order, part.groups.pick(g)) if g in ours else 0.0 for g in self._groups]
+        if part.ours is not None:  # after the norm, in which the module's ranks meet
+            part.ours._checked.check(part.ours.param_groups)
+        return found
+
+    def _measure(self, what: str, width: int, measure: Callable[[Part], Sequence[Tensor | float]]) -> Measured:
+        """By module, ``width`` values of at least 0 that all of its ranks ``measure``, as ``_measured``."""
+        return self._measured(what, width, measure)[0]
+
+    def _measured(
+        self,
+        what: str,
+        width: int,
+        measure: Callable[[Part], Sequence[Tensor | float]],
+        flag: Callable[[Part], bool] = lambda part: False,
+        compare: bool = False,
+    ) -> tuple[Measured, bool]:
         """By module, ``width`` values of at least 0 that all of its ranks ``measure``, on all ranks; NaN if any rank
-        has NaN. Raises RuntimeError, on all ranks, if a module's ranks differ or failed; with ``compare`` also in
-        options.
+        has NaN. And whether ``flag`` is true of any module on any rank. Raises RuntimeError, on all ranks, if a
+        module's ranks differ or failed; with ``compare`` also in options.
 
         One all-reduce takes the maxima of the values and of their negatives, and the host reads them once. The last
-        value is a hash of the options. gloo's MAX may drop a NaN, so a NaN is sent as infinity in both; a rank that
-        failed sends infinity everywhere.
+        values are the flag and a hash of the options. gloo's MAX may drop a NaN, so a NaN is sent as infinity in both;
+        a rank that failed sends infinity everywhere.
         """
         device = self._everyone.device
-        table = torch.full((len(self.names), 2, width + 1), -math.inf, dtype=torch.float64, device=device)
+        table = torch.full((len(self.names), 2, width + 2), -math.inf, dtype=torch.float64, device=device)
         failed: dict[str, Exception] = {}
         measured: dict[str, Sequence[Tensor | float]] = {}
         for name, part in self._parts.items():
             try:
                 number = float(int(digest(part.options())[:12], 16)) if compare else 0.0  # a double holds 48 bits
-                measured[name] = [*measure(part), number]
+                measured[name] = [*measure(part), float(flag(part)), number]
             except Exception as error:  # other modules' ranks wait for this one, so it is raised below, on all ranks
                 failed[name] = error
-                measured[name] = [math.nan] * (width + 1)
+                measured[name] = [math.nan] * (width + 2)
         for name, values in zip(measured, scalars_on(device, list(measured.values()))):
             both = torch.stack([values, -values]).nan_to_num(math.inf, math.inf, -math.inf)
             table[self.names.index(name)] = both
@@ -418,9 +439,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
         found = dict(zip(self.names, table.tolist()))
         if any(negatives[-1] == math.inf for _, negatives in found.values()):
             check_none_failed(self._everyone, what, failed)
+        flagged = False
         for name, (most, negatives) in found.items():
             if most.pop() != -negatives.pop():
                 raise difference(self._everyone, name, self._parts[name].options() if name in self._parts else None)
+            flagged = most.pop() > 0 or flagged
             for number, (largest, negative) in enumerate(zip(most, negatives)):
                 if negative == math.inf:
                     most[number] = math.nan
@@ -429,7 +452,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
                         f"{NAME}: {what} of module {name!r}: expected equal copies on its ranks, found {-negative} and "
                         f"{largest}; reduce their gradients before (DDP does)"
                     )
-        return {name: most for name, (most, _) in found.items()}
+        return {name: most for name, (most, _) in found.items()}, flagged
 
     # Checkpoints
 
@@ -486,7 +509,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         from lwopt_backend.engines.modules import state
 
-        self._measure("options", 0, lambda part: [], compare=True)
+        self._measured("options", 0, lambda part: [], compare=True)
         state.save(self._everyone, self.state_dict(), Path(path))
 
     @undisturbed()
@@ -531,6 +554,11 @@ def scalars_on(device: torch.device, rows: Sequence[Sequence[Tensor | float]]) -
     # Unlike a copy to a GPU, filling in a number makes no host wait.
     filled = functools.partial(torch.full, (), dtype=torch.float64, device=device)
     return [torch.stack([next(copied) if isinstance(v, Tensor) else filled(v) for v in row]) for row in rows]
+
+
+def _of_all(norms: Measured) -> float:
+    """The norm of order 2 of all gradients, by those of modules and groups."""
+    return math.hypot(*chain(*norms.values()))
 
 
 def _total(norms: Sequence[float], norm_type: float) -> Tensor:

@@ -191,7 +191,7 @@ class BucketManager:
         self._touched = [False] * len(params)  # had a gradient on this rank since the last drop_gradients()
         self.reduces: Callable[[], bool] | None = None  # the host's answer to whether the next pass reduces
         self.pass_ended: Callable[[], None] | None = None  # called on all ranks, once the buckets of a pass have left
-        self._keep_full = keep_full
+        self.keeps_full = keep_full  # whether every rank keeps all mean gradients, in param.grad
         self.overlap = overlap  # whether buckets are sent during backward passes, or all of them in ``finish``
         self._reducing = True
         self.left_behind = False  # a pass left its gradients unreduced
@@ -301,7 +301,7 @@ class BucketManager:
             for index, shown in enumerate(self._shown):
                 if not shown and index not in self._lifted:
                     self._show(index)
-        if self._keep_full:
+        if self.keeps_full:
             for bucket in self.settled():
                 with torch.no_grad():
                     bucket.spread_gradients()
@@ -354,7 +354,7 @@ class BucketManager:
         for index in indices:
             if self._shown[index]:
                 grad = self.params[index].grad
-                if grad is None if self._keep_full else grad is not self.marks[index]:
+                if grad is None if self.keeps_full else grad is not self.marks[index]:
                     self._shown[index] = self._touched[index] = False
                     self.forget([index])
 
@@ -389,7 +389,7 @@ class BucketManager:
 
     def has_gradient(self, index: int) -> bool:
         """Whether this rank has had a gradient for a parameter since the last ``drop_gradients``."""
-        return self.params[index].grad is not None if self._keep_full else self._touched[index]
+        return self.params[index].grad is not None if self.keeps_full else self._touched[index]
 
     def assigned(self, index: int) -> None:
         """Note that the user assigned a gradient to a parameter at its owner."""
@@ -398,7 +398,7 @@ class BucketManager:
     def unused_grad(self) -> str | None:
         """A parameter with a ``grad`` from outside a backward pass (the manager takes those of passes), or None."""
         self._look(range(len(self.params)))
-        if self._keep_full:
+        if self.keeps_full:
             return None
         for index, param in enumerate(self.params):
             if (grad := param.grad) is not None and not (self.marks and grad is self.marks[index]):
@@ -407,7 +407,7 @@ class BucketManager:
 
     def take_changed(self) -> None:
         """Copy gradients that the user assigned to param.grad (``keep_full``)."""
-        if self._keep_full:
+        if self.keeps_full:
             for bucket in self.buckets:
                 bucket.take_changed()
 
@@ -420,7 +420,7 @@ class BucketManager:
 
     def stepped(self) -> None:
         """End a step: drop the gradients, unless ``keep_full`` leaves them for the user to read."""
-        if self._keep_full:
+        if self.keeps_full:
             self.passes = 0
         else:
             self._drop()  # marks stay, as gradients do in torch

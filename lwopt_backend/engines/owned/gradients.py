@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.engines.gradients import Pick, clip_factor, everything
+from lwopt_backend.engines.gradients import Pick, Version, clip_factor, everything, version_of
 from lwopt_backend.engines.owned.bucket_manager import BucketManager
 from lwopt_backend.engines.owned.buckets import Sharers
 from lwopt_backend.runtime.collectives import NORM, phase
@@ -28,7 +28,7 @@ class OwnedGradients:
 
     def __init__(self, manager: BucketManager, widest: Sharers) -> None:
         self._manager = manager
-        self._widest = widest
+        self._widest, self.everyone = widest, widest.everyone
         self._device = manager.params[0].device
         common = [slot.param for b in manager.buckets if b.sharers is widest for slot in b.bucket.slots]
         self._entry = {param: number for number, param in enumerate(sorted(common))}
@@ -45,6 +45,11 @@ class OwnedGradients:
     def agreed(self, norm: Tensor) -> Tensor:
         """A norm with the same bits on all ranks, as all of these norms are."""
         return norm
+
+    def version(self) -> Version:
+        """As in ``Gradients``. With ``keep_full``, the user may change the buffers, which param.grad shows."""
+        full = [bucket.full for bucket in self._manager.buckets] if self._manager.keeps_full else []
+        return version_of(full)._replace(count=self._manager.version)
 
     def knows(self, norm_type: float) -> bool:
         """Whether ``norms`` of this order needs no other rank."""
