@@ -165,15 +165,15 @@ def on_all(everyone: Collectives, here: bool) -> bool:
 
 
 class Version(NamedTuple):
-    """Which gradients a rank has: a count of changes, and norms of its own gradients, where nobody counts."""
+    """Which gradients a rank has: a number of changes, and norms of its own gradients, where nobody counts."""
 
-    count: int = 0
+    changes: int = 0
     norms: Tensor | None = None
 
     def same(self, other: Version) -> bool:
         if self.norms is None or other.norms is None:
             return self == other
-        return self.count == other.count and torch.equal(self.norms, other.norms)
+        return self.changes == other.changes and torch.equal(self.norms, other.norms)
 
 
 def version_of(grads: Sequence[Tensor | None]) -> Version:

@@ -123,8 +123,8 @@ class LayerWiseOptimizer(BaseOptimizer):
         groups = [{k: v for k, v in group.items() if k not in marks} for group in self._grouping.groups]
         super().__init__(with_torchs_keys(groups), {})
         self._begin(rules, self._grouping.trains_matrices, self._grouping.rate, self._grouping.groups)
-        groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups)
-        self._norms = GradientNorms(groups, Guard(self.name, self.config.on_nonfinite, self.config.skip_above))
+        clip_groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups)
+        self._norms = GradientNorms(clip_groups, Guard(self.name, self.config.on_nonfinite, self.config.skip_above))
         self._settles = True  # in a step; ModuleOptimizers settles for all modules
 
     @torch.no_grad()

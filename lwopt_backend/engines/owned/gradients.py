@@ -49,7 +49,7 @@ class OwnedGradients:
     def version(self) -> Version:
         """As in ``Gradients``. With ``keep_full``, the user may change the buffers, which param.grad shows."""
         full = [bucket.full for bucket in self._manager.buckets] if self._manager.keeps_full else []
-        return version_of(full)._replace(count=self._manager.version)
+        return version_of(full)._replace(changes=self._manager.version)
 
     def knows(self, norm_type: float) -> bool:
         """Whether ``norms`` of this order needs no other rank."""
