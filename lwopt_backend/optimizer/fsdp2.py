@@ -241,6 +241,7 @@ class MeshOptimizer(LayerWiseOptimizer):
 
             agree_in_all(ranks, mesh_state.WHAT, check)
             if not state_dict["state"]:  # saved before the first state: start fresh
+                self.state_store().forget_owner_states([name for name, _ in self.named_params()])
                 self.state = {}
                 self._make_state()
             held = [group["params"] for group in self.param_groups]

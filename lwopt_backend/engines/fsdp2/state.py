@@ -168,24 +168,25 @@ class OwnerShards:
 
     def __init__(self, stepper: MeshStepper, rules: Mapping[int, MatrixRule]) -> None:
         self._held, self._ranks, self._device = stepper.stepper.owner_state, stepper.collectives, stepper.device
-        of_atoms, owners = stepper.rules_of(rules), stepper.plan.ownership.owners
-        owned = {a: rule for a, rule in enumerate(of_atoms) if owners[a] == self._ranks.rank and keeps_state(rule)}
-        self._owned = dict.fromkeys(owned)
-        self.entries: list[Entry] = []
-        self.matrices: dict[Tensor, list[str]] = {}
-        if not any(map(keeps_state, of_atoms)):
-            return
-        check_on_all(self._ranks, "the rule's first step", lambda: self._held.make(owned))
-        mine = [(a, path, tuple(t.shape), t.dtype) for a in owned for path, t in self._held.tensors(a).items()]
+        kept = {atom: rule for atom, rule in enumerate(stepper.rules_of(rules)) if keeps_state(rule)}
+        self._owned = {a: rule for a, rule in kept.items() if stepper.plan.ownership.owners[a] == self._ranks.rank}
+        self.entries = self._entries(stepper) if kept else []  # on all ranks of the mesh, or on none
+        cut = (stepper.members[stepper.matrices[entry.atom]] for entry in self.entries)
+        self.matrices = {m.param: m.matrices for m in cut if m.blocks != matrices_of(m.sharding.shape)}
+        self._moving = [entry for entry in self.entries if entry.like.numel()]
+        self._plan = _plan_of(self._moving, stepper.plan)
+
+    def _entries(self, stepper: MeshStepper) -> list[Entry]:
+        """The tensors of all owners."""
+        check_on_all(self._ranks, "the rule's first step", lambda: self._held.make(self._owned))
+        mine = [(a, path, tuple(t.shape), t.dtype) for a in self._owned for path, t in self._held.tensors(a).items()]
         of_all = (entry for of_rank in self._ranks.gather_objects(mine) for entry in of_rank)
+        found = []
         for atom, path, shape, dtype in sorted(of_all, key=lambda entry: entry[:2]):
             member = stepper.members[stepper.matrices[atom]]
             key = owner_key(path, stepper.places[atom], len(member.blocks))
-            self.entries.append(Entry(atom, path, member.param, key, torch.empty(shape, dtype=dtype, device="meta")))
-            if member.blocks != matrices_of(member.sharding.shape):
-                self.matrices[member.param] = member.matrices
-        self._moving = [entry for entry in self.entries if entry.like.numel()]
-        self._plan = _plan_of(self._moving, stepper.plan)
+            found.append(Entry(atom, path, member.param, key, torch.empty(shape, dtype=dtype, device="meta")))
+        return found
 
     def save(self) -> Iterator[tuple[Entry, Tensor]]:
         """Yield each tensor as a DTensor, or whole if the parameter is none. Called on all ranks."""

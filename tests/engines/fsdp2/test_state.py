@@ -5,19 +5,28 @@ That training goes on from it, with every sharding and rule, is in test_checkpoi
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend.engines.fsdp2 import state as mesh_state
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.support.cells import cells
 from tests.support.checkpoint_contents import same
 from tests.support.counted import Counted
-from tests.support.fsdp2 import BesideTwin, backward, layer_wise, shard, whole
+from tests.support.fsdp2 import BesideTwin, backward, layer_wise, mesh_of, shard, whole
+from tests.support.models import largest_difference
 from tests.support.on_ranks import on_ranks
+from tests.support.ranks import RankPool
 from tests.support.references import SECTIONS
 
 
@@ -132,3 +141,87 @@ def test_owner_state_travels_in_rounds_that_cut_its_tensors(sharding: str, most:
     assert same(whole_state(other), expected)
     row = max(tensor.nbytes // len(tensor) for state in expected.values() for tensor in state.values() if tensor.ndim)
     assert 0 < max(copied) <= most + 2 * row
+
+
+class Weighted(nn.Linear):
+    def forward(self, step: int) -> Tensor:
+        """Linear in the parameters, with multiples of 3 / 8: means over 2 and 3 ranks are exact."""
+        values = torch.Generator().manual_seed(step)
+        sums = [(p * torch.randint(-9, 9, p.shape, generator=values)).sum() for p in self.parameters()]
+        return torch.stack(sums).sum() * 3 / 8
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Weighted(6, 9), Weighted(9, 5, bias=False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, step: int) -> Tensor:
+        return self.first(step) + self.second(step + 1) + self.scale.sum()
+
+
+ANOTHER = {"params": "first.weight", "matrix": {"name": "torch_optimizer", "class": "torch.optim.Adagrad", "lr": 0.01}}
+LACKING = {"ignored parameter": {}, "two rules": {"overrides": [ANOTHER]}, "two meshes": {}, "one matrix": {}}
+
+
+def of_two(rule: str, lacking: str) -> tuple[nn.Module, Any]:
+    model, world = Two(), mesh_of()
+    if lacking == "one matrix":  # with three ranks, one owns it and two own nothing
+        model.second.requires_grad_(False)
+    if lacking == "two meshes":
+        fully_shard(model.second, mesh=mesh_of(1, dist.get_world_size(), names=("replicate", "shard")))
+    fully_shard(model, mesh=world, ignored_params={model.scale} if lacking == "ignored parameter" else None)
+    options = {**LACKING[lacking], "exclude": ["scale"], "report": False}
+    return model, LayerWiseOptimizer(model, SECTIONS[rule], **options)
+
+
+def train_two(model: nn.Module, optimizer: Any, steps: range) -> dict[str, Tensor]:
+    for step in steps:
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(param.detach()) for name, param in model.named_parameters()}
+
+
+def tours_of(rule: str, folder: str, steps_of: Callable[..., Any]) -> dict[tuple[str, int], dict[str, Tensor]]:
+    """By what lacks and the number of steps before the save, the weights of runs that go on after it."""
+    found = {}
+    for lacking, steps in itertools.product(LACKING, (0, 2)):
+        model, optimizer = of_two(rule, lacking)
+        steps_of(model, optimizer, steps, f"{folder}/{lacking} {steps}")
+        found[lacking, steps] = train_two(model, optimizer, range(steps, steps + 2))
+    return found
+
+
+def save_two(model: nn.Module, optimizer: Any, steps: int, folder: str) -> None:
+    train_two(model, optimizer, range(steps))
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer))), checkpoint_id=folder)
+
+
+def load_two(model: nn.Module, optimizer: Any, steps: int, folder: str) -> None:
+    train_two(model, optimizer, range(7, 8))
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+@pytest.mark.parametrize("rule", ["normuon", "adamuon", "soap", "shampoo", "a class"])
+def test_owner_state_is_saved_where_a_mesh_has_none(rank_pools: dict[int, RankPool], tmp_path: Path, rule: str) -> None:
+    """``state_dict`` raised AttributeError, so that a run of days could not be saved, if one of its meshes, or its
+    plain parameters, had no matrix with owner state."""
+    expected = rank_pools[2].run(tours_of, rule, str(tmp_path), save_two)[0]
+    for ranks in (2, 3):
+        for found in rank_pools[ranks].run(tours_of, rule, str(tmp_path), load_two):
+            apart = {tour: largest_difference(found[tour], weights) for tour, weights in expected.items()}
+            assert set(apart.values()) == {0.0}, (ranks, apart)
+
+
+@on_ranks(2)
+def test_a_state_dict_without_state_starts_fresh() -> None:
+    """What owners keep stayed, beside momentum that was reset."""
+    model, optimizer = of_two("normuon", "two meshes")
+    train_two(model, optimizer, range(2))
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert same(whole_state(optimizer), whole_state(of_two("normuon", "two meshes")[1]))
