@@ -117,11 +117,18 @@ class ElementwiseStepper:
         for name, (key, kind) in self._counters.group.items():
             group[name] = kind(parts[0].state[key].item())
         inner.state.clear()
+        # A host's tensors live on, such as a DTensor's local tensor: their ``grad`` would keep gradients alive between
+        # steps. DeepSpeed's offload has its own buffer there.
+        before = [value.grad for value in values]
         for part in parts:
             part.value.grad = part.grad
             inner.state[part.value] = self._given(part.state)
-        with inner_steps():
-            inner.step()
+        try:
+            with inner_steps():
+                inner.step()
+        finally:
+            for value, grad in zip(values, before):
+                value.grad = grad
         for part in parts:
             self._take(part.state, inner.state[part.value])
         # Some optimizers count in one parameter's state only; the counters of these parts were equal.

@@ -2,6 +2,7 @@
 
 import gc
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -74,3 +75,23 @@ def allocations(function: Callable[[], Any], *, at_least: int = 0) -> Allocation
         held += event.nbytes()
         peak = max(peak, held)
     return Allocations(peak, held)
+
+
+def reachable(*roots: object) -> list[Tensor]:
+    """Every tensor that one comes to from these objects: by attributes, containers, closures, and as ``grad``."""
+    left_out = (types.ModuleType, type, types.FrameType, types.BuiltinFunctionType)
+    found: list[Tensor] = []
+    known, waiting = set[int](), [*roots]
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in known or isinstance(thing, left_out):
+            continue
+        known.add(id(thing))
+        if isinstance(thing, Tensor):
+            found.append(thing)
+            waiting.append(thing.grad if thing.is_leaf else None)
+        if isinstance(thing, types.FunctionType):
+            waiting += [thing.__closure__, thing.__defaults__, thing.__dict__]  # not what its module has
+        else:
+            waiting += gc.get_referents(thing)
+    return found
