@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from lwopt_backend.groups import Groups
-from lwopt_backend.groups.param_groups import small_rate
+from lwopt_backend.groups.rates import small_rate
 from lwopt_backend.plan import Cut, Fragment
 from lwopt_backend.routing.routing import CUT, cut_of, named_parameters
 from lwopt_backend.runtime.agreement import digest, setting, unlike_lines
@@ -296,11 +296,19 @@ def warn_of_rounded_sums(engine: DeepSpeedEngine) -> None:
         )
 
 
+def idle_steps(engine: DeepSpeedEngine) -> int:
+    """The steps that the engine's schedule takes at its first rate beyond one: DeepSpeed's warm-ups take two."""
+    return int(isinstance(engine.lr_scheduler, (lr_schedules.WarmupLR, lr_schedules.WarmupCosineLR)))
+
+
 def warn_of_rates_of_zero(engine: DeepSpeedEngine) -> None:
     """Log a warning if a warm-up of DeepSpeed's begins with a rate of 0. Called in the first step."""
     scheduler = engine.lr_scheduler
-    warms_up = isinstance(scheduler, (lr_schedules.WarmupLR, lr_schedules.WarmupCosineLR))
-    if engine.global_rank == 0 and warms_up and not any(group["lr"] for group in engine.optimizer.param_groups):
+    if (
+        engine.global_rank == 0
+        and idle_steps(engine)
+        and not any(group["lr"] for group in engine.optimizer.param_groups)
+    ):
         logger.warning(
             f"{type(scheduler).__name__}: this step has a learning rate of 0 and changes no weight, and DeepSpeed "
             f"{deepspeed.__version__} takes two steps at the first rate; set a larger one (warmup_min_lr of WarmupLR "

@@ -22,6 +22,7 @@ from lwopt_backend.engines.gradients import Guard, checked_order
 from lwopt_backend.engines.zero.plan import UnitStepper
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping
+from lwopt_backend.groups.members import Members
 from lwopt_backend.groups.param_groups import (
     NONE,
     ComparedOptions,
@@ -75,8 +76,10 @@ class EngineOptimizer(BaseOptimizer):
         """Route, plan and compare ranks for ``engine``, which is about to take this optimizer. Called on all ranks."""
         raise NotImplementedError
 
-    def _take_groups(self, groups: list[dict[str, Any]], grouping: Grouping) -> None:
-        """Replace the provisional groups by the routed ones, keeping what a scheduler has already written into them."""
+    def _take_groups(self, groups: list[dict[str, Any]], grouping: Grouping, shows_params: bool) -> None:
+        """Replace the provisional groups by the routed ones, keeping what a scheduler has already written into them.
+
+        ``shows_params``: the groups have the model's parameters; ZeRO 1 to 3 put flat tensors in their place."""
         both = (self.param_groups, groups)
         before, after = ([(g["from_group"], g["rule"], g["overrides"]) for g in some] for some in both)
         if before == after:
@@ -90,6 +93,8 @@ class EngineOptimizer(BaseOptimizer):
             )
         self.param_groups = groups
         self._begin(self.rules, grouping.trains_matrices, grouping.rate, grouping.groups)
+        if shows_params:
+            self._checked.members = Members(self.param_groups, grouping.names)
 
     def state_store(self) -> StateStore:
         """The store of this rank's weights and state. Called on all ranks. Raises RuntimeError outside an engine."""
@@ -176,7 +181,6 @@ class ZeROLayerWise(EngineOptimizer):
         self._binding: Binding | None = None
         self._steppers: dict[int, UnitStepper[Any]] = {}  # by id of their tensor
         self._owner_state: dict[str, dict[str, Any]] = {}  # loaded, by a matrix's name, until the steppers are made
-        self._options = ComparedOptions()
         self._arrivals: zero.Arrivals | None = None  # once it has an engine
         self._global_grad_norm: Any = None  # the engine reads this and the next at stage 0
         self.overflow = False
@@ -200,7 +204,8 @@ class ZeROLayerWise(EngineOptimizer):
         if self._arrivals is not None:
             self._arrivals.remove()
         self._arrivals = zero.Arrivals(binding, self._with_these_groups().rank == 0 and self.config.report)
-        self._take_groups(self._binding.groups(), self._binding.grouping)
+        self._take_groups(self._binding.groups(), self._binding.grouping, binding.replicated)
+        self._options = ComparedOptions(self._checked)
         deepspeed_engine.prepare_scheduler(engine, binding.grouping.groups, binding.grouping.rate)
         prepare_loading(engine, self, self._binding.ranks)
         zero.guard_state_keys(engine, self, self._binding.grouping)
@@ -219,8 +224,8 @@ class ZeROLayerWise(EngineOptimizer):
         assert self._binding is not None
         return self._binding.ranks[-1 if self._binding.places else 0]
 
-    def set_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        super().set_groups(groups)
+    def _show_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        super()._show_groups(groups)
         self._all_groups = self.param_groups  # DeepSpeed replaces the list by its own
 
     @undisturbed()
@@ -236,20 +241,28 @@ class ZeROLayerWise(EngineOptimizer):
         self._whole.check()
         self.check_loaded()
         replicated = self._binding is not None and self._binding.replicated
-        if replicated and self._overflows():
-            return
+        if replicated:
+            self._checked.check(self._all_groups)
+            if self._overflows():
+                return
         binding = self._prepare()
-        shown = {id(t): (group, t) for group in self.param_groups for t in group["params"] if id(t) in self._steppers}
+        if replicated:  # one call for all, of which the user may have taken parameters out of their groups
+            pairs = zip(binding.units, binding.stored(self._all_groups), strict=True)
+            shown = {id(tensor): (self._all_groups[unit.group], tensor) for unit, tensor in pairs}
+        else:
+            held = ((group, tensor) for group in self.param_groups for tensor in group["params"])
+            shown = {id(tensor): (group, tensor) for group, tensor in held if id(tensor) in self._steppers}
         units = list(self._steppers)  # in the order of a step's calls
         begins, ends = units[0] in shown, units[-1] in shown
         with one_call(self, begins=begins, ends=ends):
             if begins:
                 self._check_groups(self._all_groups)
                 self._compare_options(binding)
+                self._rates.warn(self.name, self._all_groups, deepspeed_engine.idle_steps(binding.engine))
             for unit, (group, tensor) in shown.items():
                 stepper = self._steppers[unit]
                 with self._whole.changing():
-                    stepper.step(group, self.state[tensor])
+                    stepper.step(group, self.state[tensor], self._checked.out)
                 if self.row_scaling:
                     self.row_scaling.scale(stepper.params, stepper.pieces({}, 0))
             if ends:
@@ -292,7 +305,7 @@ class ZeROLayerWise(EngineOptimizer):
         assert self._arrivals is not None
         presence = Presence(ranks, self._arrivals.here(self._options.steps), binding.engine.device, options=flags)
         if self._options.differ(presence.largest("options")):
-            raise disagreement(ranks, self.name, option_lines(self._all_groups))
+            raise disagreement(ranks, self.name, self._options.lines(self._all_groups))
         self._arrivals.report(presence, self._options.steps)
 
     @property

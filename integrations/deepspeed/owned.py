@@ -128,7 +128,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         """Check settings, route, plan and make the buffers for ``engine``, which takes this optimizer. On all ranks."""
         self.destroy()
         binding = bind(self.name, engine, self._given, self.rules, self.config)
-        self._take_groups(binding.groups(), binding.grouping)
+        self._take_groups(binding.groups(), binding.grouping, True)
         deepspeed_engine.prepare_scheduler(engine, binding.grouping.groups, binding.grouping.rate)
         checks = not engine.bfloat16_enabled() or engine._config.bfloat16_config.check_grad_overflow
         self._guard = self._guard_for(checks)
@@ -169,7 +169,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         """Register hooks on the model and its parameters."""
         model = binding.engine.module
         self.core.manager.reduces = self._reduces
-        self._backward = Backward(self.core, model, self.name)
+        self._backward = Backward(self.core, model, self._checked, self.name)
         self._handles += tell_when_loaded(model, self._take_loaded)
 
     def destroy(self) -> None:
@@ -232,6 +232,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
                 self.refresh_fp32_params()
             self.loss_scaler.update_scale(self._scale_gradients())
             if not self.overflow:
+                self._rates.warn(self.name, self.param_groups, deepspeed_engine.idle_steps(self._owned.engine))
                 with self._whole.changing():
                     self.core.step(self.param_groups, presences)
                 self.core.manager.receive_values()

@@ -13,7 +13,7 @@ from lwopt_backend.config.options import glob_suggestion, within
 from lwopt_backend.config.versions import warn_if_newer
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules
-from lwopt_backend.groups.param_groups import CheckedOptions, check_rates
+from lwopt_backend.groups.param_groups import CheckedGroups, check_rates
 from lwopt_backend.groups.rates import MadeRates
 from lwopt_backend.groups.registry import arguments, new_state
 from lwopt_backend.plan.cost import Machine, machine_of
@@ -241,23 +241,26 @@ class BaseOptimizer(torch.optim.Optimizer):
         main = rules.matrix if trains_matrices else rules.elementwise
         options = {key: value for key, value in arguments(main).items() if not (trains_matrices and key in MOMENTA)}
         self.defaults = {**options, "lr": rate}
-        self._rates, self._checked = MadeRates(groups), CheckedOptions()
+        self._rates, self._checked = MadeRates(groups), CheckedGroups()
         self._made = True
         self._whole = Whole(self.name)
-        self.set_groups(self.param_groups)
+        self._show_groups(self.param_groups)
 
     def set_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the param groups, e.g. by those of a checkpoint."""
+        """Replace the param groups by those of a checkpoint."""
         self._whole.loaded()
+        self._show_groups(groups)
+        self._rates.loaded(self.param_groups)
+
+    def _show_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         self.param_groups = [dict(group) for group in groups]
 
     def _check_groups(self, groups: Groups) -> None:
         """Look at what was written into the param groups. Called in every step, before anything is changed.
 
-        Raises ValueError for options that the constructor would refuse. Warns once of one rate over unlike groups.
+        Raises ValueError for options that the constructor would refuse, and for parameters that were added or moved.
         """
         self._checked.check(groups)
-        self._rates.warn(self.name, groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""

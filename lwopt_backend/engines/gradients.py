@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,15 +21,25 @@ def everything(name: str) -> bool:
 
 
 class ClipGroups:
-    """The groups of parameters that are clipped separately, by ``group_of`` a parameter's name, and the rest, None."""
+    """The groups of parameters that are clipped separately, by ``group_of`` a parameter's name, and the rest, None.
 
-    def __init__(self, groups: Mapping[str, ClipGroup], group_of: Mapping[str, str]) -> None:
+    Those that are ``out`` of the param groups are in none."""
+
+    def __init__(
+        self,
+        groups: Mapping[str, ClipGroup],
+        group_of: Mapping[str, str],
+        out: Callable[[], Collection[str]] = tuple,
+    ) -> None:
         self.limits: dict[str | None, float] = {name: group.max_norm for name, group in groups.items()}
-        self._group_of = group_of
+        self._group_of, self._out = group_of, out
 
     def pick(self, group: str | None) -> Pick:
         """Selects the parameters of a group."""
-        return (lambda name: self._group_of.get(name) == group) if self.limits else everything
+        out = self._out()
+        if not (self.limits or out):
+            return everything
+        return lambda name: self._group_of.get(name) == group and name not in out
 
 
 class Guard:

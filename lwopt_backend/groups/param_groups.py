@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from types import MappingProxyType
@@ -13,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT, SHARED
-from lwopt_backend.config.hosts import HOSTS, NAME, HostConfig
+from lwopt_backend.config.hosts import HOSTS, HostConfig
 from lwopt_backend.config.options import Known, nearest, option_suggestion, options_in, within
 from lwopt_backend.groups import Group, Groups
 from lwopt_backend.groups.choices import Rules, add, changed
+from lwopt_backend.groups.members import Members
 from lwopt_backend.groups.optimizer_classes import class_of
 from lwopt_backend.groups.registry import (
     BLOCK_STEP,
     ELEMENTWISE_RULES,
-    MATRIX_RULES,
     arguments,
     check_group,
     check_torchs_keys,
@@ -75,14 +74,24 @@ COMPARED_EVERY = 64  # steps, beginning with the first
 NONE = 2**31 - 1  # above every hash: the flag of a rank that compares nothing in this step, so that no rank does
 
 
-class CheckedOptions:
-    """Checks the options in param groups as the constructor does, in steps before which they were changed."""
+class CheckedGroups:
+    """Checks the options in param groups as the constructor does, in steps before which they were changed; and their
+    parameters, where the groups have the model's."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: Members | None = None) -> None:
+        self.members = members
         self._found: list[dict[str, Any]] = []
 
+    @property
+    def out(self) -> frozenset[str]:
+        """Names of the parameters that were taken out of the groups."""
+        return frozenset() if self.members is None else self.members.out
+
     def check(self, groups: Groups) -> None:
-        """Raises ValueError that names option, group and choices. Called in every step, before anything is changed."""
+        """Raises ValueError that names option or parameter, group and choices. Called in every step, before anything
+        is changed."""
+        if self.members is not None:
+            self.members.look(groups)
         found = [arguments(group) for group in groups]
         rates = [options.pop("lr", 0.0) for options in found]
         if found == self._found and all(isinstance(rate, float) and 0 <= rate < math.inf for rate in rates):
@@ -101,10 +110,12 @@ class CheckedOptions:
 
 
 class ComparedOptions:
-    """The hash of the options as two flags. A step takes the maximum of every flag over all ranks."""
+    """The hash of the options in ``checked`` groups as two flags. A step takes the maximum of every flag over all
+    ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, checked: CheckedGroups) -> None:
         self.steps = 0
+        self._checked = checked
         self._due = False
 
     def compare_next(self) -> None:
@@ -115,8 +126,12 @@ class ComparedOptions:
         """The two flags of this rank. Called once in every step."""
         due, self._due = self._due or self.steps % COMPARED_EVERY == 0, False
         self.steps += 1
-        number = int(digest(option_lines(groups))[:7], 16) if due else 0
+        number = int(digest(self.lines(groups))[:7], 16) if due else 0
         return [number, -number] if due else [NONE, NONE]
+
+    def lines(self, groups: Groups) -> list[str]:
+        """What must be equal on all ranks: options, and the parameters that were taken out."""
+        return [*option_lines(groups), *(() if self._checked.members is None else self._checked.members.lines())]
 
     @staticmethod
     def differ(largest: Sequence[int]) -> bool:
@@ -364,28 +379,6 @@ def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
     return [(name, count, lr, decay) for (name, lr, decay), count in counts.items()]
 
 
-LEAST_RATE = 2e-3  # below it, an orthogonal update without AdamW's factor moves a large matrix much less than AdamW
-
-
-def small_rate(groups: Groups) -> str | None:
-    """A warning about matrices whose learning rate was chosen for AdamW, while the updates are those of Muon."""
-    small = [
-        (group, rule)
-        for group in groups
-        if rule_of(group) in MATRIX_RULES
-        if 0 < group["lr"] * group.get("extra_scale_factor", 1.0) < LEAST_RATE
-        if (rule := MATRIX_RULES[rule_of(group)].build(**arguments(group))).needs_large_rate
-    ]
-    if not small:
-        return None
-    group, count = small[0][0], sum(len(group["params"]) for group, _ in small)
-    return (
-        f"{rule_name(group)} trains {count} parameter(s) at a learning rate of {float(group['lr']):g} with the factor "
-        f"{group.get('adjust_lr_fn') or 'original'!r}, at which matrices hardly move. Give it a rate for Muon, such as "
-        "0.02; or keep the rate and set 'adjust_lr_fn' to 'match_rms_adamw', which makes updates as large as AdamW's"
-    )
-
-
 def check_rates(groups: Groups) -> None:
     """Raises ValueError for param groups without a learning rate, whose rule has no default."""
     for group in groups:
@@ -394,12 +387,6 @@ def check_rates(groups: Groups) -> None:
             raise ValueError(
                 f"expected 'lr' of rule {rule_of(group)!r}, which has no default, found none; add the {rate}"
             )
-
-
-def warn_of_small_rate(groups: Groups) -> None:
-    """Warn once of matrices that would hardly move."""
-    if (slow := small_rate(groups)) is not None:
-        warnings.warn(f"{NAME}: {slow}", stacklevel=5)
 
 
 def check_overrides(rules: Rules, routes: Sequence[Route]) -> None:

@@ -6,6 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,16 +18,18 @@ from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2 import state as mesh_state
 from lwopt_backend.engines.fsdp2 import step as mesh_stepping
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients, check_one_has_all, counted_of
-from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
+from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check_is_of, check_sharded, step_all
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping, InModel
+from lwopt_backend.groups.members import Members, check_all_held
 from lwopt_backend.groups.param_groups import (
     ComparedOptions,
     ElementwiseGroups,
+    check_saved_groups,
     settings_lines,
-    warn_of_small_rate,
     with_options,
 )
+from lwopt_backend.groups.rates import warn_of_small_rate
 from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps
 from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
 from lwopt_backend.routing.routing import check_globs, named_like
@@ -54,11 +57,11 @@ class MeshOptimizer(LayerWiseOptimizer):
     def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
         module = mesh.sharded_module(model, NAME)
         self._steppers: list[mesh.MeshStepper] = []
-        self._elementwise, self._options = ElementwiseGroups(), ComparedOptions()
+        self._elementwise = ElementwiseGroups()
         self._attachment: Attachment | None = None
         self._without_gradient = report.WithoutGradient({})
         self._bound: list[list[Tensor]] = []
-        self._stated: list[Tensor] = []
+        self._stated = set[int]()  # ids of the parameters that have state
         self._taken: str | None = None  # a parameter for which an optimizer was made later
         self._model = module
         mesh.reshard(module)
@@ -78,6 +81,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         self.row_scaling = self._grouping.row_scaling()
         self._names = [[self._grouping.names[id(p)] for p in group["params"]] for group in self._grouping.groups]
         self._take_groups(rules)
+        self._options = ComparedOptions(self._checked)
         if not sharded_later:
             self._bind(exchange)
 
@@ -87,7 +91,9 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._names = mesh.names_of(held, self._bound, self._names)
         self._steppers = mesh.bind(exchange, self.param_groups, self._names, self._grouping, self.config)
         self._plan_digest = plan_digest(line for stepper in self._steppers for line in stepper.planned.lines())
-        self._bound = [list(group["params"]) for group in self.param_groups]
+        self._bound = [list(params) for params in held]
+        names = zip(chain(*held), chain(*self._names))
+        self._checked.members = Members(self.param_groups, {id(param): name for param, name in names})
         trained = [(member.name, member.param) for stepper in self._steppers for member in stepper.members]
         self._in_model = InModel(self._model, trained, restore=mesh.reshard)
         self._take_over(trained)
@@ -123,10 +129,11 @@ class MeshOptimizer(LayerWiseOptimizer):
         """Create missing state, e.g. momentum, before the first step, so that every checkpoint has it."""
         before: Mapping[Tensor, dict[str, Any]] = self.__dict__["state"]
         state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for group in self.param_groups:
-            for param in group["params"]:
+        held = self._bound or [group["params"] for group in self.param_groups]  # also what was taken out of its group
+        for group, params in zip(self.param_groups, held):
+            for param in params:
                 state[param] = before.get(param) or mesh.new_state(param, group, self.config)
-        self.state, self._stated = state, list(state)
+        self.state, self._stated = state, {id(param) for param in state}
 
     def _begin_step(self) -> None:
         self._whole.check()
@@ -145,8 +152,9 @@ class MeshOptimizer(LayerWiseOptimizer):
     def _step(self) -> None:
         kept = (self._elementwise, self.state, self._attachment, self.row_scaling)
         rules = self._matrix_rules()
+        self._rates.warn(self.name, self.param_groups)
         with self._whole.changing():
-            presences = step_all(self._steppers, self.param_groups, rules, *kept, self._options)
+            presences = step_all(self._steppers, self.param_groups, rules, *kept, self._options, self._checked.out)
         self._without_gradient.stepped(lambda place: presences[place[0]](place[1]))
         count_block_steps(self.param_groups)
 
@@ -160,7 +168,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         module = mesh.sharded_module(model, "attach")
         self._ensure_bound()
         mesh.reshard(module)
-        check_is_of(module, [group["params"] for group in self.param_groups], self._names)
+        check_is_of(module, self._bound, self._names)
         if self._attachment is not None:
             self._attachment.remove()
         self._attachment = self._attached()
@@ -168,7 +176,7 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def _attached(self) -> Attachment:
         """Hooks that read the state as it is: to read the attribute is to look at every parameter, for each bucket."""
-        return Attachment(self._steppers, self._matrix_rules, lambda: self.__dict__["state"])
+        return Attachment(self._steppers, self._matrix_rules, lambda: self.__dict__["state"], lambda: self._checked.out)
 
     def _matrix_rules(self) -> dict[int, MatrixRule]:
         try:
@@ -186,12 +194,20 @@ class MeshOptimizer(LayerWiseOptimizer):
         return self.gradients.everyone
 
     def _ensure_bound(self) -> None:
-        """Plan again if the param groups have other parameters than were planned for."""
-        held = [group["params"] for group in self.param_groups]
-        if len(held) == len(self._bound) and all(map(same, held, self._bound)):
+        """Plan for the parameters in the param groups, once they are sharded; and again if all were replaced."""
+        members = self._checked.members
+        assert members is not None
+        if self._steppers and members.knows_any(self.param_groups):
+            members.look(self.param_groups)
             return
-        check_sharded(param for params in held for param in params)
-        self._bind(mesh.exchange_groups(param for params in held for param in params))
+        held = [param for group in self.param_groups for param in group["params"]]
+        check_sharded(held)
+        self._bind(mesh.exchange_groups(held))
+
+    def _held_names(self) -> list[list[str]]:
+        """The names of the parameters that are now in each param group."""
+        names = {id(param): name for param, name in zip(chain(*self._bound), chain(*self._names))}
+        return [[names[id(param)] for param in group["params"]] for group in self.param_groups]
 
     def named_params(self) -> list[tuple[str, Tensor]]:
         return self.gradients.params()
@@ -218,7 +234,14 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._options.compare_next()
         mesh.reshard(self._model)  # torch's get_optimizer_state_dict lists the model's parameters after this call
         shards = self._owner_shards() if self.state else []
-        return mesh_state.with_owner_state(super().state_dict(), shards, self._bound)
+        held = [group["params"] for group in self.param_groups]
+        trained, every = {id(param) for param in chain(*held)}, self.__dict__["state"]
+        self.state = {param: state for param, state in every.items() if id(param) in trained}
+        try:
+            found = super().state_dict()
+        finally:
+            self.state = every
+        return mesh_state.with_owner_state(found, shards, held)
 
     @undisturbed()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -236,7 +259,8 @@ class MeshOptimizer(LayerWiseOptimizer):
             ranks = [stepper.collectives for stepper in self._steppers]
 
             def check() -> tuple[None, list[list[str]]]:
-                mesh_state.check_loadable(state_dict, self.param_groups, self._names, self.state, shards)
+                check_all_held(mesh_state.WHAT, self._checked.out)
+                mesh_state.check_loadable(state_dict, self.param_groups, self._held_names(), self.state, shards)
                 return None, [[] for _ in ranks]
 
             agree_in_all(ranks, mesh_state.WHAT, check)
@@ -246,7 +270,9 @@ class MeshOptimizer(LayerWiseOptimizer):
                 self._make_state()
             held = [group["params"] for group in self.param_groups]
             mesh_state.take_state(state_dict, held, self.state, shards)
-        elif state_dict["state"]:
+        else:
+            check_saved_groups(mesh_state.WHAT, self.param_groups, state_dict["param_groups"])
+        if state_dict["state"] and not self.state:
             raise ValueError(
                 "load_state_dict: the model is not sharded yet, so there is no state to load into; call it after "
                 "fully_shard, or after the prepare() that shards the model"

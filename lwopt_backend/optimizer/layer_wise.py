@@ -24,6 +24,7 @@ from lwopt_backend.engines.gradients import ClipGroups, GradientNorms, Guard, Pi
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping
+from lwopt_backend.groups.members import Members
 from lwopt_backend.groups.registry import with_torchs_keys
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.rules.protocol import AFTER, one_call
@@ -123,7 +124,8 @@ class LayerWiseOptimizer(BaseOptimizer):
         groups = [{k: v for k, v in group.items() if k not in marks} for group in self._grouping.groups]
         super().__init__(with_torchs_keys(groups), {})
         self._begin(rules, self._grouping.trains_matrices, self._grouping.rate, self._grouping.groups)
-        clip_groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups)
+        self._checked.members = Members(self.param_groups, self._grouping.names)
+        clip_groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups, lambda: self._checked.out)
         self._norms = GradientNorms(clip_groups, Guard(self.name, self.config.on_nonfinite, self.config.skip_above))
         self._settles = True  # in a step; ModuleOptimizers settles for all modules
 
@@ -244,7 +246,8 @@ class LayerWiseOptimizer(BaseOptimizer):
         return self.gradients.count_zeros(self._picked(names))
 
     def _picked(self, names: str | Sequence[str]) -> Pick:
-        return picked(names, [name for name, _ in self.named_params()])
+        pick, out = picked(names, [name for name, _ in self.named_params()]), self._checked.out
+        return (lambda name: pick(name) and name not in out) if out else pick
 
     @property
     def clip_group_norms(self) -> dict[str, Tensor]:

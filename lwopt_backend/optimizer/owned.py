@@ -32,7 +32,8 @@ from lwopt_backend.engines.owned.step import OwnedCore, Share
 from lwopt_backend.engines.owned.untrained import Buffers, broadcast_untrained
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping
-from lwopt_backend.groups.param_groups import settings_lines, warn_of_small_rate
+from lwopt_backend.groups.param_groups import settings_lines
+from lwopt_backend.groups.rates import warn_of_small_rate
 from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.models import as_module, called
@@ -90,7 +91,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self._manager, self.row_scaling = self.core.manager, self.core.row_scaling
         if not self.config.keep_full_grads:
             self._manager.marks = gradients_shown(self._manager.names, self._manager.params, self)
-        self._backward = Backward(self.core, model)
+        self._backward = Backward(self.core, model, self._checked)
         self._presences: list[Presence] | None = None  # in a step, once ranks have met
         self._buffers = Buffers(model, shares if self.config.broadcast_buffers else (), self._manager.ledger.send)
         self._manager.pass_ended = self._buffers.send
@@ -124,6 +125,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def _step(self) -> None:
         assert self._presences is not None
         self._check_groups(self.param_groups)
+        self._rates.warn(self.name, self.param_groups)
         if self._loaded:
             self.refresh_masters()
         self._manager.receive_values()

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from tests.support.fsdp2 import mesh_of
-from tests.support.models import largest_difference
+from tests.support.models import LinearLoss, largest_difference
 from tests.support.on_ranks import on_ranks
 
 MUON, ADAMW = {"lr": 0.02, "weight_decay": 0.0}, {"lr": 0.1, "weight_decay": 0.0}
@@ -54,21 +54,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clip groups": {"clip_groups": GROUPS, "on_nonfinite": "skip"},
     "clip groups alone": {"clip_groups": GROUPS},
 }
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(12, 12, bias=False), nn.Linear(9, 4)
-
-    def forward(self, factor: float) -> Tensor:
-        """Linear in the weights."""
-        sums = []
-        for param, size in ((self.first.weight, 8.0), (self.last.weight, 4.0), (self.last.bias, 16.0)):
-            signs = 1.0 - 2 * (torch.arange(param.numel()) % 3 == 0).float()
-            sums.append((param * signs.view(param.shape)).sum() * size)
-        return torch.stack(sums).sum() * factor
 
 
 class Loop:
@@ -113,7 +98,7 @@ class Alone(Loop):
     """One process of torch's optimizers. It measures before each clip, and at the step if a gradient came after."""
 
     def __init__(self, option: str) -> None:
-        self.options, self.model = OPTIONS[option], Model()
+        self.options, self.model = OPTIONS[option], LinearLoss()
         matrices = [self.model.first.weight, self.model.last.weight]
         self.optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW([self.model.last.bias], **ADAMW)]
         self.judged: float | None = None
@@ -172,7 +157,7 @@ class OnRanks(Loop):
     """Ours; rank r's loss counts 0, 2, 0, ..., so that the mean over two ranks is the gradient of one process."""
 
     def __init__(self, engine: str, option: str) -> None:
-        self.engine, self.model, options = engine, Model(), dict(OPTIONS[option])
+        self.engine, self.model, options = engine, LinearLoss(), dict(OPTIONS[option])
         if engine == "fsdp2":
             fully_shard(self.model, mesh=mesh_of())
         guard = {key: options.pop(key) for key in ("on_nonfinite", "skip_above") if key in options}

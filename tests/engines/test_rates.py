@@ -6,7 +6,7 @@ import itertools
 import re
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -201,19 +201,61 @@ def test_timms_own_factor_of_a_group_is_kept_and_saved(tmp_path: Path) -> None:
     assert [made[1].param_groups[0][key] for key in ("lr", "lr_scale")] == [MUON / 2, 0.5]
 
 
-SILENT: dict[str, Any] = {
-    "zero": lambda optimizer: LambdaLR(optimizer, lambda step: 0.0),
-    "floor": lambda optimizer: CosineAnnealingLR(optimizer, 2, eta_min=ADAMW),
-    "lists": lambda optimizer: OneCycleLR(optimizer, [MUON, ADAMW], 8, cycle_momentum=False),
+def warned(steps: Iterator[Any]) -> list[tuple[int, str]]:
+    """The step of each warning, and what it said."""
+    found = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number, _ in enumerate(steps):
+            found += [(number, str(each.message)) for each in told]
+            told.clear()
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_schedule_of_unlike_rates_is_a_fault(name: str) -> None:
+    """The start of a warm-up, a floor and a rate of zero are none; nor is a run that goes on in the decay."""
+    for silent in (lambda o: LambdaLR(o, lambda step: 0.0), lambda o: CosineAnnealingLR(o, 2, eta_min=ADAMW)):
+        for both in (optimizer_of_both(), optimizer_of_both(0.01, 0.01)):
+            assert warned(rates_of_steps(both, silent(both), range(4))) == []
+    ours = optimizer_of_both()
+    schedule = SCHEDULES[name](ours, all_of)
+    assert warned(rates_of_steps(ours, schedule, range(TOTAL - 3))) == []
+    again = optimizer_of_both()
+    again.load_state_dict(ours.state_dict())
+    assert warned(rates_of_steps(again, schedule, range(3))) == []
+
+
+def by_hand(optimizer: Any, rates_of: Callable[[int], list[float]]) -> Iterator[None]:
+    for step in range(8):
+        for group, rate in zip(optimizer.param_groups, rates_of(step)):
+            group["lr"] = rate
+        optimizer.step()
+        yield
+
+
+OF_ADAMW: dict[str, tuple[int, Callable[[Any], Iterator[Any]]]] = {  # in which step it is told; nanoGPT's loop first
+    "constant": (1, lambda o: by_hand(o, lambda step: [6e-4, 6e-4])),
+    "constant, larger than AdamW's": (0, lambda o: by_hand(o, lambda step: [1e-2, 1e-2])),
+    "warm-up and cosine": (4, lambda o: by_hand(o, lambda step: 2 * [6e-4 * min(step + 1, 4) / 4])),
+    # Which yields before it steps, and rises until the third.
+    "OneCycleLR": (4, lambda o: rates_of_steps(o, OneCycleLR(o, 6e-4, 10, cycle_momentum=False), range(8))),
+    "a share for each group": (3, lambda o: by_hand(o, lambda step: [3e-4 * min(step, 2) / 2, 4.5e-5])),
 }
 
 
-@pytest.mark.parametrize("name", SILENT)
-def test_zeros_floors_and_equal_rates_are_no_fault(name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for optimizer in (optimizer_of_both(), optimizer_of_both(0.01, 0.01)):
-            [*rates_of_steps(optimizer, SILENT[name](optimizer), range(4))]
+@pytest.mark.parametrize("name", OF_ADAMW)
+def test_adamws_rate_for_matrices_is_told_once_it_no_longer_rises(name: str) -> None:
+    """At 6e-4 Muon hardly trains: the commonest mistake was silent, because 6e-4 is below AdamW's own rate here."""
+    step, run = OF_ADAMW[name]
+    [(number, said)] = warned(run(optimizer_of_both(MUON, 3e-3)))
+    assert number == step
+    assert "0.02" in said and any(rate in said for rate in ("0.0006", "0.0003", "0.01")), said
+
+
+def test_a_rate_with_adamws_factor_is_no_fault() -> None:
+    ours = optimizer_of_both(MUON, 3e-3, adjust_lr_fn="match_rms_adamw")
+    assert warned(by_hand(ours, lambda step: [6e-4, 6e-4])) == []
 
 
 # On every engine
@@ -284,7 +326,7 @@ def test_a_tensor_that_is_given_stays_the_rate(tmp_path: Path) -> None:
             optimizer_of_both(wrong)
 
 
-TOLD = "all param groups have the learning rate 0.01, also those that were made with 0.003"
+TOLD = "all param groups have the learning rate 0.0006, also those that were made with 0.02"
 
 
 @on_ranks(2)
@@ -292,13 +334,13 @@ TOLD = "all param groups have the learning rate 0.01, also those that were made 
 def test_one_rate_over_unlike_groups_is_told_once_on_every_engine(engine: str) -> None:
     with running_as(engine) as (run, optimizer):
         for step in range(3):
+            for group in optimizer_in(run).param_groups:
+                group["lr"] = 6e-4
             train = partial(run.train, range(step, step + 1)) if optimizer is None else optimizer.step
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 train()
             assert sum(TOLD in str(each.message) for each in told) == (step == 1)
-            for group in optimizer_in(run).param_groups:
-                group["lr"] = 0.01
 
 
 @contextlib.contextmanager
@@ -430,6 +472,19 @@ def test_schedulers_by_config_keep_the_ratio_and_cycle_no_momentum(stage: int, s
         assert (muon["momentum"], adamw["betas"]) == (0.95, zero.ADAMW["betas"])
         assert "betas" not in muon and "momentum" not in adamw
     assert settings == given, "the user's configuration stays as it was"
+
+
+@pytest.mark.parametrize("storage", ["zero", "owned"])
+@on_ranks(2)
+def test_a_configured_rate_of_adamws_is_told(storage: str) -> None:
+    """``warmup_max_lr`` is the matrices' here: one for AdamW left both at a share of it, without a word."""
+    settings = zero.config(2, **(zero.OWNED if storage == "owned" else {}))
+    params = {"warmup_min_lr": 1e-5, "warmup_max_lr": 3e-4, "warmup_num_steps": 4, "warmup_type": "linear"}
+    settings["scheduler"] = {"type": "WarmupLR", "params": params}
+    with zero.engine_for(settings) as engine:
+        told = warned(zero.train(engine, range(step, step + 1)) for step in range(8))
+    [(step, said)] = [each for each in told if "hardly move" in each[1]]
+    assert step == 7 and "made with the learning rate 0.02, has trained at 0.0003 at most" in said
 
 
 @on_ranks(2)

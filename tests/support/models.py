@@ -44,6 +44,24 @@ class UnevenLM(nn.Module):
         return torch.sigmoid(self.gate(x[..., :5])).repeat_interleave(12, dim=-1)
 
 
+class LinearLoss(nn.Module):
+    """A loss that is linear in the weights: gradients are ``factor`` times whole numbers, whatever the weights are.
+
+    Their norms at 1 are 96 of the first weight, 24 and 32 of the last weight and bias, and 104 of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(12, 12, bias=False), nn.Linear(9, 4)
+
+    def forward(self, factor: float) -> Tensor:
+        sums = []
+        for param, size in ((self.first.weight, 8.0), (self.last.weight, 4.0), (self.last.bias, 16.0)):
+            signs = 1.0 - 2 * (torch.arange(param.numel()) % 3 == 0).to(param)
+            sums.append((param * signs.view(param.shape)).sum() * size)
+        return torch.stack(sums).sum() * factor
+
+
 def batch(step: int, rows: int, time: int = 9) -> tuple[Tensor, Tensor]:
     """The global batch of a step: (rows, time) tokens and targets, the same on every rank."""
     generator = torch.Generator().manual_seed(1000 + step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from itertools import chain
@@ -491,10 +491,13 @@ class MeshStepper:
         )
         self._regions = self._find_regions()
 
-    def presence(self, grads: Sequence[Tensor | None], **flags: Sequence[int] | Tensor) -> Presence:
-        """Start to find which members have a gradient on any rank, and the largest ``flags``. ``grads`` are this
-        rank's. On all ranks of the mesh."""
-        return Presence(self.collectives, [grad is not None for grad in grads], self.device, **flags)
+    def presence(
+        self, grads: Sequence[Tensor | None], out: Collection[str] = (), **flags: Sequence[int] | Tensor
+    ) -> Presence:
+        """Start to find which members have a gradient on any rank where they are not ``out`` of the param groups, and
+        the largest ``flags``. ``grads`` are this rank's. On all ranks of the mesh."""
+        here = [grad is not None and member.name not in out for member, grad in zip(self.members, grads)]
+        return Presence(self.collectives, here, self.device, **flags)
 
     def active(self, presence: Presence) -> Callable[[int], bool] | None:
         """Returns whether an atom's parameter has a gradient on any rank; None if every one has."""

@@ -342,10 +342,11 @@ def with_owner_state(state_dict: dict[str, Any], shards: Sequence[OwnerShards], 
     state, index_of = dict(state_dict["state"]), _indices(state_dict, groups)
     for of_mesh in shards:
         for entry, tensor in of_mesh.save():
-            index = index_of[id(entry.param)]
-            state[index] = {**state.get(index, {}), entry.key: tensor}
+            if (index := index_of.get(id(entry.param))) is not None:  # None if it was taken out of its group
+                state[index] = {**state.get(index, {}), entry.key: tensor}
         for param, elements in of_mesh.matrices.items():
-            state[index_of[id(param)]][MATRICES] = nested.described(elements)
+            if id(param) in index_of:
+                state[index_of[id(param)]][MATRICES] = nested.described(elements)
     return {**state_dict, "state": state}
 
 

@@ -14,7 +14,7 @@ So state is created when it is first read after 3., without other ranks. Plannin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +27,7 @@ from lwopt_backend.config.hosts import NAME
 from lwopt_backend.engines import report
 from lwopt_backend.engines.fsdp2.gradients import Counted
 from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes, place_gradients
-from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups, option_lines
+from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.runtime.agreement import disagreement
@@ -49,7 +49,7 @@ class StateOnceSharded:
             return self
         held = [param for group in optimizer.param_groups for param in group["params"]]
         # A reader makes all state: Accelerate shards after the optimizer was made, and saves before the first step.
-        if any(isinstance(param, DTensor) for param in held) and not same(held, optimizer._stated):
+        if any(isinstance(param, DTensor) for param in held) and any(id(p) not in optimizer._stated for p in held):
             optimizer._make_state()
         return optimizer.__dict__["state"]
 
@@ -65,11 +65,6 @@ def check_sharded(params: Iterable[Tensor]) -> None:
             "found none; check that prepare() was given the model and this optimizer together, and that Accelerate "
             "runs with FSDP, fsdp_version 2 (on CPUs it silently falls back to DDP)"
         )
-
-
-def same(some: list[Any], others: list[Any]) -> bool:
-    """Whether two lists have the same objects; tensors cannot be compared by ``==``."""
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others))
 
 
 # Hooks: the exchange begins in the backward pass, when FSDP2 has reduced the last gradient of a bucket.
@@ -95,9 +90,16 @@ class Attachment:
     been reduced: FSDP2 calls it in the order of the backward pass, which is the same on all ranks.
     """
 
-    def __init__(self, steppers: Sequence[MeshStepper], rules: RulesNow, states: Callable[[], States]) -> None:
+    def __init__(
+        self,
+        steppers: Sequence[MeshStepper],
+        rules: RulesNow,
+        states: Callable[[], States],
+        out: Callable[[], Collection[str]],
+    ) -> None:
         self._rules = rules
         self._states = states
+        self._out = out  # names of parameters that were taken out of the param groups
         self._early: dict[int, EarlyExchange] = {}
         self._handles: list[Any] = []
         for number, stepper in enumerate(steppers):
@@ -118,7 +120,8 @@ class Attachment:
         """Per bucket, 1 if it must be exchanged again, as in ``EarlyExchange``; None if none is sent early."""
         if number not in self._early:
             return None
-        missing = {atom for atom, i in enumerate(stepper.matrices) if stepper.members[i].param.grad is None}
+        members, out = [stepper.members[index] for index in stepper.matrices], self._out()
+        missing = {atom for atom, member in enumerate(members) if member.param.grad is None or member.name in out}
         return self._early[number].touched(rules, storage, missing)
 
     def settle(self, number: int, touched: Sequence[int]) -> Mapping[int, Any]:
@@ -162,9 +165,11 @@ def step_all(
     attachment: Attachment | None,
     row_scaling: RowScaling,
     options: ComparedOptions,
+    out: Collection[str] = (),
 ) -> list[Presence]:
-    """One step with the current gradients. ``rules`` are those of the param groups. Called on all ranks. Returns which
-    members of each stepper have a gradient on any rank.
+    """One step with the current gradients. ``rules`` are those of the param groups, of which ``out`` are names of
+    parameters that were taken out. Called on all ranks. Returns which members of each stepper have a gradient on any
+    rank that has them.
 
     If ``options`` are found to differ, all ranks raise before any weight is changed.
 
@@ -177,7 +182,7 @@ def step_all(
         (stepper, stepper.by_kind(rules), stepper.storage(states, of_members))
         for stepper, of_members in zip(steppers, grads)
     ]
-    touched, presences = _meet(now, grads, groups, attachment, options)
+    touched, presences = _meet(now, grads, groups, attachment, options, out)
     meanwhile: Callable[[], None] | None = functools.partial(
         _step_elementwise, optimizers, groups, steppers, presences, states
     )
@@ -207,6 +212,7 @@ def _meet(
     groups: Sequence[Mapping[str, Any]],
     attachment: Attachment | None,
     options: ComparedOptions,
+    out: Collection[str],
 ) -> tuple[list[Tensor | None], list[Presence]]:
     """Advance the state of what was sent early, and start to exchange the flags of every stepper. Returns what was sent
     early and has changed since, and the flags. Raises as ``step_all``."""
@@ -224,13 +230,14 @@ def _meet(
     # A difference ends the step before state advances, so that the step can be repeated once it is corrected.
     touched = advance_sent(copies=compares)
     presences = [
-        stepper.presence(of_members, options=flags, touched=() if more is None else more)
+        stepper.presence(of_members, out, options=flags, touched=() if more is None else more)
         for (stepper, *_), of_members, more in zip(now, grads, touched)
     ]
     if compares or any(more is not None for more in touched) or not all(each.complete for each in presences):
         read_at_once(presences)
     if compares:
-        if (error := _difference([stepper for stepper, *_ in now], presences, groups)) is not None:
+        lines = options.lines(groups)
+        if (error := _difference([stepper for stepper, *_ in now], presences, lines)) is not None:
             if attachment is not None:
                 attachment.remove()
             raise error
@@ -239,14 +246,14 @@ def _meet(
 
 
 def _difference(
-    steppers: Sequence[MeshStepper], presences: Sequence[Presence], groups: Sequence[Mapping[str, Any]]
+    steppers: Sequence[MeshStepper], presences: Sequence[Presence], lines: Sequence[str]
 ) -> Exception | None:
     """The error about options that differ. Called on the ranks that compare, each of which goes through its meshes: if
     the options on one differ, all of its ranks are here."""
     found: Exception | None = None
     for stepper, presence in zip(steppers, presences):
         if ComparedOptions.differ(presence.largest("options")):
-            error = disagreement(stepper.collectives, NAME, option_lines(groups))
+            error = disagreement(stepper.collectives, NAME, lines)
             found = found or error
     return found
 

@@ -43,6 +43,7 @@ from lwopt_backend.engines.modules.parts import (
     parts_of,
     together,
 )
+from lwopt_backend.groups.members import same
 from lwopt_backend.groups.param_groups import COMPARED_EVERY, plain
 from lwopt_backend.groups.rates import MadeRates
 from lwopt_backend.optimizer import OwnedOptimizer
@@ -54,6 +55,10 @@ from lwopt_backend.runtime.undisturbed import undisturbed
 
 Measured = dict[str, list[float]]  # by module
 NORMS = "the norm of gradients"
+NO_GROUPS = (
+    "give a module's LayerWiseOptimizer all groups when you make it, and freeze what is to be trained later; one of "
+    "torch's optimizers takes a group by .modules[name].add_param_group"
+)
 
 
 class ModuleOptimizers(torch.optim.Optimizer):
@@ -109,6 +114,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         # Clip groups; None is the rest.
         self._groups = tuple(dict.fromkeys([None, *chain(*(has.groups for has in found))]))
         self._clipped: dict[str, Version] | None = None  # by module, of the gradients that a call has clipped
+        self._list, self._shown = list[dict[str, Any]](), list[dict[str, Any]]()  # param groups, also as last shown
         self.overflowed: tuple[str, ...] = ()
         self._steps = 0
         self._whole = Whole(NAME)
@@ -124,7 +130,10 @@ class ModuleOptimizers(torch.optim.Optimizer):
         groups = [(name, group) for name, optimizer in self.modules.items() for group in optimizer.param_groups]
         for name, group in groups:
             group["module"] = name
-        return [group for _, group in groups]
+        if same(self._list, self._shown):  # else the user has changed the list, which the next step refuses
+            self._shown = [group for _, group in groups]
+            self._list[:] = self._shown
+        return self._list
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
@@ -299,7 +308,6 @@ class ModuleOptimizers(torch.optim.Optimizer):
             for ours in (part.ours for part in self._parts.values() if part.ours is not None):
                 ends.callback(ours._end_step)
             self._whole.check()
-            self._rates.warn(NAME, self.param_groups)
             norms, changed = self._norms_at_step()
             self._steps += 1
             self.overflowed = tuple(name for name, found in norms.items() if not all(map(math.isfinite, found)))
@@ -311,11 +319,12 @@ class ModuleOptimizers(torch.optim.Optimizer):
             if self._kept.guard.skips(math.nan if self.overflowed else float(self._kept.of_all)):
                 self.zero_grad()
                 return False
+            self._rates.warn(NAME, self.param_groups)
             with inner_steps():
                 for number, part in enumerate(self._parts.values()):
                     if part.ours is not None:
                         part.ours._settles = False
-                        part.ours._rates.told |= self._rates.told
+                        part.ours._rates.told = True  # the rates of all modules were judged above
                     with self._whole.changing(begun=number > 0):
                         part.optimizer.step()
                     if part.ours is not None and hooked:
@@ -384,6 +393,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
         were clipped."""
 
         def measure(part: Part) -> list[Tensor | float]:
+            if not same(self._list, self._shown):
+                raise ValueError(f"param_groups: expected those of the modules, found others in the list; {NO_GROUPS}")
             if part.ours is not None:
                 part.ours._begin_step()
             return self._norms_of(part, 2.0)
@@ -493,6 +504,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         check_on_all(self._everyone, NAME, check)
         together(self._everyone, "load_state_dict", self._parts, load)
         self._whole.loaded()
+        self._rates.loaded(self.param_groups)
 
     @undisturbed()
     def save_state_dict(self, path: str | PathLike[str]) -> None:
@@ -531,8 +543,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
     # What it is not
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises RuntimeError: a module's optimizer takes the group."""
-        raise RuntimeError(f"expected a module for this param group, because {NAME} has none; add it to .modules[name]")
+        """Raises RuntimeError: the plans of the modules know no later parameters."""
+        raise RuntimeError(f"{NAME}: expected all param groups in the modules' optimizers, found one; {NO_GROUPS}")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

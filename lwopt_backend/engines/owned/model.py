@@ -22,7 +22,7 @@ from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT, BackwardPasses
 from lwopt_backend.engines.owned.step import Holdings, OwnedCore
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import ADVICE, Grouping, InModel, Member
-from lwopt_backend.groups.param_groups import NONE, CheckedOptions, ComparedOptions, option_lines
+from lwopt_backend.groups.param_groups import NONE, CheckedGroups, ComparedOptions
 from lwopt_backend.groups.registry import state_nbytes
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
 from lwopt_backend.plan.buffers.owned import OwnedPlan
@@ -147,13 +147,13 @@ class Backward:
     """Follows backward passes of ``model``, whose parameters are ``core``'s. Methods are called on all ranks.
     ``BackwardPasses`` reduces the gradients; here ranks agree on what has come of the passes."""
 
-    def __init__(self, core: OwnedCore, model: nn.Module, name: str = NAME) -> None:
+    def __init__(self, core: OwnedCore, model: nn.Module, checked: CheckedGroups, name: str = NAME) -> None:
         self._core = core
         self._name = name  # for errors
         self._manager = core.manager
         self._in_model = InModel(model, list(zip(core.manager.names, core.manager.params)))
         self._passes = BackwardPasses(core.manager, model)
-        self.options, self._checked = ComparedOptions(), CheckedOptions()
+        self.options, self._checked = ComparedOptions(checked), checked
         self._read: int | None = None  # the number of passes when ranks have last agreed to use the gradients
         self._refused = ""  # why steps are, until the gradients are cleared
 
@@ -226,7 +226,7 @@ class Backward:
         options = (NONE, NONE) if reads or drops else self.options.flags(groups)
         negated = [-each for each in alike]  # the largest of which is that of the smallest number
         ends = (mine is not None, drops)
-        presences = self._core.presences(ends=ends, alike=alike, negated=negated, options=options)
+        presences = self._core.presences(self._checked.out, ends=ends, alike=alike, negated=negated, options=options)
         read_at_once(presences)
         any_problem, any_drops = presences[0].largest("ends")
         most, fewest = presences[0].largest("alike"), [-each for each in presences[0].largest("negated")]
@@ -259,7 +259,7 @@ class Backward:
             )
         self._core.order_buckets(presences)
         differ = self.options.differ(presences[0].largest("options"))
-        return presences, disagreement(everyone, self._name, option_lines(groups)) if differ else None
+        return presences, disagreement(everyone, self._name, self.options.lines(groups)) if differ else None
 
 
 # Hooks on a model whose parameters are views of buffers: every reader of parameters waits for them first.

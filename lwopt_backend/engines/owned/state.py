@@ -15,6 +15,7 @@ from torch import Tensor
 from lwopt_backend.checkpoint.contents import MASTER, LazyTensor
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups import Groups
+from lwopt_backend.groups.members import check_all_held
 from lwopt_backend.groups.param_groups import check_saved_groups, with_options
 from lwopt_backend.groups.registry import new_state
 from lwopt_backend.plan import TrainedParam
@@ -225,12 +226,12 @@ def _kept(core: OwnedCore, number: int, groups: Groups) -> dict[str, Tensor]:
 def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     """The state by the parameters' numbers in the param groups, in the form of torch's optimizers.
 
-    It has this rank's pieces, not copied.
+    It has this rank's pieces, not copied; none of a parameter that was taken out of its group.
     """
-    found = by_member(core, groups)
     indices = {id(param): index for index, param in enumerate(p for group in groups for p in group["params"])}
+    found = {id(core.members[number].param): of_member for number, of_member in sorted(by_member(core, groups).items())}
     return {
-        "state": {indices[id(core.members[number].param)]: found[number] for number in sorted(found)},
+        "state": {indices[param]: found[param] for param in found if param in indices},
         "param_groups": [{**group, "params": [indices[id(p)] for p in group["params"]]} for group in groups],
     }
 
@@ -287,6 +288,7 @@ def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -
         check_saved_groups(WHAT, groups, saved)
         pairs = [pair for group, of_group in zip(groups, saved) for pair in zip(group["params"], of_group["params"])]
         indices = {id(param): index for param, index in pairs}
+        check_all_held(WHAT, [member.name for member in core.members if id(member.param) not in indices])
         found = [state_dict["state"].get(indices[id(member.param)], {}) for member in core.members]
         return checked_state(core, groups, WHAT, found), []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -411,15 +411,16 @@ class OwnedCore:
     def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
         return plan_lines([self.members[number] for number in part], plan)
 
-    def presences(self, **more: Sequence[int]) -> list[Presence]:
-        """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first.
+    def presences(self, out: Collection[str] = (), **more: Sequence[int]) -> list[Presence]:
+        """Which members have a gradient on any rank, per holdings, and are not ``out`` of the param groups there;
+        ``more`` are flags of all ranks of the first.
 
         Until ``order_buckets``, the places of the first rank's full buckets precede them; 0 means never full.
         """
         device, filled = self.members[0].param.device, self.manager.filled
         found = []
         for number, held in enumerate(self.holdings):
-            here = [self.manager.has_gradient(member) for member in held.numbers]
+            here = [self.manager.has_gradient(n) and self.members[n].name not in out for n in held.numbers]
             first = held.sharers.everyone.rank == 0
             numbers = () if filled is None else self._buckets_of(held)
             places = [filled.index(each) + 1 if first and filled and each in filled else 0 for each in numbers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
@@ -263,8 +263,9 @@ class UnitStepper(Generic[Stored]):
                 capture=config.capture,
             )
 
-    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """One step with the hyperparameters in ``group``. Called on all ranks that share the parameters."""
+    def step(self, group: Mapping[str, Any], state: dict[str, Any], out: Collection[str] = ()) -> None:
+        """One step with the hyperparameters in ``group``, without the parameters of these names, which were taken
+        ``out`` of the group where it shows them. Called on all ranks that share the parameters."""
         raise NotImplementedError
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
@@ -305,7 +306,7 @@ class GroupStepper(UnitStepper[Tensor]):
         """The partition without padding, whose values are arbitrary."""
         return [piece.value for piece in self.pieces({}, 0) if piece.value is not None]
 
-    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+    def step(self, group: Mapping[str, Any], state: dict[str, Any], out: Collection[str] = ()) -> None:
         """One step from the flat tensor's ``grad``."""
         planned, grad = self._plan.matrices, self._stored.grad
         assert grad is not None

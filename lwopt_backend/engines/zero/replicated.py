@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -144,16 +144,18 @@ class MatrixReplicas(ReplicatedStepper):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         assert self._plan.matrices is not None
-        pairs = zip(self._stored, self.params)
+        pairs = list(zip(self._stored, self.params))
         self._places = [(p, regions) for p, trained in pairs for regions in _regions_of(trained, self._shard)]
+        self._names = [trained.name for _, trained in pairs for _ in _regions_of(trained, self._shard)]
         self._bases = kept_bases(self._plan.matrices, self._collectives.rank)
 
-    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+    def step(self, group: Mapping[str, Any], state: dict[str, Any], out: Collection[str] = ()) -> None:
         """One step from the parameters' gradients, which are equal on all ranks."""
         assert self.matrices is not None
         rule = build_matrix_rule(group, self._config)
         storage = cache(partial(self._pieces, {key: state[key] for key in rule.state_keys}))
-        self.matrices.step({KIND: rule}, storage)
+        active = (lambda atom: self._names[atom] not in out) if out else None
+        self.matrices.step({KIND: rule}, storage, active=active)
 
     def _pieces(self, state: Mapping[str, Tensor], atom: int) -> Pieces:
         """A whole matrix, or its shard, with its state if this rank keeps it."""
@@ -208,7 +210,7 @@ class ElementwiseReplicas(ReplicatedStepper):
                     self._arriving[chunk].append((number, part.start + low - part.offset, at, high - low))
 
     @torch.no_grad()
-    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+    def step(self, group: Mapping[str, Any], state: dict[str, Any], out: Collection[str] = ()) -> None:
         """One step from the parameters' gradients, which are equal on all ranks."""
         value, grad = self._like(), self._like()
         for number, held in self._mine:
@@ -216,10 +218,28 @@ class ElementwiseReplicas(ReplicatedStepper):
                 param = self._stored[number]
                 for flat, tensor in ((value, param.data), (grad, _grad(param))):
                     flat.narrow(0, held.offset, held.numel).copy_(tensor.reshape(-1)[held.start : held.stop])
-        self._elementwise.step(0, group, [Slices(value, grad, state)])
+        whole = Slices(value, grad, state)
+        if out:
+            self._step_without(out, group, whole)
+        else:
+            self._elementwise.step(0, group, [whole])
         with phase(EXCHANGE_BACK):
             for begin, size, arriving in zip(self._chunks, self._sizes, self._arriving):
                 self._gather(value.narrow(0, begin, size), arriving)
+
+    def _step_without(self, out: Collection[str], group: Mapping[str, Any], whole: Slices) -> None:
+        """Step the parameters that are not ``out``. All have one count of steps, as in every step of this unit."""
+        counts = {key: tensor.clone() for key, tensor in whole.state.items() if not tensor.ndim}
+        parts = []
+        for number, held in self._mine:
+            if held is not None and self.params[number].name not in out:
+                place = (0, held.offset, held.numel)
+                state = {k: counts[k].clone() if k in counts else t.narrow(*place) for k, t in whole.state.items()}
+                parts.append(Slices(whole.value.narrow(*place), whole.grad.narrow(*place), state))
+        if parts:
+            self._elementwise.step(0, group, parts)
+            for key in counts:
+                whole.state[key].copy_(parts[0].state[key])
 
     def _gather(self, mine: Tensor, arriving: Sequence[tuple[int, int, int, int]]) -> None:
         """Gather a chunk of new values into the parameters."""

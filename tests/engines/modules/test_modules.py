@@ -362,7 +362,7 @@ def test_what_module_optimizers_cannot_be_used_for_says_so() -> None:
     scaler.scale(module(torch.ones(1, 2)).sum()).backward()
     for words, use in (
         ("takes no closure", lambda: optimizers.step(lambda: 1.0)),
-        ("expected a module for this param group", lambda: optimizers.add_param_group({"params": []})),
+        ("expected all param groups in the modules' optimizers", lambda: optimizers.add_param_group({"params": []})),
         ("cannot be copied or pickled", lambda: pickle.dumps(optimizers)),
         ("use scale_grads()", lambda: scaler.step(optimizers)),
         ("unknown module 'aa'; did you mean 'a'", lambda: optimizers.clip_grad_norm_({"aa": 1.0})),

@@ -1,0 +1,77 @@
+"""Which parameters the param groups have, compared with those that they were made with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from operator import is_
+
+from torch import Tensor
+
+from lwopt_backend.groups import Groups
+from lwopt_backend.runtime.agreement import setting
+
+ADVICE = (
+    "give the constructor all groups (params, overrides) and freeze what is to be trained later, or make another "
+    "optimizer for these parameters"
+)
+
+
+class Members:
+    """The parameters with which each of the param ``groups`` was made; ``names`` has their names by id.
+
+    torch's optimizers read the groups in every step. So does this package, as far as a plan allows: a parameter that
+    was taken out of its group is not trained, and keeps its state until it is put back, at any place in the group.
+    Nothing may be added, or moved to another group, because the plan does not know it there.
+    """
+
+    def __init__(self, groups: Groups, names: Mapping[int, str]) -> None:
+        self._made = [list(group["params"]) for group in groups]
+        self._names = {id(param): names[id(param)] for params in self._made for param in params}
+        self._seen = [list(params) for params in self._made]
+        self.out: frozenset[str] = frozenset()  # names of those that were taken out
+
+    def look(self, groups: Groups) -> None:
+        """Note which parameters are taken out. Raises ValueError for one that was added or moved."""
+        held: list[Sequence[Tensor]] = [group["params"] for group in groups]
+        if len(held) == len(self._seen) and all(map(same, held, self._seen)):
+            return
+        if len(held) != len(self._made):
+            raise _refusal(f"the {len(self._made)} param groups that it was made with, found {len(held)}")
+        for number, (params, made) in enumerate(zip(held, self._made)):
+            own, found = {id(param) for param in made}, set[int]()
+            for param in params:
+                name = self._names.get(id(param), f"another parameter of shape {tuple(param.shape)}")
+                if id(param) not in own:
+                    raise _refusal(f"the parameters in param group {number} with which it was made, found {name!r}")
+                if id(param) in found:
+                    raise _refusal(f"every parameter once in param group {number}, found {name!r} twice")
+                found.add(id(param))
+        here = {id(param) for params in held for param in params}
+        self.out = frozenset(name for key, name in self._names.items() if key not in here)
+        self._seen = [list(params) for params in held]
+
+    def knows_any(self, groups: Groups) -> bool:
+        """Whether any parameter in the groups is one of those with which they were made."""
+        return any(id(param) in self._names for group in groups for param in group["params"])
+
+    def lines(self) -> list[str]:
+        """Lines that must be equal on all ranks."""
+        return [setting("parameters taken out of the param groups", sorted(self.out))] if self.out else []
+
+
+def check_all_held(where: str, out: Collection[str]) -> None:
+    """Raises ValueError if any parameters are out of their param groups, so that a state dict cannot name them."""
+    if out:
+        raise ValueError(
+            f"{where}: expected the param groups with all of their parameters, found {sorted(out)} taken out; put "
+            "these back, load, and take them out again"
+        )
+
+
+def _refusal(expected: str) -> ValueError:
+    return ValueError(f"param_groups: expected {expected}; the plan knows no later changes: {ADVICE}")
+
+
+def same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists have the same objects; tensors cannot be compared by ``==``."""
+    return len(some) == len(others) and all(map(is_, some, others))

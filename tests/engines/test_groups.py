@@ -1,0 +1,176 @@
+"""Param groups that a loop edits after the optimizer was made: as torch's take it, or an error in that step."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from tests.support.fsdp2 import mesh_of
+from tests.support.models import LinearLoss, largest_difference
+from tests.support.on_ranks import on_ranks
+from tests.support.references import ADAMW, MUON, full_weights
+from tests.support.zero import engine_for, settings_for
+
+ENGINES = ("plain", "plain, lazy", "fsdp2", "fsdp2, attached", "modules", "zero 0", "owned 0", "owned 2")
+
+
+class Loop:
+    """A step with the gradient times ``factor``, the param groups, and the weights."""
+
+    def __init__(self, step: Callable[[float], Any], groups: Any, weights: Callable[[], dict[str, Tensor]]) -> None:
+        self.step, self.of_groups, self.weights = step, groups, weights
+
+    def params(self, number: int) -> list[Any]:
+        found: list[Any] = self.of_groups()[number]["params"]
+        return found
+
+
+def alone() -> Loop:
+    model = LinearLoss()
+    muon = torch.optim.Muon([model.first.weight, model.last.weight], **MUON)
+    adamw = torch.optim.AdamW([model.last.bias], **ADAMW)
+
+    def step(factor: float) -> None:
+        model(factor).backward()
+        for optimizer in (muon, adamw):
+            optimizer.step()
+        model.zero_grad()
+
+    return Loop(step, lambda: [*muon.param_groups, *adamw.param_groups], lambda: dict(model.named_parameters()))
+
+
+@contextlib.contextmanager
+def on(engine: str) -> Iterator[Loop]:
+    model, rules = LinearLoss(), {"matrix": {"name": "muon", **MUON}, "elementwise": {"name": "adamw", **ADAMW}}
+    if " " in engine and engine.split()[1].isdigit():
+        settings = settings_for(engine.split()[0], int(engine.split()[1]))
+        settings["optimizer"] = {
+            "type": "LayerWise",
+            "params": {**rules, "storage": engine.split()[0], "report": False},
+        }
+        with engine_for(settings, model) as made:
+
+            def step_engine(factor: float) -> None:
+                made.backward(made(factor))
+                made.step()
+
+            yield Loop(step_engine, lambda: made.optimizer.param_groups, lambda: full_weights(made))
+        return
+    if engine.startswith("fsdp2"):
+        fully_shard(model, mesh=mesh_of())
+    lazy = {"overlap_param_gather": True} if engine == "plain, lazy" else {}
+    one: Any = LayerWiseOptimizer(model, **rules, report=False, **lazy)
+    optimizer: Any = ModuleOptimizers({"all": one}) if engine == "modules" else one
+    if engine == "fsdp2, attached":
+        one.attach(model)
+
+    def step(factor: float) -> None:
+        try:
+            model(factor).backward()
+            optimizer.step()
+        finally:
+            optimizer.zero_grad()
+            model.zero_grad()  # also of what is in no group
+
+    def weights() -> dict[str, Tensor]:
+        one.synchronize()
+        return {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+
+    yield Loop(step, lambda: optimizer.param_groups, weights)
+
+
+def take_out(loop: Loop) -> None:
+    loop.taken = loop.params(0).pop(0)  # type: ignore[attr-defined]
+
+
+def put_back(loop: Loop) -> None:
+    loop.params(0).append(loop.taken)  # type: ignore[attr-defined]
+
+
+def empty(loop: Loop) -> None:
+    loop.kept = [*loop.params(1)]  # type: ignore[attr-defined]
+    loop.of_groups()[1]["params"] = []
+
+
+def fill(loop: Loop) -> None:
+    loop.params(1).extend(loop.kept)  # type: ignore[attr-defined]
+
+
+def reverse(loop: Loop) -> None:
+    loop.params(0).reverse()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@on_ranks(2)
+def test_parameters_that_are_taken_out_and_put_back_are_trained_as_by_torch(engine: str) -> None:
+    """Plain PyTorch went on training a parameter that was taken out of its group; at ZeRO 0 all matrices stopped."""
+    edits = [None, take_out, reverse, put_back, reverse, *([] if engine == "zero 0" else [empty, fill])]
+    truth = alone()
+    with on(engine) as loop:
+        for number, edit in enumerate([*edits, None]):
+            for each in (truth, loop) if edit is not None else ():
+                edit(each)
+            for factor in (1.0, 0.5 - number):
+                truth.step(factor)
+                loop.step(factor)
+            assert largest_difference(loop.weights(), dict(truth.weights())) == 0.0, (number, edit)
+
+
+@on_ranks(2)
+def test_a_group_without_parameters_trains_none_at_stage_0_and_its_count_goes_on() -> None:
+    """DeepSpeed steps these parameters as one tensor there, with one count of steps."""
+    with on("zero 0") as loop:
+        loop.step(1.0)
+        before = {name: weight.clone() for name, weight in loop.weights().items()}
+        empty(loop)
+        loop.step(1.0)
+        assert torch.equal(before["last.bias"], loop.weights()["last.bias"])
+        assert not torch.equal(before["first.weight"], loop.weights()["first.weight"])
+        fill(loop)
+        loop.step(1.0)
+        assert not torch.equal(before["last.bias"], loop.weights()["last.bias"])
+
+
+def move(loop: Loop) -> None:
+    loop.params(1).append(loop.params(0).pop(0))
+
+
+def append(loop: Loop) -> None:
+    moved = loop.params(0).pop(0)
+    loop.of_groups().append({**loop.of_groups()[0], "params": [moved]})
+
+
+def add_another(loop: Loop) -> None:
+    loop.params(0).append(nn.Parameter(torch.ones(12, 12)))
+
+
+def replace(loop: Loop) -> None:
+    loop.params(0)[0] = nn.Parameter(torch.ones(12, 12))
+
+
+def drop_group(loop: Loop) -> None:
+    del loop.of_groups()[1]
+
+
+def repeat(loop: Loop) -> None:
+    loop.params(0).append(loop.params(0)[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@on_ranks(2)
+def test_what_is_moved_or_added_is_an_error_that_changes_nothing(engine: str) -> None:
+    """A parameter that was moved to a group with a higher rate trained at its old rate, without a word; at ZeRO 0 all
+    others were trained at the new one."""
+    for edit in (move, append, add_another, replace, drop_group, repeat):
+        with on(engine) as loop:
+            loop.step(1.0)
+            before = {name: weight.clone() for name, weight in loop.weights().items()}
+            edit(loop)
+            with pytest.raises((RuntimeError, ValueError), match="param_groups: expected"):
+                loop.step(1.0)
+            assert largest_difference(loop.weights(), before) == 0.0, edit
