@@ -9,7 +9,7 @@ import math
 import os
 import traceback
 from array import array
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
@@ -143,6 +143,16 @@ class LazyTensor:
         ranged = self.read_range
         converted = None if ranged is None else lambda start, stop: ranged(start, stop).to(dtype)
         return LazyTensor(self.shape, dtype, lambda: _filled([self], self.shape, dtype), self.where, converted)
+
+    def times(self, factor: float) -> LazyTensor:
+        """Multiplied when read, as ``to`` converts."""
+
+        def scaled(found: Tensor) -> Tensor:
+            return found.mul_(factor)
+
+        ranged = self.read_range
+        of_range = None if ranged is None else lambda start, stop: scaled(ranged(start, stop))
+        return LazyTensor(self.shape, self.dtype, lambda: scaled(self.read()), self.where, of_range)
 
 
 def _filled(parts: Sequence[LazyTensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -286,6 +296,11 @@ def listed(problems: Sequence[str]) -> str:
     return "".join(f"\n  {line}" for line in (*problems[:SHOWN], *more))
 
 
+def some(names: Sequence[str]) -> str:
+    """The first names, and the number of the others."""
+    return ", ".join(map(repr, names[:5])) + f" and {len(names) - 5} more" * (len(names) > 5)
+
+
 T = TypeVar("T")
 WEIGHT = "weight"
 MASTER = "fp32"  # the key of master weights, as in DeepSpeed's universal format
@@ -358,6 +373,7 @@ class Checkpoint:
     - ``tied``: further names of parameters, each with the name in ``params``.
     - ``buffers``: the module's, by name. ``client``: other entries of the user's program, as plain data.
     - ``notes``: sentences on omissions and oddities that are no reason to refuse.
+    - ``left_out``: the folder's own names of tensors that the reader left out, each with the reason.
     - ``files``: those that were opened; ``finish`` compares the checksums of all that was read.
     """
 
@@ -376,6 +392,7 @@ class Checkpoint:
     buffers: Mapping[str, LazyTensor] = field(default_factory=dict)
     client: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
     files: tuple[Checked, ...] = field(default=(), compare=False, repr=False)
 
     def finish(self) -> None:
@@ -429,6 +446,15 @@ def watched(checkpoint: Checkpoint, *watchers: Callable[[LazyTensor, int, Tensor
     return replace(checkpoint, params=params)
 
 
+def lazy_tensors(value: Any) -> Iterator[LazyTensor]:
+    """Yield the lazy tensors in containers."""
+    if isinstance(value, LazyTensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple, set, deque)):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from lazy_tensors(entry)
+
+
 def nbytes(checkpoint: Checkpoint) -> int:
     """Bytes of all parameters' tensors."""
     return sum(tensor.nbytes for param in checkpoint.params.values() for tensor in param.tensors.values())
@@ -439,6 +465,9 @@ class Checked(Protocol):
 
     def finish(self) -> None:
         """Raises CheckpointError for a wrong checksum of what was read."""
+
+    def tensors_read(self) -> Mapping[str, bool]:
+        """The tensors that have names in the file, and whether any of it was read."""
 
 
 _read: ContextVar[list[Checked] | None] = ContextVar("files that a reader has opened", default=None)

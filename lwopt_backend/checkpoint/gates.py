@@ -196,10 +196,14 @@ def check(checkpoint: Checkpoint, *watchers: Callable[[LazyTensor, int, Tensor],
 
 
 def read_all(checkpoint: Checkpoint, workers: int = 1) -> None:
-    """Read every tensor of all parameters, ``workers`` at a time."""
-    all_done(
-        (partial(_read, tensor) for param in checkpoint.params.values() for tensor in param.tensors.values()), workers
-    )
+    """Read every tensor of the parameters, the buffers and the program's entries, ``workers`` at a time, and owner
+    state matrix by matrix."""
+    tensors = [tensor for param in checkpoint.params.values() for tensor in param.tensors.values()]
+    tensors += [*checkpoint.buffers.values(), *contents.lazy_tensors(checkpoint.client)]
+    all_done([partial(_read, tensor) for tensor in tensors], workers)
+    for param in checkpoint.params.values():
+        for place in param.owner_states:
+            param.owner_states[place]
 
 
 def _read(tensor: LazyTensor) -> None:

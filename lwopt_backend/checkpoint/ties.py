@@ -1,7 +1,8 @@
 """Ties: weights under several names in a model, as a save recorded or a user declares them.
 
 torch's model state dict has a tied weight under all its names, an optimizer's only under the first, and neither has the
-ties. Equal values do not prove a tie: a frozen teacher equals its student at the start.
+ties. Equal values do not prove a tie: a frozen teacher equals its student at the start. A model that loads knows its
+own ties (``of_model``).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, differing
+from torch import nn
+
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, differing
 
 RECORD = "lwopt_tied"  # the key in this package's DCP folders for further names, each with the first
 
@@ -22,6 +25,37 @@ def recorded(found: Any, params: Mapping[str, Param]) -> dict[str, str]:
     if missing := {*found, *found.values()} - params.keys():
         raise CheckpointError(f"{RECORD}: expected saved names, found {min(missing)!r}; copy all files again")
     return dict(found)
+
+
+def names_in(model: nn.Module) -> dict[str, str]:
+    """The further names of a model's parameters, each with the first."""
+    first: dict[int, str] = {}
+    named = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    return {name: of for name, of in named if name != of}
+
+
+def of_model(checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
+    """The checkpoint with the ties of the model that loads it: ``names`` as of ``names_in``. The name that has state is
+    kept. Reads weights that are there twice; raises CheckpointError unless they are equal."""
+    params, tied = dict(checkpoint.params), dict(checkpoint.tied)
+    for name, of in names.items():
+        if name in params and of in params:
+            kept, other = (name, of) if params[name].states and not params[of].states else (of, name)
+            check_equal(kept, params[kept].best, other, params[other].best)
+            tied[other] = kept
+            del params[other]
+        elif name in params and of not in tied:
+            tied[of] = name
+    return replace(checkpoint, params=params, tied=tied)
+
+
+def check_equal(name: str, one: LazyTensor, other_name: str, other: LazyTensor) -> None:
+    """Raises CheckpointError unless two weights, which are one in the model that loads them, are equal."""
+    if one.shape != other.shape or differing(one, other)[0]:
+        raise CheckpointError(
+            f"expected equal weights of {name!r} and {other_name!r}, which are one parameter in this model, found "
+            f"different ones ({one.where}, {other.where}); load it into the model it was saved with"
+        )
 
 
 def declared(checkpoint: Checkpoint, pairs: Iterable[str]) -> Checkpoint:

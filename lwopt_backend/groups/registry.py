@@ -411,6 +411,19 @@ def new_state(flat: Tensor, group: Group) -> State:
     return {key: torch.zeros_like(flat) for key in keys}
 
 
+def dtype_of_steps(group: Group) -> torch.dtype:
+    """The dtype of the count of steps that a param group's rule keeps; torch's fp32 for other optimizers."""
+    counter = saved_state(group).get("step")
+    return torch.float32 if counter is None else counter.dtype
+
+
+def saved_state(group: Group) -> State:
+    """The state of one element that a saved param group's element-wise rule keeps, without importing its class; nothing
+    of other rules and of other optimizers."""
+    entry = ELEMENTWISE_RULES.get(str(group.get("rule")))
+    return {} if entry is None else entry.new_state(torch.empty(1, device="meta"), {"amsgrad": False, **group})
+
+
 def state_nbytes(numel: int, group: Group, dtype: torch.dtype = torch.float32) -> int:
     """Bytes of the state of ``numel`` elements, computed by the rule from a tensor without memory."""
     state = new_state(torch.empty(numel, dtype=dtype, device="meta"), group)

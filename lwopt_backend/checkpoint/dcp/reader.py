@@ -112,6 +112,12 @@ class DcpFolder:
         for _, archive in list(self._saved.values()):
             archive.finish()
 
+    def tensors_read(self) -> dict[str, bool]:
+        return {
+            key: not math.prod(entry.shape) or any(chunk.stored in self._saved for chunk in entry.chunks)
+            for key, entry in self.tensors.items()
+        }
+
     def check(self, rank: int, ranks: int) -> None:
         """Read a share of the folder, one of ``ranks``. Raises CheckpointError for a wrong checksum."""
         if (listed := manifest.read(self.path)) is not None:
@@ -164,6 +170,7 @@ class DcpFolder:
         if twice := {*self.tensors, *self.objects} & {*other.tensors, *other.objects}:
             raise CheckpointError(f"{other.path}: expected other keys than in {self.path}, found {min(twice)} in both")
         self.tensors.update(other.tensors)
+        other.tensors = {}  # are read as this folder's
         self.objects.update(other.objects)
         self.paths.update(other.paths)
         self.stored += other.stored

@@ -11,7 +11,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
 from lwopt_backend.checkpoint.dcp.reader import FILE, METADATA
-from lwopt_backend.checkpoint.dcp.state_dicts import ENTRIES
+from lwopt_backend.checkpoint.dcp.state_dicts import ENTRIES, FORMS, PLACE
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import flush
 from lwopt_backend.checkpoint.files.manifest import Files
@@ -41,6 +41,7 @@ from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.files.threads import in_order
 from lwopt_backend.checkpoint.files.torch_files import save_as_it_lies
 from lwopt_backend.checkpoint.ties import RECORD
+from lwopt_backend.groups import registry
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import from_first
@@ -221,27 +222,42 @@ def flattened(values: Mapping[str, Any]) -> Values:
 
 
 def entries_of(values: Mapping[str, Any]) -> Values:
-    """A program's entries, flattened for torch's loaders, and those without tensors as they are under ``ENTRIES``:
-    flattening makes text of a number that is a key, and drops an empty dictionary."""
-
-    def has_tensor(value: Any) -> bool:
-        if isinstance(value, (Mapping, list, tuple)):
-            return any(map(has_tensor, value.values() if isinstance(value, Mapping) else value))
-        return isinstance(value, (Tensor, LazyTensor))
-
-    whole = {key: value for key, value in values.items() if not has_tensor(value)}
-    found: Values = {(ENTRIES,): whole}
-    taken = set[str]()
+    """A program's entries, flattened for torch's loaders, and as they are for this package's reader: under ``ENTRIES``
+    those without tensors, and under ``FORMS`` the others, with a place for each tensor. Flattening makes text of a
+    number that is a key, a list of a tuple, and drops an empty dictionary."""
+    whole = {key: value for key, value in values.items() if not _has_tensor(value)}
+    forms, found, taken = dict[str, Any](), Values(), set[str]()
     for key, value in values.items():
         try:
             flat = flattened({key: value})
         except ValueError:  # two of its names are one with dots between
             flat = {}
         names = {".".join(map(str, path)) for path in flat}
-        if key not in whole or not names & taken:  # torch's loaders have no place for the others
+        if key not in whole and (not flat or names & taken):
+            whole[key] = value  # as one object, for which torch's loaders have no place
+        elif not names & taken:
             found |= flat
             taken |= names
-    return found
+            if key not in whole:
+                forms[key] = _with_places(value, names, (key,))
+    return {(ENTRIES,): whole, **({(FORMS,): forms} if forms else {}), **found}
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, (Mapping, list, tuple)):
+        return any(map(_has_tensor, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, (Tensor, LazyTensor))
+
+
+def _with_places(value: Any, keys: Collection[str], path: tuple[Any, ...]) -> Any:
+    """``value`` with ``{PLACE: key}`` for each part with tensors that is alone under one of the folder's ``keys``."""
+    if (key := ".".join(map(str, path))) in keys:
+        return {PLACE: key} if _has_tensor(value) else value
+    if isinstance(value, Mapping):
+        return nested.with_values(value, lambda at, entry: _with_places(entry, keys, (*path, at)))
+    if isinstance(value, list):
+        return [_with_places(entry, keys, (*path, at)) for at, entry in enumerate(value)]
+    return value
 
 
 # Whole checkpoints, for an FSDP2 model and its optimizer, loaded by
@@ -267,10 +283,12 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
         return as_tensors(dict(checkpoint.params[name].owner_states[place]))
 
     values: Values = {}
+    counters = {number: registry.dtype_of_steps(group) for number, group in enumerate(checkpoint.groups)}
     for name, param in checkpoint.params.items():
         values["model", name] = param.best
         matrices = (checkpoint.arguments.get(MATRICES) or {}).get(name)
-        for key, tensor in states_of(name, param, matrices, partial(owner_state, name)):
+        counter = torch.float32 if param.group is None else counters.get(param.group, torch.float32)
+        for key, tensor in states_of(name, param, matrices, partial(owner_state, name), counter):
             values["optimizer", "state", name, key] = tensor
     values.update({("model", name): checkpoint.params[of].best for name, of in checkpoint.tied.items()})
     values.update({("model", name): buffer for name, buffer in checkpoint.buffers.items()})
@@ -290,15 +308,20 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
 
 
 def states_of(
-    name: str, param: Param, matrices: Sequence[str] | None, owner_state: Callable[[int], dict[str, Tensor]]
+    name: str,
+    param: Param,
+    matrices: Sequence[str] | None,
+    owner_state: Callable[[int], dict[str, Tensor]],
+    counter: torch.dtype,
 ) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the optimizer's state of a parameter, by key, without its master weight. ``matrices`` are the elements of
-    the parameter's matrices, if known; ``owner_state`` reads that of a matrix, by its place."""
+    the parameter's matrices, if known; ``owner_state`` reads that of a matrix, by its place; ``counter`` is the dtype
+    of the count of steps."""
     for key, tensor in param.states.items():
         if key != MASTER:
             yield key, tensor
     if param.step is not None:
-        yield "step", held(torch.tensor(float(param.step)), f"step of {name}")
+        yield "step", held(torch.tensor(float(param.step)).to(counter), f"step of {name}")
     by_shape = list(map(str, matrices_of(param.shape))) if param.owner_states else []
     known = by_shape if matrices is None else list(matrices)
     if param.owner_states and known != by_shape:

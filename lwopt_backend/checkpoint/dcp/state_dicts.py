@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -69,11 +69,14 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
 # what they mean in ``Checkpoint``; this package writes them under these keys, and training may.
 
 ENTRIES = "lwopt_entries"  # this package's record of entries without tensors, not flattened
+FORMS = "lwopt_forms"  # and of entries with tensors, with {PLACE: a tensor's key} for each
+PLACE = "lwopt_place"
 KNOWN = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
 GROUPS, STATE = "param_groups.", "state."
 OF_MODEL, OF_OPTIMIZER = "pytorch_model_fsdp_", "optimizer_"  # with a number, Accelerate's folders of a model's parts
 USUAL = ("model", "state_dict", "model_state_dict", "module")  # a model's name among other dictionaries of tensors
 MOST_OPTIMIZERS = 64  # every key is compared with all their names
+Path_ = tuple[Any, ...]  # of a key in the nested state dict
 
 
 def recognises(path: Path) -> bool:
@@ -108,7 +111,8 @@ def read(path: Path) -> Checkpoint:
         if path.name.startswith(OF_OPTIMIZER):
             advice = f"give the folder above, in which Accelerate also saves {OF_MODEL}0"
         raise CheckpointError(f"{path}: expected one model's weights, best under 'model', found none; {advice}")
-    params, notes = _params(saved)
+    params, notes, left_out = _params(saved)
+    notes += saved.keys.told
     others = saved.others()
     tied = ties.recorded(others.pop(ties.RECORD), params) if ties.RECORD in others else {}
     known = {key: others[key] for key, kind in KNOWN.items() if isinstance(others.get(key), kind)}
@@ -134,6 +138,7 @@ def read(path: Path) -> Checkpoint:
         buffers={name: weight for name, weight in saved.weights.items() if name not in params},
         client=client,
         notes=(*notes, *told),
+        left_out=left_out | {saved.keys.weights[name]: f"a second name of {of}" for name, of in tied.items()},
     )
 
 
@@ -141,9 +146,11 @@ def read(path: Path) -> Checkpoint:
 ZERO_AT_FIRST = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
-def _params(saved: Saved) -> tuple[dict[str, Param], list[str]]:
-    """The parameters with their state, and notes: what is not read of the state, and whose state is zero."""
+def _params(saved: Saved) -> tuple[dict[str, Param], list[str], dict[str, str]]:
+    """The parameters with their state; notes, on what is not read of the state, and whose state is zero; and the keys
+    of the former, each with the reason."""
     params, notes, strange = dict[str, Param](), list(saved.left), dict[int | None, str]()
+    left_out = dict.fromkeys(saved.unknown, "state of no parameter of the model")
     for name, weight in saved.weights.items():
         if not contents.is_trained(weight.dtype):
             continue
@@ -156,6 +163,8 @@ def _params(saved: Saved) -> tuple[dict[str, Param], list[str]]:
         names = [name for name, param in params.items() if param.group == group]
         params.update({name: Param(params[name].weight, group=group) for name in names})
         notes.append(f"the state of {len(names)} parameter(s) is left out: {reason}")
+        left = (saved.key_of.get((name, key)) for name in names for key in saved.states.get(name, ()))
+        left_out.update(dict.fromkeys(filter(None, left), f"state of unknown form: {reason}"))
     for group in {param.group for param in params.values()} - {None}:
         members = {name: param for name, param in params.items() if param.group == group}
         never = [name for name, param in members.items() if not param.states.keys() - {contents.MASTER}]
@@ -168,7 +177,7 @@ def _params(saved: Saved) -> tuple[dict[str, Param], list[str]]:
         params.update({name: _before_first(members[name], like, known) for name in never})
         said = "is zero" if known else "is left out, and they are in no param group"
         notes.append(f"{len(never)} parameter(s), such as {never[0]!r}, never had a gradient: their state {said}")
-    return params, notes
+    return params, notes, left_out
 
 
 def _before_first(param: Param, others: Sequence[Param], known: bool) -> Param:
@@ -191,7 +200,8 @@ class Saved:
 
     ``weights`` are by parameter; ``states`` by parameter and key, owner state included; ``groups`` are the param
     groups' options; ``group_of`` is a parameter's group number; ``matrices`` are a parameter's, if saved. ``left`` has
-    sentences on state of no known parameter. ``change`` converts other objects, by default to ``plain`` data.
+    sentences on ``unknown``, keys of state of no known parameter. ``change`` converts other objects, by default to
+    ``plain`` data.
     """
 
     def __init__(self, folder: DcpFolder, change: Callable[[Any], Any] = plain) -> None:
@@ -210,7 +220,7 @@ class Saved:
                 continue
             self.states.setdefault(split[0], {})[split[1]] = folder.tensor(key)
             self.key_of[split] = key
-        self.left = _left_out(unknown, folder.path)
+        self.left, self.unknown = _left_out(unknown, folder.path), tuple(unknown)
         found = {name: take_matrices(of_name) for name, of_name in self.states.items()}
         self.matrices = {name: matrices for name, matrices in found.items() if matrices is not None}
 
@@ -228,11 +238,14 @@ class Saved:
         own = None  # the keys of state other than owner state, if known from the rule
         if group is not None and (None in matrix_of.values() or "" in described):
             own = _own_keys(weight, self.groups[group])
+        kept = {} if group is None else registry.saved_state(self.groups[group])
+        numbers = {key for key, like in kept.items() if not like.ndim}
         states = {} if master is None else {contents.MASTER: master}
         owners: dict[int, dict[str, LazyTensor]] = {}
         for key, tensor in saved.items():
             matrix = matrix_of[key]
-            if key in own if own is not None else matrix is None and tensor.shape in (weight.shape, ()):
+            fits = tensor.shape == (() if key in numbers else weight.shape)
+            if key in own if own is not None else matrix is None and fits:
                 states[key] = tensor
             elif matrix is None and own is None:
                 misshapen = f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}"
@@ -262,8 +275,23 @@ class Saved:
             path = tuple(folder.paths.get(key, (key,)))
             value = self.change(folder.object(key)) if key in folder.objects else folder.tensor(key)
             flat[path] = scalar(value) if path[0] in KNOWN else value
-        whole = flat.pop((ENTRIES,), {})
+        whole, forms = (flat.pop((key,), {}) for key in (ENTRIES, FORMS))
+        if forms:
+            by_key = {".".join(map(str, path)): value for path, value in flat.items()}
+            whole = {**whole, **{key: _formed(form, by_key, folder.path) for key, form in forms.items()}}
+            flat = {path: value for path, value in flat.items() if path[0] not in forms}
         return {**{key: restored(value) for key, value in by_paths(flat, folder.path).items()}, **whole}
+
+
+def _formed(form: Any, found: Mapping[str, Any], folder: Path) -> Any:
+    """An entry of a program with its tensors, ``found`` by their keys in the folder."""
+    if isinstance(form, Mapping) and form.keys() == {PLACE}:
+        if form[PLACE] not in found:
+            raise CheckpointError(f"{folder}: expected a tensor {form[PLACE]!r:.200}, found none; copy it again")
+        return found[form[PLACE]]
+    if isinstance(form, Mapping):
+        return nested.with_values(form, lambda _, entry: _formed(entry, found, folder))
+    return type(form)(_formed(e, found, folder) for e in form) if type(form) in (list, tuple) else form
 
 
 class _Node(dict[Any, Any]):
@@ -293,13 +321,19 @@ def by_paths(flat: Mapping[tuple[Any, ...], Any], folder: Path) -> dict[str, Any
 
 @dataclass
 class _Keys:
-    """A folder's keys by kind: weights by name; states and options by the rest of the key after the optimizer's."""
+    """A folder's keys by kind: weights by name; states and options by the rest of the key after the optimizer's.
+
+    The model is the dictionary that has the names of the optimizer's state, with all its tensors, of any shape. At the
+    top, among a program's own entries, a number without dimensions is the model's if it has state, or is in a module
+    with a weight; without an optimizer's names, if it is of a float. ``told`` has a sentence on these.
+    """
 
     folder: DcpFolder
     weights: dict[str, str] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         folder = self.folder
@@ -308,8 +342,7 @@ class _Keys:
         optimizers = {start.string[: start.end() - len(GROUPS)] for start in starts if start}
         if len(optimizers) > MOST_OPTIMIZERS:
             raise CheckpointError(f"{folder.path}: expected one optimizer's groups, found {len(optimizers)}")
-        model: dict[tuple[Any, ...], dict[str, str]] = {}
-        has_model = any(folder.paths.get(key, (key,))[:-1] == ("model",) for key in every if key in folder.tensors)
+        found: dict[Path_, dict[str, str]] = {}
         for key in every:
             optimizer = max((prefix for prefix in optimizers if key.startswith(prefix)), key=len, default=None)
             rest = "" if optimizer is None else key.removeprefix(optimizer)
@@ -318,33 +351,61 @@ class _Keys:
                 self.options[key] = rest.removeprefix(GROUPS)
             elif rest.startswith(STATE) and key in folder.tensors:
                 self.states[key] = rest.removeprefix(STATE)
-            elif key in folder.tensors and (path[:-1] == ("model",) or folder.tensors[key].shape and not has_model):
-                model.setdefault(tuple(path[:-1]), {})[str(path[-1])] = key
+            elif key in folder.tensors:
+                found.setdefault(tuple(path[:-1]), {})[str(path[-1])] = key
             else:
                 self.others.append(key)
-        chosen = self._model_among(model)
-        self.weights = model.pop(chosen, {})
-        self.others += [key for of_other in model.values() for key in of_other.values()]
+        named = [rest for rest in (*self.states.values(), *self.options.values()) if not rest[:1].isdecimal()]
+        chosen = self._model_among(found, named)
+        self.weights = found.pop(chosen, {})
+        if not chosen:
+            self._sort_numbers(named)
+        self.others += [key for of_other in found.values() for key in of_other.values()]
 
-    def _model_among(self, found: Mapping[tuple[Any, ...], Mapping[str, str]]) -> tuple[Any, ...]:
-        """Which of the dictionaries with tensors is the model's: the one with a usual name, or else the only one with
-        all names that the optimizer's state has. Raises CheckpointError if that is not one."""
-        named = [[path for path in found if path[-1:] == (name,)] for name in USUAL]
-        usual = next((paths for paths in named if paths), [])
-        fitting = [path for path, of_path in found.items() if self._fits(of_path)]
-        for paths in (usual, list(found), fitting):
+    def _model_among(self, found: Mapping[Path_, Mapping[str, str]], named: Sequence[str]) -> Path_:
+        """Which of the dictionaries with tensors is the model's: of those with all names that the optimizer's state
+        has, or of all if it goes by numbers, the one with a usual name, or else the only one with more than numbers.
+        Raises CheckpointError if that is not one."""
+        fitting = [
+            path for path, of in found.items() if named and all(_name_in(rest, of) is not None for rest in named)
+        ]
+        if len(fitting) == 1:
+            return fitting[0]
+        among = fitting or [*found]
+        usual = [min(of, key=len) for of in ([p for p in among if p[-1:] == (name,)] for name in USUAL) if of]
+        more = [path for path in among if any(self.folder.tensors[key].shape for key in found[path].values())]
+        for paths in (usual[:1], more):
             if len(paths) == 1:
                 return paths[0]
-        if not found:
+        if not more:
             return ()
         raise CheckpointError(
             f"{self.folder.path}: expected one model's weights, best under 'model', found tensors under "
-            f"{sorted('.'.join(map(str, prefix)) for prefix in found)}; save the one to convert under 'model'"
+            f"{sorted('.'.join(map(str, prefix)) for prefix in more)}; save the one to convert under 'model'"
         )
 
-    def _fits(self, names: Collection[str]) -> bool:
-        rests = [rest for rest in (*self.states.values(), *self.options.values()) if not rest[:1].isdecimal()]
-        return bool(rests) and all(_name_in(rest, names) is not None for rest in rests)
+    def _sort_numbers(self, named: Sequence[str]) -> None:
+        """Move the numbers at the top that are a program's entries from ``weights`` to ``others``."""
+        shapes = {name: self.folder.tensors[key].shape for name, key in self.weights.items()}
+        modules = {name[:at] for name, shape in shapes.items() if shape for at in _dots(name)}
+        trained = {_name_in(rest, shapes) for rest in named}
+        if not named:  # no optimizer says what is trained
+            dtypes = {name: self.folder.tensors[key].dtype for name, key in self.weights.items()}
+            trained = {name for name, dtype in dtypes.items() if contents.is_trained(dtype)}
+        numbers = [name for name, shape in shapes.items() if not shape]
+        mine = [name for name in numbers if name in trained or name.rpartition(".")[0] in modules]
+        entries = [name for name in numbers if name not in {*mine}]
+        self.others += [self.weights.pop(name) for name in entries]
+        if numbers:
+            said = [
+                f"{whose}: {contents.some(of)}" for of, whose in ((mine, "the model"), (entries, "the program")) if of
+            ]
+            self.told.append(f"numbers without dimensions at the top were taken as those of {'; of '.join(said)}")
+
+
+def _dots(name: str) -> Iterator[int]:
+    """Yield the places of the dots in a name."""
+    return (at for at, letter in enumerate(name) if letter == ".")
 
 
 def _name_in(key: str, names: Collection[str]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -76,6 +76,7 @@ def read(tag: Path) -> Checkpoint:
     there = dict.fromkeys((*(name for name in states.module if name in folders), *sorted(folders)))
     owned = ours.get("owner_states", ())
     found = {name: _param(tag, name, shapes.get(name), name in owned) for name in there}
+    found |= {name: replace(found[name], step=0.0) for name in ours.get("never_stepped", ()) if name in found}
     params = {}
     for name, param in found.items():
         weight = states.weight(name, param.shape) if parts == 1 else None
@@ -97,6 +98,7 @@ def read(tag: Path) -> Checkpoint:
         checkpoint,
         params={name: checkpoint.params[name] for name in order or checkpoint.params},
         arguments={**checkpoint.arguments, **ours.get("arguments", {})},
+        client={**checkpoint.client, **ours.get("client", {})},
     )
 
 
@@ -222,16 +224,29 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     weights = [(n, w) for n, w in (*of_model.items(), *checkpoint.buffers.items()) if w is not None]
     states = _model_states_to_write(checkpoint, trained, frozen, len(groups))
     (folder / "zero").mkdir()
-    files = Files(folder)
-    all_done([partial(_write_param, name, param, files) for name, param in trained.items()], workers)
+    files, common = Files(folder), _steps_in_common(trained)
+    written = {name: replace(param, step=common.get(name, param.step)) for name, param in trained.items()}
+    all_done([partial(_write_param, name, param, files) for name, param in written.items()], workers)
     # What the files have twice is read from the first one.
     module = {n: _again(folder, n, w) if n in trained and MASTER not in trained[n].states else w for n, w in weights}
     _save(files, WHOLE, {**states, "module": OrderedDict(module)})
-    written = load_mapping(folder / WHOLE)["module"]
-    rest = {name: written[name] for name in (*frozen, *checkpoint.buffers)}
+    saved = load_mapping(folder / WHOLE)["module"]
+    rest = {name: saved[name] for name in (*frozen, *checkpoint.buffers)}
     _save(files, f"zero_pp_rank_0_{WHOLE}", {**states, "module": OrderedDict(rest)})
-    _save(files, str(ds.UNIVERSAL_MARK), _common(checkpoint, trained, groups))
+    _save(files, str(ds.UNIVERSAL_MARK), _common(checkpoint, trained, groups, [*common]))
     manifest.write(folder, files.entries, checkpoint.iteration)
+
+
+def _steps_in_common(trained: Mapping[str, Param]) -> dict[str, float]:
+    """For stock DeepSpeed, which loads Adam's state alone and wants one count in a param group: that of its group for a
+    parameter that was never stepped. Nothing if there is other state, which stock DeepSpeed cannot load."""
+    if not all({"exp_avg", "exp_avg_sq"} <= param.states.keys() for param in trained.values()):
+        return {}
+    counts: dict[int | None, set[float]] = {}
+    for param in trained.values():
+        counts.setdefault(param.group, set()).update({param.step} if param.step else ())
+    common = {group: min(steps) for group, steps in counts.items() if len(steps) == 1}
+    return {n: common[p.group] for n, p in trained.items() if p.step == 0 and p.group in common}
 
 
 def _again(folder: Path, name: str, weight: LazyTensor) -> LazyTensor:
@@ -269,6 +284,7 @@ def _common(
     checkpoint: Checkpoint,
     trained: Mapping[str, Param],
     groups: list[dict[str, Any]],
+    never_stepped: Sequence[str],
 ) -> dict[str, Any]:
     steps = [param.step for param in trained.values() if param.step is not None]
     step = {STEP: torch.tensor(max(steps))} if steps else {}
@@ -283,6 +299,8 @@ def _common(
             "world": dict(checkpoint.world),
             "params": {name: param.group for name, param in checkpoint.params.items()},
             "owner_states": [name for name, param in trained.items() if param.owner_states],
+            "never_stepped": list(never_stepped),
+            "client": {key: value for key, value in checkpoint.client.items() if key in ds.ENGINE_KEYS},
             "arguments": arguments,
         },
     }
@@ -298,7 +316,7 @@ def _model_states_to_write(
         for number in range(groups)
     ]
     return {
-        **checkpoint.client,
+        **{key: value for key, value in checkpoint.client.items() if key not in ds.ENGINE_KEYS},
         "buffer_names": list(checkpoint.buffers),
         "optimizer": None,
         "param_shapes": shapes,
