@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import glob_suggestion, suggestion
 from lwopt_backend.groups import Group
+from lwopt_backend.groups.others import BUFFER, SOURCES, Form, Source, may_be
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, new_state, rule_of
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.state import StateStore, check_fits, keeps_state, put
 from lwopt_backend.runtime.undisturbed import undisturbed
 
-# Muon's momentum has two forms: a moving average of gradients, or their sum. Starting from zero, B <- mu B + (1 - mu) G
-# equals 1 - mu times M <- mu M + G, as long as mu does not change. If mu was changed during a run, no factor is exact;
-# the current mu's factor is right for the gradients since the change.
-
-Form = Literal["ema", "sum"]
 Named = Mapping[str, Mapping[str, Tensor]]  # by parameter name, its state in whole tensors
-BUFFER = "momentum_buffer"
 
 
 def convert_momentum(buffer: Tensor, momentum: float, *, source: Form, target: Form) -> Tensor:
@@ -178,12 +173,28 @@ def _load(store: StateStore, named: Named, strict: bool) -> list[str]:
         if store.ambiguous:
             raise ValueError(f"{WHAT}: {store.ambiguous}")
         whole = {name: _whole(name, state) for name, state in _by_name(named).items()}
+        _check_meaning(store, named)
         given = [f"{name}: {sorted(state)}" for name, state in sorted(whole.items())]
         return _select(store, whole, strict), [given for _ in store.ranks]
 
     taken = agree_in_all(store.ranks, WHAT, check)
     put(store, state=taken)
     return [param.name for param in store.params if param.name not in taken]
+
+
+def _check_meaning(store: StateStore, named: Named) -> None:
+    """Raises ValueError for what ``from_checkpoint`` read for another rule, or for another form of momentum."""
+    for param in store.params:
+        state, group = named.get(param.name), store.groups[param.group]
+        if not isinstance(state, State):
+            continue
+        is_sgds, form = rule_of(group) == "sgd", group.get("momentum_form", "ema")
+        if is_sgds or state.form not in (None, form):
+            expected = "a sum of gradients, of torch.optim.SGD" if is_sgds else f"the form {form!r} of its param group"
+            raise ValueError(
+                f"{WHAT}: parameter {param.name!r}, which {rule_of(group)!r} trains: expected {expected}, found "
+                f"{state.form or state.rule!r}; read it with from_checkpoint(..., momentum_form={form!r})"
+            )
 
 
 def _by_name(named: Any) -> Named:
@@ -255,80 +266,16 @@ def _facts(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 # The contents of other optimizers' ``state_dict``, by parameter name and under this package's keys.
 
-MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "max_exp_avg_sq": "max_exp_avg_sq"}
-
-
-@dataclass(frozen=True)
-class Source:
-    """How an optimizer stores its state. If ``form`` is None, its param groups have it as ``momentum_form``.
-
-    Keys of param groups tell optimizers apart that store other things under one key. ``marks`` are those that it may
-    have, of all marks here and in ``OTHERS``; it has all that it ``needs``, of alternatives a|b one, where it keeps
-    momentum, and ``adam_needs`` where it keeps Adam's moments.
-
-    ``momentum`` are the keys of the momentum in param groups; ``buffer`` is the key of the buffer; ``moments`` are
-    Adam's keys by this package's; ``step`` is the key of Adam's counter, in the param group if ``counts_in_group``.
-    State may also have ``flags``, which say nothing more.
-    """
-
-    form: Form | None
-    marks: str
-    needs: str
-    adam_needs: str = "weight_decay"
-    momentum: tuple[str, ...] = ("momentum",)
-    buffer: str = BUFFER
-    moments: Mapping[str, str] = field(default_factory=lambda: MOMENTS)
-    step: str = "step"
-    counts_in_group: bool = False
-    flags: tuple[str, ...] = ()
-
-
-OLD_ADAM = {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
-SOURCES: dict[str, Source] = {
-    "torch.optim.Muon": Source("ema", "weight_decay adjust_lr_fn ns_coefficients", "adjust_lr_fn"),
-    "torch.optim.AdamW": Source("ema", "weight_decay", "", buffer=""),
-    # From June 2025 on; from February to May 2025; before, when the average was a sum.
-    "keller_jordan": Source("ema", "weight_decay use_muon update_buffer", "weight_decay momentum"),
-    "keller_jordan_2025": Source(
-        *("ema", "weight_decay adamw_betas update_buffer", "update_buffer", "update_buffer"),
-        moments=OLD_ADAM,
-        flags=("use_muon",),
-    ),
-    "keller_jordan_2024": Source("sum", "adamw_betas", "ns_steps", "ns_steps", moments=OLD_ADAM, flags=("use_muon",)),
-    "moonlight": Source("sum", "adamw_betas wd", "wd", "wd", moments=OLD_ADAM, flags=("use_muon",)),
-    "dion": Source(
-        *("sum", "weight_decay algorithm mu", "algorithm", "algorithm"),
-        momentum=("mu",),
-        buffer="momentum",
-        moments={"exp_avg": "momentum", "exp_avg_sq": "variance"},
-        step="step_dev",
-        counts_in_group=True,
-    ),
-    "deepspeed": Source("ema", "weight_decay use_muon", "use_muon", counts_in_group=True),
-    "megatron": Source(
-        *("ema", "weight_decay", "weight_decay momentum|momentum_beta"),
-        momentum=("momentum", "momentum_beta"),  # Emerging-Optimizers 0.1 says momentum_beta
-        counts_in_group=True,
-        flags=("master_param",),  # of Transformer Engine's Adam
-    ),
-    "pytorch_optimizer": Source(
-        *("ema", "weight_decay use_muon weight_decouple", "use_muon", "use_muon"), counts_in_group=True
-    ),
-    "lwopt_backend": Source(None, "weight_decay adjust_lr_fn ns_coefficients momentum_form rule", "momentum_form"),
-}
-OTHERS = {  # optimizers that are no source, with keys of their state or of their param groups that no source has
-    "torch.optim.SGD, whose momentum is a sum": "dampening",
-    "muonium, whose momentum is a sum": "lr_ratio orthogonalization_strategy",
-    "pytorch_optimizer's MuonClip, whose momentum is a sum": "qk_clip_threshold",
-    "SOAP, whose second moments are in another basis": "GG Q_L Q_R shampoo_beta",
-    "LaProp, whose momentum is of scaled gradients": "exp_avg_lr_1 correct_bias",
-    "NorMuon or AdaMuon, whose second moments have no counterpart": (
-        "variance_neuron second_momentum_buffer moment2_buffer second_moment"
-    ),
-}
-MARKS = {mark for known in (*(kind.marks for kind in SOURCES.values()), *OTHERS.values()) for mark in known.split()}
 SHOWN = 5  # keys in a sentence
 ANEW = "to begin it anew, take it out of names and of the state dict's param groups, and load with strict=False"
+
+
+class State(dict[str, Tensor]):
+    """A parameter's state, of the ``rule`` here that has it, and the ``form`` of its momentum, if it has one."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], rule: str, form: Form | None = None) -> None:
+        super().__init__(tensors)
+        self.rule, self.form = rule, form
 
 
 def from_checkpoint(
@@ -338,7 +285,7 @@ def from_checkpoint(
     source: str = "torch.optim.Muon",
     momentum: float | None = None,
     momentum_form: Form = "ema",
-) -> dict[str, dict[str, Tensor]]:
+) -> dict[str, State]:
     """Read another optimizer's ``state_dict`` for ``load_named_state``. May run on any rank; does not communicate.
 
     Args:
@@ -467,7 +414,7 @@ class _Entry:
     state: Mapping[Any, Any]
     group: Mapping[str, Any]
 
-    def converted(self, momentum: float | None, form: Form) -> dict[str, Tensor]:
+    def converted(self, momentum: float | None, form: Form) -> State:
         theirs = SOURCES[self.source]
         trained_by = self.group.get("algorithm", self.group.get("rule"))
         if trained_by not in (None, "muon", "adamw"):
@@ -478,10 +425,10 @@ class _Entry:
                 "pytorch_optimizer do, its momentum is in another rank's: pass a list of all ranks' state dicts. If it "
                 f"has had no gradient yet: {ANEW}"
             )
-        if problem := self._problem():
-            raise self._error(f"{problem}; {self._may_be()}; {ANEW}")
-        if self._is_adams():
-            return self._moments(theirs)
+        if problem := theirs.problem(self.source, self.state, self.group):
+            raise self._error(f"{problem}; {may_be(self.state, self.group)}; {ANEW}")
+        if theirs.is_adams(self.state):
+            return State(self._moments(theirs), "adamw")
         buffer = self._tensor(theirs.buffer)
         if buffer.ndim < 2:
             raise self._error(f"{theirs.buffer!r}: expected a matrix's, found shape {tuple(buffer.shape)}")
@@ -493,36 +440,7 @@ class _Entry:
         elif momentum is None:
             keys = " or ".join(map(repr, theirs.momentum))
             raise self._error(f"is in a param group without {keys}; pass momentum, to convert {source!r} to {form!r}")
-        return {BUFFER: convert_momentum(buffer, momentum, source=source, target=form)}
-
-    def _is_adams(self) -> bool:
-        return SOURCES[self.source].moments["exp_avg_sq"] in self.state
-
-    def _problem(self) -> str | None:
-        """What shows that another optimizer than ``source`` wrote this state, or nothing."""
-        theirs = SOURCES[self.source]
-        needed = [theirs.moments["exp_avg"], theirs.moments["exp_avg_sq"]] if self._is_adams() else [theirs.buffer]
-        known = {*needed, *theirs.flags, *((*theirs.moments.values(), theirs.step) if self._is_adams() else ())}
-        if unknown := [key for key in self.state if key not in known]:
-            return f"has {', '.join(map(repr, unknown))} in its state, which {self.source!r} does not write"
-        if lacking := [key for key in needed if key not in self.state]:
-            return f"has no {lacking[0]!r} in its state, only {list(self.state)}"
-        if foreign := [key for key in self.group if key in MARKS - set(theirs.marks.split())]:
-            return f"is in a param group with {foreign[0]!r}, which {self.source!r} does not write"
-        for wanted in (theirs.adam_needs if self._is_adams() else theirs.needs).split():
-            if not any(key in self.group for key in wanted.split("|")):
-                either = " or ".join(map(repr, wanted.split("|")))
-                return f"is in a param group without {either}, which {self.source!r} writes"
-        return None
-
-    def _may_be(self) -> str:
-        """A clause on who wrote this state."""
-        fitting = [source for source in SOURCES if replace(self, source=source)._problem() is None]
-        if fitting:
-            return f"the source may be one of {fitting}"
-        seen = {*self.state, *self.group}
-        others = [other for other, keys in OTHERS.items() if seen & set(keys.split())]
-        return f"it may be that of {others[0]}" if others else "no source writes such a state"
+        return State({BUFFER: convert_momentum(buffer, momentum, source=source, target=form)}, "muon", form)
 
     def _moments(self, theirs: Source) -> dict[str, Tensor]:
         keys = {ours: key for ours, key in theirs.moments.items() if key in self.state}

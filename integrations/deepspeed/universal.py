@@ -22,8 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils.logging import logger
 
-from lwopt_backend.checkpoint import convert as translation
-from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint import formats, ties, translation
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed.files import STEP, renumbered, tag_of
@@ -31,6 +30,7 @@ from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.files.torch_files import Archive, check_files
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups import Group, Groups
+from lwopt_backend.groups.others import Told
 from lwopt_backend.groups.param_groups import OURS
 from lwopt_backend.groups.rates import IN_GROUPS, regrouped
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, check_group, known_in, new_state
@@ -43,6 +43,7 @@ from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import TO_DO, StateStore, Whole, keeps_state, put, reasons
 
 WHAT = "load_checkpoint"
+Writers = Mapping[str, Told | ValueError | None]  # by parameter: what is known of who wrote its state
 PLACED = {"params", "name", "moe", *OURS}  # a group's keys that identify it, and are no options
 ALONE = "load the weights alone, with load_optimizer_states=False"
 KEPT = "owner state of the matrices"
@@ -115,7 +116,7 @@ def _load(
     Then each reads its pieces; after an error, which every rank raises, no rank takes a step before a load succeeds.
     """
     store: StateStore = optimizer.state_store()
-    folder, checkpoint, files = from_first(everyone, WHAT, lambda: open_folder(asked))
+    folder, checkpoint, files = from_first(everyone, WHAT, lambda: open_folder(asked, ties.names_in(engine.module)))
 
     def decide() -> tuple[Choice, list[list[str]]]:
         choice = choose(engine, store, (folder, checkpoint), asked, with_state)
@@ -199,9 +200,9 @@ def _go_on(engine: DeepSpeedEngine, choice: Choice, asked: Mapping[str, Any]) ->
     return []
 
 
-def open_folder(asked: Mapping[str, Any]) -> tuple[Path, Checkpoint, list[Path]]:
-    """The folder of the checkpoint that an engine is ``asked`` for, its content, and its files. Raises
-    CheckpointError."""
+def open_folder(asked: Mapping[str, Any], tied: Mapping[str, str]) -> tuple[Path, Checkpoint, list[Path]]:
+    """The folder of the checkpoint that an engine is ``asked`` for, its content, and its files. ``tied`` are further
+    names in the engine's model. Raises CheckpointError."""
     root, tag = Path(asked["load_dir"]), asked["tag"]
     folder = tag_of(root, deepspeed_universal.POINTER) if tag is None else root / str(tag)
     if not formats.recognises("universal", folder):
@@ -209,7 +210,7 @@ def open_folder(asked: Mapping[str, Any]) -> tuple[Path, Checkpoint, list[Path]]
             f"checkpoint.load_universal is on: expected a universal checkpoint in {folder}, found no "
             "zero/optimizer_state.pt; switch it off, or convert the checkpoint with lwopt convert --to universal"
         )
-    checkpoint = deepspeed_universal.read(folder)
+    checkpoint = ties.of_model(deepspeed_universal.read(folder), tied)
     files = [file.stored.path for file in checkpoint.files if isinstance(file, Archive)]
     return folder, dataclasses.replace(checkpoint, files=()), files
 
@@ -243,15 +244,21 @@ def choose(
         raise ValueError("expected no custom_load_fn with checkpoint.load_universal; leave custom_load_fn out")
     folder, checkpoint = opened
     trained, groups = {param.name: param for param in store.params}, store.groups
-    others = _others(engine, trained)
-    params, notes = _fitting(folder, checkpoint, store, {*others, *store.elsewhere}, with_state)
+    others, known = _others(engine, trained), translation.translated(checkpoint)
+    by, more = translation.Writers(checkpoint), list[str]()
+    writers = {name: by.of(param) for name, param in checkpoint.params.items()}
+    if with_state:
+        forms = {checkpoint.name_of(p.name): groups[p.group].get("momentum_form", "ema") for p in store.params}
+        checkpoint, more = translation.with_our_state(checkpoint, lambda name: str(forms.get(name, "ema")))
+    params, notes = _fitting(folder, checkpoint, store, {*others, *store.elsewhere}, writers if with_state else None)
+    notes += [f"{folder}: {note}" for note in more]
     rest = _rest(folder, checkpoint, others, asked["load_module_strict"])
     options: list[dict[str, Any]] = [{} for _ in groups]
     if with_state:
         members: list[dict[str, Param]] = [{} for _ in groups]
         for param in store.params:
             members[param.group][param.name] = params[param.name]
-        options, more = _options_of(folder, checkpoint, groups, members)
+        options, more = _options_of(folder, checkpoint, groups, members, known)
         notes += more
     with_scheduler = asked["load_lr_scheduler_states"] and not asked["load_module_only"]
     if with_scheduler and engine.lr_scheduler is not None:
@@ -273,11 +280,12 @@ def _others(engine: DeepSpeedEngine, trained: Mapping[str, TrainedParam]) -> dic
 
 
 def _fitting(
-    folder: Path, checkpoint: Checkpoint, store: StateStore, others: Collection[str], with_state: bool
+    folder: Path, checkpoint: Checkpoint, store: StateStore, others: Collection[str], writers: Writers | None
 ) -> tuple[dict[str, Param], list[str]]:
     """The trained parameters in the checkpoint, by this model's names, and sentences about permitted differences.
 
-    Raises CheckpointError for other parameters or shapes than here and, ``with_state``, for other state.
+    Raises CheckpointError for other parameters or shapes than here and for other state; not for state without
+    ``writers``, those who wrote that of the checkpoint's parameters.
     """
     names = {param.name: checkpoint.name_of(param.name) for param in store.params}
     params = {name: checkpoint.params[theirs] for name, theirs in names.items() if theirs in checkpoint.params}
@@ -288,11 +296,16 @@ def _fitting(
         param.name: {"shape": param.shape, "status": "trained"} for param in store.params
     }
     notes: list[str] = []
+    params |= _stepped_together(store, params)
     keep_any = any(param.owner_states for param in checkpoint.params.values())
-    for unit in store.units if with_state else ():
+    for unit in store.units if writers is not None else ():
         first = params.get(unit[0].name)
         for param in (param for param in unit if param.name in params):
+            by = (writers or {}).get(names[param.name])
+            if isinstance(by, ValueError):
+                raise CheckpointError(f"{folder}: parameter {param.name!r}: {by}; {ALONE}")
             mine, theirs, more = _facts_of_state(checkpoint, store.groups[param.group], param, params, keep_any)
+            theirs = theirs if by is None else {**theirs, "rule": by.rule}
             here[param.name] |= {**mine, "counters": {STEP: first.step} if first and STEP in mine["state"] else None}
             there[param.name] |= {**theirs, "counters": {STEP: params[param.name].step}}
             notes += [f"{folder}: {note}" for note in more]
@@ -301,6 +314,18 @@ def _fitting(
     for reason in reasons(here, there, advice=advice, to_do={**to_do, KEPT: f"{BY_CONVERT}, or {ALONE}"}):
         raise CheckpointError(f"{folder}: {reason}")
     return params, notes
+
+
+def _stepped_together(store: StateStore, params: Mapping[str, Param]) -> dict[str, Param]:
+    """Parameters that were never stepped, with the count of those that are stepped with them as one tensor here."""
+    found: dict[str, Param] = {}
+    for unit in store.units:
+        names = [param.name for param in unit if param.name in params]
+        counts = {params[name].step for name in names} - {None, 0.0}
+        if len(counts) == 1:
+            (count,) = counts
+            found |= {n: dataclasses.replace(params[n], step=count) for n in names if params[n].step == 0.0}
+    return found
 
 
 def _facts_of_state(
@@ -361,14 +386,19 @@ def _check_shape(file: Path, name: str, expected: Sequence[int], found: Sequence
 
 
 def _options_of(
-    folder: Path, checkpoint: Checkpoint, groups: Groups, members: Sequence[Mapping[str, Param]]
+    folder: Path,
+    checkpoint: Checkpoint,
+    groups: Groups,
+    members: Sequence[Mapping[str, Param]],
+    known: tuple[list[dict[str, Any]], list[str]],
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The options that each of the param ``groups`` takes over, and sentences about those that it does not take.
 
-    ``members`` are, by group, its parameters in the checkpoint, by this model's names. Raises CheckpointError if they
-    have other rules, or options that one group cannot have.
+    ``members`` are, by group, its parameters in the checkpoint, by this model's names; ``known`` are the checkpoint's
+    groups under this package's options, and sentences on them. Raises CheckpointError if they have other rules, or
+    options that one group cannot have.
     """
-    translated, notes = translation.translated(checkpoint)
+    translated, notes = known
     # Megatron's Muon has used two names for its momentum.
     saved = [{"momentum": g["momentum_beta"], **g} if "momentum_beta" in g else g for g in checkpoint.groups]
     checkpoint = dataclasses.replace(checkpoint, groups=tuple(saved))

@@ -12,7 +12,7 @@ import numpy
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, LazyTensor, Param, differing, held
-from lwopt_backend.checkpoint.convert import as_ours
+from lwopt_backend.checkpoint.translation import as_ours
 from lwopt_backend.groups.rates import regrouped
 
 STEP, OWNER, BUFFER = "step", "owner", "buffer"

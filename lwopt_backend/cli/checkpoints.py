@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,7 @@ from rich.table import Column, Table
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.errors import CheckpointError
 from lwopt_backend.checkpoint.formats import AUTO, TARGETS, Numbers
-from lwopt_backend.config.options import suggestion
+from lwopt_backend.config.options import glob_suggestion, suggestion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,6 +191,7 @@ HELP = {
     "that does not have Megatron's if the other has.",
     "names a": "Naming scheme of A, if A does not record it, as in a saved model.",
     "compared map": "Your own map of A's names to those of B, as in lwopt convert: a file that is run.",
+    "tensors": "List the tensors whose names match, '*' for all: name, state, shape, dtype, size.",
     "weights": "Compare weights only, e.g. with an export that has no optimizer state.",
 }
 
@@ -246,10 +248,12 @@ def convert(
             notes += checks.finish()
         else:
             conversion.write(made, to, place, lambda: notes.extend(checks.finish()), workers=workers, **options)
+    counts = conversion.counted(found, to)
     summary = {
         "source": {"path": str(source), "reader": reader, **described(found)},
         "result": {"path": str(place.folder), "written": not dry_run, **described(result)},
-        "notes": [*made.notes, *notes],
+        "tensors": counts,
+        "notes": [*made.notes, *notes, *conversion.left_out(counts)],
         "seconds": time.monotonic() - started,
     }
     print_json(summary) if as_json else _show_conversion(summary)
@@ -305,6 +309,9 @@ def _show_conversion(summary: Mapping[str, Any]) -> None:
     table.add_section()
     table.add_row("all", "", "", nbytes(before["size"]), "", nbytes(after["size"]))
     console.print(table)
+    if counts := summary["tensors"]["in_folder"]:
+        left = len(summary["tensors"]["left_out"])
+        console.print(f"\nOf {counts:,} tensors in the folder, {counts - left:,} are converted, {left:,} left out.")
     print_sentences(console, "Notes", summary["notes"])
     took = f" in {summary['seconds']:.0f} s, {nbytes(after['size'] / max(summary['seconds'], 1e-9))} a second"
     said = f"Written to {after['path']}{took}." if after["written"] else "Nothing was written (--dry-run)."
@@ -321,6 +328,7 @@ def inspect(
     path: Folder,
     format: Annotated[str, typer.Option("--from", help=f"Format of the checkpoint. One of {FORMATS}.")] = AUTO,
     check: Annotated[bool, typer.Option(help="Read every tensor and look for problems.")] = True,
+    tensors: Annotated[Text, typer.Option("--tensors", metavar="GLOB", help=HELP["tensors"])] = None,
     as_json: AsJSON = False,
 ) -> None:
     """Show a checkpoint: format, version, world size, step, parameters, states, size, problems.
@@ -329,17 +337,34 @@ def inspect(
     """
     path = folder_of(path)
     reader, checkpoint = opened(path, format)
+    rows = None if tensors is None else _matching(checkpoint, tensors)
     problems, advice, notes = _checked(checkpoint, as_json) if check else ([], "", [UNCHECKED])
     files = [file for file in formats.step_of(path, reader).rglob("*") if file.is_file()]
     found = {
         **{"path": str(path), "reader": reader, **described(checkpoint)},
         **{"files": len(files), "size_of_files": sum(file.stat().st_size for file in files)},
         **{"notes": [*checkpoint.notes, *notes], "problems": problems, "advice": advice},
+        **({} if rows is None else {"tensors": rows}),
     }
     print_json(found) if as_json else _show_contents(found, check)
     if problems:
         typer.secho(f"error: {path} has problems ({len(problems)})", fg="red", err=True)
         raise typer.Exit(1)
+
+
+def _matching(checkpoint: Checkpoint, glob: str) -> list[dict[str, Any]]:
+    """The tensors whose names match, with state, shape, dtype and size in bytes. The name is the parameter's or the
+    buffer's, or with the state's after a dot. Raises CheckpointError if there are none."""
+    named = [(name, key, t) for name, param in checkpoint.params.items() for key, t in param.tensors.items()]
+    named += [(name, "buffer", buffer) for name, buffer in checkpoint.buffers.items()]
+    found = [each for each in named if any(fnmatchcase(text, glob) for text in (each[0], ".".join(each[:2])))]
+    if not found:
+        names = [*dict.fromkeys(name for name, *_ in named)]
+        raise CheckpointError(f"--tensors: no tensor has a name like {glob!r}; {glob_suggestion(glob, names)}")
+    return [
+        {"name": name, "state": key, "shape": list(t.shape), "dtype": str(t.dtype)[6:], "size": t.nbytes}
+        for name, key, t in found
+    ]
 
 
 def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list[str]]:
@@ -386,6 +411,12 @@ def _show_contents(found: Mapping[str, Any], checked: bool) -> None:
         counts = (f"{entry['tensors']:,}", f"{entry['elements']:,}", nbytes(entry["size"]))
         table.add_row(entry["state"], entry["dtype"], *counts)
     console.print(table)
+    if "tensors" in found:
+        listing = Table(Column("tensor", overflow="fold"), "state", "shape", "dtype", Column("size", justify="right"))
+        for each in found["tensors"]:
+            shape = " x ".join(map(str, each["shape"])) or "a number"
+            listing.add_row(each["name"], each["state"], shape, each["dtype"], nbytes(each["size"]))
+        console.print(listing)
     problems = found["problems"][:SHOWN]
     more = len(found["problems"]) - len(problems)
     problems += [f"and {more} more; --json has all of them"] * bool(more)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT, SHARED
 from lwopt_backend.config.hosts import HOSTS, HostConfig
 from lwopt_backend.config.options import Known, nearest, option_suggestion, options_in, within
-from lwopt_backend.groups import Group, Groups
+from lwopt_backend.groups import Group, Groups, others
 from lwopt_backend.groups.choices import Rules, add, changed
 from lwopt_backend.groups.members import Members
 from lwopt_backend.groups.optimizer_classes import class_of
@@ -267,6 +267,9 @@ def check_saved_groups(
             "model's weights alone and begin with new state, or load another Muon's state with "
             "lwopt_backend.migration"
         )
+    for number, group in enumerate(saved):
+        if "rule" not in group and (found := others.rule_of_saved((), group)) != "adamw":
+            raise ValueError(f"{where}: param group {number}: expected AdamW's, found {found}; load the weights alone")
     sides = ({n: {"rule": rule_of(g), **facts(g)} for n, g in enumerate(some)} for some in (groups, saved))
     check_fits(where, *sides, what="param group", advice=advice)
     for number, (group, of_group) in enumerate(zip(groups, saved)):

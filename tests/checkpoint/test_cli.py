@@ -114,6 +114,24 @@ def test_every_format_says_what_it_is_and_how_large_its_states_are(made: dict[st
     assert states["exp_avg"]["size"] == 4 * states["exp_avg"]["elements"]
 
 
+def test_tensors_are_listed_by_glob(made: dict[str, Path]) -> None:
+    """Without being read: of a name, of a state, and of all."""
+    look = ("inspect", made["source"], "--no-check", "--json", "--tensors")
+    found, everything = formats.read(made["source"]), json.loads(succeeds(*look, "*"))
+    known = {(n, key): t for n, param in found.params.items() for key, t in param.tensors.items()}
+    listed = {(each["name"], each["state"]): each for each in everything["tensors"]}
+    assert listed.keys() == known.keys() and sum(each["size"] for each in listed.values()) == everything["size"]
+    for place, each in listed.items():
+        assert (tuple(each["shape"]), f"torch.{each['dtype']}") == (known[place].shape, str(known[place].dtype))
+    for glob, states in (("*layers.0.mlp.linear_fc2.weight", None), ("*.exp_avg", {"exp_avg"})):
+        some = json.loads(succeeds(*look, glob))["tensors"]
+        assert some and all(each in everything["tensors"] for each in some)
+        assert states in (None, {each["state"] for each in some})
+    text = succeeds("inspect", made["source"], "--no-check", "--tensors", "output_layer.weight")
+    assert "output_layer.weight" in text and "16 x 8" in text
+    assert "no tensor has a name like 'output.*'; " in refused("inspect", made["source"], "--tensors", "output.*")
+
+
 def test_converted_ones_are_equal_whatever_their_formats(made: dict[str, Path]) -> None:
     """An export lacks states, and a hint says so."""
     for a, b in (("source", "universal"), ("source", "dcp"), ("dcp", "universal")):

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from lwopt_backend import LayerWiseOptimizer, migration
+from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
+from lwopt_backend.checkpoint.translation import as_ours
 from lwopt_backend.groups.registry import arguments, optimizer_arguments
-from lwopt_backend.migration import convert_named_momentum, from_checkpoint
+from lwopt_backend.migration import convert_named_momentum, from_checkpoint, load_named_state
 from lwopt_backend.rules.newton_schulz import TABLES
 from tests.support.migration import distance, eager, ours_for, rules_for
 from tests.support.pages import PAGES
@@ -376,6 +378,105 @@ def test_no_source_mistakes_what_a_class_of_torch_or_pytorch_optimizer_writes() 
             assert_only(source, state, ["weight"])
             tried.append(cls)
     assert len(tried) > 90 and pytorch_optimizer.AdaGO in tried
+
+
+# What ``lwopt convert`` makes of them, which nobody tells who wrote a state: the rule of the matrix, and the factor of
+# its momentum; or words of the refusal. What is not listed is refused by its keys.
+AS_OURS: dict[str, tuple[str, float] | str] = {
+    **dict.fromkeys(("torch", "DeepSpeed", "pytorch_optimizer", "Keller Jordan, July 2025"), ("muon", 1.0)),
+    **dict.fromkeys(("ours", "ours, a sum"), ("muon", 1.0)),  # as they are, with the form in the param group
+    "ours, muon2": ("muon", 1.0),
+    "January 2025, matrices": ("muon", 1 - MU),
+    "Moonlight, matrices": ("muon", 1 - MU),
+    "pytorch_optimizer's MuonClip": "be that of pytorch_optimizer's MuonClip, whose momentum is a sum",
+    "muonium 0.2.0": "be that of muonium, whose momentum is a sum",
+    "SOAP": "be that of SOAP, whose second moments are in another basis",
+    "LaProp": "be that of LaProp, whose momentum is of scaled gradients",
+    "AdaptiveMuon": "be that of NorMuon or AdaMuon, whose second moments have no counterpart",
+}
+UNSAID = "expected the state of a known optimizer, found the state"
+
+
+def as_checkpoint(state: Written, **arguments: Any) -> Checkpoint:
+    groups = state["param_groups"]
+    place = {index: number for number, group in enumerate(groups) for index in group["params"]}
+    params = {}
+    for index, of_param in ((index, state["state"][index]) for index in place if index in state["state"]):
+        tensors = {key: held(t.clone(), key) for key, t in of_param.items() if isinstance(t, Tensor) and key != "step"}
+        flags = {key: held(torch.ones(SHAPE), key) for key in of_param.keys() - tensors.keys() - {"step", "use_muon"}}
+        shape = (SHAPE, (4,))[index]
+        params[NAMES[index]] = Param(held(torch.ones(shape), "weight"), {**tensors, **flags}, 3.0, place[index])
+    plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return Checkpoint("torch dcp", "", "model", params, tuple(plain), arguments)
+
+
+def of_matrix(found: Checkpoint) -> str | None:
+    """The rule of the matrix, if it has one here."""
+    return found.groups[found.params["weight"].group or 0].get("rule")
+
+
+def alone(state: Written) -> Written:
+    """The matrix, where Adam has a class of its own: a param group with the state of two rules is refused."""
+    groups = [{**group, "params": [0]} for group in state["param_groups"]]
+    return {"state": {0: state["state"][0]}, "param_groups": groups}
+
+
+@pytest.mark.parametrize("writer", [*WRITERS, "January 2025, matrices", "Moonlight, matrices"])
+def test_convert_tells_who_wrote_a_state_by_all_its_keys_or_refuses_it(writer: str) -> None:
+    state = WRITERS[writer.partition(", matrices")[0]][1]()
+    source = as_checkpoint(alone(state) if "matrices" in writer else state)
+    found, expected = as_ours(source), AS_OURS.get(writer, UNSAID)
+    before = source.params["weight"].states
+    if isinstance(expected, str):
+        assert of_matrix(found) is None and found.params["weight"].states.keys() == before.keys()
+        assert any(expected in note for note in found.notes), found.notes
+        return
+    rule, factor = expected
+    assert of_matrix(found) == rule
+    buffer = found.params["weight"].states["momentum_buffer"].read()
+    assert torch.equal(buffer, before["momentum_buffer"].read() * factor)
+    assert any("here it is 'ema', 0.05 times as large" in note for note in found.notes) == (factor != 1.0)
+
+
+RULES = {  # of all classes of torch and of pytorch_optimizer those that are converted
+    **{f"torch.optim.{name}": rule for name, rule in {"SGD": "sgd", "Muon": "muon"}.items()},
+    **{f"torch.optim.{name}": "adamw" for name in ("Adam", "AdamW", "RAdam")},
+    **{"pytorch_optimizer.Muon": "muon", "pytorch_optimizer.Lion": "lion"},
+}
+
+
+def test_every_class_of_torch_and_pytorch_optimizer_is_converted_or_refused_by_name() -> None:
+    tried = dict[str, str | None]()
+    for cls, _ in CLASSES:
+        is_optimizer = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+        state = (written_by(cls) or {}) if is_optimizer else {}
+        if state.get("state") and isinstance(state["state"].get(0), dict):
+            name = f"{'torch.optim' if cls.__module__.startswith('torch.') else 'pytorch_optimizer'}.{cls.__name__}"
+            found = as_ours(as_checkpoint(state))
+            tried[name] = of_matrix(found)
+            has_state = any(param.states for param in found.params.values())
+            assert tried[name] or not has_state or any(UNSAID in note for note in found.notes), (name, found.notes)
+    assert {name: rule for name, rule in tried.items() if rule} == RULES and len(tried) > 90
+
+
+def test_state_that_was_read_for_another_rule_or_form_is_not_loaded() -> None:
+    """By ``from_checkpoint``; a dictionary of one's own is what one says it is."""
+    named = from_checkpoint(merged(torchs(torch.optim.Muon, momentum=MU), written_by_adamw()), NAMES)
+    for options, said in (
+        (
+            {"elementwise": {"name": "sgd", "momentum": MU}, "exclude": "0.weight"},
+            "'sgd' trains: expected a sum of gradients, of torch.optim.SGD",
+        ),
+        (
+            {"matrix": {"name": "muon", "momentum_form": "sum"}},
+            "expected the form 'sum' of its param group, found 'ema'",
+        ),
+    ):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6))
+        rules = {"lr": 0.02, **options}
+        optimizer = LayerWiseOptimizer(model, report=False, **rules)
+        with pytest.raises(ValueError, match=said):
+            load_named_state(optimizer, {"0.weight": named["weight"]}, strict=False)
 
 
 def test_a_matrix_of_16_bits_and_a_momentum_that_is_given() -> None:

@@ -24,6 +24,7 @@ from lwopt_backend.checkpoint.deepspeed import universal as read_universal
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.deepspeed import zero as read_zero
 from lwopt_backend.checkpoint.deepspeed.files import NAMES, ModelStates
+from lwopt_backend.checkpoint.files import pickles
 from lwopt_backend.checkpoint.files.folders import write_folder
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
@@ -326,11 +327,74 @@ def test_weights_of_ordinary_checkpoints_are_converted_whatever_the_state_is(tmp
             assert same(found.params[name].best.read(), weight), name
         for name, param in model.named_parameters() if has_state and target != "safetensors" else ():
             zeros = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
-            expected = {**zeros, "step": torch.tensor(0.0 if target == "dcp" else 3.0), **optimizer.state[param]}
+            expected = {**zeros, "step": torch.tensor(0.0), **optimizer.state[param]}
             read = {key: tensor.read() for key, tensor in found.params[name].states.items() if key != "fp32"}
             assert same({**read, "step": torch.tensor(found.params[name].step)}, expected), name
         if "average" in case and target != "safetensors":
             assert same(found.client["ema"]["b.weight"].read(), model.b.weight.detach() + 1)
+
+
+class Clip(nn.Module):
+    """With a weight and buffers without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.vision, self.bn = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.logit_scale = nn.Parameter(torch.tensor(2.6592))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.bn(self.vision(x)) * self.logit_scale.exp()).square().sum()
+
+
+MORE = {"tokens_seen": torch.tensor(7), "train": {"step": torch.tensor(3)}}
+LAYOUTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
+    "model": lambda weights, state: {"model": weights, "optimizer": state, **MORE},
+    "torch's recipe": lambda weights, state: {"app": {"model": weights, "optim": state}, **MORE},
+    "Lightning's": lambda weights, state: {"state_dict": weights, "optimizer": state, **MORE},
+    "beside an average": lambda weights, state: {"net": weights, "o": state, "module": {"x": torch.ones(2)}, **MORE},
+    "torchtitan's, at the top": lambda weights, state: {**weights, "optimizer": state, **MORE},
+    "weights alone": lambda weights, _: {"module": weights, **MORE},
+    "nothing but weights": lambda weights, _: weights,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_of_a_model_is_lost_wherever_it_is_in_a_folder(tmp_path: Path, layout: str) -> None:
+    """Weights, their state and buffers without dimensions are the model's, other numbers stay the program's, and every
+    tensor of the folder is converted or named with the reason."""
+    model = Clip()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(1))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save(LAYOUTS[layout](weights, state), checkpoint_id=tmp_path / "saved", no_dist=True)
+    stored, at_top = DcpFolder(tmp_path / "saved").tensors, "top" in layout or layout == "nothing but weights"
+    for target in ("universal", "dcp", "safetensors"):
+        convert = ("convert", tmp_path / "saved", tmp_path / target, "--to", target, "--json")
+        planned, told = (json.loads(succeeds(*convert, *more)) for more in (["--dry-run"], []))
+        assert planned["tensors"] == told["tensors"] and planned["result"]["states"] == told["result"]["states"]
+        kept = told["tensors"]
+        assert kept["in_folder"] == len(stored) == kept["written"] + len(kept["left_out"])
+        assert target == "safetensors" or not kept["left_out"]
+        assert any("numbers without dimensions at the top" in note for note in told["notes"]) == at_top
+        found = formats.read(tmp_path / target)
+        of_model = {name: param.best for name, param in found.params.items()} | dict(found.buffers)
+        assert all(same(of_model[name].read(), weight) for name, weight in weights.items() if name != "calls")
+        if at_top:  # a number of no module, without state
+            assert target == "safetensors" or same(found.client["calls"].read(), weights["calls"])
+        else:
+            assert same(of_model["calls"].read(), weights["calls"])
+        if target != "safetensors" and "weights" not in layout:
+            param = found.params["logit_scale"]
+            moments = {key: param.states[key].read() for key in ("exp_avg", "exp_avg_sq")}
+            assert same({**moments, "step": torch.tensor(param.step)}, optimizer.state[model.logit_scale])
+            client = pickles.in_memory(found.client)
+            assert same(client.get("module", {}), {"x": torch.ones(2)} if "average" in layout else {})
+            assert client["tokens_seen"] == 7
 
 
 def test_a_dcp_folder_of_two_models_is_refused(tmp_path: Path) -> None:

@@ -175,11 +175,11 @@ def by_name(folder: Path) -> Path:
     return folder / "named" if (folder / "named").is_dir() else folder
 
 
-def converted(source: Path, leg: Leg, tied: bool = False) -> Path:
-    of_tied = ("--tied", "lm_head.weight=embedding.weight") * tied  # which torch's own folders do not record
+def converted(source: Path, leg: Leg) -> Path:
+    """Torch's own folders do not record ties: the model that loads has them."""
     for number, target in enumerate(leg.via):
         folder = source.with_name(f"{source.name}, {number} {target}")
-        succeeds("convert", source, folder, "--to", target, *of_tied, "--json")
+        succeeds("convert", source, folder, "--to", target, "--json")
         if target == "universal":
             assert {path.stem for path in folder.glob("*/zero/*/*")} <= STATES
         source = folder
@@ -228,7 +228,7 @@ def go_through(rank_pools: Pools, folder: Path, tour: Tour) -> None:
     for number, (leg, stop, truth) in enumerate(zip(tour.legs, stops, expected, strict=True)):
         saved = folder / f"leg {number}"
         if load is not None:
-            load = converted(load, leg, tour.model.get("tied", False))
+            load = converted(load, leg)
         rank_pools[leg.ranks].run(travel, tour, leg, begin, [stop], [str(saved)], load and str(load))
         samples += leg.steps * OWN_ROWS * leg.ranks
         if "full" in leg.cell.form:

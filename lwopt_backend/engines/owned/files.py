@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lwopt_backend.checkpoint import ties
 from lwopt_backend.checkpoint.contents import MASTER, read_as_expected
 from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
@@ -43,7 +44,7 @@ from lwopt_backend.engines.owned.state import (
 )
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.engines.owned.untrained import broadcast_untrained, untrained
-from lwopt_backend.groups import Groups
+from lwopt_backend.groups import Groups, others
 from lwopt_backend.groups.grouping import Member
 from lwopt_backend.groups.param_groups import UNSAVED, with_options
 from lwopt_backend.groups.registry import check_group, rule_of
@@ -116,6 +117,18 @@ def _tied(core: OwnedCore, model: nn.Module, names: Names) -> dict[str, str]:
         if number is not None and name != core.members[number].name:
             found[name] = names.keys[number]
     return found
+
+
+def _take_tied(saved: Saved, tied: Mapping[str, str], compares: bool) -> None:
+    """Take the state that a folder has under a further name as that of the parameter. Raises CheckpointError for
+    weights that differ, if this rank ``compares`` them."""
+    for name, of in tied.items():
+        if name in saved.weights and of in saved.weights and compares:
+            ties.check_equal(of, saved.weights[of], name, saved.weights[name])
+        kept: tuple[dict[str, Any], ...] = (saved.states, saved.group_of, saved.matrices)
+        for found in kept:
+            if name in found and of not in found:
+                found[of] = found.pop(name)
 
 
 def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]:
@@ -200,8 +213,8 @@ def load(
     names, others = names_of(core, groups), others_of(core, model)
     elsewhere = {name for of_rank in everyone.gather_objects(list(others)) for name in of_rank}
 
-    source = opened(everyone, folder, check)
-    found = agree(everyone, LOADING, lambda: (_fitting(core, groups, names, others, elsewhere, source), []))
+    source, tied = opened(everyone, folder, check), _tied(core, model, names)
+    found = agree(everyone, LOADING, lambda: (_fitting(core, groups, names, (others, elsewhere, tied), source), []))
     saved, rest = found.saved, found.rest
     rest.pop(RECORD, None)
     core.manager.receive_values()
@@ -224,7 +237,7 @@ def load(
 
     trained = {id(member.param) for member in core.members}
     sent = {name for name, _ in untrained(model, trained)} & set(others)
-    from_first = {*sent, *_tied(core, model, names)}
+    from_first = {*sent, *tied}
     _take(core, take)
     for number in range(len(core.manager.buckets)):
         core.manager.send_values(number)
@@ -254,16 +267,22 @@ def _fitting(
     core: OwnedCore,
     groups: Groups,
     names: Names,
-    others: Mapping[str, Any],
-    elsewhere: Collection[str],
+    beside: tuple[Mapping[str, Any], Collection[str], Mapping[str, str]],
     folder: DcpFolder,
 ) -> Fitting:
-    """What this rank loads; ``others`` and ``elsewhere`` are the entries here and on any rank that are not trained
-    weights. Raises ValueError for a checkpoint that does not fit."""
+    """What this rank loads. ``beside`` are the entries that are not trained weights, here and on any rank, and further
+    names of trained weights. Raises ValueError for a checkpoint that does not fit."""
+    others, elsewhere, tied = beside
     saved = read_as_expected(lambda: Saved(folder, lambda value: value), folder.path, "DCP")
     where = f"{LOADING}: {folder.path}"
     for sentence in saved.left:
         raise ValueError(f"{where}: {sentence}")
+    if names.params and not (saved.states or saved.group_of):
+        raise ValueError(
+            f"{where}: expected weights and an optimizer's state, found weights alone; load them into the model with "
+            "torch.distributed.checkpoint.load, before the optimizer is made, which then begins with new state"
+        )
+    _take_tied(saved, tied, core.holdings[0].sharers.everyone.rank == 0)
     check_fits(where, *_params_of(names, saved))
     known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
     for key in [*names.keys.values(), *others, *saved.weights]:
@@ -310,7 +329,7 @@ def _params_of(names: Names, saved: Saved) -> tuple[dict[str, dict[str, Any]], d
         of_group = {PARAM_GROUP: firsts.setdefault(names.groups[key], key)}
         here[key] = {"shape": ours.shape, "dtype": ours.dtype, "rule": ours.rule, **of_group}
         if key in there:
-            rule = group.get("rule", "adamw" if "betas" in group else "none")  # torch's groups have none
+            rule = group.get("rule") or others.rule_of_saved({*saved.states.get(key, {})}, group)
             there[key] = {"rule": rule, PARAM_GROUP: firsts.setdefault(number, key)}
             if weight is not None:
                 dtype = str(weight.dtype).removeprefix("torch.")

@@ -364,12 +364,29 @@ def call_muon_normuon(step: Path) -> None:
     torch.save(saved, file)
 
 
+def calls_muon(**options: Any) -> Callable[[Path], None]:
+    """The matrices' param groups as another optimizer writes them, with these options."""
+
+    def call(step: Path) -> None:
+        file = step / "zero/optimizer_state.pt"
+        saved = torch.load(file, weights_only=False)
+        for groups in (saved["param_groups"], saved["optimizer_state_dict"]["param_groups"]):
+            groups[:] = [{**options, "params": g["params"]} if g.get("rule") == "muon" else g for g in groups]
+        torch.save(saved, file)
+
+    return call
+
+
+SGDS = torch.optim.SGD([torch.ones(1)], momentum=0.9).defaults
+JORDANS = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "ns_steps": 5}  # of 2024, whose momentum is a sum
+
+
 def keep(step: Path) -> None:
     """As it was saved."""
 
 
 MOMENTUM, OWNER = f"{GATE}/momentum_buffer.pt", "owner_state/gate.weight.pt"
-OF_ADAM = ["expected state ['momentum_buffer'], the checkpoint has ['exp_avg', 'exp_avg_sq']; train it with the rule"]
+OF_ADAM = ["expected rule muon, the checkpoint has adamw; train it with the rule"]
 WITH_ATOMS = "with the 'atoms' it was saved with"
 COSINE = {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}}}
 
@@ -397,6 +414,13 @@ MISFITS: dict[str, tuple[Here, list[Case]]] = {
             (MUON, cut_in_half, {}, [f"{GATE}/fp32.pt"]),
             (MUON, take_anothers, {}, ["expected shape (2, 5)"]),
             (ADAM, keep, {}, ["'layers.0.weight'", *OF_ADAM, "the weights alone, with load_optimizer_states=False"]),
+            (MUON, calls_muon(**SGDS), {}, ["expected rule muon, the checkpoint has sgd; train it with the rule"]),
+            (
+                MUON,
+                calls_muon(lr=0.1, momentum=0.9),
+                {},
+                ["the state of a known optimizer", "load_optimizer_"],
+            ),
         ],
     ),
     "soap": (
@@ -438,6 +462,30 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
     for said in ranks.run(refusals, settings, here.build, loads):
         for error, (*_, words) in zip(said, cases, strict=True):
             assert all(word in error for word in words), error
+
+
+def momenta(settings: dict[str, Any], folder: str) -> dict[str, Tensor]:
+    """This rank's pieces of the momentum after a load."""
+    with engine_for(universal(settings), uneven(5)) as engine:
+        engine.load_checkpoint(folder)
+        store = engine.basic_optimizer.state_store()
+        pieces = {f"{store.params[piece.member].name} {piece.start}": piece.tensors for piece in store.pieces()}
+        return {name: of["momentum_buffer"].clone() for name, of in pieces.items() if "momentum_buffer" in of}
+
+
+@pytest.mark.parametrize(("engine", "form", "factor"), [("zero 1", "ema", 1 - 0.95), ("owned 1", "sum", 1.0)])
+def test_another_muons_sum_becomes_the_form_that_is_configured(
+    ranks: RankPool, saved: dict[Any, Saved], tmp_path: Path, engine: str, form: str, factor: float
+) -> None:
+    """Elements of a universal folder whose groups are those of Keller Jordan's Muon of 2024."""
+    settings, source = settings_for(engine, "muon", momentum_form=form), saved[MUON][0] / "universal"
+    copy = shutil.copytree(source, tmp_path / "copy")
+    (copy / "global_step2" / manifest.NAME).unlink()
+    calls_muon(**JORDANS)(copy / "global_step2")
+    as_saved = ranks.run(momenta, settings_for(engine, "muon"), str(source))
+    for found, expected in zip(ranks.run(momenta, settings, str(copy)), as_saved, strict=True):
+        assert found and found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name] * factor) for name in found)
 
 
 @pytest.mark.parametrize("ranks", [3], indirect=True)

@@ -3,6 +3,7 @@ it goes on on other ranks and layouts, bit for bit, is in test_checkpoints.py.""
 
 import contextlib
 import copy
+import functools
 import os
 import pickle
 import shutil
@@ -18,11 +19,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim.lr_scheduler import LambdaLR
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint import formats, ties
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.engines.owned import files as owned_files
@@ -75,6 +82,8 @@ def test_state_dicts_look_at_the_rules_of_a_parameters_own_matrices() -> None:
 
 # What a folder holds
 ENTRIES = {"iteration": 2, "by": {3: {}, "a.b": Counter([1])}, "by.a": {"b": 4}, "mean": torch.ones(2)}
+ENTRIES |= {"numbered": {3: torch.ones(2), "3.a": [{}, (torch.zeros(1), 4)], (1, 2): {}}}  # torch makes text of keys
+ENTRIES |= {"dots": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1)}}}  # and one name of these two
 
 
 @on_ranks(3)
@@ -98,6 +107,46 @@ def test_a_folder_holds_the_files_of_one_save_and_pieces_of_every_parameter(tmp_
     assert any(len(of_key) > 1 for of_key in files.values())
     more = optimizer.load_state_dict_from(folder)
     assert same(more, ENTRIES) and type(more["by"]["a.b"]) is Counter
+
+
+@on_ranks(2)
+def test_a_second_name_is_taken_if_its_weight_is_equal(tmp_path: Path) -> None:
+    """torch's functions save a tied weight under all its names, and its state under one."""
+    model = UnevenLM(tied=True)
+    optimizer = optimizer_for(model)
+    train(model, optimizer, 1)
+    weights, state = get_state_dict(model, optimizer)
+    assert weights.keys() > {"embedding.weight", "lm_head.weight"}
+    other = {**weights, "lm_head.weight": weights["embedding.weight"] + 1}
+    for name, saved in {"equal": weights, "other": other}.items():
+        dcp.save({"model": saved, "optimizer": state}, checkpoint_id=tmp_path / name)
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "alone")
+    before = owned_state(optimizer)
+    train(model, optimizer, 1)
+    in_vain(
+        optimizer, lambda: optimizer.load_state_dict_from(tmp_path / "other"), "equal weights of 'embedding.weight'"
+    )
+    in_vain(
+        optimizer, lambda: optimizer.load_state_dict_from(tmp_path / "alone"), "found weights alone; load them into"
+    )
+    optimizer.load_state_dict_from(tmp_path / "equal")
+    assert same(owned_state(optimizer), before)
+
+
+def test_a_model_that_loads_ties_the_names_of_a_folder() -> None:
+    """Whichever of them has the state; DeepSpeed's load takes a universal folder so."""
+    model = UnevenLM(tied=True)
+    names = ties.names_in(model)
+    assert names == {"lm_head.weight": "embedding.weight"}
+    weight = held(model.embedding.weight, "a weight")
+    one, trained_one = Param(weight), Param(weight, {"exp_avg": weight}, group=0)
+    for first, second, kept in ((trained_one, one, "embedding"), (one, trained_one, "lm_head"), (None, one, "lm_head")):
+        params = {n: p for n, p in {"embedding.weight": first, "lm_head.weight": second}.items() if p is not None}
+        found = ties.of_model(Checkpoint("any", "", "model", params), names)
+        assert [*found.params] == [f"{kept}.weight"] and found.name_of("embedding.weight") == f"{kept}.weight"
+    other = Param(held(model.embedding.weight + 1, "another"))
+    with pytest.raises(CheckpointError, match="expected equal weights of 'embedding.weight' and 'lm_head.weight'"):
+        ties.of_model(Checkpoint("any", "", "model", {"embedding.weight": one, "lm_head.weight": other}), names)
 
 
 @on_ranks(2)
