@@ -7,7 +7,8 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from importlib.metadata import version
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -16,14 +17,31 @@ from lwopt_backend.cli.checkpoints import convert, diff, inspect
 from lwopt_backend.cli.env import env
 from lwopt_backend.cli.plan import plan
 from lwopt_backend.cli.rules import rules
+from lwopt_backend.config.options import DISTRIBUTION
 
 app = typer.Typer(
     name="lwopt",
-    help="Plan layer-wise optimizers; convert, inspect and compare checkpoints; list rules and versions.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{DISTRIBUTION} {version(DISTRIBUTION)}")
+        raise typer.Exit()
+
+
+@app.callback()
+def with_version(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and exit.")
+    ] = False,
+) -> None:
+    """Plan layer-wise optimizers; convert, inspect and compare checkpoints; list rules and versions."""
+
+
 for command in (plan, convert, inspect, diff):
     app.command(no_args_is_help=True)(command)
 app.command()(rules)

@@ -24,12 +24,17 @@ def env(
     plan: Annotated[
         Path | None, typer.Option(help="A file that `lwopt plan --json` wrote, to print its digest and options.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print facts for an issue: versions, devices, the world, and the digest of a plan.
 
     Run it where training runs: under the launcher, it shows the world.
     """
-    sections = {"plan": [*_plan(plan)], "versions": _versions(), "devices": _devices(), "world": _world()}
+    parts = (("plan", _plan(plan)), ("versions", _versions()), ("devices", _devices()), ("world", _world()))
+    sections: dict[str, list[tuple[str, object]]] = {section: [*rows] for section, rows in parts}
+    if as_json:
+        print(json.dumps({section: dict(rows) for section, rows in sections.items()}, indent=2))
+        return
     for section, rows in sections.items():
         print(f"{section}:")
         for name, value in rows:

@@ -1,5 +1,6 @@
 """The command ``lwopt``, called as a user calls it: plans and their pictures, rules, and wrong arguments."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -269,6 +270,12 @@ def test_env_prints_versions_devices_the_world_and_a_plan(
     digest = json.loads(plan.read_text())["digest"]
     for line in (f"torch: {torch.__version__} (supported", "CPU cores: ", "WORLD_SIZE: 64", f"digest: {digest}"):
         assert f"\n  {line}" in printed
+    found = json.loads(run("env", "--json"))
+    assert (
+        found["versions"]["torch"].startswith(f"{torch.__version__} (supported")
+        and found["world"]["WORLD_SIZE"] == "64"
+    )
+    assert run("--version") == f"lwopt-backend {importlib.metadata.version('lwopt-backend')}\n"
     plan.write_text("[]")
     assert "expected the JSON that `lwopt plan --json` wrote" in refused("env", "--plan", plan)
 
