@@ -1,4 +1,8 @@
-"""Megatron-core's parameter names, their order in groups, the folder of a step, and names of states."""
+"""Megatron-core's parameter names, their order in groups, the folder of a step, and names of states.
+
+A name is read as it is, whatever the model: only flat buffers need the order of modules, and families of names decide
+what they know.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,6 @@ FUSED = (  # Transformer Engine's name, which torch_dist always has, and the loc
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
 )
-_KNOWN = ("embedding.", "decoder.layers.", "decoder.final_layernorm.", "output_layer.")
 _BUFFERS = (".router.expert_bias", ".router.local_tokens_per_expert", ".inv_freq")
 
 
@@ -33,16 +36,6 @@ def respelled(name: str) -> str:
     for fused, separate in FUSED:
         name = name.replace(fused, separate)
     return _GROUPED.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
-
-
-def local_spec(name: str) -> str:
-    """``respelled``. Raises CheckpointError for a name that is not of a GPT model."""
-    name = respelled(name)
-    if not name.startswith(_KNOWN):
-        raise CheckpointError(f"{name}: expected a parameter of a GPT model of Megatron-core; give one of these")
-    if ".mlp.experts." in name and not EXPERT.search(name):
-        raise CheckpointError(f"{name}: expected separate experts, found one tensor; save as torch_dist")
-    return name
 
 
 def is_buffer(name: str) -> bool:
@@ -139,7 +132,7 @@ def check_states(
 
 _IN_LAYER = re.compile(r"decoder\.layers\.\d+\.((?:mlp\.experts\.local_experts\.\d+\.)?(.+))")
 _BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings", "embedding.tokentype_embeddings")
-_AFTER = ("decoder.final_layernorm", "output_layer")
+_AFTER = ("decoder.final_layernorm", "decoder.final_norm", "output_layer")  # HybridModel has final_norm
 # In the order of the constructors: TransformerLayer, Attention before SelfAttention, MoELayer, MLP.
 _ATTENTION = ("self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.q_layernorm")
 _LOCAL = (

@@ -311,7 +311,10 @@ def _models(saved: Mapping[str, Any], file: Path) -> tuple[Weights, ...]:
                     f"{file}: expected {key}.{name} as a tensor, found {type(value).__name__}; models of before "
                     "Megatron-core (--use-legacy-models), and weights in fp8, are not read"
                 )
-            found[conventions.local_spec(name)] = value
+            spelled = conventions.respelled(name)
+            if ".mlp.experts." in spelled and not conventions.EXPERT.search(spelled):
+                raise CheckpointError(f"{spelled}: expected separate experts, found one tensor; save as torch_dist")
+            found[spelled] = value
         chunks.append(found)
     return tuple(chunks)
 

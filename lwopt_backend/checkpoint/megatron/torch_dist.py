@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from lwopt_backend.checkpoint.contents import (
     LazyTensor,
     Param,
     end_to_end,
+    is_trained,
     reader,
 )
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
@@ -29,7 +30,7 @@ from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.checkpoint.megatron import conventions, mimo
 from lwopt_backend.checkpoint.megatron.buffers import BUCKET, Chain, Replicas, chain_of, states_in_buckets
-from lwopt_backend.checkpoint.megatron.conventions import BY_NAME, SAVED_WHOLE, is_buffer, local_spec, module_order
+from lwopt_backend.checkpoint.megatron.conventions import BY_NAME, SAVED_WHOLE, is_buffer, module_order, respelled
 
 Options = Mapping[str, Any]
 LAYOUTS = (None, "fully_reshardable", "dp_reshardable")
@@ -65,20 +66,20 @@ def read(step: Path) -> Checkpoint:
     for name, of_module in modules.items():
         saved = {**common, "optimizer": optimizers.get(name)}
         try:
-            part = _of_model(of_module, saved, local_spec if name == mimo.LANGUAGE else conventions.respelled)
+            part = _of_model(of_module, saved)
         except CheckpointError as error:
             raise CheckpointError(f"{step}: module {name}: {error}") from error
         parts[name] = replace(part, version=_version(folder, part.arguments))
     return mimo.joined(parts, notes)
 
 
-def _of_model(folder: DcpFolder, common: Options, spelled: Callable[[str], str] = local_spec) -> Checkpoint:
-    """The content of a folder of one model, whose names ``spelled`` makes those of the local spec, or refuses."""
+def _of_model(folder: DcpFolder, common: Options) -> Checkpoint:
+    """The content of a folder of one model."""
     step = folder.path
     arguments = plain(common.get("args") or {})
     chained = optimizers(folder, common)
     groups = [group for chain in sorted(chained) for group in chained[chain]]
-    weights, buffers, states, replicas = _tensors(folder, chained, arguments, spelled)
+    weights, buffers, states, replicas = _tensors(folder, chained, arguments)
     numbers = conventions.groups_of({name: weight.shape for name, weight in weights.items()}, groups, arguments)
     params = {}
     for name in ordered(weights, arguments):
@@ -147,16 +148,15 @@ def _tensors(
     folder: DcpFolder,
     chained: Mapping[Chain, tuple[Options, ...]],
     arguments: Mapping[str, Any],
-    spelled: Callable[[str], str],
 ) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor], States, Replicas]:
     """Weights, buffers, states by parameter, and pairs that must be equal."""
     of_model, of_state, has_buckets = _keys(folder)
-    found = parameters(folder, of_model, spelled)
-    buffers = {name: tensor for name, tensor in found.items() if is_buffer(name)}
+    found = parameters(folder, of_model)
+    buffers = {name: t for name, t in found.items() if is_buffer(name) or not is_trained(t.dtype)}
     weights = {name: tensor for name, tensor in found.items() if name not in buffers}
     states: States = {}
     for saved, keys in of_state.items():
-        for name, tensor in parameters(folder, keys, spelled).items():
+        for name, tensor in parameters(folder, keys).items():
             if BY_NAME[saved] in states.setdefault(name, {}):
                 raise CheckpointError(f"{tensor.where}: expected one master weight of {name}; copy one save")
             states[name][BY_NAME[saved]] = tensor
@@ -284,9 +284,9 @@ _HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
 MOST_PARTS = 2**18  # layers times experts of one tensor; more is damage
 
 
-def parameters(folder: DcpFolder, keys: Mapping[str, str], spelled: Callable[[str], str]) -> dict[str, LazyTensor]:
+def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTensor]:
     """Whole parameters by local-spec names, from ``keys``: the folder's keys by their torch_dist names. Raises
-    CheckpointError for a name that ``spelled`` refuses, and for one that occurs twice."""
+    CheckpointError for a name that occurs twice."""
     found: dict[str, LazyTensor] = {}
     for fused, key in keys.items():
         saved = folder.tensors[key].shape
@@ -295,7 +295,7 @@ def parameters(folder: DcpFolder, keys: Mapping[str, str], spelled: Callable[[st
                 raise CheckpointError(f"{key} in {folder.path}: expected no second {name}, as {found[name].where}")
             shape = saved[len(place) :]
             found[name] = folder.box(key, place + (0,) * len(shape), (1,) * len(place) + shape, shape)
-    return with_gate_and_up(found, spelled)
+    return with_gate_and_up(found)
 
 
 def ordered(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str]:
@@ -310,12 +310,10 @@ def ordered(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str]:
 def whole_name(name: str) -> str:
     """The local-spec name of a parameter, of which ``name`` may be the gate or up alone."""
     half = _HALF.fullmatch(name)
-    return local_spec(half[1] if half else name)
+    return respelled(half[1] if half else name)
 
 
-def with_gate_and_up(
-    tensors: Mapping[str, LazyTensor], spelled: Callable[[str], str] = local_spec
-) -> dict[str, LazyTensor]:
+def with_gate_and_up(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Join ``<name>_w`` and ``<name>_v`` into ``<name>``, and use the local spec's names."""
     halves: dict[str, dict[str, LazyTensor]] = {}
     found: dict[str, LazyTensor] = {}
@@ -323,16 +321,16 @@ def with_gate_and_up(
         if half := _HALF.fullmatch(name):
             halves.setdefault(half[1], {})[half[2]] = tensor
         else:
-            found[spelled(name)] = tensor
+            found[respelled(name)] = tensor
     for name, of_name in halves.items():
-        if len(of_name) == 1 or spelled(name) in found:
+        if len(of_name) == 1 or respelled(name) in found:
             (has, tensor), *_ = of_name.items()
             raise CheckpointError(
                 f"{tensor.where}: expected exactly {name}_w (gate) and {name}_v (up), found only the one that ends in "
                 f"_{has}, or {name} as well; copy the checkpoint again"
             )
         gate, up = of_name["w"], of_name["v"]
-        found[spelled(name)] = end_to_end([gate, up], (gate.shape[0] + up.shape[0], *gate.shape[1:]))
+        found[respelled(name)] = end_to_end([gate, up], (gate.shape[0] + up.shape[0], *gate.shape[1:]))
     return found
 
 
