@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from lwopt_backend.checkpoint import formats, gates
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param, held
-from lwopt_backend.checkpoint.names import CORE, Numbers, load_map, translate
+from lwopt_backend.checkpoint.names import CORE, Numbers, computes, families, load_map, translate
 from tests.support.checkpoint_contents import changed, watched
 from tests.support.command_line import genuine
 
@@ -340,12 +340,54 @@ def test_names_of_transformer_engine_are_understood() -> None:
 
 def test_ties_and_buffers_are_renamed() -> None:
     weights, arguments = core(tie_word_embeddings=True)
-    buffers = {"router.expert_bias": held(torch.ones(1), "bias")}
+    buffers = {"router.local_tokens_per_expert": held(torch.ones(1), "a count")}
     source = dataclasses.replace(checkpoint_of(weights, CORE, arguments), tied={HEAD: EMBEDDING}, buffers=buffers)
     there = translate(source, "hf-llama")
     assert there.tied == {"lm_head.weight": "model.embed_tokens.weight"} and not there.buffers
-    assert any("no name for 'router.expert_bias'; left out" in note for note in there.notes)
+    assert any("no name for 'router.local_tokens_per_expert'; left out" in note for note in there.notes)
     assert translate(source, CORE).buffers == source.buffers
+    bias = dataclasses.replace(source, buffers={"router.expert_bias": held(torch.ones(1), "bias")})
+    with pytest.raises(CheckpointError, match="'router.expert_bias' has no name in hf-llama, and the forward"):
+        translate(bias, "hf-llama")
+
+
+@pytest.mark.parametrize("family", computes.FAMILIES)
+def test_a_value_with_which_a_family_would_compute_something_else_is_refused_by_name(family: str) -> None:
+    """One argument at a time, at a value of Megatron's that is not in the family's list; all that it allows pass."""
+    weights, arguments = core(OF_FAMILY.get(family, "Mixtral" if "m" in family.removeprefix("hf-") else "Mistral"))
+    others = {bool: True, str: "another", int: 3, float: 0.5}
+    for argument, (values, _) in computes.FAMILIES[family].items():
+        wrong = others[type(values[0])] if values else 2
+        with pytest.raises(CheckpointError, match=rf"expected {argument} .*, found {wrong!r}: "):
+            translate(checkpoint_of(weights, CORE, arguments | {argument: wrong}), family)
+        for value in (*values, None):
+            assert computes.problems(family, {argument: value}) == []
+
+
+PAIRED, HYBRIDS_NORM = {"hybrid_layer_pattern": "*-|*-", "num_layers": 4}, "decoder.final_norm"
+
+
+def as_hybrid(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As Megatron's own conversion of a GPTModel to a HybridModel names them: attention and MLP are layers each."""
+
+    def named(name: str) -> str:
+        number, rest = families.in_layer(name)
+        is_mlp = rest.startswith(("mlp.", "pre_mlp_layernorm."))
+        return f"decoder.layers.{2 * int(number) + is_mlp}.{rest}" if number else name.replace(NORM, HYBRIDS_NORM)
+
+    return {named(name): weight for name, weight in weights.items()}
+
+
+def test_a_hybrid_model_of_attention_and_mlps_is_named_as_its_gpt_model() -> None:
+    weights, arguments = core()
+    expected = translate(checkpoint_of(weights, CORE, arguments), "hf-llama")
+    hybrid = checkpoint_of(as_hybrid(weights), CORE, arguments | PAIRED)
+    assert_equal(weights_of(translate(hybrid, "hf-llama")), weights_of(expected))
+    assert_equal(weights_of(translate(hybrid, CORE)), as_hybrid(weights))
+    for pattern in ("M-*-", "*-*", "*-*-/MM"):
+        other = dataclasses.replace(hybrid, arguments=arguments | {"hybrid_layer_pattern": pattern, "num_layers": 4})
+        with pytest.raises(CheckpointError, match=re.escape(f"found pattern {pattern!r}; give --names megatron-core")):
+            translate(other, "hf-llama")
 
 
 def test_parts_read_no_more_than_themselves() -> None:
@@ -430,6 +472,10 @@ def test_what_is_wrong_in_a_users_function_is_said(text: str, said: str, tmp_pat
 @pytest.mark.parametrize("folder", genuine())
 def test_genuine_megatron_checkpoints_go_to_every_family(folder: Path) -> None:
     source = formats.read(folder)
-    families = ["hf-llama" if source.arguments.get("swiglu") else "hf-gpt2"]
-    for family in ["hf-mixtral", "hf-qwen-moe", "hf-moe-stacked"] if source.arguments.get("num_experts") else families:
-        gates.check(translate(source, family))
+    dense = ["hf-llama" if source.arguments.get("swiglu") else "hf-gpt2"]
+    for family in ["hf-mixtral", "hf-qwen-moe", "hf-moe-stacked"] if source.arguments.get("num_experts") else dense:
+        if source.arguments.get("no_rope_freq"):
+            with pytest.raises(CheckpointError, match="expected rotary_percent 1.0, found 0.5.*\n.*no_rope_freq none"):
+                translate(source, family)
+        else:
+            gates.check(translate(source, family))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.peers.stand_ins import without_triton
-from tests.support.command_line import succeeds
+from tests.support.command_line import refused, succeeds
 from tests.support.launcher import ROOT
 from tests.support.ranks import free_port
 from tests.support.references import Trained, rule_of
@@ -31,10 +31,12 @@ def one_rank() -> Iterator[None]:
     """Megatron asks for the current CUDA device, and keeps a random state of it for dropout, of which there is none."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.cuda, "current_device", lambda: "cpu")
         patched.setattr(torch.cuda, "synchronize", lambda *_: None)
+        patched.setattr(moe_utils, "te_general_gemm", None, raising=False)  # 0.16.1 has none without Transformer Engine
         patched.setattr(CudaRNGStatesTracker, "fork", lambda self, *name: contextlib.nullcontext())
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
             patched.setenv(name, value)
@@ -45,7 +47,7 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def megatron_model() -> Any:
+def megatron_model(norms: bool = False, experts: int = 0, gpt2: bool = False) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -58,16 +60,87 @@ def megatron_model() -> Any:
         **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
         **dict.fromkeys(("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"), False),
         **dict.fromkeys(("persist_layer_norm", "apply_rope_fusion"), False),
+        **{"init_method_std": 0.3, "qk_layernorm": norms},
     }
-    return GPTModel(
+    if experts:
+        options |= {"num_moe_experts": experts, "moe_router_topk": 2, "moe_router_load_balancing_type": "aux_loss"}
+        options |= {"moe_ffn_hidden_size": WIDTH, "moe_token_dispatcher_type": "allgather"}
+    if gpt2:
+        options |= {"num_query_groups": HEADS, "normalization": "LayerNorm", "gated_linear_unit": False}
+        options |= {"activation_func": torch.nn.functional.gelu, "add_bias_linear": True}
+    model = GPTModel(
         TransformerConfig(**options),
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        get_gpt_layer_local_spec(
+            num_experts=experts or None, qk_layernorm=norms, normalization=options["normalization"]
+        ),
         vocab_size=VOCABULARY,
         max_sequence_length=64,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        position_embedding_type="learned_absolute" if gpt2 else "rope",
+        share_embeddings_and_output_weights=gpt2,
         parallel_output=False,
     )
+    with torch.no_grad():
+        for name, param in model.named_parameters():  # which begin as ones and zeros
+            if "norm" in name or name.endswith("bias"):
+                param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(3)), alpha=0.2)
+    return model
+
+
+def configured(name: str) -> Any:
+    """transformers' model of these sizes."""
+    import transformers
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    sizes |= {"num_key_value_heads": GROUPS, "head_dim": WIDTH // HEADS, "tie_word_embeddings": False}
+    sizes |= {"intermediate_size": WIDTH * 5 // 2, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+    if name == "Mixtral":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": WIDTH}
+    if name == "Qwen3Moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH, "norm_topk_prob": True}
+    if name == "GPT2":
+        sizes = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64}
+        sizes |= {"n_inner": WIDTH * 5 // 2, "activation_function": "gelu", "layer_norm_epsilon": 1e-6}
+    return getattr(transformers, f"{name}Config")(**sizes)
+
+
+# The family of names, transformers' model, Megatron's, and Megatron's arguments
+ROPE = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "num_query_groups": GROUPS}
+ROPE |= {"group_query_attention": True, "untie_embeddings_and_output_weights": True}
+LEARNED = {"swiglu": False, "normalization": "LayerNorm", "position_embedding_type": "learned_absolute"}
+LEARNED |= {"group_query_attention": False, "untie_embeddings_and_output_weights": False}
+SPARSE = {"num_experts": 4, "moe_router_topk": 2, "moe_router_score_function": "softmax", "moe_layer_freq": 1}
+COMPUTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("hf-llama", "Qwen3", {"norms": True}, {**ROPE, "qk_layernorm": True}),
+    ("hf-mixtral", "Mixtral", {"experts": 4}, {**ROPE, **SPARSE, "moe_router_pre_softmax": False}),
+    ("hf-qwen-moe", "Qwen3Moe", {"experts": 4, "norms": True}, {**ROPE, **SPARSE, "qk_layernorm": True}),
+    ("hf-gpt2", "GPT2", {"gpt2": True}, LEARNED),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "made", "said"), COMPUTED)
+def test_each_family_has_the_losses_of_megatrons_model(
+    one_rank: None, tmp_path: Path, family: str, name: str, made: dict[str, Any], said: dict[str, Any]
+) -> None:
+    import transformers
+    from megatron.core import dist_checkpointing
+
+    model, step, weights = megatron_model(**made).eval(), tmp_path / "iter_0000003", tmp_path / "weights"
+    step.mkdir()
+    args = argparse.Namespace(num_layers=LAYERS, num_attention_heads=HEADS, **said)
+    dist_checkpointing.save({"args": args, "iteration": 3, "model": model.sharded_state_dict()}, str(step))
+    succeeds("convert", step, weights, "--to", "safetensors", "--names", family)
+    configured(name).save_pretrained(weights)
+    read, info = transformers.AutoModelForCausalLM.from_pretrained(weights, output_loading_info=True)
+    assert not info["unexpected_keys"] and set(info["missing_keys"]) <= {"lm_head.weight"}
+    tokens = torch.randint(VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(9))
+    above = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
+    with torch.no_grad():
+        both = model(tokens[:, :-1], torch.arange(16).expand(2, 16), above), read.eval()(tokens[:, :-1]).logits
+    losses = [torch.nn.functional.cross_entropy(each.flatten(0, 1), tokens[:, 1:].flatten()) for each in both]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+    args = argparse.Namespace(**{**vars(args), "rotary_percent": 0.5, "softmax_type": "off-by-one"})
+    dist_checkpointing.save({"args": args, "iteration": 3, "model": model.sharded_state_dict()}, str(step))
+    assert "softmax_type" in refused("convert", step, tmp_path / "more", "--to", "safetensors", "--names", family)
 
 
 def test_transformers_computes_the_same_with_what_megatron_saved(one_rank: None, tmp_path: Path) -> None:

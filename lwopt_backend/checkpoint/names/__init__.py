@@ -11,8 +11,8 @@ import torch
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, held, listed
 from lwopt_backend.checkpoint.formats import FAMILIES, Numbers
 from lwopt_backend.checkpoint.megatron.conventions import EMBEDDING, HEAD
-from lwopt_backend.checkpoint.names import families
-from lwopt_backend.checkpoint.names.applying import apply, gaps, in_local_spec, missing, with_matrices
+from lwopt_backend.checkpoint.names import computes, families
+from lwopt_backend.checkpoint.names.applying import apply, gaps, in_gpt_form, in_local_spec, missing, with_matrices
 from lwopt_backend.checkpoint.names.operations import Family, Model, Moved, first_rows
 from lwopt_backend.config.options import suggestion
 
@@ -75,6 +75,8 @@ def translate(
         checkpoint = _cut(checkpoint, given.vocab_size)
     if checkpoint.names == target:
         return checkpoint
+    if checkpoint.names == CORE and isinstance(target, str):
+        checkpoint = in_gpt_form(checkpoint)
     filled = given.filled(checkpoint.arguments)
     is_core = checkpoint.names == CORE
     model = Model(filled, checkpoint.arguments, is_core and _is_gated(checkpoint, filled))
@@ -91,7 +93,19 @@ def translate(
     if lacking:
         raise CheckpointError(f"expected a whole model, found {len(lacking)} problem(s):{listed(lacking)}")
     if isinstance(target, str):
-        return apply(families.FAMILIES[target], target, checkpoint, model, target)
+        family = families.FAMILIES[target]
+        unnamed = [name for name, buffer in checkpoint.buffers.items() if not family(name, buffer, model)]
+        if wrong := computes.problems(target, checkpoint.arguments, unnamed):
+            raise CheckpointError(
+                f"--names {target}: expected a model that computes what this family does, found {len(wrong)} "
+                f"problem(s); give --names {CORE}, for a model with its own class, or --map:{listed(wrong)}"
+            )
+        found = apply(family, target, checkpoint, model, target)
+        said = {
+            key: value for key, value in computes.settings(target, checkpoint.arguments).items() if value is not None
+        }
+        note = f"the model's config.json needs {', '.join(f'{key} {value}' for key, value in said.items())}"
+        return dataclasses.replace(found, notes=(*found.notes, *([note] if said else [])))
     return apply(target, "the map", checkpoint, model, UNNAMED)
 
 

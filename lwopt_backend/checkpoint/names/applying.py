@@ -17,6 +17,7 @@ from lwopt_backend.checkpoint.contents import (
     Param,
     end_to_end,
     listed,
+    some,
 )
 from lwopt_backend.checkpoint.formats import Numbers
 from lwopt_backend.checkpoint.megatron.conventions import expert_of, layer_of, respelled
@@ -58,8 +59,8 @@ def apply(family: Family, called: str, checkpoint: Checkpoint, model: Model, nam
             f"{listed(unknown)}"
         )
     tied, buffers, lost = _beside(family, checkpoint, model, unchanged)
-    notes = [f"{len(dropped)} parameter(s) were dropped by {called}: {_some(dropped)}."] if dropped else []
-    notes += [f"{called} has no name for {_some(lost)}; left out."] if lost else []
+    notes = [f"{len(dropped)} parameter(s) were dropped by {called}: {some(dropped)}."] if dropped else []
+    notes += [f"{called} has no name for {some(lost)}; left out."] if lost else []
     return dataclasses.replace(
         checkpoint,
         names=names,
@@ -160,11 +161,6 @@ def with_matrices(arguments: Mapping[str, Any], unchanged: Mapping[str, str]) ->
     return {**rest, MATRICES: renamed} if renamed else rest
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(repr, names[:5])) + more
-
-
 def in_local_spec(checkpoint: Checkpoint) -> Checkpoint:
     """Megatron-core's names as its local spec spells them. Raises CheckpointError for two spellings of one."""
     spelled = {name: respelled(name) for name in checkpoint.params}
@@ -172,6 +168,39 @@ def in_local_spec(checkpoint: Checkpoint) -> Checkpoint:
         raise CheckpointError(f"expected one parameter {twice[0]!r}, found two spellings of its name; drop one")
     params = {spelled[name]: param for name, param in checkpoint.params.items()}
     return dataclasses.replace(checkpoint, params=params, arguments=with_matrices(checkpoint.arguments, spelled))
+
+
+_PAIRS = re.compile(r"(\*[-E])+")  # attention, then an MLP or experts: a layer of GPTModel
+
+
+def in_gpt_form(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint of a HybridModel, in which attention, MLPs and experts are layers of their own, under the names of
+    the GPTModel that computes the same. Another model's stays as it is. Raises CheckpointError for layers that no
+    GPTModel has."""
+    arguments = checkpoint.arguments
+    given = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern")
+    if not isinstance(given, str):
+        return checkpoint
+    pattern = given.replace("|", "")
+    if not _PAIRS.fullmatch(pattern):
+        raise CheckpointError(
+            f"expected a HybridModel of attention and MLP or experts in turn ('*-', '*E'), found pattern {given!r}; "
+            "give --names megatron-core, for a model with its own class, or --map"
+        )
+
+    def named(name: str) -> str:
+        name = name.replace("decoder.final_norm.", "decoder.final_layernorm.")
+        number, rest = in_layer(name)
+        return f"decoder.layers.{int(number) // 2}.{rest}" if number else name
+
+    renamed = {name: named(name) for name in (*checkpoint.params, *checkpoint.buffers)}
+    arguments = {**with_matrices(arguments, renamed), "num_layers": len(pattern) // 2, "moe_layer_freq": None}
+    return dataclasses.replace(
+        checkpoint,
+        params={renamed[name]: param for name, param in checkpoint.params.items()},
+        buffers={renamed[name]: buffer for name, buffer in checkpoint.buffers.items()},
+        arguments=arguments,
+    )
 
 
 def gaps(names: Iterable[str], numbers: Numbers) -> Iterator[str]:

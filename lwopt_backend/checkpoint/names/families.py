@@ -14,15 +14,10 @@ from lwopt_backend.checkpoint.names.operations import Family, Model, Moved
 FINAL_NORM = "decoder.final_layernorm"
 POSITIONS = "embedding.position_embeddings.weight"
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
-CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")  # norms multiply by 1 + weight
 
 # Llama, Mistral, Qwen2 (with biases of q, k and v), Qwen3 (with norms of q and k). Both sides rotate halves of a head,
 # so rows of q and k keep their places.
 
-_NOT_LLAMAS = {
-    "rotary_interleaved": "it rotates neighbouring elements of q and k, Hugging Face's models halves of a head",
-    **dict.fromkeys(CENTERED, "its norms multiply by 1 + weight, Hugging Face's by the weight"),
-}
 _OUTSIDE = {
     EMBEDDING: "model.embed_tokens.weight",
     HEAD: "lm_head.weight",
@@ -52,7 +47,6 @@ def in_layer(name: str) -> tuple[str, str]:
 
 
 def hf_llama(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
-    do.refuse(model, "hf-llama and its kind", _NOT_LLAMAS)
     number, rest = in_layer(name)
     layer, (module, _, kind) = f"model.layers.{number}", rest.rpartition(".")
     if module == "self_attention.linear_qkv":
@@ -122,10 +116,6 @@ def hf_moe_stacked(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
 # GPT-2: weights stored transposed (Conv1D), all q, then all k, then all v. Without an output layer it is the
 # embedding's.
 
-_NOT_GPT2S = {
-    **dict.fromkeys(CENTERED, "its norms multiply by 1 + weight, GPT-2's by the weight"),
-    "swiglu": "its fc1 is gate and up, GPT-2's is one matrix",
-}
 _OF_GPT2 = {EMBEDDING: "transformer.wte.weight", POSITIONS: "transformer.wpe.weight", HEAD: "lm_head.weight"}
 _MODULES = {
     "input_layernorm": "ln_1",
@@ -138,7 +128,6 @@ _MODULES = {
 
 
 def hf_gpt2(name: str, tensor: LazyTensor, model: Model) -> Moved | None:
-    do.refuse(model, "hf-gpt2", _NOT_GPT2S)
     number, rest = in_layer(name)
     module, _, kind = (rest or name).rpartition(".")
     if kind not in ("weight", "bias"):

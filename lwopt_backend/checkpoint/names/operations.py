@@ -123,13 +123,3 @@ def first_rows(tensor: LazyTensor, count: int) -> LazyTensor:
             f"{tensor.where}: expected at least {count} rows, the given vocabulary, found {tensor.shape[0]}; correct it"
         )
     return rows(tensor, [(0, count)]) if count < tensor.shape[0] else tensor
-
-
-def refuse(model: Model, family: str, wrong: Mapping[str, str]) -> None:
-    """Raises CheckpointError if one of these of Megatron's arguments, each with the reason, was true in training."""
-    for key, why in wrong.items():
-        if model.arguments.get(key) is True:
-            raise CheckpointError(
-                f"expected another value than {key}=True in training: {why}; weights under names of {family} would "
-                "mean something else"
-            )
