@@ -211,6 +211,7 @@ def test_a_vocabulary_that_cuts_trained_rows_is_refused(names: str, called: tupl
 OF_MUON = (MOMENTUM,)
 ADAM = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2, "amsgrad": False}  # of torch
 MUON = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
+SGD = torch.optim.SGD([torch.ones(1)], lr=0.1, momentum=0.8).defaults
 MEGATRON = {
     **{"optimizer": "muon", "muon_nesterov": True, "muon_scale_mode": "unit_rms_norm", "muon_num_ns_steps": 5},
     **{"muon_extra_scale_factor": 0.2, "muon_coefficient_type": "simple", "muon_fp32_matmul_prec": "high"},
@@ -249,6 +250,9 @@ TRANSLATED = [  # the group, its states, the checkpoint's arguments, and options
     (TORCHS, OF_MUON, {}, {"rule": "muon", **TORCHS}),
     ({**ADAM, "bias_correction": True}, MOMENTS, {}, {"rule": "adamw", **ADAM, "initial_lr": 0.1}),
     ({**ADAM, "initial_lr": 0.5}, MOMENTS, {}, {"initial_lr": 0.5}),
+    ({"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.2}, ("exp_avg",), {}, {"rule": "lion", "weight_decay": 0.2}),
+    ({"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.2}, MOMENTS, {}, {"rule": "lion"}),  # DeepSpeedCPULion's zeros
+    (SGD, OF_MUON, {"optimizer": "sgd"}, {"rule": "sgd", "momentum": 0.8}),  # Megatron's
     # What we saved gets all keys that a group of any engine has: torch's DCP fails where one is missing.
     ({"rule": "muon", **OURS}, (), {}, OURS),
     ({"rule": "adamw", **OURS}, (), {}, OURS),
@@ -340,6 +344,8 @@ def test_of_the_peak_of_a_warmup_groups_have_the_share_that_they_had_in_training
         (MUON, OF_MUON, {}, "expected the state of a known optimizer"),
         (MUON, OF_MUON, {**MEGATRON, "muon_coefficient_type": "aol"}, "coefficient_type='aol' has no counterpart"),
         (MUON, OF_MUON, {**MEGATRON, "muon_scale_mode": "new"}, "adjust_lr_fn"),
+        ({**ADAM, "max_coeff": 10.0}, MOMENTS, {}, "it may be that of LAMB or LARS"),  # DeepSpeed's FusedLamb
+        (SGD, (*OF_MUON, "exp_avg"), {}, "it may be that of torch.optim.SGD"),
         ({"lr": 0.1, "momentum": 0.9}, OF_MUON, MEGATRON, r"options \['lr', 'momentum'\]"),
         (OF_DEEPSPEEDS, OF_MUON, ds_config(per_head_muon=True), "orthogonalized each head"),
     ],

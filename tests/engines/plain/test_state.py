@@ -3,7 +3,6 @@ it goes on on other ranks and layouts, bit for bit, is in test_checkpoints.py.""
 
 import contextlib
 import copy
-import functools
 import os
 import pickle
 import shutil
