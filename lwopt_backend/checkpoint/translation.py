@@ -6,7 +6,7 @@ also finds its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -29,16 +29,13 @@ def as_ours(checkpoint: Checkpoint) -> Checkpoint:
     package's optimizers will not load it, because it lacks their options.
     """
     found, notes = translated(checkpoint)
-    converted, more = with_our_state(checkpoint, lambda name: "ema")
+    ours = {number for number, group in enumerate(found) if "rule" in group}  # else all of a group stays as it is
+    converted, more = with_our_state(checkpoint, lambda name: "ema", ours)
     count = len(found)
     order = sorted(range(count), key=lambda number: _place_of(checkpoint.groups, found, number))
     place: dict[int | None, int] = {number: position for position, number in enumerate(order)}
-    ours = {number for number, group in enumerate(found) if "rule" in group}  # else all of a group stays as it is
     params = {
-        name: replace(
-            converted.params[name] if param.group in ours else param, group=place.get(param.group, param.group)
-        )
-        for name, param in checkpoint.params.items()
+        name: replace(param, group=place.get(param.group, param.group)) for name, param in converted.params.items()
     }
     return replace(
         checkpoint,
@@ -87,24 +84,25 @@ class Writers:
         return found.pop() if len(found) == 1 else wrong
 
 
-def with_our_state(checkpoint: Checkpoint, form_of: Callable[[str], str]) -> tuple[Checkpoint, list[str]]:
+def with_our_state(
+    checkpoint: Checkpoint, form_of: Callable[[str], str], groups: Collection[int] | None = None
+) -> tuple[Checkpoint, list[str]]:
     """The checkpoint with the state of other optimizers under this package's keys, and momentum in the form
-    ``form_of`` each parameter; and sentences on what was converted. State that no rule here keeps stays as it is."""
+    ``form_of`` each parameter; and sentences on what was converted. State that no rule here keeps, or that is not of
+    ``groups`` if they are given, stays as it is. Raises ValueError for a sum without a decay rate."""
     writers, params, notes = Writers(checkpoint), dict(checkpoint.params), dict[str, None]()
     for name, param in checkpoint.params.items():
         by = writers.of(param)
-        if not isinstance(by, Told):
+        if not isinstance(by, Told) or groups is not None and param.group not in groups:
             continue
         states = {ours: param.states[theirs] for ours, theirs in by.source.keys(param.states).items()}
         masters = {MASTER: param.states[MASTER]} if MASTER in param.states else {}
-        with suppress(ValueError):  # no decay rate, which ``translated`` says
-            group = {} if param.group is None else checkpoint.groups[param.group]
-            scale = by.scale(group, form_of(name))
-            if scale != 1.0:
-                states[BUFFER] = states[BUFFER].times(scale)
-                said = f"param group {param.group} is of {by.name}, whose momentum is in the form {by.source.form!r}"
-                notes[f"{said}; here it is {form_of(name)!r}, {scale:.6g} times as large"] = None
-            params[name] = replace(param, states={**masters, **states})
+        scale = by.scale({} if param.group is None else checkpoint.groups[param.group], form_of(name))
+        if scale != 1.0:
+            states[BUFFER] = states[BUFFER].times(scale)
+            said = f"param group {param.group} is of {by.name}, whose momentum is in the form {by.source.form!r}"
+            notes[f"{said}; here it is {form_of(name)!r}, {scale:.6g} times as large"] = None
+        params[name] = replace(param, states={**masters, **states})
     return replace(checkpoint, params=params), list(notes)
 
 
