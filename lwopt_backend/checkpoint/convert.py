@@ -15,7 +15,7 @@ from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointEr
 from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
 from lwopt_backend.checkpoint.formats import FORMATS, TARGETS
 from lwopt_backend.checkpoint.names.applying import with_matrices
-from lwopt_backend.checkpoint.translation import as_ours, with_lions_steps
+from lwopt_backend.checkpoint.translation import as_ours, on_loading, with_lions_steps
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.groups.rates import regrouped
 
@@ -127,7 +127,7 @@ def prepared(
     if any("moment2_buffer" in param.states for param in checkpoint.params.values()):
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, ADAPTIVE_MUON))
     if target == "universal":
-        notes = (*checkpoint.notes, *_without_group(checkpoint))
+        notes = (*checkpoint.notes, *_without_group(checkpoint), *on_loading(checkpoint))
         if not any(param.states or param.owner_states for param in checkpoint.params.values()):
             notes = (*notes, WEIGHTS_ALONE)
         checkpoint = replace(checkpoint, notes=notes)

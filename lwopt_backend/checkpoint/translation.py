@@ -106,6 +106,18 @@ def with_our_state(
     return replace(checkpoint, params=params), list(notes)
 
 
+def on_loading(checkpoint: Checkpoint) -> list[str]:
+    """Notes for a folder that keeps the state of other optimizers: what a load here converts, and what it refuses."""
+    writers, notes = Writers(checkpoint), dict[str, None]()
+    for param in checkpoint.params.values():
+        by = writers.of(param)
+        if isinstance(by, ValueError):
+            notes[f"param group {param.group} is kept as it is, and this package does not load its state: {by}"] = None
+        elif by is not None and by.rule == "muon" and by.source.form == "sum":
+            notes[f"param group {param.group} is of {by.name}, whose momentum is a sum: a load here converts it"] = None
+    return list(notes)
+
+
 def translated(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]:
     """The groups in order, with ``rule`` if they have a counterpart; and sentences on those that have none."""
     writers, by = Writers(checkpoint), dict[int, set[Told | ValueError | None]]()

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from lwopt_backend import LayerWiseOptimizer, migration
+from lwopt_backend.checkpoint import convert
 from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
+from lwopt_backend.checkpoint.formats import Numbers
 from lwopt_backend.checkpoint.translation import as_ours
 from lwopt_backend.groups.registry import arguments, optimizer_arguments
 from lwopt_backend.migration import convert_named_momentum, from_checkpoint, load_named_state
@@ -427,6 +429,10 @@ def test_convert_tells_who_wrote_a_state_by_all_its_keys_or_refuses_it(writer: s
     source = as_checkpoint(alone(state) if "matrices" in writer else state)
     found, expected = as_ours(source), AS_OURS.get(writer, UNSAID)
     before = source.params["weight"].states
+    kept = convert.prepared(source, "universal", None, None, Numbers()).notes  # as it is, until it is loaded
+    assert any("does not load its state" in note for note in kept) == isinstance(expected, str)
+    is_sum = "January" in writer or "Moonlight" in writer
+    assert any("whose momentum is a sum: a load here" in note for note in kept) == is_sum
     if isinstance(expected, str):
         assert of_matrix(found) is None and found.params["weight"].states.keys() == before.keys()
         assert any(expected in note for note in found.notes), found.notes
