@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import glob_suggestion, suggestion
+from lwopt_backend.engines.owned.state import OwnedStore
 from lwopt_backend.groups import Group
 from lwopt_backend.groups.others import BUFFER, SOURCES, Form, Source, may_be
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, new_state, rule_of
@@ -125,6 +126,48 @@ def load_named_state(optimizer: Any, named: Named, *, strict: bool = True) -> li
         >>> load_named_state(optimizer, from_checkpoint(torch.load("muon.pt"), names=["0.weight", "2.weight"]))
     """
     return _load(_store_of(optimizer, WHAT), named, strict)
+
+
+def load_pieces(optimizer: Any, state_dict: Mapping[str, Any]) -> list[str]:
+    """Load what the ``state_dict`` of one rank of a plain model has, as ``torch.save`` on rank 0 alone wrote it.
+
+    A rank has the state of what it owns. Parameters whose state is whole in it take it, on any number of ranks; all
+    others start fresh. Call it on all ranks, with the same state dict. Hyperparameters do not change.
+
+    Args:
+        optimizer: a ``LayerWiseOptimizer`` of the same model, plain.
+        state_dict: the ``state_dict()`` of a plain model's optimizer on one rank.
+
+    Returns:
+        Names of the parameters that start fresh.
+
+    Raises:
+        ValueError: on all ranks, before anything is changed, for a state dict of another model, and for rules with
+            owner state.
+        TypeError: for another optimizer.
+
+    Examples:
+        >>> load_pieces(optimizer, torch.load("ckpt.pt")["optimizer"])
+    """
+    if not (hasattr(optimizer, "named_params") and isinstance(_store_of(optimizer, "load_pieces"), OwnedStore)):
+        raise TypeError(
+            f"load_pieces: expected the LayerWiseOptimizer of a plain model, found {type(optimizer).__name__}"
+        )
+    names = {id(param): name for name, param in optimizer.named_params()}
+    held = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
+    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    if len(held) != len(saved):
+        raise ValueError(f"load_pieces: expected the state of {len(held)} parameters, found that of {len(saved)}")
+    by_name = {name: state_dict["state"].get(index, {}) for name, index in zip(held, saved)}
+    whole = {name: {key: each.whole() for key, each in of.items()} for name, of in by_name.items() if _is_whole(of)}
+    fresh = load_named_state(optimizer, whole, strict=False)
+    if fresh:
+        optimizer.reset_state(fresh)
+    return fresh
+
+
+def _is_whole(state: Mapping[str, Any]) -> bool:
+    return bool(state) and all(each.is_whole for each in state.values())
 
 
 def change_momentum_form(optimizer: Any, target: Form) -> None:

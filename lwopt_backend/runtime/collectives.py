@@ -216,6 +216,11 @@ class Collectives:
         """The device for small tensors without a device: the CPU, if the group has a backend for it."""
         return torch.device("cpu")
 
+    @property
+    def store(self) -> dist.Store | None:
+        """What all ranks read and write without meeting, if torch has it."""
+        return None
+
     def part(self, parts: Sequence[Sequence[int]]) -> Collectives:
         """Collectives over this rank's part of the group; every rank is in one of ``parts``, by its number in it."""
         return self
@@ -389,6 +394,11 @@ class TorchCollectives(Collectives):
     def device(self) -> torch.device:
         cpu, accelerator = torch.device("cpu"), torch.accelerator.current_accelerator()
         return cpu if accelerator is None or cpu in self.process_group._device_types else accelerator
+
+    @property
+    def store(self) -> dist.Store | None:
+        default = getattr(dist.distributed_c10d, "_get_default_store", None)
+        return None if default is None else default()
 
     def ranks(self) -> list[int]:
         """The global ranks of the group, in its order."""

@@ -222,7 +222,7 @@ class Backward:
             mine = self._checked.problem(groups)
         self._passes.forget()
         manager.finish()
-        alike = (manager.passes, int(reads), manager.changes)
+        alike = (manager.passes, int(reads), manager.changes, self._core.saves.count)
         options = (NONE, NONE) if reads or drops else self.options.flags(groups)
         negated = [-each for each in alike]  # the largest of which is that of the smallest number
         ends = (mine is not None, drops)
@@ -257,6 +257,11 @@ class Backward:
                 f"{self._name}: ranks did different things to their gradients (param.grad = None, zero_grad(), "
                 "scaling); all ranks drop them. Do the same on all ranks"
             )
+        if most[3] != fewest[3]:
+            said = self._core.saves.unlike(most[3], fewest[3])
+            self._core.saves.met(most[3])
+            return presences, StepRefused(f"{self._name}: {said}")
+        self._core.saves.met(most[3])
         self._core.order_buckets(presences)
         differ = self.options.differ(presences[0].largest("options"))
         return presences, disagreement(everyone, self._name, self.options.lines(groups)) if differ else None

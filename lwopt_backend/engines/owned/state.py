@@ -5,6 +5,7 @@ The ``state_dict`` has this rank's pieces and fits no other rank. Any ranks can 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER, LazyTensor
+from lwopt_backend.engines.owned.saves import Save
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups import Groups
+from lwopt_backend.groups.grouping import Member
 from lwopt_backend.groups.members import check_all_held
 from lwopt_backend.groups.param_groups import check_saved_groups, with_options
 from lwopt_backend.groups.registry import new_state
@@ -120,9 +123,10 @@ def names_of(core: OwnedCore, groups: Groups) -> Names:
 
 WHAT = "load_state_dict"
 OTHER_RANKS = (
-    "This rank's pieces fit only there, on the same number of ranks with the same layout, group size and bucket size. "
-    "To change any of these, save with torch.distributed.checkpoint or optimizer.save_state_dict(folder), and load "
-    "with optimizer.load_state_dict_from(folder)"
+    "A rank's pieces fit on that rank alone, of as many ranks, with the same layout, group size and bucket size. To "
+    "change any of these, save with optimizer.save_state_dict(folder) or torch.distributed.checkpoint on all ranks, "
+    "and load with optimizer.load_state_dict_from(folder). To take what this state dict has, and start the rest "
+    "fresh, call lwopt_backend.migration.load_pieces(optimizer, state_dict) on all ranks"
 )
 
 FLAT = f"{SAME_RULE}; torch's flattened form lacks owner state, so save the nested one"
@@ -137,26 +141,43 @@ class Pieces(Tensor):
     - ``shape``: the whole tensor's.
     - ``boxes``: tensors by the place of their first element; empty on a rank that owns none of it.
     - ``refused``: why it cannot be saved together with other ranks' pieces; empty if it can.
+    - ``of``: the rank that owns them, and the number of ranks; empty if nobody asks.
+    - ``save``: the state dict that has them, until it is copied.
     """
 
     boxes: dict[tuple[int, ...], Tensor]
     refused: str
+    of: tuple[int, ...]
+    save: Save | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, boxes: Mapping[tuple[int, ...], Tensor], refused: str = ""
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        boxes: Mapping[tuple[int, ...], Tensor],
+        refused: str = "",
+        of: tuple[int, ...] = (),
+        save: Save | None = None,
     ) -> Pieces:
         device = next((box.device for box in boxes.values()), torch.device("cpu"))
         made: Pieces = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
-        made.boxes, made.refused = dict(boxes), refused
+        made.boxes, made.refused, made.of, made.save = dict(boxes), refused, of, save
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Pieces(shape={tuple(self.shape)}, boxes={self.boxes})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Pieces, (tuple(self.shape), self.dtype, self.boxes, self.refused)
+        if self.save is not None:
+            self.save.begin()
+        return Pieces, (tuple(self.shape), self.dtype, self.boxes, self.refused, self.of)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pieces:
+        """Of no ``save``: a thread may save a copy, at any time."""
+        memo[id(self)] = Pieces(self.shape, self.dtype, copy.deepcopy(self.boxes, memo), self.refused, self.of)
+        return memo[id(self)]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -171,7 +192,8 @@ class Pieces(Tensor):
             )
         boxes = {place: func(box, *args[1:], **(kwargs or {})) for place, box in mine.boxes.items()}
         dtype = (kwargs or {}).get("dtype") or mine.dtype
-        return Pieces(mine.shape, dtype, boxes, mine.refused)
+        save = None if func is aten.clone.default else mine.save  # as of a deep copy
+        return Pieces(mine.shape, dtype, boxes, mine.refused, mine.of, save)
 
     def __create_write_items__(self, key: str, value: object) -> list[Any]:
         from lwopt_backend.checkpoint.dcp.saving import write_item
@@ -186,6 +208,17 @@ class Pieces(Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self.boxes[tuple(index.offset)]
+
+    @property
+    def is_whole(self) -> bool:
+        return sum(box.numel() for box in self.boxes.values()) == self.numel()
+
+    def whole(self) -> Tensor:
+        """The whole tensor, from its boxes, which ``is_whole``."""
+        found = torch.empty(self.shape, dtype=self.dtype)
+        for place, box in self.boxes.items():
+            found[tuple(slice(begin, begin + size) for begin, size in zip(place, box.shape))] = box
+        return found
 
     def check(self) -> None:
         """Raises ValueError if it cannot be saved together with other ranks' pieces."""
@@ -239,6 +272,8 @@ def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
 def by_member(core: OwnedCore, groups: Groups) -> dict[int, dict[str, Pieces]]:
     """By member, this rank's pieces of its state, with fp32 masters and owner state."""
     mine, found = {piece.member: piece for piece in state_pieces(core)}, dict[int, dict[str, Pieces]]()
+    everyone = core.holdings[0].sharers.everyone
+    more = ((everyone.rank, everyone.world_size), Save(core.saves))
     for held in core.holdings:
         alone = held.sharers.everyone.world_size < core.holdings[0].sharers.everyone.world_size
         for number in held.numbers:
@@ -247,12 +282,12 @@ def by_member(core: OwnedCore, groups: Groups) -> dict[int, dict[str, Pieces]]:
             for key, like in _kept(core, number, groups).items():
                 shape = tuple(member.param.shape) if like.ndim else ()
                 boxes = piece.boxes(piece.tensors[key], shape) if piece else {}
-                of_member[key] = Pieces(shape, like.dtype, boxes, refused)
+                of_member[key] = Pieces(shape, like.dtype, boxes, refused, *more)
             owner = core.stepper.owner_tensors(number, groups) if piece else {}
             if owner and member.blocks != matrices_by_shape(member.shape):
                 owner[MATRICES] = nested.described(member.matrices)
             for key, tensor in owner.items():
-                of_member[key] = Pieces(tensor.shape, tensor.dtype, {(0,) * tensor.ndim: tensor}, refused)
+                of_member[key] = Pieces(tensor.shape, tensor.dtype, {(0,) * tensor.ndim: tensor}, refused, *more)
             found[number] = of_member
     return found
 
@@ -327,6 +362,14 @@ def checked_state(
     """
     mine, taken = {piece.member: piece for piece in state_pieces(core)}, dict[int, dict[str, Found]]()
     for number, member in enumerate(core.members):
+        for key in found[number].keys() & _kept(core, number, groups).keys():
+            value = found[number][key]
+            if isinstance(value, Pieces) and value.ndim and tuple(value.shape) != tuple(member.shape):
+                raise ValueError(
+                    f"{where}: parameter {member.name!r}: expected {key!r} of shape {tuple(member.shape)}, the state "
+                    f"dict has {tuple(value.shape)}; it was saved from another model"
+                )
+    for number, member in enumerate(core.members):
         kept, piece = _kept(core, number, groups), mine.get(number)
         owner = core.stepper.owner_tensors(number, groups) if piece else {}
         values = {k: v for k, v in found[number].items() if v is not None and not isinstance(v, Mapping)}
@@ -348,16 +391,40 @@ def checked_state(
             theirs = nested.rebuilt(_here(matrices)) if isinstance(matrices, Tensor) else matrices or by_shape
             here, there = {"matrices": member.matrices, **here}, {"matrices": theirs, **there}
         tensors = {key: v if isinstance(v, LazyTensor) else torch.as_tensor(v) for key, v in values.items()}
+        boxes_here = {}
         for key, like in {**kept, **owner}.items():
             if key in tensors and key != STRUCTURE and (key in kept or _matrix_of(key) not in free):
                 shape = like.shape if key in owner or not like.ndim else member.shape
                 boxes = piece.boxes(piece.tensors[key], shape) if piece and key in kept else {}
                 whole = torch.empty(shape, dtype=like.dtype, device="meta")
+                if key in kept:
+                    boxes_here[key] = boxes
                 here[f"{key!r} as"], there[f"{key!r} as"] = _forms(whole, tensors[key], None if key in owner else boxes)
+        _check_pieces(core, where, member, boxes_here, tensors)
         to_do = {**TO_DO, "state": FLAT if owner else SAME_RULE}
         check_fits(where, {member.name: here}, {member.name: there}, advice=OTHER_RANKS, to_do=to_do)
         taken[number] = tensors
     return taken
+
+
+def _check_pieces(
+    core: OwnedCore,
+    where: str,
+    member: Member,
+    boxes: Mapping[str, Mapping[tuple[int, ...], Tensor]],
+    found: Mapping[str, Found],
+) -> None:
+    """Raises ValueError if a state dict's pieces of a member are those of another rank."""
+    for key, own in boxes.items():
+        value = found[key]
+        if isinstance(value, Pieces) and _sizes(value.boxes) != _sizes(own):
+            everyone = core.holdings[0].sharers.everyone
+            here = f"rank {everyone.rank} of {everyone.world_size}"
+            there = f"rank {value.of[0]} of {value.of[1]} ranks" if value.of else "another rank"
+            raise ValueError(
+                f"{where}: these are the pieces of the state that {there} owns, and {here} owns others, of "
+                f"{member.name!r} for one. {OTHER_RANKS}"
+            )
 
 
 def _matrix_of(key: str) -> str:

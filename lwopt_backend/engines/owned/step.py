@@ -19,6 +19,7 @@ from lwopt_backend.engines.base import batch_numel_on, machine_for
 from lwopt_backend.engines.owned.bucket_manager import BucketManager
 from lwopt_backend.engines.owned.buckets import BucketBuffers, Sharers
 from lwopt_backend.engines.owned.gradients import OwnedGradients
+from lwopt_backend.engines.owned.saves import Saves
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import Grouping, Member
 from lwopt_backend.groups.param_groups import ElementwiseGroups
@@ -324,6 +325,7 @@ class OwnedCore:
             buffers.sharers.everyone.broadcast(buffers.values)
             buffers.refresh_masters()
         self.half_loaded = False
+        self.saves = Saves(self.holdings[0].sharers.everyone, self.plan_digest)
         self.row_scaling = grouping.row_scaling()
         self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config, self.row_scaling)
         self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)

@@ -3,6 +3,7 @@ it goes on on other ranks and layouts, bit for bit, is in test_checkpoints.py.""
 
 import contextlib
 import copy
+import io
 import os
 import pickle
 import shutil
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import LambdaLR
 
-from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.checkpoint import formats, ties
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
@@ -34,13 +35,14 @@ from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.engines.owned import files as owned_files
 from lwopt_backend.engines.owned import step
 from lwopt_backend.engines.owned.state import put_state, state_pieces
+from lwopt_backend.migration import load_pieces
 from lwopt_backend.runtime.agreement import RanksDisagree
 from tests.engines.plain.test_experts import MoE, expert_optimizer, one_pass, sharded, sharers_of_experts
 from tests.support.checkpoint_contents import same
 from tests.support.command_line import too_large
 from tests.support.models import UnevenLM
 from tests.support.on_ranks import on_ranks
-from tests.support.owned import BUCKET_MB, optimizer_for, train, train_ours
+from tests.support.owned import BUCKET_MB, optimizer_for, shares, train, train_ours
 from tests.support.ranks import RankPool, gathered
 from tests.support.zero import ADAMW, MUON
 
@@ -561,3 +563,85 @@ def test_torchs_state_dict_hooks_are_called() -> None:
     optimizer.register_load_state_dict_post_hook(lambda opt: called.append("after loading"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert called == ["before saving", "before loading 1", "after loading"]
+
+
+# ``torch.save`` of what ranks hold
+
+
+def pickled(state_dict: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    found: dict[str, Any] = torch.load(file)
+    return found
+
+
+@pytest.mark.parametrize("ours_in", ["one", "modules"])
+@on_ranks(2)
+def test_a_save_of_one_rank_alone_is_an_error_in_the_next_step(ours_in: str) -> None:
+    """Every DDP script has the line ``if rank == 0: torch.save(...)``. The file had one rank's share, and the loss
+    showed it days later. Saves of all ranks, one after the other too, and copies are none."""
+    model = UnevenLM()
+    one = optimizer_for(model)
+    optimizer: Any = ModuleOptimizers({"all": one}) if ours_in == "modules" else one
+
+    def step() -> None:
+        model(*shares(0, 2)[dist.get_rank()]).backward()
+        optimizer.step()
+        one.synchronize()
+
+    step()
+    for rank in range(2):
+        if dist.get_rank() == rank:
+            pickled(optimizer.state_dict())
+        dist.barrier()
+    copy.deepcopy(optimizer.state_dict())
+    step()
+    if dist.get_rank() == 0:
+        pickled(copy.deepcopy(optimizer.state_dict()))  # which a thread may save whenever it likes
+        pickled(optimizer.state_dict())
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"one rank.*save_state_dict\(folder\)"):
+        step()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.zero_grad()
+    step()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+@on_ranks(2)
+def test_a_last_save_of_one_rank_alone_is_told_as_the_program_ends() -> None:
+    model, optimizer = trained()
+    pickled(optimizer.state_dict())
+    assert not optimizer.core.saves.alone()
+    train(model, optimizer, 1)
+    if dist.get_rank() == 0:
+        pickled(optimizer.state_dict())
+    dist.barrier()
+    assert optimizer.core.saves.alone(patience=0.1)
+
+
+@on_ranks(2)
+def test_the_file_of_one_rank_is_told_by_its_rank_and_loaded_in_part() -> None:
+    """The message was "expected 'step' as the boxes {(): ()}", for another model too."""
+    model = UnevenLM()
+    optimizer = optimizer_for(model)
+    train(model, optimizer, 1)
+    of_first, _ = gathered(pickled(optimizer.state_dict()))
+    before = owned_state(optimizer)
+    said = "these are the pieces of the state that rank 0 of 2 ranks owns, and rank 1 of 2 owns others"
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        optimizer.load_state_dict(of_first)
+    assert same(owned_state(optimizer), before)
+    wider = optimizer_for(UnevenLM(hidden=(64, 41)))
+    with pytest.raises((ValueError, RuntimeError), match=r"of shape \(64, 24\), the state dict has \(63, 24\); it was"):
+        wider.load_state_dict(of_first)
+    other_model = UnevenLM()
+    other = optimizer_for(other_model)
+    new = owned_state(other)[0]
+    train(other_model, other, 2)
+    fresh = load_pieces(other, of_first)
+    assert 0 < len(fresh) < len(optimizer.core.members)
+    for number, (state, _) in owned_state(other)[0].items():
+        name = other.core.members[number].name
+        assert same(state, (new if name in fresh else before[0])[number][0]), name
