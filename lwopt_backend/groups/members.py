@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from operator import is_
+from typing import Any
 
 from torch import Tensor
 
 from lwopt_backend.groups import Groups
-from lwopt_backend.runtime.agreement import setting
+from lwopt_backend.groups.registry import rule_of
+from lwopt_backend.runtime.agreement import digest, setting
 
 ADVICE = (
     "give the constructor all groups (params, overrides) and freeze what is to be trained later, or make another "
@@ -28,7 +30,30 @@ class Members:
         self._made = [list(group["params"]) for group in groups]
         self._names = {id(param): names[id(param)] for params in self._made for param in params}
         self._seen = [list(params) for params in self._made]
+        of_groups = ([self._names[id(param)] for param in params] for params in self._made)
+        self._signatures = [digest(sorted(of_group))[:16] for of_group in of_groups]
         self.out: frozenset[str] = frozenset()  # names of those that were taken out
+
+    def sign(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Add to the rule of each group of a state dict a digest of the parameters with which it was made.
+
+        torch's ``set_state_dict`` gives a group here the options of any saved group that shares a parameter with it,
+        and only the options. A digest of its own would be a key that earlier folders lack, which torch refuses to load.
+        """
+        for group, signature in zip(groups, self._signatures):
+            if "rule" in group:  # else AdamW trains everything, in groups that are torch's
+                group["rule"] = f"{rule_of(group)} {signature}"
+
+    def check_signed(self, where: str, saved: Groups) -> None:
+        """Raises ValueError for saved groups, of the rules that are here, that were made with other parameters."""
+        for number, (group, signature) in enumerate(zip(saved, self._signatures)):
+            theirs = str(group.get("rule", "")).partition(" ")[2]
+            if theirs not in ("", signature):
+                raise ValueError(
+                    f"{where}: param group {number} ({rule_of(group)}, lr {group.get('lr')}) had other parameters when "
+                    "it was saved, so its options are not those of the parameters here; make the param groups "
+                    "(params, overrides) that it was saved with"
+                )
 
     def look(self, groups: Groups) -> None:
         """Note which parameters are taken out. Raises ValueError for one that was added or moved."""

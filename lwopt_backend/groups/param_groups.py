@@ -258,9 +258,10 @@ def check_saved_groups(
     saved: Groups,
     facts: Callable[[Group], dict[str, Any]] = lambda group: {"number of parameters": len(group["params"])},
     advice: str = "make the param groups it was saved with",
+    members: Members | None = None,
 ) -> None:
-    """Raises ValueError for saved param groups of another optimizer, with other rules, with other ``facts``, or with
-    options that the constructor would refuse."""
+    """Raises ValueError for saved param groups of another optimizer, with other rules, with other ``facts``, with other
+    ``members``, or with options that the constructor would refuse."""
     if of_another_optimizer(saved) and any(rule_of(group) != "adamw" for group in groups):
         raise ValueError(
             f"{where}: the checkpoint was written by another optimizer: its param groups have no 'rule'; load the "
@@ -272,11 +273,13 @@ def check_saved_groups(
             raise ValueError(f"{where}: param group {number}: expected AdamW's, found {found}; load the weights alone")
     sides = ({n: {"rule": rule_of(g), **facts(g)} for n, g in enumerate(some)} for some in (groups, saved))
     check_fits(where, *sides, what="param group", advice=advice)
+    if members is not None:
+        members.check_signed(where, saved)
     for number, (group, of_group) in enumerate(zip(groups, saved)):
         name = f"{where}: param group {number}"
         if rule_of(group) == "adamw":
             check_torchs_keys(of_group, name)
-        check_group({"rule": rule_of(group), **of_group}, f"{name} ({rule_of(group)}) in the checkpoint")
+        check_group({**of_group, "rule": rule_of(group)}, f"{name} ({rule_of(group)}) in the checkpoint")
 
 
 def split(

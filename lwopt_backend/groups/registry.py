@@ -244,7 +244,7 @@ BLOCK_STEP = "block_step"  # of a group with ``block_period``, its steps since m
 
 def rule_of(group: Group) -> str:
     """The name of a param group's rule. Groups without one are AdamW's, as ``with_torchs_keys`` makes them."""
-    return str(group.get("rule", "adamw"))
+    return str(group.get("rule", "adamw")).partition(" ")[0]
 
 
 def known_in(group: Group) -> Known:

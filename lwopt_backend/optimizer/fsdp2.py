@@ -241,6 +241,8 @@ class MeshOptimizer(LayerWiseOptimizer):
             found = super().state_dict()
         finally:
             self.state = every
+        if self._checked.members is not None:
+            self._checked.members.sign(found["param_groups"])
         return mesh_state.with_owner_state(found, shards, held)
 
     @undisturbed()
@@ -260,7 +262,8 @@ class MeshOptimizer(LayerWiseOptimizer):
 
             def check() -> tuple[None, list[list[str]]]:
                 check_all_held(mesh_state.WHAT, self._checked.out)
-                mesh_state.check_loadable(state_dict, self.param_groups, self._held_names(), self.state, shards)
+                given = (self.param_groups, self._held_names(), self.state, shards, self._checked.members)
+                mesh_state.check_loadable(state_dict, *given)
                 return None, [[] for _ in ranks]
 
             agree_in_all(ranks, mesh_state.WHAT, check)

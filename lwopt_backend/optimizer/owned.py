@@ -229,7 +229,13 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's pieces of the state, which torch.distributed.checkpoint saves for any number of ranks."""
         self._backward.options.compare_next()
-        return saved(self, lambda: state_of(self.core, self.param_groups))
+        return saved(self, self._state)
+
+    def _state(self) -> dict[str, Any]:
+        found = state_of(self.core, self.param_groups)
+        if self._checked.members is not None:
+            self._checked.members.sign(found["param_groups"])
+        return found
 
     @undisturbed()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -237,7 +243,11 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
         What does not fit raises, on all of them, before anything is changed.
         """
-        loaded(self, state_dict, lambda found: self.take_groups(take_state(self.core, self.param_groups, found)))
+
+        def take(found: dict[str, Any]) -> None:
+            self.take_groups(take_state(self.core, self.param_groups, found, self._checked.members))
+
+        loaded(self, state_dict, take)
 
     @undisturbed()
     def memory_report(self) -> list[RankMemory]:

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 # Labels of a step's parts in profiles (``torch.profiler.record_function``), the same on every engine.
 
@@ -217,7 +220,7 @@ class Collectives:
         return torch.device("cpu")
 
     @property
-    def store(self) -> dist.Store | None:
+    def store(self) -> Store | None:
         """What all ranks read and write without meeting, if torch has it."""
         return None
 
@@ -396,7 +399,7 @@ class TorchCollectives(Collectives):
         return cpu if accelerator is None or cpu in self.process_group._device_types else accelerator
 
     @property
-    def store(self) -> dist.Store | None:
+    def store(self) -> Store | None:
         default = getattr(dist.distributed_c10d, "_get_default_store", None)
         return None if default is None else default()
 

@@ -1,15 +1,22 @@
 """Param groups that a loop edits after the optimizer was made: as torch's take it, or an error in that step."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from tests.support.cells import cells
 from tests.support.fsdp2 import mesh_of
 from tests.support.models import LinearLoss, largest_difference
 from tests.support.on_ranks import on_ranks
@@ -134,6 +141,60 @@ def test_a_group_without_parameters_trains_none_at_stage_0_and_its_count_goes_on
         fill(loop)
         loop.step(1.0)
         assert not torch.equal(before["last.bias"], loop.weights()["last.bias"])
+
+
+# Groups of a save
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.up = nn.Embedding(8, 6), nn.Linear(6, 9)
+        self.mid, self.down = nn.Linear(9, 7), nn.Linear(7, 6, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.down(self.mid(self.up(self.emb(rows)).relu()).relu()).square().mean()
+
+
+OF_UP = [{"params": "up.*", "matrix": {"lr": 0.005}, "elementwise": {"lr": 0.001}}]
+OF_DOWN = [{"params": "down.*", "matrix": {"lr": 0.005}}, {"params": "emb.*", "elementwise": {"lr": 0.001}}]
+FORMS = {
+    "nested": StateDictOptions(),
+    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
+    "full": StateDictOptions(full_state_dict=True),
+}
+
+
+def named_on(engine: str, overrides: list[dict[str, Any]]) -> tuple[nn.Module, LayerWiseOptimizer]:
+    model = Named()
+    if engine == "fsdp2":
+        fully_shard(model, mesh=mesh_of())
+    return model, LayerWiseOptimizer(model, lr=0.02, elementwise_lr=0.003, overrides=overrides, report=False)
+
+
+@cells(lambda engine, form: form != "full" or engine == "fsdp2", engine=["plain", "fsdp2"], form=[*FORMS])
+@on_ranks(2)
+def test_a_resume_with_other_groups_gives_no_parameter_anothers_rate(engine: str, form: str) -> None:
+    """A run that was resumed through torch's ``set_state_dict`` with one override fewer trained every matrix at the
+    override's rate, without a word: torch gives a group the options of any saved group that shares a parameter."""
+    model, optimizer = named_on(engine, OF_UP)
+    model(torch.arange(8)).backward()
+    optimizer.step()
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FORMS[form]))
+    for overrides in ([], OF_DOWN):
+        other_model, other = named_on(engine, overrides)
+        rates = [group["lr"] for group in other.param_groups]
+        with pytest.raises((ValueError, RuntimeError), match="had other parameters|All the parameters in the same"):
+            set_optimizer_state_dict(other_model, other, copy.deepcopy(saved), options=FORMS[form])
+        assert [group["lr"] for group in other.param_groups] == rates
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+    rates = [group["lr"] for group in optimizer.param_groups]
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FORMS[form]))
+    same_model, same = named_on(engine, OF_UP)
+    set_optimizer_state_dict(same_model, same, saved, options=FORMS[form])
+    assert [group["lr"] for group in same.param_groups] == rates
 
 
 def move(loop: Loop) -> None:

@@ -448,6 +448,8 @@ def _groups(
     unknown: list[str] = []
     for key, rest in options.items():
         value = folder.tensor(key).read().tolist() if key in folder.tensors else scalar(change(folder.object(key)))
+        if rest.endswith(".rule") and isinstance(value, str):
+            value = registry.rule_of({"rule": value})  # a state dict signs it, see groups/members.py
         first, _, option = rest.partition(".")
         if first.isdecimal() and _name_in(rest, names) is None:
             numbered.setdefault(int(first), {})[option] = value

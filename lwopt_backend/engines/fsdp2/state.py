@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lwopt_backend.engines.fsdp2.plan import MeshStepper, States, local, placed
+from lwopt_backend.groups.members import Members
 from lwopt_backend.groups.param_groups import check_saved_groups, of_another_optimizer
 from lwopt_backend.groups.registry import rule_of
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding, Transfer
@@ -76,13 +77,14 @@ def check_loadable(
     names: Sequence[Sequence[str]],
     states: Mapping[Tensor, Mapping[str, Any]],
     shards: Sequence[OwnerShards],
+    members: Members | None,
 ) -> None:
-    """Raises ValueError for groups with other rules or sizes, and for state with other keys, shapes or matrices than
-    ``states``; warns of missing state."""
+    """Raises ValueError for groups with other rules, sizes or ``members``, and for state with other keys, shapes or
+    matrices than ``states``; warns of missing state."""
     saved, state = state_dict["param_groups"], state_dict["state"]
     if not of_another_optimizer(saved):  # a group without a rule is trained by the same group here
         saved = [{"rule": rule_of(group), **theirs} for group, theirs in zip(groups, saved)] + saved[len(groups) :]
-    check_saved_groups(WHAT, groups, saved)
+    check_saved_groups(WHAT, groups, saved, members=members)
     if not state:
         return  # saved by an optimizer that had no state yet
     params = [(name, p) for group, of_group in zip(groups, names) for p, name in zip(group["params"], of_group)]

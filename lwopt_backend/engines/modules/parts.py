@@ -144,7 +144,7 @@ class Part:
                 )
         groups = [] if self.ours is None else self.ours.param_groups
         for number, (group, theirs) in enumerate(zip(groups, saved["param_groups"])):
-            check_group({"rule": rule_of(group), **theirs}, f"{self.where}: param group {number} in the checkpoint")
+            check_group({**theirs, "rule": rule_of(group)}, f"{self.where}: param group {number} in the checkpoint")
         if self.ours is None and saved[HAS_STATE] and not saved["state"]:
             raise ValueError(
                 f"{self.where}: expected its saved state, found none, because the optimizer here has no state yet; "

@@ -59,7 +59,7 @@ class Saves:
             return False
         try:
             if self.count == self._met:
-                return bool(self._store.check([f"{self._key} {self.count + 1}"]))
+                return self._store.check([f"{self._key} {self.count + 1}"])
             until = time.monotonic() + patience
             while (begun := self._store.add(f"{self._key} {self.count}", 0)) < self._ranks:
                 if time.monotonic() > until:
@@ -75,10 +75,14 @@ class Saves:
 
 
 class Save:
-    """One state dict, whose pieces share it; ``begin`` counts its first pickling."""
+    """One state dict, whose pieces share it; ``begin`` counts its first pickling. A copy counts nothing, because a
+    thread may save it at any time."""
 
-    def __init__(self, saves: Saves) -> None:
-        self._saves: Saves | None = saves
+    def __init__(self, saves: Saves | None) -> None:
+        self._saves = saves
+
+    def __reduce__(self) -> tuple[type[Save], tuple[None]]:  # torch's asynchronous save copies attributes of tensors
+        return Save, (None,)
 
     def begin(self) -> None:
         saves, self._saves = self._saves, None

@@ -18,7 +18,7 @@ from lwopt_backend.engines.owned.saves import Save
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import Member
-from lwopt_backend.groups.members import check_all_held
+from lwopt_backend.groups.members import Members, check_all_held
 from lwopt_backend.groups.param_groups import check_saved_groups, with_options
 from lwopt_backend.groups.registry import new_state
 from lwopt_backend.plan import TrainedParam
@@ -176,8 +176,8 @@ class Pieces(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pieces:
         """Of no ``save``: a thread may save a copy, at any time."""
-        memo[id(self)] = Pieces(self.shape, self.dtype, copy.deepcopy(self.boxes, memo), self.refused, self.of)
-        return memo[id(self)]
+        memo[id(self)] = made = Pieces(self.shape, self.dtype, copy.deepcopy(self.boxes, memo), self.refused, self.of)
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -308,7 +308,9 @@ def gathered(core: OwnedCore, groups: Groups) -> Iterator[tuple[int, str, Tensor
                 yield number, key, found.clone() if kept[number][key].ndim else found.reshape(-1)[:1].sum()
 
 
-def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+def take_state(
+    core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any], members: Members | None
+) -> list[dict[str, Any]]:
     """Load this rank's ``state_of``, or whole tensors; returns the param groups to use from now on.
 
     Parameters are matched by their place in the param groups. Called on all ranks. State that does not fit raises on
@@ -320,7 +322,7 @@ def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -
         if missing:
             raise ValueError(f"{WHAT}: expected a state dict with 'state' and 'param_groups'; found {list(state_dict)}")
         saved = state_dict["param_groups"]
-        check_saved_groups(WHAT, groups, saved)
+        check_saved_groups(WHAT, groups, saved, members=members)
         pairs = [pair for group, of_group in zip(groups, saved) for pair in zip(group["params"], of_group["params"])]
         indices = {id(param): index for param, index in pairs}
         check_all_held(WHAT, [member.name for member in core.members if id(member.param) not in indices])
