@@ -50,7 +50,10 @@ def regions_of(plan: MatrixPlan, rank: int) -> Regions:
     return flat_regions(views, plan.layout.partition_numel)
 
 
-def stepped(plan: MatrixPlan, rule: MatrixRule, steps: int = 1, batch_numel: int = 0) -> Slices:
+def stepped(
+    plan: MatrixPlan, rule: MatrixRule, steps: int = 1, batch_numel: int = 0, stored: torch.dtype = torch.float32
+) -> Slices:
+    """Weights ``stored`` in this dtype, gradients and state in fp32."""
     collectives = TorchCollectives() if plan.layout.world_size > 1 else Alone()
     kinds = [0] * len(plan.atoms)
     stepper = MatrixStepper(plan, kinds, collectives, torch.device("cpu"), batch_numel=batch_numel)
@@ -58,6 +61,7 @@ def stepped(plan: MatrixPlan, rule: MatrixRule, steps: int = 1, batch_numel: int
     flat = [random((sum(plan.layout.numels),), seed) for seed in range(steps + 1)]
     value, *grads = (mine(plan, one, collectives.rank) for one in flat)
     state = {key: torch.zeros_like(value) for key in rule.state_keys}
+    value = value.to(stored)
     for grad in grads:
         slices = Slices(value, grad, state)
         stepper.step({0: rule}, regions.cut(slices).__getitem__)
@@ -112,11 +116,12 @@ class Signs(Muon):
 @on_ranks()
 def test_batches_take_the_bits_of_one_by_one(policy: str, bucket_numel: int) -> None:
     plan = plan_of(SHAPES, dist.get_world_size(), policy, bucket_numel)
-    for options in ({}, {"precondition": "muon2"}, {"hyperball": True, "weight_decay": 0.0}, {"uw_floor": 0.35}):
+    given = ({}, {"precondition": "muon2"}, {"hyperball": True, "weight_decay": 0.0}, {"uw_floor": 0.35})
+    for options, stored in (*((options, torch.float32) for options in given), ({}, torch.bfloat16)):
         rule = Signs(lr=0.1, **options)
-        one_by_one = stepped(plan, rule, steps=3)
+        one_by_one = stepped(plan, rule, steps=3, stored=stored)
         for batch_numel in (1000, 10**6):
-            batched = stepped(plan, rule, steps=3, batch_numel=batch_numel)
+            batched = stepped(plan, rule, steps=3, batch_numel=batch_numel, stored=stored)
             assert torch.equal(batched.value, one_by_one.value)
             assert all(torch.equal(batched.state[key], one_by_one.state[key]) for key in rule.state_keys)
 

@@ -105,6 +105,15 @@ def test_padded_buckets_end_where_no_rank_would_wait() -> None:
     assert ends_where_even([64] * 10, 4, 10**9) == [10]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 48, 128])
+def test_parts_of_a_padded_bucket_begin_on_64_elements_and_the_next_bucket_on_128(ranks: int) -> None:
+    """Megatron-Core's ``_shard_divisor``: the smallest equal parts that do, by trying one size after the other."""
+    plan = planned([matrix("matrix", 5, 13), vector("vector", 1000)], ranks, layout="padded")
+    for bucket, longest in zip(plan.buckets, (-(-1000 // ranks), 65), strict=True):
+        size = next(n for n in range(longest, 10**6) if n % 64 == 0 and ranks * n % 128 == 0)
+        assert bucket.parts == tuple((rank * size, (rank + 1) * size) for rank in range(ranks))
+
+
 def test_compact_buckets_end_as_soon_as_they_are_full_and_there_are_not_too_many() -> None:
     assert ends_where_full([64] * 10, 4, 128) == [2, 4, 6, 8, 10]
     assert ends_where_full([64] * 10, 4, 129) == [3, 6, 9, 10]
@@ -183,7 +192,9 @@ def test_every_element_and_matrix_has_one_owner(seed: int) -> None:
             assert len(bucket.parts) == plan.group_size
             assert {params[slot.param].dtype for slot in bucket.slots} == {bucket.dtype}
             assert {params[slot.param].atom is not None for slot in bucket.slots} == {bucket.kind == "matrix"}
-            pieces = [piece for rank in range(plan.group_size) for piece in bucket.pieces(rank)]
+            of_ranks = [[*bucket.pieces(rank)] for rank in range(plan.group_size)]
+            assert bucket.pieces_of_all() == of_ranks
+            pieces = [piece for of_rank in of_ranks for piece in of_rank]
             assert sum(piece.numel for piece in pieces) == sum(slot.numel for slot in bucket.slots)
             for piece in pieces if bucket.kind == "matrix" else ():
                 matrix_numel = (params[piece.param].parts or ((params[piece.param].numel, 0),))[0][0]
