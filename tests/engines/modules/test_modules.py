@@ -220,8 +220,9 @@ def test_parameters_equal_one_process_that_holds_both_modules(
 
 @on_ranks(4)
 def test_clip_groups_are_of_modules_on_fsdp2_and_in_owned_storage() -> None:
+    """And the rest of each module by a limit of its own, of which one clips seven times as much."""
     run = Beside(APART, ("FSDP2", "owned"), **BIASES)
-    run.train(range(3), clip=0.05)
+    run.train(range(3), clip={"vision": 0.007, "language": 0.05})
     run.check()
 
 
@@ -309,6 +310,25 @@ def test_a_gradient_that_is_not_finite_anywhere_skips_the_step_everywhere(
     assert all(p.grad is None for m in run.modules.values() for p in m.parameters())
     run.train(range(3, 4), clip=0.05)
     run.check()
+
+
+def test_zeros_and_scaled_gradients_of_torchs_optimizers() -> None:
+    """A parameter without a gradient counts as zeros. What is scaled up, and down again, trains as if it were not."""
+    modules, twins = ({name: nn.Linear(4, 3) for name in NAMES} for _ in range(2))
+    inputs = torch.tensor([[1.0, 0.0, 2.0, 0.0]])  # two of four columns of a gradient are zero
+    for name in NAMES:
+        twins[name].load_state_dict(modules[name].state_dict())
+    optimizers = ModuleOptimizers({name: sgd(module) for name, module in modules.items()})
+    assert optimizers.count_zeros() == 2 * 15 and optimizers.count_zeros("vision.1*") == 3
+    (modules["language"](inputs).sum() * 8).backward()
+    assert (optimizers.count_zeros("language.*"), optimizers.count_zeros()) == (6, 6 + 15)
+    (modules["vision"](inputs).sum() * 8).backward()
+    optimizers.scale_grads(1 / 8)
+    assert optimizers.step() is True
+    for name, twin in twins.items():
+        twin(inputs).sum().backward()
+        sgd(twin).step()
+        assert torch.equal(modules[name].weight, twin.weight) and torch.equal(modules[name].bias, twin.bias)
 
 
 # Groups and hooks
@@ -422,9 +442,19 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
 @on_ranks(2)
 def test_copies_of_any_dtype_are_compared_and_a_rank_that_cannot_is_an_error_on_all() -> None:
     """Otherwise the other ranks wait for what it has."""
-    for dtype in (torch.bfloat16, torch.float64, torch.complex128):
-        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3, dtype=dtype))])
+    one, up = torch.tensor(1.0, dtype=torch.float64), torch.tensor((1 << 32) - 1)
+    others = [  # than 1.0: by one bit, in the upper half alone, by one in the upper and -1 in the lower half
+        *(torch.nextafter(one.to(dtype), one.to(dtype) + 1) for dtype in (torch.bfloat16, torch.float32, one.dtype)),
+        *(torch.tensor(2.0), one * 2, (one.view(torch.int64) + up + (1 << 32)).view(one.dtype)),
+        *(torch.tensor(1 + 1e-7j), torch.tensor(2.0, dtype=torch.complex128)),
+    ]
+    for other in others:
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3, dtype=other.dtype))])
         ModuleOptimizers({"all": optimizer})
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0][1] = other if dist.get_rank() else 1
+        fails_with("ranks differ in parameter 0 of group 0", lambda given={"all": optimizer}: ModuleOptimizers(given))
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
     described = KeyError("broken") if dist.get_rank() == 0 else of_modules.held_by
     broken = mock.patch.object(of_modules, "held_by", side_effect=described)
     with broken, pytest.raises((KeyError, RuntimeError), match="broken"):

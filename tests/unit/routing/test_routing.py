@@ -122,8 +122,17 @@ def vectors() -> nn.Module:
     return module(**linears, experts=experts)
 
 
+class CohereLayerNorm(nn.Module):
+    """A weight for each head and channel, in a class that torch does not know; as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 6))
+
+
 def odd() -> nn.Module:
     parts: dict[str, Any] = {"conv": nn.Conv1d(4, 4, 3), "norm": nn.LayerNorm((4, 6)), "rnn": nn.GRU(4, 5)}
+    parts |= {"of_queries": CohereLayerNorm()}
     parts |= {"scale": nn.Parameter(torch.ones(())), "bias": nn.Parameter(torch.ones(3, 3))}
     parts |= {"frozen": nn.Linear(4, 4, bias=False).requires_grad_(False), "empty": nn.Parameter(torch.empty(0, 4))}
     return module(**parts)
@@ -168,7 +177,7 @@ EXPECTED: dict[Make, dict[str, str]] = {  # by reason the names, without ".weigh
         **{"3 stacked experts of one row": "experts.rows", "3 stacked experts of one column": "experts.columns"},
     },
     odd: {
-        **{"3-D": "conv", "1-D": "conv.bias", "norm": "norm norm.bias", "0-D": "scale", "bias": "bias"},
+        **{"3-D": "conv", "1-D": "conv.bias", "norm": "norm norm.bias of_queries", "0-D": "scale", "bias": "bias"},
         **{"requires_grad is False": "frozen", "no elements": "empty", PLAIN: "rnn.weight_ih_l0"},
     },
 }
