@@ -11,6 +11,9 @@
 # make test-faults   the fault campaign: kills, full disks, damaged and hostile files, bad settings; at most an hour
 # make test-gpu      what needs an NVIDIA GPU, without a network: bits, waits, memory, several ranks on it, a benchmark;
 #                    results go to runs/gpu, or to the folder $OUT
+# make mutants       change one line of the core at a time, and run the tests that execute it: what does no test kill?
+#                    ARGS="--count 60 --seed 1" draws, ARGS=FILE:LINE takes all of a line; the first run notes for each
+#                    test which lines it executes, which takes as long as the tests
 # make docs          build the pages in docs/ as a site, strictly, into site/
 # make compare       train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each;
 #                    ARGS=--rules compares every published rule, with three seeds
@@ -28,7 +31,7 @@ ON_GPU = CUBLAS_WORKSPACE_CONFIG=:4096:8 "$$(cat .make/python 2> /dev/null || ec
 train: CONFIG ?= configs/zero2_muon.json
 train-fsdp2: CONFIG ?= configs/fsdp2_muon.json
 
-.PHONY: train train-fsdp2 check test test-full test-versions test-peers test-faults test-gpu docs compare environment clean
+.PHONY: train train-fsdp2 check test test-full test-versions test-peers test-faults test-gpu mutants docs compare environment clean
 .DEFAULT_GOAL := train
 
 train: environment
@@ -77,6 +80,9 @@ test-gpu:
 	@$(ON_GPU) -m pytest tests/gpu/test_gpu.py --device cuda --junit-xml="$(OUT)/tests.xml" $(ARGS)
 	@$(ON_GPU) -m benchmarks.step --device cuda --ranks 1 --engine plain fsdp2 zero1 zero2 zero3 owned \
 		--layers 6 --width 2048 --tokens 2048 --json "$(OUT)/step.json"
+
+mutants: environment
+	@$(RUN) scripts/mutants.py $(ARGS)
 
 docs: environment
 	@$(RUN) scripts/beside.py docs $(ARGS)
