@@ -342,7 +342,7 @@ def _new_group(ranks: Sequence[int], along: Sequence[dist.ProcessGroup]) -> dist
 
     torch names a group that only its members make by its ranks and by this rank's count of groups. Ranks may have
     different counts, and would wait for each other under different names. Since torch 2.14 such a group also increases
-    the count that names groups of all ranks. So the ranks agree on a name here, without a count.
+    the count that names the groups that all ranks make. So the ranks agree on a name here, without a count.
     """
     number = secrets.randbits(62)
     for group in along:
@@ -446,17 +446,17 @@ class TorchCollectives(Collectives):
         met = [dist.get_process_group_ranks(group) for group in along]
         if (cached := _own_group(ranks, met)) is not None:
             return cls(cached)
-        if len(ranks) == dist.get_world_size():
+        if not _splits():
+            group = _new_group(ranks, along)
+        elif len(ranks) == dist.get_world_size():
             group = dist.new_group(ranks, timeout=_timeout(along[0]))
-        elif _splits():
-            if met != [ranks]:
-                raise ValueError(
-                    f"expected a communicator for ranks {ranks}, some of {dist.get_world_size()}; none can be made, "
-                    "because init_process_group was given a device_id: leave it out"
-                )
+        elif met == [ranks]:
             group = along[0]
         else:
-            group = _new_group(ranks, along)
+            raise ValueError(
+                f"expected a communicator for ranks {ranks}, some of {dist.get_world_size()}; none can be made, "
+                "because init_process_group was given a device_id: leave it out"
+            )
         _keep(ranks, met, group)
         return cls(group)
 
