@@ -3,7 +3,8 @@
 # make check         what is checked without running anything: ruff's rules, the format, types, the words of the pages
 # make test          set everything up, then run the tests: everything once, in twenty minutes on two cores
 # make test-full     whole tables in place of pairs, every launcher and page, the benchmarks, the oldest DeepSpeed and torch,
-#                    and the package without each of its waits, which the sanitizer of streams has to find
+#                    what compares numbers as on CPUs with AVX2 and with SSE alone, and the package without each of its
+#                    waits, which the sanitizer of streams has to find
 # make test-versions parts of the tests with every other torch, DeepSpeed and transformers that is tested; ARGS=torch,
 #                    ARGS=deepspeed, ARGS=transformers, ARGS=oldest or ARGS=torch==2.15.0 for some; TORCH_INDEX_URL
 #                    names an index of CPU builds
@@ -26,6 +27,10 @@ PYTHON ?= python3
 ARGS ?=
 RUN = OMP_NUM_THREADS=1 "$$(cat .make/python)"
 PYTEST = -m pytest -n 2 --dist loadfile --durations=15
+# What compares numbers, and the kernels that torch, oneDNN and MKL take on CPUs with AVX2, and with SSE alone.
+NUMERIC = tests/engines tests/checkpoint tests/unit/rules tests/docs/test_examples.py tests/docs/test_hugging_face.py
+AVX2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+SSE = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 OUT ?= runs/gpu
 ON_GPU = CUBLAS_WORKSPACE_CONFIG=:4096:8 "$$(cat .make/python 2> /dev/null || echo $(PYTHON))"
 train: CONFIG ?= configs/zero2_muon.json
@@ -60,6 +65,8 @@ endif
 test-full: environment
 	@$(RUN) $(PYTEST) --full $(ARGS)
 ifeq ($(strip $(ARGS)),)
+	@$(AVX2) $(RUN) $(PYTEST) $(NUMERIC)
+	@$(SSE) $(RUN) $(PYTEST) $(NUMERIC)
 	@$(RUN) $(PYTEST) --transport strict
 	@$(RUN) $(PYTEST) tests/gpu/test_gpu.py --device cpu
 	@$(RUN) scripts/drop_waits.py
