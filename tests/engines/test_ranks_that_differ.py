@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -416,7 +415,6 @@ ENDS = [
 @pytest.mark.parametrize(("engine", "where"), ENDS)
 def test_when_a_ranks_program_ends_the_others_end(engine: str, where: Callable[[Engine], str | None]) -> None:
     ranks = RankPool(2)
-    begin = time.monotonic()
     try:
         with pytest.raises(RankFailed) as caught:
             ranks.run(one_rank_ends, engine, where)
@@ -425,7 +423,7 @@ def test_when_a_ranks_program_ends_the_others_end(engine: str, where: Callable[[
     told, gone = caught.value.errors
     assert "lost: rank 1 died" in str(gone)
     assert told is not None, "the other has not trained on alone"
-    assert time.monotonic() - begin < 60
+    assert "did not answer" not in told, "nor waited: gloo's own timeout is longer than that of a call"
 
 
 FREED = """

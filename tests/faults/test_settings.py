@@ -233,7 +233,7 @@ def test_settings_of_a_host_are_refused_by_name_or_train(ranks: RankPool, host: 
     examples, endings = drawn(GIVEN[host], count(500)), Counter[str]()
     for at in range(0, len(examples), 10):
         part = examples[at : at + 10]
-        for given, *found in zip(part, *ranks.run(judged_all, host, part, timeout=300), strict=True):
+        for given, *found in zip(part, *ranks.run(judged_all, host, part), strict=True):
             endings[found[0][0]] += 1
             assert len({ending for ending, _ in found}) == 1, f"{given}: ranks differ: {found} (seed {SEED})"
             assert not any(wrong for _, wrong in found), f"{given}: {found} (seed {SEED})"

@@ -39,7 +39,8 @@ IMPORTED += ["deepspeed.runtime.zero.muon.muon_optimizer", "lwopt_backend.integr
 IMPORTED += [
     f"tests.support.{name}" for name in ("checkpoint_engines", "command_line", "engines", "fused", "on_ranks", "owned")
 ]
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 600.0  # of a call, and of a start: nothing takes a tenth of it but on a machine that is overloaded
+MOMENT_SECONDS = 60.0
 LOST = "lost"
 MOST_THREADS = 32
 SHOWN = reprlib.Repr()
@@ -138,7 +139,7 @@ class RankProcesses:
         answers: list[tuple[bool, Any]] = []
         for rank, pipe in enumerate(pipes):
             # Once one rank has failed the others may wait for it in a collective; they get a moment, not the deadline.
-            patience = max(0.0, deadline - time.monotonic()) if all(ok for ok, _ in answers) else 10.0
+            patience = max(0.0, deadline - time.monotonic()) if all(ok for ok, _ in answers) else MOMENT_SECONDS
             try:
                 answers.append(pipe.recv() if pipe.poll(patience) else _lost(f"rank {rank} did not answer"))
             except (EOFError, ConnectionResetError):

@@ -3,7 +3,7 @@
 import functools
 import os
 import re
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ def lose_a_peer(reason: str, told: str) -> None:
         work = dist.all_reduce(tensor, async_op=True)
     assert work.wait() and tensor.isnan().all()
     Path(told).touch()
-    time.sleep(60)
+    threading.Event().wait()  # for the end of the process
 
 
 @pytest.mark.parametrize("body", [deliver, exchange_unevenly])
@@ -151,7 +151,6 @@ def test_results_of_collectives_come_with_wait(strict: RankPool, body: Callable[
 
 @pytest.mark.parametrize("reason", ["met", "did not come"])
 def test_a_peer_that_died_ends_the_process_after_wait(strict: RankPool, tmp_path: Path, reason: str) -> None:
-    begun = time.monotonic()
-    with pytest.raises(AssertionError, match="died"):
+    with pytest.raises(AssertionError, match="rank 0 died"):
         strict.run(lose_a_peer, reason, str(tmp_path / "told"))
-    assert (tmp_path / "told").exists() and time.monotonic() - begun < 30
+    assert (tmp_path / "told").exists()

@@ -112,7 +112,7 @@ def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFact
             settings = settings_for(engine, "muon" if rule == "adamw" else rule, **options)
             if rule == "adamw":
                 settings["optimizer"] = STOCK
-            truth = rank_pools[2].run(save, str(folder / "native"), settings, build, timeout=600.0)[0]
+            truth = rank_pools[2].run(save, str(folder / "native"), settings, build)[0]
             if rule == "adamw":
                 Path(convert_as_deepspeed_does(folder / "native", "global_step2")).rename(folder / "universal")
             else:
