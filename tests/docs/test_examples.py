@@ -12,6 +12,7 @@ import pytest
 from matplotlib import pyplot
 
 from tests.support.launcher import ROOT, launch, metrics, run_on_ranks, succeeds, torchrun
+from tests.support.models import rounding
 from tests.support.pages import PAGES
 from tests.support.ranks import RankPool
 
@@ -136,7 +137,7 @@ def changed_config(path: Path, source: Path, training: dict[str, Any], **options
 def test_both_engines_train_alike_with_accumulation_and_clipping(ranks: RankPool, tmp_path: Path) -> None:
     """They sum the squares of the gradient norm in different orders, and gradients too: FSDP2 over micro-batches, then
     ranks, ZeRO over ranks, then micro-batches. Newton-Schulz in bf16 would make a bf16 rounding (4e-3) of some last
-    bits. Found: 1.2e-7 in losses, 6.5e-7 in norms; the tolerance leaves room for other CPUs."""
+    bits. A loss is a mean over the tokens of a step, a norm the root of a sum over all elements."""
     shape = ["--layers", "2", "--width", "64", "--context", "64", "--steps", "6"]
     training, options = {"gradient_accumulation_steps": 2}, {"ns_dtype": "float32"}
     zero = changed_config(tmp_path / "zero.json", ZERO, training, **options)
@@ -145,10 +146,12 @@ def test_both_engines_train_alike_with_accumulation_and_clipping(ranks: RankPool
     train(ranks, "fsdp2", tmp_path, *shape, "--config", fsdp2)
     expected, found = metrics(tmp_path / "zero"), metrics(tmp_path / "fsdp2")
     assert [row.keys() for row in found] == [row.keys() for row in expected] and len(found) == 8
+    tokens, numel = 8 * 2 * 2 * 64, 2 * 12 * 64**2 + 2 * 256 * 64
     for ours, theirs in zip(found, expected):
         assert ours.get("lr") == theirs.get("lr")
-        for key in {"loss", "validation_loss", "grad_norm"} & ours.keys():
-            assert ours[key] == pytest.approx(theirs[key], rel=2e-6, abs=0), (key, ours["step"])
+        for key, terms in {"loss": tokens, "validation_loss": tokens, "grad_norm": numel}.items():
+            if key in ours:
+                assert ours[key] == pytest.approx(theirs[key], rel=rounding(terms), abs=0), (key, ours["step"])
     assert found[-2]["grad_norm"] > 1, "clipping has something to do"
 
 

@@ -64,7 +64,7 @@ def trained(engine: str, part: str = "", when: str = "after", backend: str = "ea
         compile_in_place(model, part, backend)
         if name != "fsdp2":  # which is sharded before its optimizer is made
             run_once(model)
-    with running(Cell(name, options=options), model) as made:
+    with running(Cell(name, ns_in_fp32=True, options=options), model) as made:
         if part and when == "after":
             compile_in_place(made.model, part, backend)
         return losses_of(made)

@@ -1,4 +1,5 @@
-"""Linear layers that compute in float8 over bf16 weights, as torchao's do: with torch's own scaled product here."""
+"""Linear layers that compute in float8 over bf16 weights, as torchao's do. The product is that of torch._scaled_mm,
+written out: oneDNN has none for CPUs without AVX."""
 
 from typing import Any
 
@@ -27,7 +28,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         (left, one), (right, other) = _rounded(x), _rounded(weight)
-        return torch._scaled_mm(left, right.t(), one, other, out_dtype=torch.bfloat16)
+        return (left.float() @ right.t().float() * one * other).bfloat16()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]

@@ -316,7 +316,7 @@ def test_a_step_needs_the_memory_of_its_plan(
 @one_rank
 @pytest.mark.parametrize("engine", COMPILED)
 def test_a_model_that_inductor_compiled(ranks: RankPool, device: str, engine: str, note: Note) -> None:
-    (found,) = ranks.run(trained, engine, device, compiled, layers=1, timeout=400.0)
+    (found,) = ranks.run(trained, engine, device, compiled, layers=1)
     note("off", found["off"])
     assert 0 < found["off"] < ROUNDED
 

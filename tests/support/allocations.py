@@ -41,11 +41,10 @@ def live_bytes(*, collect: bool = True) -> int:
 
 
 def come_to_be(expected: int, before: int = 0) -> int:
-    """``live_bytes`` since ``before``; threads of a transport may keep what they have sent for a moment longer."""
-    for _ in range(50):
-        found = live_bytes() - before
-        if found == expected:
-            break
+    """``live_bytes`` since ``before``; threads of a transport may keep what they have sent for a moment longer, which
+    on a busy machine is seconds."""
+    end = time.monotonic() + 60
+    while (found := live_bytes() - before) != expected and time.monotonic() < end:
         time.sleep(0.02)
     return found
 

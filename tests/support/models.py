@@ -76,6 +76,17 @@ def largest_difference(ours: nn.Module | Mapping[str, Tensor], theirs: nn.Module
     return float(torch.stack([(one - other).abs().max().double() for one, other in pairs]).max())
 
 
+def rounding(terms: int, dtype: torch.dtype = torch.float32) -> float:
+    """How far sums of that many numbers may be from each other in two orders, in parts of the sum of their magnitudes.
+    Each is off by some sqrt(terms) roundings, which go up as often as down (Higham and Mary, "A New Approach to
+    Probabilistic Rounding Error Analysis", 2019); the worst case is ``terms`` roundings. Which order there is depends
+    on the CPU's vectors."""
+    return float(terms**0.5 * torch.finfo(dtype).eps)
+
+
+NORM_ROUNDING = rounding(8_000)  # of the norm of all gradients of a model here, summed in fp32
+
+
 def routed(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Route]:
     """The routes of a whole model, all of whose parameters are given to the optimizer."""
     routes = routes_of(model, include, exclude, output_heads(model))

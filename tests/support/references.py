@@ -3,7 +3,7 @@ package's rules on whole matrices, and formulas written out here."""
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 from unittest import mock
@@ -112,14 +112,20 @@ Table = Sequence[tuple[float, float, float]]
 
 
 def orthogonalized(matrix: Tensor, table: Table, margin: float = 1.0) -> Tensor:
-    """Newton-Schulz with a row of ``table`` for each step, in the matrix's dtype; written out here, not taken from our
-    rules."""
+    """Newton-Schulz with a row of ``table`` for each step, in the matrix's dtype, by torch.optim.Muon's operations;
+    written out here, not taken from our rules."""
     x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = x / (x.norm() * margin).clamp(min=1e-7)
     for a, b, c in table:
         gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if matrix.size(0) > matrix.size(1) else x
+
+
+def newton_schulz_rounding(shape: tuple[int, int]) -> float:
+    """How far five steps in fp32 may be from those in fp64, in parts of the result's norm, which is the root of the
+    shorter side. X starts with norm one; a rounding of it in the direction of a small singular value grows with it."""
+    return float(SIMPLE[0] ** 5 * torch.finfo(torch.float32).eps / min(shape) ** 0.5)
 
 
 def rule_of(name: str, **options: Any) -> MatrixRule:
@@ -282,13 +288,26 @@ def precise(matrix: str, clip: object) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def newton_schulz_in_float32() -> Iterator[None]:
-    """Make torch.optim.Muon iterate in fp32; it has no option for that."""
+    """Make torch.optim.Muon iterate in fp32, to the bits of this package's; it has no option for that."""
 
     def iterate(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
         return orthogonalized(grad, [coefficients] * steps)
 
     with mock.patch.object(torch.optim._muon, "_zeropower_via_newtonschulz", iterate):
         yield
+
+
+def norm_of(params: Iterable[Tensor]) -> float:
+    """Of their gradients, in fp64."""
+    grads = [param.grad.flatten().double() for param in params if param.grad is not None]
+    return float(torch.linalg.vector_norm(torch.cat(grads))) if grads else 0.0
+
+
+def clip_factor(limit: float, norm: float, zero_stage: int = 0) -> float:
+    """What gradients of that norm are multiplied by, as in torch; from ZeRO's stage 1 on by a formula that rounds once
+    more, and at stage 3 in fp64."""
+    measured = torch.tensor(norm, dtype=torch.float64 if zero_stage == 3 else torch.float32) + 1e-6
+    return float(1 / (measured / limit).clamp(min=1) if zero_stage else (limit / measured).clamp(max=1))
 
 
 class Reference:
@@ -335,24 +354,34 @@ class Reference:
         for step in range(steps) if isinstance(steps, int) else steps:
             self.step(batch_shares(step, parts * world_size, OWN_ROWS), world_size)
 
-    def step(self, micro_batches: Sequence[Rows] = (), parts: int = 1, factor: float = 1.0) -> list[float]:
+    def step(
+        self, micro_batches: Sequence[Rows] = (), parts: int = 1, factor: float = 1.0, clips: Sequence[float] = ()
+    ) -> list[float]:
         """One step on the rows of all ``parts``, or on the gradients that there are, with rates times ``factor``; the
-        norms that it clipped by."""
+        norms that it clips by. With ``clips``, gradients are multiplied by these, one for each norm: norms that are
+        summed in another order round otherwise, and Newton-Schulz multiplies that."""
         for rows in micro_batches:
             (self.model(*rows) / (len(micro_batches) // parts)).backward()
         for param in self.model.parameters():
             if param.grad is not None:
                 param.grad.div_(parts)
-        rest, norms = dict(self.model.named_parameters()), []
+        rest, clipped = dict(self.model.named_parameters()), []
         for _, glob, limit in self.apart:
-            own = [rest.pop(name) for name in list(rest) if fnmatchcase(name, glob)]
-            norms.append(float(nn.utils.clip_grad_norm_(own, limit)))
-        self.norm = float(nn.utils.clip_grad_norm_(rest.values(), self.clip or float("inf")))
+            clipped.append((limit, [rest.pop(name) for name in list(rest) if fnmatchcase(name, glob)]))
+        self.norm = norm_of(rest.values())
+        if self.clip:
+            clipped.insert(0, (self.clip, list(rest.values())))
+        norms = [norm_of(params) for _, params in clipped]
+        for number, ((limit, params), norm) in enumerate(zip(clipped, norms)):
+            if clips:
+                torch._foreach_mul_([param.grad for param in params if param.grad is not None], clips[number])
+            else:
+                nn.utils.clip_grads_with_norm_(params, limit, torch.tensor(norm))
         for optimizer in self.optimizers:
             with _at(optimizer, factor):
                 optimizer.step()
             optimizer.zero_grad()
-        return [self.norm, *norms] if self.clip else norms
+        return norms
 
     def difference(self, of: Any) -> float:
         """From weights by name, or from a DeepSpeed engine's."""
@@ -409,9 +438,16 @@ class Masters(Reference):
         self.in_fp32, self.predivided = in_fp32, predivided
 
     def advance(
-        self, step: int, accumulation: int = 1, *, clip: float = 0.0, scale: float = 1.0, factor: float = 1.0
+        self,
+        step: int,
+        accumulation: int = 1,
+        *,
+        clips: Sequence[float] = (),
+        scale: float = 1.0,
+        factor: float = 1.0,
     ) -> float:
-        """A step with the loss times ``factor`` and, until gradients are summed, ``scale``; the norm before a clip."""
+        """A step with the loss times ``factor`` and, until gradients are summed, ``scale``, and with these ``clips``;
+        the norm before."""
         sums: dict[Tensor, Tensor] = {}
         before, after = (scale, 1.0) if self.predivided else (1.0, scale)
         for rows in batch_shares(step, accumulation):
@@ -422,8 +458,7 @@ class Masters(Reference):
                 param.grad = None
         for master, param in zip(self.model.parameters(), self.low.parameters()):
             master.grad = sums[param].float() / after
-        self.clip = clip
-        self.step()
+        self.step(clips=clips)
         with torch.no_grad():
             for master, param in zip(self.model.parameters(), self.low.parameters()):
                 param.copy_(master)

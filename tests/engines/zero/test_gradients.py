@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from tests.support import zero
 from tests.support.cells import cells
 from tests.support.checkpoint_contents import same
-from tests.support.engines import OWNED, ZERO, Cell, ExactLM, running
-from tests.support.models import MATRICES, UnevenLM
+from tests.support.engines import OWNED, ZERO, Cell, ExactLM, exact, running
+from tests.support.models import MATRICES, NORM_ROUNDING
 from tests.support.on_ranks import on_ranks
 from tests.support.owned import shares
 from tests.support.zero import Reference, engine_for, full_weights, settings_for
@@ -43,7 +43,7 @@ def test_norms_and_zeros_of_some_gradients_are_those_of_one_process(engine: str,
         truth(*rows).backward()
     grads = {name: param.grad / 2 for name, param in truth.named_parameters()}
     with running(Cell(engine, precision=precision), ExactLM()) as run:
-        optimizer, exact = run.made.basic_optimizer, precision == "fp32"
+        optimizer, in_fp32 = run.made.basic_optimizer, precision == "fp32"
         with pytest.raises(RuntimeError, match="expected a backward pass") if engine in ZERO else nullcontext():
             optimizer.count_zeros()
         run.made.backward(run.made(*shares(0, 2)[dist.get_rank()]))
@@ -51,7 +51,7 @@ def test_norms_and_zeros_of_some_gradients_are_those_of_one_process(engine: str,
             globs = [names] if isinstance(names, str) else names
             flat = torch.cat([g.flatten() for n, g in grads.items() if any(fnmatchcase(n, glob) for glob in globs)])
             norm = float(torch.linalg.vector_norm(flat.double(), order))
-            if exact:
+            if in_fp32:
                 found = optimizer.grad_norm(names, order)
                 assert found.dtype == torch.float32 and float(found) == pytest.approx(norm, rel=1e-6)
                 assert optimizer.count_zeros(names) == int((flat == 0).sum())
@@ -61,7 +61,7 @@ def test_norms_and_zeros_of_some_gradients_are_those_of_one_process(engine: str,
             run.made.step()
             run.made.backward(run.made(*shares(0, 2)[dist.get_rank()]))
         run.made.step()
-        assert exact or unscaled == pytest.approx(float(run.made.get_global_grad_norm()), rel=1e-3)
+        assert in_fp32 or unscaled == pytest.approx(float(run.made.get_global_grad_norm()), rel=1e-3)
 
 
 # Passes that are one too many, and ones that are given up
@@ -217,14 +217,17 @@ def test_sums_in_fp32_are_not_rounded_or_it_is_said(stage: int, sent: str | None
 
 
 # Gradients that are missing
-class Sometimes(UnevenLM):
+class Sometimes(ExactLM):
     """With a layer that is ``used`` in some micro-batches."""
-
-    used = True
 
     def __init__(self) -> None:
         super().__init__()
         self.extra = nn.Linear(24, 24)
+        exact(self)
+
+    def forward(self, tokens: Tensor, targets: Tensor, used: bool = True) -> Tensor:
+        self.used = used
+        return super().forward(tokens, targets)
 
     def gated(self, x: Tensor) -> Tensor:
         gates = super().gated(x)
@@ -235,8 +238,8 @@ USED_IN = [(True, True), (False, False), (False, True), (False, False), (True, F
 
 
 def train_sometimes(engine: Any, step: int) -> None:
-    for rows, engine.module.used in zip(zero.own_rows(step, 2), USED_IN[step], strict=True):
-        engine.backward(engine(*rows))
+    for rows, used in zip(zero.own_rows(step, 2), USED_IN[step], strict=True):
+        engine.backward(engine(*rows, used))
         engine.step()
 
 
@@ -253,12 +256,10 @@ def test_a_gradient_that_is_missing_counts_as_zero(stage: int, offload: dict[str
             train_sometimes(engine, step)
             for param in single.model.parameters():
                 param.grad = torch.zeros_like(param)
-            shares = zero.batch_shares(step, 4, zero.OWN_ROWS)
-            for rows, single.model.used in zip(shares, (first, first, second, second), strict=True):
-                (single.model(*rows) / 4).backward()
-            single.step()
-            assert float(engine.get_global_grad_norm()) == pytest.approx(single.norm, rel=1e-6)
-            single.check(engine, 1e-6)
+            shares = zip(zero.batch_shares(step, 4, zero.OWN_ROWS), (first, first, second, second), strict=True)
+            single.step([(*rows, used) for rows, used in shares], 2, clips=zero.clips_of(engine))
+            assert float(engine.get_global_grad_norm()) == pytest.approx(single.norm, rel=NORM_ROUNDING)
+            single.check(engine)
 
 
 @on_ranks(2)

@@ -23,6 +23,7 @@ from tests.support.references import (
     SIMPLE,
     Trained,
     gradients,
+    newton_schulz_rounding,
     orthogonalized,
     random,
     rule_of,
@@ -62,12 +63,12 @@ def norm(x: Tensor) -> Tensor:
     return (x * x).sum().sqrt()
 
 
-def rows_to_one(x: Tensor) -> Tensor:
-    return torch.diag((x**2).sum(1) ** -0.5) @ x
+def rows_to_one(x: Tensor, eps: float = 0.0) -> Tensor:
+    return torch.diag(((x**2).sum(1) + eps) ** -0.5) @ x
 
 
-def columns_to_one(x: Tensor) -> Tensor:
-    return x @ torch.diag((x**2).sum(0) ** -0.5)
+def columns_to_one(x: Tensor, eps: float = 0.0) -> Tensor:
+    return x @ torch.diag(((x**2).sum(0) + eps) ** -0.5)
 
 
 def keller(matrix: Tensor) -> Tensor:
@@ -92,12 +93,13 @@ PRECONDITIONED: dict[str, Callable[[Tensor], Tensor]] = {  # the direction to it
     "muoneq_rc": lambda x: keller(torch.diag((x**2).sum(1) ** -0.5) @ x @ torch.diag((x**2).sum(0) ** -0.5)),
     "aol": turbo,
 }
+PLUS = 1e-7  # in the root, as in the code of Muon+'s authors
 RENORMALIZED: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
-    "row": rows_to_one,
-    "col": columns_to_one,
-    "row_col": lambda x: columns_to_one(rows_to_one(x)),
-    "col_row": lambda x: rows_to_one(columns_to_one(x)),
+    "row": lambda x: rows_to_one(x, PLUS),
+    "col": lambda x: columns_to_one(x, PLUS),
+    "row_col": lambda x: columns_to_one(rows_to_one(x, PLUS), PLUS),
+    "col_row": lambda x: rows_to_one(columns_to_one(x, PLUS), PLUS),
     "frobenius": lambda x: x * min(x.shape) ** 0.5 / norm(x),
 }
 SCALED: dict[str, Callable[[int, int], float]] = {
@@ -110,12 +112,14 @@ SCALED: dict[str, Callable[[int, int], float]] = {
 PAIRS = [(before, after) for before, afters in DEFINED.items() for after in afters]
 
 
-def written_out(shape: tuple[int, int], options: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """The weight, the momentum and the mean of squares after four steps."""
+def written_out(shape: tuple[int, int], options: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The weight, the momentum and the mean of squares after four steps; and where updates were so large that rounding
+    cannot change their signs, by which cautious decay goes."""
     weight, momentum, lr, decay = random(shape, 1).double(), options["momentum"], options["lr"], options["weight_decay"]
     buffer, square, radius = torch.zeros_like(weight), torch.zeros_like(weight), norm(weight)
     is_sum, form = options["momentum_form"] == "sum", options["weight_decay_form"]
     scale = 3 * SCALED[options.get("adjust_lr_fn", "original")](*shape)
+    clear = torch.ones(shape, dtype=torch.bool)
     for grad in gradients(shape):
         grad = grad.double() + (decay * weight if form == "coupled" else 0)
         buffer = momentum * buffer + (1 if is_sum else 1 - momentum) * grad
@@ -126,6 +130,7 @@ def written_out(shape: tuple[int, int], options: Mapping[str, Any]) -> tuple[Ten
             square = 0.9 * square + 0.1 * grad**2
             direction = direction / (square.sqrt() + 1e-4)
         update = RENORMALIZED[options["renormalize"]](PRECONDITIONED[options["precondition"]](direction))
+        clear &= update.abs() > newton_schulz_rounding(shape) * norm(update)
         if options.get("hyperball"):  # arXiv 2606.16899, with the first weight's norm
             moved = weight - lr * radius / norm(update) * update
             weight = moved * radius / norm(moved)
@@ -133,7 +138,7 @@ def written_out(shape: tuple[int, int], options: Mapping[str, Any]) -> tuple[Ten
         floor = options.get("uw_floor", 0) * norm(weight) / norm(scale * update)
         decays = {"decoupled": 1, "coupled": 0, "cautious": weight * update >= 0}[form]
         weight = weight * (1 - lr * decay * decays) - lr * max(1, floor) * scale * update
-    return weight, buffer, square
+    return weight, buffer, square, clear
 
 
 def drawn_options(draw: Random) -> dict[str, Any]:
@@ -159,11 +164,15 @@ def test_muon_is_the_papers_formula(seed: int) -> None:
     draw = Random(seed)
     for _ in range(6):
         shape, options = draw.choice([*SHAPES[:3], (draw.randint(5, 64), draw.randint(5, 64))]), drawn_options(draw)
-        expected, buffer, square = written_out(shape, options)
+        expected, buffer, square, clear = written_out(shape, options)
         ours, first = Trained(rule_of("muon", **options), random(shape, 1)), random(shape, 1).double()
         for grad in gradients(shape):
             ours.step(grad)
-        assert norm(ours.value.double() - expected) < 5e-6 * norm(expected - first), (shape, options)
+        far = ours.value.double() - expected
+        if options["weight_decay_form"] == "cautious":
+            assert clear.double().mean() > 0.95
+            far = far * clear
+        assert norm(far) < newton_schulz_rounding(shape) * norm(expected - first), (shape, options)
         torch.testing.assert_close(ours.state["momentum_buffer"], buffer.float())
         torch.testing.assert_close(ours.state.get("second_moment", torch.zeros(shape)), square.float())
 
@@ -211,7 +220,8 @@ def test_preconditioned_updates_of_tiny_and_zero_gradients_and_of_batches(before
         rule, grad = scaled(before, after, ns_method=method), random(shape, 3)
         expected = RENORMALIZED[after](PRECONDITIONED[before](grad.double()))
         for size in (1.0, 1e-12):
-            assert norm(rule.transform(grad * size).double() - expected) < 1e-4 * norm(expected), (shape, size)
+            far = norm(rule.transform(grad * size).double() - expected)
+            assert far < newton_schulz_rounding(shape) * norm(expected), (shape, size)
         if shape[0] > 2:
             grad[1] = 0.0
             assert rule.transform(grad).isfinite().all() and not rule.transform(grad)[1].any()
@@ -286,7 +296,8 @@ def test_adamh_is_the_papers_with_torchs_adam(shape: tuple[int, int]) -> None:
         weight = weight + 0.05 * radius / norm(moved.data) * moved.data
         weight = weight * radius / norm(weight)
         ours.step(grad)
-        torch.testing.assert_close(ours.value.double(), weight, rtol=0, atol=2e-6)
+        # Three operations in each of four steps round the largest weight.
+        torch.testing.assert_close(ours.value.double(), weight, rtol=0, atol=12 * float(weight.abs().max()) * 2**-24)
 
 
 def test_wrong_options_of_adamh_are_named() -> None:
@@ -439,13 +450,14 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [  # with the settings of docs/rules.
 def test_normuon_and_adamuon_of_other_packages(name: str, options: dict[str, Any]) -> None:
     """AdaMuon's quotients of tiny elements show any rounding, so it has torch's own Newton-Schulz."""
     orthogonal = of_torch if name == "adamuon" else keller
-    limit, ns_dtype = (1e-4, "bfloat16") if name == "adamuon" else (1e-5, "float32")
+    ns_dtype = "bfloat16" if name == "adamuon" else "float32"
     formula = {**options, "signs": options.get("sign_momentum", True)}
     formula.pop("sign_momentum", None)
     for shape, nesterov in product(SHAPES, (True, False)):
         rule = rule_of(name, lr=0.05, nesterov=nesterov, ns_dtype=ns_dtype, **options)
         rule.exchange_dtype = torch.float32
         expected = adapted(name, shape, orthogonal, nesterov=nesterov, **formula)
+        limit = 1e-4 if name == "adamuon" else newton_schulz_rounding(shape)
         assert distance(rule, shape, expected) < limit, (shape, nesterov)
 
 
