@@ -8,7 +8,7 @@ would be worse, and the table at the start has a word about it if it looks fused
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,14 @@ class Fusion:
     unknown: bool = False
 
 
-def fused_weights(model: nn.Module, stored: Stored) -> dict[int, Fusion]:
+def fused_weights(model: nn.Module, stored: Stored, asked: Collection[int]) -> dict[int, Fusion]:
     """The parts of fused weights, and why others that look fused stay whole, by the weight's id.
 
-    ``stored`` returns how a parameter is stored; None if that is not known.
+    ``stored`` returns how a parameter is stored; None if that is not known. Only the weights ``asked`` for are found,
+    by id: to follow a model's ``forward`` takes longer than all else in routing.
     """
+    if not asked:
+        return {}
     known = {id(param): how for param in model.parameters() if (how := stored(param)) is not None}
     outputs = {param: 1 if last else 2 for param, (shape, last) in known.items() if len(shape) > 1 and 0 not in shape}
 
@@ -57,8 +60,9 @@ def fused_weights(model: nn.Module, stored: Stored) -> dict[int, Fusion]:
         rows, columns = shape(param)[-2:]
         return (rows, columns) if outputs[id(param)] == 2 else (columns, rows)
 
+    followed = {*asked, *(id(_changed(lora)) for lora in all_lora(model))}
     found: dict[int, Fusion] = {}
-    for weight, uses in traced(model, outputs, shape).items():
+    for weight, uses in traced(model, {key: dim for key, dim in outputs.items() if key in followed}, shape).items():
         told = [_told(use, sizes) for use in uses]
         alike = all(one.outputs == told[0].outputs for one in told)
         found[weight] = told[0] if alike else Fusion(why="whole, as two modules divide it in two ways")
@@ -66,7 +70,7 @@ def fused_weights(model: nn.Module, stored: Stored) -> dict[int, Fusion]:
         found.update(_of_experts(module, sizes))
     for lora in all_lora(model):
         found.update(_of_lora(lora, found, sizes))
-    return {weight: fusion for weight, fusion in found.items() if fusion != Fusion()}
+    return {weight: fusion for weight, fusion in found.items() if weight in asked and fusion != Fusion()}
 
 
 def _told(use: Traced, sizes: Callable[[Tensor], tuple[int, int] | None]) -> Fusion:
@@ -218,9 +222,7 @@ def _of_lora(
 
     For a stack of experts, PEFT has the A and B of all of them in one parameter each.
     """
-    changed = getattr(lora.base, lora.key, None)
-    changed = getattr(lora.base, "in_proj_weight", None) if changed is None else changed  # torch's attention
-    base, of_a, of_b = found.get(id(changed), Fusion()), sizes(lora.a), sizes(lora.b)
+    base, of_a, of_b = found.get(id(_changed(lora)), Fusion()), sizes(lora.a), sizes(lora.b)
     if of_a is None or of_b is None:
         return {}
     if sum(part.size for _, part in base.outputs) not in (0, of_b[0]):
@@ -233,6 +235,12 @@ def _of_lora(
         id(lora.a): Fusion(equal(lora.stacked, rank, "expert"), why=why),
         id(lora.b): Fusion(base.outputs, in_turn, why),
     }
+
+
+def _changed(lora: LoRA) -> Any:
+    """The weight that ``lora`` changes, or None."""
+    weight = getattr(lora.base, lora.key, None)
+    return getattr(lora.base, "in_proj_weight", None) if weight is None else weight  # torch's attention
 
 
 def weight_of(module: nn.Module, name: str) -> Tensor | None:

@@ -66,11 +66,11 @@ def divide(
         shape = route.cut.local(route.shape) if of_shard and route.cut is not None else route.shape
         return shape, route.transposed
 
-    fused = fused_weights(model, stored)
-    shared = {id(params[r.name]) for r in matrices if r.cut is not None and r.cut.shared}
-    if shared:
-        in_shards = fused_weights(model, partial(stored, of_shard=True))
-        fused = {**fused, **{weight: of for weight, of in in_shards.items() if weight in shared}}
+    unset = [route for route in matrices if settings.of(route.names) is None]  # settings take precedence
+    asked = {id(params[route.name]) for route in unset}
+    shared = {id(params[route.name]) for route in unset if route.cut is not None and route.cut.shared}
+    fused = fused_weights(model, stored, asked)
+    fused |= fused_weights(model, partial(stored, of_shard=True), shared)
     ranks = max((route.cut.ranks for route in matrices if route.cut is not None), default=1)
     heads = heads_in(model, fused, ranks) if per_head else {}
     by_head = {route.name: heads.get(id(params[route.name])) for route in matrices if route.name in per_head}

@@ -130,6 +130,27 @@ def test_atoms_come_before_known_fused_weights_and_are_about_outputs() -> None:
     assert [block.shape for block in blocks] == [(16, 48)] * 8
 
 
+def test_forwards_are_followed_for_what_no_setting_decides() -> None:
+    """To follow them was most of the time in which an optimizer is made, also with atoms {"*": "whole"}."""
+    ran = []
+
+    class Attends(nn.Module):
+        def __init__(self, outputs: int) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(4, outputs)
+
+        def forward(self, x: Tensor) -> Tensor:
+            ran.append(self.qkv.out_features)
+            q, k, v = self.qkv(x).chunk(3, -1)
+            return (q @ k.mT) @ v
+
+    model = nn.ModuleList([Attends(12), Attends(24)])
+    divided_of(model, {"*": "whole"})
+    assert ran == []
+    found = divided_of(model, {"0.*": {"heads": 2}})
+    assert {*ran} == {24} and [len(found[f"{number}.qkv.weight"].blocks) for number in (0, 1)] == [2, 3]
+
+
 def test_convolutions_become_matrices_where_atoms_say_stack_or_flatten() -> None:
     model = nn.ModuleDict({"conv": nn.Conv2d(3, 8, 2), "back": nn.ConvTranspose2d(3, 8, 2), "a": nn.Linear(4, 4)})
     settings = AtomSettings.parse({"conv.*": "flatten", "back.*": "stack", "a.weight": "whole"})
