@@ -37,6 +37,7 @@ from tests.support.references import (
     matrix_optimizer,
     precise,
 )
+from tests.support.zero import DEEPSPEEDS_BUCKET
 
 # torch's fused loop over vectors rounds otherwise than what it does with the last few elements. Which those are depends
 # on how parameters are cut, and on the CPU. A step takes a weight below 4 to one of two neighbors, 2^-22 apart; in the
@@ -98,6 +99,15 @@ def test_training_equals_one_process(
 def test_zero_options_change_no_bit(ranks: RankPool, engine: str) -> None:
     policy = {"policy": "balance"} if engine in ("zero 1", "zero 2") else {}
     equal(ranks, *(Cell(engine, options=policy, zero=options) for options in ZERO_OPTIONS[engine]))
+
+
+@cells(ranks=[2], engine=ZERO[1:])
+@on_ranks()
+def test_deepspeeds_own_bucket_size(engine: str) -> None:
+    """Of the 2 GB of a bucket only what gradients need is touched: torch does not fill it here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        check(0.0, Cell(engine, zero={"reduce_bucket_size": DEEPSPEEDS_BUCKET}))
 
 
 @cells(ranks=[1, 2, 4], engine=["plain", "fsdp2"], clip=[0.0, 0.3])
