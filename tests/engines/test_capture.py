@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.groups.param_groups import COMPARED_EVERY
+from lwopt_backend.engines import report
+from lwopt_backend.groups import param_groups
 from lwopt_backend.groups.registry import MATRIX_RULES
 from lwopt_backend.rules import OwnerStateRule
 from lwopt_backend.rules.muon import Muon
@@ -21,7 +22,8 @@ from tests.support.engines import ZERO, Cell, ExactLM, running
 from tests.support.on_ranks import on_ranks
 from tests.support.references import SECTIONS, random, rule_of
 
-STEPS = 102
+# Options are compared and parameters without a gradient are told in some of the steps: 0, 8 and 16, and 1 and 11.
+STEPS, COMPARED_EVERY, TOLD_AFTER = 20, 8, (1, 11)
 
 
 class Watched:
@@ -58,19 +60,19 @@ def test_what_a_batch_uses_stays_where_it_is_and_no_host_reads(engine: str) -> N
     be skipped, the host reads whether they are."""
     IMMEDIATE.clear()
     try:
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            running(Cell(engine, "normuon", options={"capture": True}), ExactLM()) as run,
-        ):
-            ours = run.optimizer.optimizer if engine in ZERO[1:] else run.optimizer
-            watched = Watched(patch, ours)
-            for number in range(STEPS):
-                watched.places.append([])
-                watched.reads.append(0)
-                run.train(range(number % 3, number % 3 + 1))
-                for state in ours.state.values():
-                    for tensor in state.values():
-                        watched.note(tensor)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(param_groups, "COMPARED_EVERY", COMPARED_EVERY)
+            patch.setattr(report, "TOLD_AFTER", TOLD_AFTER)
+            with running(Cell(engine, "normuon", options={"capture": True}), ExactLM()) as run:
+                ours = run.optimizer.optimizer if engine in ZERO[1:] else run.optimizer
+                watched = Watched(patch, ours)
+                for number in range(STEPS):
+                    watched.places.append([])
+                    watched.reads.append(0)
+                    run.train(range(number % 3, number % 3 + 1))
+                    for state in ours.state.values():
+                        for tensor in state.values():
+                            watched.note(tensor)
     finally:
         IMMEDIATE.add("cpu")
     assert watched.places[2] and all(step == watched.places[2] for step in watched.places[3:])

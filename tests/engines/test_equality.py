@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.migration import load_named_state
 from tests.support import fsdp2, owned
-from tests.support.cells import cells
+from tests.support.cells import cells, with_full
 from tests.support.engines import ENGINES, EXACT, OWNED, ZERO, Cell, Engine, ExactLM, OnFSDP2, check, model_for, running
 from tests.support.models import MATRICES, NORM_ROUNDING, largest_difference
 from tests.support.on_ranks import on_ranks
@@ -135,8 +135,12 @@ def _check_clip_of_a_kind(engine: str) -> None:
 
 
 # Rules meet engines through four protocols: a rule, one with state that only owners have, one that sees the weight, one
-# that uses norms, whose sums are added over the ranks. They came out in the same bits; 1e-6 is what is promised.
+# that uses norms, whose sums are added over the ranks. They came out in the same bits; 1e-6 is what is promised. Of
+# element-wise rules one is registered, one counts steps in its group, one masks its decay, one keeps a third state.
 OF_EACH = ("sum, coupled", "adamuon", "soap", "muonh")
+MET = (*OF_EACH, "muon2", "u/w floor")  # by every engine: muon2 has several states, the floor is of pieces' norms
+MET_ELEMENTWISE = ("a class", "counts in its group", "adamw, amsgrad", "cautious adamw")
+ALL_RULES_ON = "zero 2"
 SEVERAL = [  # rules in further circumstances; DeepSpeed steps each sub-group of ZeRO-3 by itself
     (1, SECTIONS, Cell("plain")),
     (2, ("sum, coupled", "adamuon", "soap"), Cell("fsdp2", options={"attach": True})),
@@ -152,21 +156,27 @@ def test_several_rules(ranks: RankPool, rules: Iterable[str], cell: Cell) -> Non
     equal(ranks, *(replace(cell, **{kind: rule}) for kind, rule in kinds))
 
 
-@cells(ranks=[2], engine=ENGINES)
-def test_every_rule_on_every_engine(ranks: RankPool, engine: str) -> None:
-    equal(ranks, *(Cell(engine, rule) for rule in SECTIONS))
+@cells(ranks=[2, 4], engine=ENGINES, rule=MET)
+def test_every_protocol_on_every_engine(ranks: RankPool, engine: str, rule: str) -> None:
+    travels = {"policy": "balance"} if engine in ("zero 1", "zero 2") and ranks.world_size > 2 else {}
+    equal(ranks, Cell(engine, rule, options=travels))
 
 
-@cells(ranks=[2], engine=ENGINES)
-def test_every_elementwise_rule_on_every_engine(ranks: RankPool, engine: str) -> None:
-    equal(ranks, *(Cell(engine, elementwise=rule) for rule in RULES if rule != FUSED))
-    equal(ranks, Cell(engine, elementwise=FUSED, steps=1), limit=2**-22)
+def on_one_engine(rules: Iterable[str], on_all: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Every rule on one engine and some on all, in `make test-full` every one on all."""
+    chosen = [(engine, rule) for engine in ENGINES for rule in (rules if engine == ALL_RULES_ON else on_all)]
+    return pytest.mark.parametrize(("engine", "rule"), with_full(chosen, itertools.product(ENGINES, rules)))
 
 
-@cells(ranks=[4], engine=ENGINES)
-def test_every_protocol_on_four_ranks(ranks: RankPool, engine: str) -> None:
-    travels = {"policy": "balance"} if engine in ("zero 1", "zero 2") else {}
-    equal(ranks, *(Cell(engine, rule, options=travels) for rule in (*OF_EACH, "u/w floor")))
+@on_one_engine(SECTIONS)
+def test_every_rule_on_every_engine(ranks: RankPool, engine: str, rule: str) -> None:
+    equal(ranks, Cell(engine, rule))
+
+
+@on_one_engine(RULES, MET_ELEMENTWISE)
+def test_every_elementwise_rule_on_every_engine(ranks: RankPool, engine: str, rule: str) -> None:
+    exact = rule != FUSED
+    equal(ranks, Cell(engine, elementwise=rule, steps=3 if exact else 1), limit=0.0 if exact else 2**-22)
 
 
 # A group's lr and weight decay are those of matrices and of the rest, where its section says nothing else. One is so

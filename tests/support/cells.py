@@ -9,16 +9,26 @@ pairs, in a tenth of the time.
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from allpairspy import AllPairs
 
+Filter = Callable[..., bool]  # of a cell's values, by name
 
-def cells(where: Callable[..., bool] | None = None, /, **axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Run a test on a table of its arguments. ``where`` says of a cell's values, by name, whether there is such a cell.
-    The axis ``ranks`` has numbers of ranks."""
-    return pytest.mark.cells(where, axes)
+
+class Filters(NamedTuple):
+    """Which cells there are, and which of these are in `make test`."""
+
+    there_is: Filter | None
+    in_short: Filter | None
+
+
+def cells(there_is: Filter | None = None, in_short: Filter | None = None, /, **axes: Sequence[Any]) -> Any:
+    """Run a test on a table of its arguments. ``there_is`` says whether there is such a cell, ``in_short`` whether
+    `make test` may take it: of rows on 2 and on 4 ranks, those on 4 that need 4. The axis ``ranks`` has numbers of
+    ranks."""
+    return pytest.mark.cells(Filters(there_is, in_short), axes)
 
 
 def with_full(chosen: Sequence[tuple[Any, ...]], everything: Iterable[tuple[Any, ...]]) -> list[Any]:
@@ -26,10 +36,13 @@ def with_full(chosen: Sequence[tuple[Any, ...]], everything: Iterable[tuple[Any,
     return [*chosen, *(pytest.param(*row, marks=pytest.mark.full) for row in everything if row not in chosen)]
 
 
-def table(axes: dict[str, Sequence[Any]], where: Callable[..., bool] | None, full: bool) -> list[tuple[Any, ...]]:
+def table(axes: dict[str, Sequence[Any]], filters: Filters, full: bool) -> list[tuple[Any, ...]]:
     """The cells: all, or few enough that every pair of values in one of all is in one of these."""
     names = list(axes)
-    product = [cell for cell in itertools.product(*axes.values()) if where is None or where(**dict(zip(names, cell)))]
+    applied = [each for each in (filters.there_is, None if full else filters.in_short) if each is not None]
+    product = [
+        cell for cell in itertools.product(*axes.values()) if all(each(**dict(zip(names, cell))) for each in applied)
+    ]
     if full or len(names) < 3:
         return product
     # Indices, because a value may be a dict. A row may be the beginning of a cell only.
