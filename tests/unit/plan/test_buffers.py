@@ -33,19 +33,23 @@ SEEDS = range(20)
 
 
 # Megatron-Core's planner
+LARGEST = "deepseek-v3"  # 45,090 matrices
+
+
 def figures() -> dict[str, list[dict[str, str]]]:
-    """What it planned for models, measured by its own code; apart for 1,024 ranks."""
+    """What it planned for models, measured by its own code; apart for 1,024 ranks, of the largest one plan."""
     found: dict[str, list[dict[str, str]]] = {}
     with (Path(__file__).parents[2] / "data" / "megatron_planner.csv").open() as file:
         for row in csv.DictReader(file):
-            on_most = ", 1024 ranks" if row["world_size"] == "1024" else ""
-            found.setdefault(f"{row['model']}{on_most}", []).append(row)
+            on_most = f"{row['model']}, 1024 ranks"
+            apart = row["world_size"] == "1024" and (row["model"] != LARGEST or on_most not in found)
+            found.setdefault(on_most if apart else row["model"], []).append(row)
     return found
 
 
 @pytest.mark.parametrize(
     "rows",
-    [pytest.param(name, marks=pytest.mark.full if name == "deepseek-v3" else ()) for name in figures()],
+    [pytest.param(name, marks=pytest.mark.full if name == LARGEST else ()) for name in figures()],
 )
 def test_padded_and_compact_plans_are_about_as_lean_and_as_even_as_megatrons(rows: str) -> None:
     """No cell is more than 3 points of padding or 0.03 of balance worse, and no compact plan 5 % over the best known.
