@@ -1,11 +1,8 @@
 """What pages quote of benchmarks is what the results say; the benchmarks run, and what they say of work holds."""
 
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -23,7 +20,7 @@ from benchmarks.step_watch import Watch
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from tests.support import megatron_planner
 from tests.support.command_line import lwopt
-from tests.support.launcher import ROOT, succeeds
+from tests.support.launcher import ROOT, python
 from tests.support.on_ranks import on_ranks
 from tests.support.pages import PAGES, table
 from tests.support.ranks import gathered
@@ -241,8 +238,7 @@ def test_losses_of_rules_are_those_of_the_results() -> None:
 
 
 def figures(tmp_path: Path, benchmark: str, arguments: str) -> tuple[Any, str]:
-    command = f"python -m benchmarks.{benchmark} {arguments} --json {tmp_path}/figures.json"
-    printed = succeeds(command, ROOT)
+    printed = python("-m", f"benchmarks.{benchmark}", *arguments.split(), "--json", tmp_path / "figures.json")
     found = json.loads((tmp_path / "figures.json").read_text())
     assert found["command"].startswith(f"python -m benchmarks.{benchmark} ")
     assert found["versions"]["torch"] == torch.__version__
@@ -324,7 +320,6 @@ def test_a_step_launches_at_most_so_much(engine: str) -> None:
 
 
 def test_without_a_gpu_the_tests_on_one_say_so() -> None:
-    command = [sys.executable, "-m", "pytest", "tests/gpu/test_gpu.py", "--device", "cuda"]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
-    assert ended.returncode == 4 and "no GPU: torch" in ended.stderr
+    usage_error = 4
+    words = ("-m", "pytest", "tests/gpu/test_gpu.py", "--device", "cuda")
+    assert "no GPU: torch" in python(*words, fails=usage_error, CUDA_VISIBLE_DEVICES="")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
-from tests.support.launcher import ROOT, launch, metrics, run_on_ranks, succeeds, torchrun
+from tests.support.launcher import FORGET, ROOT, launch, metrics, python, run_on_ranks, succeeds, torchrun
 from tests.support.models import rounding
 from tests.support.pages import PAGES
 from tests.support.ranks import RankPool
@@ -163,18 +163,20 @@ def test_the_shipped_configurations_say_the_same() -> None:
     assert of_fsdp2.pop("matrix") == "muon" and of_fsdp2 == of_zero["params"]
 
 
-IMPORTS = """
-import sys, train_gpt, fsdp2_engine
-assert "deepspeed" not in sys.modules
-for name in [name for name in sys.modules if name.startswith("lwopt_backend")]:
-    del sys.modules[name]
+IMPORTS = f"""
+{FORGET}
+before = {{*sys.modules}}
+forget("lwopt_backend")
 import deepspeed_engine
 assert "lwopt_backend.integrations.deepspeed_zero" in sys.modules and "lwopt_backend.optimizer" not in sys.modules
+forget("deepspeed", "transformers", "accelerate", "lwopt_backend", *{{*sys.modules}} - before)
+import train_gpt, fsdp2_engine
+assert "lwopt_backend.optimizer" in sys.modules and "deepspeed" not in sys.modules
 """
 
 
 def test_an_engine_does_not_import_the_other_ones_module() -> None:
-    succeeds([sys.executable, "-c", IMPORTS], ROOT / "examples")
+    python("-c", IMPORTS, cwd=ROOT / "examples")
 
 
 OF_ZERO, OF_FSDP2, ALONE = STARTS["deepspeed"][1:], STARTS["fsdp2"], "--single-process"

@@ -154,10 +154,10 @@ def test_the_module_runner_imports_transformers_only_when_the_script_does(tmp_pa
 def test_a_pages_script_runs_as_printed(
     request: pytest.FixtureRequest, rank_pools: dict[int, RankPool], tmp_path: Path, name: str
 ) -> None:
-    """FSDP2's by the page's command, under torchrun; the others so in `make test-full` only."""
+    """By the page's command, under torchrun, in `make test-full` only."""
     page, count, expected, also = SAYS[name]
     command = unpack_page(page, name, tmp_path, sys.executable)
-    if name == "fsdp2_train.py" or request.config.getoption("full"):
+    if request.config.getoption("full"):
         output = succeeds(command, tmp_path)
     else:
         assert f"--nproc_per_node {count} " in command

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict
 
 from tests.support.engines import Cell, ExactLM, running
-from tests.support.launcher import succeeds
+from tests.support.launcher import run_on_ranks, succeeds
 from tests.support.models import VOCABULARY, UnevenLM, largest_difference
 from tests.support.on_ranks import on_ranks
 from tests.support.owned import shares
+from tests.support.ranks import RankPool
 
 ENGINES = ("plain", "fsdp2")
 
@@ -116,13 +117,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
 TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--monitor-interval=0.1"]
 
 
-def test_restarted_worker_of_torchrun_goes_on_from_the_save(tmp_path: Path) -> None:
+def test_restarted_worker_of_torchrun_goes_on_from_the_save(ranks: RankPool, tmp_path: Path) -> None:
     """Where torchrun shares its store with the workers, torch 2.13 lets new ones read the addresses of dead ones."""
-    (tmp_path / "train.py").write_text(RESTARTED)
-    found = []
-    for what in ("dies", "lives"):
-        (tmp_path / what).mkdir()
-        script = [str(tmp_path / "train.py"), str(tmp_path / what), what]
-        succeeds([*TORCHRUN, *script], tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-        found.append(torch.load(tmp_path / what / "weights.pt"))
-    assert largest_difference(*found) == 0.0
+    script, dies, lives = (tmp_path / name for name in ("train.py", "dies", "lives"))
+    script.write_text(RESTARTED)
+    for folder in (dies, lives):
+        folder.mkdir()
+    given = [str(script), str(dies), "dies"]
+    succeeds([*TORCHRUN, *given], tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    codes, printed = run_on_ranks(ranks, script, lives, "lives", joined=False)
+    assert codes == [0, 0], printed
+    assert largest_difference(*(torch.load(folder / "weights.pt") for folder in (dies, lives))) == 0.0

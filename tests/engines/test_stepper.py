@@ -31,8 +31,8 @@ from lwopt_backend.runtime.whole import WholeMatrices
 from tests.support.cells import cells
 from tests.support.counted import Counted
 from tests.support.on_ranks import on_ranks
+from tests.support.plans import SHAPES, atoms_of, plan_of
 from tests.support.references import random, rule_of
-from tests.unit.plan.test_plan import SHAPES, atoms_of, plan_of
 
 
 class Alone:

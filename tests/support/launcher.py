@@ -1,4 +1,5 @@
-"""Running scripts as a user would, under real launchers; and, much faster, on rank processes that are up."""
+"""Running programs as a user would, under real launchers; in a fork of a process that has imported torch, which takes
+a tenth of the time; and on rank processes that are up."""
 
 import contextlib
 import io
@@ -7,13 +8,15 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
-from tests.support.ranks import RankPool, free_port
+from tests.support.ranks import RankPool, forkserver, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 600
@@ -32,10 +35,20 @@ def _launched(launcher: list[object], processes: int, script: tuple[object, ...]
     return succeeds([str(part) for part in command], ROOT)
 
 
+# For a program that tells what it imports: it imports again what it has forgotten.
+FORGET = """
+import sys
+def forget(*packages):
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+"""
+ON_CPUS = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
 def succeeds(command: str | list[str], cwd: Path, **variables: str) -> str:
     """What a command, or a shell's command line, prints, with this environment's programs first. Raises AssertionError,
     with what it printed, if it fails or does not end in time."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
+    environment = {**os.environ, **ON_CPUS, **variables}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     how: dict[str, Any] = {"shell": isinstance(command, str), "cwd": cwd, "env": environment, "text": True}
     how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": TIMEOUT_SECONDS}
@@ -46,6 +59,42 @@ def succeeds(command: str | list[str], cwd: Path, **variables: str) -> str:
         raise AssertionError(f"{command} had not ended after {TIMEOUT_SECONDS} s:\n{printed}") from None
     assert finished.returncode == 0, f"{command} ended with {finished.returncode}:\n{finished.stdout}"
     return finished.stdout
+
+
+def python(*arguments: object, cwd: Path = ROOT, fails: int = 0, **variables: str) -> str:
+    """What ``python`` prints for these arguments, which begin with a script, ``-m`` or ``-c``, in a fork of the process
+    that ranks are forked from. Raises AssertionError, with what it printed, unless it ends in time, with the exit code
+    ``fails``. Many modules are imported there already, see ``FORGET``."""
+    given = [str(argument) for argument in arguments]
+    with tempfile.NamedTemporaryFile("r", errors="replace") as printed:
+        environment = {**os.environ, **ON_CPUS, **variables}
+        program = forkserver().Process(target=_as_main, args=(given, str(cwd), environment, printed.name))
+        with mock.patch.dict(os.environ, ON_CPUS):  # also of the process that is forked, if this is the first one
+            program.start()
+        program.join(TIMEOUT_SECONDS)
+        ended = program.exitcode
+        program.kill()
+        assert ended == fails, f"python {' '.join(given)} ended with {ended}:\n{printed.read()}"
+        return printed.read()
+
+
+def _as_main(arguments: list[str], cwd: str, environment: dict[str, str], printed: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    with open(printed, "w", buffering=1) as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    if arguments[0] in ("-c", "-m"):
+        sys.argv, sys.path[:0] = arguments[1:], [cwd]
+    if arguments[0] == "-c":
+        exec(arguments[1], {"__name__": "__main__"})
+    elif arguments[0] == "-m":
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[:0] = arguments, [os.path.dirname(arguments[0])]
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def run_on_ranks(

@@ -1,10 +1,7 @@
 """Plans of flat partitions and of meshes: exact, every element once there and back, and the same everywhere."""
 
-import hashlib
 import itertools
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,12 +16,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from benchmarks import public_models
-from lwopt_backend.plan import MatrixPlan
 from lwopt_backend.plan.atoms import Atom, matrices_of
 from lwopt_backend.plan.buckets import BucketTime, Stage, Timeline, cut_buckets, pipeline
-from lwopt_backend.plan.buffers.layout import LAYOUTS as BUFFER_LAYOUTS
-from lwopt_backend.plan.buffers.layout import OwnedParam
-from lwopt_backend.plan.buffers.owned import plan_owned
 from lwopt_backend.plan.cost import MACHINES, Machine, newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas, in_blocks
@@ -38,29 +31,14 @@ from lwopt_backend.plan.owners import (
     plan_spread,
     stay,
 )
+from tests.support import plans
 from tests.support.fsdp2 import mesh_of
+from tests.support.launcher import ROOT, succeeds
 from tests.support.on_ranks import on_ranks
+from tests.support.plans import SHAPES, atoms_of, plan_of, rows_over
 
-SHAPES = [(63, 24), (41, 63), (24, 41), (1, 5), (5, 1), (96, 96), (7, 300), (300, 7), (2, 2), (64, 64)]
 SMALL = [(1, 7), (7, 1), (6, 10), (13, 5), (4, 4), (64, 24)]
 NUMELS = [rows * columns for rows, columns in SMALL]
-
-
-def atoms_of(shapes: Sequence[tuple[int, int]]) -> list[Atom]:
-    return [Atom(f"layers.{i // 3}.{i % 3}", shape, newton_schulz_flops(shape)) for i, shape in enumerate(shapes)]
-
-
-def plan_of(shapes: list[tuple[int, int]], world_size: int, policy: str, bucket_numel: int = 3000) -> MatrixPlan:
-    atoms = atoms_of(shapes)
-    layout = FlatPartition.build([atom.numel for atom in atoms], world_size)
-    machine = MACHINES["cpu"]
-    limits = Limits(numel=bucket_numel)
-    return plan_matrices(atoms, layout, limits, policy=policy, machine=machine, element_bytes=2)
-
-
-def rows_over(shapes: Sequence[tuple[int, int]], ranks: int, sharding: type[Sharding] = Sharding) -> MeshLayout:
-    kinds = {shape: sharding(shape, (ranks,), (0,), (False,)) for shape in set(shapes)}
-    return MeshLayout(tuple((rank,) for rank in range(ranks)), tuple(kinds[shape] for shape in shapes))
 
 
 def test_flat_partitions_cut_parameters_where_deepspeed_does() -> None:
@@ -373,24 +351,8 @@ def test_buckets_are_as_many_as_make_the_modelled_step_shortest() -> None:
     assert len(plan_spread(small, rows_over(GPT[:48], 4), modelled).buckets) == 1, "on a tie, the fewest"
 
 
-def everything() -> str:
-    """Plans of every kind, of which none may hang on the order of a set."""
-    draw = random.Random(0)
-    kinds = [(64 * draw.randint(1, 64), 64 * draw.randint(1, 64)) for _ in range(20)]
-    kinds += [(128, 1024), (256, 512), (64, 2048), (2048, 1024), (4096, 512)]  # equal sizes, other costs
-    atoms, many = atoms_of([draw.choice(kinds) for _ in range(500)]), SHAPES * 20
-    params = [OwnedParam(atom.name, atom.numel, "float32", atom) for atom in atoms]
-    owned = [plan_owned(params, 24, layout, numel) for layout in BUFFER_LAYOUTS for numel in (1, 20_000_000)]
-    found = [line for plan in owned for line in plan.lines()]
-    spread = plan_spread(atoms_of(many), rows_over(many, 16))
-    lines = [*plan_of(many, 16, "balance").lines(), *spread.lines(), *found]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
 def test_the_plan_is_the_same_in_every_process_whatever_the_hash_seed() -> None:
-    code, environment = "from tests.unit.plan.test_plan import everything; print(everything())", {"PYTHONHASHSEED": "1"}
-    command, options = [sys.executable, "-c", code], {"env": {**os.environ, **environment}, "text": True}
-    assert subprocess.check_output(command, **options).splitlines()[-1] == everything()
+    assert succeeds([sys.executable, plans.__file__], ROOT, PYTHONHASHSEED="1") == f"{plans.everything()}\n"
     plan = plan_of(SHAPES, 2, "stay")
     assert plan.lines() != replace(plan, element_bytes=4).lines(), "the size of an element is part of it"
 
