@@ -65,6 +65,7 @@ def differing(a: Path, b: Path, *options: object) -> dict[str, Any]:
 def test_a_muon_that_was_run_on_parts_of_matrices_is_noted(
     tmp_path: Path, write_in: Any, mode: str, ranks: int
 ) -> None:
+    """Fixed: `lwopt inspect` did not say that a tensor-parallel Muon of Megatron had updated parts of matrices."""
     given = {"arguments": {"muon_tp_mode": mode, "tensor_model_parallel_size": ranks}, "tp": ranks}
     source, note = write_in(tmp_path / "from", **given), "parts of a matrix on the 2 tensor-parallel ranks"
     noted = [inspected(source), json.loads(succeeds("convert", source, tmp_path / "to", "--to", "universal", "--json"))]
@@ -90,7 +91,8 @@ def test_masters_of_other_weights_are_refused_with_the_reason(tmp_path: Path) ->
 
 
 # Formats
-def test_every_format_says_what_it_is_and_how_large_its_states_are(made: dict[str, Path], tmp_path: Path) -> None:
+def test_inspect_says_format_and_sizes(made: dict[str, Path], tmp_path: Path) -> None:
+    """Every format says what it is, and how large its states are."""
     known = {"source": "megatron torch_dist", "torch": "megatron torch", "universal": "deepspeed universal"}
     known |= {"dcp": "torch dcp", "safetensors": "safetensors"}
     for key, path in made.items():
@@ -338,8 +340,10 @@ def test_differences_in_json_have_no_infinities(tmp_path: Path) -> None:
     assert text.code == 1 and "1 of 2 elements differ" in text.out and "1 differ." in text.out
 
 
-def test_steps_options_schedules_and_entries_that_differ_are_told(source: Path, tmp_path: Path) -> None:
-    """Param groups are known by their parameters; without ``--weights`` each of these is a difference."""
+def test_diff_tells_steps_options_and_schedules(source: Path, tmp_path: Path) -> None:
+    """Fixed: `lwopt diff` compared no param groups, schedules and entries of the program. Steps, options, schedules and
+    entries that differ are told. Param groups are known by their parameters; without ``--weights`` each of these is a
+    difference."""
     found = formats.read(source)
     assert found.scheduler is not None
     groups = tuple({**group, "lr": 0.5} if n == 0 else group for n, group in enumerate(found.groups))
@@ -425,8 +429,9 @@ def test_an_index_of_other_files_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_the_index_decides_which_of_repeated_and_unlisted_tensors_count(tmp_path: Path, kind: str) -> None:
-    """As in transformers, whose older files are torch.save's; in a cache, files are links."""
+def test_index_of_safetensors_decides_which_tensors_count(tmp_path: Path, kind: str) -> None:
+    """Fixed: A safetensors file with unlisted or repeated tensors was not read. The index decides which of repeated and
+    unlisted tensors count. As in transformers, whose older files are torch.save's; in a cache, files are links."""
     one, two = {"a": torch.ones(2), "b": torch.ones(3)}, {"a": torch.zeros(2), "c": torch.ones(4), "n": torch.arange(2)}
     start, save = ("model", save_file) if kind == "safetensors" else ("pytorch_model", torch.save)
     (tmp_path / "blobs").mkdir()
@@ -466,8 +471,9 @@ def test_a_name_that_is_wrongly_said_to_be_tied_is_refused(pair: str, said: str)
     assert ties.declared(checkpoint(**weights), ["b=a", "b=a"]).tied == {"b": "a"}
 
 
-def test_a_parameter_without_a_known_group_is_in_no_group_of_a_universal_folder(tmp_path: Path) -> None:
-    """Stock DeepSpeed would train it with the options of the group in which it is listed."""
+def test_parameter_without_a_known_group(tmp_path: Path) -> None:
+    """It is in no group of a universal folder. Stock DeepSpeed would train it with the options of the group in which it
+    is listed."""
     source = checkpoint(a=param(ROWS, exp_avg=ROWS), b=dataclasses.replace(param(ROWS, exp_avg=ROWS), group=None))
     made = convert.prepared(source, "universal", None, None, names.Numbers())
     convert.write(made, "universal", convert.place_of(made, "universal", tmp_path))

@@ -271,7 +271,8 @@ def test_groups_of_others_have_our_options(
     assert set(one) >= {*known_in(one), *torchs}
 
 
-def test_what_we_saved_stays_without_places_and_unknown_rules_keep_their_options() -> None:
+def test_what_we_saved_stays_without_places() -> None:
+    """Unknown rules keep their options."""
     saved = {"rule": "soap", "lr": 1.0, "members": "digest", "from_group": 1, "overrides": []}
     (found,) = grouped([saved], [()]).groups
     assert (found["rule"], found["lr"]) == ("soap", 1.0) and not {"members", "from_group", "overrides"} & set(found)
@@ -287,10 +288,9 @@ ORDERS: list[tuple[list[dict[str, Any]], list[int]]] = [  # groups, and the orde
 
 
 @pytest.mark.parametrize(("groups", "order"), ORDERS)
-def test_parameters_and_schedules_follow_groups_in_the_order_of_our_optimizers(
-    groups: list[dict[str, Any]], order: list[int]
-) -> None:
-    """Rates stay as they are. Lists that are not by group, of any length, do too, and containers keep their types."""
+def test_parameters_and_schedules_follow_our_groups(groups: list[dict[str, Any]], order: list[int]) -> None:
+    """Parameters and schedules follow groups in the order of our optimizers. Rates stay as they are. Lists that are not
+    by group, of any length, do too, and containers keep their types."""
 
     def state(of: list[int]) -> dict[str, Any]:
         numbers: dict[str, Any] = {"base_lrs": [float(n) for n in of], "lr_lambdas": [{"n": n} for n in of]}
@@ -321,8 +321,9 @@ def test_the_rate_that_a_schedule_multiplies_is_the_warmups(group: dict[str, Any
     assert "initial_lr" not in grouped([group], [states], scheduler=theirs).groups[0]
 
 
-def test_of_the_peak_of_a_warmup_groups_have_the_share_that_they_had_in_training() -> None:
-    """DeepSpeed without this package writes the number into all groups."""
+def test_warmup_groups_keep_their_share_of_the_peak() -> None:
+    """Of the peak of a warmup, groups have the share that they had in training. DeepSpeed without this package writes
+    the number into all groups."""
 
     def peaks(*groups: dict[str, Any]) -> list[Any]:
         schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.4, "warmup_num_steps": 8}}

@@ -160,7 +160,8 @@ def refused(engine: Engine, state: Any, **how: Any) -> str:
 
 @cells(engine=["plain", "zero 0", "zero 2", "zero 3", "fsdp2"])
 @on_ranks()
-def test_what_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing(engine: str) -> None:
+def test_migrated_state_that_does_not_fit_changes_nothing(engine: str) -> None:
+    """It is an error on all ranks."""
     with moving(engine) as (ours, alone):
         load(ours, named_state(alone))
         for what, (_, message) in WRONG.items():
@@ -222,8 +223,9 @@ def test_sharded_state_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_matrix_whose_momentum_another_rank_saved_is_read_from_all_ranks_files() -> None:
-    """pytorch_optimizer's DistributedMuon, as Keller Jordan's, keeps a matrix's momentum on one rank."""
+def test_momentum_saved_by_another_rank_is_read() -> None:
+    """A matrix whose momentum another rank saved is read from all ranks' files. pytorch_optimizer's DistributedMuon, as
+    Keller Jordan's, keeps a matrix's momentum on one rank."""
     matrices, vector = [nn.Parameter(random((6, 4), n)) for n in range(3)], nn.Parameter(random((4,), 3))
     groups = [{"params": matrices, "use_muon": True}, {"params": [vector], "use_muon": False}]
     made = [cls(copy.deepcopy(groups)) for cls in (pytorch_optimizer.DistributedMuon, pytorch_optimizer.Muon)]
@@ -382,7 +384,8 @@ def test_the_form_can_change_in_the_middle_of_a_run(engine: str) -> None:
 
 
 @on_ranks(2)
-def test_a_checkpoint_brings_its_form_with_it_and_then_it_can_be_changed(tmp_path: Path) -> None:
+def test_checkpoint_brings_its_momentum_form(tmp_path: Path) -> None:
+    """A checkpoint brings its form with it, and then it can be changed."""
     cell = Cell("plain", "gram")
     with running(cell, UnevenLM()) as saved, running(cell, UnevenLM(seed=1)) as loaded:
         saved.train(BEFORE)

@@ -25,7 +25,8 @@ from tests.support.references import SHAPES, Table, gradients, orthogonalized, r
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_torch_bit_by_bit_and_pytorch_optimizer_to_bfloat16s_rounding(shape: tuple[int, int]) -> None:
+def test_migration_from_torch_and_pytorch_optimizer(shape: tuple[int, int]) -> None:
+    """State of torch comes over bit by bit, and pytorch_optimizer's to bfloat16's rounding."""
     torchs, others = (trained(ours_for(peer, shape).rule, shape) for peer in ("torch", "pytorch_optimizer"))
     assert torch.equal(torchs, trained_by(lambda param: torch.optim.Muon([param], lr=0.02), shape))
     theirs = trained_by(lambda param: pytorch_optimizer.Muon([{"params": [param], "use_muon": True}]), shape)
@@ -372,7 +373,8 @@ def written_by(cls: Any) -> Written | None:
     return None
 
 
-def test_no_source_mistakes_what_a_class_of_torch_or_pytorch_optimizer_writes() -> None:
+def test_no_source_mistakes_another_classs_state() -> None:
+    """No source mistakes what a class of torch or pytorch_optimizer writes."""
     tried = []
     for cls, source in CLASSES:
         is_optimizer = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)

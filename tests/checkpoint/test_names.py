@@ -201,7 +201,8 @@ def test_two_numbers_divide_a_fused_matrix(known: tuple[tuple[str, int], ...]) -
             translate(checkpoint_of(weights), "hf-llama", Numbers(**{key: number}))
 
 
-def test_a_given_number_goes_before_arguments_whose_one_query_group_may_be_a_default() -> None:
+def test_given_query_groups_go_before_arguments() -> None:
+    """A given number goes before arguments, whose one query group may be a default."""
     weights, arguments = core()
     wrong = checkpoint_of(weights, CORE, arguments | {"num_attention_heads": 31})
     expected = weights_of(translate(checkpoint_of(weights, CORE, arguments), "hf-llama"))
@@ -263,7 +264,8 @@ def test_weights_and_arguments_that_do_not_fit_are_refused(
         translate(checkpoint_of(change(weights), CORE, arguments | said), family)
 
 
-def test_at_most_twenty_problems_are_listed_and_other_names_need_their_family() -> None:
+def test_at_most_twenty_problems_are_listed() -> None:
+    """Other names need their family."""
     weights, arguments = core()
     weights |= {name.replace(".0.", f".{layer}."): t for name, t in STRANGE.items() for layer in range(2)}
     with pytest.raises(CheckpointError, match=r"100 problem\(s\)") as caught:
@@ -291,8 +293,9 @@ def test_gated_attention_has_no_place_in_other_families(family: str, said: dict[
 
 
 # What follows a parameter
-def test_states_of_another_form_and_matrices_follow_a_rename_only() -> None:
-    """A split or permutation changes which elements matrices are, so nothing is said of them."""
+def test_states_of_another_form_follow_a_rename_only() -> None:
+    """States of another form, and matrices, follow a rename only. A split or permutation changes which elements
+    matrices are, so nothing is said of them."""
     weights, arguments = core()
     matrices = {name: [f"some rows of {name}", "others"] for name in (EMBEDDING, FC1, FC2)}
     source = checkpoint_of(weights, CORE, arguments | {"matrices": matrices})

@@ -66,11 +66,11 @@ def there_is(optimizer: str, stage: int, precision: str, kinds: str) -> bool:
     precision=["fp32", "bf16", "bf16+fp32"],
     kinds=["plain", "all kinds"],
 )
-def test_native_and_universal_checkpoints_are_read_as_the_engine_held_them(
+def test_checkpoints_are_read_as_the_engine_held_them(
     ranks: RankPool, tmp_path: Path, optimizer: str, stage: int, precision: str, kinds: str
 ) -> None:
-    """With frozen and tied parameters, buffers, the schedule and what the user's program saved along. Those of our
-    optimizers are compared in test_checkpoints.py."""
+    """Native and universal checkpoints are read as the engine held them. With frozen and tied parameters, buffers, the
+    schedule and what the user's program saved along. Those of our optimizers are compared in test_checkpoints.py."""
     native, converted = tmp_path / "native", tmp_path / "universal"
     options = ALL_KINDS if kinds == "all kinds" else {}
     how = (optimizer, stage, precision)
@@ -121,7 +121,8 @@ def test_pieces_of_zero_3_on_many_ranks_take_few_bytes() -> None:
         assert torch.equal(tensor.piece(3, 17).read(), expected.flatten()[3:17])
 
 
-def test_stage_0_of_another_optimizer_is_refused_as_its_state_has_no_names(tmp_path: Path) -> None:
+def test_stage_0_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    """The state of another optimizer at stage 0 has no names."""
     file = stage0(tmp_path) / "global_step3" / "mp_rank_00_model_states.pt"
     saved = torch.load(file)
     del saved["optimizer"][NAMES]
@@ -313,8 +314,10 @@ ORDINARY: dict[str, tuple[Make, Callable[..., dict[str, Any]], bool, str]] = {
 
 
 @pytest.mark.parametrize("case", ORDINARY)
-def test_weights_of_ordinary_checkpoints_are_converted_whatever_the_state_is(tmp_path: Path, case: str) -> None:
-    """Bit for bit, in every dtype; a parameter without gradients has zeros, as it would at its first."""
+def test_weights_of_ordinary_checkpoints_are_converted(tmp_path: Path, case: str) -> None:
+    """Fixed: `lwopt convert` refused weights for state that it does not know, such as Adafactor's. Weights are
+    converted whatever the state is. Bit for bit, in every dtype; a parameter without gradients has zeros, as it would
+    at its first."""
     make, content, has_state, note = ORDINARY[case]
     model, optimizer = trained(make)
     dcp.save(content(model, optimizer), checkpoint_id=tmp_path / "saved", no_dist=True)
@@ -432,8 +435,9 @@ def test_a_dcp_folder_of_a_bare_model_is_read(tmp_path: Path) -> None:
     assert found.buffers["model.count"].read().tolist() == [3]
 
 
-def test_options_of_numbered_layers_are_not_compared_with_every_name() -> None:
-    """In a flattened state, an nn.Sequential's names begin like the numbers of param groups."""
+def test_options_of_numbered_layers_are_read_in_one_pass() -> None:
+    """Options of numbered layers are not compared with every name. In a flattened state, an nn.Sequential's names begin
+    like the numbers of param groups."""
 
     class Names(dict[str, int]):
         def __iter__(self) -> Any:

@@ -329,7 +329,8 @@ def test_a_checkpoint_resumes_on_every_engine(rank_pools: Pools, tmp_path: Path,
     go_through(rank_pools, tmp_path, tour)
 
 
-def test_every_engine_saves_and_loads_at_every_stage_on_every_number_of_ranks() -> None:
+def test_every_engine_loads_on_every_number_of_ranks() -> None:
+    """Every engine saves and loads at every stage."""
     legs = [(here.ranks, here.cell.engine) for tour in ACROSS.values() for here in tour.legs[1:]]
     assert {(ranks, engine) for engine in ZERO for ranks in (1, 2, 3, 4)} <= set(legs)
     assert {engine for _, engine in legs} == set(ENGINES)
@@ -354,8 +355,8 @@ def test_what_is_written_for_fsdp2_is_formed_as_torch_writes_it(rank_pools: Pool
 
 @pytest.mark.parametrize("rule", OWNER_RULES)
 @on_ranks(2)
-def test_owned_state_dicts_go_on_and_the_memory_report_counts_them(rule: str) -> None:
-    """Each rank's own state_dict, loaded into another optimizer."""
+def test_owned_state_dicts_resume(rule: str) -> None:
+    """The memory report counts them. Each rank's own state_dict, loaded into another optimizer."""
     cell, file = Cell("plain", rule), io.BytesIO()
     with running(cell, ExactLM()) as engine, running(cell, ExactLM(seed=5)) as again:
         before = sum(of_rank.state for of_rank in engine.optimizer.memory_report())
@@ -376,8 +377,9 @@ def test_owned_state_dicts_go_on_and_the_memory_report_counts_them(rule: str) ->
 
 @pytest.mark.parametrize("rule", ["muon", *OWNER_RULES])
 @on_ranks(2)
-def test_state_of_fsdp2_before_the_first_step_is_that_of_a_fresh_optimizer(rule: str) -> None:
-    """Whatever was tried to know the form of its state."""
+def test_fsdp2_state_before_the_first_step(rule: str) -> None:
+    """State of FSDP2 before the first step is that of a fresh optimizer. Whatever was tried to know the form of its
+    state."""
     cell = Cell("fsdp2", rule)
     with running(cell, ExactLM()) as saved, running(cell, ExactLM()) as loaded, running(cell, ExactLM()) as untouched:
         loaded.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))

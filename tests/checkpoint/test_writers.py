@@ -47,8 +47,9 @@ SETUPS: dict[str, dict[str, Any]] = {  # in addition to the genuine ones
 
 
 @pytest.mark.parametrize("source", [*genuine(), *SETUPS])
-def test_megatrons_checkpoints_stay_as_they_are_over_every_format(tmp_path: Path, source: Path | str) -> None:
-    """Tensors to the bit, and counters; in a universal folder also param groups, schedule and arguments."""
+def test_megatrons_checkpoints_survive_every_format(tmp_path: Path, source: Path | str) -> None:
+    """Megatron's checkpoints stay as they are over every format. Tensors to the bit, and counters; in a universal
+    folder also param groups, schedule and arguments."""
     folder = torch_dist(tmp_path / "from", **SETUPS[source]) if isinstance(source, str) else source
     expected = found = formats.read(folder)
     has_groups = all(param.group is not None for param in expected.params.values())  # without, DCP's cannot be loaded
@@ -134,8 +135,9 @@ def test_safetensors_in_several_files(tmp_path: Path) -> None:
     assert same(weights, {name: param.weight.read() for name, param in checkpoint.params.items()})
 
 
-def test_a_range_of_a_joined_tensor_is_read_from_the_parts_that_have_it(small_blocks: None) -> None:
-    """1,000 ranks have a part of each tensor, some of them none."""
+def test_range_of_a_joined_tensor_is_read_from_its_parts(small_blocks: None) -> None:
+    """A range of a joined tensor is read from the parts that have it. 1,000 ranks have a part of each tensor, some of
+    them none."""
     sizes = [int(n) for n in torch.randint(0, 4, (999,), generator=torch.Generator().manual_seed(0))] + [3]
     whole, looked_at = torch.arange(sum(sizes)), list[int]()
 

@@ -118,7 +118,9 @@ def spelled_out(name: str) -> list[str]:
     return [f"{before}{word}{after}" for word in (inside or "").split(",")]
 
 
-def test_formats_and_names_in_the_tables_are_those_that_there_are() -> None:
+def test_tables_have_the_formats_and_names_there_are() -> None:
+    """Formats and names in the tables are those that there are."""
+
     def first_words(page: str, section: str, first: str) -> list[str]:
         return [words(cells[0])[0] for cells in table(page, section, first)[1:]]
 

@@ -108,7 +108,8 @@ def test_under_the_launcher_it_is_the_same_run(whole_run: tuple[str, Path, str],
 
 
 def test_the_launcher_is_found_below_an_environment(tmp_path: Path) -> None:
-    """One that is on top of another with DeepSpeed has no program of that name."""
+    """Fixed: `make train` did not find the launcher where DeepSpeed is installed below the environment. One that is on
+    top of another with DeepSpeed has no program of that name."""
     venv.create(tmp_path / "above", symlinks=True)
     packages = next(tmp_path.glob("above/lib/python*/site-packages"))
     (packages / "below.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))

@@ -212,9 +212,10 @@ def reference(by_config: bool) -> Truth:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_routes_matrices_equals_torch_optim_and_resumes_exactly(
+def test_trainer_equals_torch_optim_and_resumes(
     request: pytest.FixtureRequest, ranks: RankPool, tmp_path: Path, case: str
 ) -> None:
+    """A run routes matrices, equals torch.optim, and resumes exactly."""
     of, (out, again), full = CASES[case], (tmp_path / "whole", tmp_path / "resumed"), request.config.getoption("full")
     for folder in (out, again):
         folder.mkdir()
@@ -269,7 +270,7 @@ def slower_and_slower(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 
 @on_ranks(2)
-def test_groups_keep_their_decay_and_a_schedule_of_factors_their_ratio() -> None:
+def test_groups_keep_their_decay_and_ratio() -> None:
     """By the configuration with ``DummyOptim``, and as an object, whose schedule is made after ``prepare``."""
     losses: dict[bool, list[float]] = {True: [], False: []}
     for as_object in losses:
@@ -322,8 +323,9 @@ def prepared(state_dict_type: str = "SHARDED_STATE_DICT") -> Iterator[tuple[Any,
 
 
 @on_ranks(2)
-def test_state_is_there_without_a_step_once_parameters_are_sharded() -> None:
-    """Otherwise torch.distributed.checkpoint takes a step to get state, which leaves AdamW's counters at 1."""
+def test_state_is_there_once_parameters_are_sharded() -> None:
+    """State is there without a step. Otherwise torch.distributed.checkpoint takes a step to get state, which leaves
+    AdamW's counters at 1."""
     with prepared() as (_, model, optimizer):
         before = [param.detach().to_local().clone() for param in model.parameters()]
         if torch.distributed.get_rank() == 0:

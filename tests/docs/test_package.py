@@ -102,7 +102,8 @@ def test_the_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: 
     assert again.name == wheel.name and members(again) == members(wheel)
 
 
-def test_the_wheel_has_every_module_the_license_and_the_mark_of_types(wheel: Path) -> None:
+def test_wheel_has_every_module_and_the_license(wheel: Path) -> None:
+    """The wheel has the mark of types, too."""
     found = members(wheel)
     folders = {"lwopt_backend": ROOT / "lwopt_backend", "lwopt_backend/integrations": ROOT / "integrations"}
     modules = {f"{name}/{path.relative_to(top)}" for name, top in folders.items() for path in top.rglob("*.py")}
@@ -166,7 +167,8 @@ NEED_AN_EXTRA |= {"plan --hf config.json --world-size 8": "transformers"}
 
 
 @pytest.mark.full
-def test_every_command_runs_without_a_warning_and_names_the_package_that_it_lacks(python: Path, tmp_path: Path) -> None:
+def test_every_command_runs_without_a_warning(python: Path, tmp_path: Path) -> None:
+    """Every command names the package that it lacks."""
     finished = run([python, "-c", COMMANDS, *SUCCEED, *NEED_AN_EXTRA], tmp_path)
     codes = json.loads((tmp_path / "codes.json").read_text())
     assert codes == {**dict.fromkeys(SUCCEED, 0), **dict.fromkeys(NEED_AN_EXTRA, 2)}, finished.stderr
@@ -178,7 +180,8 @@ def test_every_command_runs_without_a_warning_and_names_the_package_that_it_lack
     assert "Usage: lwopt" in shown.stdout and not shown.stderr
 
 
-def test_pip_installs_what_is_supported_and_a_newer_torch_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_installs_what_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer torch is one warning."""
     project = (ROOT / "pyproject.toml").read_text()
     for package in VERSIONS.keys() - {"trl", "lightning", "torchtitan", "verl", "nemo-automodel"}:  # of test-peers
         assert f'"{requirement(package)}"' in project

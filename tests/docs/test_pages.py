@@ -94,7 +94,8 @@ def test_deepspeeds_client_optimizer_runs_as_printed(ranks: RankPool, tmp_path: 
 
 
 @on_ranks(1)
-def test_the_module_runner_hands_on_its_arguments_and_needs_a_script(tmp_path: Path) -> None:
+def test_module_runner_hands_on_its_arguments(tmp_path: Path) -> None:
+    """The module runner needs a script."""
     script, seen = tmp_path / "seen.py", tmp_path / "seen.json"
     script.write_text(f"import json, sys\njson.dump(sys.argv[1:], open({str(seen)!r}, 'w'))\n")
     none = "expected a script, found only"
@@ -110,7 +111,8 @@ def test_the_module_runner_hands_on_its_arguments_and_needs_a_script(tmp_path: P
 
 
 @on_ranks(1)
-def test_the_module_runner_gives_the_trainer_its_optimizer_on_fsdp2(tmp_path: Path) -> None:
+def test_module_runner_gives_the_trainer_its_optimizer(tmp_path: Path) -> None:
+    """The module runner gives the Trainer its optimizer on FSDP2."""
     (tmp_path / "nothing.py").touch()
     with surroundings_kept(), mock.patch.object(Trainer, "get_optimizer_cls_and_kwargs"):
         run.main(['--optimizer={"lr": "auto", "momentum": 0.9}', str(tmp_path / "nothing.py")])
@@ -142,7 +144,7 @@ print(factory().__name__, arguments)
 """
 
 
-def test_the_module_runner_imports_transformers_only_when_the_script_does(tmp_path: Path) -> None:
+def test_module_runner_imports_transformers_late(tmp_path: Path) -> None:
     """So that HF_HOME and others can be set by the script."""
     (tmp_path / "script.py").write_text(READS_ITS_OWN_VARIABLES)
     printed = succeeds([sys.executable, "-m", "lwopt_backend.run", '--optimizer={"lr": 0.5}', "script.py"], tmp_path)
@@ -295,7 +297,8 @@ def test_a_users_own_rule_runs_as_printed(tmp_path: Path) -> None:
     assert len([line for line in rule.splitlines() if line.strip()]) <= 20
 
 
-def test_the_entries_of_the_page_are_understood_and_every_rule_is_in_its_table() -> None:
+def test_entries_of_the_migration_page_are_understood() -> None:
+    """Every rule is in its table."""
     given = {name: json.loads(text) for _, name, text in blocks("optimizers", "json") if name}
     rules, _ = settings_of(ZeROConfig, given["entry"]["params"], given["entry"]["type"])
     assert rules.overrides[0].matrix == {"lr": 0.01}
@@ -309,7 +312,8 @@ def test_the_entries_of_the_page_are_understood_and_every_rule_is_in_its_table()
 
 
 # -- docs/migration.md
-def test_every_peer_has_a_table_with_our_keys_and_settings_that_python_takes_too() -> None:
+def test_every_peer_has_a_table_with_our_keys() -> None:
+    """Python takes the settings, too."""
     assert [*SETTINGS] == PEERS
     for peer in PEERS:
         optimizer, rules = LayerWiseOptimizer(UnevenLM(), **entry(peer)["params"], report=False), rules_for(peer)

@@ -225,7 +225,8 @@ def test_every_optimizer_entry_is_understood() -> None:
     assert entries > 10
 
 
-def test_every_command_names_files_that_there_are_and_the_cluster_is_one(tmp_path: Path) -> None:
+def test_every_command_names_files_that_there_are(tmp_path: Path) -> None:
+    """Every command names files that there are, and a cluster that is one."""
     commands = " ".join(in_language("bash"))
     files = set(re.findall(r"\b(?:benchmarks|configs|examples|scripts)/\S+", commands))
     files |= {f"benchmarks/{name}.py" for name in re.findall(r"-m benchmarks\.(\w+)", commands)}

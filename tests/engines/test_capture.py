@@ -93,7 +93,8 @@ def test_a_rate_that_a_transform_reads_is_a_number_in_its_graph() -> None:
     assert reads_of(rule, {}, given) != before
 
 
-def test_batches_of_ever_other_matrices_keep_no_more_than_two_buffers_each() -> None:
+def test_other_batches_keep_no_more_than_two_buffers() -> None:
+    """Batches of ever other matrices keep no more than two buffers each."""
     capture, rule = Capture(8), rule_of("muon")
     for begin in range(40):
         for _ in range(4):

@@ -105,7 +105,8 @@ def no_code() -> Iterator[None]:
 @pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("ran", [False, True])
 @pytest.mark.parametrize("how", ["wrapper", "in place", "function"])
-def test_a_model_that_ran_compiled_is_refused_where_its_hooks_would_be_ignored(how: str, ran: bool) -> None:
+def test_model_that_ran_compiled_is_refused(how: str, ran: bool) -> None:
+    """A model that ran compiled is refused where its hooks would be ignored."""
     model = Branches()
 
     def call(x: Tensor) -> Any:
@@ -156,7 +157,8 @@ class Compiled(torch.optim.SGD):
 
 
 @pytest.mark.usefixtures("no_code")
-def test_what_a_class_compiles_is_compiled_though_it_was_tried_before() -> None:
+def test_class_that_compiles_is_compiled_after_a_trial() -> None:
+    """What a class compiles is compiled though it was tried before."""
     model = nn.Sequential(nn.Linear(3, 2, bias=False))
     section = {"name": "torch_optimizer", "class": Compiled, "lr": 0.1}
     optimizer = LayerWiseOptimizer(model, section, include="*", report=False)

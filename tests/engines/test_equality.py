@@ -111,7 +111,7 @@ def test_deepspeeds_own_bucket_size(engine: str) -> None:
 
 
 @cells(ranks=[1, 2, 4], engine=["plain", "fsdp2"], clip=[0.0, 0.3])
-def test_clip_groups_are_clipped_by_their_own_norms_beside_the_rest(ranks: RankPool, engine: str, clip: float) -> None:
+def test_clip_groups_have_their_own_norms(ranks: RankPool, engine: str, clip: float) -> None:
     """If nothing clips the rest, the step clips the groups."""
     cell = Cell(engine, clip=clip, accumulation=2, options={"clip_groups": APART})
     kept = [replace(cell, options={**cell.options, "keep_full_grads": True})] if engine == "plain" else []
@@ -191,7 +191,7 @@ RATES = [("muon", 0.01, 0.2), ("adamw", 1e-3, 0.2), ("muon", 0.005, 0.1), ("adam
 
 @cells(ranks=[2, 4], engine=ENGINES)
 @on_ranks()
-def test_param_groups_have_their_own_rates_and_those_that_are_written_into_them(engine: str) -> None:
+def test_param_groups_have_their_own_rates(engine: str) -> None:
     """Also what has loaded them."""
     cell, single, world_size = Cell(engine, groups=GROUPS), Reference(ExactLM()), dist.get_world_size()
     rest = dict(single.model.named_parameters())
@@ -433,7 +433,8 @@ def test_one_optimizer_trains_a_list_of_model_chunks(engine: str) -> None:
 
 @pytest.mark.parametrize("sharding", ["rows", "hybrid", "columns", "tensor parallel", "several roots"])
 @on_ranks(4)
-def test_norms_and_zeros_of_some_gradients_on_fsdp2_are_those_of_one_process(sharding: str) -> None:
+def test_norms_and_zeros_by_names_on_fsdp2(sharding: str) -> None:
+    """Norms and zeros of some gradients on FSDP2 are those of one process."""
     truth, parts = model_for(sharding), shares(0, 4)
     alike = sharding == "tensor parallel"  # where the engine of the tests gives ranks the gradients of their own rows
     for rows in parts[:1] if alike else parts:
@@ -552,6 +553,7 @@ def within(context: Callable[[], AbstractContextManager[Any]], cell: Cell, folde
 @on_ranks(2)
 @cells(engine=["plain", "fsdp2"], matrix=["muon", "soap"])
 def test_a_callers_contexts_change_nothing(engine: str, matrix: str) -> None:
+    """Fixed: Newton-Schulz ran in autocast's dtype, whatever `ns_dtype` said."""
     cell = Cell(engine, matrix)
     with tempfile.TemporaryDirectory() as own:
         folder = f"{gathered(own)[0]}/saved"

@@ -140,7 +140,8 @@ def truth(steps: int, call: Call = lambda model: None, between: Call = lambda mo
 @on_ranks(2)
 @pytest.mark.parametrize("name", ENGINES)
 def test_calls_on_gradients_act_as_in_one_process(name: str) -> None:
-    """Sums are exact, so only norms round."""
+    """Fixed: `clip_grad_norm_`, factors of `param.grad` and the like did nothing in plain PyTorch. Sums are exact, so
+    only norms round."""
     untouched, _ = truth(1)
     for what, call in ACTS.items():
         expected, theirs = truth(1, call)
@@ -164,8 +165,9 @@ BETWEEN: dict[str, Call] = {
 
 @on_ranks(2)
 @cells(lambda name, apart: not (apart and "fsdp2" in name), name=ENGINES, apart=[False, True])
-def test_what_is_dropped_or_scaled_between_two_passes_is_stepped_on_as_it_is_then(name: str, apart: bool) -> None:
-    """Also where the first pass was under no_sync; FSDP2 keeps the gradients of such a pass to itself."""
+def test_changes_between_two_passes_count(name: str, apart: bool) -> None:
+    """What is dropped or scaled between two passes is stepped on as it is then. Also where the first pass was under
+    no_sync; FSDP2 keeps the gradients of such a pass to itself."""
     for what, change in BETWEEN.items():
         with training(name) as engine:
             for step in range(2):
@@ -201,6 +203,7 @@ REFUSED: dict[str, Call] = {
 @on_ranks(1)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_needs_the_elements_is_refused_by_name(what: str) -> None:
+    """Fixed: What needs a gradient's elements read a tensor without elements, and went on."""
     model, _optimizer = made()
     back(model, 0)
     with pytest.raises(RuntimeError, match=r"param.grad of '\w+\.\w+': ") as refused:
@@ -265,8 +268,9 @@ ALONE: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("what", ALONE)
-def test_what_one_rank_does_alone_to_its_gradients_is_an_error_on_all(what: str) -> None:
-    """Nothing is trained, and training goes on once gradients are cleared."""
+def test_change_on_one_rank_is_an_error_on_all(what: str) -> None:
+    """What one rank does alone to its gradients is an error on all. Nothing is trained, and training goes on once
+    gradients are cleared."""
     (do, message), (model, optimizer) = ALONE[what], made()
     back(model, 7)
     with pytest.raises(RuntimeError, match=message):

@@ -42,8 +42,8 @@ def test_muon_reaches_the_loss_of_one_process(engine: str) -> None:
 
 
 @on_ranks(2)
-def test_grad_scaler_skips_a_step_on_all_ranks_of_fsdp2_if_one_overflows() -> None:
-    """Powers of two change no bit."""
+def test_grad_scaler_skips_a_step_on_all_ranks() -> None:
+    """GradScaler skips a step on all ranks of FSDP2 if one overflows. Powers of two change no bit."""
     with running(Cell("fsdp2"), UnevenLM()) as scaled, running(Cell("fsdp2"), UnevenLM()) as expected:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1000)
         for step in range(3):
@@ -61,7 +61,9 @@ def test_grad_scaler_skips_a_step_on_all_ranks_of_fsdp2_if_one_overflows() -> No
 
 @pytest.mark.parametrize("engine", ENGINES)
 @on_ranks(2)
-def test_async_save_has_the_state_of_its_call_while_training_goes_on(engine: str, tmp_path: Path) -> None:
+def test_async_save_has_the_state_of_its_call(engine: str, tmp_path: Path) -> None:
+    """An async save has the state of its call while training goes on."""
+
     def state(run: Any) -> dict[str, Any]:
         return {
             "model": state_dict.get_model_state_dict(run.model),

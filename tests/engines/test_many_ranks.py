@@ -45,7 +45,8 @@ def test_many_ranks_train_the_weights_of_one_process(ranks: RankPool, cell: Cell
 
 @pytest.mark.full
 @on_ranks(16)
-def test_experts_of_four_groups_of_four_ranks_train_the_weights_of_one_process() -> None:
+def test_experts_on_16_ranks_equal_one_process() -> None:
+    """Experts of four groups of four ranks train the weights of one process."""
     run = BesideTwin("expert parallel")
     run.train(3)
     run.check()
@@ -53,7 +54,8 @@ def test_experts_of_four_groups_of_four_ranks_train_the_weights_of_one_process()
 
 @pytest.mark.parametrize("kinds", [("owned", "FSDP2"), pytest.param(("FSDP2, attached", "owned"), **FULL)])
 @on_ranks(8)
-def test_modules_on_disjoint_ranks_train_the_weights_of_one_process(kinds: tuple[str, str]) -> None:
+def test_modules_on_disjoint_ranks_equal_one_process(kinds: tuple[str, str]) -> None:
+    """Modules on disjoint ranks train the weights of one process."""
     run = test_modules.Beside(((0, 1, 2, 3), (4, 5, 6, 7)), kinds)
     run.train(range(3), clip=0.05)
     run.check()
@@ -62,7 +64,8 @@ def test_modules_on_disjoint_ranks_train_the_weights_of_one_process(kinds: tuple
 @pytest.mark.full
 @pytest.mark.usefixtures("ranks_to_spoil")
 @on_ranks(8)
-def test_pipeline_of_four_stages_trains_the_weights_of_one_process() -> None:
+def test_pipeline_of_four_stages_equals_one_process() -> None:
+    """A pipeline of four stages trains the weights of one process."""
     settings = test_zero_pipeline.settings_for("fp32, stage 0")  # some stages have no matrix
     run = test_zero_pipeline.beside("untied", settings)
     with test_zero_pipeline.engine_for(settings, test_zero_pipeline.pipeline(test_zero_pipeline.UNTIED, 4)) as engine:
@@ -75,7 +78,6 @@ RESUMED = [on("plain", 8), on("fsdp2", 16), on("zero 1", 8), on("fsdp2", 32, sha
 
 
 @pytest.mark.full
-def test_checkpoint_of_many_ranks_resumes_on_other_numbers_of_ranks(
-    rank_pools: dict[int, RankPool], tmp_path: Path
-) -> None:
+def test_checkpoint_of_many_ranks_resumes_on_others(rank_pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """A checkpoint of many ranks resumes on other numbers of ranks."""
     go_through(rank_pools, tmp_path, Tour("muon", [*RESUMED, on("plain", 32), on("zero 3", 2)]))

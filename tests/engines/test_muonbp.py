@@ -99,7 +99,8 @@ def train(run: BesideTwin, steps: range) -> None:
 @pytest.mark.parametrize("sharding", ["rows", "hybrid", "columns", "tensor parallel"])
 @pytest.mark.parametrize("attach", [False, True])
 @on_ranks(4)
-def test_muonbp_on_fsdp2_equals_one_process_and_blocks_do_not_travel(sharding: str, attach: bool) -> None:
+def test_muonbp_on_fsdp2_equals_one_process(sharding: str, attach: bool) -> None:
+    """MuonBP on FSDP2 equals one process, and blocks do not travel."""
     run = beside_twin(sharding, attach=attach, bucket_matrices=1)
     planned = sum(stepper.plan.wire_bytes()[stepper.collectives.rank] for stepper in run.optimizer._steppers)
     assert sum(gathered(planned)) > 0
@@ -113,8 +114,9 @@ def test_muonbp_on_fsdp2_equals_one_process_and_blocks_do_not_travel(sharding: s
 
 @pytest.mark.parametrize("flat", [False, True])
 @on_ranks(4)
-def test_muonbp_resumes_within_the_block_period_on_another_sharding(tmp_path: Path, flat: bool) -> None:
-    """From rows to columns, after the second of three steps, so that one more in blocks follows."""
+def test_muonbp_resumes_within_the_block_period(tmp_path: Path, flat: bool) -> None:
+    """MuonBP resumes within the block period on another sharding. From rows to columns, after the second of three
+    steps, so that one more in blocks follows."""
     run, other = beside_twin("rows", sharded=shard_rows(UnevenLM(hidden=EVEN))), beside_twin("columns")
     old, new = run.twin.optimizers[0], other.twin.optimizers[0]
     assert old.blocks != new.blocks
@@ -190,7 +192,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_muonbp_with_what_no_publication_combines_is_refused_and_owned_storage_too(reason: str) -> None:
+def test_muonbp_combinations_that_are_refused(reason: str) -> None:
+    """MuonBP with what no publication combines is refused, and owned storage too."""
     with pytest.raises(ValueError, match=reason):
         LayerWiseOptimizer(nn.Linear(8, 8), **{"matrix": "muon", **OPTIONS, "lr": 0.02, **REFUSED[reason]})
 

@@ -132,8 +132,9 @@ def made(engine: str, section: dict[str, Any]) -> Iterator[Any]:
 @pytest.mark.on_gloo  # that transport's own operations would be seen
 @on_ranks(2)
 @pytest.mark.parametrize(("engine", "cls", "message"), REFUSED)
-def test_a_class_that_cannot_be_run_is_refused_when_the_optimizer_is_made(engine: str, cls: Any, message: str) -> None:
-    """On all ranks, of which one would step the matrix."""
+def test_class_that_cannot_be_run_is_refused(engine: str, cls: Any, message: str) -> None:
+    """A class that cannot be run is refused when the optimizer is made. On all ranks, of which one would step the
+    matrix."""
     section = {"name": "torch_optimizer", "class": f"{__name__}.{cls.__name__}", "lr": 0.1}
     with pytest.raises((ValueError, RuntimeError)) as caught, made(engine, section):
         pass
@@ -220,8 +221,9 @@ CALLED: list[tuple[type[Own], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("cls", "given"), CALLED)
-def test_a_class_is_called_with_what_was_written_and_what_its_own_constructor_takes(cls: Any, given: Any) -> None:
-    """And goes on from all that it has kept."""
+def test_class_is_called_with_what_it_takes(cls: Any, given: Any) -> None:
+    """A class is called with what was written and what its own constructor takes. And goes on from all that it has
+    kept."""
     model, twin = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
     twin.load_state_dict(model.state_dict())
     section = {"name": "torch_optimizer", "class": cls, **given}
@@ -250,8 +252,8 @@ def test_a_class_that_changes_weights_as_it_is_made_is_refused() -> None:
         options_of("torch_optimizer", {"class": Rescales, "radius": 2.0})
 
 
-def test_a_class_has_its_name_in_nvidias_registry_wherever_a_rule_is_named() -> None:
-    """`make test-peers` trains NVIDIA's own."""
+def test_nvidias_registry_names_classes() -> None:
+    """A class has its name in NVIDIA's registry wherever a rule is named. `make test-peers` trains NVIDIA's own."""
     model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
     params = [{"params": model[0].weight, "matrix": {"name": NAMED}}, {"params": [model[1].weight, model[2].weight]}]
     with mock.patch.dict(EMERGING, {NAMED: f"{__name__}.OwnDefault"}):
@@ -267,7 +269,8 @@ def test_a_class_has_its_name_in_nvidias_registry_wherever_a_rule_is_named() -> 
 
 
 @pytest.mark.parametrize(("missing", "told"), [("emerging_optimizers", "'emerging-opt"), ("triton.language", "triton")])
-def test_a_name_that_the_registry_lacks_and_a_package_that_is_not_there_are_told(missing: str, told: str) -> None:
+def test_names_that_nvidias_registry_lacks_are_told(missing: str, told: str) -> None:
+    """A name that the registry lacks, and a package that is not there, are told."""
     with pytest.raises(ValueError, match="unknown rule 'emerging_optimizers.sop'; did you mean 'emerging_optimizers.s"):
         LayerWiseOptimizer(nn.Linear(3, 2), "emerging_optimizers.sop", report=False)
     absent = mock.patch.object(importlib, "import_module", side_effect=ModuleNotFoundError(name=missing))
@@ -287,7 +290,8 @@ class OnTheDevice(Own):
         super().step()
 
 
-def test_tensors_of_a_group_are_not_read_to_see_whether_they_change() -> None:
+def test_tensors_of_a_group_are_not_read_by_the_host() -> None:
+    """Tensors of a group are not read to see whether they change."""
     rule, state = TorchOptimizer(OnTheDevice), dict[str, Any]()
     with mock.patch.object(Tensor, "__repr__", side_effect=AssertionError("a host would wait")):
         for _ in range(2):
@@ -309,7 +313,9 @@ class WithoutRate(torch.optim.Optimizer):
         super().__init__(params, {})
 
 
-def test_a_class_with_keywords_has_its_own_arguments_and_those_of_its_base() -> None:
+def test_class_with_keywords_takes_arguments_of_its_base() -> None:
+    """A class with keywords has its own arguments, and those of its base."""
+
     class Inside(torch.optim.SGD):
         pass
 
@@ -369,7 +375,8 @@ class PutsAnother(torch.optim.Optimizer):
                 param.sub_(self.state[param]["total"], alpha=group["lr"])
 
 
-def test_tensors_that_are_put_in_place_of_others_reach_where_state_is_stored() -> None:
+def test_replaced_state_tensors_reach_the_stored_state() -> None:
+    """Tensors that are put in place of others reach where state is stored."""
     stored = torch.zeros(4)
     stepper = ElementwiseStepper(PutsAnother, Counters())
     for _ in range(3):

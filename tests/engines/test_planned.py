@@ -116,7 +116,8 @@ def test_lwopt_plan_has_the_digest_and_the_bytes_of_a_run(phi3: str, case: str) 
 
 
 @on_ranks(4)
-def test_lwopt_plan_has_the_digest_and_the_bytes_of_a_run_on_an_hsdp_mesh(phi3: str) -> None:
+def test_lwopt_plan_has_the_digest_and_bytes_of_hsdp(phi3: str) -> None:
+    """`lwopt plan` has the digest and the bytes of a run on an HSDP mesh."""
     model = model_in(phi3, "float32")
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh_of(2, 2, names=("copies", "shards")))
@@ -136,7 +137,8 @@ def test_lwopt_plan_has_the_digest_and_the_bytes_of_a_run_on_an_hsdp_mesh(phi3: 
         planned(phi3, *words, 3)
 
 
-def test_the_plan_digest_is_of_owners_and_stages_whatever_the_rates(phi3: str) -> None:
+def test_plan_digest_is_of_owners_and_stages(phi3: str) -> None:
+    """The plan's digest is of owners and stages, whatever the rates."""
     options = [{}, {"matrix": {"name": "muon", "lr": 0.5}}, {"bucket_numel": 1000}, {"atoms": {"*qkv*": "whole"}}]
     words = ("--world-size", 2, "--engine", "zero2", "--cluster", "cpu", "--dtype", "float32")
     digests = [planned(phi3, *words, **given)["digest"] for given in options]
@@ -167,7 +169,8 @@ def test_the_report_of_a_run_ends_with_the_plan_digest(phi3: str) -> None:
     assert lines[-1].startswith(f"Plan {optimizer.plan_digest}: ") if dist.get_rank() == 0 else lines == []
 
 
-def test_lwopt_plan_takes_the_dtype_of_config_json_or_says_which_it_assumed(phi3: str, tmp_path: Path) -> None:
+def test_lwopt_plan_takes_the_dtype_of_config_json(phi3: str, tmp_path: Path) -> None:
+    """Without one, it says which dtype it assumed."""
     written = json.loads((Path(phi3) / "config.json").read_text())
     written = {key: value for key, value in written.items() if key not in ("dtype", "torch_dtype")}
     words = ("--world-size", 2, "--engine", "zero2")

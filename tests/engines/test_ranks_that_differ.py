@@ -33,7 +33,8 @@ from tests.support.references import SECTIONS
 
 # One decision
 @on_ranks(2)
-def test_equal_lines_agree_and_every_rank_names_the_first_difference_of_others() -> None:
+def test_every_rank_names_the_first_difference() -> None:
+    """Equal lines agree, and every rank names the first difference of others."""
     collectives = TorchCollectives()
 
     def agree_with(other: list[str]) -> str:
@@ -84,7 +85,8 @@ def test_a_difference_is_found_without_sending_all_lines() -> None:
     assert sum(sent) < 0.05 * len(repr(lines))
 
 
-def test_a_setting_that_differs_is_named_with_both_values_and_nothing_else() -> None:
+def test_setting_that_differs_is_named_with_both_values() -> None:
+    """A setting that differs is named with both values, and nothing else is."""
     ranks = [[setting("lr", 0.02), setting("betas", (0.9, beta)), setting("eps", 0)] for beta in (0.95, 0.95, 0.99)]
     found = first_difference(ranks)
     assert found == "ranks differ in betas: (0.9, 0.95) on rank 0, (0.9, 0.99) on rank 2; give all ranks the same value"
@@ -168,7 +170,8 @@ UNDER_DEEPSPEED = ["zero 2", "zero 3", "owned 1"]
     engine=["plain", "fsdp2", *UNDER_DEEPSPEED],
     what=[*DIFFERENCES],
 )
-def test_ranks_that_are_given_different_things_all_stop_and_show_both(engine: str, what: str) -> None:
+def test_ranks_given_different_things_all_stop(engine: str, what: str) -> None:
+    """Ranks that are given different things all stop, and show both."""
     all_stop(engine, what)
 
 
@@ -220,8 +223,9 @@ def change(engine: Engine, what: str) -> str:
 
 @on_ranks(2)
 @cells(engine=ENGINES)
-def test_an_option_that_one_rank_has_otherwise_is_an_error_on_all(engine: str) -> None:
-    """In the first step, and in every 64th after it, here every second; in between nobody looks."""
+def test_option_that_differs_on_one_rank_is_an_error(engine: str) -> None:
+    """An option that one rank has otherwise is an error on all. In the first step, and in every 64th after it, here
+    every second; in between nobody looks."""
     number = ENGINES.index(engine)
     with mock.patch.object(param_groups, "COMPARED_EVERY", 2), running(Cell(engine), ExactLM()) as run:
         step(run, 0)
@@ -235,7 +239,8 @@ def test_an_option_that_one_rank_has_otherwise_is_an_error_on_all(engine: str) -
 
 @on_ranks(2)
 @cells(engine=["plain", "fsdp2", "fsdp2, attached"])
-def test_where_nothing_was_changed_the_option_can_be_set_right_and_the_step_taken(engine: str) -> None:
+def test_option_can_be_set_right_and_the_step_taken(engine: str) -> None:
+    """Where nothing was changed the option can be set right, and the step taken."""
     engine, _, attached = engine.partition(", ")
     cell = Cell(engine, options={"attach": True} if attached else {})
     with (
@@ -280,7 +285,8 @@ def test_options_are_compared_when_they_are_saved(engine: str, tmp_path: Path) -
 
 
 @on_ranks(2)
-def test_plain_optimizers_of_a_module_are_compared_with_every_64th_norm() -> None:
+def test_plain_optimizers_are_compared_every_64_norms() -> None:
+    """Plain optimizers of a module are compared with every 64th norm."""
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     optimizer = ModuleOptimizers({"all": torch.optim.AdamW(model.parameters(), lr=0.25)})
@@ -297,7 +303,8 @@ def test_plain_optimizers_of_a_module_are_compared_with_every_64th_norm() -> Non
         train()
 
 
-def test_options_are_compared_every_64th_step_and_equal_values_are_alike() -> None:
+def test_options_are_compared_every_64_steps() -> None:
+    """Options are compared every 64th step, and equal values are alike."""
     group = {"rule": "adamw", "lr": 1.0, "betas": [0.5, 0.75]}
     options = ComparedOptions()
     found = {number: options.flags([group]) for number in range(130)}
@@ -316,7 +323,8 @@ def test_options_are_compared_every_64th_step_and_equal_values_are_alike() -> No
 
 @on_ranks(2)
 @cells(engine=ENGINES)
-def test_gradients_of_one_rank_that_are_not_finite_are_one_decision_of_all(engine: str) -> None:
+def test_nonfinite_gradients_of_one_rank_are_one_decision(engine: str) -> None:
+    """Gradients of one rank that are not finite are one decision of all."""
     skips = engine in (*ZERO, *OWNED[1:])
     with running(Cell(engine), ExactLM()) as run:
         step(run, 0)
@@ -343,7 +351,9 @@ class Ended(Exception):
 @pytest.mark.on_gloo  # the step that ends leaves an exchange that nobody waits for
 @on_ranks(2)
 @cells(engine=[*ENGINES, "modules"])
-def test_after_a_step_that_ended_in_between_no_other_is_taken_before_a_load(engine: str, tmp_path: Path) -> None:
+def test_interrupted_step_needs_a_load(engine: str, tmp_path: Path) -> None:
+    """Fixed: After an error in the middle of a step, the next step trained half-changed weights. After a step that
+    ended in between no other is taken before a load."""
     folder, modules = str(tmp_path / "saved"), engine == "modules"
     with running(Cell("plain" if modules else engine), ExactLM()) as run:
         if modules:

@@ -74,8 +74,10 @@ SAVED = [*OF_TORCH, "transformers greedy", "DeepSpeed's WarmupLR"]  # others sav
 @pytest.mark.parametrize(
     "name", [name if name in SAVED else pytest.param(name, marks=pytest.mark.full) for name in SCHEDULES]
 )
-def test_a_schedule_goes_on_from_a_state_dict_a_folder_and_conversions(tmp_path: Path, name: str) -> None:
-    """Ten more steps have the rates of the run that was not interrupted, whatever the new one was made with."""
+def test_schedule_resumes_from_every_form(tmp_path: Path, name: str) -> None:
+    """Fixed: A schedule went on from other rates after a conversion. A schedule goes on from a state dict, a folder and
+    conversions. Ten more steps have the rates of the run that was not interrupted, whatever the new one was made
+    with."""
     ours = optimizer_of_both()
     schedule = SCHEDULES[name](ours, all_of)
     [*rates_of_steps(ours, schedule, range(4))]
@@ -122,7 +124,8 @@ def test_rates_of_the_users_groups_are_theirs(rates_given: Any, main: float, exp
     assert optimizer.defaults["lr"] == main and rates(optimizer) == expected
 
 
-def test_without_matrices_groups_have_their_own_rates_as_in_torch() -> None:
+def test_rates_without_matrices_are_torchs() -> None:
+    """Without matrices groups have their own rates, as in torch."""
     model = nn.Sequential(nn.LayerNorm(6), nn.LayerNorm(6))
     first, second = (list(layer.parameters()) for layer in model)
     groups = [{"params": first}, {"params": second, "lr": 1e-3}]
@@ -139,8 +142,9 @@ def test_metrics_tell_the_rates_in_use() -> None:
 
 
 @pytest.mark.parametrize("scheduler", [OneCycleLR, CyclicLR])
-def test_schedules_that_cycle_momentum_are_refused_beside_matrices(scheduler: Any) -> None:
-    """They would cycle Muon's or AdamW's: the other has its momentum under another name."""
+def test_schedules_that_cycle_momentum_are_refused(scheduler: Any) -> None:
+    """Schedules that cycle momentum are refused beside matrices. They would cycle Muon's or AdamW's: the other has its
+    momentum under another name."""
     given: dict[str, Any] = {"max_lr": 0.1, **({"total_steps": 10} if scheduler is OneCycleLR else {"base_lr": 0.01})}
     with pytest.raises(ValueError, match="must support momentum"):
         scheduler(optimizer_of_both(), **given)
@@ -179,8 +183,9 @@ def test_entries_come_back_as_they_were(tmp_path: Path) -> None:
             assert (type(found[key]), repr(found[key])) == (type(value), repr(value)), (folder, key)
 
 
-def test_schedules_in_a_folder_that_torch_saved_are_read_with_their_containers(tmp_path: Path) -> None:
-    """torch.distributed.checkpoint makes text of the milestones."""
+def test_schedules_that_torch_saved_are_read(tmp_path: Path) -> None:
+    """Schedules in a folder that torch saved are read with their containers. torch.distributed.checkpoint makes text of
+    the milestones."""
     optimizer = optimizer_of_both()
     state = SCHEDULES["SequentialLR"](optimizer, all_of).state_dict()
     dcp.save({"model": {"w": torch.ones(2)}, "scheduler": state}, checkpoint_id=tmp_path, no_dist=True)
@@ -293,7 +298,8 @@ def test_a_schedule_trains_as_with_torchs_optimizers(engine: str, name: str) -> 
 @on_ranks(2)
 @cells(engine=ENGINES)
 def test_a_rate_that_is_a_tensor_is_followed(engine: str) -> None:
-    """Where its owner changes it in place, and after the state was loaded."""
+    """Fixed: A rate that is a tensor was read once. Where its owner changes it in place, and after the state was
+    loaded."""
     single = Reference(ExactLM())
     with running(Cell(engine), ExactLM()) as run:
         optimizer = optimizer_in(run)
@@ -331,7 +337,9 @@ TOLD = "all param groups have the learning rate 0.0006, also those that were mad
 
 @on_ranks(2)
 @cells(engine=[*ENGINES, "modules"])
-def test_one_rate_over_unlike_groups_is_told_once_on_every_engine(engine: str) -> None:
+def test_one_rate_over_unlike_groups_is_told_once(engine: str) -> None:
+    """Fixed: A schedule wrote one rate over those of Muon and AdamW. One rate over unlike groups is told once, on every
+    engine."""
     with running_as(engine) as (run, optimizer):
         for step in range(3):
             for group in optimizer_in(run).param_groups:
@@ -355,7 +363,8 @@ WRONG = r"param group 0 \(muon\).*adjust_lr_fn: input should be 'original', .*fo
 @on_ranks(2)
 @cells(engine=[*ENGINES, "modules"])
 def test_a_wrong_option_written_by_hand_changes_nothing(engine: str) -> None:
-    """On one rank it is told on all of those that report to each other in every step."""
+    """Fixed: A wrong option that code wrote into a param group was found after some weights had changed. On one rank it
+    is told on all of those that report to each other in every step."""
     with running_as(engine) as (run, optimizer):
         run.train(range(1))
         before, group = run.weights(), optimizer_in(run).param_groups[0]
@@ -373,6 +382,7 @@ def test_a_wrong_option_written_by_hand_changes_nothing(engine: str) -> None:
 @on_ranks(2)
 @cells(engine=["plain", "fsdp2", "modules"])
 def test_a_wrong_option_in_a_state_dict_is_refused_on_all_ranks(engine: str) -> None:
+    """Fixed: A wrong option in a state dict was found after some weights had changed, or never."""
     with running_as(engine) as (run, of_modules):
         optimizer = of_modules or run.optimizer
         run.train(range(1))
@@ -388,7 +398,8 @@ def test_a_wrong_option_in_a_state_dict_is_refused_on_all_ranks(engine: str) -> 
 
 @on_ranks(2)
 @cells(engine=[*ZERO, *OWNED])
-def test_a_wrong_option_in_deepspeeds_files_is_refused_on_all_ranks(engine: str, tmp_path: Path) -> None:
+def test_wrong_option_in_deepspeeds_files_is_refused(engine: str, tmp_path: Path) -> None:
+    """A wrong option in DeepSpeed's files is refused on all ranks."""
     with running(Cell(engine), ExactLM()) as run:
         run.train(range(1))
         run.save(str(tmp_path))
@@ -454,8 +465,9 @@ def on_one_process(name: str, params: dict[str, Any], group: int) -> list[float]
     with_full(BY_CONFIG, [(stage, "zero", name) for stage in (0, 1, 3) for name in AT_EVERY_STAGE]),
 )
 @on_ranks(2)
-def test_schedulers_by_config_keep_the_ratio_and_cycle_no_momentum(stage: int, storage: str, schedule: str) -> None:
-    """DeepSpeed's OneCycle warns that it cycles none, as no half has both."""
+def test_schedulers_by_config_keep_the_ratio(stage: int, storage: str, schedule: str) -> None:
+    """Schedulers by config keep the ratio, and cycle no momentum. DeepSpeed's OneCycle warns that it cycles none, as no
+    half has both."""
     name, params = schedule.partition("-")[0], CONFIGURED[schedule]
     expected = [*zip(*(on_one_process(name, params, group) for group in (0, 1)))]
     assert len(set(expected)) > 1, "the schedule must move to be tested"
@@ -499,8 +511,9 @@ def test_a_schedule_on_a_metric_is_given_as_a_callable() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("storage", "stage"), [("zero", 1), ("zero", 3), ("owned", 2)])
 @pytest.mark.parametrize("how", ["factors, by a callable", "a group's rate, by an instance"])
-def test_schedules_of_factors_and_of_a_groups_rate_move_both_rates(storage: str, stage: int, how: str) -> None:
-    """A floor is a part of the rate in the optimizer's defaults, and a group's rate is for both its halves."""
+def test_schedules_move_both_rates(storage: str, stage: int, how: str) -> None:
+    """Schedules of factors and of a group's rate move both rates. A floor is a part of the rate in the optimizer's
+    defaults, and a group's rate is for both its halves."""
     settings, model = zero.settings_for(storage, stage), UnevenLM()
     options = settings.pop("optimizer")["params"]
     make: Any = partial(get_cosine_with_min_lr_schedule_with_warmup, num_warmup_steps=2, num_training_steps=6)
@@ -521,8 +534,9 @@ def test_schedules_of_factors_and_of_a_groups_rate_move_both_rates(storage: str,
 
 
 @on_ranks(2)
-def test_scheduler_built_before_the_model_was_known_is_refused_where_groups_change() -> None:
-    """A model of 2-D parameters only: one group until the embedding and the head are known for what they are."""
+def test_scheduler_built_too_early_is_refused() -> None:
+    """A scheduler built before the model was known is refused where groups change. A model of 2-D parameters only: one
+    group until the embedding and the head are known for what they are."""
     settings = zero.config(2)
     options = settings.pop("optimizer")["params"]
     model = torch.nn.Sequential(torch.nn.Embedding(8, 6), torch.nn.Linear(6, 6, bias=False))
@@ -545,6 +559,7 @@ WARM_UPS: Any = [
 @on_ranks(2)
 @pytest.mark.parametrize(("kind", "params", "idle"), WARM_UPS, ids=str)
 def test_a_warm_up_that_begins_with_idle_steps_is_announced(kind: str, params: dict[str, Any], idle: int) -> None:
+    """Fixed: The first steps of a warm-up changed nothing, without a word."""
     settings = zero.settings_for("zero", 2) | {"scheduler": {"type": kind, "params": params}}
     with mock.patch.object(logger, "warning") as said, zero.engine_for(settings) as engine:
         weights = [zero.full_weights(engine)]

@@ -105,7 +105,8 @@ def answer(door: Door, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(("foreign", "ours"), MEANT.items())
-def test_a_key_of_another_optimizer_is_answered_with_a_configuration_that_is_taken(foreign: str, ours: str) -> None:
+def test_foreign_key_is_answered_with_a_configuration(foreign: str, ours: str) -> None:
+    """A key of another optimizer is answered with a configuration that is taken."""
     value: Any = (0.5, 0.25) if "betas" in foreign else 0.5
     half, _, option = ours.partition(".")
     for door in DOORS:
@@ -122,7 +123,8 @@ def test_a_key_of_another_optimizer_is_answered_with_a_configuration_that_is_tak
         assert made.config.exclude == ("1.*",)
 
 
-def test_options_of_another_optimizer_beside_our_sections_move_into_them() -> None:
+def test_foreign_options_move_into_our_sections() -> None:
+    """Options of another optimizer beside our sections move into them."""
     for door in (owned, layer_wise_muon):
         told = answer(door, lr=0.02, adamw={"lr": 1e-3}, betas=(0.5, 0.25))
         written = json.loads(told.splitlines()[-1])
@@ -615,8 +617,8 @@ def test_other_deepspeed_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("message", WRONG_ON_CPUS)
 @on_ranks(2)
-def test_what_the_oldest_gets_wrong_on_cpus_is_refused_with_it_only(message: str) -> None:
-    """What is refused depends on DeepSpeed's version."""
+def test_what_the_oldest_deepspeed_gets_wrong_is_refused(message: str) -> None:
+    """What the oldest gets wrong on CPUs is refused with it only. What is refused depends on DeepSpeed's version."""
     settings = copy.deepcopy(WRONG_ON_CPUS[message])
     settings["zero_optimization"]["contiguous_gradients"] = False
     if deepspeed.__version__ != "0.19.7":

@@ -75,8 +75,9 @@ def trained(engine: str, model: nn.Module, **options: Any) -> Iterator[Callable[
 
 @pytest.mark.parametrize("engine", ENGINES)
 @on_ranks(2)
-def test_parameters_without_a_gradient_are_named_after_one_step_and_after_many(engine: str) -> None:
-    """In the second step a rank of plain PyTorch alone uses an expert; elsewhere all ranks have to."""
+def test_parameters_without_a_gradient_are_named(engine: str) -> None:
+    """Parameters without a gradient are named after one step and after many. In the second step a rank of plain PyTorch
+    alone uses an expert; elsewhere all ranks have to."""
     model, logged = Experts(), logging.StreamHandler(io.StringIO())
     soon = mock.patch.object(report, "TOLD_AFTER", (1, 3)), mock.patch.object(param_groups, "COMPARED_EVERY", 2)
     logger = logging.getLogger("lwopt_backend")
@@ -189,7 +190,8 @@ def test_a_skipped_step_leaves_no_trace(engine: str, how: str, bad: float) -> No
 
 @pytest.mark.parametrize("engine", ["plain", "fsdp2 attached", "modules"])
 @on_ranks(2)
-def test_a_nonfinite_gradient_raises_on_all_ranks_or_is_stepped_on(engine: str) -> None:
+def test_on_nonfinite_raise_and_step(engine: str) -> None:
+    """A nonfinite gradient raises on all ranks, or is stepped on."""
     raises = Loop(engine, "clip", on_nonfinite="raise")
     for number in range(2):
         raises.step(number)
@@ -240,7 +242,8 @@ def test_a_module_decides_nothing_alone() -> None:
     clip=[0.0, 1e-3],
 )
 @on_ranks(2)
-def test_an_engine_skips_a_step_above_the_limit_and_the_next_is_exact(engine: str, precision: str, clip: float) -> None:
+def test_deepspeed_skips_a_step_above_the_limit(engine: str, precision: str, clip: float) -> None:
+    """An engine skips a step above the limit, and the next is exact."""
     kind, _, stage = engine.partition(" ")
     weights = []
     for bad in (True, False):

@@ -67,9 +67,8 @@ SEEN: list[tuple[str, str, set[str] | None]] = [
 
 @pytest.mark.parametrize(("engine", "optimizer", "parts"), SEEN)
 @on_ranks(2)
-def test_a_profile_names_the_parts_of_a_step_and_hooks_are_told_of_one(
-    engine: str, optimizer: str, parts: set[str] | None
-) -> None:
+def test_profile_names_the_parts_of_a_step(engine: str, optimizer: str, parts: set[str] | None) -> None:
+    """Hooks are told of a step, too."""
     if parts is not None:
         prof = profile(activities=[ProfilerActivity.CPU])
         step_on(engine, prof, "muon")
@@ -106,7 +105,8 @@ def operations(engine: Any, step: int) -> list[str]:
 @pytest.mark.on_gloo  # the strict transport's operations would be counted
 @pytest.mark.parametrize("engine", ENGINES)
 @on_ranks(2)
-def test_metrics_are_of_the_whole_model_and_cost_nothing_until_they_are_asked_for(engine: str) -> None:
+def test_metrics_are_of_the_whole_model(engine: str) -> None:
+    """Metrics cost nothing until they are asked for."""
     apart = {"clip_groups": APART} if engine in ("plain", "fsdp2") else {}
     with running(Cell(engine, clip=0.3, options=apart), ExactLM()) as trained:
         optimizer = getattr(trained.optimizer, "optimizer", trained.optimizer)

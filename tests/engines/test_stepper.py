@@ -128,7 +128,8 @@ def test_batches_take_the_bits_of_one_by_one(policy: str, bucket_numel: int) -> 
 
 @cells(ranks=[2, 3, 4], policy=["stay", "balance"], bucket_numel=[1, 3000, 10**6])
 @on_ranks()
-def test_norms_of_pieces_add_up_over_the_ranks_in_one_collective_a_bucket(policy: str, bucket_numel: int) -> None:
+def test_norms_of_pieces_take_one_collective_a_bucket(policy: str, bucket_numel: int) -> None:
+    """Norms of pieces add up over the ranks in one collective a bucket."""
     plan, alone = (plan_of(SHAPES, size, policy, bucket_numel) for size in (dist.get_world_size(), 1))
     for options in ({"hyperball": True, "weight_decay": 0.0}, {"uw_floor": 0.35}):
         rule = rule_of("muon", **options)
@@ -165,7 +166,8 @@ def test_a_batch_holds_no_more_than_its_size() -> None:
     assert [batch.places for batch in batches] == [[0, 2, 3], [4, 5, 6]], "of pieces, what a rank has of them"
 
 
-def test_a_stepper_and_its_state_are_freed_with_the_last_reference() -> None:
+def test_stepper_is_freed_with_the_last_reference() -> None:
+    """A stepper and its state are freed with the last reference."""
     plan, rule = plan_of(SHAPES, 1, "stay"), rule_of("muon")
     stepper = MatrixStepper(plan, [0] * len(plan.atoms), Alone(), torch.device("cpu"))
     value, grad, momentum = (random((plan.layout.partition_numel,), seed) for seed in range(3))
@@ -221,9 +223,10 @@ class Crossings(Recorder):
 
 
 @cells(layout=[FlatPartition, ParameterPartition], batch_numel=[0, 10**6])
-def test_what_is_stored_on_the_cpu_goes_to_the_gpu_and_back_in_one_copy_a_bucket(layout: Any, batch_numel: int) -> None:
-    """And a matrix that is stored whole, or a batch of them, in one copy each way. The host waits for what returns.
-    What was sent and received is kept for the stream that may still use it."""
+def test_cpu_state_is_copied_once_a_bucket(layout: Any, batch_numel: int) -> None:
+    """What is stored on the CPU goes to the GPU and back in one copy a bucket. And a matrix that is stored whole, or a
+    batch of them, in one copy each way. The host waits for what returns. What was sent and received is kept for the
+    stream that may still use it."""
     atoms, crossings = atoms_of([(40, 40)] * 25), Crossings()
     stored = layout.build([atom.numel for atom in atoms], 4)
     plan = plan_matrices(

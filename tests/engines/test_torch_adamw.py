@@ -111,7 +111,8 @@ def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 @on_ranks(2)
-def test_owned_storage_takes_torchs_whole_state_and_gives_its_own_in_a_checkpoint(tmp_path: Path) -> None:
+def test_owned_storage_loads_torchs_whole_state(tmp_path: Path) -> None:
+    """Owned storage takes torch's whole state, and gives its own in a checkpoint."""
     (model, adamw), (our_model, ours), (next_model, fresh) = torchs(), ours_on("owned"), torchs()
     train(model, adamw, range(3))
     our_model.load_state_dict(model.state_dict())
@@ -130,7 +131,8 @@ def test_owned_storage_takes_torchs_whole_state_and_gives_its_own_in_a_checkpoin
 
 
 # On one process
-def test_groups_have_torchs_keys_and_what_torch_has_not_where_it_is_set() -> None:
+def test_param_groups_have_torchs_keys() -> None:
+    """Groups have torch's keys, and what torch has not where it is set."""
     (_, adamw), (_, ours) = torchs(), ours_on("owned")
     (theirs,), (group,) = adamw.param_groups, ours.param_groups
     assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
@@ -175,7 +177,8 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
 
 
 @on_ranks(2)
-def test_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
+def test_state_that_does_not_fit_is_refused_first() -> None:
+    """State that does not fit is refused before anything changes."""
     (model, adamw), (_, ours) = torchs(), ours_on("owned")
     train(model, adamw, range(1))
     adam = copy.deepcopy(adamw.state_dict())

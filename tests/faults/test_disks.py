@@ -65,7 +65,8 @@ SAID = {
 
 @pytest.mark.parametrize("disk", DISKS)
 @pytest.mark.parametrize("to", TARGETS)
-def test_convert_says_in_one_line_what_is_missing_and_leaves_what_is_there(tmp_path: Path, to: str, disk: str) -> None:
+def test_convert_on_a_full_disk(tmp_path: Path, to: str, disk: str) -> None:
+    """Convert says in one line what is missing, and leaves what is there."""
     source, other = (torch_dist(tmp_path / name, muon=name == "muon") for name in ("muon", "adamw"))
     folder, words = tmp_path / "disk", ("--to", to)
     folder.mkdir()

@@ -101,7 +101,8 @@ def load(engine: Engine, source: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("way", LOADS)
-def test_engines_refuse_hostile_and_damaged_files_in_words_and_keep_what_they_had(tmp_path: Path, way: str) -> None:
+def test_engines_refuse_hostile_and_damaged_files(tmp_path: Path, way: str) -> None:
+    """Engines refuse hostile and damaged files in words, and keep what they had."""
     pool = RankPool(1)
     try:
         endings, wrong = pool.run(attacked, way, tmp_path, SEED, count(300), timeout=3000.0)[0]

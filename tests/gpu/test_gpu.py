@@ -333,8 +333,9 @@ def test_packages_compute_newton_schulz(ranks: RankPool, device: str, package: s
 
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True, ids=lambda size: f"{size} ranks")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_several_ranks_on_one_device_have_the_bits_of_torch_optim(ranks: RankPool, device: str, engine: str) -> None:
-    """All have equal batches, whose mean gradient is each one's to the bit."""
+def test_several_ranks_have_the_bits_of_torch_optim(ranks: RankPool, device: str, engine: str) -> None:
+    """Several ranks on one device have the bits of torch.optim. All have equal batches, whose mean gradient is each
+    one's to the bit."""
     for found in ranks.run(trained, engine, device, one_by_one=True, bucket_mb=0.1):
         assert found["differ"][0] == 0.0
 

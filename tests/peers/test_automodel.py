@@ -90,7 +90,8 @@ class Experts(nn.Module):
         return inputs @ self.down_projs
 
 
-def test_stacked_experts_are_matrices_and_what_would_be_lost_is_refused() -> None:
+def test_stacked_experts_of_automodel_are_matrices() -> None:
+    """Stacked experts are matrices, and what would be lost is refused."""
     model = nn.Sequential(Experts())
     (optimizer,) = recipe_of(RECIPE).optimizer.build(model)
     (matrices,) = (group for group in optimizer.param_groups if group["rule"] == "muon")

@@ -57,9 +57,8 @@ def rates(optimizer: Any, schedule: Any, steps: range) -> list[list[float]]:
 
 @pytest.mark.parametrize("factors", [(1.0, 1.0), (0.5, 1.0)], ids=str)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_rates_are_those_of_torchs_optimizers_and_go_on_from_a_folder(
-    name: str, factors: tuple[float, ...], tmp_path: Path
-) -> None:
+def test_timm_rates_are_torchs_and_resume(name: str, factors: tuple[float, ...], tmp_path: Path) -> None:
+    """Rates are those of torch's optimizers, and go on from a folder."""
     optimizer = ours(factors)
     of_groups = []
     for group in optimizer.param_groups:

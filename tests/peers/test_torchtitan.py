@@ -72,7 +72,8 @@ def test_it_trains_what_torch_optim_trains(folder: Path) -> None:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0.0, atol=1e-4, msg=name)
 
 
-def test_a_resumed_run_has_the_weights_of_a_whole_one_and_other_ranks_its_state(folder: Path) -> None:
+def test_resumed_run_has_the_weights_of_a_whole_one(folder: Path) -> None:
+    """A resumed run has the weights of a whole one, and other ranks its state."""
     whole, state = trained(folder, "whole", "normuon")
     trained(folder, "in two", "normuon", steps=3)
     resumed, _ = trained(folder, "in two", "normuon")
@@ -98,8 +99,9 @@ def stepped(param: Tensor, gradient: Tensor, rows: int | None) -> Tensor:
     return torch.stack(parts).reshape(param.shape).detach()
 
 
-def test_its_recipe_for_muon_has_the_same_matrices_and_rates_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kimi's debug model in two layers, against torch.optim.Muon on each of DistMuon's matrices: heads, experts."""
+def test_torchtitans_muon_recipe_has_our_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan's recipe for Muon has the same matrices and rates here. Kimi's debug model in two layers, against
+    torch.optim.Muon on each of DistMuon's matrices: heads, experts."""
     pictures = "torchtitan.hf_datasets.multimodal.utils.image"  # needs torchvision, which is not installed
     monkeypatch.setitem(sys.modules, pictures, MagicMock())
     from torchtitan.distributed.flex_shard import BlockShard

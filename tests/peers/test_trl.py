@@ -167,8 +167,9 @@ def test_its_own_script_trains_unmodified(tmp_path: Path, adapters: list[str], r
     assert len(found) == 6 and found[-1] < found[0], printed
 
 
-def test_transformers_own_script_trains_unmodified_alike_on_both_engines(tmp_path: Path) -> None:
-    """``run_clm.py`` on two ranks of DeepSpeed and of FSDP2, through ``lwopt_backend.run``."""
+def test_transformers_script_trains_on_both_engines(tmp_path: Path) -> None:
+    """transformers' own script trains unmodified, alike on both engines. ``run_clm.py`` on two ranks of DeepSpeed and
+    of FSDP2, through ``lwopt_backend.run``."""
     if "LWOPT_TRANSFORMERS_EXAMPLES" not in os.environ:
         pytest.skip("LWOPT_TRANSFORMERS_EXAMPLES: no folder with run_clm.py is named")
     of_bytes().save_pretrained(tmp_path / "tokenizer")

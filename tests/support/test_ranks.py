@@ -59,7 +59,8 @@ def parts_of_a_default_group_that_is_split() -> None:
             pairs.part([[0], [1]])
 
 
-def test_groups_of_some_ranks_are_made_where_only_all_ranks_can_make_groups(rank_pools: dict[int, RankPool]) -> None:
+def test_groups_of_some_ranks_where_all_make_groups(rank_pools: dict[int, RankPool]) -> None:
+    """Groups of some ranks are made where only all ranks can make groups."""
     pool = rank_pools[4]
     pool.renew()
     pool.run(parts_of_a_default_group_that_is_split)
@@ -83,7 +84,8 @@ def timeouts_of_made_groups() -> None:
 
 
 @pytest.mark.on_gloo
-def test_groups_made_have_the_timeout_of_theirs_and_are_split_if_it_has_a_device(ranks: RankPool) -> None:
+def test_groups_made_have_the_timeout_of_theirs(ranks: RankPool) -> None:
+    """Groups are split from theirs if that has a device."""
     ranks.renew()
     ranks.run(timeouts_of_made_groups)
     ranks.renew()

@@ -87,7 +87,8 @@ def test_torch_distributed_has_one_door() -> None:
         assert all(within(module, *hosts.get(path.parent, ())) for module in used), (path, used)
 
 
-def test_nobody_imports_the_integrations_but_themselves_and_the_package_no_host() -> None:
+def test_imports_of_integrations_and_hosts() -> None:
+    """Nobody imports the integrations but themselves, and the package imports no host."""
     for path in files(PACKAGE):
         assert not any(within(module, "lwopt_backend.integrations") for module in imports(path)), path
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files(PACKAGE)]
@@ -97,11 +98,13 @@ def test_nobody_imports_the_integrations_but_themselves_and_the_package_no_host(
     assert tried.returncode == 0, tried.stderr
 
 
-def test_integrations_refuse_to_be_imported_from_the_checkout_by_their_bare_name() -> None:
+def test_integrations_refuse_their_bare_name() -> None:
+    """Integrations are not imported from the checkout by their bare name."""
     tried = subprocess.run([sys.executable, "-c", "import integrations"], cwd=ROOT, capture_output=True, text=True)
     assert tried.returncode != 0 and "import this package as 'lwopt_backend.integrations'" in tried.stderr
 
 
-def test_a_name_of_a_test_is_a_sentence_of_at_most_80_characters() -> None:
+def test_names_of_tests_have_at_most_60_characters() -> None:
+    """A person greps for them; the docstring is the sentence."""
     for path in files(ROOT / "tests"):
-        assert not re.findall(r"def test_\w{76,}", path.read_text()), path
+        assert not re.findall(r"def test_\w{56,}", path.read_text()), path

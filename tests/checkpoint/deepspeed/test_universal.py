@@ -168,9 +168,8 @@ def load_export(folder: str, settings: dict[str, Any]) -> tuple[str, dict[str, T
         return str(caught.value), model_in(engine)
 
 
-def test_weights_of_safetensors_are_loaded_over_a_universal_folder(
-    ranks: RankPool, saved: dict[Any, Saved], tmp_path: Path
-) -> None:
+def test_safetensors_load_over_a_universal_folder(ranks: RankPool, saved: dict[Any, Saved], tmp_path: Path) -> None:
+    """Weights of safetensors are loaded over a universal folder."""
     folder, truth = saved[MUON]
     succeeds("convert", folder / "native", tmp_path / "weights", "--to", "safetensors", "--json")
     told = succeeds("convert", tmp_path / "weights", tmp_path / "new", "--to", "universal", "--json")
@@ -449,9 +448,10 @@ ONCE = [
 
 
 @pytest.mark.parametrize(("engine", "what"), ONCE)
-def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
+def test_universal_folder_that_does_not_fit_is_refused(
     ranks: RankPool, saved: dict[Any, Saved], tmp_path: Path, engine: str, what: str
 ) -> None:
+    """It is refused on every rank, and changes nothing."""
     (here, cases), loads = MISFITS[what], []
     for number, (source, spoil, choice, _) in enumerate(cases):
         copy = shutil.copytree(saved[source][0] / "universal", tmp_path / str(number))
@@ -489,10 +489,8 @@ def test_another_muons_sum_becomes_the_form_that_is_configured(
 
 
 @pytest.mark.parametrize("ranks", [3], indirect=True)
-def test_a_flipped_bit_in_any_file_is_found_before_anything_is_loaded(
-    ranks: RankPool, saved: dict[Any, Saved], tmp_path: Path
-) -> None:
-    """Whichever rank checks the file."""
+def test_flipped_bit_in_any_file_is_found(ranks: RankPool, saved: dict[Any, Saved], tmp_path: Path) -> None:
+    """It is found before anything is loaded. Whichever rank checks the file."""
     whole, copies = saved[SOAP][0] / "universal", {}
     read = [path for path in whole.rglob("*.pt") if not path.name.startswith("zero_pp")]  # which is for DeepSpeed's own
     for file in [path.relative_to(whole) for path in read]:

@@ -113,7 +113,8 @@ def needed(folder: Path) -> list[Path]:
 
 # The manifest
 @pytest.mark.parametrize("form", SEALED)
-def test_a_manifest_lists_every_file_of_a_save_and_more_files_are_no_error(made: Made, copy: Copy, form: str) -> None:
+def test_manifest_lists_every_file_of_a_save(made: Made, copy: Copy, form: str) -> None:
+    """More files are no error."""
     listed = manifest.read(next(made[form][0].rglob(manifest.NAME)).parent)
     assert listed is not None and listed.step == 7
     assert len(listed.files) + 1 == len([name for name in files(made[form][0]) if "latest" not in name])
@@ -229,10 +230,11 @@ def test_a_flipped_bit_is_noticed_or_is_of_no_consequence(made: Made, tmp_path: 
     assert noticed >= 16
 
 
-def test_code_in_an_object_of_a_distributed_checkpoint_is_not_run(
+def test_code_in_a_distributed_checkpoint_is_not_run(
     copy: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the files of tensors, under a key that the metadata gives."""
+    """Code in an object of a distributed checkpoint is not run. In the files of tensors, under a key that the metadata
+    gives."""
     source = copy("dcp")
     monkeypatch.chdir(tmp_path)
     metadata, payload = pickle.loads((source / ".metadata").read_bytes()), as_torch_saves(HARM)
@@ -289,8 +291,9 @@ def test_a_map_of_names_cannot_lead_out_of_the_new_folder(copy: Copy, tmp_path: 
 
 
 @pytest.mark.parametrize("form", PICKLED)
-def test_links_are_followed_and_those_beside_what_is_read_are_left_alone(copy: Copy, form: str) -> None:
-    """Files are links in the hub's cache; a run's folder has its data and its other steps, some on another disk."""
+def test_links_are_followed(copy: Copy, form: str) -> None:
+    """Those beside what is read are left alone. Files are links in the hub's cache; a run's folder has its data and its
+    other steps, some on another disk."""
     source = copy(form)
     disk = source.parent / "disk"
     disk.mkdir()
@@ -360,7 +363,8 @@ def test_a_target_has_many_spellings(made: Made, tmp_path: Path, monkeypatch: py
 
 # A full disk
 @pytest.mark.parametrize("target", ["universal", "universal, into a folder", "dcp", "safetensors"])
-def test_a_file_that_cannot_be_written_is_one_error_that_names_the_target(tmp_path: Path, target: str) -> None:
+def test_file_that_cannot_be_written_is_one_error(tmp_path: Path, target: str) -> None:
+    """The error names the target."""
     source = hostile.stage0(tmp_path / "from")
     place, (target, *there) = tmp_path / "to" / "new", target.split(", ")
     if there:

@@ -70,7 +70,8 @@ def filled(text: str, step: str = "step1") -> dict[str, str]:
     return {f"{step}/{name}": text for name in FILES}
 
 
-def test_a_folder_and_its_pointer_are_written_once_and_nothing_is_replaced(tmp_path: Path) -> None:
+def test_folder_and_pointer_are_written_once(tmp_path: Path) -> None:
+    """Nothing is replaced."""
     write_folder(tmp_path / "step1", fill("1"), pointers={"latest": "step1"})
     assert content(tmp_path) == {"latest": "step1", **filled("1")}
     assert read_pointer(tmp_path / "latest") == tmp_path / "step1"
@@ -185,8 +186,9 @@ def lasting(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in files(folder).items() if not any(map(folders.is_temporary, Path(name).parts))}
 
 
-def test_a_command_that_is_killed_leaves_nothing_of_a_name_or_all(tmp_path: Path) -> None:
-    """What it wrote before it was killed is under a temporary name, which no command reads, and in nobody's way."""
+def test_killed_command_leaves_nothing_or_all(tmp_path: Path) -> None:
+    """A command that is killed leaves nothing of a name, or all. What it wrote before it was killed is under a
+    temporary name, which no command reads, and in nobody's way."""
     source, root = tiny(tmp_path / "source", 1.0), tmp_path / "in"
     target = root / "to"
     anew = ("convert", source, f"{target}/", "--to", "universal")
@@ -214,7 +216,8 @@ def test_a_command_that_is_killed_leaves_nothing_of_a_name_or_all(tmp_path: Path
     assert set(found) == set(possible) and len(found) > 10
 
 
-def test_a_program_killed_as_it_saves_owned_state_leaves_the_save_before_or_its_own(tmp_path: Path) -> None:
+def test_killed_save_leaves_the_one_before_or_its_own(tmp_path: Path) -> None:
+    """A program that is killed as it saves owned state leaves the save before, or its own."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer = LayerWiseOptimizer(model, lr=0.02, report=False)
@@ -297,9 +300,8 @@ RANGES = [(0, 600)], [(0, 9), (9, 600)], [(9, 600), (0, 9)], [(5, 20), (100, 300
 
 
 @pytest.mark.parametrize("ranges", RANGES)
-def test_bytes_are_checked_once_as_they_are_read_and_those_between_at_the_end(
-    tmp_path: Path, ranges: list[tuple[int, int]]
-) -> None:
+def test_bytes_are_checked_once_as_they_are_read(tmp_path: Path, ranges: list[tuple[int, int]]) -> None:
+    """Those between are checked at the end."""
     path = saved(tmp_path / "a.pt")
     found, checkpoint = opened(path)
     with mock.patch.object(zip_records.zlib, "crc32", wraps=zlib.crc32) as checked:
@@ -319,8 +321,9 @@ def test_bytes_are_checked_once_as_they_are_read_and_those_between_at_the_end(
         checkpoint.finish()
 
 
-def test_files_without_checksums_and_of_any_form_and_protocol_are_read(tmp_path: Path) -> None:
-    """set_crc32_options(False), checkpoint_serialization false in ds_config, and pickle_protocol."""
+def test_files_of_any_form_and_protocol_are_read(tmp_path: Path) -> None:
+    """Fixed: `lwopt convert` refused files of torch.save without checksums. Files without checksums are read, too.
+    set_crc32_options(False), checkpoint_serialization false in ds_config, and pickle_protocol."""
     torch.serialization.set_crc32_options(False)
     try:
         saved(tmp_path / "unchecked.pt")
@@ -345,8 +348,9 @@ def test_files_without_checksums_and_of_any_form_and_protocol_are_read(tmp_path:
 
 
 @pytest.mark.parametrize("limit", [zipfile.ZIP64_LIMIT, 60])
-def test_what_is_written_is_as_torch_maps_it_by_any_number_of_workers(tmp_path: Path, limit: int) -> None:
-    """With a low ``limit`` headers are those of records beyond 2 GB, which say their sizes elsewhere."""
+def test_written_files_are_as_torch_maps_them(tmp_path: Path, limit: int) -> None:
+    """Any number of workers write the same. With a low ``limit`` headers are those of records beyond 2 GB, which say
+    their sizes elsewhere."""
     found, path, written = torch_files.load(saved(tmp_path / "a.pt")), tmp_path / "b.pt", set()
     for workers in (1, 2, 5):
         with mock.patch.object(zipfile, "ZIP64_LIMIT", limit):
@@ -376,7 +380,8 @@ def test_tensors_are_not_larger_than_their_bytes(tmp_path: Path) -> None:
     assert torch_files.load(saved(path, {"x": torch.zeros(1).expand(1000)}))["x"].read().shape == (1000,)
 
 
-def test_programs_of_torchscript_and_tar_files_are_refused_before_torch_sees_them(tmp_path: Path) -> None:
+def test_torchscript_and_tar_files_are_refused(tmp_path: Path) -> None:
+    """TorchScript's programs and tar files are refused before torch sees them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.jit.save(torch.jit.script(nn.Linear(2, 2)), str(tmp_path / "script.pt"))
@@ -485,7 +490,8 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
             mark.unlink()
 
 
-def test_states_of_random_generators_and_numbers_of_numpy_are_read(tmp_path: Path) -> None:
+def test_random_states_and_numpy_numbers_are_read(tmp_path: Path) -> None:
+    """States of random generators and numbers of numpy are read."""
     old, new = numpy.random.RandomState(3).get_state(), numpy.random.default_rng(3).bit_generator.state
     columns = numpy.arange(6.0).reshape(2, 3).T
     numbers = {"old": old, "new": new, "columns": columns, "number": numpy.float32(0.1), "flag": numpy.bool_(True)}
@@ -553,7 +559,8 @@ def test_metadata_of_dcp_is_compared_with_what_is_stored(tmp_path: Path, said: s
         gates.check(dcp_reader.read(tmp_path))
 
 
-def test_an_error_in_a_reader_is_one_of_the_checkpoint_and_keeps_its_cause(tmp_path: Path) -> None:
+def test_error_in_a_reader_keeps_its_cause(tmp_path: Path) -> None:
+    """An error in a reader is one of the checkpoint."""
     cause = RecursionError("too deep")
     said = r"cannot be read as DCP writes it \(RecursionError: too deep\): a bug, or a file of another version"
     with pytest.raises(CheckpointError, match=said) as caught:
@@ -561,9 +568,8 @@ def test_an_error_in_a_reader_is_one_of_the_checkpoint_and_keeps_its_cause(tmp_p
     assert caught.value.__cause__ is cause
 
 
-def test_debugging_shows_the_traceback_of_a_command_and_of_a_reader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debugging_shows_tracebacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debugging shows the traceback of a command and of a reader."""
     folder = hostile.stage0(tmp_path / "a")
     monkeypatch.setattr(deepspeed_files, "plain", mock.Mock(side_effect=RecursionError("too deep")))
     said = refused("inspect", folder)
@@ -588,7 +594,9 @@ class Mine(dict[str, int]):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_objects_of_a_users_classes_become_plain_data_with_a_note(tmp_path: Path) -> None:
+def test_objects_of_users_classes_become_plain_data(tmp_path: Path) -> None:
+    """Fixed: `lwopt convert` refused files of torch.save with objects. Objects of a user's classes become plain data
+    with a note."""
     source = hostile.stage0(tmp_path / "stage0")
     file = next(source.rglob("*.pt"))
     when, colour = datetime.datetime(2026, 11, 28), enum.Enum("Colour", "RED", module=__name__)
@@ -652,7 +660,8 @@ def same_client(found: Any, expected: Any) -> bool:
 
 
 @pytest.mark.parametrize("source", ["stage 0", "dcp.save"])
-def test_what_a_program_saved_beside_its_model_survives_deepspeed_and_dcp(tmp_path: Path, source: str) -> None:
+def test_client_state_survives_deepspeed_and_dcp(tmp_path: Path, source: str) -> None:
+    """What a program saved beside its model survives DeepSpeed and DCP."""
     steps = [tmp_path / name for name in ("source", "universal", "dcp", "again")]
     if source == "stage 0":
         file = next(hostile.stage0(steps[0]).rglob("*.pt"))
@@ -670,7 +679,8 @@ def test_what_a_program_saved_beside_its_model_survives_deepspeed_and_dcp(tmp_pa
         succeeds("diff", before, after)
 
 
-def test_what_would_take_a_square_of_the_size_is_refused_or_gone_through_once(tmp_path: Path) -> None:
+def test_quadratic_work_is_refused_or_done_once(tmp_path: Path) -> None:
+    """What would take a square of the size is refused, or gone through once."""
     with pytest.raises(CheckpointError, match="expected possible layers or experts"):
         next(megatron_dist._unstacked("decoder.layers.mlp.linear_fc1.weight", (2**40, 1), "a file"))
     save_file({"a." * 1000 + "w": torch.ones(2, 2)}, tmp_path / "model.safetensors")  # in a thousand modules

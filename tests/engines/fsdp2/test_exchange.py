@@ -38,10 +38,9 @@ def counted_steps(sharding: str, **options: Any) -> tuple[BesideTwin, Counted, l
 @cells(
     sharding=["rows", "hybrid", "columns", "tensor parallel"], bucket=[{}, {"bucket_matrices": 1}, {"bucket_numel": 1}]
 )
-def test_bytes_and_calls_are_those_of_the_plan_and_every_matrix_is_computed_once(
-    sharding: str, bucket: dict[str, int]
-) -> None:
-    """Also with copies: the work is split over the replicas, not repeated in each, and no exchange is of all ranks."""
+def test_bytes_and_calls_are_those_of_the_plan(sharding: str, bucket: dict[str, int]) -> None:
+    """Every matrix is computed once. Also with copies: the work is split over the replicas, not repeated in each, and
+    no exchange is of all ranks."""
     run, counted, computed = counted_steps(sharding, **bucket)
     steppers = run.optimizer._steppers
     plans = [stepper.plan for stepper in steppers]
@@ -65,7 +64,8 @@ def test_bytes_and_calls_are_those_of_the_plan_and_every_matrix_is_computed_once
 
 
 @on_ranks(3)
-def test_fp32_on_the_wire_gives_the_same_bits_for_twice_the_bytes() -> None:
+def test_fp32_exchange_is_twice_the_bytes_and_equal_bits() -> None:
+    """fp32 on the wire gives the same bits for twice the bytes."""
     (_, narrow, _), (_, wide, _) = counted_steps("rows"), counted_steps("rows", exchange_dtype="float32")
     assert wide.sent_bytes == 2 * narrow.sent_bytes
     assert wide.dtypes == {torch.float32}
@@ -80,7 +80,8 @@ def test_state_is_sharded_as_the_parameters() -> None:
 
 
 @on_ranks(2)
-def test_the_exchange_has_a_communicator_of_its_own_which_optimizers_share() -> None:
+def test_optimizers_share_one_communicator() -> None:
+    """The exchange has a communicator of its own, which optimizers share."""
     model = shard("rows", "fp32").model
     first, second = (layer_wise(model)._steppers[0].collectives.group for _ in range(2))
     assert first is not dist.group.WORLD and first is second
@@ -140,7 +141,8 @@ ALL = 4  # matrices that travel, each cut by rows
 
 @on_ranks(3, 4)
 @cells(touch=["left alone", "clipped at a large norm"])
-def test_all_buckets_leave_in_backward_and_only_return_in_the_step(touch: str) -> None:
+def test_attached_buckets_leave_in_backward(touch: str) -> None:
+    """All buckets leave in backward, and only return in the step."""
     assert calls_of(touch) == ([ALL] * 3, [ALL] * 3)
 
 
@@ -149,14 +151,16 @@ def test_all_buckets_leave_in_backward_and_only_return_in_the_step(touch: str) -
     ("touch", "again"),
     [("clipped by torch", ALL), ("clipped by lwopt", ALL), ("unscaled", ALL), ("touched in one element", 1)],
 )
-def test_touched_gradients_are_exchanged_again_and_then_left_alone_for_a_while(touch: str, again: int) -> None:
+def test_touched_gradients_are_exchanged_again(touch: str, again: int) -> None:
+    """Touched gradients are exchanged again, and then left alone for a while."""
     in_backward, in_step = calls_of(touch, 8)
     assert in_backward == [ALL, 0, ALL, 0, 0, ALL, 0, 0], "pauses of 1, 2 and 4 steps"
     assert in_step[:2] == [ALL + again, 2 * ALL]
 
 
 @on_ranks(2)
-def test_hyperparameters_that_change_before_the_step_and_the_last_micro_batch_count() -> None:
+def test_late_hyperparameters_and_micro_batches_count() -> None:
+    """Hyperparameters that change before the step, and the last micro-batch, count."""
     in_backward, in_step = calls_of("momentum changed", 2)
     assert (in_backward[0], in_step[0]) == (ALL, 2 * ALL)
     for sync in (True, False):  # with a reduction per micro-batch buckets leave each time; without, once
@@ -165,7 +169,8 @@ def test_hyperparameters_that_change_before_the_step_and_the_last_micro_batch_co
 
 @on_ranks(2)
 @cells(how=["skipped", "no gradient at the step", "removed"])
-def test_what_has_left_for_a_step_that_is_not_taken_leaves_no_trace(how: str) -> None:
+def test_exchange_of_a_step_not_taken_leaves_no_trace(how: str) -> None:
+    """What has left for a step that is not taken leaves no trace."""
     run = BesideTwin()
     attachment = run.optimizer.attach(run.model)
     for step in range(4):

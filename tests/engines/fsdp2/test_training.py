@@ -87,8 +87,9 @@ def test_every_sharding_and_mode_has_the_bits_of_one_process(sharding: str, mode
 
 
 @on_ranks(2)
-def test_an_optimizer_made_after_a_forward_pass_holds_sharded_parameters() -> None:
-    """After a forward pass the root holds unsharded parameters; the optimizer must not take those."""
+def test_optimizer_made_after_a_forward_pass() -> None:
+    """An optimizer made after a forward pass holds sharded parameters. After a forward pass the root holds unsharded
+    parameters; the optimizer must not take those."""
     run = BesideTwin()
     with torch.no_grad():
         run.model(*batch(0, 4))
@@ -128,7 +129,8 @@ CALLS: dict[str, Callable[[BesideTwin, Path], object]] = {
 @on_ranks(2)
 @cells(call=[*CALLS], attached=[False, True])
 def test_calls_after_a_validation_pass_find_sharded_parameters(tmp_path: Path, call: str, attached: bool) -> None:
-    """It leaves the root's parameters unsharded, as other objects, whose gradients and state are none."""
+    """Fixed: `get_optimizer_state_dict` failed after a validation pass. It leaves the root's parameters unsharded, as
+    other objects, whose gradients and state are none."""
     run = BesideTwin(attach=attached)
     run.train(1)
     run.backward(1)
@@ -164,9 +166,9 @@ class Reads(TorchFunctionMode):
 @on_ranks(4)
 @pytest.mark.on_gloo  # the strict transport reads what it carries
 @cells(sharding=["rows", "expert parallel", "ignored_params"], attach=[False, True])
-def test_the_host_reads_only_where_a_rank_lacks_a_gradient_and_then_once(sharding: str, attach: bool) -> None:
-    """A clip, and a step as on an accelerator; in the first step, options are compared. In the third, rank 1 lacks a
-    gradient."""
+def test_host_reads_once_where_a_rank_lacks_a_gradient(sharding: str, attach: bool) -> None:
+    """The host reads only where a rank lacks a gradient, and then once. A clip, and a step as on an accelerator; in the
+    first step, options are compared. In the third, rank 1 lacks a gradient."""
     lacks, found = int(dist.get_rank() == 1), []
     IMMEDIATE.clear()
     try:
@@ -207,7 +209,8 @@ def test_gradients_that_some_ranks_lack_count_as_zero_there(missing_ranks: list[
 
 
 @on_ranks(2)
-def test_with_fp32_state_a_step_of_bf16_parameters_is_computed_wide_and_rounded_once() -> None:
+def test_bf16_step_with_fp32_state_is_rounded_once() -> None:
+    """With fp32 state a step of bf16 parameters is computed wide and rounded once."""
     run = BesideTwin("rows", "bf16 parameters", state_dtype="float32")
     run.backward(0)
     assert run.optimizer.clip_grad_norm_(math.inf).dtype == torch.float32
@@ -225,8 +228,9 @@ def test_with_fp32_state_a_step_of_bf16_parameters_is_computed_wide_and_rounded_
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 @on_ranks(2)
 @cells(grad_dtype=[torch.float32, None])
-def test_state_has_the_dtype_of_gradients_that_are_wider_than_their_weights(grad_dtype: torch.dtype | None) -> None:
-    """As in torch.optim.Muon. fully_shard keeps ``grad_dtype`` from torch 2.15; None is any dtype."""
+def test_state_has_the_dtype_of_wider_gradients(grad_dtype: torch.dtype | None) -> None:
+    """Fixed: State of 16-bit weights was narrower than their gradients. State has the dtype of gradients that are wider
+    than their weights. As in torch.optim.Muon. fully_shard keeps ``grad_dtype`` from torch 2.15; None is any dtype."""
     sharded = shard("rows", "bf16 parameters")
     for param in sharded.model.parameters():
         param.grad_dtype = grad_dtype
@@ -247,8 +251,9 @@ def test_state_has_the_dtype_of_gradients_that_are_wider_than_their_weights(grad
 
 @on_ranks(2)
 @cells(attach=[False, True])
-def test_gradients_that_are_not_yet_summed_over_a_mesh_belong_to_their_own_weights(attach: bool) -> None:
-    """Each rank packs the matrices that it owns first; weights are of one shape, so a sum may go to the wrong one."""
+def test_partial_gradients_belong_to_their_own_weights(attach: bool) -> None:
+    """Gradients that are not yet summed over a mesh belong to their own weights. Each rank packs the matrices that it
+    owns first; weights are of one shape, so a sum may go to the wrong one."""
     torch.manual_seed(0)
     mesh, rank = mesh_of(names=("tp",)), dist.get_rank()
     model = nn.Module()
@@ -291,8 +296,9 @@ def test_a_parameter_without_dimensions_is_trained() -> None:
 
 @on_ranks(4)
 @pytest.mark.usefixtures("ranks_to_spoil")  # it changes their threads
-def test_copies_on_ranks_that_sum_in_another_order_count_once_in_the_norm() -> None:
-    """As GPUs of two types do: their copies are equal, sums of floats over them are not."""
+def test_copies_count_once_in_the_norm() -> None:
+    """Copies on ranks that sum in another order count once in the norm. As GPUs of two types do: their copies are
+    equal, sums of floats over them are not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
     for param in model.parameters():  # of all magnitudes, so that every order of additions rounds otherwise
@@ -359,7 +365,8 @@ def test_a_parameter_is_taken_out_of_its_group_while_attached() -> None:
 
 
 @on_ranks(2)
-def test_a_parameter_that_is_frozen_for_a_step_is_left_alone_and_keeps_its_state() -> None:
+def test_parameter_frozen_for_a_step_keeps_its_state() -> None:
+    """A parameter that is frozen for a step is left alone, and keeps its state."""
     run = BesideTwin()
     for step in range(3):
         run.model.layers[2].weight.requires_grad_(step != 1)
@@ -387,8 +394,9 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 
 @on_ranks(2)
 @cells(change=[*CHANGES], attach=[False, True])
-def test_a_parameter_that_would_no_longer_be_trained_is_an_error_on_its_rank(change: str, attach: bool) -> None:
-    """On one rank alone: test_ranks_that_differ.py."""
+def test_parameter_no_longer_trained_is_an_error(change: str, attach: bool) -> None:
+    """A parameter that would no longer be trained is an error on its rank. On one rank alone:
+    test_ranks_that_differ.py."""
     run, (make, words) = BesideTwin("rows", "frozen", attach=attach), CHANGES[change]
     for step in range(2):
         run.backward(step)
@@ -410,7 +418,8 @@ def test_a_parameter_that_would_no_longer_be_trained_is_an_error_on_its_rank(cha
 
 
 @on_ranks(2)
-def test_an_optimizer_whose_parameters_a_later_one_trains_steps_no_more() -> None:
+def test_replaced_optimizer_steps_no_more() -> None:
+    """Fixed: Two optimizers trained one parameter. An optimizer whose parameters a later one trains steps no more."""
     run = BesideTwin(attach=True)
     run.train(1)
     earlier, run.optimizer = run.optimizer, layer_wise(run.model, params=[run.param("layers.2.weight")], **MUON)
@@ -509,8 +518,9 @@ def test_norms_zeros_and_scaling_are_those_of_one_process(sharding: str) -> None
 
 @on_ranks(4)
 @cells(order=[2.0, 1.0, math.inf])
-def test_a_mesh_that_leaves_ranks_out_has_experts_unless_they_are_said_to_be_copies(order: float) -> None:
-    """Whatever their values: here all start equal. Both kinds may be on one mesh."""
+def test_mesh_that_leaves_ranks_out_has_experts(order: float) -> None:
+    """Fixed: Experts that start equal counted once in the norm. A mesh that leaves ranks out has experts, unless they
+    are said to be copies. Whatever their values: here all start equal. Both kinds may be on one mesh."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     mesh = mesh_of(2, 2, names=("outer", "inner"))
@@ -534,7 +544,9 @@ def test_a_mesh_that_leaves_ranks_out_has_experts_unless_they_are_said_to_be_cop
 
 
 @on_ranks(4)
-def test_there_is_no_norm_over_meshes_of_which_none_has_all_ranks() -> None:
+def test_no_norm_over_meshes_without_all_ranks() -> None:
+    """Fixed: A norm over meshes of which none has all ranks was that of some parameters. There is no norm over meshes
+    of which none has all ranks."""
     model, mesh = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh_of(2, 2, names=("outer", "inner"))
     for part, dim in zip(model, ("outer", "inner")):
         fully_shard(part, mesh=mesh[dim])

@@ -219,8 +219,9 @@ def test_parameters_equal_one_process_that_holds_both_modules(
 
 
 @on_ranks(4)
-def test_clip_groups_are_of_modules_on_fsdp2_and_in_owned_storage() -> None:
-    """And the rest of each module by a limit of its own, of which one clips seven times as much."""
+def test_clip_groups_on_fsdp2_and_owned_storage() -> None:
+    """Clip groups are of modules on FSDP2 and in owned storage, and the rest of each module is clipped by a limit of
+    its own, of which one clips seven times as much."""
     run = Beside(APART, ("FSDP2", "owned"), **BIASES)
     run.train(range(3), clip={"vision": 0.007, "language": 0.05})
     run.check()
@@ -288,10 +289,11 @@ OVERFLOWS: list[tuple[Split, tuple[str, str], str, int, float]] = [  # whose gra
 
 @on_ranks(4)
 @pytest.mark.parametrize(("split", "kinds", "module", "place", "value"), OVERFLOWS)
-def test_a_gradient_that_is_not_finite_anywhere_skips_the_step_everywhere(
+def test_nonfinite_gradient_skips_the_step_on_all_ranks(
     split: Split, kinds: tuple[str, str], module: str, place: int, value: float
 ) -> None:
-    """The steps before and after equal those of one process, of every mixture of optimizers."""
+    """A gradient that is not finite anywhere skips the step everywhere. The steps before and after equal those of one
+    process, of every mixture of optimizers."""
     run, number = Beside(split, kinds), NAMES.index(module)
     spoils = dist.get_rank() == split[number][place]
     run.train(range(2), clip=0.05)
@@ -360,7 +362,8 @@ def test_param_groups_are_the_modules_own_and_hooks_are_torchs() -> None:
 
 
 @on_ranks(4)
-def test_a_hook_after_the_step_reads_the_weights_that_the_step_made() -> None:
+def test_hook_after_the_step_reads_new_weights() -> None:
+    """A hook after the step reads the weights that the step made."""
     run = Beside(EVERYWHERE, overlap_param_gather=True)
 
     def weights() -> Tensor:
@@ -406,7 +409,8 @@ def adam(*modules: nn.Module) -> torch.optim.Optimizer:
 
 
 @on_ranks(4)
-def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> None:
+def test_modules_that_do_not_fit_together_are_refused() -> None:
+    """Modules that cannot be trained together are refused on all ranks."""
     rank = dist.get_rank()
     vision, other, language = (model_of(name) for name in ("vision", "vision", "language"))
     with torch.no_grad():
@@ -440,8 +444,9 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
 
 
 @on_ranks(2)
-def test_copies_of_any_dtype_are_compared_and_a_rank_that_cannot_is_an_error_on_all() -> None:
-    """Otherwise the other ranks wait for what it has."""
+def test_copies_are_compared_in_any_dtype() -> None:
+    """Copies of any dtype are compared, and a rank that cannot compare is an error on all. Otherwise the other ranks
+    wait for what it has."""
     one, up = torch.tensor(1.0, dtype=torch.float64), torch.tensor((1 << 32) - 1)
     others = [  # than 1.0: by one bit, in the upper half alone, by one in the upper and -1 in the lower half
         *(torch.nextafter(one.to(dtype), one.to(dtype) + 1) for dtype in (torch.bfloat16, torch.float32, one.dtype)),
@@ -463,7 +468,8 @@ def test_copies_of_any_dtype_are_compared_and_a_rank_that_cannot_is_an_error_on_
 
 
 @on_ranks(4)
-def test_what_is_refused_in_a_step_on_one_rank_is_an_error_on_all() -> None:
+def test_refusal_in_a_step_is_an_error_on_all_ranks() -> None:
+    """What is refused in a step on one rank is an error on all."""
     run = Beside(APART, ("plain", "owned"))
     run.backward(0)
     fails_with("reduce their gradients before (DDP does)", run.optimizers.step)  # copies whose gradients nobody reduced
@@ -475,8 +481,9 @@ def test_what_is_refused_in_a_step_on_one_rank_is_an_error_on_all() -> None:
 
 
 @on_ranks(4)
-def test_an_interrupted_backward_pass_of_one_module_stops_all_before_they_step() -> None:
-    """On rank 1, which catches it; all drop their gradients."""
+def test_interrupted_backward_of_one_module_stops_all() -> None:
+    """An interrupted backward pass of one module stops all before they step. On rank 1, which catches it; all drop
+    their gradients."""
     run = Beside(APART)
     run.train(range(1))
     if dist.get_rank() == 1:
@@ -571,7 +578,8 @@ def test_state_dicts_are_keyed_by_module() -> None:
 
 
 @on_ranks(4)
-def test_state_that_lacks_something_or_is_of_another_kind_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_incomplete_or_foreign_state_is_refused(tmp_path: Path) -> None:
+    """State that lacks something or is of another kind is refused on all ranks."""
     folder, (_, optimizers), (_, others) = tmp_path / "state", make(APART), make(APART, ("DDP", "owned"))
     fails_with("'langauge'; did you mean 'language'?", lambda: optimizers.load_state_dict({"langauge": 0}))
     fails_with("expected module", lambda: optimizers.load_state_dict({}))

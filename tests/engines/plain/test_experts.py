@@ -64,7 +64,9 @@ def expert_optimizer(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
 
 @on_ranks()
 @cells(ranks=[4], layout=["padded", "compact", "auto"], options=OPTIONS)
-def test_experts_and_the_rest_equal_one_process_and_count_in_the_norm(layout: str, options: dict[str, Any]) -> None:
+def test_experts_equal_one_process_and_count_in_the_norm(layout: str, options: dict[str, Any]) -> None:
+    """Experts and the rest equal one process, and count in the norm."""
+
     def note_norm(single: nn.Module) -> None:
         norms.append(float(nn.utils.get_total_norm([param.grad for param in single.parameters()])))
 
@@ -87,7 +89,8 @@ def test_dense_matrices_go_where_experts_leave_room() -> None:
 
 
 @on_ranks(4)
-def test_experts_that_are_not_named_and_groups_of_others_are_errors_on_every_rank() -> None:
+def test_unnamed_experts_and_foreign_groups_are_refused() -> None:
+    """Experts that are not named, and groups of others, are errors on every rank."""
     rank, model = dist.get_rank(), sharded()[0]
     of_neighbour = [dist.new_group([other]) for other in range(4)][rank - 1]
     of_others = sharers_of_experts() if rank else dist.GroupMember.NON_GROUP_MEMBER
@@ -106,7 +109,8 @@ def test_experts_that_are_not_named_and_groups_of_others_are_errors_on_every_ran
 
 
 @on_ranks(4)
-def test_frozen_weights_of_experts_begin_as_those_of_the_first_rank_that_shares_them() -> None:
+def test_frozen_experts_begin_as_their_first_ranks() -> None:
+    """Frozen weights of experts begin as those of the first rank that shares them."""
     model, sharers = sharded()
     for name, param in model.named_parameters():
         frozen = name.endswith(".bias")
@@ -121,8 +125,8 @@ def test_frozen_weights_of_experts_begin_as_those_of_the_first_rank_that_shares_
 
 
 @on_ranks(4)
-def test_the_first_rank_of_an_expert_says_that_it_had_no_gradient() -> None:
-    """Ranks 1 and 3 do not use theirs."""
+def test_expert_without_a_gradient_is_told_by_its_rank() -> None:
+    """The first rank of an expert says that it had no gradient. Ranks 1 and 3 do not use theirs."""
     rank = dist.get_rank()
     with redirect_stdout(io.StringIO()) as printed:
         model = sharded()[0]

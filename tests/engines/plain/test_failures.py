@@ -190,8 +190,9 @@ def test_gradients_that_one_rank_drops_are_used_by_none() -> None:
 
 @pytest.mark.on_gloo  # where a collective that some ranks call later holds up none of their other groups
 @on_ranks(4)
-def test_after_unlike_numbers_of_passes_nothing_trains_until_gradients_are_cleared() -> None:
-    """Instances have other numbers, so that every reduction meets its own."""
+def test_unlike_numbers_of_passes_train_nothing() -> None:
+    """After unlike numbers of passes nothing trains until gradients are cleared. Instances have other numbers, so that
+    every reduction meets its own."""
     model, optimizer = made(group_size=2)
     for _ in range(2 if dist.get_rank() < 2 else 1):
         back(model, 7)
@@ -216,7 +217,8 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("how", CHANGES)
-def test_a_changed_model_is_an_error_on_all_ranks_that_names_the_parameter(how: str, everywhere: bool) -> None:
+def test_changed_model_is_an_error_on_all_ranks(how: str, everywhere: bool) -> None:
+    """A changed model is an error on all ranks that names the parameter."""
     (change, message), (model, optimizer) = CHANGES[how], made()
     train_ours(model, optimizer, 1)
     turn = Turn(model, 1, dist.get_rank())
@@ -255,7 +257,8 @@ def one_rank_hangs(when: str) -> None:
 @pytest.mark.on_gloo  # whose timeout it is; the strict transport's thread ends the process with it
 @pytest.mark.parametrize("ranks", [3], indirect=True)
 @pytest.mark.parametrize("when", ["late in backward", "when parameters return"])
-def test_a_rank_that_hangs_ends_the_others_by_the_timeout_of_their_group(ranks: RankPool, when: str) -> None:
+def test_rank_that_hangs_ends_the_others(ranks: RankPool, when: str) -> None:
+    """A rank that hangs ends the others by the timeout of their group."""
     first, of_the_end, last = ranks.errors(one_rank_hangs, when)
     ranks.renew()  # their group is broken
     assert of_the_end.startswith("Gone")

@@ -76,8 +76,9 @@ def test_only_a_zero_gradient_is_stepped_on(set_to_none: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("mode", owned.MODES)
 def test_grad_scaler_unscales_and_skips_on_all_ranks(mode: str) -> None:
-    """In its second step one gradient overflows on one rank, so only its owner has it; the truth is a loop without that
-    step. Scales are powers of two and sums of two commute, so not a bit may differ."""
+    """Fixed: GradScaler neither unscaled nor skipped in plain PyTorch. In its second step one gradient overflows on one
+    rank, so only its owner has it; the truth is a loop without that step. Scales are powers of two and sums of two
+    commute, so not a bit may differ."""
     model, expected = owned.Branches(), owned.Branches()
     optimizer, theirs = owned.optimizer_in(model, mode), owned.optimizers_of(expected)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1000)

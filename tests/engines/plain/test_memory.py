@@ -279,10 +279,11 @@ def planned_for_a_step(engine: str, layers: int) -> RankMemory:
 @pytest.mark.on_gloo  # the strict transport holds copies
 @pytest.mark.parametrize("engine", [*AT_OWNERS, *ZERO, "fsdp2"])
 @on_ranks(2)
-def test_a_step_holds_what_its_plan_says_whatever_the_model_and_however_often(engine: str) -> None:
-    """By the plan, at most one batch and the buckets. At the least, what an iteration of Newton-Schulz needs at once:
-    the direction in fp32, and in 16 bits X, A = X X^T, b A + c A^2 and the next X. What products take for themselves
-    comes on top, and depends on the CPU: those of 16 bits take some with AVX-512."""
+def test_step_holds_what_its_plan_says(engine: str) -> None:
+    """A step holds what its plan says, whatever the model and however often. By the plan, at most one batch and the
+    buckets. At the least, what an iteration of Newton-Schulz needs at once: the direction in fp32, and in 16 bits X,
+    A = X X^T, b A + c A^2 and the next X. What products take for themselves comes on top, and depends on the CPU: those
+    of 16 bits take some with AVX-512."""
     (held,) = {nbytes for layers in (16, 32) for nbytes in held_by_steps(engine, layers)}
     if engine != "zero 0":  # which lwopt plan does not plan
         planned = planned_for_a_step(engine, 16)

@@ -74,8 +74,9 @@ def in_vain(optimizer: LayerWiseOptimizer, load: Callable[[], None], message: st
 
 
 @on_ranks(2)
-def test_state_dicts_look_at_the_rules_of_a_parameters_own_matrices() -> None:
-    """To look at those of all, for every parameter, took minutes with 50,000."""
+def test_state_dict_has_the_rule_of_its_own_matrices() -> None:
+    """State dicts look at the rules of a parameter's own matrices. To look at those of all, for every parameter, took
+    minutes with 50,000."""
     _, optimizer = trained()
     with mock.patch.object(step, "build_matrix_rules", side_effect=AssertionError("of all")):
         optimizer.load_state_dict(optimizer.state_dict())
@@ -88,7 +89,8 @@ ENTRIES |= {"dots": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1)}}}  # and o
 
 
 @on_ranks(3)
-def test_a_folder_holds_the_files_of_one_save_and_pieces_of_every_parameter(tmp_path: Path) -> None:
+def test_folder_holds_one_save_of_every_parameter(tmp_path: Path) -> None:
+    """A folder holds the files of one save, and pieces of every parameter."""
     folder = tmp_path / "deep" / "folder"
     model, optimizer = trained(layout="padded")
     optimizer.save_state_dict(folder)
@@ -163,8 +165,9 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("there", ["alone", "over a save"])
 @on_ranks(2)
-def test_a_save_over_another_programs_checkpoint_is_refused_before_it_writes(tmp_path: Path, there: str) -> None:
-    """torch's own dcp.save has written FSDP2's or plain PyTorch's model, and leaves our manifest where it is."""
+def test_save_over_a_foreign_checkpoint_is_refused(tmp_path: Path, there: str) -> None:
+    """A save over another program's checkpoint is refused before it writes. torch's own dcp.save has written FSDP2's or
+    plain PyTorch's model, and leaves our manifest where it is."""
     _, optimizer = trained(layout="padded")
     if there == "over a save":
         optimizer.save_state_dict(tmp_path)
@@ -179,8 +182,8 @@ def test_a_save_over_another_programs_checkpoint_is_refused_before_it_writes(tmp
 
 
 @on_ranks(2)
-def test_a_file_system_may_know_an_old_size_of_another_ranks_file(tmp_path: Path) -> None:
-    """As NFS does until a file is opened."""
+def test_file_system_may_know_an_old_size(tmp_path: Path) -> None:
+    """A file system may know an old size of another rank's file. As NFS does until a file is opened."""
     _, optimizer = trained(layout="padded")
     stat, others = os.stat, f"_{1 - dist.get_rank()}.distcp"
 
@@ -298,9 +301,8 @@ def load_what_is_lost_meanwhile(folder: str, good: str) -> None:
     )
 
 
-def test_after_a_load_that_failed_in_between_no_step_is_taken_until_one_succeeds(
-    ranks: RankPool, saves: Path, tmp_path: Path
-) -> None:
+def test_failed_load_needs_another_load(ranks: RankPool, saves: Path, tmp_path: Path) -> None:
+    """After a load that failed in between no step is taken until one succeeds."""
     folder = shutil.copytree(saves, tmp_path / "lost") / "state"
     ranks.run(load_what_is_lost_meanwhile, str(folder), str(saves / "state"))
 
@@ -337,7 +339,8 @@ OTHERS: dict[str, tuple[Callable[[], LayerWiseOptimizer], str]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 @on_ranks(2)
-def test_another_models_state_is_an_error_on_all_ranks_and_changes_nothing(saves: Path, other: str) -> None:
+def test_another_models_state_is_refused(saves: Path, other: str) -> None:
+    """Another model's state is an error on all ranks, and changes nothing."""
     make, message = OTHERS[other]
     optimizer = make()
     in_vain(optimizer, lambda: optimizer.load_state_dict_from(saves / "state"), message)
@@ -396,7 +399,8 @@ def test_param_groups_are_known_by_their_members(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_param_groups_that_cannot_be_saved_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+def test_param_groups_that_cannot_be_saved_are_an_error(tmp_path: Path) -> None:
+    """Param groups that cannot be saved are an error on all ranks."""
     _, optimizer = trained()
     optimizer.param_groups[0]["lr"] = 0.1 * dist.get_rank()
     with pytest.raises(Exception, match="ranks differ in lr of param group 0.muon: 0.0 on rank 0, 0.1 on rank 1"):
@@ -481,9 +485,10 @@ def test_experts_of_one_name_are_told_apart_by_their_ranks(rank_pools: dict[int,
 
 # torch's own state_dict
 @on_ranks(2)
-def test_a_state_dict_of_whole_tensors_goes_on_bit_for_bit_on_another_layout() -> None:
-    """With a schedule's rates. Gradients are summed in fp32, since bf16 sums round where ranks reduce-scatter and do
-    not where instances of one rank all-reduce. One of pieces is in test_checkpoints.py."""
+def test_whole_state_dict_resumes_on_another_layout() -> None:
+    """A state dict of whole tensors goes on, bit for bit, on another layout. With a schedule's rates. Gradients are
+    summed in fp32, since bf16 sums round where ranks reduce-scatter and do not where instances of one rank all-reduce.
+    One of pieces is in test_checkpoints.py."""
     model, optimizer = trained(2, layout="compact", group_size=1, grad_dtype="float32")
     schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
     schedule.step()

@@ -281,8 +281,9 @@ def test_a_second_optimizer_may_follow_the_first() -> None:
 
 
 @on_ranks(2)
-def test_weights_frozen_ones_and_all_kinds_of_buffers_begin_as_the_first_ranks() -> None:
-    """A backbone that only the first rank has loaded. Two hundred tensors are one broadcast, as in DDP."""
+def test_weights_and_buffers_begin_as_the_first_ranks() -> None:
+    """Weights, frozen ones and all kinds of buffers begin as the first rank's. A backbone that only the first rank has
+    loaded. Two hundred tensors are one broadcast, as in DDP."""
     frozen, rank = nn.Sequential(*(nn.Linear(3, 5) for _ in range(100))), dist.get_rank()
     model = nn.Sequential(frozen.requires_grad_(False), nn.Linear(5, 4), nn.BatchNorm1d(4))
     frozen[0].weight = nn.Parameter(torch.randn(3, 5).t(), requires_grad=False)  # not contiguous
@@ -320,7 +321,8 @@ class Normed(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["plain", "kept gradients", "lazy return"])
 def test_buffers_are_those_of_ddp(mode: str) -> None:
-    """In passes that are reduced and under no_sync, in evaluations, and of buffers that are added later."""
+    """Fixed: Buffers of BatchNorm differed between ranks. In passes that are reduced and under no_sync, in evaluations,
+    and of buffers that are added later."""
     rank, (model, optimizer) = dist.get_rank(), scenarios.made(Normed, mode)
     inside = exact_sums(Normed())
     wrapped, theirs = DistributedDataParallel(inside), scenarios.optimizers_of(inside)
@@ -362,9 +364,9 @@ def test_buffers_may_stay_each_ranks_own() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["plain", "no overlap"])
-def test_a_buffer_that_a_loop_changes_before_the_step_keeps_its_value(mode: str) -> None:
-    """As a router's bias is changed that balances its experts; its ranks get no value from before. At last, an
-    evaluation on one rank finds the buffers of the first."""
+def test_buffer_changed_before_the_step_keeps_its_value(mode: str) -> None:
+    """A buffer that a loop changes before the step keeps its value. As a router's bias is changed that balances its
+    experts; its ranks get no value from before. At last, an evaluation on one rank finds the buffers of the first."""
     model = exact_sums(Normed())
     model.register_buffer("bias", torch.zeros(3))
     optimizer = optimizer_in(model, mode)
@@ -379,7 +381,9 @@ def test_a_buffer_that_a_loop_changes_before_the_step_keeps_its_value(mode: str)
 
 
 @on_ranks(2)
-def test_a_channels_last_weight_is_contiguous_and_trains_alike_with_a_warning() -> None:
+def test_channels_last_weight_trains_with_a_warning() -> None:
+    """Fixed: A channels_last weight became contiguous without a word. A channels-last weight is contiguous, and trains
+    alike with a warning."""
     found, images = [], torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
     for order in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
@@ -409,7 +413,8 @@ def of_last(named: Any) -> dict[str, Tensor]:
 
 
 @on_ranks(2)
-def test_reading_a_model_right_after_a_step_gives_its_new_parameters() -> None:
+def test_reading_after_a_step_gives_new_parameters() -> None:
+    """Reading a model right after a step gives its new parameters."""
     reads: dict[str, Callable[[Any], dict[str, Tensor]]] = {
         "state_dict": lambda model: model.state_dict(),
         "a submodule's": lambda model: of_last(model.last.state_dict()),
@@ -446,9 +451,10 @@ def test_what_the_next_forward_pass_needs_first_returns_first(mode: str) -> None
 
 
 @on_ranks(3)
-def test_buckets_leave_in_the_order_in_which_the_first_rank_filled_them() -> None:
-    """Other ranks fill them in the other order, and the first has no gradient for two at first, which leave last. On
-    the first rank, all but the last leave before the last gradient."""
+def test_buckets_leave_in_the_first_ranks_order() -> None:
+    """Buckets leave in the order in which the first rank filled them. Other ranks fill them in the other order, and the
+    first has no gradient for two at first, which leave last. On the first rank, all but the last leave before the last
+    gradient."""
     model, optimizer = scenarios.made(HeadFirst, bucket_mb=1e-6, layout="compact")
     manager, rank, left = optimizer.core.manager, dist.get_rank(), list[int]()
     launch, number_of = BucketBuffers.launch, {id(bucket): n for n, bucket in enumerate(manager.buckets)}
@@ -490,7 +496,8 @@ def test_a_copy_of_the_model_is_trained_by_itself() -> None:
 
 
 @on_ranks(2)
-def test_weights_used_by_hand_are_there_after_synchronize_and_named_until_then() -> None:
+def test_weights_used_by_hand_need_synchronize() -> None:
+    """Weights used by hand are there after synchronize, and named until then."""
     model, optimizer, expected = lazily()
     output = nn.functional.linear(rows(1, 0), model.first.weight)
     with pytest.raises(
@@ -507,7 +514,8 @@ def test_weights_used_by_hand_are_there_after_synchronize_and_named_until_then()
 @pytest.mark.full
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["lazy return", "kept gradients"])
-def test_a_compiled_model_that_the_optimizer_is_given_equals_one_process(mode: str) -> None:
+def test_compiled_model_equals_one_process(mode: str) -> None:
+    """A compiled model that the optimizer is given equals one process."""
     torch._dynamo.reset()
     model = exact_sums(Branches())
     compiled: Any = torch.compile(model, backend="eager")

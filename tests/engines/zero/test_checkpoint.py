@@ -118,7 +118,8 @@ def test_files_in_the_form_before_torch_1_6_resume_and_convert(tmp_path: Path, k
 
 @pytest.mark.parametrize(("stage", "precision"), SOME)
 @on_ranks()
-def test_a_checkpoint_inside_an_accumulation_resumes_at_its_start(tmp_path: Path, stage: int, precision: str) -> None:
+def test_checkpoint_inside_an_accumulation(tmp_path: Path, stage: int, precision: str) -> None:
+    """A checkpoint inside an accumulation resumes at its start."""
     settings = scheduled(settings_of("zero", stage, precision, accumulation=2))
     with engine_for(settings) as engine:
         expected_losses = train(engine, 4)
@@ -200,7 +201,8 @@ SCALED += [("zero", 2, "fp16 bf16"), ("owned", 1, "fp16 fp16"), ("owned", 2, "fp
 def test_a_loss_scale_is_loaded_only_where_it_is_dynamic_as_well(
     tmp_path: Path, kind: str, stage: int, precisions: str
 ) -> None:
-    """DeepSpeed itself takes any, with which fp16 would begin at 1. Its files of bf16 load in bf16 only."""
+    """Fixed: After a load, the loss scale was the saved one, though another was configured. DeepSpeed itself takes any,
+    with which fp16 would begin at 1. Its files of bf16 load in bf16 only."""
     before, after = precisions.split()
     options = {"bucket_mb": 1.0} if kind == "owned" else {}  # one bucket in any precision
     with engine_for(settings_of(kind, stage, before, **options)) as engine:
@@ -224,7 +226,8 @@ def test_a_loss_scale_is_loaded_only_where_it_is_dynamic_as_well(
 @pytest.mark.parametrize(("kind", "stage"), [("zero", 1), ("zero", 3), ("owned", 1)])
 @on_ranks()
 def test_gradients_are_clipped_as_configured_after_a_load(tmp_path: Path, kind: str, stage: int) -> None:
-    """And not as before the save, as in DeepSpeed itself at stages 1 and 2."""
+    """Fixed: After a load, gradients were clipped at the norm of the saved run. And not as before the save, as in
+    DeepSpeed itself at stages 1 and 2."""
     single = Reference()
     with newton_schulz_in_float32():
         for step, clip in enumerate((0.0, 0.25)):
@@ -398,8 +401,8 @@ def test_a_folder_without_checkpoints_is_left_to_deepspeed(ranks: RankPool, tmp_
     assert [path for path, _ in ranks.run(load, str(tmp_path), "zero", stage, {})] == [None, None]
 
 
-def test_a_pointer_that_was_emptied_and_not_written_is_refused_with_the_tags(ranks: RankPool, tmp_path: Path) -> None:
-    """DeepSpeed does both in turn."""
+def test_emptied_pointer_is_refused_with_the_tags(ranks: RankPool, tmp_path: Path) -> None:
+    """A pointer that was emptied and not written is refused with the tags. DeepSpeed does both in turn."""
     (tmp_path / "global_step7").mkdir()
     (tmp_path / "latest").touch()
     for error in ranks.errors(load, str(tmp_path), "zero", 2, {}):
@@ -444,7 +447,8 @@ def bring_to_new_owners(harm: str = "none") -> tuple[dict[str, Any], Counted]:
 
 
 @on_ranks(4)
-def test_an_owner_receives_the_state_that_it_has_not_and_no_more_at_once() -> None:
+def test_owner_receives_only_the_state_it_lacks() -> None:
+    """An owner receives the state that it has not, and no more at once."""
     rank = torch.distributed.get_rank()
     found, counted = bring_to_new_owners()
     assert repr(found) == repr({MATRIX[number]: owner_state_of(number) for number in OWNED_NOW[rank]})
@@ -464,15 +468,15 @@ REFUSED_STATE = {
 
 
 @pytest.mark.parametrize("harm", REFUSED_STATE)
-def test_owner_state_that_is_lost_or_no_state_is_refused_on_all_ranks(
-    rank_pools: dict[int, RankPool], harm: str
-) -> None:
+def test_lost_owner_state_is_refused(rank_pools: dict[int, RankPool], harm: str) -> None:
+    """Owner state that is lost or is no state is refused on all ranks."""
     for error in rank_pools[4].errors(bring_to_new_owners, harm):
         assert REFUSED_STATE[harm].split(": ")[0] in error and REFUSED_STATE[harm].split("; ")[0] in error, error
 
 
 @on_ranks()
-def test_a_checkpoint_without_the_state_of_one_owner_is_never_taken(tmp_path: Path) -> None:
+def test_checkpoint_without_one_owners_state_is_refused(tmp_path: Path) -> None:
+    """A checkpoint without the state of one owner is never taken."""
     settings = settings_for("zero", 1, rows=ROWS // 2) | {"optimizer": layer_wise("soap", policy="balance")}
     with engine_for(settings) as engine:
         train(engine, 1)

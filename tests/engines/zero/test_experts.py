@@ -118,9 +118,10 @@ def whole_name(name: str) -> str:
         (2, "bf16", 1, 0.0, "parameters"),
     ],
 )
-def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume(
+def test_experts_have_the_bits_of_torch_muon_and_resume(
     tmp_path: Path, stage: int, precision: str, accumulation: int, clip: float, given: str
 ) -> None:
+    """Experts have the bits of torch.optim.Muon, given the same gradients."""
     settings = settings_for(stage, precision, accumulation, clip=clip, exclude=ODD[0])
 
     def new_engine() -> Any:
@@ -176,9 +177,10 @@ def engine_of(rule: str, precision: str, parallel: int, stage: int, rows: bool, 
 
 
 @pytest.mark.parametrize(("rule", "precision"), [("muon", "fp32"), ("soap", "fp32"), ("muon", "bf16+fp32")])
-def test_a_run_goes_on_with_other_numbers_of_expert_parallel_ranks(
+def test_resumes_on_other_expert_parallel_sizes(
     rank_pools: dict[int, RankPool], tmp_path: Path, rule: str, precision: str
 ) -> None:
+    """A run goes on with other numbers of expert-parallel ranks."""
     legs = [functools.partial(engine_of, rule, precision, *leg) for leg in WAYS[precision]]
     # DeepSpeed keeps the groups of an expert-parallel size.
     renewed = [i for i, (*_, rows) in enumerate(WAYS[precision]) if rows != WAYS[precision][i - 1][-1]]
@@ -228,7 +230,8 @@ def test_other_experts_are_refused(model: Callable[[], nn.Module], how: str, mes
 
 
 @on_ranks(RANKS)
-def test_layers_of_different_expert_parallel_sizes_have_own_ranks_and_plans() -> None:
+def test_expert_parallel_sizes_have_own_plans() -> None:
+    """Layers of different expert-parallel sizes have own ranks and plans."""
     found: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     with redirect_stdout(io.StringIO()) as printed, engine_for(settings_for(2, report=True), TwoSizes()) as engine:
         binding = engine.basic_optimizer._binding
@@ -248,8 +251,9 @@ def test_layers_of_different_expert_parallel_sizes_have_own_ranks_and_plans() ->
 
 
 @on_ranks(RANKS)
-def test_experts_without_a_gradient_are_named_by_their_numbers_in_the_whole_model() -> None:
-    """The ranks of experts 2 and 3 do not use them."""
+def test_experts_without_a_gradient_are_named() -> None:
+    """Experts without a gradient are named by their numbers in the whole model. The ranks of experts 2 and 3 do not use
+    them."""
     model = Mixture()
     for layer in model.moe.deepspeed_moe.experts.deepspeed_experts if dist.get_rank() % 2 else ():
         layer.forward = lambda x: x

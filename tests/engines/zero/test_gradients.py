@@ -37,7 +37,8 @@ def accumulate(engine: Any, *micro_batches: int) -> None:
     lambda **cell: cell != {"engine": "zero 0", "precision": "fp16"}, engine=[*ZERO, *OWNED], precision=["fp32", "fp16"]
 )
 @on_ranks(2)
-def test_norms_and_zeros_of_some_gradients_are_those_of_one_process(engine: str, precision: str) -> None:
+def test_norms_and_zeros_by_names_on_zero(engine: str, precision: str) -> None:
+    """Norms and zeros of some gradients are those of one process."""
     truth = ExactLM()
     for rows in shares(0, 2):
         truth(*rows).backward()
@@ -131,7 +132,8 @@ def there_are_two_passes(storage: str, stage: int, precision: str, how: str) -> 
 def test_two_backward_passes_before_a_step_add_up_or_are_refused(
     storage: str, stage: int, precision: str, how: str
 ) -> None:
-    """DeepSpeed itself uses the last one alone at stages 1 and 2, unless it adds up in fp32."""
+    """Fixed: Of two backward passes before a step, the first one's gradients were lost at stages 1 and 2. DeepSpeed
+    itself uses the last one alone at stages 1 and 2, unless it adds up in fp32."""
     refused = (storage, precision) == ("zero", "fp32") and stage in (1, 2) and how != "coalesced"
     single = Reference(Slopes(), matrices=("matrix",))
     with engine_for(settings_for(storage, stage, precision), Slopes()) as engine:
@@ -168,7 +170,8 @@ def is_dropped(storage: str, stage: int, precision: str, offload: bool, **_: Any
 def test_gradients_given_up_inside_an_accumulation_are_gone(
     tmp_path: Path, storage: str, stage: int, precision: str, offload: bool, passes: int, who: str
 ) -> None:
-    """With storage "zero", a step without any others is refused. A load also begins the accumulation anew."""
+    """Fixed: `zero_grad()` within an accumulation dropped nothing. With storage "zero", a step without any others is
+    refused. A load also begins the accumulation anew."""
     settings = settings_for(storage, stage, precision, accumulation=2)
     settings["zero_optimization"] |= {"offload_optimizer": CPU} if offload else {}
     single = Reference(Slopes(), matrices=("matrix",))

@@ -153,9 +153,8 @@ def beside(model: str, settings: dict[str, Any]) -> Beside:
     precision=PRECISIONS,
     clip=[0.0, 0.5],
 )
-def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients_and_resumes(
-    tmp_path: Path, model: str, precision: str, clip: float
-) -> None:
+def test_pipeline_stages_have_the_bits_of_torch_muon(tmp_path: Path, model: str, precision: str, clip: float) -> None:
+    """Every stage has the bits, given the same gradients, and resumes."""
     settings = settings_for(precision, clip=clip)
     engine = beside(model, settings).train_and_resume(lambda: engine_for(settings, pipeline(MODELS[model])), tmp_path)
     plans = [plan for plan in engine.basic_optimizer._binding.plans if plan.matrices is not None]
@@ -251,9 +250,10 @@ def test_adamw_of_deepspeeds_own_pipelines_goes_on(tmp_path: Path, model: str) -
 
 @on_ranks(RANKS)
 @cells(model=["embedding first", "tied alone"], precision=["fp32, stage 0", "bf16 + fp32, stage 1"], given=[0, 1])
-def test_a_stage_without_matrices_trains_and_keeps_to_the_schedule(model: str, precision: str, given: int) -> None:
-    """With tied weights alone, of which another stage counts the gradients, there are none for DeepSpeed's norm. A
-    schedule that is not ``given`` but configured has the share of AdamW's group that it would have beside matrices."""
+def test_stage_without_matrices_keeps_to_the_schedule(model: str, precision: str, given: int) -> None:
+    """A stage without matrices trains, and keeps to the schedule. With tied weights alone, of which another stage
+    counts the gradients, there are none for DeepSpeed's norm. A schedule that is not ``given`` but configured has the
+    share of AdamW's group that it would have beside matrices."""
     settings, share = settings_for(precision), ADAMW["lr"] / MUON["lr"]
     warmup = {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 3}
     both = beside(model, settings)
@@ -316,7 +316,8 @@ def test_pipelines_that_cannot_be_trained_are_refused(kind: str, settings: dict[
 
 
 @on_ranks(RANKS)
-def test_globs_may_match_on_any_stage_and_the_report_shows_the_whole_models_routing() -> None:
+def test_globs_match_on_any_stage() -> None:
+    """Globs may match on any stage, and the report shows the whole model's routing."""
     settings = settings_for("fp32, stage 1", include=["0.weight"], exclude=["2.up.*"], report=True)
     with contextlib.redirect_stdout(io.StringIO()) as printed, engine_for(settings, pipeline(UNTIED)) as engine:
         kinds = {route.name: route.kind for route in engine.basic_optimizer._binding.stage.all_routes}

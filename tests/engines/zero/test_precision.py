@@ -128,8 +128,9 @@ def test_16_bit_owned_training_equals_fp32_masters(
     stage=[0, 1, 2, 3],
     precision=["fp32", "bf16", "fp16"],
 )
-def test_gradients_not_finite_skip_the_step_and_the_next_is_exact(storage: str, stage: int, precision: str) -> None:
-    """One rank has them before the first and the third step; the reference takes four."""
+def test_nonfinite_gradients_skip_a_step(storage: str, stage: int, precision: str) -> None:
+    """Fixed: One gradient that is not finite ruined all weights at stage 0. Gradients that are not finite skip the
+    step, and the next is exact. One rank has them before the first and the third step; the reference takes four."""
     settings, is_fp16, scale = settings_for(storage, stage, precision), precision == "fp16", 1.0
     settings["scheduler"] = {"type": "CosineAnnealingLR", "params": {"T_max": 10}}
     if is_fp16:
@@ -165,8 +166,9 @@ def test_gradients_not_finite_skip_the_step_and_the_next_is_exact(storage: str, 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 2])
-def test_autocast_to_bf16_trains_fp32_weights_that_owned_storage_has(stage: int) -> None:
-    """The reference autocasts likewise. With ZeRO's storage DeepSpeed reduces in bf16, as the table knows."""
+def test_autocast_to_bf16_trains_owned_fp32_weights(stage: int) -> None:
+    """Autocast to bf16 trains fp32 weights that owned storage has. The reference autocasts likewise. With ZeRO's
+    storage DeepSpeed reduces in bf16, as the table knows."""
     single = Reference()
     with engine_for(settings_for("owned", stage, "autocast")) as engine:
         train(engine, 4, same_rows=True)

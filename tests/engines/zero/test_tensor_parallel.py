@@ -244,9 +244,10 @@ def there_is(of: Any, stage: int, precision: str = "fp32", how: tuple[int, float
     how=[(1, 0.0), (2, 0.5)],
     ranks=[2, 4],
 )
-def test_tensor_parallel_shards_have_the_bits_of_one_process_and_resume(
+def test_tensor_parallel_equals_one_process_and_resumes(
     tmp_path: Path, of: Any, stage: int, precision: str, how: tuple[int, float]
 ) -> None:
+    """Tensor-parallel shards have the bits of one process."""
     settings = of.settings(stage, precision, how)
     both = of.beside_torch(settings)
     if precision != "fp16":
@@ -260,8 +261,9 @@ def test_tensor_parallel_shards_have_the_bits_of_one_process_and_resume(
 
 @on_ranks(2)
 @cells(lambda stage, how: stage > 0 or how == "fp32", stage=[0, 1, 2], how=["fp32", "bf16+fp32", "offload"])
-def test_a_gradient_that_is_not_finite_in_a_copy_of_one_rank_is_known_to_all(stage: int, how: str) -> None:
-    """The gradient is that of a vector that every rank has whole, on the rank whose copy the norm does not count."""
+def test_nonfinite_gradient_in_one_copy_is_known_to_all(stage: int, how: str) -> None:
+    """A gradient that is not finite in a copy of one rank is known to all. The gradient is that of a vector that every
+    rank has whole, on the rank whose copy the norm does not count."""
     settings = settings_of(stage, how if how in PRECISIONS else "fp32", atoms=FUSED)
     if how == "offload":
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
@@ -336,7 +338,8 @@ def test_frozen_parameters_and_buffers_go_along(tmp_path: Path, stage: int, way:
 
 
 @on_ranks(2)
-def test_a_native_checkpoint_of_another_size_or_without_a_ranks_files_is_refused(tmp_path: Path) -> None:
+def test_native_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
+    """A checkpoint without a rank's files is refused, too."""
     with sharded_engine(settings_of(1)) as engine:
         train_step(engine, 0)
         engine.save_checkpoint(tmp_path)
@@ -352,7 +355,8 @@ def test_a_native_checkpoint_of_another_size_or_without_a_ranks_files_is_refused
 
 
 @on_ranks(2)
-def test_the_routing_table_says_how_parameters_are_cut_and_qk_clip_refuses_those() -> None:
+def test_routing_table_says_how_parameters_are_cut() -> None:
+    """QK-clip refuses those that are cut."""
     refused = "'up.weight' is cut by tensor parallelism, which QK-clip does not support"
     with redirect_stdout(io.StringIO()) as said, sharded_engine(settings_of(1, atoms=FUSED, report=True)) as engine:
         with pytest.raises(ValueError, match=refused):

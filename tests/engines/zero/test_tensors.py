@@ -66,8 +66,9 @@ def backward(engine: Any, single: Reference, step: int) -> None:
 
 @on_ranks()
 @cells(lambda kind, stage, **_: stage > 0 if kind == "zero" else stage < 3, ranks=[2, 4], kind=STORAGES, stage=range(4))
-def test_tensors_are_those_of_a_single_process_and_what_is_written_is_stepped_with(kind: str, stage: int) -> None:
-    """After two steps, in a third, and after it; at stage 3 whole ones and parts are read, and parts are written."""
+def test_full_tensors_can_be_read_and_written(kind: str, stage: int) -> None:
+    """Tensors are those of a single process, and what is written is stepped with. After two steps, in a third, and
+    after it; at stage 3 whole ones and parts are read, and parts are written."""
     single, generator = Reference(), torch.Generator().manual_seed(7)
     with engine_for(settings_for(stage=stage, **STORAGES[kind])) as engine:
         train(engine, 2, same_rows=True)

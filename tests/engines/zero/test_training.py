@@ -45,8 +45,9 @@ each_stored = pytest.mark.parametrize(("storage", "stage"), STORED)
 
 
 @on_ranks(2)
-def test_new_values_are_gathered_in_chunks_whose_contents_are_found_once() -> None:
-    """At stage 0: to look for every parameter in every chunk took seconds a step."""
+def test_new_values_are_gathered_in_known_chunks() -> None:
+    """New values are gathered in chunks whose contents are found once. At stage 0: to look for every parameter in every
+    chunk took seconds a step."""
     with engine_for(settings_for("zero", 0)) as engine:
         train(engine, 2, same_rows=True)
         expected = full_weights(engine)
@@ -283,11 +284,10 @@ class Forked(ExactLM):
     [*(("owned", stage, False, False) for stage in (0, 1, 2)), ("zero", 0, False, False), ("zero", 1, True, False)]
     + [("zero", 1, False, True), ("zero", 2, True, True)],
 )
-def test_what_only_some_ranks_use_counts_as_a_zero_gradient_of_the_others(
-    storage: str, stage: int, touching: bool, mixed_up: bool
-) -> None:
-    """ZeRO adds up buckets in the order in which each rank filled its own, with any optimizer, and says nothing. Should
-    a row of those fail, DeepSpeed has learnt better, and the documentation must."""
+def test_unused_parameters_count_as_zero_gradients(storage: str, stage: int, touching: bool, mixed_up: bool) -> None:
+    """What only some ranks use counts as a zero gradient of the others. ZeRO adds up buckets in the order in which each
+    rank filled its own, with any optimizer, and says nothing. Should a row of those fail, DeepSpeed has learnt better,
+    and the documentation must."""
     settings = settings_for(storage, stage, rows=ROWS // 2, ns_dtype="float32")
     single = Reference(Forked(), matrices=(*MATRICES, "ways.0.weight", "ways.1.weight"))
     with zero.newton_schulz_in_float32(), engine_for(settings, Forked()) as engine:
@@ -363,8 +363,9 @@ def test_matrices_are_computed_where_the_configuration_says(stage: int, ns_devic
 # An engine's life
 @on_ranks(2)
 @each_stored
-def test_an_optimizer_serves_a_second_engine_when_the_first_is_gone(tmp_path: Path, storage: str, stage: int) -> None:
-    """The second goes on with its model, from fresh state."""
+def test_optimizer_serves_a_second_engine(tmp_path: Path, storage: str, stage: int) -> None:
+    """An optimizer serves a second engine when the first is gone. The second goes on with its model, from fresh
+    state."""
     settings, model, on_one, kept = own_settings(storage, stage), ExactLM(), ExactLM(), []
     optimizer = LayerWiseMuon(model.parameters(), **settings.pop("optimizer")["params"])
     for steps in (range(2), range(2, 4)):
@@ -384,9 +385,10 @@ def test_an_optimizer_serves_a_second_engine_when_the_first_is_gone(tmp_path: Pa
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_backward_pass_that_fails_is_an_error_on_every_rank_and_training_can_go_on(stage: int) -> None:
-    """The second step's with owned storage, on rank 1, after some gradients have come. Other faults of a pass, or of
-    the model, are told in the same way: tests/engines/plain/test_failures.py."""
+def test_failed_backward_is_an_error_on_every_rank(stage: int) -> None:
+    """A backward pass that fails is an error on every rank, and training can go on. The second step's with owned
+    storage, on rank 1, after some gradients have come. Other faults of a pass, or of the model, are told in the same
+    way: tests/engines/plain/test_failures.py."""
 
     def fail(grad: Tensor) -> None:
         raise FloatingPointError("stumbled")
@@ -407,7 +409,8 @@ def test_a_backward_pass_that_fails_is_an_error_on_every_rank_and_training_can_g
 
 
 @on_ranks(2)
-def test_the_first_rank_says_who_owns_what_and_which_settings_have_no_effect() -> None:
+def test_first_rank_reports_owners_and_unused_settings() -> None:
+    """The first rank says who owns what, and which settings have no effect."""
     settings = settings_for("owned", 2, report=True)
     settings["zero_optimization"]["reduce_bucket_size"] = 1000
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -419,6 +422,7 @@ def test_the_first_rank_says_who_owns_what_and_which_settings_have_no_effect() -
 
 @on_ranks(2)
 def test_deepspeeds_default_clipping_is_announced_once() -> None:
+    """Fixed: Gradients were clipped at 1.0 though nothing was configured."""
     silent = config(2, clip=0.0)
     default = {key: value for key, value in silent.items() if key != "gradient_clipping"}
     for settings, expected in ((default, 1 - dist.get_rank()), (silent, 0)):
@@ -430,7 +434,8 @@ def test_deepspeeds_default_clipping_is_announced_once() -> None:
 
 
 @on_ranks(2)
-def test_policies_are_compared_on_the_kind_of_machine_that_trains() -> None:
+def test_policies_are_compared_on_the_training_machine() -> None:
+    """Policies are compared on the kind of machine that trains."""
     with engine_for(config(2)) as engine:
         plan = engine.basic_optimizer._binding.plans[0].matrices
         assert plan.modelled[0][1] == modelled_time(plan, MACHINES["cpu"])

@@ -91,7 +91,8 @@ print(json.dumps([pages, planned, "matplotlib.pyplot" in sys.modules]))
 HEAVY = {"torch", "numpy", "transformers", "accelerate", "deepspeed", "matplotlib", "pytorch_optimizer", "yaml"}
 
 
-def test_help_imports_nothing_that_is_slow_and_plans_are_the_same_in_every_process(shapes: Path) -> None:
+def test_help_imports_nothing_that_is_slow(shapes: Path) -> None:
+    """Plans are the same in every process."""
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     options: dict[str, Any] = {"cwd": shapes.parent, "env": environment, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-c", ALONE], **options)
@@ -165,7 +166,8 @@ def drawn(axes: Any, number: int) -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [4, 48])
-def test_the_picture_shows_work_and_memory_of_every_rank_and_every_bucket(shapes: Path, ranks: int) -> None:
+def test_picture_shows_ranks_and_buckets(shapes: Path, ranks: int) -> None:
+    """The picture shows work and memory of every rank, and every bucket."""
     data = plan(shapes, "--world-size", ranks, "--layout", "padded", "--bucket-mb", 2)
     work, memory, buckets = picture.draw(data).axes
     loads, per_rank = data["load_per_rank"], data["memory_per_rank"]
@@ -181,7 +183,8 @@ def test_the_picture_shows_work_and_memory_of_every_rank_and_every_bucket(shapes
     assert len(buckets.containers) == 3 and spans[-1]["back"][1] == data["seconds_overlapped"]
 
 
-def test_html_of_a_picture_escapes_names_and_ignores_the_users_matplotlib_settings(shapes: Path) -> None:
+def test_html_of_a_picture_escapes_names(shapes: Path) -> None:
+    """The page ignores the user's matplotlib settings."""
     hostile = "</title><img src=x onerror=alert(1)> $\\frac{$"
     data = {**plan(shapes, "--world-size", 4, "--engine", "zero2"), "source": hostile}
     console, path, pages = recording(), shapes.with_name("plan.html"), []
@@ -234,11 +237,13 @@ WRONG = {
 
 @pytest.mark.parametrize(("words", "message"), WRONG.items())
 def test_a_wrong_word_is_one_line_and_exit_code_two(shapes: Path, words: str, message: str) -> None:
+    """Fixed: A wrong word on the command line was a box, and several wrong options were several lines."""
     said = refused(*(shapes if word == "S" else word for word in words.split()))
     assert said.startswith("error: ") and message in said and said.count("\n") == 1, said
 
 
-def test_every_option_of_every_rule_and_host_has_a_default_a_meaning_and_a_source() -> None:
+def test_every_option_has_a_meaning_and_a_source() -> None:
+    """Every option of every rule and host has a default, a meaning and a source."""
     listed = json.loads(run("rules", "--json"))
     rules = {(rule["name"], rule["for"]): rule for rule in listed["rules"]}
     for rule in listed["rules"]:

@@ -90,14 +90,16 @@ def test_names_and_defaults_are_torchs(options: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [{"ns_dtype": "float32"}, {"exchange_dtype": "float32"}, {}])
-def test_what_travels_is_in_the_dtype_of_the_iteration_unless_told(given: dict[str, Any]) -> None:
+def test_exchange_dtype_is_the_iterations(given: dict[str, Any]) -> None:
+    """What travels is in the dtype of the iteration, unless told."""
     rules, host = muon_settings(given)
     rule = registry.build_matrix_rule(rules.matrix, host)
     assert rule.exchange_dtype == (torch.float32 if given else torch.bfloat16)
 
 
 # Sections and arguments
-def test_sections_name_the_rules_their_options_and_those_of_some_parameters() -> None:
+def test_sections_name_rules_options_and_overrides() -> None:
+    """Sections name the rules, their options, and those of some parameters."""
     overrides = [
         {"params": "*.experts.*", "matrix": {"lr": 0.01}},
         {"params": ["*.q_norm.*", "*.k_norm.*"], "elementwise": {"weight_decay": 0}},
@@ -116,7 +118,8 @@ def test_sections_name_the_rules_their_options_and_those_of_some_parameters() ->
     assert settings(matrix={"name": "soap"}, lr=0.5)[0].matrix["lr"] == 0.5
 
 
-def test_arguments_in_python_may_mix_the_rules_options_with_the_hosts() -> None:
+def test_python_arguments_mix_rule_and_host_options() -> None:
+    """Arguments in Python may mix the rule's options with the host's."""
     given = {"momentum": 0.8, "bucket_mb": 1.0, "exclude": "1.*", "adamw": {"eps": 1e-6}}
     rules, host = arguments(lr=0.02, elementwise_lr=3e-4, **given)
     matrix, elementwise = rules.matrix, rules.elementwise
@@ -133,7 +136,8 @@ RMSPROP = {"name": "torch_optimizer", "class": "torch.optim.RMSprop", "alpha": 0
     before=[torch.optim.RMSprop, "torch.optim.RMSprop"],
     cls=[torch.optim.RMSprop, "torch.optim.RMSprop", "torch.optim.rmsprop.RMSprop"],
 )
-def test_an_override_that_repeats_the_class_keeps_its_other_options(before: Any, cls: Any) -> None:
+def test_override_of_the_same_class_keeps_its_options(before: Any, cls: Any) -> None:
+    """An override that repeats the class keeps its other options."""
     rules, _ = settings(
         matrix={**RMSPROP, "class": before}, overrides=[{"params": "*", "matrix": {"class": cls, "lr": 0.25}}]
     )
@@ -141,7 +145,8 @@ def test_an_override_that_repeats_the_class_keeps_its_other_options(before: Any,
     assert (found["alpha"], found["lr"]) == (0.5, 0.25)
 
 
-def test_an_override_with_another_class_begins_with_that_classs_defaults() -> None:
+def test_override_of_another_class_has_its_defaults() -> None:
+    """An override with another class begins with that class's defaults."""
     found = changed(settings(matrix=RMSPROP)[0].matrix, {"class": torch.optim.Adadelta})
     assert found["rho"] == 0.9 and "alpha" not in found
 
@@ -199,7 +204,8 @@ def test_groups_are_split_in_halves_and_keep_extra_keys() -> None:
     assert halves[2]["eps"] == 1e-6
 
 
-def test_parameters_that_are_not_given_or_have_no_elements_are_not_trained() -> None:
+def test_parameters_not_given_or_empty_are_not_trained() -> None:
+    """Parameters that are not given or have no elements are not trained."""
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["a"].empty = nn.Parameter(torch.empty(0, 3))
     grouping = group_parameters(model, as_groups(model["a"].parameters()), *muon_settings({}))
@@ -255,7 +261,8 @@ def own_rules() -> Any:
         yield
 
 
-def test_a_dataclass_and_one_call_make_a_rule_and_so_it_is_with_elementwise_ones(own_rules: None) -> None:
+def test_registering_a_dataclass_makes_a_rule(own_rules: None) -> None:
+    """A dataclass and one call make a rule; so it is with element-wise ones."""
     model, twin = UnevenLM(), UnevenLM()
     sections = {"matrix": {"name": "sign", "lr": 0.1}, "elementwise": {"name": "own_sgd", "lr": 0.3}}
     optimizer = LayerWiseOptimizer(model, **sections, report=False)
@@ -345,9 +352,8 @@ def told_instead(settings: Any, entry: dict[str, Any]) -> tuple[dict[str, Any], 
 
 @TYPES
 @pytest.mark.parametrize("entry", MUON_ENTRIES)
-def test_instead_of_an_entry_of_deepspeeds_muon_one_is_told_that_means_the_same(
-    settings: Any, entry: dict[str, Any]
-) -> None:
+def test_entry_of_deepspeeds_muon_is_answered_with_ours(settings: Any, entry: dict[str, Any]) -> None:
+    """Instead of an entry of DeepSpeed's Muon one is told that means the same."""
     weight, bias = tensors((2, 2), (2,))
     weight.use_muon, bias.use_muon = True, False
     theirs = MuonWithAuxAdam(DeepSpeedEngine._muon_param_groups([weight, bias], entry)).param_groups
@@ -360,7 +366,8 @@ def test_instead_of_an_entry_of_deepspeeds_muon_one_is_told_that_means_the_same(
 
 @TYPES
 @pytest.mark.parametrize("torch_adam", [False, True])
-def test_an_entry_of_adamw_is_answered_with_one_of_its_defaults_and_step_sizes(settings: Any, torch_adam: bool) -> None:
+def test_entry_of_adamw_is_answered_with_ours(settings: Any, torch_adam: bool) -> None:
+    """An entry of AdamW is answered with one of its defaults and step sizes."""
     theirs = inspect.signature(torch.optim.AdamW if torch_adam else FusedAdam).parameters
     muon, adamw = told_instead(settings, {"betas": [0.9, 0.99], "torch_adam": torch_adam})
     assert adamw["betas"] == (0.9, 0.99) and adamw["eps"] == theirs["eps"].default
@@ -392,7 +399,8 @@ def test_an_override_of_all_matrices_holds_in_an_engine(storage: str) -> None:
         assert [group["weight_decay"] for group in engine.basic_optimizer.param_groups] == [0.3, 0.01]
 
 
-def test_the_number_of_parameters_that_an_override_changes_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_override_prints_how_many_parameters_it_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The number of parameters that an override changes is printed."""
     model = UnevenLM()
     model.gate.weight.expert = True  # type: ignore[assignment]
     overrides = [
@@ -458,7 +466,8 @@ def told_of_rates(engine: str, given: dict[str, Any]) -> tuple[list[str], str, s
 
 
 @on_ranks(2)
-def test_every_engine_shows_rates_and_decays_and_warns_once_of_a_rate_for_adamw() -> None:
+def test_every_engine_shows_rates_and_decays() -> None:
+    """Every engine warns once of a rate that is AdamW's."""
     engines = ("plain", "fsdp2", "sharded later", "zero", "owned")
     low = {"lr": 1e-3, "report": False}
     rows = [("plain", {**given, "report": False}, small) for given, small in RATES]
@@ -475,6 +484,7 @@ def test_every_engine_shows_rates_and_decays_and_warns_once_of_a_rate_for_adamw(
 
 @on_ranks(2)
 def test_a_rate_for_muon_has_to_be_written_on_every_engine() -> None:
+    """Fixed: Matrices hardly moved if no rate was written."""
     asked = "expected 'lr' of rule 'muon'.*: 0.02 for adjust_lr_fn 'original', AdamW's rate for 'match_rms_adamw'"
     for engine in ("plain", "fsdp2", "sharded later", "zero", "owned"):
         for given in ({}, {"adjust_lr_fn": "match_rms_adamw"}):
@@ -496,6 +506,7 @@ def test_groups_or_overrides_may_have_the_rates_of_muon() -> None:
 
 @on_ranks(2)
 def test_a_type_may_be_in_lower_case() -> None:
+    """Fixed: `"type": "layerwisemuon"` was unknown."""
     given = config(1)
     given["optimizer"]["type"] = "layerwisemuon"
     with engine_for(given) as engine:

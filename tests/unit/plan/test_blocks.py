@@ -65,7 +65,8 @@ def test_stripes_are_runs_with_gaps_between_them() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_blocks_have_every_element_of_a_parameter_once_and_in_its_order(seed: int) -> None:
+def test_blocks_have_every_element_once_in_order(seed: int) -> None:
+    """Blocks have every element of a parameter once and in its order."""
     draw = Random(seed)
     for shape, blocks in (some_param(draw) for _ in range(4)):
         param = numbered(shape)
@@ -99,7 +100,8 @@ def flat_of(storage: FlatPartition | ParameterPartition, params: Sequence[Tensor
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_flat_partitions_have_ranges_of_blocks_and_views_give_their_elements(seed: int) -> None:
+def test_views_of_blocks_in_flat_partitions(seed: int) -> None:
+    """Flat partitions have ranges of blocks, and views give their elements."""
     draw = Random(seed)
     for _ in range(4):
         shapes, divisions = zip(*(some_param(draw) for _ in range(draw.randint(1, 4))))
@@ -148,8 +150,9 @@ def backwards(local: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_meshes_have_rectangles_of_blocks_and_views_give_their_elements(seed: int) -> None:
-    """A refusal happens only for stored-transposed blocks in runs longer than one, over a mesh that cuts columns."""
+def test_views_of_blocks_on_meshes(seed: int) -> None:
+    """Meshes have rectangles of blocks, and views give their elements. A refusal happens only for stored-transposed
+    blocks in runs longer than one, over a mesh that cuts columns."""
     draw = Random(seed)
     for shape, blocks in (some_param(draw) for _ in range(15)):
         lead, side_by_side = blocks[0].grid.lead(shape), blocks[0].name.endswith("gate")
@@ -211,7 +214,8 @@ def test_parts_that_leave_an_element_out_or_double_it_are_named() -> None:
         in_blocks(FlatPartition.build([12, 10], 2), [divided(Grid(1, 4, 3), grouped("qk", (2, 2)))] * 2)
 
 
-def test_blocks_that_lie_alike_are_of_one_kind_and_a_block_of_everything_is_none() -> None:
+def test_blocks_that_lie_alike_are_of_one_kind() -> None:
+    """A block of everything is of none."""
     qkv = divided(Grid(1, 12, 5), grouped(QKV, (2, 1, 1), 3))
     layout = in_blocks(ParameterPartition.build([60, 60, 60], 4), [qkv, qkv, divided(Grid(1, 12, 5), undivided(12))])
     kinds, places = ([of(index) for index in range(7)] for of in (layout.kind, layout.place))
@@ -226,7 +230,8 @@ def test_blocks_that_lie_alike_are_of_one_kind_and_a_block_of_everything_is_none
     assert str(plain) == "6x4 over 2 of dim 0" and str(blocked).startswith("6x4 over 2 of dim 0, slice 0 rows 0:6")
 
 
-def test_a_sharding_that_would_need_a_view_for_every_row_is_refused_with_what_to_do() -> None:
+def test_sharding_with_a_view_for_every_row_is_refused() -> None:
+    """The refusal says what to do."""
     q18, q24 = (divided(Grid(1, 8, 6 * n), grouped(QKV, (4, 1, 1), n), transposed=True)[0] for n in (3, 4))
     (kernel,) = divided(Grid.of((4, 3, 2, 2), 0), undivided(4))
     left = Block("left", Grid(1, 4, 12), 0, Stripes(0, 4), Stripes(0, 6))

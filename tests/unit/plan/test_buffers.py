@@ -51,7 +51,7 @@ def figures() -> dict[str, list[dict[str, str]]]:
     "rows",
     [pytest.param(name, marks=pytest.mark.full if name == LARGEST else ()) for name in figures()],
 )
-def test_padded_and_compact_plans_are_about_as_lean_and_as_even_as_megatrons(rows: str) -> None:
+def test_plans_are_about_as_lean_and_even_as_megatrons(rows: str) -> None:
     """No cell is more than 3 points of padding or 0.03 of balance worse, and no compact plan 5 % over the best known.
 
     By flops, which training balances, and by Megatron-Core's own estimate.
@@ -64,7 +64,7 @@ def test_padded_and_compact_plans_are_about_as_lean_and_as_even_as_megatrons(row
             assert cell.ours[0] == cell.theirs[0], "as many buckets, which overlap as well"
 
 
-def test_a_trillion_parameters_on_a_thousand_ranks_are_planned_in_seconds() -> None:
+def test_a_trillion_parameters_are_planned_in_seconds() -> None:
     """46,567 matrices, and 20,000 stacks. Seconds of CPU, of which an idle machine takes a third."""
     matrices = public_models.atoms("kimi-k2-like", "mcore_grouped")
     plan, seconds = planner.planned(matrices, 1024, "compact", 33_554_432)
@@ -82,7 +82,8 @@ def parts_of(numels: list[int], owners: list[int], ranks: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_multifit_room_is_at_most_13_elevenths_of_the_least_and_suffices(seed: int) -> None:
+def test_multifit_room_is_at_most_13_elevenths_of_least(seed: int) -> None:
+    """The room suffices."""
     draw = Random(seed)
     for _ in range(2):
         numels = [draw.choice([64, 128, 192, 320, 512, 2048]) for _ in range(draw.randint(1, 8))]
@@ -92,7 +93,8 @@ def test_multifit_room_is_at_most_13_elevenths_of_the_least_and_suffices(seed: i
     assert least_room([64] * 100, 8) == 64 * 13 and least_room([64] * 3, 8) == 64
 
 
-def test_lpt_deals_equal_matrices_in_turn_and_one_without_room_to_the_emptiest_rank() -> None:
+def test_lpt_deals_equal_matrices_in_turn() -> None:
+    """One without room goes to the emptiest rank."""
     assert deal([64] * 12, [5] * 12, [0] * 4, 64 * 12) == [0, 1, 2, 3] * 3
     assert deal([128, 128, 192], [9, 9, 1], [0, 50, 100], 128) == [0, 1, 2]
     assert deal([64, 64, 64, 192], [9, 9, 9, 1], [0, 0, 0], 64) == [0, 1, 2, 0]
@@ -110,22 +112,24 @@ def test_padded_buckets_end_where_no_rank_would_wait() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 48, 128])
-def test_parts_of_a_padded_bucket_begin_on_64_elements_and_the_next_bucket_on_128(ranks: int) -> None:
-    """Megatron-Core's ``_shard_divisor``: the smallest equal parts that do, by trying one size after the other."""
+def test_padded_parts_begin_on_64_elements(ranks: int) -> None:
+    """And the next bucket on 128: Megatron-Core's ``_shard_divisor``. The smallest equal parts that do are found by
+    trying one size after the other."""
     plan = planned([matrix("matrix", 5, 13), vector("vector", 1000)], ranks, layout="padded")
     for bucket, longest in zip(plan.buckets, (-(-1000 // ranks), 65), strict=True):
         size = next(n for n in range(longest, 10**6) if n % 64 == 0 and ranks * n % 128 == 0)
         assert bucket.parts == tuple((rank * size, (rank + 1) * size) for rank in range(ranks))
 
 
-def test_compact_buckets_end_as_soon_as_they_are_full_and_there_are_not_too_many() -> None:
+def test_compact_buckets_end_as_soon_as_they_are_full() -> None:
     assert ends_where_full([64] * 10, 4, 128) == [2, 4, 6, 8, 10]
     assert ends_where_full([64] * 10, 4, 129) == [3, 6, 9, 10]
     assert ends_where_full([64, 64], 4, 1000) == [2]
     assert len(ends_where_full([64] * 50_000, 1024, 1)) * 1024 <= MOST_PARTS
 
 
-def test_padded_buckets_end_on_multiples_for_nccl_and_the_plan_tells_the_cost() -> None:
+def test_padded_buckets_end_on_multiples_for_nccl() -> None:
+    """The plan tells the cost."""
     optimizer: Any = LayerWiseOptimizer(
         UnevenLM(), layout="padded", pad_buckets_for_high_nccl_busbw=True, report=False, lr=0.02
     )
@@ -223,17 +227,18 @@ LLAMA = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
         (LLAMA, 8, "compact", "compact"),  # 21 %; two owners a bucket
     ],
 )
-def test_auto_is_padded_where_little_is_added_or_where_uneven_is_many_operations(
+def test_auto_layout_is_padded_where_little_is_added(
     shapes: list[tuple[int, int]], ranks: int, on_nccl: str, on_gloo: str
 ) -> None:
-    """Little is a twentieth."""
+    """The layout is padded where little is added, or where uneven is many operations. Little is a twentieth."""
     params = [matrix(f"{layer}.{n}", *shape) for layer in range(12) for n, shape in enumerate(shapes)]
     for machine, layout in (("cuda", on_nccl), ("cpu", on_gloo)):
         plan = plan_owned(params, ranks, "auto", 2**25, machine=MACHINES[machine])
         assert {bucket.layout for bucket in plan.buckets} == {layout}, machine
 
 
-def test_a_plan_says_its_layout_and_for_few_matrices_which_group_size_fits() -> None:
+def test_plan_says_its_layout_and_a_fitting_group_size() -> None:
+    """For few matrices it says which group size fits."""
     (sentence,) = planned(gpt(), 4).choices
     assert "16 bfloat16 matrices in" in sentence and "padding, busiest rank over mean" in sentence
     assert not any("own no matrix" in sentence for sentence in planned(gpt(), 16).choices)
@@ -246,7 +251,8 @@ def test_a_plan_says_its_layout_and_for_few_matrices_which_group_size_fits() -> 
     assert not any("own no matrix" in sentence for sentence in planned([stack("s", 8, 9, 9)], 8, layout="auto").choices)
 
 
-def test_what_cannot_be_planned_and_a_bucket_that_cannot_be_are_named() -> None:
+def test_what_cannot_be_planned_is_named() -> None:
+    """A bucket that cannot be is named, too."""
     for group_size, layout in ((3, "auto"), (0, "auto"), (-2, "auto"), (2, "sparse")):
         with pytest.raises(ValueError, match="found 'sparse'" if layout == "sparse" else "expected a divisor of the 4"):
             planned(gpt(), 4, group_size, layout=layout)
@@ -263,7 +269,8 @@ def test_what_cannot_be_planned_and_a_bucket_that_cannot_be_are_named() -> None:
 
 # Stacks of experts and fused weights
 @pytest.mark.parametrize(("count", "ranks"), [(8, 4), (7, 4), (3, 4), (16, 3), (5, 1)])
-def test_experts_of_a_stack_have_several_owners_and_stay_in_one_piece(count: int, ranks: int) -> None:
+def test_experts_of_a_stack_have_several_owners(count: int, ranks: int) -> None:
+    """Experts of a stack have several owners, and stay in one piece."""
     params, size = [matrix("before", 64, 64), stack("experts", count, 2048, 1536), matrix("after", 64, 64)], 2048 * 1536
     for layout in ("auto", "compact"):
         plan = planned(params, ranks, ranks, layout=layout)
@@ -279,7 +286,8 @@ def test_experts_of_a_stack_have_several_owners_and_stay_in_one_piece(count: int
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_consecutive_matrices_of_stacks_are_cut_as_evenly_as_can_be(seed: int) -> None:
+def test_stacks_are_cut_as_evenly_as_can_be(seed: int) -> None:
+    """Consecutive matrices of stacks are cut as evenly as can be."""
     draw = Random(seed)
     for _ in range(3):
         ranks = draw.randint(1, 4)

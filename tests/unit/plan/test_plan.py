@@ -128,8 +128,9 @@ def test_balance_moves_no_more_than_it_must_to_be_as_even_as_lpt() -> None:
     assert halves.owners == (0,), "both ranks store a half: the lower one"
 
 
-def test_the_modelled_step_is_the_busiest_ranks_and_auto_takes_the_shorter() -> None:
+def test_auto_takes_the_shorter_modelled_step() -> None:
     # 2 x 3 by 5 steps: X X^T is 2*2*3*2 = 24 flops, A A is 2*2*2*2 = 16, B X is 24; 64 a step
+    """The modelled step is the busiest rank's."""
     assert newton_schulz_flops((2, 3), 5) == newton_schulz_flops((3, 2), 5) == 5 * 64
     atoms = [Atom("a", (2, 4), 10), Atom("b", (3, 4), 30)]
     layout = FlatPartition.build([8, 12], 4)  # partitions of 6: a lies on ranks 0 and 1, b on 1, 2 and 3
@@ -148,7 +149,8 @@ def test_the_modelled_step_is_the_busiest_ranks_and_auto_takes_the_shorter() -> 
     assert plan_of([(64, 64)] * 8, 2, "auto").ownership.policy == "stay", "already balanced, nothing to move"
 
 
-def test_owners_have_least_load_are_where_the_matrix_is_and_take_the_nearest_copy() -> None:
+def test_owners_have_least_load_and_the_nearest_copy() -> None:
+    """Owners have least load, are where the matrix is, and take the nearest copy."""
     same = [(16, 16)] * 6
     busy = plan_spread(atoms_of(same), rows_over(same, 2), loads=[4 * newton_schulz_flops((16, 16)), 0])
     assert busy.owned_counts() == [1, 5], "rank 0 has work elsewhere, as much as of four of the six"
@@ -176,7 +178,8 @@ def test_rows_of_an_hsdp_mesh_own_equally_much_of_a_bucket() -> None:
     )
 
 
-def test_seconds_of_hsdp_are_those_of_links_in_a_row_and_along_a_column() -> None:
+def test_seconds_of_hsdp() -> None:
+    """Seconds of HSDP are those of links in a row and along a column."""
     machine = Machine("m", 1e30, 10.0, 0.0, node_size=2, node_bytes_per_second=100.0)
     sharding = Sharding((64, 16), (2, 2), (None, 0), (False, False))
     layout = MeshLayout(tuple(itertools.product(range(2), range(2))), (sharding,))
@@ -242,7 +245,8 @@ def assert_arrives(ways: list[Transfer]) -> None:
 @pytest.mark.parametrize(
     ("where", "over"), [*itertools.product(FLAT, [1, 2, 3, 4, 7]), *((where, None) for where in LAYOUTS)]
 )
-def test_all_to_all_brings_every_element_to_its_owner_once_and_every_piece_back(where: str, over: Any) -> None:
+def test_all_to_all_brings_every_element_there_and_back(where: str, over: Any) -> None:
+    """Every element goes to its owner once, and every piece back."""
     spread = over is None
     plan = plan_spread(atoms_of(SMALL), LAYOUTS[where], Limits(2)) if spread else plan_of(SHAPES, over, where)
     layout: Layout = plan.layout
@@ -322,10 +326,11 @@ def test_a_bucket_has_work_for_all_ranks_at_the_same_time() -> None:
     assert cut([1] * 12, before=[3, 0]) == [5, 4, 3], "the first makes up for what rank 1 has less to do before"
 
 
-def test_a_bucket_leaves_when_the_ranks_get_there_and_the_wire_is_free() -> None:
+def test_bucket_leaves_when_the_wire_is_free() -> None:
     # wire     | b0 2 | b1 2 | - | b0 2 | b1 2 |
     # rank 0          | b0 3     |
     # rank 1                 | b1 3      |
+    """A bucket leaves when the ranks get there and the wire is free."""
     halves = [Stage(2, 2, {0: (3, 0)}), Stage(2, 2, {1: (3, 0)})]
     two = (BucketTime((0, 2), (2, 5), (5, 7)), BucketTime((2, 4), (4, 7), (7, 9)))
     assert pipeline(halves, [0, 1], 0) == Timeline(9, two)
@@ -351,13 +356,14 @@ def test_buckets_are_as_many_as_make_the_modelled_step_shortest() -> None:
     assert len(plan_spread(small, rows_over(GPT[:48], 4), modelled).buckets) == 1, "on a tie, the fewest"
 
 
-def test_the_plan_is_the_same_in_every_process_whatever_the_hash_seed() -> None:
+def test_plan_is_the_same_whatever_the_hash_seed() -> None:
+    """The plan is the same in every process."""
     assert succeeds([sys.executable, plans.__file__], ROOT, PYTHONHASHSEED="1") == f"{plans.everything()}\n"
     plan = plan_of(SHAPES, 2, "stay")
     assert plan.lines() != replace(plan, element_bytes=4).lines(), "the size of an element is part of it"
 
 
-def test_planning_takes_one_pass_over_kinds_of_matrices_not_over_ranks() -> None:
+def test_planning_takes_one_pass_over_kinds_of_matrices() -> None:
     """Counted, not timed: 8,000 matrices on 1,024 ranks, and 4,000 of two kinds on a mesh of 256."""
     draw = random.Random(0)
     atoms = atoms_of([draw.choice([(64, 64), (64, 256), (256, 64)]) for _ in range(8000)])

@@ -57,7 +57,8 @@ def plays(*records: list[Any], launch: float = 0.0) -> Played:
     return play([(tuple(record), 1) for record in records], rates)
 
 
-def test_a_collective_begins_with_the_last_rank_and_work_hides_it() -> None:
+def test_collective_begins_with_the_last_rank() -> None:
+    """A collective begins with the last rank, and work hides it."""
     early = [Work("a", flops=1), sends(2), Work("b", flops=3), Wait(0), Work("c", flops=1)]
     late = [Work("a", flops=4), sends(5), Wait(0), Work("c", flops=2)]
     played = plays(early, late)
@@ -67,7 +68,8 @@ def test_a_collective_begins_with_the_last_rank_and_work_hides_it() -> None:
     assert plays(record, record).hidden == 5 / 6
 
 
-def test_a_stream_waits_for_what_it_joins_and_a_host_for_what_it_reads_and_launches() -> None:
+def test_streams_and_hosts_wait_for_what_they_use() -> None:
+    """A stream waits for what it joins, and a host for what it reads and launches."""
     record = [Work("a", flops=2), Join(on=COMPUTE, stream=REDUCE), Work("aside", flops=5, stream=REDUCE)]
     record += [Work("b", flops=1), Read("flags"), Work("c", flops=1, calls=1), Join(on=REDUCE), Work("d", flops=1)]
     where = {span.what: (span.begin, span.end) for span in plays(record, launch=0.5).spans[0]}
@@ -210,8 +212,9 @@ def test_four_ranks_over_gloo_are_done_when_the_clock_says(tmp_path: Path, ranks
 # Passes of a model, and the command.
 
 
-def test_what_has_come_of_owned_storage_is_added_beside_the_backward_pass(studied: Callable[..., Study]) -> None:
-    """Which waits for no bucket but the one whose memory it takes, the last but two."""
+def test_owned_gradients_are_added_beside_backward(studied: Callable[..., Study]) -> None:
+    """What has come of owned storage is added beside the backward pass. Which waits for no bucket but the one whose
+    memory it takes, the last but two."""
     study = studied("plain", layout="compact", **SMALL)
     planned = study.worst.planned[0]
     with opened(planned, study.setting, recorded_rank(planned)) as session:
@@ -230,7 +233,8 @@ def test_what_has_come_of_owned_storage_is_added_beside_the_backward_pass(studie
     assert waited > 1 and streams == {"beside"}
 
 
-def test_parameters_of_owned_storage_return_behind_the_next_forward_pass(studied: Callable[..., Study]) -> None:
+def test_owned_parameters_return_behind_the_forward(studied: Callable[..., Study]) -> None:
+    """Parameters of owned storage return behind the next forward pass."""
     studies = (studied("plain", overlap_param_gather=overlap, bucket_mb=0.05) for overlap in (False, True))
     at_once, later = (predicted(study, given=Given(2**22)) for study in studies)
     assert later.given == pytest.approx(at_once.given) and later.seconds < at_once.seconds

@@ -54,7 +54,8 @@ def written(path: Path, content: Any) -> Path:
 
 
 # Shapes that the user lists
-def test_listed_shapes_keep_their_order_and_every_2d_one_is_a_matrix(tmp_path: Path) -> None:
+def test_listed_shapes_keep_their_order(tmp_path: Path) -> None:
+    """Every 2-D shape of a list is a matrix."""
     listed = [["z.embedding", [64, 32]], ["a", [3, 3]], ["experts", [4, 8, 8]], ["norm", [32]]]
     listed += [["experts.w", [4, 8, 8]], ["experts.gain", [4, 1, 8]]]
     for content in (listed, dict(listed)):
@@ -130,7 +131,8 @@ def test_config_json_gives_the_models_shapes_and_hidden_matrices(family: str, tm
         assert by_module[name] == "matrix" and len(shapes.divided[name].blocks) == 2 * true[name][0]
 
 
-def test_meta_construction_of_the_full_deepseek_v3_allocates_nothing(tmp_path: Path) -> None:
+def test_deepseek_v3_on_meta_allocates_nothing(tmp_path: Path) -> None:
+    """Construction of the full DeepSeek-V3 on the meta device allocates nothing."""
     transformers.DeepseekV3Config().save_pretrained(tmp_path)
     shapes = read_hugging_face(tmp_path)
     routes = read_shapes(shapes)
@@ -140,7 +142,8 @@ def test_meta_construction_of_the_full_deepseek_v3_allocates_nothing(tmp_path: P
     assert "DeepseekV3ForCausalLM" in shapes.notes[0] and "names no architecture" in shapes.notes[0]
 
 
-def test_config_json_may_ask_for_kernels_quantization_and_code_that_are_not_here(tmp_path: Path) -> None:
+def test_config_json_may_ask_for_what_is_not_here(tmp_path: Path) -> None:
+    """config.json may ask for kernels, quantization and code that are not here."""
     model, path = saved("llama", tmp_path), tmp_path / "config.json"
     content = json.loads(path.read_text()) | {
         "_attn_implementation": "flash_attention_2",

@@ -78,7 +78,8 @@ def test_a_rank_of_many_with_matrices_that_fit_no_machine(studied: Callable[...,
         assert found.problems == () and figures(found)["peak of the step"] > 2**35, "bytes that nobody has allocated"
 
 
-def test_stages_and_parts_of_layers_and_experts_are_rehearsed_one_after_another(studied: Callable[..., Study]) -> None:
+def test_stages_and_parts_are_rehearsed_in_turn(studied: Callable[..., Study]) -> None:
+    """Stages, and parts of layers and experts, are rehearsed one after another."""
     found = rehearse(studied("fsdp2", 8, MODEL + EXPERTS, spread=(1, 1, 4)), 5)
     assert [(each.name, each.rank, each.ranks, each.problems) for each in found] == [
         ("dense", 5, 8, ()),
@@ -183,9 +184,10 @@ def ends(words: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_command_says_what_a_step_did_and_ends_with_1_if_the_plan_says_otherwise(
+def test_rehearsal_ends_with_1_if_the_plan_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The command says what a step did, and ends with 1 if the plan says otherwise."""
     (tmp_path / "shapes.json").write_text(json.dumps(MODEL))
     words = f"--shapes {tmp_path}/shapes.json --world-size 4 --engine fsdp2"
     assert ends(f"{words} --rank 2") == 0

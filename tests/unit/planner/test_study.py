@@ -48,7 +48,8 @@ def layers(count: int, shapes: dict[str, tuple[int, ...]]) -> list[Route]:
 
 
 # Parallelism: tensor (tp), pipeline (pp) and expert (ep)
-def test_world_size_counts_all_ranks_and_numbers_that_do_not_divide_are_refused() -> None:
+def test_world_size_that_does_not_divide_is_refused() -> None:
+    """The world size counts all ranks; numbers that do not divide are refused."""
     deployment = Deployment(2048, tp=2, pp=16, ep=32)
     assert (deployment.stage_ranks, deployment.dp, deployment.expert_dp) == (128, 64, 4)
     refused = "ep: expected a divisor of the 8 ranks of a pipeline stage, found 64"
@@ -61,7 +62,8 @@ def test_world_size_counts_all_ranks_and_numbers_that_do_not_divide_are_refused(
             Deployment(**numbers)
 
 
-def test_pipeline_stages_are_whole_layers_and_the_earlier_ones_longer() -> None:
+def test_pipeline_stages_are_whole_layers() -> None:
+    """Pipeline stages are whole layers, and the earlier ones longer."""
     routes = [matrix("embed", 8, 8), *layers(5, DENSE), matrix("head", 8, 8)]
     split = stages(routes, 2)
     assert [route.name for stage in split for route in stage] == [route.name for route in routes]
@@ -71,7 +73,8 @@ def test_pipeline_stages_are_whole_layers_and_the_earlier_ones_longer() -> None:
         stages(routes, 6)
 
 
-def test_expert_parallel_ranks_hold_their_share_of_every_layers_experts() -> None:
+def test_expert_parallel_ranks_hold_their_share() -> None:
+    """Expert-parallel ranks hold their share of every layer's experts."""
     local, _ = local_experts(layers(2, MOE), {}, 4, "*.experts.*")
     first_two = [f"layers.{i}.mlp.experts.{e}.up" for i in (0, 1) for e in (0, 1)]
     assert [r.name for r in local if ".up" in r.name] == first_two
@@ -85,7 +88,8 @@ def test_expert_parallel_ranks_hold_their_share_of_every_layers_experts() -> Non
         local_experts(stack, {}, 3, "*.experts.*")
 
 
-def test_dense_and_expert_buffers_have_own_ranks_and_every_matrix_is_planned_once() -> None:
+def test_dense_and_expert_buffers_have_own_ranks() -> None:
+    """Every matrix is planned once."""
     found = planned(layers(4, MOE), Deployment(16, pp=2, ep=4), PADDED)
     first, second = found.stages
     assert [(p.name, p.ranks, len(p.atoms)) for p in first.parts] == [("dense", 8, 4), ("experts", 2, 8)]
@@ -98,7 +102,8 @@ def test_dense_and_expert_buffers_have_own_ranks_and_every_matrix_is_planned_onc
     assert found.worst.loads() == by_hand and found.worst.time.compute == max(by_hand) / 1e12
 
 
-def test_tensor_parallel_ranks_store_a_part_and_take_turns_in_the_work() -> None:
+def test_tensor_parallel_ranks_take_turns_in_the_work() -> None:
+    """Tensor-parallel ranks store a part, and take turns in the work."""
     routes = [matrix("w", 96, 64), matrix("n", 30)]
     shared = share_of(routes, {"w": Divided(matrices_of((96, 64)))}, PADDED, tp=4)
     assert [tuple(param.shape) for group in shared.grouping.groups for param in group["params"]] == [(24, 64), (8,)]
@@ -106,7 +111,8 @@ def test_tensor_parallel_ranks_store_a_part_and_take_turns_in_the_work() -> None
     assert (atom.name, atom.shape, atom.cost) == ("w", (24, 64), math.ceil(newton_schulz_flops((96, 64)) / 4))
 
 
-def test_experts_in_a_stack_are_planned_one_by_one_each_on_one_rank() -> None:
+def test_stacked_experts_are_planned_one_by_one() -> None:
+    """Experts in a stack are planned one by one, each on one rank."""
     stack = Route("layers.0.experts.up", (6, 512, 512), "elementwise", "3-D", stack=True)
     (part,) = planned([stack], Deployment(2), setting()).worst.parts
     assert [atom.name for atom in part.atoms] == [f"layers.0.experts.up[{number}]" for number in range(6)]
@@ -138,7 +144,8 @@ def test_workspace_bytes_and_seconds_of_a_padded_buffer() -> None:
     assert part.time.wire == pytest.approx(across / 2e9)  # by both cards of a node
 
 
-def test_zero2_holds_parameters_whole_gradients_in_halves_and_zero1_whole() -> None:
+def test_zero2_holds_gradients_in_parts_and_zero1_whole() -> None:
+    """ZeRO 2 holds parameters whole and gradients in halves, ZeRO 1 both whole."""
     stage = planned(layers(4, DENSE), Deployment(2), setting("zero2")).worst
     (part,), memory = stage.parts, stage.memory()[0]
     half, elementwise = part.numel // 2, 4 * 128
@@ -202,14 +209,14 @@ def two_buckets(layout: str) -> Placed:
         (replace(EIGHT, node_size=3), 2, WITHIN / 2 + ACROSS * 1 / 2 / 2, 800),  # ranks 2 and 3 are in two nodes
     ],
 )
-def test_a_padded_step_is_its_busiest_owners_work_its_wire_and_latency(
-    machine: Machine, instances: int, wire: float, latency: float
-) -> None:
+def test_seconds_of_a_padded_step(machine: Machine, instances: int, wire: float, latency: float) -> None:
+    """A padded step is its busiest owner's work, its wire and latency."""
     time = buffer_step(two_buckets("padded"), machine, instances=instances)
     assert (time.compute, time.wire, time.latency) == (7.0, pytest.approx(wire), latency)
 
 
-def test_a_compact_step_sends_the_matrices_alone_and_one_rank_nothing() -> None:
+def test_seconds_of_a_compact_step() -> None:
+    """A compact step sends the matrices alone, and one rank nothing."""
     time = buffer_step(two_buckets("compact"), SIMPLE, elements=Elements(parameter=1, gradient=2))
     assert (time.compute, time.wire, time.latency) == (7.0, (192 + 64) / 2 * (2 + 1) / 2, 400.0)
     atoms = two_buckets("padded").atoms
@@ -217,10 +224,11 @@ def test_a_compact_step_sends_the_matrices_alone_and_one_rank_nothing() -> None:
     assert alone == StepTime(120 / SIMPLE.flops_per_second, 0, 0)
 
 
-def test_gradients_arrive_in_order_then_buckets_return_when_all_ranks_got_there() -> None:
+def test_pipeline_of_buckets_out_and_back() -> None:
     # wire     | b0 2 | b1 3 |      | b0 1 | b1 1
     # shard 0                | b0 3 | b1 4 |
     # shard 1                | b0 2 | b1 1 |
+    """Gradients arrive in order, then buckets return when all ranks got there."""
     stages = [Stage(2, 1, {0: (3, 0), 1: (2, 0)}), Stage(3, 1, {0: (4, 0), 1: (1, 0)})]
     times = pipeline(stages, [0, 0], 0, reduced=True).buckets
     assert times == (BucketTime((0, 2), (5, 8), (8, 9)), BucketTime((2, 5), (7, 12), (12, 13)))
@@ -261,10 +269,8 @@ OF_PUBLIC_MODELS: list[tuple[str, str, int, dict[str, bool]]] = [
 
 
 @pytest.mark.parametrize(("name", "engine", "ranks", "how"), OF_PUBLIC_MODELS)
-def test_the_last_rank_is_done_soon_after_the_busiest_of_an_lpt_deal(
-    name: str, engine: str, ranks: int, how: dict[str, bool]
-) -> None:
-    """Or ranks wait for the wire."""
+def test_last_rank_is_about_as_busy_as_in_an_lpt_deal(name: str, engine: str, ranks: int, how: dict[str, bool]) -> None:
+    """The last rank is done soon after the busiest of an LPT deal. Or ranks wait for the wire."""
     found = study(name, engine, ranks, **how)
     (part,) = found.worst.parts
     said, costs = document(found, source=name, assignments=True), [atom.cost for atom in part.atoms]

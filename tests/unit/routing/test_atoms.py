@@ -51,7 +51,8 @@ def reasons_of(model: nn.Module, **options: object) -> dict[str, str]:
     return {r.name.removesuffix(".weight"): r.reason for r in found.routes}
 
 
-def test_the_reason_tells_the_parts_and_whose_they_are_or_why_a_weight_stays_whole() -> None:
+def test_reason_tells_the_parts_of_a_weight() -> None:
+    """The reason tells the parts and whose they are, or why a weight stays whole."""
     latent = Attention()
     latent.v_head_dim = 9
     model = nn.ModuleDict(
@@ -93,7 +94,8 @@ def linears(**shapes: tuple[int, int]) -> nn.Module:
     return nn.ModuleDict({name: nn.Linear(inputs, outputs, bias=True) for name, (outputs, inputs) in shapes.items()})
 
 
-def test_atoms_divide_outputs_into_qkv_heads_gate_up_or_split_sizes() -> None:
+def test_atoms_divide_outputs() -> None:
+    """Atoms divide outputs into q, k and v, heads, gate and up, or split sizes."""
     settings = {"a.*": {"qkv": [8, 2, 2]}, "b.weight": {"qkv": [2, 1, 1], "groups": 3}, "c.*": {"heads": 3}}
     settings |= {"d.*": {"split_sizes": [3, 1], "groups": 3}, "[de].weight": {"gate_up": "interleaved"}}
     settings |= {"f.weight": {"gate_up": "halves"}}
@@ -117,7 +119,8 @@ def test_globs_of_atoms_may_match_in_another_part_of_the_model() -> None:
         divide(stages[1], routes[1], settings)
 
 
-def test_atoms_come_before_known_fused_weights_and_are_about_outputs() -> None:
+def test_atoms_come_before_known_fused_weights() -> None:
+    """Atoms are about outputs, however a weight is stored."""
     (whole,) = divided_of(phi3()[0], {"*qkv_proj*": "whole"})[PHI3].blocks
     assert whole.is_everything
     parts = divided_of(phi3()[0], {"*qkv_proj*": {"split_sizes": [48, 16]}})[PHI3].blocks
@@ -151,7 +154,8 @@ def test_forwards_are_followed_for_what_no_setting_decides() -> None:
     assert {*ran} == {24} and [len(found[f"{number}.qkv.weight"].blocks) for number in (0, 1)] == [2, 3]
 
 
-def test_convolutions_become_matrices_where_atoms_say_stack_or_flatten() -> None:
+def test_atoms_make_matrices_of_convolutions() -> None:
+    """Convolutions become matrices where atoms say "stack" or "flatten"."""
     model = nn.ModuleDict({"conv": nn.Conv2d(3, 8, 2), "back": nn.ConvTranspose2d(3, 8, 2), "a": nn.Linear(4, 4)})
     settings = AtomSettings.parse({"conv.*": "flatten", "back.*": "stack", "a.weight": "whole"})
     asked = {name: settings.makes_matrix([name], param.shape) for name, param in model.named_parameters()}
@@ -252,7 +256,8 @@ UNKNOWN_HEADS: list[tuple[nn.Module, str]] = [
 
 
 @pytest.mark.parametrize(("module", "message"), UNKNOWN_HEADS)
-def test_per_head_of_unknown_heads_is_an_error_and_atoms_tells_them(module: nn.Module, message: str) -> None:
+def test_per_head_of_unknown_heads_is_an_error(module: nn.Module, message: str) -> None:
+    """`atoms` tells the heads."""
     model = nn.Sequential(module)
     with pytest.raises(ValueError, match=re.escape(message)):
         heads_of(model)
@@ -274,7 +279,8 @@ class Declares(nn.Module):
         return self.declared
 
 
-def test_a_models_declaration_wins_over_what_its_code_shows_and_loses_to_the_option() -> None:
+def test_lwopt_atoms_declared_by_a_model() -> None:
+    """A model's declaration wins over what its code shows, and loses to the option."""
     module = Declares(**{"qkv.weight": {"qkv": [8, 2, 2]}, "stacked": "stack"})
     model = nn.ModuleDict({"a": checkpoint_wrapper(module)})
     found = reasons_of(model)
@@ -316,7 +322,8 @@ def test_a_followed_forward_stops_before_it_communicates() -> None:
 
 
 # What would happen to a model
-def test_a_model_without_memory_is_explained_as_it_would_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_a_model_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model without memory is explained as it would be trained."""
     with torch.device("meta"):
         model = nn.ModuleDict({"m": FusedQKVLinear(), "norm": nn.LayerNorm(4), "w_fused": nn.Linear(4, 8)})
     model.norm.weight.requires_grad_(False)

@@ -10,7 +10,8 @@ FEW = ("bamba", "deepseek_v3", "gpt2", "gpt_neox", "lfm2", "phi3", "qwen3_next",
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else pytest.mark.full) for n in FAMILIES])
-def test_linears_are_divided_as_a_familys_forward_divides_their_outputs(name: str) -> None:
+def test_linears_are_divided_as_their_family_does(name: str) -> None:
+    """Linears are divided as a family's forward divides their outputs."""
     with warnings.catch_warnings(action="ignore"):
         try:
             found = family(name)

@@ -188,7 +188,8 @@ MODELS: dict[str, tuple[Make, dict[str, Tensor], tuple[str, ...]]] = {  # with i
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_qkv_gate_up_and_mla_parts_are_what_a_model_uses_them_for(case: str) -> None:
+def test_fused_parts_are_what_a_model_uses_them_for(case: str) -> None:
+    """q, k and v, gate and up, and the parts of MLA are what a model uses them for."""
     make, inputs, expected = MODELS[case]
     model = make().eval()
     fused = {name: named(blocks) for name, blocks in fused_of(model).items() if ".experts." not in name}
@@ -305,7 +306,8 @@ def test_qkv_of_hieras_attention_which_reads_no_configuration() -> None:
 
 
 @pytest.mark.parametrize("kind", DELTA_NETS)
-def test_delta_nets_have_q_k_v_and_z_in_groups_or_q_k_and_v_one_after_the_other(kind: str) -> None:
+def test_fused_weights_of_delta_nets(kind: str) -> None:
+    """Delta nets have q, k, v and z in groups, or q, k and v one after the other."""
     net: Any = configured(kind, 0)
     blocks, *of_ba = fused_of(nn.Sequential(net)).values()
     if hasattr(net, "fix_query_key_value_ordering"):
@@ -380,7 +382,8 @@ def test_experts_of_jetmoe_have_gate_and_up_one_after_the_other() -> None:
     assert of_experts(blocks, "gate") in [given[0] for given in watch.given(*ACTIVATIONS)]
 
 
-def test_experts_of_llama_4_are_divided_where_they_are_known_to_be_stored_transposed() -> None:
+def test_experts_of_llama_4_are_stored_transposed() -> None:
+    """Experts of Llama 4 are divided where they are known to be stored transposed."""
     model = stack_of("llama4.Llama4TextExperts")
     routes, name = routed(model), "experts.gate_up_proj"
     blocks = divide(model, [replace(each, transposed=True) for each in routes])[name].blocks
@@ -404,7 +407,8 @@ def changed(model: Any, module: nn.Module, **attributes: Any) -> Any:
     return model
 
 
-def test_fused_qkv_is_what_the_forward_that_runs_cuts_wherever_its_class_is_from() -> None:
+def test_fused_qkv_is_what_the_running_forward_cuts() -> None:
+    """Fused QKV is what the forward that runs cuts, wherever its class is from."""
     model, attention = phi3()
     known, q_k_v = type(attention), fused_of(model)[PHI3]
     inherited = {"forward": known.forward, "__module__": known.__module__}
@@ -456,7 +460,8 @@ def test_outputs_that_are_joined_or_added_again_stay_one_matrix(use: Any) -> Non
 
 
 @pytest.mark.parametrize("use", UNKNOWN)
-def test_outputs_that_are_not_all_in_one_part_stay_whole_with_a_word(use: Any) -> None:
+def test_outputs_not_all_in_one_part_stay_whole(use: Any) -> None:
+    """Outputs that are not all in one part stay whole, with a word."""
     model = nn.ModuleDict({"m": Cuts(use)})
     with pytest.warns(UserWarning, match=r"'m\.fused_proj\.weight'"):
         found = divided_of(model)["m.fused_proj.weight"]
@@ -492,7 +497,8 @@ def test_experts_whose_gate_does_not_do_what_they_say_stay_whole() -> None:
             assert not fused_of(model)
 
 
-def test_a_tied_fused_weight_that_two_modules_use_in_two_ways_stays_whole() -> None:
+def test_tied_fused_weight_used_in_two_ways_stays_whole() -> None:
+    """A tied fused weight that two modules use in two ways stays whole."""
     mpt, neox = (make() for make, *_ in (MODELS["mpt"], MODELS["neox"]))
     neox.gpt_neox.layers[0].attention.query_key_value.weight = mpt.transformer.blocks[0].attn.Wqkv.weight
     both = nn.ModuleDict({"mpt": mpt, "neox": neox})
@@ -539,8 +545,9 @@ OF_TORCHTITAN: Any = [
 
 
 @pytest.mark.parametrize(("module", "expected"), OF_TORCHTITAN)
-def test_fused_qkv_and_mla_of_torchtitan_are_what_its_modules_cut(module: Any, expected: dict[str, list[str]]) -> None:
-    """The rows that have a gradient are those that a part depends on."""
+def test_fused_qkv_and_mla_of_torchtitan(module: Any, expected: dict[str, list[str]]) -> None:
+    """Fused QKV and MLA of torchtitan are what its modules cut. The rows that have a gradient are those that a part
+    depends on."""
     fused, x = fused_of(nn.ModuleDict({"m": module})), torch.randn(2, 24)
     assert {name.split(".")[1]: list(named(blocks)) for name, blocks in fused.items()} == expected
     for name, blocks in fused.items():
@@ -566,8 +573,9 @@ def side_by_side() -> nn.Module:
     return nn.ModuleDict({"moe": FusedGroupedExperts(3, 6), "shared_experts": shared, "first": nn.Linear(8, 8)})
 
 
-def test_fused_swiglu_of_torchtitan_is_gate_and_up_of_each_expert_or_as_set() -> None:
-    """(experts, outputs, 2, inputs), with torchtitan's option ``fused_swiglu``."""
+def test_fused_swiglu_of_torchtitan() -> None:
+    """torchtitan's fused SwiGLU is gate and up of each expert, or as set. (experts, outputs, 2, inputs), with
+    torchtitan's option ``fused_swiglu``."""
     model = side_by_side()
     found = divided_of(model)
     for name in ("moe.w13", "shared_experts.w13"):

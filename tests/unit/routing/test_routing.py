@@ -49,7 +49,8 @@ def on_meta(made: hf.PretrainedConfig) -> nn.Module:
     return model
 
 
-def test_routing_says_how_little_is_a_matrix_where_stacked_experts_are_excluded() -> None:
+def test_routing_says_how_little_is_a_matrix() -> None:
+    """Where stacked experts are excluded, routing says how little is a matrix."""
     model = on_meta(hf.MixtralConfig(**{**TINY, "intermediate_size": 128}))
     headline, note = routing_headline(routed(model, exclude=["*.experts.*"]))
     assert "elements are in parameters of 3 and more dimensions (stacked experts" in note
@@ -184,9 +185,8 @@ EXPECTED: dict[Make, dict[str, str]] = {  # by reason the names, without ".weigh
 
 
 @pytest.mark.parametrize(("make", "expected"), EXPECTED.items())
-def test_embeddings_heads_norms_and_biases_are_routed_by_what_they_are_used_for(
-    make: Make, expected: dict[str, str]
-) -> None:
+def test_parameters_are_routed_by_what_they_are_used_for(make: Make, expected: dict[str, str]) -> None:
+    """Embeddings, heads, norms and biases are routed by what they are used for."""
     routes = routes_of(make())
     for reason, names in expected.items():
         is_matrix = re.fullmatch(r"2-D weight.*|\d+ stacked experts", reason)
@@ -197,7 +197,8 @@ def test_embeddings_heads_norms_and_biases_are_routed_by_what_they_are_used_for(
 
 
 # Overrides by name
-def test_include_and_exclude_globs_overrule_structure_and_exclude_wins() -> None:
+def test_include_and_exclude_overrule_structure() -> None:
+    """`exclude` wins over `include`."""
     routes = routes_of(UnevenLM(), include=["lm_head.*", "layers.*"], exclude=["layers.2.*"])
     found = {name: (r.kind, r.reason) for name, r in routes.items()}
     assert found["lm_head"] == ("matrix", "included by 'lm_head.*'")
@@ -245,14 +246,16 @@ USES = {  # (what the forward does, whether it is a product)
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_modules_own_parameter_is_a_matrix_if_its_forward_multiplies(use: str) -> None:
+def test_own_parameter_is_a_matrix_if_multiplied(use: str) -> None:
+    """A module's own parameter is a matrix if its forward multiplies with it."""
     forward, multiplied = USES[use]
     of_its_own = routes_of(Uses(forward))["table"]
     reason = "2-D weight" if multiplied else "added or looked up, not multiplied"
     assert (of_its_own.kind, of_its_own.reason) == ("matrix" if multiplied else "elementwise", reason)
 
 
-def test_parameters_whose_use_nothing_shows_are_named_and_elementwise() -> None:
+def test_parameters_of_unknown_use_are_elementwise() -> None:
+    """Parameters whose use nothing shows are named, and element-wise."""
     model = nn.ModuleList([Uses(a_failure), Uses(a_failure), Uses(a_failure, "in_proj"), Uses(a_failure, "w1")])
     with pytest.warns(UserWarning, match=r"No forward showed what '0.table', '1.table' are for"):
         routes = routes_of(model)
@@ -263,7 +266,9 @@ def test_parameters_whose_use_nothing_shows_are_named_and_elementwise() -> None:
     assert [asked[f"{n}.table"].kind for n in (0, 1)] == ["matrix", "elementwise"]
 
 
-def test_marks_of_megatron_and_deepspeed_keep_a_parameter_from_the_matrix_rule() -> None:
+def test_marks_of_megatron_and_deepspeed_are_heeded() -> None:
+    """Marks of Megatron and DeepSpeed keep a parameter from the matrix rule."""
+
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -396,7 +401,8 @@ def test_lora_of_what_is_no_plain_linear_is_elementwise() -> None:
 
 
 @pytest.mark.parametrize("first", ["default", "emb"])
-def test_modules_to_save_of_every_adapter_are_routed_as_what_they_are_copies_of(first: str) -> None:
+def test_modules_to_save_are_routed_as_their_originals(first: str) -> None:
+    """`modules_to_save` of every adapter are routed as what they are copies of."""
     made = peft.LoraConfig(**{**COPIED, **Q})
     model = wrapped(made, first)
     model.add_adapter("second", made)
@@ -408,7 +414,8 @@ def test_modules_to_save_of_every_adapter_are_routed_as_what_they_are_copies_of(
         assert copies == {f"{name}.modules_to_save.weight": reason for name, reason in own.items()}
 
 
-def test_output_heads_are_found_where_a_classifier_is_copied_and_where_width_tells() -> None:
+def test_output_heads_of_peft_models_are_found() -> None:
+    """Output heads are found where a classifier is copied, and where width tells."""
     made = peft.LoraConfig(r=4, target_modules=["query"], task_type="SEQ_CLS")
     model = wrapped(made, model=hf.RobertaForSequenceClassification(hf.RobertaConfig(**TINY)))
     model.add_adapter("second", made)
@@ -420,7 +427,8 @@ def test_output_heads_are_found_where_a_classifier_is_copied_and_where_width_tel
     assert len(routes) == 4 and causes(routes) == {WIDE}
 
 
-def test_peft_models_keep_their_routes_under_further_wrappers_and_inside_a_model() -> None:
+def test_peft_models_keep_their_routes_when_wrapped() -> None:
+    """PEFT models keep their routes under further wrappers, and inside a model."""
     plain, model, inside = (lora(adapter="emb", target_modules=["q_proj", "lm_head"]) for _ in range(3))
     inner = model.base_model.model
     inner.lm_head, inner.model.layers[0] = checkpoint_wrapper(inner.lm_head), checkpoint_wrapper(inner.model.layers[0])
@@ -429,8 +437,8 @@ def test_peft_models_keep_their_routes_under_further_wrappers_and_inside_a_model
         assert [(r.kind, r.reason) for r in routed(other)] == [(r.kind, r.reason) for r in routed(plain)]
 
 
-def test_globs_overrule_what_peft_layers_say_and_quantized_weights_are_not_looked_at() -> None:
-    """Quantized ones have different shapes, and some have no weight at all."""
+def test_globs_overrule_what_peft_layers_say() -> None:
+    """Quantized weights are not looked at. Quantized ones have different shapes, and some have no weight at all."""
     model = lora(target_modules=["q_proj", "lm_head"])
     routes = trained(model, include=["*.lm_head.lora_*"], exclude=["*.q_proj.*"])
     assert matrices(routes) == {"lm_head.lora_A.weight", "lm_head.lora_B.weight"}

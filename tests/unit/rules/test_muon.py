@@ -179,7 +179,8 @@ def test_muon_is_the_papers_formula(seed: int) -> None:
 
 # Zeros, tiny numbers, and non-finite ones
 @pytest.mark.parametrize("name", RULES)
-def test_a_zero_gradient_only_decays_by_the_unadjusted_learning_rate(name: str) -> None:
+def test_zero_gradient_only_decays(name: str) -> None:
+    """A zero gradient only decays, by the unadjusted learning rate."""
     matrix = Trained(rule_of(name, lr=0.1, weight_decay=0.5), random((9, 6), 1))
     torch.testing.assert_close(matrix.step(torch.zeros(9, 6)), random((9, 6), 1) * 0.95, rtol=1e-6, atol=0)
 
@@ -214,8 +215,9 @@ def scaled(before: str, after: str, **options: Any) -> MatrixRule:
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_preconditioned_updates_of_tiny_and_zero_gradients_and_of_batches(before: str, after: str) -> None:
-    """MuonEq's and AOL's own codes do not scale these."""
+def test_preconditioned_updates_of_tiny_gradients(before: str, after: str) -> None:
+    """Preconditioned updates of tiny and zero gradients, and of batches, are those of the formula. MuonEq's and AOL's
+    own codes do not scale these."""
     for shape, method in product(SHAPES, ("standard", "gram")):
         rule, grad = scaled(before, after, ns_method=method), random(shape, 3)
         expected = RENORMALIZED[after](PRECONDITIONED[before](grad.double()))
@@ -308,7 +310,8 @@ def test_wrong_options_of_adamh_are_named() -> None:
             rule_of("adamh", betas=betas)
 
 
-def test_hyperball_keeps_the_norm_and_leaves_what_has_no_direction() -> None:
+def test_hyperball_keeps_the_norm() -> None:
+    """Hyperball keeps the norm, and leaves what has no direction."""
     rule = rule_of("muon", lr=0.05, **HYPERBALL)
     value, zero = random((24, 16), 0), torch.zeros(24, 16)
     radius, kept = value.double().norm(), value.clone()
@@ -426,7 +429,8 @@ def distance(rule: Any, shape: tuple[int, int], expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", RULES[1:])
-def test_normuon_and_adamuon_are_their_papers_with_torchs_newton_schulz(name: str) -> None:
+def test_normuon_and_adamuon_are_their_papers(name: str) -> None:
+    """NorMuon and AdaMuon are their papers' with torch's Newton-Schulz."""
     for shape in SHAPES:
         expected, exact = adapted(name, shape, of_torch), rule_of(name, lr=0.05)
         exact.exchange_dtype = torch.float32
@@ -461,7 +465,8 @@ def test_normuon_and_adamuon_of_other_packages(name: str, options: dict[str, Any
         assert distance(rule, shape, expected) < limit, (shape, nesterov)
 
 
-def test_options_without_a_publication_for_normuon_and_adamuon_are_refused() -> None:
+def test_unpublished_options_of_normuon_are_refused() -> None:
+    """Options without a publication for NorMuon and AdaMuon are refused."""
     for options in ({"hyperball": True, "weight_decay": 0.0}, {"uw_floor": 0.3}):
         with pytest.raises(ValueError, match="expected AdaMuon without hyperball and uw_floor"):
             rule_of("adamuon", **options)
@@ -475,7 +480,8 @@ def test_options_without_a_publication_for_normuon_and_adamuon_are_refused() -> 
 
 
 @pytest.mark.parametrize("name", RULES[1:])
-def test_the_factor_by_shape_is_muons_unless_the_root_mean_square_is_fixed(name: str) -> None:
+def test_factor_by_shape_is_muons(name: str) -> None:
+    """The factor by shape is Muon's, unless the root mean square is fixed."""
     assert rule_of(name, extra_scale_factor=2.0).scale((8, 2)) == 0.4
     for norm in ("preserve", "none"):
         assert rule_of(name, update_norm=norm).scale((8, 2)) == 2.0
@@ -485,7 +491,9 @@ def test_the_factor_by_shape_is_muons_unless_the_root_mean_square_is_fixed(name:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_second_moments_are_the_smallest_that_do_and_change_in_place(shape: tuple[int, int]) -> None:
+def test_second_moments_are_small_and_change_in_place(shape: tuple[int, int]) -> None:
+    """Second moments are the smallest that do."""
+
     def made(name: str, **options: Any) -> tuple[int, ...]:
         matrix = Trained(rule_of(name, **options), random(shape, 1))
         ((key, moment),) = matrix.owner_state.items()
@@ -500,7 +508,8 @@ def test_second_moments_are_the_smallest_that_do_and_change_in_place(shape: tupl
 
 
 @pytest.mark.parametrize("name", RULES[1:])
-def test_normuon_and_adamuon_exchange_one_dtype_and_cost_a_little_more_than_muon(name: str) -> None:
+def test_traffic_and_cost_of_normuon_and_adamuon(name: str) -> None:
+    """NorMuon and AdaMuon exchange one dtype, and cost a little more than Muon."""
     for exchange in (torch.bfloat16, torch.float32):
         rule = rule_of(name)
         rule.exchange_dtype = exchange

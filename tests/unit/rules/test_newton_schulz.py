@@ -75,8 +75,9 @@ def check_polar_express(table: Sequence[Sequence[float]], cushion: float, margin
         low, high = p(low), 2 - p(low)
 
 
-def test_coefficients_are_published_and_polar_express_goes_on_with_its_last_row() -> None:
-    """The paper's table is composed without a margin, which is then put into all rows but the last."""
+def test_coefficients_are_published() -> None:
+    """Polar Express goes on with its last row. The paper's table is composed without a margin, which is then put into
+    all rows but the last."""
     assert TABLES["quintic"].triples == tuple(NS_COEFFICIENTS["quintic"])
     table = TABLES["polar_express"].triples
     check_polar_express([(a * 1.01, b * 1.01**3, c * 1.01**5) for a, b, c in table[:7]], 0.02407327424182761)
@@ -95,7 +96,9 @@ BANDS |= {"polar_express_5": (1.02, 0.85, 1.15)}
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_newton_schulz_takes_singular_values_where_the_polynomials_of_its_table_do(table: str) -> None:
+def test_newton_schulz_maps_singular_values(table: str) -> None:
+    """Newton-Schulz takes singular values where the polynomials of its table do."""
+
     def polynomials(x: Tensor) -> Tensor:
         for a, b, c in by_step(table, 5):
             x = a * x + b * x**3 + c * x**5
@@ -162,8 +165,9 @@ def test_a_tiny_matrix_does_not_change_the_others_of_its_batch() -> None:
 
 # Gram Newton-Schulz
 @pytest.mark.parametrize("seed", range(20))
-def test_gram_newton_schulz_is_the_same_polynomial_with_any_table_and_restarts(seed: int) -> None:
-    """To rounding, which a step of Jordan's table makes up to 3.4 times as large: p(0) is the first coefficient."""
+def test_gram_newton_schulz_is_the_same_polynomial(seed: int) -> None:
+    """Gram Newton-Schulz is the same polynomial with any table and any restarts. To rounding, which a step of Jordan's
+    table makes up to 3.4 times as large: p(0) is the first coefficient."""
     draw = Random(seed)
     shapes = [(48, 192), (192, 48), (31, 47), (200, 3), (7, 1), (1, 1), (3, 24, 40), (2, 3, 40, 24)]
     for spectrum, shape, dtype in product(SPECTRA, draw.sample(shapes, 3), (torch.float64, torch.float32)):
@@ -182,9 +186,10 @@ def test_gram_newton_schulz_is_the_same_polynomial_with_any_table_and_restarts(s
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-def test_gram_newton_schulz_in_bf16_keeps_singular_values_in_the_band(spectrum: str) -> None:
-    """None above what the coefficients allow; those that exact steps bring to the band are there. With 3 steps before
-    the restart, as for torch's coefficients, some of the other tables end 0.5 to 2.5 above."""
+def test_gram_newton_schulz_in_bf16_stays_in_the_band(spectrum: str) -> None:
+    """Gram Newton-Schulz in bf16 keeps singular values in the band. None above what the coefficients allow; those that
+    exact steps bring to the band are there. With 3 steps before the restart, as for torch's coefficients, some of the
+    other tables end 0.5 to 2.5 above."""
     for matrix in (matrices_of(spectrum, shape) for shape in ((96, 144), (384, 96))):
         exact = iterated(newton_schulz, matrix, torch.float64)
         values = torch.linalg.svdvals(iterated(gram_newton_schulz, matrix, torch.bfloat16).double())
@@ -200,7 +205,8 @@ def table_restarts(table: str) -> tuple[int, ...]:
     return tuple(sum(lengths[:count]) for count in range(1, len(lengths)))
 
 
-def test_gram_restarts_come_by_default_before_slopes_grow_too_large() -> None:
+def test_gram_restarts_come_before_slopes_grow_too_large() -> None:
+    """By default, restarts come before slopes grow too large."""
     by_default = {"simple": (3,), "quintic": (2,), "polar_express": (2, 5), "polar_express_5": (2,)}
     assert {table: table_restarts(table) for table in STEPS} == by_default
     assert [len(segment) for segment in segments("simple", 9)] == [3, 2, 2, 2]
@@ -209,7 +215,8 @@ def test_gram_restarts_come_by_default_before_slopes_grow_too_large() -> None:
 
 # Which iteration a matrix takes, and what it costs
 @pytest.mark.parametrize("shape", [(30, 20), (20, 30), (4, 30, 20), (29, 20), (20, 20), (4, 20, 80)], ids=str)
-def test_ns_method_and_gram_aspect_decide_which_iteration_a_matrix_takes(shape: tuple[int, ...]) -> None:
+def test_ns_method_and_gram_aspect_choose_the_iteration(shape: tuple[int, ...]) -> None:
+    """`ns_method` and `gram_aspect` decide which iteration a matrix takes."""
     plain, gram = (iterated(way, random(shape, 3), torch.bfloat16) for way in WAYS)
     assert not torch.equal(plain, gram)
     ratio = max(shape[-2:]) / min(shape[-2:])
@@ -234,7 +241,8 @@ def cost_and_flops(shape: tuple[int, int], **options: Any) -> int:
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 20), (24, 16), (16, 64), (64, 16)], ids=str)
-def test_the_cost_of_a_matrix_is_the_flops_that_newton_schulz_runs(shape: tuple[int, int]) -> None:
+def test_cost_of_a_matrix_is_newton_schulzs_flops(shape: tuple[int, int]) -> None:
+    """The cost of a matrix is the flops that Newton-Schulz runs."""
     for steps in (1, 2, 3, 4, 5, 6, 9):
         plain, all_gram, some_gram = (cost_and_flops(shape, gram_aspect=a, ns_steps=steps) for a in (None, 1.0, 1.5))
         assert some_gram in (plain, all_gram) and some_gram <= plain
@@ -245,9 +253,10 @@ def test_the_cost_of_a_matrix_is_the_flops_that_newton_schulz_runs(shape: tuple[
         cost_and_flops(shape, gram_aspect=1.5, **given)
 
 
-def test_auto_takes_gram_newton_schulz_from_an_aspect_on_that_falls_with_the_size() -> None:
-    """The Gram matrix saves 4 ssl - 6 sss flops a step and moves 4 sl elements less, 10 ss more. So large matrices take
-    it from l = 1.5 s on, small ones from 2.5 s; at s = 1024, an H100 with 590 flops an element moved, from 1.866 s."""
+def test_auto_takes_gram_newton_schulz_from_an_aspect_on() -> None:
+    """The aspect from which "auto" takes it falls with the size. The Gram matrix saves 4 ssl - 6 sss flops a step and
+    moves 4 sl elements less, 10 ss more. So large matrices take it from l = 1.5 s on, small ones from 2.5 s; at s =
+    1024, an H100 with 590 flops an element moved, from 1.866 s."""
     aspects = [1 + number / 100 for number in range(301)]
     begins = []
     for short in (16, 1024, 16384, 2**20):

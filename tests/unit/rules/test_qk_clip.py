@@ -44,7 +44,8 @@ def projections(key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @cells(query_share=[0.5, 0.0, 1.0, 0.3], key_heads=[4, 2, 1])
-def test_qk_clip_brings_heads_over_the_threshold_down_to_it_and_others_stay(key_heads: int, query_share: float) -> None:
+def test_qk_clip_brings_heads_down_to_the_threshold(key_heads: int, query_share: float) -> None:
+    """Heads below the threshold stay."""
     query, key, inputs = projections(key_heads)
     before = logits(query, key, inputs)
     largest = before.flatten(1).amax(1)
@@ -58,7 +59,8 @@ def test_qk_clip_brings_heads_over_the_threshold_down_to_it_and_others_stay(key_
     assert key_heads == HEADS or torch.equal(factors.key, torch.ones(key_heads))
 
 
-def test_qk_clip_factors_are_those_of_the_paper_in_fp32_and_show_what_is_not_finite() -> None:
+def test_qk_clip_factors_are_those_of_the_paper() -> None:
+    """The factors are computed in fp32, and show what is not finite."""
     factors = qk_clip_factors(torch.tensor([50.0, 100.0, 400.0, -3.0, 0.0]).bfloat16())
     assert factors.query.tolist() == factors.key.tolist() == [1.0, 1.0, 0.5, 1.0, 1.0]
     assert factors.rotary_query.tolist() == [1.0, 1.0, 0.25, 1.0, 1.0] and factors.query.dtype == torch.float32
@@ -66,8 +68,9 @@ def test_qk_clip_factors_are_those_of_the_paper_in_fp32_and_show_what_is_not_fin
         assert all(math.isnan(part[1]) and part[0] == 1 for part in qk_clip_factors(torch.tensor([1.0, wrong])))
 
 
-def test_qk_clip_gives_the_rows_of_a_head_the_factors_of_their_part() -> None:
-    """As multi-head latent attention needs it: its logit is q_c k_c + q_r k_r, with k_r shared by all heads."""
+def test_qk_clip_factors_of_the_parts_of_a_head() -> None:
+    """QK-clip gives the rows of a head the factors of their part. As multi-head latent attention needs it: its logit is
+    q_c k_c + q_r k_r, with k_r shared by all heads."""
     factors = qk_clip_factors(torch.tensor([400.0, 1600.0]))
     of_query = row_factors([(2, factors.query), (1, factors.rotary_query)])
     assert of_query.tolist() == [0.5, 0.5, 0.25, 0.25, 0.25, 0.0625], "q_c goes with k_c, q_r alone"
@@ -75,8 +78,9 @@ def test_qk_clip_gives_the_rows_of_a_head_the_factors_of_their_part() -> None:
 
 
 # QKClip with an optimizer
-def test_qk_clip_scales_any_range_and_box_of_a_parameter_by_its_outputs() -> None:
-    """However it is cut, within a row or not; stored transposed, of one dimension or of three."""
+def test_qk_clip_scales_any_range_by_its_outputs() -> None:
+    """QK-clip scales any range and box of a parameter by its outputs. However it is cut, within a row or not; stored
+    transposed, of one dimension or of three."""
     shapes = {"plain": (6, 4), "transposed": (4, 6), "bias": (6,), "conv": (6, 2, 2)}
     factors = torch.arange(2.0, 8.0)
     scaling = RowScaling(shapes, frozenset({"transposed"}), lambda name: ())
@@ -96,7 +100,8 @@ def test_qk_clip_scales_any_range_and_box_of_a_parameter_by_its_outputs() -> Non
 
 
 @on_ranks(2)
-def test_qk_clip_of_fp32_masters_leaves_the_parameter_their_rounding() -> None:
+def test_qk_clip_of_fp32_masters() -> None:
+    """QK-clip of fp32 masters leaves the parameter their rounding."""
     model = FusedLM().bfloat16()
     optimizer = optimizer_for(model, atoms=ATOMS, grad_dtype="float32")
     clip, seen = QKClip(optimizer, {"fused": FUSED}, BOUND), []
