@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.support.models import MATRICES, UnevenLM, batch, largest_difference, rounding
 from tests.support.ranks import gathered, kept_in_a_world
-from tests.support.references import ADAMW, MUON
+from tests.support.references import ADAMW, MUON, torchs
 from tests.support.zero import ROWS
 
 EVEN = (64, 40)  # hidden sizes that divide by 2 and 4
@@ -254,9 +254,7 @@ class Twin:
 
     def __init__(self, model: nn.Module) -> None:
         self.params = {name: nn.Parameter(whole(param)) for name, param in named(model) if param.requires_grad}
-        matrices = [p for name, p in self.params.items() if name in MATRIX_NAMES]
-        others = [p for name, p in self.params.items() if name not in MATRIX_NAMES]
-        self.optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)]
+        self.optimizers = torchs(self.params, MATRIX_NAMES)
 
     def step_with_gradients_of(self, model: nn.Module) -> None:
         """One step from the reduced gradients of the sharded model."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lwopt_backend import LayerWiseOptimizer
 from tests.support.models import largest_difference
 from tests.support.ranks import kept_in_a_world
-from tests.support.references import ADAMW, MUON, batch_shares, rows_of_all
+from tests.support.references import ADAMW, MUON, batch_shares, rows_of_all, torchs
 from tests.support.zero import OWNED
 
 BUCKET_MB = OWNED["bucket_mb"]
@@ -155,8 +155,7 @@ def optimizers_of(model: Any) -> list[Any]:
     """torch.optim.Muon on matrices, 2-D parameters but for the model's ``NO_MATRIX``, and AdamW on the rest."""
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     no_matrix = getattr(model, "NO_MATRIX", "")
-    matrices = [named.pop(name) for name, param in list(named.items()) if param.ndim == 2 and name != no_matrix]
-    return [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(named.values(), **ADAMW)]
+    return torchs(named, [name for name, param in named.items() if param.ndim == 2 and name != no_matrix])
 
 
 def step_all(optimizers: list[Any]) -> None:

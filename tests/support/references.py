@@ -3,7 +3,7 @@ package's rules on whole matrices, and formulas written out here."""
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 from unittest import mock
@@ -197,6 +197,14 @@ def matrix_optimizer(params: list[Tensor], section: dict[str, Any]) -> Any:
         return PlainRule(params, section)
     options = {key: value for key, value in section.items() if key not in ("name", "class")}
     return CLASSES[section["name"]](params, **options)
+
+
+def torchs(named: Mapping[str, Tensor], matrices: Collection[str]) -> list[Any]:
+    """torch.optim.Muon on ``matrices``, and AdamW on the rest."""
+    of_muon, of_adamw = (
+        [param for name, param in named.items() if (name in matrices) == is_matrix] for is_matrix in (True, False)
+    )
+    return [torch.optim.Muon(of_muon, **MUON), torch.optim.AdamW(of_adamw, **ADAMW)]
 
 
 Blocks = dict[str, list[Callable[[Tensor], Tensor]]]  # which elements of a parameter are a matrix, to read

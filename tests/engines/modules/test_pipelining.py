@@ -28,7 +28,7 @@ from tests.support.models import VOCABULARY, batch
 from tests.support.on_ranks import on_ranks
 from tests.support.owned import step_all
 from tests.support.ranks import kept_in_a_world
-from tests.support.references import ADAMW, MUON
+from tests.support.references import ADAMW, MUON, torchs
 
 WIDTH, MICRO_BATCHES, ROWS, CLIP = 24, 4, 2, 0.05
 SCHEDULES: dict[str, Any] = {"1F1B": Schedule1F1B}
@@ -113,8 +113,8 @@ class Pipeline:
         if tied and self.count - 1 in self.stages:
             self.stages[self.count - 1].table.weight.data.copy_(first.table.weight)
         params = dict(self.alone.named_parameters())
-        matrices = [params.pop(name) for name in [*params] if params[name].ndim == 2 and "table" not in name]
-        self.alone_optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(params.values(), **ADAMW)]
+        matrices = [name for name, param in params.items() if param.ndim == 2 and "table" not in name]
+        self.alone_optimizers = torchs(params, matrices)
 
     def step(self, step: int, *, reduced_once: bool = True) -> None:
         owned = [optimizer for optimizer in self.optimizers.values() if isinstance(optimizer, OwnedOptimizer)]
