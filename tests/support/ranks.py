@@ -6,7 +6,6 @@ not answer in time ends the pool's processes, and the next call starts fresh one
 
 import contextlib
 import functools
-import gc
 import importlib
 import os
 import reprlib
@@ -39,6 +38,7 @@ IMPORTED += ["deepspeed.runtime.zero.muon.muon_optimizer", "lwopt_backend.integr
 IMPORTED += [
     f"tests.support.{name}" for name in ("checkpoint_engines", "command_line", "engines", "fused", "on_ranks", "owned")
 ]
+IMPORTED += ["tests.support.prepared"]  # last
 TIMEOUT_SECONDS = 600.0  # of a call, and of a start: nothing takes a tenth of it but on a machine that is overloaded
 MOMENT_SECONDS = 60.0
 LOST = "lost"
@@ -239,7 +239,6 @@ def _serve(
         torch.cuda.init()
     for name in IMPORTED:  # a process to fork from says nothing where this fails
         importlib.import_module(name)
-    prepare()
     for text in warning_filters:
         warnings.filterwarnings(*parse_warning_filter(text, escape=False))
     torch.set_num_threads(1)
@@ -263,20 +262,6 @@ def _serve(
         except BaseException as error:
             pipe.send((False, (f"{type(error).__name__}: {error}", told(error))))
         torch.nn.functional.linear = linear  # ZeRO-3 leaves its own there, which rounds bf16 otherwise
-
-
-def prepare() -> None:
-    import deepspeed
-    import torch
-
-    importlib.import_module("lwopt_backend.integrations.deepspeed_zero").register()
-    deepspeed.utils.logger.setLevel("WARNING")
-    torch.use_deterministic_algorithms(True, warn_only=True)  # so that torch fills what nobody has written with NaN
-    # DeepSpeed's stage 3 collects garbage and makes text of its parameters in every engine, which would take half a
-    # second.
-    torch.set_printoptions(threshold=8, edgeitems=1)
-    gc.collect()
-    gc.freeze()
 
 
 def told(error: BaseException) -> str:
