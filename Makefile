@@ -2,9 +2,9 @@
 # make train-fsdp2   the same training on FSDP2, under torchrun
 # make check         what is checked without running anything: ruff's rules, the format, types, the words of the pages
 # make test          set everything up, then run the tests: everything once, in twenty minutes on two cores
-# make test-full     whole tables in place of pairs, every launcher and page, the benchmarks, the oldest DeepSpeed and torch,
-#                    what compares numbers as on CPUs with AVX2 and with SSE alone, and the package without each of its
-#                    waits, which the sanitizer of streams has to find
+# make test-full     whole tables in place of pairs, on gloo and on the strict transport, every launcher and page, the
+#                    benchmarks, the oldest DeepSpeed and torch, what compares numbers as on CPUs with AVX2 and with SSE
+#                    alone, and the package without each of its waits, which the sanitizer of streams has to find
 # make test-versions parts of the tests with every other torch, DeepSpeed and transformers that is tested; ARGS=torch,
 #                    ARGS=deepspeed, ARGS=transformers, ARGS=oldest or ARGS=torch==2.15.0 for some; TORCH_INDEX_URL
 #                    names an index of CPU builds
@@ -58,9 +58,6 @@ check: environment
 
 test: environment
 	@$(RUN) $(PYTEST) $(ARGS)
-ifeq ($(strip $(ARGS)),)
-	@$(RUN) $(PYTEST) --transport strict --one-in 10
-endif
 
 test-full: environment
 	@$(RUN) $(PYTEST) --full $(ARGS)

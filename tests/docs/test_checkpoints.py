@@ -44,7 +44,7 @@ def run(page: str, folder: Path, ranks: RankPool | None = None) -> dict[str, str
         elif ranks is not None:
             assert arguments[:2] == ["--num_accelerators", "2"], command
             printed[command] = ranks.run(run_there, folder, arguments[2:])[0]
-            ranks.renew()
+            ranks.close()
         else:
             there = re.sub("^(torchrun|deepspeed)", rf"\1 --master_port {free_port()}", command)
             printed[command] = succeeds(there, folder)
@@ -57,7 +57,7 @@ def run_there(folder: Path, arguments: list[str]) -> str:
         return run_script(arguments, {}, joined=True)[1]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def walked(
     request: pytest.FixtureRequest, rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, str]]:

@@ -108,7 +108,7 @@ def train(ranks: RankPool, case: Case, out: Path, *more: object, launched: bool)
     try:
         return "".join(ranks.run(run_example, arguments, variables_of(case, config, arguments), config is not None))
     finally:
-        ranks.renew()
+        ranks.close()
 
 
 def command_of(case: Case, config: Path | None) -> list[str]:

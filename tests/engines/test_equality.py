@@ -249,6 +249,7 @@ def test_globs_attributes_and_functions_select_alike(engine: str) -> None:
 # Several optimizers on one model, and parameters that its optimizer has not got
 
 
+@pytest.mark.also_on_gloo
 @cells(ranks=[2], engine=ENGINES)
 def test_parameters_that_are_frozen_for_a_step_or_unfrozen(ranks: RankPool, engine: str) -> None:
     for what in (frozen_for_a_step, unfrozen_later):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +32,6 @@ from tests.support.owned import (
     train_ours,
 )
 from tests.support.owned import truth as owned_truth
-from tests.support.ranks import kept_in_a_world
 from tests.support.references import MUON, newton_schulz_in_float32
 from tests.support.zero import engine_for, own_settings
 
@@ -119,7 +119,7 @@ def values(found: Sequence[Any]) -> list[float]:
     return [value(each) for each in found if each is not None]
 
 
-@kept_in_a_world
+@functools.cache
 def truth(steps: int, call: Call = lambda model: None, between: Call = lambda model: None) -> tuple[Any, list[float]]:
     """The weights of one process, and what ``call`` has returned. It is called before each step, ``between`` between
     the two micro-batches that a rank has in a step."""

@@ -1,7 +1,6 @@
 """On 8, 16 and 32 ranks every engine trains what one process trains, bit for bit, where most ranks have few rows of a
 matrix, or none."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,6 @@ from tests.support.engines import OWNED, ZERO, Cell, check
 from tests.support.fsdp2 import BesideTwin
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import RankPool
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ended(rank_pools: dict[int, RankPool]) -> Iterator[None]:
-    """Other files need few processes."""
-    yield
-    rank_pools[8].close()
-
 
 FULL = {"marks": pytest.mark.full}
 TABLE = [

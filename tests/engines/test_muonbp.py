@@ -162,7 +162,7 @@ def test_muonbp_on_zero_0_is_refused() -> None:
         build(settings_for("zero", 0, **OPTIONS))
 
 
-@pytest.mark.usefixtures("worlds_to_spoil")
+@pytest.mark.usefixtures("ranks_to_spoil")
 @on_ranks(2)
 def test_muonbp_of_tensor_parallel_shards_under_deepspeed(tmp_path: Path) -> None:
     """By rows, by columns, of both matrices in a fused weight; and copies, which are whole."""

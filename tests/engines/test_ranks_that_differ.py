@@ -429,7 +429,7 @@ def test_when_a_ranks_program_ends_the_others_end(engine: str, where: Callable[[
         with pytest.raises(RankFailed) as caught:
             ranks.run(one_rank_ends, engine, where)
     finally:
-        ranks.remove()
+        ranks.close()
     told, gone = caught.value.errors
     assert "lost: rank 1 died" in str(gone)
     assert told is not None, "the other has not trained on alone"

@@ -107,7 +107,7 @@ def test_engines_refuse_hostile_and_damaged_files(tmp_path: Path, way: str) -> N
     try:
         endings, wrong = pool.run(attacked, way, tmp_path, SEED, count(300), timeout=3000.0)[0]
     finally:
-        pool.remove()
+        pool.close()
     print(f"{way}: {endings}, seed {SEED}")
     assert not wrong, "\n".join([f"seed {SEED}", *wrong])
     assert {path.name for path in tmp_path.iterdir()} <= {"saved", "universal"}

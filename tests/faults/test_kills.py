@@ -1,6 +1,7 @@
 """kill -9 of one rank and of all, at any moment of every way to write: the last checkpoint loads, or the new one."""
 
 import contextlib
+import functools
 import hashlib
 import random
 import shutil
@@ -18,7 +19,7 @@ from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from tests.faults.campaign import SEED, count
 from tests.support.engines import Cell, Engine, ExactLM, running
 from tests.support.owned import BUCKET_MB
-from tests.support.ranks import RankFailed, RankPool, gathered, kept_in_a_world
+from tests.support.ranks import RankFailed, RankPool, gathered
 
 SAVES = 6  # of a writer that is not killed
 WAYS = {
@@ -30,7 +31,7 @@ WAYS = {
 truth_of: dict[str, list[str]] = {}  # of the ranks that load
 
 
-@kept_in_a_world
+@functools.cache
 def group_of(name: str) -> Any:
     return dist.new_group()
 
@@ -133,7 +134,7 @@ def remember(way: str) -> list[str]:
 def writers() -> Iterator[RankPool]:
     pool = RankPool(2)
     yield pool
-    pool.remove()
+    pool.close()
 
 
 class Writing:
@@ -153,7 +154,7 @@ class Writing:
         thread.join(self.generator.random() * self.longest if kill else None)
         if not kill:
             self.longest = time.monotonic() - began
-        processes = list(self.pool.processes._processes)
+        processes = list(self.pool.processes)
         if self.generator.random() < 0.5:
             self.generator.choice(processes).kill()
             thread.join(0.2)

@@ -115,7 +115,7 @@ def test_what_a_process_has_does_not_grow(tmp_path: Path, way: str, run: Callabl
     try:
         of_ranks = pool.run(run, way, str(tmp_path), count(RUNS[run]), timeout=3000.0)
     finally:
-        pool.remove()
+        pool.close()
     print(f"{way}, {run.__name__}: {of_ranks[0]}")
     rounds = count(RUNS[run]) - count(RUNS[run]) // 5
     most_bytes, most_blocks = MOST_A_STEP if run is steps else MOST_A_ROUND

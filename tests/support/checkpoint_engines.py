@@ -202,7 +202,7 @@ def go_through(pool: RankPool, folder: Path, legs: Engines, train_step: Step, re
     load, goings_on = None, []
     for number, leg in enumerate(legs):
         if number in renewed:
-            pool.renew()
+            pool.close()
         saved, ends = folder / f"leg {number}", number in (0, len(legs) - 1)
         found = pool.run(_travel, str(saved), load and str(load), ends, leg, train_step)
         goings_on += [found] * ends

@@ -1,6 +1,7 @@
 """What tests on FSDP2 share: the shardings and modes of the support table, and a twin on one process."""
 
 import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.support.models import MATRICES, UnevenLM, batch, largest_difference, rounding
-from tests.support.ranks import gathered, kept_in_a_world
+from tests.support.ranks import gathered
 from tests.support.references import ADAMW, MUON, torchs
 from tests.support.zero import ROWS
 
@@ -44,7 +45,7 @@ def by_rank(model: nn.Module, plain: tuple[str, ...] = ()) -> Sharded:
     return Sharded(model, dist.get_world_size(), dist.get_rank(), plain)
 
 
-@kept_in_a_world  # a mesh makes process groups, and the pool's ranks live long
+@functools.cache  # a mesh makes process groups, and ranks live as long as their file's tests
 def mesh_of(*shape: int, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
     return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
 

@@ -107,7 +107,7 @@ def run_on_ranks(
     try:
         ended = ranks.run(run_script, given, {"MASTER_PORT": str(free_port()), **variables}, joined)
     finally:
-        ranks.renew()
+        ranks.close()
     return [code for code, _ in ended], "".join(printed for _, printed in ended)
 
 

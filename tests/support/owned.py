@@ -1,6 +1,7 @@
 """Training on owned storage as users write it, and on one process with torch's optimizers; sums are exact."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
 from tests.support.models import largest_difference
-from tests.support.ranks import kept_in_a_world
 from tests.support.references import ADAMW, MUON, batch_shares, rows_of_all, torchs
 from tests.support.zero import OWNED
 
@@ -173,7 +173,7 @@ def mean_gradients(model: nn.Module, scenario: Scenario, step: int) -> None:
             param.grad = param.grad.detach() / dist.get_world_size()
 
 
-@kept_in_a_world
+@functools.cache
 def truth(
     steps: int | tuple[int, ...],
     build: Callable[[], nn.Module] = Branches,

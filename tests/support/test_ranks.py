@@ -1,5 +1,4 @@
-"""What one test does to the ranks is not seen by the next. Worlds of other sizes follow each other wherever a table has
-several numbers of ranks."""
+"""What one test does to the ranks is not seen by the next, and what fails on one is told."""
 
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -59,12 +58,10 @@ def parts_of_a_default_group_that_is_split() -> None:
             pairs.part([[0], [1]])
 
 
-def test_groups_of_some_ranks_where_all_make_groups(rank_pools: dict[int, RankPool]) -> None:
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_groups_of_some_ranks_where_all_make_groups(ranks_to_spoil: RankPool) -> None:
     """Groups of some ranks are made where only all ranks can make groups."""
-    pool = rank_pools[4]
-    pool.renew()
-    pool.run(parts_of_a_default_group_that_is_split)
-    pool.renew()
+    ranks_to_spoil.run(parts_of_a_default_group_that_is_split)
 
 
 def timeouts_of_made_groups() -> None:
@@ -84,8 +81,6 @@ def timeouts_of_made_groups() -> None:
 
 
 @pytest.mark.on_gloo
-def test_groups_made_have_the_timeout_of_theirs(ranks: RankPool) -> None:
+def test_groups_made_have_the_timeout_of_theirs(ranks_to_spoil: RankPool) -> None:
     """Groups are split from theirs if that has a device."""
-    ranks.renew()
-    ranks.run(timeouts_of_made_groups)
-    ranks.renew()
+    ranks_to_spoil.run(timeouts_of_made_groups)

@@ -1,9 +1,11 @@
 """The strict transport finds what it promises to find: each fault is made on purpose."""
 
 import functools
+import math
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support import strict_transport
-from tests.support.ranks import RankPool, RankProcesses
+from tests.support.ranks import RankPool
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 MAX, MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
@@ -28,9 +30,9 @@ class Owner:
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[RankPool]:
-    pool = RankPool(2, RankProcesses(transport="strict"))
+    pool = RankPool(2, "strict")
     yield pool
-    pool.remove()
+    pool.close()
 
 
 def owner(module: str) -> Any:
@@ -86,7 +88,10 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "output written": (writes_an_output, "in writes_an_output: an output was written between"),
     "work dropped": (drops_a_work, "in start: the Work of all_reduce was dropped without a wait"),
     "kinds": (lambda: differ(dist.all_reduce, functools.partial(dist.broadcast, src=0)), "all_reduce.*broadcast"),
-    "sizes": (lambda: reduced(torch.ones(of_rank(3, 4))), r"rank 0 .*\[3, .* at tests.test.*, rank 1 .*\[4, .* at "),
+    "sizes": (
+        lambda: reduced(torch.ones(of_rank(3, 4))),
+        r"rank 0 .*\[3, .* at tests.support.test.*, rank 1 .*\[4, .* at ",
+    ),
     "dtypes": (lambda: reduced(torch.ones(1, dtype=of_rank(torch.half, torch.int))), "float16.*, rank 1 .*int32"),
     "reductions": (lambda: differ(*(functools.partial(reduced, op=op) for op in (MAX, MIN))), "MAX.*, rank 1 .*MIN"),
     "order": (lambda: [reduced(torch.ones(size)) for size in of_rank((2, 3), (3, 2))], r"rank 0 .*\[2.* rank 1 .*\[3"),
@@ -134,10 +139,14 @@ def exchange_unevenly() -> None:
 
 def lose_a_peer(reason: str, told: str) -> None:
     if dist.get_rank():
-        os._exit(1)
+        if reason == "died":
+            os._exit(1)
+        while not Path(told).exists():
+            time.sleep(0.05)
+        return
     tensor = torch.ones(2)
-    meets = {"met": mock.patch.object(strict_transport.StrictGroup, "meets", return_value=True)}
-    with meets.get(reason, mock.patch.object(strict_transport, "PATIENCE", 0.5)):
+    patience = math.inf if reason == "died" else 0.5  # whose end is seen at once
+    with mock.patch.object(strict_transport, "PATIENCE", patience):
         work = dist.all_reduce(tensor, async_op=True)
     assert work.wait() and tensor.isnan().all()
     Path(told).touch()
@@ -149,8 +158,8 @@ def test_results_of_collectives_come_with_wait(strict: RankPool, body: Callable[
     strict.run(body)
 
 
-@pytest.mark.parametrize("reason", ["met", "did not come"])
-def test_a_peer_that_died_ends_the_process_after_wait(strict: RankPool, tmp_path: Path, reason: str) -> None:
+@pytest.mark.parametrize("reason", ["died", "did not come"])
+def test_a_lost_peer_ends_the_process_after_wait(strict: RankPool, tmp_path: Path, reason: str) -> None:
     with pytest.raises(AssertionError, match="rank 0 died"):
         strict.run(lose_a_peer, reason, str(tmp_path / "told"))
     assert (tmp_path / "told").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from tests.support.fsdp2 import fsdp, layer_wise, set_weights, whole
 from tests.support.fused import Experts
 from tests.support.on_ranks import on_ranks
 from tests.support.owned import optimizer_for, shares, step_all
-from tests.support.ranks import gathered, kept_in_a_world
+from tests.support.ranks import gathered
 
 INF, NAN = math.inf, math.nan
 NAMES = ("vision", "language")
@@ -51,7 +52,7 @@ def model_of(name: str) -> nn.Module:
 
 
 # Kinds of optimizers
-@kept_in_a_world
+@functools.cache
 def group_of(ranks: tuple[int, ...], module: str) -> Any:
     """A separate process group for each module; called on all ranks."""
     group = dist.new_group(list(ranks))
@@ -218,6 +219,7 @@ def test_parameters_equal_one_process_that_holds_both_modules(
     run.check()
 
 
+@pytest.mark.also_on_gloo
 @on_ranks(4)
 def test_clip_groups_on_fsdp2_and_owned_storage() -> None:
     """Clip groups are of modules on FSDP2 and in owned storage, and the rest of each module is clipped by a limit of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,7 +28,6 @@ from tests.support.fsdp2 import whole
 from tests.support.models import VOCABULARY, batch
 from tests.support.on_ranks import on_ranks
 from tests.support.owned import step_all
-from tests.support.ranks import kept_in_a_world
 from tests.support.references import ADAMW, MUON, torchs
 
 WIDTH, MICRO_BATCHES, ROWS, CLIP = 24, 4, 2, 0.05
@@ -58,12 +58,12 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@kept_in_a_world
+@functools.cache
 def mesh_of(data: int) -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size() // data, data), mesh_dim_names=("pp", "dp"))
 
 
-@kept_in_a_world
+@functools.cache
 def ends_of(data: int) -> Any:
     """The ranks of the first and of the last stage. Called on all ranks."""
     return dist.new_group(mesh_of(data).mesh[[0, -1]].flatten().tolist())

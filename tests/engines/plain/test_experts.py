@@ -1,5 +1,6 @@
 """Experts that only some ranks share, and dense parameters that all do: four ranks, two sets of experts."""
 
+import functools
 import io
 import re
 from contextlib import redirect_stdout
@@ -14,7 +15,7 @@ from lwopt_backend import LayerWiseOptimizer
 from tests.support.cells import cells
 from tests.support.on_ranks import on_ranks
 from tests.support.owned import Turn, assert_same, exact_sums, optimizer_in, rows, train_ours, truth
-from tests.support.ranks import gathered, kept_in_a_world
+from tests.support.ranks import gathered
 
 EXPERTS = 4  # ranks 0 and 2 have the first two, ranks 1 and 3 the others
 OPTIONS: list[dict[str, Any]] = [{}, {"group_size": 2}, {"expert_group_size": 1}, {"overlap_param_gather": True}]
@@ -47,7 +48,7 @@ def one_pass(turn: Turn) -> None:
     turn.model(turn.rows(), of_partners, held_by(turn.rank)).backward()
 
 
-@kept_in_a_world
+@functools.cache
 def sharers_of_experts() -> Any:
     return [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][dist.get_rank() % 2]
 

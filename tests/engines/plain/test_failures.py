@@ -260,7 +260,7 @@ def one_rank_hangs(when: str) -> None:
 def test_rank_that_hangs_ends_the_others(ranks: RankPool, when: str) -> None:
     """A rank that hangs ends the others by the timeout of their group."""
     first, of_the_end, last = ranks.errors(one_rank_hangs, when)
-    ranks.renew()  # their group is broken
+    ranks.close()  # their group is broken
     assert of_the_end.startswith("Gone")
     assert all(re.search("Timed out|timeout|Connection closed", error) for error in (first, last)), (first, last)
 

@@ -29,10 +29,7 @@ from tests.support.references import layer_wise
 from tests.support.zero import ROWS, Beside, Reference, build, engine_for, train, train_step
 from tests.support.zero import settings_for as zero_settings
 
-pytestmark = [
-    pytest.mark.usefixtures("worlds_to_spoil"),
-    pytest.mark.on_gloo,
-]  # followed forwards communicate
+pytestmark = pytest.mark.on_gloo  # followed forwards communicate
 RANKS, EXPERTS, EXPERT_PARALLEL = 4, 4, 2
 WIDTH = 24
 LOCAL = "deepspeed_moe.experts.deepspeed_experts."

@@ -47,7 +47,6 @@ from tests.support.zero import (
 )
 from tests.support.zero import settings_for as zero_settings
 
-pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 RANKS, STAGES, DATA_PARALLEL, MICRO_BATCHES = 4, 2, 2, 2
 WIDTH = 24
 MATRICES = ("up.weight", "down.weight", "mix.weight")

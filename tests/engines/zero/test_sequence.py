@@ -17,7 +17,6 @@ from tests.support.models import batch
 from tests.support.on_ranks import on_ranks
 from tests.support.zero import ROWS, Beside, Reference, build, config, engine_for, settings_for
 
-pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 SHARING, TIME = 2, 8  # ranks of a sequence; two ranks have one sequence, four have two
 
 

@@ -28,10 +28,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.references import layer_wise
 from tests.support.zero import PRECISIONS, ROWS, Beside, Reference, engine_for, settings_for, train_step
 
-pytestmark = [
-    pytest.mark.usefixtures("worlds_to_spoil"),
-    pytest.mark.on_gloo,
-]  # followed forwards communicate
+pytestmark = pytest.mark.on_gloo  # followed forwards communicate
 SHARDS, WIDTH = 2, 24
 MATRICES = ("up.weight", "down.weight", "mix.weight", "gated.weight", "out.weight")
 FUSED = {"*gated.weight": {"gate_up": "halves"}}

@@ -1,6 +1,7 @@
 """Training under DeepSpeed as people write it equals torch.optim.Muon and AdamW on one process, bit for bit."""
 
 import contextlib
+import functools
 import io
 import re
 from pathlib import Path
@@ -26,7 +27,6 @@ from tests.support.checkpoint_engines import changed, snapshot
 from tests.support.engines import ExactLM, exact
 from tests.support.models import MATRICES, NORM_ROUNDING, UnevenLM, largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import kept_in_a_world
 from tests.support.zero import (
     BF16,
     ROWS,
@@ -124,7 +124,7 @@ BY_DEEPSPEED = {
 }
 
 
-@kept_in_a_world
+@functools.cache
 def on_one_process() -> Reference:
     single = Reference(ExactLM())
     single.train_on_all(2, parts=2)
