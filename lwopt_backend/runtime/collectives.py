@@ -344,14 +344,14 @@ def _new_group(ranks: Sequence[int], along: Sequence[dist.ProcessGroup]) -> dist
     different counts, and would wait for each other under different names. Since torch 2.14 such a group also increases
     the count that names the groups that all ranks make. So the ranks agree on a name here, without a count.
     """
-    number = secrets.randbits(62)
+    drawn = secrets.token_hex(8)
     for group in along:
-        numbers: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(numbers, number, group=group)
-        number = max(numbers)
-    # Groups that meet here at once share the number, but no two have a rank in common.
+        of_all: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_all, drawn, group=group)
+        drawn = max(of_all)
+    # Groups that meet here at once share what was drawn, but no two have a rank in common.
     name = dist.distributed_c10d._process_group_name
-    dist.distributed_c10d._process_group_name = lambda *_, **__: f"lwopt {number:016x} {min(ranks)}"  # type: ignore[assignment]
+    dist.distributed_c10d._process_group_name = lambda *_, **__: f"lwopt {drawn} {min(ranks)}"  # type: ignore[assignment]
     try:
         made: dist.ProcessGroup = dist.new_group(ranks, timeout=_timeout(along[0]), use_local_synchronization=True)
     finally:
