@@ -459,8 +459,8 @@ class _Entry:
 
     def converted(self, momentum: float | None, form: Form) -> State:
         theirs = SOURCES[self.source]
-        trained_by = self.group.get("algorithm", self.group.get("rule"))
-        if trained_by not in (None, "muon", "adamw"):
+        trained_by = self.group.get("algorithm") or rule_of(self.group)
+        if trained_by not in ("muon", "adamw"):
             raise self._error(f"is trained by {trained_by!r}, whose state is not converted; {ANEW}")
         if not self.state.keys() - set(theirs.flags):
             raise self._error(

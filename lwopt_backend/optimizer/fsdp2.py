@@ -257,6 +257,7 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def _take_state(self, state_dict: dict[str, Any]) -> None:
         if self.state:
+            self._ensure_bound()  # to what was sharded, or replaced, after the state was made
             shards = self._owner_shards()
             ranks = [stepper.collectives for stepper in self._steppers]
 

@@ -16,6 +16,7 @@ from lwopt_backend.checkpoint import convert
 from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
 from lwopt_backend.checkpoint.formats import Numbers
 from lwopt_backend.checkpoint.translation import as_ours
+from lwopt_backend.groups import registry
 from lwopt_backend.groups.registry import arguments, optimizer_arguments
 from lwopt_backend.migration import convert_named_momentum, from_checkpoint, load_named_state
 from lwopt_backend.rules.newton_schulz import TABLES
@@ -411,6 +412,7 @@ def as_checkpoint(state: Written, **arguments: Any) -> Checkpoint:
         shape = (SHAPE, (4,))[index]
         params[NAMES[index]] = Param(held(torch.ones(shape), "weight"), {**tensors, **flags}, 3.0, place[index])
     plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    plain = [{**group, "rule": registry.rule_of(group)} if "rule" in group else group for group in plain]  # as in files
     return Checkpoint("torch dcp", "", "model", params, tuple(plain), arguments)
 
 
@@ -426,7 +428,7 @@ def alone(state: Written) -> Written:
 
 
 @pytest.mark.parametrize("writer", [*WRITERS, "January 2025, matrices", "Moonlight, matrices"])
-def test_convert_tells_who_wrote_a_state_by_all_its_keys_or_refuses_it(writer: str) -> None:
+def test_convert_tells_who_wrote_a_state_by_all_its_keys(writer: str) -> None:
     state = WRITERS[writer.partition(", matrices")[0]][1]()
     source = as_checkpoint(alone(state) if "matrices" in writer else state)
     found, expected = as_ours(source), AS_OURS.get(writer, UNSAID)
@@ -453,7 +455,7 @@ RULES = {  # of all classes of torch and of pytorch_optimizer those that are con
 }
 
 
-def test_every_class_of_torch_and_pytorch_optimizer_is_converted_or_refused_by_name() -> None:
+def test_every_other_class_is_converted_or_refused_by_name() -> None:
     tried = dict[str, str | None]()
     for cls, _ in CLASSES:
         is_optimizer = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
@@ -467,7 +469,7 @@ def test_every_class_of_torch_and_pytorch_optimizer_is_converted_or_refused_by_n
     assert {name: rule for name, rule in tried.items() if rule} == RULES and len(tried) > 90
 
 
-def test_state_that_was_read_for_another_rule_or_form_is_not_loaded() -> None:
+def test_state_read_for_another_rule_is_not_loaded() -> None:
     """By ``from_checkpoint``; a dictionary of one's own is what one says it is."""
     named = from_checkpoint(merged(torchs(torch.optim.Muon, momentum=MU), written_by_adamw()), NAMES)
     for options, said in (
