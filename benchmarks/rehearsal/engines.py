@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lwopt_backend.config.hosts import HostConfig, ZeROConfig
 from lwopt_backend.engines.fsdp2.plan import local
-from lwopt_backend.engines.fsdp2.step import Attachment
 from lwopt_backend.engines.modules.step import ModuleOptimizers
 from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.engines.owned.step import OwnedCore
@@ -266,8 +265,7 @@ class MeshEngine(Engine):
 
     def attach(self) -> None:
         """Exchange buckets in backward passes from now on."""
-        steppers = self.optimizer._steppers
-        self.optimizer._attachment = Attachment(steppers, self.optimizer._matrix_rules, lambda: self.optimizer.state)
+        self.optimizer._attachment = self.optimizer._attached()
 
     def train(self, passes: Passes) -> None:
         self.play(passes)
