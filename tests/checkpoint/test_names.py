@@ -355,7 +355,7 @@ def test_ties_and_buffers_are_renamed() -> None:
 
 
 @pytest.mark.parametrize("family", computes.FAMILIES)
-def test_a_value_with_which_a_family_would_compute_something_else_is_refused_by_name(family: str) -> None:
+def test_value_a_family_would_compute_otherwise_is_refused(family: str) -> None:
     """One argument at a time, at a value of Megatron's that is not in the family's list; all that it allows pass."""
     weights, arguments = core(OF_FAMILY.get(family, "Mixtral" if "m" in family.removeprefix("hf-") else "Mistral"))
     others = {bool: True, str: "another", int: 3, float: 0.5}
@@ -381,7 +381,7 @@ def as_hybrid(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {named(name): weight for name, weight in weights.items()}
 
 
-def test_a_hybrid_model_of_attention_and_mlps_is_named_as_its_gpt_model() -> None:
+def test_hybrid_model_is_named_as_its_gpt_model() -> None:
     weights, arguments = core()
     expected = translate(checkpoint_of(weights, CORE, arguments), "hf-llama")
     hybrid = checkpoint_of(as_hybrid(weights), CORE, arguments | PAIRED)

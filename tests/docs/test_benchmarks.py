@@ -289,7 +289,7 @@ def test_a_stack_of_experts_is_exact_here_and_refused_by_torch(tmp_path: Path) -
 # operations outside Newton-Schulz, batches in it, reads by the host, collectives.
 LAUNCHES = {
     "plain": (22, 4, 1, 2),
-    "modules": (39, 4, 2, 4),
+    "modules": (40, 4, 2, 4),
     "fsdp2": (38, 6, 0, 7),
     "zero0": (43, 6, 1, 3),
     "zero1": (28, 5, 0, 2),
@@ -299,6 +299,7 @@ LAUNCHES = {
 }
 
 
+@pytest.mark.on_gloo  # the benchmark reads the arguments of torch's own collectives
 @pytest.mark.parametrize("engine", LAUNCHES)
 @on_ranks(2)
 def test_a_step_launches_at_most_so_much(engine: str) -> None:

@@ -114,7 +114,7 @@ def reverse(loop: Loop) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @on_ranks(2)
-def test_parameters_that_are_taken_out_and_put_back_are_trained_as_by_torch(engine: str) -> None:
+def test_parameters_taken_out_and_put_back_train_as_by_torch(engine: str) -> None:
     """Plain PyTorch went on training a parameter that was taken out of its group; at ZeRO 0 all matrices stopped."""
     edits = [None, take_out, reverse, put_back, reverse, *([] if engine == "zero 0" else [empty, fill])]
     truth = alone()
@@ -129,7 +129,7 @@ def test_parameters_that_are_taken_out_and_put_back_are_trained_as_by_torch(engi
 
 
 @on_ranks(2)
-def test_a_group_without_parameters_trains_none_at_stage_0_and_its_count_goes_on() -> None:
+def test_a_group_without_parameters_trains_none_at_stage_0() -> None:
     """DeepSpeed steps these parameters as one tensor there, with one count of steps."""
     with on("zero 0") as loop:
         loop.step(1.0)
@@ -175,7 +175,7 @@ def named_on(engine: str, overrides: list[dict[str, Any]]) -> tuple[nn.Module, L
 
 @cells(lambda engine, form: form != "full" or engine == "fsdp2", engine=["plain", "fsdp2"], form=[*FORMS])
 @on_ranks(2)
-def test_a_resume_with_other_groups_gives_no_parameter_anothers_rate(engine: str, form: str) -> None:
+def test_resume_with_other_groups_is_an_error(engine: str, form: str) -> None:
     """A run that was resumed through torch's ``set_state_dict`` with one override fewer trained every matrix at the
     override's rate, without a word: torch gives a group the options of any saved group that shares a parameter."""
     model, optimizer = named_on(engine, OF_UP)

@@ -1,5 +1,6 @@
 """Ranks that differ, or fail: every engine comes to the same decision on all of them, or to an error that says why."""
 
+import functools
 import os
 import re
 import signal
@@ -306,14 +307,15 @@ def test_plain_optimizers_are_compared_every_64_norms() -> None:
 def test_options_are_compared_every_64_steps() -> None:
     """Options are compared every 64th step, and equal values are alike."""
     group = {"rule": "adamw", "lr": 1.0, "betas": [0.5, 0.75]}
-    options = ComparedOptions()
+    compared = functools.partial(ComparedOptions, param_groups.CheckedGroups())
+    options = compared()
     found = {number: options.flags([group]) for number in range(130)}
     assert [number for number, flags in found.items() if flags[0] != param_groups.NONE] == [0, 64, 128]
     options.compare_next()
     assert options.flags([group]) == found[0] and options.flags([group]) != found[0]
     alike: list[dict[str, Any]] = [{"lr": 1, "betas": (0.5, 0.75)}, {"lr": torch.tensor(1.0)}]
-    assert all(ComparedOptions().flags([{**group, **changes}]) == found[0] for changes in alike)
-    other, none = ComparedOptions().flags([{**group, "lr": 0.5}]), [param_groups.NONE] * 2
+    assert all(compared().flags([{**group, **changes}]) == found[0] for changes in alike)
+    other, none = compared().flags([{**group, "lr": 0.5}]), [param_groups.NONE] * 2
     alone = [found[0], other, none]  # to name the difference is a collective, which not all would be in
     for ranks, differ in (([found[0], other], True), ([found[0]] * 2, False), (alone, False), ([none, none], False)):
         assert ComparedOptions.differ([max(flags) for flags in zip(*ranks)]) == differ

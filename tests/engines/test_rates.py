@@ -250,7 +250,7 @@ OF_ADAMW: dict[str, tuple[int, Callable[[Any], Iterator[Any]]]] = {  # in which 
 
 
 @pytest.mark.parametrize("name", OF_ADAMW)
-def test_adamws_rate_for_matrices_is_told_once_it_no_longer_rises(name: str) -> None:
+def test_adamws_rate_for_matrices_is_told_after_warmup(name: str) -> None:
     """At 6e-4 Muon hardly trains: the commonest mistake was silent, because 6e-4 is below AdamW's own rate here."""
     step, run = OF_ADAMW[name]
     [(number, said)] = warned(run(optimizer_of_both(MUON, 3e-3)))

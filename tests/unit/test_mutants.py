@@ -108,7 +108,7 @@ def test_marks_are_set_for_the_statements_that_run(n: int) -> None:
     assert marks == seen & statements
 
 
-def test_a_draw_has_each_folder_and_kind_in_turn_and_follows_from_its_seed() -> None:
+def test_draw_is_even_and_follows_from_its_seed() -> None:
     every = mutants.core([])
     pairs = Counter((mutants.folder_of(mutant.path), mutant.kind) for mutant in every)
     assert {folder for folder, _ in pairs} == {*mutants.FOLDERS, "integrations/deepspeed"}
@@ -118,6 +118,6 @@ def test_a_draw_has_each_folder_and_kind_in_turn_and_follows_from_its_seed() -> 
     assert chosen == mutants.drawn(every, len(pairs) + 20, 1) != mutants.drawn(every, len(pairs) + 20, 2)
 
 
-def test_quick_tests_come_first_and_a_functions_further_cases_later() -> None:
+def test_quick_tests_come_first() -> None:
     tests = {"a.py::f[1]": 1.0, "a.py::f[2]": 2.5, "b.py::g": 3.0, "a.py::h": 2.0, "b.py::slow": 500.0}
     assert [*mutants.in_batches(tests)] == [["a.py::f[1]", "a.py::h"], ["a.py::f[2]", "b.py::g"], ["b.py::slow"]]

@@ -450,7 +450,7 @@ def test_lion_of_matrices_has_adam_beside_it(tmp_path: Path) -> None:
         dist_reader.read(tmp_path / "iter_0000009")
 
 
-def test_names_of_any_module_are_read_as_they_are_and_a_map_renames_them(tmp_path: Path) -> None:
+def test_names_of_any_module_are_read_or_renamed(tmp_path: Path) -> None:
     """Latent attention, Transformer Engine's norms, experts in some layers, Mamba, prediction of further tokens, a
     vision model; of which the families know nothing."""
     known, step = truth(muon=False), tmp_path / "iter_0000007"

@@ -615,7 +615,7 @@ def test_a_save_of_one_rank_alone_is_an_error_in_the_next_step(ours_in: str) -> 
 
 
 @on_ranks(2)
-def test_a_last_save_of_one_rank_alone_is_told_as_the_program_ends() -> None:
+def test_last_save_of_one_rank_is_told_at_exit() -> None:
     model, optimizer = trained()
     pickled(optimizer.state_dict())
     assert not optimizer.core.saves.alone()
@@ -627,7 +627,7 @@ def test_a_last_save_of_one_rank_alone_is_told_as_the_program_ends() -> None:
 
 
 @on_ranks(2)
-def test_the_file_of_one_rank_is_told_by_its_rank_and_loaded_in_part() -> None:
+def test_file_of_one_rank_is_told_and_loaded_in_part() -> None:
     """The message was "expected 'step' as the boxes {(): ()}", for another model too."""
     model = UnevenLM()
     optimizer = optimizer_for(model)
