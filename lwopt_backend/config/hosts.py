@@ -226,7 +226,12 @@ class OwnedConfig(OwnedStorageConfig, ClippingConfig):
         "after each backward pass whose gradients are reduced",
         "DDP",
     )
-    overlap_grad_reduce: bool = option(True, "send buckets during backward as they fill, not at the step", MEGATRON)
+    overlap_grad_reduce: bool = option(
+        True,
+        "send buckets during backward as they fill, not at the step. With keep_full_grads, false means at the end of "
+        "backward",
+        MEGATRON,
+    )
     overlap_param_gather: bool = option(
         False, "return parameters while the next forward pass runs; each module waits for its own parameters", MEGATRON
     )

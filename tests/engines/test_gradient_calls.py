@@ -181,6 +181,39 @@ def test_changes_between_two_passes_count(name: str, apart: bool) -> None:
             assert largest_difference(engine.weights(), truth(2, between=change)[0]) == 0.0, what
 
 
+# Plain PyTorch: every pair of options
+def mask(model: Any) -> None:
+    for grad in grads(model):
+        grad.mul_(torch.arange(grad.numel()).view(grad.shape) % 2)
+
+
+def assign(model: Any) -> None:
+    for param in model.parameters():
+        param.grad = param.grad * 0.5
+
+
+NEEDS_ELEMENTS: dict[str, Call] = {"a mask": mask, "an assigned gradient": assign}
+
+
+@cells(ranks=[2], kept=[False, True], overlap=[False, True], late=[False, True], size=[None, 1], wide=[False, True])
+@on_ranks()
+def test_calls_act_whatever_the_options_of_a_plain_model_are(
+    kept: bool, overlap: bool, late: bool, size: int | None, wide: bool
+) -> None:
+    """With ``kept`` gradients also those that need elements."""
+    options = {"keep_full_grads": kept, "overlap_grad_reduce": overlap, "overlap_param_gather": late}
+    options |= {"group_size": size, "layout": "compact" if wide else "padded"}
+    options |= {"grad_dtype": "float32" if wide else "parameter"}
+    for what, call in {**ACTS, **(NEEDS_ELEMENTS if kept else {})}.items():
+        expected, theirs = truth(1, call)
+        with running(Cell("plain", elementwise="sgd", options=options), ExactLM()) as engine:
+            engine.backward(parts(0)[dist.get_rank() :: dist.get_world_size()])
+            found = call(engine.model)
+            engine.optimizer.step()
+            assert largest_difference(engine.weights(), expected) < ROUNDED, what
+            assert values([found]) == pytest.approx(theirs, rel=1e-6), what
+
+
 # Plain PyTorch: ``param.grad`` has no elements
 REFUSED: dict[str, Call] = {
     "noise": lambda model: [grad.add_(0.1) for grad in grads(model)],

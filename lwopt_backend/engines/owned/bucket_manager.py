@@ -192,7 +192,8 @@ class BucketManager:
         self.reduces: Callable[[], bool] | None = None  # the host's answer to whether the next pass reduces
         self.pass_ended: Callable[[], None] | None = None  # called on all ranks, once the buckets of a pass have left
         self.keeps_full = keep_full  # whether every rank keeps all mean gradients, in param.grad
-        self.overlap = overlap  # whether buckets are sent during backward passes, or all of them in ``finish``
+        # Whether buckets are sent during backward passes; or all of them in ``finish``, to keep full at a pass' end.
+        self.overlap = overlap
         self._reducing = True
         self.left_behind = False  # a pass left its gradients unreduced
         self.passes = 0  # reducing backward passes since the last step
@@ -266,7 +267,7 @@ class BucketManager:
 
     def end_backward(self) -> None:
         """Send the buckets that were not sent during the backward pass. Called on all ranks."""
-        if self._open and self.overlap:
+        if self._open and (self.overlap or self.keeps_full):  # whose mean param.grad has after the pass
             self._launch_rest()
         for index, shown in self._lifted.items():  # into which torch.autograd.grad has accumulated nothing
             self.params[index].grad, self._shown[index] = self.marks[index], shown
