@@ -181,6 +181,36 @@ def test_changes_between_two_passes_count(name: str, apart: bool) -> None:
             assert largest_difference(engine.weights(), truth(2, between=change)[0]) == 0.0, what
 
 
+# A second step without zero_grad
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_second_step_is_on_the_same_gradients_or_an_error(name: str) -> None:
+    """As torch.optim's. Where a step frees gradients, it is an error on all ranks that changes nothing, and so is a
+    norm; a step on gradients that are cleared is none."""
+    alone, world = Alone(ExactLM(), "muon", "sgd"), dist.get_world_size()
+    for micro_batch in parts(0):
+        (alone.model(*micro_batch) / 2).backward()
+    for grad in grads(alone.model):
+        grad.div_(world)
+    kept = name == "plain, kept" or "fsdp2" in name
+    with training(name) as engine:
+        engine.backward(parts(0)[dist.get_rank() :: world])
+        for step in range(2):
+            if step == 0 or kept:
+                engine.optimizer.step()
+                for optimizer in alone.optimizers:
+                    optimizer.step()
+            else:
+                for call in (engine.optimizer.step, engine.optimizer.grad_norm, engine.optimizer.step):
+                    with pytest.raises(RuntimeError, match="zero_grad"):
+                        call()
+                engine.optimizer.zero_grad()
+                engine.optimizer.step()
+            assert largest_difference(engine.weights(), alone.model) == 0.0
+
+
 # Plain PyTorch: every pair of options
 def mask(model: Any) -> None:
     for grad in grads(model):

@@ -419,6 +419,13 @@ class BucketManager:
             self._settle(number)
             yield self.buckets[number]
 
+    def stepped_grad(self) -> str | None:
+        """A parameter whose gradient the last step has used, no pass has followed, and nobody has cleared; or None."""
+        if self.has_unused_gradients:
+            return None
+        left = zip(self.names, self.params, self.marks, self._shown)
+        return next((name for name, param, mark, shown in left if param.grad is mark and not shown), None)
+
     def stepped(self) -> None:
         """End a step: drop the gradients, unless ``keep_full`` leaves them for the user to read."""
         if self.keeps_full:

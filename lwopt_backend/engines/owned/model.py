@@ -218,6 +218,12 @@ class Backward:
                 f"parameter {unused!r}: expected a .grad from a backward pass of the model, found an assigned one, "
                 "which would not be used; set keep_full_grads=True to assign gradients"
             )
+        if mine is None and not drops and (used := manager.stepped_grad()) is not None:
+            mine = (
+                f"parameter {used!r}: expected a backward pass or zero_grad() since the last step, which used and "
+                "freed its gradient, found neither; torch.optim would use the gradient again. Call zero_grad() after "
+                "each step, or keep gradients with keep_full_grads=True"
+            )
         if mine is None and not drops:
             mine = self._checked.problem(groups)
         self._passes.forget()
