@@ -137,7 +137,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     def _skip(self) -> None:
         self.row_scaling.clear()
-        self._manager.stepped()
+        assert self._presences is not None
+        self.core.end_step(self._presences)
         self._backward.stepped()
 
     def _end_step(self) -> None:
@@ -145,8 +146,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     @undisturbed()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those of an interrupted backward pass included."""
-        self._backward.discard()
+        """Drop all gradients, those of an interrupted backward pass included, or set them to zero as torch does."""
+        self._backward.discard(to_zero=not set_to_none)
 
     @undisturbed()
     def synchronize(self) -> None:
@@ -191,10 +192,9 @@ class OwnedOptimizer(LayerWiseOptimizer):
             return self.gradients
         return self.core.gradients
 
-    def forget(self, numbers: Sequence[int]) -> None:
+    def zero(self, numbers: Sequence[int]) -> None:
         """As ``Reader``."""
-        if self._manager.has_unused_gradients:
-            self._manager.forget(numbers)
+        self._manager.zero(numbers)
 
     # Checkpoints
 

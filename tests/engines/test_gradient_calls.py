@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend import ModuleOptimizers
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from tests.support import fsdp2
 from tests.support.cells import cells
-from tests.support.engines import Alone, Cell, Engine, ExactLM, running
+from tests.support.engines import EXACT, Alone, Cell, Engine, ExactLM, running
 from tests.support.models import NORM_ROUNDING, largest_difference
 from tests.support.on_ranks import on_ranks
 from tests.support.owned import (
@@ -25,14 +27,16 @@ from tests.support.owned import (
     back,
     exact_sums,
     made,
+    mean_gradients,
     optimizer_in,
+    optimizers_of,
     rows,
     shares,
     step_all,
     train_ours,
 )
 from tests.support.owned import truth as owned_truth
-from tests.support.references import MUON, newton_schulz_in_float32
+from tests.support.references import ADAMW, MUON, newton_schulz_in_float32
 from tests.support.zero import engine_for, own_settings
 
 # The sums of a norm round in their order, and so does what gradients are multiplied by. Newton-Schulz in fp32 makes up
@@ -179,6 +183,58 @@ def test_changes_between_two_passes_count(name: str, apart: bool) -> None:
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
             assert largest_difference(engine.weights(), truth(2, between=change)[0]) == 0.0, what
+
+
+# zero_grad(set_to_none=False): a layer that is not used then is stepped on its zeros, as by torch
+USED = ("left", "left", "either", "left", "left", "left")  # by step; "either" is one branch or the other by rank
+ZEROS = (True, True, True, True, False)  # between these steps, and not None
+
+
+def exact_branches() -> Any:
+    model = Branches()
+    for module in model.modules():
+        module.__class__ = EXACT.get(type(module), type(module))
+    return model
+
+
+def on_branches(name: str) -> tuple[Any, Any]:
+    (engine, options), model = ENGINES[name], exact_branches()
+    if engine == "plain":
+        optimizer: Any = optimizer_in(model, **options)
+        return model, ModuleOptimizers({"all": optimizer}) if name == "modules" else optimizer
+    fully_shard(model, mesh=fsdp2.mesh_of())
+    optimizer = LayerWiseOptimizer(model, **MUON, elementwise={"name": "adamw", **ADAMW}, report=False)
+    if "attach" in options:
+        optimizer.attach(model)
+    return model, optimizer
+
+
+@on_ranks(2)
+@cells(name=ENGINES, who=["optimizer", "model"])
+def test_a_layer_without_another_gradient_is_stepped_on_its_zeros(name: str, who: str) -> None:
+    """Whoever cleared, and whichever rank had the gradient; one that never had a gradient, or None, is not."""
+    alone, (model, optimizer) = exact_branches(), on_branches(name)
+    theirs, rank, moved = optimizers_of(alone), dist.get_rank(), []
+
+    def use(step: int, rank: int) -> str:
+        if USED[step] != "either":
+            return USED[step]
+        return "both" if "fsdp2" in name else ("left", "right")[rank % 2]
+
+    for step, zeros in enumerate((*ZEROS, False)):
+        before = alone.right.weight.detach().clone()
+        mean_gradients(alone, lambda turn: turn.back(use=use(turn.step, turn.rank)), step)
+        for each in theirs:
+            each.step()
+            each.zero_grad(set_to_none=not zeros)
+        moved.append(not torch.equal(before, alone.right.weight))
+        Turn(model, step, rank).back(use=use(step, rank))
+        optimizer.step()
+        (optimizer if who == "optimizer" else model).zero_grad(set_to_none=not zeros)
+        if name != "modules":
+            optimizer.synchronize()
+        assert largest_difference(fsdp2.weights_of(model), alone) == 0.0, step
+    assert moved == [False, False, True, True, True, False]
 
 
 # A second step without zero_grad

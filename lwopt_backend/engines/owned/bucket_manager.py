@@ -426,12 +426,16 @@ class BucketManager:
         left = zip(self.names, self.params, self.marks, self._shown)
         return next((name for name, param, mark, shown in left if param.grad is mark and not shown), None)
 
-    def stepped(self) -> None:
-        """End a step: drop the gradients, unless ``keep_full`` leaves them for the user to read."""
+    def stepped(self, unused: Iterable[int]) -> None:
+        """End a step: drop the gradients, unless ``keep_full`` leaves them for the user to read. Marks stay, as
+        gradients do in torch, but for those of parameters ``unused`` by all ranks."""
         if self.keeps_full:
             self.passes = 0
-        else:
-            self._drop()  # marks stay, as gradients do in torch
+            return
+        self._drop()
+        for index in unused if self.marks else ():
+            if self.params[index].grad is self.marks[index]:
+                self.params[index].grad = None
 
     def send_values(self, number: int) -> None:
         """Start sending a bucket's new parameters to all ranks. Called on all ranks, bucket by bucket."""
@@ -446,11 +450,35 @@ class BucketManager:
                 self.buckets[number].receive_values()
             self.returning.remove(number)
 
-    def drop_gradients(self) -> None:
-        """Drop all gradients; waits for those in flight."""
+    def drop_gradients(self, *, to_zero: bool = False) -> None:
+        """Drop all gradients; waits for those in flight. ``to_zero`` leaves zeros in their place, as in torch."""
+        here = [to_zero and self._is_shown(index) for index in range(len(self.params))]
         self._drop()
-        for param in self.params:
-            param.grad = None
+        for index, param in enumerate(self.params):
+            if not here[index]:
+                param.grad = None
+            elif self.keeps_full:
+                with torch.no_grad():
+                    param.grad.zero_()  # type: ignore[union-attr]
+            else:
+                self._touched[index] = self._shown[index] = True
+
+    def _is_shown(self, index: int) -> bool:
+        """Whether ``param.grad`` shows a gradient that this rank had, or that the last step has used."""
+        grad = self.params[index].grad
+        if self.keeps_full or not self.marks:
+            return self.keeps_full and grad is not None
+        return grad is self.marks[index] and (self._touched[index] or not self._shown[index])
+
+    def zero(self, indices: Iterable[int]) -> None:
+        """Set the gradients that these parameters show to zero. One that the last step has used counts again."""
+        indices = list(indices)
+        for index in indices:
+            if self._is_shown(index):
+                self._touched[index] = self._shown[index] = True
+        if self.has_unused_gradients:
+            self.forget(indices)
+        self.version += 1
 
     def _drop(self) -> None:
         for bucket in self.buckets:

@@ -190,12 +190,13 @@ class Backward:
         """The gradients have been used."""
         self._read = None
 
-    def discard(self) -> None:
-        """Drop all gradients. Ranks whose pass was interrupted meet the others here, or in their step."""
+    def discard(self, *, to_zero: bool = False) -> None:
+        """Drop all gradients, or set them ``to_zero``. Ranks whose pass was interrupted meet the others here, or in
+        their step."""
         if self._passes.interrupted or self._manager.has_unused_gradients:
             self._agree((), drops=True)
         self._read, self._refused = None, ""
-        self._manager.drop_gradients()
+        self._manager.drop_gradients(to_zero=to_zero)
 
     def remove(self) -> None:
         """Remove the hooks from the model."""

@@ -27,8 +27,8 @@ class Reader(Protocol):
         """The gradients: to change some, for their norms of this ``order``, or for what all ranks do ``together``.
         Raises RuntimeError if they may not be used now. What ``scales`` may come before ranks add them up."""
 
-    def forget(self, numbers: Sequence[int]) -> None:
-        """Set what has accumulated for these parameters to zero."""
+    def zero(self, numbers: Sequence[int]) -> None:
+        """Set the gradients of these parameters to zero."""
 
 
 class ReducedGradient(Tensor):
@@ -160,7 +160,7 @@ def _unscale(marks: Marks, func: Any, found_inf: Tensor, inverse: Tensor) -> Non
 
 
 def _zero(marks: Marks, func: Any) -> None:
-    _reader(marks, func).forget(_numbers(marks))
+    _reader(marks, func).zero(_numbers(marks))
 
 
 OPERATORS: Mapping[Any, Does] = {

@@ -463,7 +463,12 @@ class OwnedCore:
     def step(self, groups: Groups, presences: Sequence[Presence]) -> None:
         """Update what this rank owns and start the parameters' return. Called on all ranks."""
         self.stepper.step(groups, self.had_gradient(presences))
-        self.manager.stepped()
+        self.end_step(presences)
+
+    def end_step(self, presences: Sequence[Presence]) -> None:
+        """The gradients have been used, or are to be skipped."""
+        found = ((held.numbers, presence.anywhere()) for held, presence in zip(self.holdings, presences))
+        self.manager.stepped(number for numbers, had in found for number, one in zip(numbers, had) if not one)
 
 
 def check_gradients(members: Sequence[Member], dtype: torch.dtype | None) -> None:
