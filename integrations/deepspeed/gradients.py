@@ -9,6 +9,8 @@
   So a parameter that the loss does not depend on is trained with an earlier step's gradient, and one that only a later
   micro-batch uses with the sum of both. To an offloaded optimizer goes only what the last micro-batch used. Here, what
   is missing counts as zero, as at the other stages.
+- A parameter that the last micro-batch does not use, at stage 1 with ``overlap_comm``: only the hooks of that backward
+  pass reduce, so an owner steps on its own gradients of earlier micro-batches. Here they are reduced, too.
 """
 
 from __future__ import annotations
@@ -184,6 +186,8 @@ class FlatGradients(_GradientsInBuffers):
         super().__init__(engine, name)
         if self._wrapper.cpu_offload:
             _replace(self._wrapper, "copy_grads_in_partition", self._copy)
+        if self._wrapper.overlap_comm and not self._wrapper.partition_gradients:
+            _replace(self._wrapper, "reduce_gradients", self._reduce)
 
     def end_step(self) -> None:
         super().end_step()
@@ -198,6 +202,29 @@ class FlatGradients(_GradientsInBuffers):
                 "engine.backward(first + second), or run the passes in `with engine.coalesce_grad_reduction():`. "
                 "engine.zero_grad() drops these gradients"
             )
+
+    def _reduce(self, end: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Reduce what the hooks of the last micro-batch have not, in buckets of their own: ranks that used different
+        layers in it then send unlike sizes as before, which transports refuse, and mix nothing."""
+        wrapper, sent = self._wrapper, False
+        hooked = {number for bucket in wrapper.ipg_buckets.values() for *_, number in bucket.params}
+        for group, params in enumerate(wrapper.bit16_groups):
+            for param in params:
+                number = wrapper.get_param_id(param)
+                done = wrapper.params_already_reduced[number] or number in hooked
+                if done or wrapper.get_gradient_for_reduction(param) is None:
+                    continue
+                if not sent:
+                    self._send_buckets()
+                    sent = True
+                wrapper.reduce_ready_partitions_and_remove_grads(param, group)
+        end(*args, **kwargs)
+
+    def _send_buckets(self) -> None:
+        """As DeepSpeed sends buckets that are full."""
+        self._wrapper.reduce_ipg_grads()
+        for bucket in self._wrapper.ipg_buckets.values() if self._wrapper.contiguous_gradients else ():
+            bucket.index = 1 - bucket.index
 
     def _adds_up(self, group: int) -> bool:
         """Whether a param group has a separate buffer, for sums in fp32 of 16-bit gradients; from 0.19.8 on."""

@@ -266,6 +266,34 @@ def test_a_gradient_that_is_missing_counts_as_zero(stage: int, offload: dict[str
 
 
 @on_ranks(2)
+@cells(
+    bucket=[200, 10_000],
+    contiguous=[False, True],
+    offload=[{}, CPU],
+    precision=["fp32", "bf16+fp32"],
+    both=[False, True],
+)
+def test_what_the_last_micro_batch_does_not_use_is_reduced_with_overlap_as_without(
+    bucket: int, contiguous: bool, offload: dict[str, Any], precision: str, both: bool
+) -> None:
+    """At stage 1, where DeepSpeed reduces in the last micro-batch; of ``both`` layers, or one, that it does not use."""
+
+    def found(overlap: bool) -> dict[str, Tensor]:
+        settings = settings_for("zero", 1, precision, rows=zero.OWN_ROWS // 2, accumulation=2)
+        more = {"overlap_comm": overlap, "contiguous_gradients": contiguous, "reduce_bucket_size": bucket}
+        settings["zero_optimization"] |= more | ({"offload_optimizer": offload} if offload else {})
+        model = Sometimes()
+        if not both:
+            model.extra.bias.requires_grad_(False)
+        with engine_for(settings, model) as engine:
+            for step in range(len(USED_IN)):
+                train_sometimes(engine, step)
+            return full_weights(engine)
+
+    assert same(found(False), found(True))
+
+
+@on_ranks(2)
 @cells(stage=[2, 3], precision=["bf16", "bf16+fp32", "fp16"])
 def test_offloaded_gradients_are_missing_where_others_are(stage: int, precision: str) -> None:
     found = []
