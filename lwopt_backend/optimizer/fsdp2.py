@@ -100,6 +100,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._make_state()
         self._owner_shards()  # adds their keys to ``state``
         self._counted = counted_of(self._steppers, named_like(self.config.copies))
+        mesh_stepping.check_units(self._model, self._steppers, self._counted)
         if self._norms.guard.is_on:
             check_one_has_all(self._steppers)
         if self._attachment is not None and self._attachment.is_on:

@@ -134,8 +134,8 @@ class LayerWiseOptimizer(BaseOptimizer):
         """Step with the gradients since the last step.
 
         A parameter without a gradient on any rank keeps its value and state. If only some ranks have a gradient, the
-        gradients of the others count as zero. A step that ``on_nonfinite`` or ``skip_above`` skips changes no weight
-        and no state on any rank; ``skipped`` says so.
+        gradients of the others count as zero; for a parameter that ``fully_shard`` shards, that is an error. A step
+        that ``on_nonfinite`` or ``skip_above`` skips changes no weight and no state on any rank; ``skipped`` says so.
 
         Args:
             closure: computes the loss and its gradients again, as in torch.optim.

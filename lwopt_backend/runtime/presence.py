@@ -28,6 +28,12 @@ def numbers_on(device: torch.device, numbers: Sequence[int], dtype: torch.dtype)
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
 
 
+def first_of(collectives: Collectives, here: Sequence[bool]) -> list[int]:
+    """Flags of this rank. Their maximum over the ranks tells ``Presence.first`` on which rank one is set first."""
+    number = collectives.world_size - collectives.rank
+    return [number if one else 0 for one in here]
+
+
 class Presence:
     """Which parameters have a gradient on any rank, and the maximum over the ranks of each of their ``flags``, int32.
 
@@ -51,7 +57,8 @@ class Presence:
         self._places = dict(zip(sizes, map(slice, ends, ends[1:])))
         self._pending: Pending | None = None
         self._found: list[int] | None = None
-        mine = [*map(int, self._here), *chain.from_iterable(numbers.values())]
+        self._size = collectives.world_size
+        mine = [*first_of(collectives, self._here), *chain.from_iterable(numbers.values())]
         if collectives.world_size == 1 and not tensors:
             self._found = mine
             return
@@ -64,6 +71,10 @@ class Presence:
         """The largest of each of these flags. Waits for the exchange."""
         return self.anywhere()[self._places[name]]
 
+    def first(self, flag: int) -> int | None:
+        """The first rank of those that a maximum of ``first_of`` comes from; None if there is none."""
+        return self._size - flag if flag else None
+
     def __call__(self, index: int) -> bool:
         """Whether any rank has a gradient for parameter ``index``."""
         return self._here[index] or bool(self.anywhere()[index])
@@ -74,7 +85,8 @@ class Presence:
         return all(self._here)
 
     def anywhere(self) -> list[int]:
-        """One int per parameter, 1 if any rank has a gradient, then all largest flags. Waits for the exchange."""
+        """One flag per parameter, of the first rank that has a gradient (``first_of``), then all largest flags. Waits
+        for the exchange."""
         if self._found is None:
             self.finish()
             self._found = self._flags.tolist()

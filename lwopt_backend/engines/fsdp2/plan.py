@@ -105,7 +105,7 @@ def reduction(model: nn.Module) -> str:
     by_version = False
     for module in model.modules():
         policy = getattr(module._get_fsdp_state(), "_mp_policy", None) if isinstance(module, FSDPModule) else None
-        trained = [p for p in _sharded_by(module) if p.requires_grad and isinstance(p, DTensor)] if policy else []
+        trained = [p for p in sharded_by(module) if p.requires_grad and isinstance(p, DTensor)] if policy else []
         if policy is not None and trained:
             computed = [policy.param_dtype or param.dtype for param in trained]
             kept = [getattr(param, "grad_dtype", param.dtype) or own for param, own in zip(trained, computed)]
@@ -119,12 +119,12 @@ def reduction(model: nn.Module) -> str:
     return f"fully_shard reduces gradients in {dtypes}{';' + reason if by_version else ''}."
 
 
-def _sharded_by(module: nn.Module) -> Iterator[Tensor]:
+def sharded_by(module: nn.Module) -> Iterator[Tensor]:
     """The parameters that ``fully_shard(module)`` shards, or ignores: those that no call for an inner module has."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not isinstance(child, FSDPModule):
-            yield from _sharded_by(child)
+            yield from sharded_by(child)
 
 
 def reshard(model: nn.Module) -> None:
@@ -490,6 +490,29 @@ class MeshStepper:
             self.plan, kinds, collectives, self.device, batch_numel=batch, capture=config.capture
         )
         self._regions = self._find_regions()
+        self._units: list[bool] = []  # by member, whether a fully_shard unit reduces its gradient
+
+    def check_units(self, params: Collection[int]) -> None:
+        """From now on, look for the parameters of fully_shard units, with these ids, that some ranks alone use."""
+        units = [id(member.param) in params for member in self.members]
+        self._units = units if any(units) else []
+
+    def lacking(self, grads: Sequence[Tensor | None], out: Collection[str]) -> list[bool]:
+        """Which members of fully_shard units lack a gradient on this rank, by member; empty if there is no unit."""
+        members = zip(self._units, self.members, grads)
+        return [unit and grad is None and member.name not in out for unit, member, grad in members]
+
+    def unlike(self, presence: Presence) -> str | None:
+        """A sentence about a parameter that ``first_of`` its ``lacking`` shows to be used by some ranks alone."""
+        assert self.mesh is not None
+        ranks = sorted(self.mesh.ranks)
+        for member, having, lacking in zip(self.members, presence.anywhere(), presence.largest("lacking")):
+            if (one := presence.first(having)) is not None and (other := presence.first(lacking)) is not None:
+                return (
+                    f"parameter {member.name!r}, which fully_shard shards: expected a gradient on all ranks of its "
+                    f"mesh or on none, found one on rank {ranks[one]} and none on rank {ranks[other]}"
+                )
+        return None
 
     def presence(
         self, grads: Sequence[Tensor | None], out: Collection[str] = (), **flags: Sequence[int] | Tensor

@@ -21,20 +21,21 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend.config.hosts import NAME
 from lwopt_backend.engines import report
 from lwopt_backend.engines.fsdp2.gradients import Counted
-from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes, place_gradients
+from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes, place_gradients, sharded_by
 from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
-from lwopt_backend.runtime.agreement import disagreement
+from lwopt_backend.runtime.agreement import StepRefused, disagreement
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.early_exchange import EarlyExchange, copied
 from lwopt_backend.runtime.pieces import Slices, Storage
-from lwopt_backend.runtime.presence import Presence, read_at_once
+from lwopt_backend.runtime.presence import Presence, first_of, read_at_once
 from lwopt_backend.runtime.whole import Rules
 
 
@@ -171,7 +172,8 @@ def step_all(
     parameters that were taken out. Called on all ranks. Returns which members of each stepper have a gradient on any
     rank that has them.
 
-    If ``options`` are found to differ, all ranks raise before any weight is changed.
+    If ``options`` are found to differ, or layers of a fully_shard unit that ranks have used, all ranks raise before any
+    weight is changed.
 
     The host reads the flags of other ranks, and so waits for the backward pass, only where something depends on them:
     in steps that compare options, with an ``attachment``, and on a rank that lacks a gradient that other ranks may
@@ -218,6 +220,8 @@ def _meet(
     early and has changed since, and the flags. Raises as ``step_all``."""
     flags = options.flags(groups)
     compares = flags[0] != NONE
+    lacking = [stepper.lacking(of_members, out) for (stepper, *_), of_members in zip(now, grads)]
+    looks = compares or any(map(any, lacking))  # for a difference, which ends the step before state advances
 
     def advance_sent(copies: bool) -> list[Tensor | None]:
         if attachment is None:
@@ -227,22 +231,63 @@ def _meet(
             for number, (stepper, rules, storage) in enumerate(now)
         ]
 
-    # A difference ends the step before state advances, so that the step can be repeated once it is corrected.
-    touched = advance_sent(copies=compares)
+    touched = advance_sent(copies=looks)
     presences = [
-        stepper.presence(of_members, out, options=flags, touched=() if more is None else more)
-        for (stepper, *_), of_members, more in zip(now, grads, touched)
+        stepper.presence(
+            of_members,
+            out,
+            options=flags,
+            lacking=first_of(stepper.collectives, here),
+            touched=() if more is None else more,
+        )
+        for (stepper, *_), of_members, here, more in zip(now, grads, lacking, touched)
     ]
     if compares or any(more is not None for more in touched) or not all(each.complete for each in presences):
         read_at_once(presences)
-    if compares:
-        lines = options.lines(groups)
-        if (error := _difference([stepper for stepper, *_ in now], presences, lines)) is not None:
+    if looks:
+        steppers = [stepper for stepper, *_ in now]
+        error = _used_apart(steppers, presences)
+        if error is None and compares:
+            error = _difference(steppers, presences, options.lines(groups))
+        if error is not None:
             if attachment is not None:
                 attachment.remove()
             raise error
         advance_sent(copies=False)
     return touched, presences
+
+
+def check_units(model: nn.Module, steppers: Sequence[MeshStepper], counted: Sequence[Counted]) -> None:
+    """Let the steppers look, from now on, at what ``fully_shard`` reduces of ``model``: not what it ignores, and not
+    experts, of which ranks have different ones."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    found = {id(param) for module in units for param in sharded_by(module)}
+    for each in counted:
+        if each.different:
+            found -= {id(member.param) for member in steppers[each.stepper].members if member.name in each.names}
+    for stepper in steppers:
+        stepper.check_units(found if stepper.mesh is not None else ())
+
+
+def _used_apart(steppers: Sequence[MeshStepper], presences: Sequence[Presence]) -> Exception | None:
+    """The error about a parameter of a fully_shard unit that some ranks of its mesh alone have used.
+
+    fully_shard reduces what a rank has used of a unit, end to end. Ranks that used different parameters of equal sizes
+    so add up gradients of different parameters; other sizes are an error of the transport. Equal sizes of different
+    parameters mean that every rank lacks one. So every rank looks in that step, and ranks with all gradients need not
+    wait for flags. All that look find this, by flags alone: it calls no collective.
+    """
+    found = (stepper.unlike(each) for stepper, each in zip(steppers, presences) if stepper.mesh is not None)
+    said = next((sentence for sentence in found if sentence), None)
+    if said is None:
+        return None
+    unused = "model.set_reduce_scatter_unused_params(True)"
+    add = f" {unused} adds zeros." if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else ""
+    return StepRefused(
+        f"{NAME}: {said}. Ranks that use different layers of one unit get sums of different layers' gradients from "
+        "torch. Nothing was changed: call zero_grad(), and let all ranks use the same layers, some with a factor of 0, "
+        f"or shard each layer as a unit that all ranks use.{add}"
+    )
 
 
 def _difference(

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -45,9 +45,10 @@ from tests.support.fsdp2 import (
     mesh_of,
     named,
     shard,
+    weights_of,
     whole,
 )
-from tests.support.models import NORM_ROUNDING, UnevenLM, batch
+from tests.support.models import NORM_ROUNDING, UnevenLM, batch, largest_difference
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import gathered
 
@@ -145,7 +146,8 @@ def test_calls_after_a_validation_pass_find_sharded_parameters(tmp_path: Path, c
     run.check()
 
 
-SOME = ("layers.0.weight", "layers.2.bias", "layers.5.weight")
+EXPERT = ("layers.2.weight", "layers.2.bias")
+OTHER_RULE = [{"params": "right.*", "matrix": {"name": "normuon", "lr": 0.02}}]
 
 
 class Reads(TorchFunctionMode):
@@ -168,15 +170,16 @@ class Reads(TorchFunctionMode):
 @cells(sharding=["rows", "expert parallel", "ignored_params"], attach=[False, True])
 def test_host_reads_once_where_a_rank_lacks_a_gradient(sharding: str, attach: bool) -> None:
     """The host reads only where a rank lacks a gradient, and then once. A clip, and a step as on an accelerator; in the
-    first step, options are compared. In the third, rank 1 lacks a gradient."""
-    lacks, found = int(dist.get_rank() == 1), []
+    first step, options are compared. In the third, rank 1 lacks a gradient of an expert or of a plain tensor, or all
+    ranks that of a matrix."""
+    lacks, found = int(dist.get_rank() == 1 or sharding == "rows"), []
     IMMEDIATE.clear()
     try:
         run = BesideTwin(sharding, attach=attach)
         for step in range(3):
             run.backward(step)
             if step == 2 and lacks:
-                run.param(SOME[0]).grad = None
+                run.param(EXPERT[0]).grad = None
             with Reads(run.optimizer) as clip:
                 run.optimizer.clip_grad_norm_(math.inf)
             with Reads(run.optimizer) as reads:
@@ -189,23 +192,107 @@ def test_host_reads_once_where_a_rank_lacks_a_gradient(sharding: str, attach: bo
 
 
 @on_ranks(4)
-@cells(missing_ranks=[[1], [0, 2, 3]], attach=[False, True])
-def test_gradients_that_some_ranks_lack_count_as_zero_there(missing_ranks: list[int], attach: bool) -> None:
-    """In the step and in the norm; in the last step these ranks have none."""
-    run = BesideTwin(attach=attach, bucket_matrices=1)
-    for step, lacking in enumerate([(), SOME, SOME, tuple(run.twin.params)]):
+@cells(missing_ranks=[[1], [2, 3]], attach=[False, True])
+def test_gradients_of_experts_that_some_ranks_lack_count_as_zero_there(missing_ranks: list[int], attach: bool) -> None:
+    """In the step and in the norm; ranks 0 and 2 share an expert, and 1 and 3."""
+    run = BesideTwin("expert parallel", attach=attach, bucket_matrices=1)
+    for step, lacking in enumerate([(), EXPERT, EXPERT[:1], ()]):
         run.backward(step)
         chosen = [run.param(name) for name in lacking if dist.get_rank() in missing_ranks]
         for param in chosen:
             param.grad.to_local().zero_()
         run.twin.step_with_gradients_of(run.model)
-        expected = float(torch.cat([grad.flatten() for grad in gradients_of(run.model).values()]).double().norm())
+        first, second, *_ = gathered(gradients_of(run.model))
+        counted = [*first.values(), *(second[name] for name in EXPERT)]
         for param in chosen:
             param.grad = None
-        assert float(run.optimizer.clip_grad_norm_(math.inf)) == pytest.approx(expected, rel=NORM_ROUNDING)
+        norm = float(torch.cat([grad.flatten() for grad in counted]).double().norm())
+        assert float(run.optimizer.clip_grad_norm_(math.inf)) == pytest.approx(norm, rel=NORM_ROUNDING)
         run.optimizer.step()
         run.optimizer.zero_grad()
     run.check()
+
+
+class Either(nn.Module):
+    """Two layers of one size, of which a forward pass takes one, or the mean of both; and a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        x = (self.left(x) + self.right(x)) / 2 if use == "both" else getattr(self, use)(x)
+        return self.last(x).square().mean()
+
+
+def inputs(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def either(options: dict[str, Any], zeros: bool = False) -> tuple[Any, Any, Callable[[int, str], None]]:
+    """A model that is one fully_shard unit, its optimizer, and this rank's pass of a step."""
+    options, model = {**options}, Either()
+    attach = options.pop("attach", False)
+    fully_shard(model, mesh=mesh_of())
+    if zeros:
+        model.set_reduce_scatter_unused_params(True)
+    optimizer = layer_wise(model, **options)
+    if attach:
+        optimizer.attach(model)
+
+    def back(step: int, use: str) -> None:
+        model(inputs(step, dist.get_rank()), use).backward()
+
+    return model, optimizer, back
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("options", [{}, {"attach": True}, {"matrix": "soap"}, {"overrides": OTHER_RULE}])
+def test_ranks_that_use_different_layers_of_a_unit_raise_before_anything_changes(options: dict[str, Any]) -> None:
+    """torch has then added up gradients of different layers. In the first step, which compares options, and in others;
+    training goes on as if nothing had been tried. A rank that has all gradients waits for no flags, so it raises in
+    steps that compare options."""
+    (tried, ours, back), (model, optimizer, same) = either(options), either(options)
+    last = dist.get_world_size() - 1
+    told = rf"parameter '(left|right).weight'.* on rank (0|{last}) and none on rank (0|{last})\."
+    for step in range(3):
+        if step == 0:
+            back(7, "both")
+            if dist.get_rank() == last:
+                tried.right.weight.grad = None
+        else:
+            back(7, "right" if dist.get_rank() == last else "left")
+        with pytest.raises(RuntimeError, match=told) as raised:
+            ours.step()
+        assert len(set(gathered(str(raised.value)))) == 1
+        ours.zero_grad()
+        for run, one in ((back, ours), (same, optimizer)):
+            run(step, "both")
+            one.step()
+            one.zero_grad()
+    assert largest_difference(weights_of(tried), weights_of(model)) == 0.0
+    for ours_state, state in zip(ours.state.values(), optimizer.state.values()):
+        kept = [key for key, value in state.items() if not value.is_meta]  # what owners keep is shown by the weights
+        assert all(torch.equal(whole(ours_state[key]), whole(state[key])) for key in kept)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch before 2.13")
+@on_ranks(2)
+@pytest.mark.parametrize("attach", [False, True])
+def test_layers_of_a_unit_that_torch_fills_with_zeros_are_trained(attach: bool) -> None:
+    (model, optimizer, back), alone = either({"attach": attach}, zeros=True), Either()
+    matrices = [param for param in alone.parameters() if param.ndim == 2]
+    others = [param for param in alone.parameters() if param.ndim == 1]
+    theirs = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)]
+    for step in range(3):
+        back(step, ("left", "right")[dist.get_rank()])
+        for rank, use in enumerate(("left", "right")):
+            (alone(inputs(step, rank), use) / 2).backward()
+        for each in (optimizer, *theirs):
+            each.step()
+            each.zero_grad()
+    assert largest_difference(weights_of(model), alone) == 0.0
 
 
 @on_ranks(2)
