@@ -177,7 +177,9 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def _attached(self) -> Attachment:
         """Hooks that read the state as it is: to read the attribute is to look at every parameter, for each bucket."""
-        return Attachment(self._steppers, self._matrix_rules, lambda: self.__dict__["state"], lambda: self._checked.out)
+        of: MeshOptimizer = weakref.proxy(self)
+        reads = (lambda: of._matrix_rules(), lambda: of.__dict__["state"], lambda: of._checked.out)
+        return Attachment(self, self._steppers, *reads)
 
     def _matrix_rules(self) -> dict[int, MatrixRule]:
         try:

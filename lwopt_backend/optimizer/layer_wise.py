@@ -125,7 +125,8 @@ class LayerWiseOptimizer(BaseOptimizer):
         super().__init__(with_torchs_keys(groups), {})
         self._begin(rules, self._grouping.trains_matrices, self._grouping.rate, self._grouping.groups)
         self._checked.members = Members(self.param_groups, self._grouping.names)
-        clip_groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups, lambda: self._checked.out)
+        checked = self._checked  # not self, which would be a reference cycle
+        clip_groups = ClipGroups(self.config.clip_groups, self._grouping.clip_groups, lambda: checked.out)
         self._norms = GradientNorms(clip_groups, Guard(self.name, self.config.on_nonfinite, self.config.skip_above))
         self._settles = True  # in a step; ModuleOptimizers settles for all modules
 

@@ -15,7 +15,7 @@ from lwopt_backend.config.hosts import NAME, OwnedConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import loaded, saved
 from lwopt_backend.engines.owned import model as owned_model
-from lwopt_backend.engines.owned.bucket_manager import Hook
+from lwopt_backend.engines.owned.bucket_manager import Hook, remove_with
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.engines.owned.model import (
     Backward,
@@ -96,8 +96,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self._buffers = Buffers(model, shares if self.config.broadcast_buffers else (), self._manager.ledger.send)
         self._manager.pass_ended = self._buffers.send
         if self._buffers.any:
-            for module in called(model):
-                module.register_forward_pre_hook(Hook(self._buffers, lambda buffers, *args: buffers.receive()))
+            receives = Hook(self._buffers, lambda buffers, *args: buffers.receive())
+            remove_with(self._buffers, [module.register_forward_pre_hook(receives) for module in called(model)])
         self._loaded = False
         tell_when_loaded(model, self._take_loaded)
         if self.config.overlap_param_gather:

@@ -1,8 +1,11 @@
 """What a step leaves behind: after ``zero_grad`` nothing keeps a gradient, nor any tensor but weights and state."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -87,3 +90,37 @@ def test_an_engine_keeps_no_more_gradients_than_with_adamw(engine: str, offload:
             made.optimizer.zero_grad()
             kept.append(gradients(made))
     assert kept[0] <= kept[1], kept
+
+
+def hooks(model: nn.Module) -> int:
+    """How many the modules and parameters have."""
+    things = [*model.modules(), *model.parameters()]
+    found = [getattr(thing, kind, None) or () for thing in things for kind in dir(thing) if kind.endswith("_hooks")]
+    found = [each for each in found if not callable(each)]
+    return sum(map(len, found)) + sum("__getstate__" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("engine", ["plain", "plain, lazy", "fsdp2, attached"])
+@on_ranks(2)
+def test_a_deleted_optimizer_leaves_no_hook_even_if_its_loss_is_kept(engine: str) -> None:
+    """A model kept 13 hooks of each optimizer that it had once had; an attached one lived on and went on exchanging."""
+    model, kept = UnevenLM(), list[Any]()
+    model.register_buffer("seen", torch.zeros(1))  # which a hook receives
+    if engine.startswith("fsdp2"):
+        fully_shard(model, mesh=mesh_of())
+    model(*batch(0, 4)).backward()
+    before = hooks(model)
+    for _ in range(2):
+        lazy = {"overlap_param_gather": True} if engine == "plain, lazy" else {}
+        optimizer = LayerWiseOptimizer(model, lr=0.02, report=False, **lazy)
+        kept += [optimizer.attach(model)] if engine == "fsdp2, attached" else []
+        kept.append(model(*batch(0, 4)))
+        kept[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert hooks(model) > before
+        gone = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert gone() is None
+        assert hooks(model) == before

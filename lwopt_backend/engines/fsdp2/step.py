@@ -14,6 +14,7 @@ So state is created when it is first read after 3., without other ranks. Plannin
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -85,7 +86,8 @@ def check_is_of(module: nn.Module, params: Sequence[Sequence[Tensor]], names: Se
 
 
 class Attachment:
-    """Hooks on an optimizer's sharded matrices. ``remove()`` removes them, as does the end of a ``with`` block.
+    """Hooks on an optimizer's sharded matrices. ``remove()`` removes them, as do the end of a ``with`` block and that
+    of ``owner``, which nothing here keeps alive.
 
     ``Tensor.register_post_accumulate_grad_hook`` on a sharded parameter is the only public signal that its gradient has
     been reduced: FSDP2 calls it in the order of the backward pass, which is the same on all ranks.
@@ -93,6 +95,7 @@ class Attachment:
 
     def __init__(
         self,
+        owner: object,
         steppers: Sequence[MeshStepper],
         rules: RulesNow,
         states: Callable[[], States],
@@ -103,6 +106,8 @@ class Attachment:
         self._out = out  # names of parameters that were taken out of the param groups
         self._early: dict[int, EarlyExchange] = {}
         self._handles: list[Any] = []
+        self._ends = weakref.finalize(owner, self.remove)
+        self._ends.atexit = False
         for number, stepper in enumerate(steppers):
             if stepper.plan.buckets:
                 self._early[number] = EarlyExchange(stepper.stepper, stepper.plan.buckets, stepper.device)
@@ -136,6 +141,7 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._ends.detach()
         self.forget()
         self._early = {}
 

@@ -47,6 +47,16 @@ class Hook:
         return self._owner() is not None
 
 
+def remove_with(owner: object, handles: Iterable[Any]) -> None:
+    """Remove these hooks once ``owner`` is gone: a model may have many optimizers one after another."""
+    weakref.finalize(owner, _remove, [*handles]).atexit = False
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
 class _NoHook:
     """Replaces a hook in a copy of its module."""
 
@@ -80,6 +90,7 @@ class BackwardPasses:
         for module in called(model):
             self._handles.append(module.register_forward_pre_hook(Hook(self, BackwardPasses._before_forward)))
             self._handles.append(module.register_forward_hook(Hook(self, BackwardPasses._after_forward)))
+        remove_with(self, self._handles)
 
     @property
     def interrupted(self) -> bool:
@@ -93,8 +104,7 @@ class BackwardPasses:
         self._running = False
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles)
 
     def _before(self, index: int, grad: Tensor) -> None:
         """autograd also runs this for ``torch.autograd.grad``, where nothing is accumulated."""
@@ -118,9 +128,13 @@ class BackwardPasses:
     def _after_forward(self, model: nn.Module, args: Sequence[Any], output: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        begins = Hook(self, BackwardPasses._at_output)  # a loss that is kept does not keep the optimizer
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(lambda grad: self._begin())
+                leaf.register_hook(begins)
+
+    def _at_output(self, grad: Tensor) -> None:
+        self._begin()
 
     def _begin(self) -> None:
         if not self._running:

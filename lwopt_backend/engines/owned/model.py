@@ -18,7 +18,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lwopt_backend.config.hosts import NAME, OwnedConfig
 from lwopt_backend.engines import report
-from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT, BackwardPasses, BucketManager, Hook, is_followed
+from lwopt_backend.engines.owned.bucket_manager import (
+    IN_FLIGHT,
+    BackwardPasses,
+    BucketManager,
+    Hook,
+    is_followed,
+    remove_with,
+)
 from lwopt_backend.engines.owned.step import Holdings, OwnedCore
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import ADVICE, Grouping, InModel, Member
@@ -277,7 +284,7 @@ class Backward:
 # Hooks on a model whose parameters are views of buffers: every reader of parameters waits for them first.
 
 
-def wait_in_forward(model: nn.Module, manager: BucketManager) -> list[Any]:
+def wait_in_forward(model: nn.Module, manager: BucketManager) -> None:
     """A called module waits for the parameters that it reads; one that is saved, loaded or copied waits for all.
 
     A module reads its own, and those of submodules that were never called, because it may use their weights, as
@@ -294,14 +301,17 @@ def wait_in_forward(model: nn.Module, manager: BucketManager) -> list[Any]:
         handles.append(module.register_state_dict_pre_hook(Hook(manager, _before_reading)))
         handles.append(module.register_load_state_dict_pre_hook(Hook(manager, _before_reading)))
         module.__dict__["__getstate__"] = _StateForCopies(manager, module)
-    return handles
+        handles.append(module.__dict__["__getstate__"])
+    remove_with(manager, handles)
 
 
 def tell_when_loaded(model: nn.Module, loaded: Callable[[], None]) -> list[Any]:
     """Call ``loaded``, a bound method, after weights were loaded into the model or a part of it."""
     method = loaded.__func__  # type: ignore[attr-defined]
     hook = Hook(loaded.__self__, lambda owner, *args: method(owner))  # type: ignore[attr-defined]
-    return [module.register_load_state_dict_post_hook(hook) for module in model.modules()]
+    handles = [module.register_load_state_dict_post_hook(hook) for module in model.modules()]
+    remove_with(loaded.__self__, handles)  # type: ignore[attr-defined]
+    return handles
 
 
 def _before_call(
@@ -325,6 +335,13 @@ class _StateForCopies:
         others = earlier._managers if isinstance(earlier, _StateForCopies) else ()
         self._managers: list[weakref.ref[BucketManager]] = [*others, weakref.ref(manager)]
         self._module = weakref.ref(module)
+
+    def remove(self) -> None:
+        """Once its manager is gone. The module keeps one that waits for another."""
+        module = self._module()
+        found = None if module is None else module.__dict__.get("__getstate__")
+        if isinstance(found, _StateForCopies) and not any(reference() for reference in found._managers):
+            del module.__dict__["__getstate__"]
 
     def __call__(self) -> dict[str, Any]:
         module = self._module()
