@@ -29,7 +29,7 @@ from lwopt_backend.groups.registry import with_torchs_keys
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.rules.protocol import AFTER, one_call
 from lwopt_backend.runtime.state import StateStore
-from lwopt_backend.runtime.undisturbed import undisturbed
+from lwopt_backend.runtime.undisturbed import uncompiled, undisturbed
 
 
 class Sharing(NamedTuple):
@@ -130,6 +130,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         self._norms = GradientNorms(clip_groups, Guard(self.name, self.config.on_nonfinite, self.config.skip_above))
         self._settles = True  # in a step; ModuleOptimizers settles for all modules
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with the gradients since the last step.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lwopt_backend import LayerWiseOptimizer
 from tests.support.cells import with_full
 from tests.support.engines import Cell, Engine, running
-from tests.support.models import UnevenLM
+from tests.support.models import UnevenLM, largest_difference
 from tests.support.on_ranks import on_ranks
 from tests.support.owned import Branches, loss_of, optimizer_in, rows, shares
 
@@ -166,3 +166,23 @@ def test_class_that_compiles_is_compiled_after_a_trial() -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert GRAPHS
+
+
+# Code around the optimizer's own calls
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("engine", ["plain", "late parameters", "fsdp2", "attach"])
+def test_a_compiled_step_runs_the_optimizers_calls_as_they_are(engine: str) -> None:
+    """torch.compile(optimizer.step) ended in an internal error of the compiler."""
+    name, options = ENGINES[engine]
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        with running(Cell(name, options=options, steps=2, clip=0.01), UnevenLM()) as made:
+            if compiled:
+                for call in ("step", "clip_grad_norm_", "zero_grad"):
+                    setattr(made.optimizer, call, torch.compile(getattr(made.optimizer, call), backend="eager"))
+            made.train(range(2))
+            found.append(made.weights())
+    assert largest_difference(*found) == 0.0
