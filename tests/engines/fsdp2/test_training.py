@@ -436,7 +436,7 @@ def test_ranks_that_know_different_numbers_of_groups_meet(before: str) -> None:
 
 @on_ranks(2)
 def test_a_parameter_is_taken_out_of_its_group_while_attached() -> None:
-    """The others go on, under their own names."""
+    """The others go on, under their own names. The plan keeps it, because it may be put back."""
     run = BesideTwin(attach=True)
     for step in range(3):
         run.backward(step)
@@ -448,7 +448,7 @@ def test_a_parameter_is_taken_out_of_its_group_while_attached() -> None:
         run.update()
     run.check()
     names = [member.name for stepper in run.optimizer._steppers for member in stepper.members]
-    assert "layers.0.weight" not in names and names.count("layers.2.weight") == 1 and len(names) == 10
+    assert len(names) == len(set(names)) == 11
 
 
 @on_ranks(2)
