@@ -41,12 +41,46 @@ GRANTED: dict[str, tuple[Any, str]] = {
 # Keys that belong elsewhere.
 CLIP = "write gradient_clipping at the top level of ds_config.json; without DeepSpeed, call clip_grad_norm_"
 ROUTED = "the model's structure decides what is a matrix; 'include' and 'exclude' overrule it, by name"
+ATOMS = "say it by name in 'atoms' (docs/matrices.md)"
+ALWAYS = "leave it out: LayerWiseOptimizer always shards state, matrix by matrix"
+LAYOUT = "write 'layout': 'compact', 'padded' or 'auto'"
+PRECISION = "write 'ns_dtype': 'bfloat16' for 'medium', 'float32' for 'high'"
+TENSOR_PARALLEL = "leave it out: matrices are updated whole; 'block_period' updates blocks"
+ADAPTIVE = "write 'adamuon' or 'normuon', or 'emerging_optimizers.adaptive_muon', NVIDIA's class"
 ADVICE = {
     **dict.fromkeys(("max_grad_norm", "clip_grad", "gradient_clipping"), CLIP),
     "grad_norm_skip_threshold": "write 'skip_above'",
     "check_for_nan_in_loss_and_grad": "write 'on_nonfinite': 'raise'",
     **dict.fromkeys(("use_muon", "algorithm", "muon_params", "adamw_params"), ROUTED),
-    **dict.fromkeys(("num_heads", "split_sizes", "flatten"), "say it by name in 'atoms' (docs/matrices.md)"),
+    **dict.fromkeys(("num_heads", "split_sizes", "flatten"), ATOMS),
+    # Megatron's (docs/megatron_names.md)
+    **dict.fromkeys(("use_distributed_optimizer", "use_layer_wise_distributed_optimizer"), ALWAYS),
+    **dict.fromkeys(("use_layer_wise_param_layout", "no_use_layer_wise_param_layout"), LAYOUT),
+    **dict.fromkeys(("bucket_size", "ddp_bucket_size"), "write 'bucket_mb', in MiB"),
+    **dict.fromkeys(("is_qkv_fn", "qkv_split_shapes", "split_qkv", "muon_split_qkv", "muon_no_split_qkv"), ATOMS),
+    **dict.fromkeys(("scale_mode", "muon_scale_mode"), "write 'adjust_lr_fn', with the same name of a mode"),
+    **dict.fromkeys(("coefficient_type", "muon_coefficient_type"), "write 'ns_coefficients' (docs/migration.md)"),
+    **dict.fromkeys(("fp32_matmul_prec", "muon_fp32_matmul_prec"), PRECISION),
+    **dict.fromkeys(("tp_mode", "muon_tp_mode"), TENSOR_PARALLEL),
+    "ddp_pad_buckets_for_high_nccl_busbw": "write 'pad_buckets_for_high_nccl_busbw'",
+    "muon_extra_scale_factor": "write 'extra_scale_factor'",
+    "muon_scalar_optimizer": "write 'elementwise', 'adamw' for Megatron's 'adam'",
+    "num_distributed_optimizer_instances": "write 'group_size', the number of ranks of one instance",
+    "expert_data_parallel_world_size": "write 'expert_group_size'",
+    "config_overrides": "write 'overrides'",
+    "pg_collection": "write 'process_group' and 'expert_process_group'",
+    "model_chunks": "pass the list of modules in place of the model",
+    "fp8_param_gather": "leave it out: parameters that are stored in fp8 are refused; computing in fp8 works",
+    "log_num_zeros_in_grad": "call count_zeros(names)",
+    "init_state_fn_list": "leave it out: state is made with the optimizer",
+}
+# Rules by their names in Megatron.
+RULES = {
+    "dist_muon": "write 'muon', which is layer-wise here",
+    "dist_adaptive_muon": ADAPTIVE,
+    "adaptive_muon": ADAPTIVE,
+    "namo": "write 'emerging_optimizers.adaptive_muon', the class of NVIDIA that computes it",
+    "adam": "Megatron's is 'adamw' here, an element-wise rule; torch.optim.Adam is a class (docs/optimizers.md)",
 }
 # What DeepSpeed 0.19's Muon, its AdamW and torch.optim.AdamW use by default.
 Section = dict[str, Any]

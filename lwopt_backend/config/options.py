@@ -55,6 +55,18 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close!r}?" if close else f"known: {', '.join(map(repr, known))}"
 
 
+def spelling(name: str, known: Iterable[str]) -> str:
+    """As ``suggestion``, of names of algorithms, where only the same letters are another spelling: 'newton_muon' is not
+    'normuon', and 'adam' not 'adamw'."""
+    known = list(known)
+    close = nearest(name, [each for each in known if _letters(each) == _letters(name)])
+    return f"did you mean {close!r}?" if close else f"known: {', '.join(map(repr, known))}"
+
+
+def _letters(name: str) -> set[str]:
+    return {*name.lower()} - {*"-_ "}
+
+
 def glob_suggestion(glob: str, names: Iterable[str]) -> str:
     """A clause for an error message on a glob that matches none of ``names``."""
     names = list(names)

@@ -11,10 +11,17 @@ from torch import Tensor, nn
 
 from lwopt_backend.config import foreign
 from lwopt_backend.config.hosts import HOSTS, HostConfig, ZeROConfig
-from lwopt_backend.config.options import checked, options_in, suggestion, within
+from lwopt_backend.config.options import checked, options_in, within
 from lwopt_backend.groups import Group
 from lwopt_backend.groups.optimizer_classes import as_class, class_named, path_of
-from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, check_options, known_of, options_of
+from lwopt_backend.groups.registry import (
+    ELEMENTWISE_RULES,
+    MATRIX_RULES,
+    check_options,
+    known_of,
+    options_of,
+    rule_hint,
+)
 from lwopt_backend.routing.routing import as_globs, named_like
 
 KINDS: Mapping[str, Mapping[str, object]] = {"matrix": MATRIX_RULES, "elementwise": ELEMENTWISE_RULES}
@@ -206,7 +213,7 @@ def _check_rule(kind: str, name: object) -> None:
         if kind == "elementwise":
             of_other += "; register_elementwise adds a class whose update is element-wise (docs/optimizers.md)"
         is_other = any(name in rules for rules in KINDS.values())
-        raise ValueError(f"unknown rule {name!r}; {of_other if is_other else suggestion(name, KINDS[kind])}")
+        raise ValueError(f"unknown rule {name!r}; {of_other if is_other else rule_hint(name, KINDS[kind])}")
 
 
 def _overrides(given: Any, made: Mapping[str, Group]) -> tuple[Override, ...]:

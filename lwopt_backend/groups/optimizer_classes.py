@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, TypeGuard
@@ -20,7 +20,7 @@ from lwopt_backend.config.options import (
     Known,
     Option,
     install_command,
-    suggestion,
+    spelling,
 )
 from lwopt_backend.rules.protocol import option
 
@@ -60,7 +60,7 @@ def as_class(section: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(name, str) or not name.startswith("emerging_optimizers."):
         return section
     if name not in EMERGING:
-        raise ValueError(f"unknown rule {name!r}; {suggestion(name, EMERGING)}")
+        raise ValueError(f"unknown rule {name!r}; {spelling(name, EMERGING)}")
     if "class" in section:
         raise ValueError(f"{name!r} is the name of a class, and {section['class']!r} another; leave one out")
     return {**section, "name": "torch_optimizer", "class": EMERGING[name]}
@@ -102,7 +102,7 @@ def class_named(path: str) -> type[torch.optim.Optimizer]:
     found = getattr(module, name, None)
     if found is None:
         known = [key for key, value in vars(module).items() if _is_optimizer(value)]
-        raise ValueError(f"class {path!r}: {module_name} has no {name!r}; {suggestion(name, known)}")
+        raise ValueError(f"class {path!r}: {module_name} has no {name!r}; {spelling(name, known)}")
     if not _is_optimizer(found):
         raise ValueError(f"class {path!r}: expected a torch.optim.Optimizer, found {found!r}")
     return found
@@ -182,9 +182,23 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, torch.dtype)
 
 
-def check_arguments(values: Mapping[str, Any], path: str | None = None) -> None:
-    """Raises ValueError for values with which the class cannot be made. It is made as in a step."""
+def check_without_modes(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Raises ValueError for a class that has other weights for an evaluation, such as the schedule-free ones."""
+    if all(callable(getattr(optimizer_class, mode, None)) for mode in ("train", "eval")):
+        raise ValueError(
+            f"{path_of(optimizer_class)}: expected a class whose weights are one for training and evaluation, found "
+            "train() and eval(), which this optimizer does not have: an evaluation or a checkpoint would take the "
+            "weights of training; choose another class"
+        )
+
+
+def check_arguments(values: Mapping[str, Any], path: str | None = None, built_in: Container[str] = ()) -> None:
+    """Raises ValueError for values with which the class cannot be made. It is made as in a step.
+
+    ``built_in`` are names of rules.
+    """
     path = path or path_of(values["class"])
+    check_without_modes(class_named(path))
     known = _arguments_of(path)
     arguments = {key: value for key, value in values.items() if key in known}
     rate = arguments.get("lr", 0.0)
@@ -195,7 +209,10 @@ def check_arguments(values: Mapping[str, Any], path: str | None = None) -> None:
         return
     needed = {key: value for key, value in arguments.items() if known[key].default is REQUIRED}
     if (cause := _error_of(path, needed)) is not None:  # whatever the other arguments are
-        said = f"{type(cause).__name__}: {cause}"
+        cause = _error_of(path, needed, in_group=True) or cause  # of classes that take only param groups
+        name = path.rpartition(".")[2].lower()
+        instead = f"; write the rule {name!r}, which is built in" if name in built_in else ""
+        said = f"{type(cause).__name__}: {cause}{instead}"
         raise ValueError(f"{path} cannot be made with one matrix as its parameters: {said}") from error
     said = str(error)
     if not isinstance(error, ValueError):  # Python's own, without the argument's name
@@ -206,11 +223,12 @@ def check_arguments(values: Mapping[str, Any], path: str | None = None) -> None:
     raise ValueError(f"{path} refuses these arguments: {said}") from error
 
 
-def _error_of(path: str, arguments: Mapping[str, Any]) -> Exception | None:
+def _error_of(path: str, arguments: Mapping[str, Any], *, in_group: bool = False) -> Exception | None:
     """The exception that the class raises when made with these arguments, if any; or one if it changes weights then."""
     param = _matrix()
+    made: Callable[..., torch.optim.Optimizer] = class_named(path)
     try:
-        class_named(path)([param], **arguments)
+        made([{"params": [param]}] if in_group else [param], **arguments)
     except Exception as error:
         return error
     if torch.equal(param, _matrix()):

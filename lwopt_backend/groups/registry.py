@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from lwopt_backend.config.foreign import RULES
 from lwopt_backend.config.hosts import HostConfig
-from lwopt_backend.config.options import Known, checked, options_in, suggestion, within
+from lwopt_backend.config.options import Known, checked, options_in, spelling, within
 from lwopt_backend.groups import Group, Groups
-from lwopt_backend.groups.optimizer_classes import CautiousDecay, arguments_of, check_arguments, class_named, path_of
+from lwopt_backend.groups.optimizer_classes import (
+    EMERGING,
+    CautiousDecay,
+    arguments_of,
+    check_arguments,
+    check_without_modes,
+    class_named,
+    path_of,
+)
 from lwopt_backend.plan import Atom, TrainedParam
 from lwopt_backend.plan.cost import SECOND_MOMENT_FLOPS, newton_schulz_flops, shampoo_flops, soap_flops
 from lwopt_backend.plan.owners import Wire
@@ -174,13 +183,14 @@ def register_elementwise(
         source: publication or package, for tables.
 
     Raises:
-        ValueError: for a name that is taken.
+        ValueError: for a name that is taken, and a class with ``train()`` and ``eval()``.
 
     Examples:
         >>> def new_state(flat, options):
         ...     return {"step": torch.zeros(()), "square_avg": torch.zeros_like(flat)}
         >>> register_elementwise("my_rmsprop", torch.optim.RMSprop, new_state=new_state)
     """
+    check_without_modes(optimizer)
     declared = options or path_of(optimizer)
     made = ElementwiseEntry(
         name=name, declared=declared, optimizer=optimizer, new_state=new_state, counters=counters, source=source
@@ -192,8 +202,17 @@ def rule_named(name: str) -> MatrixEntry | ElementwiseEntry:
     """The rule of that name, of either kind. Raises ValueError with the nearest known name."""
     found = MATRIX_RULES.get(name) or ELEMENTWISE_RULES.get(name)
     if found is None:
-        raise ValueError(f"unknown rule {name!r}; {suggestion(name, [*MATRIX_RULES, *ELEMENTWISE_RULES])}")
+        raise ValueError(f"unknown rule {name!r}; {rule_hint(name, [*MATRIX_RULES, *ELEMENTWISE_RULES])}")
     return found
+
+
+def rule_hint(name: str, known: Iterable[str]) -> str:
+    """A clause for an error message on the name of a rule that is not ``known``."""
+    if name.lower() in RULES:
+        return RULES[name.lower()]
+    known, of_nvidia = list(known), f"emerging_optimizers.{name}"
+    is_class = of_nvidia in EMERGING and "torch_optimizer" in known
+    return f"write {of_nvidia!r}, NVIDIA's class" if is_class else spelling(name, known)
 
 
 def known_of(rule: str, given: Mapping[str, Any]) -> Known:
@@ -216,7 +235,7 @@ def check_options(rule: str, values: Mapping[str, Any]) -> None:
     if isinstance(found.declared, type):
         found.declared(**values)
     else:
-        check_arguments(values, found.declared)
+        check_arguments(values, found.declared, MATRIX_RULES)
 
 
 def options_of(rule: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -271,8 +271,10 @@ def test_nvidias_registry_names_classes() -> None:
 @pytest.mark.parametrize(("missing", "told"), [("emerging_optimizers", "'emerging-opt"), ("triton.language", "triton")])
 def test_names_that_nvidias_registry_lacks_are_told(missing: str, told: str) -> None:
     """A name that the registry lacks, and a package that is not there, are told."""
-    with pytest.raises(ValueError, match="unknown rule 'emerging_optimizers.sop'; did you mean 'emerging_optimizers.s"):
-        LayerWiseOptimizer(nn.Linear(3, 2), "emerging_optimizers.sop", report=False)
+    with pytest.raises(
+        ValueError, match="unknown rule 'emerging_optimizers.saop'; did you mean 'emerging_optimizers.soap"
+    ):
+        LayerWiseOptimizer(nn.Linear(3, 2), "emerging_optimizers.saop", report=False)
     absent = mock.patch.object(importlib, "import_module", side_effect=ModuleNotFoundError(name=missing))
     with absent, pytest.raises(ValueError, match=f"cannot be imported: .*; run: pip install {told}"):
         LayerWiseOptimizer(nn.Linear(3, 2), {"name": "emerging_optimizers.soap", "lr": 0.1}, report=False)

@@ -199,9 +199,11 @@ OF_ONE: dict[Door, list[Wrong]] = {
         (of_class(ADAM, betas=3), "Adam refuses these arguments: betas is 3; expected a value like (0.9, 0.999)"),
         (of_class("no_such_package.X"), "cannot be imported: No module named"),
         (of_class("torch.nn.Linear"), "expected a torch.optim.Optimizer, found <class 'torch.nn.modules.linear."),
-        (of_class("pytorch_optimizer.Muon", lr=0.02), "Muon cannot be made with one matrix as its parameters: Runtime"),
+        (of_class("pytorch_optimizer.Muon", lr=0.02), "Muon cannot ... `use_muon` must be set.; write the rule 'muon'"),
         (of_class(ADAM, lr=0.1, eps=-1.0), "torch.optim.Adam refuses these arguments: Invalid epsilon value: -1.0"),
         (of_class("torch.optim.SGD", lr=math.nan), "SGD: lr: expected a finite number of at least 0, found nan"),
+        (of_class("pytorch_optimizer.ScheduleFreeAdamW"), "matrix: ... found train() and eval(), which this optimizer"),
+        (of_class("pytorch_optimizer.SPlus"), "matrix: ... found train() and eval(), which this optimizer does not"),
     ],
     owned: [
         (
@@ -225,6 +227,24 @@ OF_ONE: dict[Door, list[Wrong]] = {
 BEGIN = {
     **{owned: "ValueError: LayerWiseOptimizer", layer_wise: "ValueError: LayerWise:"},
     **{layer_wise_muon: "ValueError: LayerWiseMuon:", in_a_group: "ValueError: "},
+}
+OF_MEGATRON = {  # by docs/data/megatron_names.csv
+    "use_distributed_optimizer": "leave it out: LayerWiseOptimizer",
+    "no_use_layer_wise_param_layout": "write 'layout'",
+    "ddp_bucket_size": "write 'bucket_mb'",
+    "ddp_pad_buckets_for_high_nccl_busbw": "write 'pad_buckets_for_high_nccl_busbw'",
+    "num_distributed_optimizer_instances": "write 'group_size'",
+    "expert_data_parallel_world_size": "write 'expert_group_size'",
+    "config_overrides": "write 'overrides'",
+    "pg_collection": "write 'process_group'",
+    "muon_split_qkv": "say it by name in 'atoms'",
+    "muon_scale_mode": "write 'adjust_lr_fn'",
+    "muon_extra_scale_factor": "write 'extra_scale_factor'",
+    "muon_coefficient_type": "write 'ns_coefficients'",
+    "muon_tp_mode": "leave it out: matrices are updated whole",
+    "muon_scalar_optimizer": "write 'elementwise'",
+    "fp8_param_gather": "leave it out: parameters that are stored in fp8",
+    "log_num_zeros_in_grad": "call count_zeros(names)",
 }
 ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stands for anything
     *(((door,), given, f"{BEGIN[door]} ... {found}") for door, rows in OF_ONE.items() for given, found in rows),
@@ -273,6 +293,14 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
     ((owned,), {"process_group": 5}, f"TypeError: process_group: {GROUP}"),
     ((owned,), {"expert_params": "1.*", "expert_process_group": 5}, f"TypeError: expert_process_group: {GROUP}"),
     ((ModuleOptimizers,), {"optimizers": {}, "process_group": 5}, f"TypeError: process_group: {GROUP}"),
+    # Other algorithms are not other spellings
+    *((RULES, {"matrix": name}, f"unknown rule {name!r}; known: 'muon', ") for name in ("newton_muon", "kl_shampoo")),
+    (RULES, {"elementwise": "adam"}, "unknown rule 'adam'; Megatron's is 'adamw' here, an element-wise rule"),
+    (RULES, {"matrix": "dist_muon"}, "unknown rule 'dist_muon'; write 'muon', which is layer-wise here"),
+    (RULES, {"matrix": "adaptive_muon"}, "unknown rule 'adaptive_muon'; write 'adamuon' or 'normuon', or 'emerging_op"),
+    (RULES, {"matrix": "spel"}, "unknown rule 'spel'; write 'emerging_optimizers.spel', NVIDIA's class"),
+    *((RULES, {"matrix": name}, "did you mean 'normuon'?") for name in ("NorMuon", "nor_muon", "normoun")),
+    *((DOORS, {name: True}, f"unknown key {name!r}; {answer}") for name, answer in OF_MEGATRON.items()),
 ]
 
 
