@@ -116,7 +116,7 @@ def _draw(content: dict[str, Any], html: Path | None, png: Path | None, show: Ca
 
 def _print(console: Console | None, model: ModelShapes, study: Study) -> None:
     from lwopt_backend.cli import tables
-    from lwopt_backend.engines.report import routing_headline, routing_table, show_digest, standard_output
+    from lwopt_backend.engines.report import print_whole, routing_headline, routing_table, show_digest, standard_output
 
     console = console or standard_output()
     console.print(f"Model: {model.source}")
@@ -126,7 +126,7 @@ def _print(console: Console | None, model: ModelShapes, study: Study) -> None:
     for sentence in tables.headline(study):
         console.print(sentence)
     if len(study.stages) > 1:
-        console.print(tables.stage_table(study))
-    console.print(tables.rank_table(study.worst))
-    console.print(tables.collective_table(study.worst))
+        print_whole(console, tables.stage_table(study))
+    print_whole(console, tables.rank_table(study.worst))
+    print_whole(console, tables.collective_table(study.worst))
     show_digest(console, study.digest)

@@ -10,7 +10,9 @@ from contextlib import redirect_stdout
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
+
+WIDE = 100  # characters that a column of sources needs
 
 
 def rules(
@@ -37,31 +39,41 @@ def rules(
         print(json.dumps(found, indent=2, default=str))
         return
     console = standard_output()
-    table = Table("rule", "for", "state", "cost", "source", title="Rules")
+    table = Table(*_texts("rule", "for", "state", "cost", "source"), title="Rules")
     for rule in found["rules"]:
         table.add_row(*(rule[key] for key in ("name", "for", "state", "cost", "source")))
     console.print(table)
     if found["published"]:
         console.print(_named(found["published"]))
     for rule in found["rules"]:
-        titled = _table(f"{rule['name']}, for {rule['for']}", rule["options"])
+        titled = _table(f"{rule['name']}, for {rule['for']}", rule["options"], console.width)
         console.print(f"{rule['name']}: {rule['note']}" if rule["note"] else titled)
     for host in found["hosts"]:
-        console.print(_table(f"on {host['name']}, for the whole optimizer", host["options"]))
+        console.print(_table(f"on {host['name']}, for the whole optimizer", host["options"], console.width))
     if found["atoms"]:
-        console.print(_table("a division in atoms", found["atoms"]))
+        console.print(_table("a division in atoms", found["atoms"], console.width))
 
 
 def _named(rows: Sequence[Mapping[str, str]]) -> Table:
-    table = Table("published as", "rule", "options", "state", "sent", "equals one process", title="By their names")
+    columns = _texts("published as", "rule", "options", "state", "sent", "equals one process")
+    table = Table(*columns, title="By their names")
     for row in rows:
         table.add_row(*row.values())
     return table
 
 
-def _table(title: str, options: Sequence[Mapping[str, str]]) -> Table:
-    columns = ("default", "meaning", "source")
-    table = Table("option", *columns, title=title)
+def _table(title: str, options: Sequence[Mapping[str, str]], width: int) -> Table:
+    """Where there is no room for a column of sources, they are beside the meanings, so that no value to write is
+    broken."""
+    if width < WIDE:
+        options = [{**option, "meaning": f"{option['meaning']} ({option['source']})"} for option in options]
+    columns = ("default", "meaning", "source")[: 2 if width < WIDE else 3]
+    table = Table(*_texts("option", *columns), title=title)
     for option in options:
         table.add_row(option["name"], *(option[key] for key in columns))
     return table
+
+
+def _texts(*headings: str) -> list[Column]:
+    """Columns of a table, none of which is cut: what is too long for its line goes on in the next."""
+    return [Column(heading, overflow="fold", no_wrap=heading in ("option", "default")) for heading in headings]

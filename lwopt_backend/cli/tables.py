@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from lwopt_backend.engines.report import WIDTH_WITHOUT_TERMINAL, nbytes, numbers, shown_ranks
+from lwopt_backend.engines.report import WIDTH_WITHOUT_TERMINAL, nbytes, numbers, shown_ranks, which_ranks
 from lwopt_backend.groups.registry import MATRIX_RULES
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.planner.part import Part
@@ -94,7 +94,7 @@ def rank_table(stage: Stage) -> Table:
         kinds.remove("exchange")
     else:
         kinds = kinds[:-2]
-    table = Table(*numbers("rank", "work ms", *kinds), title="Per rank")
+    table = Table(*numbers("rank", "work ms", *kinds), title="Per rank", caption=which_ranks(loads))
     for rank in shown_ranks(loads):
         sizes = [nbytes(getattr(memory[rank], kind)) for kind in kinds]
         table.add_row(str(rank), f"{1e3 * stage.setting.seconds(loads[rank]):.3g}", *sizes)

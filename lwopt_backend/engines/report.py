@@ -23,6 +23,7 @@ from lwopt_backend.plan import MatrixPlan, StepTime
 from lwopt_backend.routing.routing import Route
 
 WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width; 80 columns would cut names
+BORDER = 3  # of a column, in characters
 MOST_RANKS = 16
 LOGGER = logging.getLogger("lwopt_backend")
 LOGGER.addHandler(logging.NullHandler())
@@ -35,7 +36,7 @@ def show(routes: Sequence[Route], groups: Groups, plans: Described, plan_digest:
     with reporting() as console:
         show_routing(console, routes, groups)
         for each in chain.from_iterable(plans):
-            console.print(each)
+            print_whole(console, each)
         show_digest(console, plan_digest)
 
 
@@ -91,13 +92,40 @@ class WithoutGradient:
 
 def show_digest(console: Console, plan_digest: str) -> None:
     """Print the last line about a plan, in a run and from ``lwopt plan``."""
-    console.print(f"Plan {plan_digest}: equal plans have equal names, on every rank and machine.")
+    console.print(f"Plan {plan_digest}: equal plans have equal digests, on every rank and machine.")
 
 
 def standard_output() -> Console:
     """A console on standard output, with a minimum width outside a terminal."""
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
     return Console(file=sys.stdout, width=width, highlight=False, markup=False)
+
+
+def print_whole(console: Console, shown: str | Table) -> None:
+    """Print a sentence or a table of figures. A table that is too wide is printed in parts, each with the first column:
+    rich would cut figures."""
+    wide = console.options.update_width(sys.maxsize)
+    if not isinstance(shown, Table) or console.measure(shown, options=wide).maximum <= console.width:
+        console.print(shown)
+        return
+    cells = [list(column.cells) for column in shown.columns]
+    widths = [
+        max(map(len, [*str(column.header).split(), *map(str, of_column)]))
+        for column, of_column in zip(shown.columns, cells)
+    ]
+    parts: list[list[int]] = []
+    for number in range(1, len(widths)):
+        if not parts or 1 + sum(widths[each] + BORDER for each in (*parts[-1], number)) > console.width:
+            parts.append([0])
+        parts[-1].append(number)
+    for part in parts:
+        table = Table(title=shown.title, caption=shown.caption)
+        for number in part:
+            column = shown.columns[number]
+            table.add_column(column.header, justify=column.justify, width=widths[number])
+        for row in zip(*(cells[number] for number in part)):
+            table.add_row(*row)
+        console.print(table)
 
 
 def numbers(*headings: str) -> list[Column]:
@@ -245,7 +273,7 @@ def rank_table(
     busy are shown.
     """
     work = " / ".join(sorted({MATRIX_RULES[rule].work for rule in rules if rule in MATRIX_RULES})) or "matrix"
-    table = Table(*numbers("rank", f"{work} GFLOP", "of all", *columns))
+    table = Table(*numbers("rank", f"{work} GFLOP", "of all", *columns), caption=which_ranks(loads))
     for place in shown_ranks(loads):
         number = str(ranks[place] if ranks else place)
         shares = f"{loads[place] / 1e9:.3g}", f"{loads[place] / max(1, sum(loads)):.1%}"
@@ -260,6 +288,12 @@ def shown_ranks(loads: Sequence[int]) -> list[int]:
         return list(ranks)
     extremes = {max(ranks, key=loads.__getitem__), min(ranks, key=loads.__getitem__)}
     return sorted(extremes | set(ranks[: MOST_RANKS - 2]))
+
+
+def which_ranks(loads: Sequence[int]) -> str | None:
+    """A caption, if ``shown_ranks`` are not all."""
+    shown = len(shown_ranks(loads))
+    return f"{shown} of {len(loads)} ranks: the first, the busiest, the least busy" if shown < len(loads) else None
 
 
 def nbytes(count: int) -> str:

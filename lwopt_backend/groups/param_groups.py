@@ -369,13 +369,13 @@ def _check_extra(key: str, name: str, of_matrix: Known, of_others: Known) -> Non
 def rates(groups: Groups) -> list[tuple[str, int, str, str]]:
     """The rule of each param group, the number of its parameters, its learning rate and its weight decay.
 
-    Groups alike in these are one. Default values are marked, because they may not be intended.
+    Groups alike in these are one. Values that are the default's are marked, because they may not be intended.
     """
     counts: dict[tuple[str, str, str], int] = {}
     for group in groups:
         known, options = known_in(group), arguments(group)
         found = [
-            f"{plain(options[key]):g}{', the default' if options[key] == known[key].default else ''}"
+            f"{plain(options[key]):g}{', as by default' if options[key] == known[key].default else ''}"
             if options.get(key) is not None
             else ("left to the class" if key in known.keys() - options.keys() else "none")
             for key in SHARED

@@ -244,7 +244,7 @@ def plan_study(model: ModelShapes, deployment: Deployment, setting: Setting, *, 
             f"--tp {deployment.tp} is not planned for engine {setting.engine!r}: names and shapes do not show how "
             "DeepSpeed's tensor parallelism cuts a matrix; "
             + ("stage 3 trains no such model." if setting.engine == "zero3" else "a run prints its plan.")
-            + " Leave --tp out, or plan it for 'owned' or 'fsdp2'"
+            + " Leave --tp out, or plan it for 'fsdp2'"
         )
     planned, divided = [], model.divided
     for index, members in enumerate(stages(model.routes, deployment.pp)):

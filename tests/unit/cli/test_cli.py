@@ -19,6 +19,7 @@ from lwopt_backend.cli.tables import recording
 from lwopt_backend.config.atoms import Division
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.options import options_in
+from lwopt_backend.engines import report
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES
 from lwopt_backend.plan.cost import max_min_squared
 from lwopt_backend.planner import picture
@@ -221,7 +222,7 @@ WRONG = {
     "plan --shapes S --world-size 8 --cluster h100-8x": "did you mean 'h100-8x-ib'?",
     "plan --shapes S --world-size 8 --group-size auto": "'--group-size': Input should be a valid integer",
     "plan --shapes S --world-size 8 --engine zero2 --layout padded": "only with engine 'plain', found 'zero2'",
-    "plan --shapes S --world-size 8 --engine zero2 --tp 2": "--tp 2 is not planned for engine 'zero2': names and",
+    "plan --shapes S --world-size 8 --engine zero2 --tp 2": "prints its plan. Leave --tp out, or plan it for 'fsdp2'",
     "plan --shapes S --world-size 8 --option layout": "--option 'layout': expected KEY=VALUE, such as",
     "plan --shapes S --world-size 8 --layout padded --option layout=auto": "expected 'layout' once",
     "plan --shapes S --world-size 8 --option a=1 --option b=2": "2 wrong options: unknown key 'a'; known",
@@ -325,3 +326,25 @@ def test_options_and_numbers_that_would_ask_for_much_are_refused(shapes: Path) -
     assert "maximum recursion depth exceeded" in refused(*words, 4, "--option", f"layout={'[' * 3000}")
     assert "aliases" in refused(*words, 4, "--option", "atoms={a: &a {}, b: *a}")
     assert "65536" in refused(*words, 10**9)
+
+
+def words(text: str) -> set[str]:
+    return {word for word in text.split() if any(map(str.isalnum, word))}
+
+
+@pytest.mark.parametrize(
+    "arguments", ["plan --shapes S --world-size 64", "plan --shapes S --world-size 8", "rules muon"]
+)
+def test_a_narrow_terminal_gets_every_figure_and_value_whole(
+    arguments: str, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """80 columns had "0.4…" for milliseconds, and "'match_rms_adam…" for a value to write."""
+    given, wide = [shapes if word == "S" else word for word in arguments.split()], {}
+    for width in (200, 80):
+        monkeypatch.setattr(report, "WIDTH_WITHOUT_TERMINAL", width)
+        wide[width] = run(*given)
+    assert "…" not in wide[80] and max(map(len, wide[80].splitlines())) <= 80
+    known = words(wide[200])
+    figures = {word for word in known if word[0].isdigit() or word.startswith("'")}
+    assert figures and {word for word in figures if word not in wide[80]} == set()
+    assert ("ranks: the first, the busiest, the least busy" in wide[80]) == ("64" in arguments)
