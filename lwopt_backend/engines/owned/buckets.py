@@ -303,6 +303,10 @@ class BucketBuffers:
         """Forget what was reduced of these parameters' gradients. Called after ``arrive``."""
         self._beside.join()
         self._settle_across()
+        if self._keep_full and self.full is not None:  # where a gradient that came later stays
+            for param in params:
+                if self._params[param].grad is None:
+                    self.view(self.full, param).zero_()
         for piece, grad in zip(self.pieces, self.owned_grads()) if self.mine is not None else ():
             if piece.param in params:
                 grad.zero_()

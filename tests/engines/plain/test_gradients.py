@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.presence import largest_of_all
 from tests.support import owned
 from tests.support.cells import cells
-from tests.support.models import UnevenLM
+from tests.support.models import LinearLoss, UnevenLM
 from tests.support.on_ranks import on_ranks
 from tests.support.owned import exact_sums, shares
 from tests.support.zero import Masters, batch_shares
@@ -241,3 +242,16 @@ def test_narrow_models_equal_fp32_masters(dtype: torch.dtype, mixed: bool, layou
         single.advance(step, 2, scale=2.0)  # its loss is that of two micro-batches, halved
     optimizer.synchronize()
     owned.assert_same(model, single.low)
+
+
+@on_ranks(2)
+def test_a_gradient_that_was_dropped_counts_in_no_norm() -> None:
+    """Of kept gradients it was still in the owners' buffers, so a clip was at the norm of all."""
+    for kept in (False, True):
+        model = LinearLoss()
+        optimizer = LayerWiseOptimizer(model, lr=0.02, keep_full_grads=kept, report=False)
+        model(1.0).backward()
+        model.last.bias.grad = None
+        expected = pytest.approx((96**2 + 24**2) ** 0.5)
+        assert float(optimizer.grad_norm()) == expected
+        assert float(optimizer.clip_grad_norm_(1e3)) == expected
