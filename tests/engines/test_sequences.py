@@ -248,6 +248,8 @@ def evaluate(side: One) -> None:
     made = side.made if isinstance(side, OnDeepSpeed) else side.model
     with torch.no_grad():
         made(1.0, [*NAMES])
+    if hasattr(made, "reshard"):  # or FSDP2 would show its gathered copies as parameters: a thaw would be theirs
+        made.reshard()
 
 
 def clip_value(side: One, most: float) -> None:
