@@ -211,7 +211,7 @@ def on_branches(name: str) -> tuple[Any, Any]:
 
 @on_ranks(2)
 @cells(name=ENGINES, who=["optimizer", "model"])
-def test_a_layer_without_another_gradient_is_stepped_on_its_zeros(name: str, who: str) -> None:
+def test_zeroed_layer_is_stepped_on_its_zeros(name: str, who: str) -> None:
     """Whoever cleared, and whichever rank had the gradient; one that never had a gradient, or None, is not."""
     alone, (model, optimizer) = exact_branches(), on_branches(name)
     theirs, rank, moved = optimizers_of(alone), dist.get_rank(), []

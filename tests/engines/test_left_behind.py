@@ -102,7 +102,7 @@ def hooks(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("engine", ["plain", "plain, lazy", "fsdp2, attached"])
 @on_ranks(2)
-def test_a_deleted_optimizer_leaves_no_hook_even_if_its_loss_is_kept(engine: str) -> None:
+def test_deleted_optimizer_leaves_no_hook(engine: str) -> None:
     """A model kept 13 hooks of each optimizer that it had once had; an attached one lived on and went on exchanging."""
     model, kept = UnevenLM(), list[Any]()
     model.register_buffer("seen", torch.zeros(1))  # which a hook receives

@@ -193,7 +193,7 @@ def test_host_reads_once_where_a_rank_lacks_a_gradient(sharding: str, attach: bo
 
 @on_ranks(4)
 @cells(missing_ranks=[[1], [2, 3]], attach=[False, True])
-def test_gradients_of_experts_that_some_ranks_lack_count_as_zero_there(missing_ranks: list[int], attach: bool) -> None:
+def test_expert_gradients_some_ranks_lack_count_as_zero(missing_ranks: list[int], attach: bool) -> None:
     """In the step and in the norm; ranks 0 and 2 share an expert, and 1 and 3."""
     run = BesideTwin("expert parallel", attach=attach, bucket_matrices=1)
     for step, lacking in enumerate([(), EXPERT, EXPERT[:1], ()]):
@@ -249,7 +249,7 @@ def either(options: dict[str, Any], zeros: bool = False) -> tuple[Any, Any, Call
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("options", [{}, {"attach": True}, {"matrix": "soap"}, {"overrides": OTHER_RULE}])
-def test_ranks_that_use_different_layers_of_a_unit_raise_before_anything_changes(options: dict[str, Any]) -> None:
+def test_ranks_that_use_different_layers_of_a_unit_raise(options: dict[str, Any]) -> None:
     """torch has then added up gradients of different layers. In the first step, which compares options, and in others;
     training goes on as if nothing had been tried. A rank that has all gradients waits for no flags, so it raises in
     steps that compare options."""
@@ -280,7 +280,7 @@ def test_ranks_that_use_different_layers_of_a_unit_raise_before_anything_changes
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch before 2.13")
 @on_ranks(2)
 @pytest.mark.parametrize("attach", [False, True])
-def test_layers_of_a_unit_that_torch_fills_with_zeros_are_trained(attach: bool) -> None:
+def test_unused_layers_that_torch_fills_with_zeros_train(attach: bool) -> None:
     (model, optimizer, back), alone = either({"attach": attach}, zeros=True), Either()
     matrices = [param for param in alone.parameters() if param.ndim == 2]
     others = [param for param in alone.parameters() if param.ndim == 1]

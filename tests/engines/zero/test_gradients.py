@@ -273,7 +273,7 @@ def test_a_gradient_that_is_missing_counts_as_zero(stage: int, offload: dict[str
     precision=["fp32", "bf16+fp32"],
     both=[False, True],
 )
-def test_what_the_last_micro_batch_does_not_use_is_reduced_with_overlap_as_without(
+def test_last_micro_batch_leaves_a_layer_out_with_overlap(
     bucket: int, contiguous: bool, offload: dict[str, Any], precision: str, both: bool
 ) -> None:
     """At stage 1, where DeepSpeed reduces in the last micro-batch; of ``both`` layers, or one, that it does not use."""
