@@ -7,7 +7,8 @@
 #                    alone, and the package without each of its waits, which the sanitizer of streams has to find
 # make test-versions parts of the tests with every other torch, DeepSpeed and transformers that is tested; ARGS=torch,
 #                    ARGS=deepspeed, ARGS=transformers, ARGS=oldest or ARGS=torch==2.15.0 for some; TORCH_INDEX_URL
-#                    names an index of CPU builds
+#                    names an index of CPU builds. ARGS=zoo, which it leaves out otherwise: every family of timm,
+#                    torchvision, diffusers and transformers, and what is told of each weight, beside a judge
 # make test-peers    clients and peers that are not ours, each in an environment of its own; ARGS="trl lightning" for some
 # make test-faults   the fault campaign: kills, full disks, damaged and hostile files, bad settings; at most an hour
 # make test-gpu      what needs an NVIDIA GPU, without a network: bits, waits, memory, several ranks on it, a benchmark;
@@ -17,7 +18,8 @@
 #                    test which lines it executes, which takes as long as the tests
 # make docs          build the pages in docs/ as a site, strictly, into site/
 # make compare       train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each;
-#                    ARGS=--rules compares every published rule, with three seeds
+#                    ARGS=--rules compares every published rule, with three seeds; ARGS=--cnn the words for
+#                    convolutions, on scikit-learn's digits
 #
 # PYTHON=...     the interpreter to start from (default: python3); one that has torch keeps it
 # CONFIG=...     another configuration to train with
@@ -46,6 +48,9 @@ train-fsdp2: environment
 	@"$$(cat .make/python)" scripts/launch.py --torchrun examples/train_gpt.py --engine fsdp2 --config $(CONFIG) $(ARGS)
 
 compare: environment
+ifneq ($(findstring --cnn,$(ARGS)),)
+	@"$$(cat .make/python)" -m pip install --quiet scikit-learn
+endif
 	@"$$(cat .make/python)" examples/compare.py $(ARGS)
 
 check: environment

@@ -5,7 +5,8 @@ rate is swept. Every run is the real example under the real launcher, in ``runs/
 run's validation loss and the training losses of the two best runs, and loss.png is drawn from it. ``--draw losses.json
 PICTURE`` draws an earlier comparison again.
 
-``--rules [NAME ...]`` compares the published rules instead, all or some: see compare_rules.py.
+``--rules [NAME ...]`` compares the published rules instead, all or some: see compare_rules.py. ``--cnn`` compares the
+words for convolutions on a small network: see compare_cnn.py.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ def main() -> None:
     parser.add_argument(
         "--rules", metavar="NAME", nargs="*", help="compare published rules, by the names of `lwopt rules`"
     )
+    parser.add_argument("--cnn", action="store_true", help="compare the words for convolutions on digits")
     parser.add_argument("--draw", metavar=("LOSSES", "PICTURE"), type=Path, nargs=2, help="draw an earlier comparison")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "compare")
     args, passed_on = parser.parse_known_args()
@@ -131,6 +133,11 @@ def main() -> None:
         draw(json.loads(args.draw[0].read_text()), args.draw[1])
         return
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.cnn:
+        from compare_cnn import compare_cnn
+
+        compare_cnn(args.out)
+        return
     if args.rules is not None:
         from compare_rules import compare_rules
 

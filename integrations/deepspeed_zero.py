@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.groups.choices import Rules, settings_of
 from lwopt_backend.integrations.deepspeed import engine, versions
 from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer, ZeROLayerWise
 from lwopt_backend.integrations.deepspeed.owned import OwnedLayerWise
+from lwopt_backend.routing.examples import remember
+from lwopt_backend.routing.models import check_is_module
 
 
 def register() -> None:
@@ -30,6 +34,22 @@ def register() -> None:
     engine.install({"LayerWise": LayerWise, "LayerWiseMuon": LayerWiseMuon}, STORAGES.values())
 
 
+def use_example(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Follow ``model`` on an example of its arguments when ``deepspeed.initialize`` builds its engine.
+
+    Call it on all ranks, before ``deepspeed.initialize``, with arguments as the model is called with. Shapes and dtypes
+    count, and are the same on all ranks; tensors may be on any device, ``"meta"`` included. What the model's code does
+    with a weight on them decides what the weight is, as with ``example`` of ``LayerWiseOptimizer``. Of a pipeline, the
+    model is this rank's stage.
+
+    Examples:
+        >>> deepspeed_zero.use_example(model, input_ids=batch["input_ids"], labels=batch["labels"])
+        >>> engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
+    """
+    check_is_module(model, "use_example")
+    remember(model, (args, kwargs))
+
+
 def LayerWise(params: Iterable[Any], **options: Any) -> EngineOptimizer:
     """Optimizer of any matrix rule and any element-wise rule. One data-parallel rank updates each matrix whole.
 
@@ -40,9 +60,9 @@ def LayerWise(params: Iterable[Any], **options: Any) -> EngineOptimizer:
         params: parameters, or param groups with their own ``lr`` and ``weight_decay``, as in torch.optim.
         **options: ``matrix`` and ``elementwise``, each a rule's name or a mapping with ``name`` and options; the matrix
             rule's options by name; ``overrides``, a list of such sections with globs in ``params``; ``include``,
-            ``exclude``, ``atoms``, ``allow_no_matrix``, ``exchange_dtype``, ``capture``, ``on_nonfinite``,
-            ``skip_above`` and ``report``; ``storage``, "zero" or "owned". Storage "zero" has ``policy``,
-            ``bucket_numel`` and ``ns_device``; "owned" has ``layout``, ``bucket_mb``,
+            ``exclude``, ``atoms``, ``convolutions``, ``allow_no_matrix``, ``exchange_dtype``, ``capture``,
+            ``on_nonfinite``, ``skip_above`` and ``report``; ``storage``, "zero" or "owned". Storage "zero" has
+            ``policy``, ``bucket_numel`` and ``ns_device``; "owned" has ``layout``, ``bucket_mb``,
             ``pad_buckets_for_high_nccl_busbw`` and ``group_size``.
 
     Returns:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lwopt_backend.engines.modules.step import ModuleOptimizers
-    from lwopt_backend.explanation import Explained, explain
+    from lwopt_backend.explanation import Explained, Explanation, explain
     from lwopt_backend.groups.registry import register_elementwise, register_rule
     from lwopt_backend.optimizer import LayerWiseOptimizer
     from lwopt_backend.qk_clip import Heads, QKClip
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _PLACES = {
     "Explained": "explanation",
+    "Explanation": "explanation",
     "Heads": "qk_clip",
     "LayerWiseOptimizer": "optimizer",
     "MatrixRule": "rules",
@@ -27,6 +28,7 @@ _PLACES = {
 }
 __all__ = [
     "Explained",
+    "Explanation",
     "Heads",
     "LayerWiseOptimizer",
     "MatrixRule",

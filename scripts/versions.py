@@ -1,7 +1,8 @@
 """Run parts of `make test` with other releases of torch, DeepSpeed and transformers than the prepared one: all tested.
 
 Each is installed into a separate environment; everything else is the prepared one's. Arguments: a package's name, a
-release as in torch==2.15.0, or `oldest`, for those only, and then pytest's.
+release as in torch==2.15.0, or `oldest`, for those only, and then pytest's. `zoo` is no release: it installs libraries
+of models, and compares what is told of their weights with a judge (tests/support/zoo); then families may follow.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from beside import ROOT, environment
+from beside import ROOT, environment, run
 
-from lwopt_backend.config.versions import VERSIONS
+from lwopt_backend.config.versions import VERSIONS, requirement
 
 RELEASE = "TESTED_RELEASE"  # the one that pytest runs with, as in RELEASES
 REFUSED = re.compile(r"zero_optimization\.\S+ is \S+ on a CPU, where Deep")  # pytest cuts long texts
@@ -60,6 +61,8 @@ PARTS = {
         ("--no-deps",), ("unit/routing/test_fused_weights", "unit/routing/test_families"), {}, ("--full",)
     ),  # every family
 }
+# torchvision's releases are built for one torch each; on a machine without CUDA its models run all the same.
+ZOO = ("timm==1.0.31", "torchvision==0.28.0", "diffusers==0.42.1", requirement("transformers"))
 RELEASES = {
     f"{package}=={release}": package
     for package in PARTS
@@ -69,6 +72,8 @@ RELEASES = {
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["zoo"]:
+        raise SystemExit(run(environment("zoo", ZOO, "--no-deps"), "tests.support.zoo", *sys.argv[2:]))
     oldest = {f"{package}=={VERSIONS[package].tested[0]}" for package in ("torch", "deepspeed")}
     words = {name: {name} for name in RELEASES} | {"oldest": oldest & RELEASES.keys()}
     words |= {package: {name for name, of in RELEASES.items() if of == package} for package in PARTS}
@@ -88,6 +93,7 @@ def main() -> None:
         command = [str(python), "-m", "pytest", *options, *part.more, *(arguments or files_of(part))]
         if subprocess.run(command, cwd=ROOT, env=told).returncode != 0:
             failed.append(name)
+    print("without the zoo of models, which is ARGS=zoo, and in the nightly workflow", file=sys.stderr)
     if failed:
         raise SystemExit(
             f"failed with {' and '.join(failed)} (make test-versions ARGS={failed[0]} runs that one alone)"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines.base import BaseOptimizer, picked
+from lwopt_backend.engines.first_pass import FirstPass
 from lwopt_backend.engines.gradients import Guard, checked_order
 from lwopt_backend.engines.zero.plan import UnitStepper
 from lwopt_backend.groups.choices import Rules
@@ -163,12 +164,16 @@ class EngineOptimizer(BaseOptimizer):
                 "been loaded; load a checkpoint again, or restart"
             )
 
+    def _routed(self) -> Grouping | None:
+        """What the engine's model was routed to, None before there is an engine."""
+        return None
+
     def _no_engine(self) -> RuntimeError:
         return RuntimeError(f"{self.name}: expected an engine; pass it to deepspeed.initialize(optimizer=...)")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises ValueError if it was saved with other parameters or partitions."""
-        zero.check_groups(state_dict["param_groups"], self.param_groups)
+        zero.check_groups(state_dict["param_groups"], self.param_groups, self._routed())
         zero.check_partitions(state_dict["param_groups"], state_dict["state"], self.param_groups)
         super().load_state_dict(state_dict)
         self.set_groups(self.param_groups)
@@ -186,6 +191,9 @@ class ZeROLayerWise(EngineOptimizer):
         self.overflow = False
         self.norm_before_clipping: Any = None  # written by the engine at stage 0
         super().__init__(name, params, rules, config)
+
+    def _routed(self) -> Grouping | None:
+        return None if self._binding is None else self._binding.grouping
 
     def bind(self, engine: DeepSpeedEngine) -> None:
         self._binding = binding = zero.bind(self.name, engine, self._given, self.rules, self.config)
@@ -210,6 +218,7 @@ class ZeROLayerWise(EngineOptimizer):
         prepare_loading(engine, self, self._binding.ranks)
         zero.guard_state_keys(engine, self, self._binding.grouping)
         self._binding.announce(self.config)
+        self._first_pass = FirstPass(engine.module, binding.grouping)
 
     def _engine(self) -> DeepSpeedEngine:
         if self._binding is None:
@@ -356,7 +365,7 @@ class ZeROLayerWise(EngineOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._binding is not None and self._binding.replicated:
             groups = state_dict["param_groups"]
-            zero.check_groups(groups, self.param_groups)
+            zero.check_groups(groups, self.param_groups, self._binding.grouping)
             parts = zero.load_whole(self._binding, state_dict["state"])
             super().load_state_dict({"param_groups": groups, "state": {}})
             self.state.update(parts)

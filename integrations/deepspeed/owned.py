@@ -17,6 +17,7 @@ from torch import Tensor
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import picked
+from lwopt_backend.engines.first_pass import FirstPass
 from lwopt_backend.engines.gradients import Pick, checked_order, clip_factor, everything
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.engines.owned.model import Backward, check_model, check_trained, described, tell_when_loaded
@@ -85,7 +86,8 @@ def bind(
         check_model(engine.module, name)
         grouping = group_parameters(engine.module, given, rules, config)
         check_trained(grouping, name)
-        return OwnedBinding(engine, grouping, ranks[0]), [settings_lines(rules, config)] * len(ranks)
+        lines = [*settings_lines(rules, config), *grouping.followed.lines]
+        return OwnedBinding(engine, grouping, ranks[0]), [lines] * len(ranks)
 
     return agree_in_all(ranks, name, decide)
 
@@ -148,6 +150,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             overlap=deepspeed_engine.zero_settings(engine).get("overlap_comm") is not False,
         )
         self._owned, self.row_scaling = binding, self.core.row_scaling
+        self._first_pass = FirstPass(engine.module, binding.grouping)
         self._plan_digest = self.core.plan_digest
         self._follow(binding)
         self._tensors = tensors.OwnedTensors(self.core, binding.grouping)
@@ -357,7 +360,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         assert saved is not None
         in_parts, store = state_dict_list is not None or self._stage > 0, self.state_store()
         groups = (saved["base_optimizer_state"] if in_parts else saved)["param_groups"]
-        check_groups(groups, self.param_groups)
+        check_groups(groups, self.param_groups, self._owned.grouping)
         if in_parts:
             tensors.take_parts(self.core, saved, weights=load_from_fp32_weights, state=load_optimizer_states)
         else:

@@ -21,8 +21,10 @@ from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import route_given
 from lwopt_backend.groups.param_groups import overrides_of
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
-from lwopt_backend.routing.output_heads import EMBEDDINGS, output_heads, rows_for_heads, widths
-from lwopt_backend.routing.routing import Route, named_parameters
+from lwopt_backend.routing.examples import examples_of
+from lwopt_backend.routing.output_heads import EMBEDDINGS, Head, output_heads, rows_for_heads, widths
+from lwopt_backend.routing.routing import Route, full_shape, named_parameters
+from lwopt_backend.routing.shown import Shown
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 
 
@@ -65,9 +67,14 @@ def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], rules: Rul
     inside = [inner for module in tied.values() for inner in module.modules()]
     mine = replace(mine, tied=mine.tied or any(isinstance(module, EMBEDDINGS) for module in inside))
     rows = rows_for_heads(ranks.gather_objects(mine))[ranks.rank]
-    reasons = {id(p): f"tied between pipeline layers as {key!r}" for key, m in tied.items() for p in m.parameters()}
-    heads = {**output_heads(engine.module, rows), **reasons}
-    routes = route_given(engine.module, given, rules, config, heads)
+    reasons = {
+        id(p): Head(f"tied between pipeline layers as {key!r}", "library")
+        for key, m in tied.items()
+        for p in m.parameters()
+    }
+    shown = Shown(engine.module, full_shape, examples_of(engine.module))
+    heads = {**output_heads(engine.module, rows, shown).found, **reasons}
+    routes = route_given(engine.module, given, rules, config, heads, shown=shown)
     of_stages = ranks.gather_objects((routes, _groups(engine.module, given, routes, rules)))
     elsewhere = [route for i, (some, _) in enumerate(of_stages) if i != ranks.rank for route in some]
     return Stage(ranks, routes, elsewhere, [groups for _, groups in of_stages])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from lwopt_backend.engines.zero.plan import (
 from lwopt_backend.engines.zero.replicated import ElementwiseReplicas, MatrixReplicas, gather_whole, take_part
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules
-from lwopt_backend.groups.grouping import Grouping, group_parameters
+from lwopt_backend.groups.grouping import Grouping, as_saved, group_parameters
 from lwopt_backend.groups.param_groups import check_saved_groups, settings_lines
 from lwopt_backend.groups.registry import MATRIX_RULES, check_devices, new_state
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
@@ -135,10 +136,11 @@ WHAT, DIGEST = "load_checkpoint", "digest of parameters"
 States = Mapping[int, Mapping[str, Any]]  # by the position of the tensor in all param groups
 
 
-def check_groups(saved: Groups, groups: Groups) -> None:
+def check_groups(saved: Groups, groups: Groups, grouping: Grouping | None) -> None:
     """Raises ValueError if ``saved`` param groups have other rules or other members than ``groups``."""
     advice = "load it with the model, the 'include', 'exclude' and 'atoms' it was saved with"
-    check_saved_groups(WHAT, groups, saved, lambda group: {DIGEST: group.get("members", "none")}, advice)
+    with as_saved(grouping) if grouping is not None else nullcontext():
+        check_saved_groups(WHAT, groups, saved, lambda group: {DIGEST: group.get("members", "none")}, advice)
 
 
 def check_partitions(saved: Groups, state: States, groups: Groups) -> None:
@@ -453,7 +455,7 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
         device = torch.device("cpu") if config.ns_device == "cpu" else engine.device
         check_devices(grouping.groups, config, device, grouping.smallest_matrix)
         units = _units(engine, grouping, config, ranks, places)
-        lines = [settings_lines(rules, config) for _ in ranks]
+        lines = [[*settings_lines(rules, config), *grouping.followed.lines] for _ in ranks]
         for sharers, of_sharers in zip(ranks, lines):
             of_sharers += [line for unit in units if unit.ranks is sharers for line in unit.plan.lines()]
         return Binding(name, engine, grouping, list(ranks), units, stage, places), lines

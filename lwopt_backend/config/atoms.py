@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from lwopt_backend.config.options import Count, parse, suggestion
-from lwopt_backend.plan.atoms import Parts, equal, grouped
+from lwopt_backend.plan.atoms import Parts, equal, grouped, undivided
 from lwopt_backend.rules.protocol import option
 
 # The setting ``atoms``: which matrices are in a parameter, by globs on names::
@@ -17,12 +17,14 @@ from lwopt_backend.rules.protocol import option
 #      "*.linear_qkv.weight": {"qkv": [512, 128, 128], "groups": 8},   again and again for each query group
 #      "*.o_proj.weight": {"heads": 12}, "*.gate_up_proj": {"gate_up": "interleaved"},
 #      "*.w_in.weight": {"split_sizes": [1024, 64]},
-#      "*.conv.weight": "flatten", "*.experts.w1": "stack", "*.fused.weight": "whole"}
+#      "*.conv.weight": "flatten", "*.experts.w1": "stack", "*.fused.weight": "whole",
+#      "w_qkv": {"split_sizes": [64, 64, 64], "stored": "inputs_first"}}
 #
 # Sizes are numbers of outputs, however the matrix is stored, and apply to every matrix of a stack.
 
 Word = Literal["whole", "stack", "flatten"]
 WORDS: tuple[Word, ...] = ("whole", "stack", "flatten")
+STORED = {"inputs_first": True, "outputs_first": False}
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,20 @@ class Division:
         None, "'halves': gate, then up; 'interleaved': gate, up, gate, up, ..."
     )
     groups: int = option(1, "number of times that qkv or split_sizes repeat", "Megatron's query groups", ge=1)
+    stored: Literal["inputs_first", "outputs_first"] | None = option(
+        None, "'inputs_first' for a weight that is used as x @ w, (inputs, outputs); None: as it is found"
+    )
+
+    @property
+    def transposed(self) -> bool | None:
+        """Whether it says that the matrix is stored as (inputs, outputs)."""
+        return None if self.stored is None else STORED[self.stored]
 
     def __post_init__(self) -> None:
         """Raises ValueError unless one form is given, and groups fit it."""
         forms = [key for key in ("split_sizes", "heads", "qkv", "gate_up") if getattr(self, key) is not None]
+        if not forms and self.stored is not None and self.groups == 1:
+            return
         if len(forms) != 1 or self.split_sizes == ():
             found = " and ".join(map(repr, forms)) or "none"
             raise ValueError(f"expected one of 'split_sizes', 'heads', 'qkv', 'gate_up', with sizes; found {found}")
@@ -59,11 +71,20 @@ class Division:
             halves = self.gate_up == "halves"
             return grouped(("gate", "up"), *(([outputs // 2] * 2, 1) if halves else ((1, 1), outputs // 2)))
         sizes = self.qkv or self.split_sizes or ()
+        if not sizes:
+            return undivided(outputs)
         if sum(sizes) * self.groups != outputs:
             found = f"{'+'.join(map(str, sizes))}{f', {self.groups} times' if self.groups > 1 else ''}"
             raise ValueError(f"{whose}: expected sizes whose sum is its {outputs} outputs, found {found}; correct them")
         names = ("q", "k", "v") if self.qkv else [f"part{number}" for number in range(len(sizes))]
         return grouped(names, sizes, self.groups)
+
+    def fits(self, outputs: int) -> bool:
+        """Whether the sizes add up to so many outputs."""
+        try:
+            return bool(self.parts(outputs, ""))
+        except ValueError:
+            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +128,11 @@ class AtomSettings:
             if any(fnmatchcase(name, glob) for name in names):
                 return f"atoms {glob!r}", setting
         return next((self.declared[name] for name in names if name in self.declared), None)
+
+    def transposed(self, names: Sequence[str]) -> bool | None:
+        """Whether a setting says that the parameter is stored as (inputs, outputs); None if none does."""
+        found = self.of(names)
+        return found[1].transposed if found is not None and isinstance(found[1], Division) else None
 
     def makes_matrix(self, names: Sequence[str], shape: Sequence[int]) -> str | None:
         """The reason why a parameter of more than two dimensions is updated as matrices, or None."""

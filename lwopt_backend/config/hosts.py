@@ -67,6 +67,11 @@ class HostConfig:
         "by glob, the matrices in a parameter, if they are not found from the model: a division, or a word",
         check=AtomSettings.checked,
     )
+    convolutions: Literal["elementwise", "flatten"] = option(
+        "elementwise",
+        "convolutions: 'elementwise', or 'flatten', matrices of (outputs, inputs x kernel), one for each group; "
+        "depthwise ones stay element-wise",
+    )
     allow_no_matrix: bool = option(False, "accept a model without a matrix, which is otherwise an error")
     exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "dtype on the wire; 'auto': the rule's, which loses nothing"

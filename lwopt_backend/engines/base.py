@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lwopt_backend.config.options import glob_suggestion, within
 from lwopt_backend.config.versions import warn_if_newer
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.choices import Rules
+from lwopt_backend.groups.grouping import as_saved
 from lwopt_backend.groups.param_groups import CheckedGroups, check_rates
 from lwopt_backend.groups.rates import MadeRates
 from lwopt_backend.groups.registry import arguments, new_state
@@ -61,7 +62,8 @@ def loaded(
     state_dict = dict(state_dict)  # torch's hooks may change the one they are given
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = before(optimizer, state_dict) or state_dict
-    take(state_dict)
+    with as_saved(optimizer._grouping) if hasattr(optimizer, "_grouping") else nullcontext():
+        take(state_dict)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 import sys
 from collections import Counter
@@ -20,7 +19,7 @@ from lwopt_backend.groups import Groups
 from lwopt_backend.groups.param_groups import rates
 from lwopt_backend.groups.registry import MATRIX_RULES, rules_with_owner_state
 from lwopt_backend.plan import MatrixPlan, StepTime
-from lwopt_backend.routing.routing import Route
+from lwopt_backend.routing.routing import Route, shares
 
 WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width; 80 columns would cut names
 BORDER = 3  # of a column, in characters
@@ -153,20 +152,18 @@ def show_routing(console: Console, routes: Sequence[Route], groups: Groups) -> N
 
 
 def routing_headline(routes: Sequence[Route]) -> list[str]:
-    """The share of the model that the matrix rule trains; a second sentence if most of it is stacked matrices."""
-    matrices = [r for r in routes if r.kind == "matrix"]
+    """How many parameters are matrices; and the share of the elements that each rule trains, by what they are."""
     trained = [r for r in routes if r.kind != "frozen"]
-    stacks = [r for r in trained if len(r.shape) > 2 and r.kind != "matrix"]
-    elements = [sum(math.prod(r.shape) for r in some) for some in (matrices, stacks, trained)]
-    share, stacked = (some / max(1, elements[2]) for some in elements[:2])
-    counts = f"{len(matrices)} of {len(trained)} trained parameters are matrices"
-    sentences = [f"Routing: {counts}, {share:.1%} of the elements"]
-    if stacked > share:
-        sentences.append(
-            f"Note: {stacked:.1%} of the elements are in parameters of 3 and more dimensions (stacked experts, "
-            "convolutions); the element-wise rule trains those."
-        )
-    return sentences
+    by_rule: dict[str, list[str]] = {}
+    for (rule, what), share in shares(routes).items():
+        by_rule.setdefault(rule, []).append(f"{_percent(share)}{f' as {what}' if what else ' of the elements'}")
+    counts = f"{sum(r.kind == 'matrix' for r in routes)} of {len(trained)} trained parameters are matrices"
+    trains = "; ".join(f"{rule} trains {', '.join(some)}" for rule, some in by_rule.items())
+    return [f"Routing: {counts}. {trains}."]
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share < 0.1 or share > 0.9 else f"{share:.0%}"
 
 
 def routing_table(routes: Sequence[Route]) -> Table:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -18,8 +20,11 @@ from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.qk_clip import RowScaling
+from lwopt_backend.routing.examples import examples_of
+from lwopt_backend.routing.examples import lines as example_lines
 from lwopt_backend.routing.matrices import Divided, divide
-from lwopt_backend.routing.output_heads import output_heads
+from lwopt_backend.routing.models import modules_of
+from lwopt_backend.routing.output_heads import Head, output_heads
 from lwopt_backend.routing.routing import (
     Kind,
     Route,
@@ -29,10 +34,14 @@ from lwopt_backend.routing.routing import (
     check_globs,
     cut_of,
     full_shape,
+    named,
     named_like,
     named_parameters,
     routes_of,
+    warn,
+    warn_of_share,
 )
+from lwopt_backend.routing.shown import Shown
 
 ADVICE = "make the optimizer after the last such change"
 SHOWN = 5  # names in a sentence
@@ -98,12 +107,19 @@ class Member(TrainedParam):
     param: Tensor = field(kw_only=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What was followed on examples: ``lines`` that ranks compare."""
+
+    lines: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Grouping:
     """``groups`` are param groups of one rule each; ``names`` has parameters' names by id.
 
     ``trains_matrices`` is whether the matrix rule trains anything, also in other parts of the model. ``rate`` is the
-    ``main_rate``.
+    ``main_rate``. ``again`` groups the same model on an example, None for a part of a model.
     """
 
     routes: list[Route]
@@ -113,6 +129,8 @@ class Grouping:
     trains_matrices: bool
     clip_groups: Mapping[str, str] = field(default_factory=dict)  # of a parameter, by name, if it is in one
     rate: float = 0.0
+    followed: Followed = field(default_factory=lambda: Followed())
+    again: Callable[[Any], Grouping] | None = None
 
     def row_scaling(self) -> RowScaling:
         """Row factors for the trained parameters, none set so far."""
@@ -157,6 +175,18 @@ class Grouping:
         divided = self.divided.get(name if name in self.divided or param.ndim > 1 else weight)
         return cut.parts or (() if divided is None else divided.parts)
 
+    @property
+    def old_routing(self) -> str:
+        """The options with which what is told by use is trained as before it was; empty if nothing is.
+
+        Until 0.1, heads were told by names and widths alone, and stacks by names.
+        """
+        by_use = [r for r in self.routes if r.truth in ("library", "guess", "example")]
+        heads = [r.name for r in by_use if r.kind == "elementwise" and r.category == "heads" and len(r.shape) == 2]
+        stacks = [r.name for r in by_use if r.kind == "matrix" and len(r.shape) > 2 and not r.is_by_name]
+        some = [f"{word}=[{named(names)}]" for word, names in (("include", heads), ("exclude", stacks)) if names]
+        return " and ".join(some)
+
     @cached_property
     def tied(self) -> frozenset[str]:
         """Names of the parameters that the model uses several times."""
@@ -176,10 +206,12 @@ def group_parameters(
     *,
     routes: Sequence[Route] | None = None,
     elsewhere: Sequence[Route] = (),
+    example: Any = None,
 ) -> Grouping:
     """Route ``model``'s parameters and split the ``given`` param groups by rule.
 
-    A part of a model comes with its ``routes``, from ``route_given``, and those of the other parts, ``elsewhere``.
+    A part of a model comes with its ``routes``, from ``route_given``, and those of the other parts, ``elsewhere``. The
+    ``example`` is of the model's arguments, as in ``explain``.
     Raises ValueError if a given parameter is not the model's, if a glob or an override matches nothing, or if no
     parameter is a matrix and the configuration does not allow that.
     """
@@ -192,25 +224,84 @@ def group_parameters(
                     "the model that is trained; pass that model's parameters, which fully_shard replaces and a forward "
                     "pass unshards: list them after it, and after model.reshard()"
                 )
+    examples = examples_of(model, example)
+    shown = Shown(model, full_shape, examples)
     if routes is None:
-        routes = route_given(model, given, rules, config, output_heads(model))
+        heads = output_heads(model, shown=shown, decided=_decided(model, config))
+        routes = route_given(model, given, rules, config, heads.found, shown=shown)
+        names = {id(param): name for name, param in named_parameters(model)}
+        _warn_of_last([names[key] for key in names if key in heads.unclear], routes, rules)
     everywhere = [*routes, *elsewhere]
     check_all_globs(config.include, config.exclude, everywhere)
     kinds = [r.kind for r in everywhere if r.kind != "frozen" and math.prod(r.shape) > 0]
     if "matrix" not in kinds and not config.allow_no_matrix:
         raise ValueError(
             f"none of the {len(kinds)} trained parameters is a matrix, so {rules.matrix['rule']!r} would train "
-            "nothing; name some in 'include', use AdamW, or set 'allow_no_matrix'"
+            f"nothing; {_way_out(everywhere)}name some in 'include', use AdamW, or set 'allow_no_matrix'"
         )
     check_overrides(rules, everywhere)
+    warn_of_share(everywhere)
     clip_groups = _clip_groups(config, everywhere)
     trains = "matrix" in kinds
     groups = split(given, _are_matrices(routes, names), rules, _overrides(routes, names))
     per_head = {names[id(param)] for group in groups if group.get("per_head") for param in group["params"]}
-    divided = divide(model, routes, atom_settings(model, config.atoms), elsewhere=elsewhere, per_head=per_head)
+    settings = atom_settings(model, config.atoms)
+    divided = divide(model, routes, settings, elsewhere=elsewhere, per_head=per_head, shown=shown)
     said = {name: f": {matrices.reason}" for name, matrices in divided.items() if not matrices.is_plain}
     routes = [replace(r, reason=f"{r.reason}{said.get(r.name, '')}{f'; {r.cut}' if r.cut else ''}") for r in routes]
-    return Grouping(routes, groups, names, divided, trains, clip_groups, main_rate(given, rules, trains))
+    by = {name: matrices.truth for name, matrices in divided.items() if matrices.truth}
+    routes = [replace(r, truth=by[r.name]) if r.name in by and r.truth == "class" else r for r in routes]
+    for module, run in shown.stopped():
+        warn(
+            f"example: {type(module).__name__}.forward stopped in {run.where or type(module).__name__}, on tensors "
+            f"without data: {type(run.error).__name__}: {str(run.error)[:200]}. What was seen up to there counts; the "
+            "rest is told as without an example"
+        )
+    told = Followed(tuple(example_lines(examples)))
+    kept = [{**group, "params": list(group["params"])} for group in given]  # hosts put flat tensors in their place
+    again = None if elsewhere else lambda example: group_parameters(model, kept, rules, config, example=example)
+    return Grouping(routes, groups, names, divided, trains, clip_groups, main_rate(given, rules, trains), told, again)
+
+
+def _decided(model: nn.Module, config: HostConfig) -> set[int]:
+    """The ids of parameters that are not trained, or that a glob sends to a rule."""
+    globbed = named_like((*config.include, *config.exclude))
+    return {id(param) for name, param in named_parameters(model) if not param.requires_grad or globbed(name)}
+
+
+def _way_out(routes: Sequence[Route]) -> str:
+    """What to write where convolutions are most of the model."""
+    some = any(r.kind == "elementwise" and r.category == "convolutions" for r in routes)
+    return "write convolutions='flatten', which trains convolutions as matrices, " if some else ""
+
+
+def _warn_of_last(unclear: Sequence[str], routes: Sequence[Route], rules: Rules) -> None:
+    """Warn of weights that may be output heads, if the matrix rule trains them and no option says so."""
+    some = [r.name for r in routes if r.name in unclear and r.kind == "matrix" and r.truth != "option"]
+    if some:
+        warn(
+            f"{named(some)} may be output heads: the model returns what they make, or they are last, and nothing "
+            f"tells whether it is a whole model. {rules.matrix['rule']!r} trains them. Write those that are heads in "
+            "the option exclude, the others in include; an example of the model's arguments, example=(args, kwargs), "
+            "tells as well"
+        )
+
+
+@contextmanager
+def as_saved(grouping: Grouping) -> Iterator[None]:
+    """Add to an error about saved rules or state how to train as an earlier version did."""
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is not ValueError or not grouping.old_routing or not ABOUT_RULES.search(str(error)):
+            raise
+        raise ValueError(
+            f"{error}. Output heads and stacks of matrices are now told by what the model does with them: for a run "
+            f"that began before, {grouping.old_routing} keeps the rules that it had"
+        ) from error
+
+
+ABOUT_RULES = re.compile(r"'?(rule|state|number of parameters|members|digest)")
 
 
 def _clip_groups(config: HostConfig, routes: Sequence[Route]) -> dict[str, str]:
@@ -236,7 +327,13 @@ def _why_not_clipped(route: Route) -> str:
 
 
 def route_given(
-    model: nn.Module, given: Groups, rules: Rules, config: HostConfig, heads: Mapping[int, str]
+    model: nn.Module,
+    given: Groups,
+    rules: Rules,
+    config: HostConfig,
+    heads: Mapping[int, Head],
+    *,
+    shown: Shown | None = None,
 ) -> list[Route]:
     """Route ``model``'s parameters for the configured matrix rule; those that are not in ``given`` are frozen."""
     names = {id(param): name for name, param in named_parameters(model)}
@@ -245,9 +342,17 @@ def route_given(
         as_taken(r, rules.matrix["rule"], config)
         if r.name in wanted
         else replace(r, kind="frozen", reason="not given to the optimizer")
-        for r in routes_of(model, config.include, config.exclude, heads, atom_settings(model, config.atoms))
+        for r in routes_of(
+            model,
+            config.include,
+            config.exclude,
+            heads,
+            atom_settings(model, config.atoms),
+            shown=shown,
+            flatten=config.convolutions == "flatten",
+        )
     ]
-    modules = {id(param): module for module in model.modules() for param in module.parameters(recurse=False)}
+    modules = {id(p): module for module in modules_of(model).values() for p in dict.values(module._parameters)}
     params = {name: (param, modules[id(param)]) for name, param in named_parameters(model)}
     routes = [replace(r, overrides=rules.selecting(r.name, *params[r.name])) for r in routes]
     groups = split(given, _are_matrices(routes, names), rules, _overrides(routes, names))
@@ -285,10 +390,11 @@ class Given(NamedTuple):
 
     options: Mapping[str, Any]
     params: Iterable[Any] | None
+    example: Any = None
 
     def decide(self, config: type[C], model: nn.Module) -> tuple[Rules, C, Grouping]:
         """Validate options and route parameters. Raises ValueError for wrong options, and for foreign parameters."""
         rules, settings = settings_of(config, self.options, NAME)
         trained = [param for param in model.parameters() if param.requires_grad]
         groups = as_groups(trained if self.params is None else self.params)
-        return rules, settings, group_parameters(model, groups, rules, settings)
+        return rules, settings, group_parameters(model, groups, rules, settings, example=self.example)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lwopt_backend.config.hosts import NAME, FSDP2Config, HostConfig, OwnedConfig
 from lwopt_backend.engines.base import BaseOptimizer, picked
+from lwopt_backend.engines.first_pass import FirstPass
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients
 from lwopt_backend.engines.fsdp2.plan import is_sharded
 from lwopt_backend.engines.fsdp2.step import Attachment
@@ -59,6 +60,9 @@ class LayerWiseOptimizer(BaseOptimizer):
             Default: one group of all trainable parameters.
         overrides: other options for some parameters: mappings with ``matrix`` or ``elementwise``, and with ``params``
             (globs on names, or a function of name, parameter and module) or ``attribute`` (one that is true of them).
+        example: ``(args, kwargs)``, arguments of the model's ``forward``, of which shapes and dtypes count; of a list
+            of modules, a list with one for each. The model's code is followed on them once, and what it does with a
+            weight decides what the weight is (``explain``). The same on all ranks. Default: guesses, module by module.
         sharded_later: plan at the first step, for a model that will be sharded later, as Accelerate's ``prepare`` does.
         process_group: data-parallel ranks of a plain model. Default: all ranks, or this process alone.
         expert_params: globs of the parameters that only some ranks of a plain model share. Their gradients are also
@@ -66,11 +70,11 @@ class LayerWiseOptimizer(BaseOptimizer):
         expert_process_group: ranks that share the parameters in ``expert_params``.
         expert_group_size: number of ranks in ``expert_process_group`` that hold one instance of the experts.
         **options: the matrix rule's options by name, and the engine's. Both engines have ``include``, ``exclude``,
-            ``atoms``, ``allow_no_matrix``, ``exchange_dtype``, ``capture``, ``clip_groups``, ``on_nonfinite``,
-            ``skip_above`` and ``report``. A ``fully_shard`` model has ``bucket_matrices``, ``bucket_numel``, ``copies``
-            and ``state_dtype``. A plain model has ``layout``, ``bucket_mb``, ``pad_buckets_for_high_nccl_busbw``,
-            ``group_size``, ``grad_dtype``, ``keep_full_grads``, ``broadcast_buffers``, ``overlap_grad_reduce`` and
-            ``overlap_param_gather``.
+            ``atoms``, ``convolutions``, ``allow_no_matrix``, ``exchange_dtype``, ``capture``, ``clip_groups``,
+            ``on_nonfinite``, ``skip_above`` and ``report``. A ``fully_shard`` model has ``bucket_matrices``,
+            ``bucket_numel``, ``copies`` and ``state_dtype``. A plain model has ``layout``, ``bucket_mb``,
+            ``pad_buckets_for_high_nccl_busbw``, ``group_size``, ``grad_dtype``, ``keep_full_grads``,
+            ``broadcast_buffers``, ``overlap_grad_reduce`` and ``overlap_param_gather``.
 
     Raises:
         TypeError, ValueError: on all ranks, if the model or an option is not supported.
@@ -82,6 +86,7 @@ class LayerWiseOptimizer(BaseOptimizer):
 
     config: Any
     _grouping: Grouping
+    _model: nn.Module
 
     def __new__(cls, model: Any = None, *args: Any, sharded_later: bool = False, **options: Any) -> LayerWiseOptimizer:
         if cls is LayerWiseOptimizer:
@@ -101,6 +106,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         *,
         params: Iterable[Any] | None = None,
         overrides: Iterable[Mapping[str, Any]] = (),
+        example: Any = None,
         sharded_later: bool = False,
         process_group: Any = None,
         expert_params: Sequence[str] = (),
@@ -110,9 +116,10 @@ class LayerWiseOptimizer(BaseOptimizer):
     ) -> None:
         options |= {"matrix": matrix, "elementwise": elementwise, "overrides": overrides}
         rates = {"lr": lr, "elementwise_lr": elementwise_lr}
-        given = Given({**options, **{key: rate for key, rate in rates.items() if rate is not None}}, params)
+        given = Given({**options, **{key: rate for key, rate in rates.items() if rate is not None}}, params, example)
         sharing = Sharing(process_group, expert_params, expert_process_group, expert_group_size)
         self._train(model, given, sharing, sharded_later)
+        self._first_pass = FirstPass(self._model, self._grouping)
 
     def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
         """Route, plan and create the state. Called on all ranks."""

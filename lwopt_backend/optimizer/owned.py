@@ -31,7 +31,7 @@ from lwopt_backend.engines.owned.state import OwnedStore, held_state, state_of, 
 from lwopt_backend.engines.owned.step import OwnedCore, Share
 from lwopt_backend.engines.owned.untrained import Buffers, broadcast_untrained
 from lwopt_backend.groups.choices import Rules
-from lwopt_backend.groups.grouping import Given, Grouping
+from lwopt_backend.groups.grouping import Given, Grouping, as_saved
 from lwopt_backend.groups.param_groups import settings_lines
 from lwopt_backend.groups.rates import warn_of_small_rate
 from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
@@ -70,7 +70,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
             if experts:
                 theirs = ranks_of(sharing.expert_process_group, "expert_process_group")
                 shares.append(Share(theirs, everyone.world_size, sharing.expert_group_size, named_like(experts)))
-            return (module, rules, config, grouping, shares), settings_lines(rules, config)
+            lines = [*settings_lines(rules, config), *grouping.followed.lines]
+            return (module, rules, config, grouping, shares), lines
 
         model, rules, self.config, self._grouping, shares = agree(everyone, NAME, decide)
         trained = {id(param) for group in self._grouping.groups for param in group["params"]}
@@ -215,7 +216,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
         from lwopt_backend.engines.owned import files as owned_files
 
         self._buffers.receive()
-        groups, more = owned_files.load(self.core, self.param_groups, self._model, Path(path), check)
+        with as_saved(self._grouping):
+            groups, more = owned_files.load(self.core, self.param_groups, self._model, Path(path), check)
         self.take_groups(groups)
         return more
 

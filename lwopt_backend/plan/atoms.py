@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, product
 
 
@@ -142,6 +142,19 @@ class Grid:
         for lead in reversed(range(len(shape) - 1)):
             if Grid.of(shape, lead) == self:
                 return lead
+        self.in_rows(shape)
+        return 0
+
+    def in_rows(self, shape: Sequence[int]) -> int:
+        """The number of dimensions of ``shape`` that are flattened into rows: one, or several of a kernel by head.
+
+        Raises ValueError for the shape of a different grid.
+        """
+        if any(Grid.of(shape, lead) == self for lead in range(len(shape) - 1)):
+            return 1
+        for count in range(2, len(shape)):
+            if self == Grid(1, math.prod(shape[:count]), math.prod(shape[count:])):
+                return count
         raise ValueError(f"a parameter of shape {tuple(shape)} is not {self}")
 
     @property
@@ -295,8 +308,15 @@ def divided(grid: Grid, outputs: Parts, inputs: Parts = (), *, transposed: bool 
 
     Raises ValueError for parts that are not exactly the slice.
     """
+    return _divided(grid, tuple(outputs), tuple(inputs), transposed)
+
+
+@lru_cache(maxsize=256)  # layers that are alike have the same
+def _divided(
+    grid: Grid, outputs: tuple[tuple[str, Stripes], ...], inputs: tuple[tuple[str, Stripes], ...], transposed: bool
+) -> tuple[Block, ...]:
     sizes = (grid.columns, grid.rows) if transposed else (grid.rows, grid.columns)
-    inputs = inputs or undivided(sizes[1])
+    inputs = inputs or tuple(undivided(sizes[1]))
     for parts, size in zip((outputs, inputs), sizes):
         _check_partition(parts, size)
     blocks = []

@@ -76,8 +76,9 @@ def range_views(block: Block, start: int, stop: int, offset: int) -> tuple[View,
 def rectangle(block: Block, shape: Sequence[int], box: Sequence[Span]) -> tuple[Span, Span] | None:
     """The block's own rows and columns in a box of a parameter of ``shape``, or None.
 
-    Raises ValueError for a box that cuts a dimension flattened into columns, except the first.
+    Raises ValueError for a box that cuts a dimension flattened into rows or columns, except the first.
     """
+    shape, box, _ = _in_rows(block, shape, box, ())
     lead = block.grid.lead(shape)
     for place, (begin, size) in zip(unravel(block.slice, shape[:lead]), box):
         if not begin <= place < begin + size:
@@ -95,6 +96,7 @@ def box_views(block: Block, shape: Sequence[int], box: Sequence[Span], strides: 
     The views give the part of the block that ``rectangle`` returns, row by row. Their sizes do not depend on the
     strides. Raises ValueError if the box cuts runs of columns apart, which would need a view for every row.
     """
+    shape, box, strides = _in_rows(block, shape, box, strides)
     held = rectangle(block, shape, box)
     if held is None:
         return ()
@@ -163,6 +165,23 @@ def _in_row(row: int, boxes: Sequence[Box]) -> list[Box]:
 def _without_ones(view: View) -> View:
     kept = [(size, stride) for size, stride in zip(view.sizes, view.strides) if size > 1] or [(1, 1)]
     return View(view.offset, tuple(size for size, _ in kept), tuple(stride for _, stride in kept))
+
+
+def _in_rows(
+    block: Block, shape: Sequence[int], box: Sequence[Span], strides: Sequence[int]
+) -> tuple[Sequence[int], Sequence[Span], Sequence[int]]:
+    """The shape, the box and the strides with one dimension for those that are flattened into rows."""
+    count = block.grid.in_rows(shape)
+    if count == 1:
+        return shape, box, strides
+    inner = math.prod(shape[1:count])
+    (begin, size), others = box[0], box[1:count]
+    if size and any(span != (0, full) for span, full in zip(others, shape[1:count])):
+        raise ValueError(f"the part {box} cuts a dimension flattened into rows, and only the first may be cut")
+    if strides and size > 1 and any(strides[i] != shape[i + 1] * strides[i + 1] for i in range(count - 1)):
+        raise ValueError(f"the part {box} has strides {strides}, and the rows of {block} are not evenly apart in it")
+    rows = begin * inner, size * inner
+    return (math.prod(shape[:count]), *shape[count:]), (rows, *box[count:]), strides[count - 1 :]
 
 
 def _flattened(block: Block, sizes: Sequence[int], box: Sequence[Span]) -> Span:

@@ -10,19 +10,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lwopt_backend.plan.atoms import Parts, Stripes, equal, grouped
-from lwopt_backend.routing.follow import LATENT, Ends, Outputs, partition
-from lwopt_backend.routing.models import LoRA, all_lora
-from lwopt_backend.routing.traced import Traced, traced
+from lwopt_backend.routing.models import LoRA, all_lora, modules_of, parameters_of
+from lwopt_backend.routing.numbered import Outputs, runs_of
+from lwopt_backend.routing.numbered import first as first_of
+from lwopt_backend.routing.parts import Parted, called, partition, with_links
+from lwopt_backend.routing.shown import Shown, Sight, Truth
+from lwopt_backend.routing.tracks import Ends
 
 # The shape in which a whole parameter is stored, and whether its last dimension has the outputs
 Stored = Callable[[Tensor], tuple[tuple[int, ...], bool] | None]
 MOST = 12  # parts of a weight
+LONGEST = 16  # name of a variable that names a part
 LOOKS_FUSED = re.compile(r"qkv|query_key|key_value|c_attn|gate_up|up_gate|gate_and_up|kv_[ab]|in_proj|w13|w12|fused")
 
 
@@ -31,86 +35,179 @@ class Fusion:
     """The parts of a weight's outputs and, if these are divided as well, of its inputs; empty: not divided.
 
     ``why`` is where the parts are from, or why the weight stays whole; ``unknown`` if it looks fused all the same.
+    ``truth`` is what told it: the module's class, or a run of its code on a guess or an example.
     """
 
     outputs: Parts = ()
     inputs: Parts = ()
     why: str = ""
     unknown: bool = False
+    truth: Truth | None = None
 
 
-def fused_weights(model: nn.Module, stored: Stored, asked: Collection[int]) -> dict[int, Fusion]:
+Sizes = Callable[[Tensor], tuple[int, int] | None]  # outputs and inputs of a parameter
+
+
+def fused_weights(
+    model: nn.Module, stored: Stored, shown: Shown, asked: Collection[int] | None = None
+) -> dict[int, Fusion]:
     """The parts of fused weights, and why others that look fused stay whole, by the weight's id.
 
-    ``stored`` returns how a parameter is stored; None if that is not known. Only the weights ``asked`` for are found,
-    by id: to follow a model's ``forward`` takes longer than all else in routing.
+    ``stored`` returns how a parameter is stored; None if that is not known. ``asked`` are those that matter, by id.
     """
-    if not asked:
-        return {}
-    known = {id(param): how for param in model.parameters() if (how := stored(param)) is not None}
+    known = {id(param): how for _, param in parameters_of(model) if (how := stored(param)) is not None}
     outputs = {param: 1 if last else 2 for param, (shape, last) in known.items() if len(shape) > 1 and 0 not in shape}
 
-    def shape(param: Tensor) -> Sequence[int]:
-        return known[id(param)][0] if id(param) in known else getattr(param, "ds_shape", param.shape)
-
     def sizes(param: Tensor) -> tuple[int, int] | None:
-        """Outputs and inputs."""
         if id(param) not in outputs:
             return None
-        rows, columns = shape(param)[-2:]
+        rows, columns = known[id(param)][0][-2:]
         return (rows, columns) if outputs[id(param)] == 2 else (columns, rows)
 
-    followed = {*asked, *(id(_changed(lora)) for lora in all_lora(model))}
     found: dict[int, Fusion] = {}
-    for weight, uses in traced(model, {key: dim for key, dim in outputs.items() if key in followed}, shape).items():
-        told = [_told(use, sizes) for use in uses]
-        alike = all(one.outputs == told[0].outputs for one in told)
-        found[weight] = told[0] if alike else Fusion(why="whole, as two modules divide it in two ways")
-    for module in model.modules():
-        found.update(_of_experts(module, sizes))
+    by_class: dict[int, Fusion] = {}
+    for module in modules_of(model).values():
+        by_class.update(of_recurrent(module))
+        by_class.update(_of_experts(module, sizes))
+    for name, holder in modules_of(model).items():
+        for key, param in dict.items(holder._parameters):
+            if param is None or id(param) not in outputs or (asked is not None and id(param) not in asked):
+                continue
+            if id(param) in by_class:
+                told = by_class[id(param)]
+            else:
+                full = f"{name.rpartition('.')[2]}.{key}"
+                is_kernel = len(known[id(param)][0]) < param.ndim
+                told = _told(Held(name, full, holder, param, is_kernel), shown, outputs[id(param)], sizes)
+            if found.setdefault(id(param), told).outputs != told.outputs:
+                found[id(param)] = Fusion(why="whole, as two modules divide it in two ways")
     for lora in all_lora(model):
         found.update(_of_lora(lora, found, sizes))
-    return {weight: fusion for weight, fusion in found.items() if weight in asked and fusion != Fusion()}
+    return {weight: fusion for weight, fusion in found.items() if fusion != Fusion()}
 
 
-def _told(use: Traced, sizes: Callable[[Tensor], tuple[int, int] | None]) -> Fusion:
-    """What a module's ``forward`` shows about the outputs of a weight."""
-    whose = type(use.module).__name__
-    parts = [] if use.ends is None else _without_heads(partition(use.ends, use.module), use.ends)
-    if use.ends is None or not parts:
-        if not _looks_fused(use, sizes):
-            return Fusion()
-        why = f"stopped: {type(use.error).__name__}" if use.error is not None else "does not show its parts"
-        return Fusion(why=f"whole, though it looks fused: {whose}.forward {why}", unknown=True)
+class Held(NamedTuple):
+    """A parameter, the module that holds it, that module's name, and the last two names of the parameter. A kernel has
+    more dimensions than its matrix."""
+
+    module_name: str
+    name: str
+    module: nn.Module
+    param: Tensor
+    is_kernel: bool = False
+
+
+def _told(held: Held, shown: Shown, dim: int, sizes: Sizes) -> Fusion:
+    """What runs show about the outputs of a weight: the surest that uses it, and does not only return them."""
+    looks = _looks_fused(held, shown.around(held.module_name) or held.module, sizes)
+    best: tuple[Sight, Ends, Parted] | None = None
+    first: Sight | None = None
+    for sight in shown.of(held.module_name, held.param, whole=looks):
+        first = first or sight
+        ends = sight.ends(dim, kernel=held.is_kernel)
+        if (folded := _folded(held.name, sight, dim, sizes(held.param))) is not None:
+            return folded
+        if ends is None:
+            continue
+        parted = partition(ends)
+        if best is None or _rank(ends, parted) > _rank(*best[1:]):
+            best = sight, ends, parted
+        if (parted.parts or parted.unclear) and not _is_only_returned(ends, parted):
+            break
+    if best is None:
+        return _unknown(type(first.module if first else held.module).__name__, first, "") if looks else Fusion()
+    sight, ends, parted = best
+    whose = ends.whose or type(sight.module).__name__
+    if parted.unclear:
+        return _unknown(whose, sight, "has parts of it that are together by one step and apart by another")
+    if not parted.parts or (_is_only_returned(ends, parted) and not shown.is_called(sight.module)):
+        return _unknown(whose, sight, "") if looks else Fusion()
+    key = "fusion", held.name, whose, sight.truth
+    if key not in ends.read:  # once for layers that are alike
+        ends.read[key] = _divided(held.name, parted.parts, ends, whose, sight.truth)
+    found: Fusion = ends.read[key]
+    return found
+
+
+def _is_only_returned(ends: Ends, parted: Parted) -> bool:
+    """Whether a module returns all outputs as they are, so that what is done with them is not seen in it."""
+    return ends.returned and len(parted.parts) == 1 and all(end.numbers is None for end in ends.ends)
+
+
+def _rank(ends: Ends, parted: Parted) -> tuple[bool, int, bool]:
+    return bool(parted.parts), len(parted.parts), not _is_only_returned(ends, parted)
+
+
+def _unknown(whose: str, sight: Sight | None, why: str) -> Fusion:
+    error = sight.error if sight is not None else None
+    why = why or (f"stopped: {type(error).__name__}" if error is not None else "does not show its parts")
+    return Fusion(why=f"whole, though it looks fused: {whose}.forward {why}", unknown=True)
+
+
+def _divided(name: str, parts: Sequence[Outputs], ends: Ends, whose: str, truth: Truth) -> Fusion:
+    ends = with_links(ends)
+    parts = _without_heads(parts, ends)
     if len(parts) == 1:
         return Fusion()
     runs = [stripes_of(outputs) for outputs in parts]
-    if min(map(len, parts)) == 1:
-        return Fusion(why=f"whole, as a part of it that {whose} has is one row")
+    if min(part.bit_count() for part in parts) == 1:
+        return Fusion(why=f"whole, as a part of it that {whose} has is one row", truth=truth)
     if None in runs or len(parts) > MOST:
-        return Fusion(why=f"whole, though {whose} has {len(parts)} parts of it", unknown=True)
-    names = _names(parts, use.ends, use.module, use.name)
-    return Fusion([(name, run) for name, run in zip(names, runs) if run is not None], why=f"as {whose} has them")
+        return Fusion(why=f"whole, though {whose} has {len(parts)} parts of it", unknown=True, truth=truth)
+    names = _names(parts, ends, name)
+    found = [(name, run) for name, run in zip(names, runs) if run is not None]
+    return Fusion(found, why=f"as {whose} has them", truth=truth)
 
 
-def _looks_fused(use: Traced, sizes: Callable[[Tensor], tuple[int, int] | None]) -> bool:
-    """By its name; or by its size: no weight beside it takes all outputs, and one takes a half or a third of them."""
-    ours = sizes(use.weight)
+def _folded(name: str, sight: Sight, dim: int, size: tuple[int, int] | None) -> Fusion | None:
+    """The experts in a weight of two dimensions of which each product takes equal runs of rows; None if none does."""
+    use = sight.slices
+    if use is None or not use.rows or size is None:
+        return None
+    found = []
+    for as_inputs in (False, True):
+        rows = [outputs for outputs, inputs in use.rows if inputs == as_inputs]
+        count = (size[0] if dim == 2 else size[1]) if not as_inputs else (size[1] if dim == 1 else size[0])
+        runs = sorted(run for outputs in rows for run in runs_of(outputs))
+        even = len({stop - start for start, stop in runs}) == 1 and len(runs) == len(rows) > 1
+        if even and [start for start, _ in runs] == [*range(0, count, runs[0][1])] and (as_inputs == (dim == 1)):
+            parts, ends = equal(len(runs), runs[0][1], "expert"), sight.ends(dim)
+            of_outputs = [] if ends is None or as_inputs else partition(ends).parts
+            if ends is not None and 1 < len(of_outputs) <= MOST and _names(of_outputs, ends, name)[0] != "part0":
+                continue  # queries, keys and values, whose names say what they are for
+            whose = (ends.whose if ends is not None else "") or type(sight.module).__name__
+            why = f"as {whose} takes them"
+            found.append(
+                Fusion((), parts, why, truth=sight.truth) if as_inputs else Fusion(parts, (), why, truth=sight.truth)
+            )
+    return found[0] if len(found) == 1 else None
+
+
+def _looks_fused(held: Held, around: nn.Module, sizes: Sizes) -> bool:
+    """By its name; or by its size: no weight beside it takes all its outputs, and they are several times its inputs, or
+    twice or three times those of another."""
+    ours = sizes(held.param)
     if ours is None or min(ours) == 1:
         return False
-    beside = {its[1] for its in map(sizes, use.module.parameters()) if its is not None}
-    by_size = ours[0] not in beside and any(size > 1 and ours[0] in (2 * size, 3 * size) for size in beside)
-    return by_size or LOOKS_FUSED.search(use.name) is not None
+    if LOOKS_FUSED.search(held.name) is not None:
+        return True
+    beside = {its[1] for _, param in parameters_of(around) if (its := sizes(param)) is not None}
+    several = any(size > 1 and ours[0] in (2 * size, 3 * size) for size in beside)
+    of_its_own = ours[0] in [number * ours[1] for number in range(2, MOST + 1)]
+    return ours[0] not in beside and (several or of_its_own)
 
 
 def _without_heads(parts: Sequence[Outputs], ends: Ends) -> list[Outputs]:
     """The parts, as one those that the forward takes from one variable, without names: heads in a loop."""
     found = [*parts]
     for outputs in ends.names.values():
-        within = [part for part in found if part < outputs]
-        alike = len({*map(len, within)}) == 1 and frozenset().union(*within) == outputs
-        if alike and len(outputs) < ends.count and not any(_name(part, ends) for part in within):
-            found = sorted([*(part for part in found if part not in within), outputs], key=min)
+        within = [part for part in found if part != outputs and part & outputs == part]
+        together = 0
+        for part in within:
+            together |= part
+        alike = len({part.bit_count() for part in within}) == 1 and together == outputs
+        if alike and outputs.bit_count() < ends.count and not any(_name(part, ends) for part in within):
+            found = sorted([*(part for part in found if part not in within), outputs], key=first_of)
     return found
 
 
@@ -119,34 +216,27 @@ def _without_heads(parts: Sequence[Outputs], ends: Ends) -> list[Outputs]:
 
 def stripes_of(outputs: Outputs) -> Stripes | None:
     """The outputs as equal runs at equal distances, None if they are not."""
-    places = sorted(outputs)
-    starts = [place for before, place in zip([-2, *places], places) if place != before + 1]
-    length = len(places) // len(starts)
-    pitch = starts[1] - starts[0] if len(starts) > 1 else 0
-    runs = Stripes(starts[0], length, len(starts), pitch)
-    return runs if [i for start, stop in runs.runs() for i in range(start, stop)] == places else None
+    runs = runs_of(outputs)
+    starts, lengths = [start for start, _ in runs], {stop - start for start, stop in runs}
+    pitches = {later - start for start, later in zip(starts, starts[1:])} or {0}
+    if len(lengths) > 1 or len(pitches) > 1:
+        return None
+    return Stripes(starts[0], lengths.pop(), len(starts), pitches.pop())
 
 
-CALLED = {
-    "q": r"q|quer(y|ies)|xq",
-    "k": r"k|keys?|xk",
-    "v": r"v|values?|xv",
-    "gate": r"gates?",
-    "up": r"ups?",
-    "x": r"x|hidden",
-}
-PLAIN = re.compile(r"^(mixed_|new_|fused_)|(_(states?|layers?|proj|heads?|pass|out))+$")
-
-
-def _names(parts: Sequence[Outputs], ends: Ends, module: nn.Module, weight: str) -> list[str]:
-    latent = [getattr(module, name, 0) for name in (*LATENT, "kv_lora_rank", "v_head_dim")]
-    if all(type(size) is int and size > 0 for size in latent) and len(parts) == 2:
-        of_latent = _latent_names(parts, "kv" in weight, *latent)
+def _names(parts: Sequence[Outputs], ends: Ends, weight: str) -> list[str]:
+    if len(ends.latent) == 4 and all(ends.latent) and len(parts) == 2:
+        of_latent = _latent_names(parts, "kv" in weight, *ends.latent)
         if of_latent:
             return of_latent
     found = [_name(part, ends) for part in parts]
+    if len(ends.latent) == 4 and all(ends.latent) and len(parts) == 3:  # queries and their gate
+        for one, other in ((0, 1), (0, 2), (1, 2)):
+            if pair := _latent_names([parts[one], parts[other]], False, *ends.latent):
+                found[one], found[other] = pair
+                break
     activated = [part in ends.activated for part in parts]
-    if len(parts) == 2 and sum(activated) == 1:
+    if len(parts) == 2 and sum(activated) == 1 and _are_multiplied(parts, ends):
         gate = activated.index(True)
         found[gate] = "gate"
         found[1 - gate] = "q" if found[1 - gate] == "q" else "up"
@@ -157,9 +247,20 @@ def _names(parts: Sequence[Outputs], ends: Ends, module: nn.Module, weight: str)
     return [f"part{number}" for number in range(len(parts))]
 
 
+def _are_multiplied(parts: Sequence[Outputs], ends: Ends) -> bool:
+    """Whether two parts are a gate and what it gates: they meet in a product, as far as the forward went, and nothing
+    else reads them."""
+    one, other = parts
+    if any(end.numbers is not None and end.outputs in parts for end in ends.ends):
+        return False
+    return (bool(ends.left) and not ends.apart) or any(
+        (a & one and b & other) or (a & other and b & one) for a, b in ends.multiplied
+    )
+
+
 def _latent_names(parts: Sequence[Outputs], expands: bool, nope: int, rope: int, rank: int, value: int) -> list[str]:
     """The names of the parts of a weight of latent attention, by their sizes; none if they fit none."""
-    sizes = [*map(len, parts)]
+    sizes = [part.bit_count() for part in parts]
     if sizes == [rank, rope]:
         return ["kv", "k_rope"]
     names, of_head = (("k_nope", "v"), (nope, value)) if expands else (("q_nope", "q_rope"), (nope, rope))
@@ -170,18 +271,38 @@ def _latent_names(parts: Sequence[Outputs], expands: bool, nope: int, rope: int,
 
 
 def _name(part: Outputs, ends: Ends) -> str:
-    for variable in (name for name, outputs in ends.names.items() if outputs == part):
-        plain = PLAIN.sub("", variable)
-        for name, pattern in CALLED.items():
-            if re.fullmatch(pattern, plain, re.IGNORECASE):
-                return name
-    return next((name for name, outputs in ends.names.items() if outputs == part and len(name) < 9), "")
+    """The name of a variable that has exactly a part; one to which nothing was added, if there is one."""
+    for names in (ends.names, ends.added):
+        variables = [name for name, outputs in names.items() if outputs == part]
+        if known := next(filter(None, map(called, variables)), ""):
+            return known
+        if short := next((name for name in variables if len(name) < LONGEST), ""):
+            return short
+    return ""
+
+
+# Gates of torch's recurrent modules, in the order that its documentation has; their kernels are not followed
+
+GATES = {"LSTM": ("i", "f", "g", "o"), "GRU": ("r", "z", "n")}
+
+
+def of_recurrent(module: nn.Module) -> Iterator[tuple[int, Fusion]]:
+    if isinstance(module, nn.RNNBase):
+        gates, size = GATES.get(module.mode, ()), module.hidden_size
+    elif isinstance(module, (nn.LSTMCell, nn.GRUCell)):
+        gates, size = GATES["LSTM" if isinstance(module, nn.LSTMCell) else "GRU"], module.hidden_size
+    else:
+        return
+    for key, param in dict.items(module._parameters):
+        if param is not None and key.startswith(("weight_ih", "weight_hh")):
+            why = f"as torch's {type(module).__name__} has them"
+            yield id(param), Fusion(grouped(gates, [size] * len(gates)), why=why, truth="class") if gates else Fusion()
 
 
 # Experts, whose ``forward`` depends on data
 
 
-def _of_experts(module: nn.Module, sizes: Callable[[Tensor], tuple[int, int] | None]) -> Iterator[tuple[int, Fusion]]:
+def _of_experts(module: nn.Module, sizes: Sizes) -> Iterator[tuple[int, Fusion]]:
     """Gate and up of transformers' experts, which say how they store them, of its JetMoE and of torchtitan's."""
     flags = [getattr(module, flag, None) for flag in ("has_gate", "is_concatenated", "is_transposed")]
     in_turn = False
@@ -201,7 +322,7 @@ def _of_experts(module: nn.Module, sizes: Callable[[Tensor], tuple[int, int] | N
         if ours is not None and theirs is not None and ours[0] == 2 * theirs[1]:
             half = theirs[1]
             parts = grouped(("gate", "up"), (1, 1), half) if in_turn else grouped(("gate", "up"), (half, half))
-            yield id(weight), Fusion(parts, why=f"as {type(module).__name__} has them")
+            yield id(weight), Fusion(parts, why=f"as {type(module).__name__} has them", truth="class")
 
 
 def _gate_agrees(module: Any, in_turn: bool) -> bool:
@@ -215,14 +336,12 @@ def _gate_agrees(module: Any, in_turn: bool) -> bool:
     return bool((used[0] != 0).tolist() == ([True, True, False, False] if in_turn else [True, False, True, False]))
 
 
-def _of_lora(
-    lora: LoRA, found: dict[int, Fusion], sizes: Callable[[Tensor], tuple[int, int] | None]
-) -> dict[int, Fusion]:
+def _of_lora(lora: LoRA, found: dict[int, Fusion], sizes: Sizes) -> dict[int, Fusion]:
     """The parts of LoRA's factors: B has the outputs of the weight that it changes.
 
     For a stack of experts, PEFT has the A and B of all of them in one parameter each.
     """
-    base, of_a, of_b = found.get(id(_changed(lora)), Fusion()), sizes(lora.a), sizes(lora.b)
+    base, of_a, of_b = found.get(id(lora.changed), Fusion()), sizes(lora.a), sizes(lora.b)
     if of_a is None or of_b is None:
         return {}
     if sum(part.size for _, part in base.outputs) not in (0, of_b[0]):
@@ -235,12 +354,6 @@ def _of_lora(
         id(lora.a): Fusion(equal(lora.stacked, rank, "expert"), why=why),
         id(lora.b): Fusion(base.outputs, in_turn, why),
     }
-
-
-def _changed(lora: LoRA) -> Any:
-    """The weight that ``lora`` changes, or None."""
-    weight = getattr(lora.base, lora.key, None)
-    return getattr(lora.base, "in_proj_weight", None) if weight is None else weight  # torch's attention
 
 
 def weight_of(module: nn.Module, name: str) -> Tensor | None:

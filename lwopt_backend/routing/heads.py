@@ -16,6 +16,7 @@ from torch import nn
 
 from lwopt_backend.plan.atoms import Parts, Stripes, undivided
 from lwopt_backend.routing.fused import Fusion, weight_of
+from lwopt_backend.routing.models import modules_of
 
 # Names of weights, by what they make, in transformers 5.24's modules, torch's, torchtitan's and Megatron's.
 _NAMES = {
@@ -108,7 +109,7 @@ def heads_in(model: nn.Module, fused: Mapping[int, Fusion], ranks: int = 1) -> d
     ``fused`` are the known parts of weights. Modules on ``ranks`` tensor-parallel ranks may count the heads of one.
     """
     found: dict[int, Heads] = {}
-    for module in model.modules():
+    for module in modules_of(model).values():
         names = KIND.keys() & {*vars(module), *module._modules, *module._parameters}
         kinds = {KIND[name] for name in names}
         if kinds & {"fused", "latent"} or kinds == {"query", "key", "value"}:

@@ -13,10 +13,12 @@ from functools import cache, partial
 from torch import Tensor, nn
 
 from lwopt_backend.config.atoms import AtomSettings, Division
-from lwopt_backend.plan.atoms import Block, Grid, divided, grouped, matrices_of, repeated, undivided
+from lwopt_backend.plan.atoms import Block, Grid, divided, equal, grouped, matrices_of, repeated, undivided
 from lwopt_backend.routing.fused import Fusion, fused_weights
 from lwopt_backend.routing.heads import Heads, heads_in, named_as_heads, none_found, unknown
-from lwopt_backend.routing.routing import Route, blocks_of, check_globs, named, named_parameters, warn
+from lwopt_backend.routing.models import all_lora
+from lwopt_backend.routing.routing import Route, blocks_of, check_globs, full_shape, named, named_parameters, warn
+from lwopt_backend.routing.shown import Shown, Truth
 
 SHOWN = 4  # names of parts that are printed
 
@@ -26,7 +28,8 @@ class Divided:
     """The matrices of one parameter, together exactly its elements. ``reason`` is empty for a plain matrix.
 
     ``is_plain`` if nothing is known or set: its route already says whether it is a matrix or a stack. ``parts`` are as
-    in ``TrainedParam``. ``looks_fused`` if it may be several matrices, and nothing tells them.
+    in ``TrainedParam``. ``looks_fused`` if it may be several matrices, and nothing tells them. ``truth`` is what told
+    them, if a class or a run of the model's code did.
     """
 
     blocks: tuple[Block, ...]
@@ -34,6 +37,7 @@ class Divided:
     is_plain: bool = False
     parts: tuple[int, ...] = ()
     looks_fused: bool = False
+    truth: Truth | None = None
 
 
 def divide(
@@ -43,6 +47,7 @@ def divide(
     *,
     elsewhere: Sequence[Route] = (),
     per_head: Collection[str] = (),
+    shown: Shown | None = None,
 ) -> dict[str, Divided]:
     """The matrices of every parameter in ``routes`` that goes to the matrix rule, by its name; and the ``parts``, no
     matrices, of others whose rows tensor parallelism cuts.
@@ -55,35 +60,32 @@ def divide(
     settings = settings or AtomSettings()
     _check_globs(settings, [*routes, *elsewhere])
     matrices = [route for route in routes if _is_divided(route)]
-    params = {name: param for name, param in named_parameters(model)}
+    params = dict(named_parameters(model))
     by_id = {id(params[route.name]): route for route in routes}
 
     def stored(param: Tensor, *, of_shard: bool = False) -> tuple[tuple[int, ...], bool] | None:
         """The shape of the parameter, or of a tensor-parallel rank's shard of it; and whether it is transposed."""
         route = by_id.get(id(param))
-        if route is None:
+        if route is None or (len(route.shape) > 2 and route.kind == "elementwise"):
             return None
-        shape = route.cut.local(route.shape) if of_shard and route.cut is not None else route.shape
+        shape = route.shape if route.grid is None else route.planes
+        shape = route.cut.local(route.shape) if of_shard and route.cut is not None else shape
         return shape, route.transposed
 
-    unset = [route for route in matrices if settings.of(route.names) is None]  # settings take precedence
-    asked = {id(params[route.name]) for route in unset}
-    shared = {id(params[route.name]) for route in unset if route.cut is not None and route.cut.shared}
-    fused = fused_weights(model, stored, asked)
-    fused |= fused_weights(model, partial(stored, of_shard=True), shared)
+    asked = {id(params[r.name]) for r in matrices if settings.of(r.names) is None}
+    asked |= {id(weight) for lora in all_lora(model) if (weight := lora.changed) is not None and asked}
+    fused = fused_weights(model, stored, shown or Shown(model, full_shape), asked)
+    shared = {id(params[r.name]) for r in matrices if r.cut is not None and r.cut.shared} & asked
+    if shared:
+        of_shard = partial(stored, of_shard=True)
+        in_shards = fused_weights(model, of_shard, Shown(model, lambda param: _shape(of_shard(param), param)), shared)
+        fused = {**fused, **{weight: of for weight, of in in_shards.items() if weight in shared}}
     ranks = max((route.cut.ranks for route in matrices if route.cut is not None), default=1)
     heads = heads_in(model, fused, ranks) if per_head else {}
     by_head = {route.name: heads.get(id(params[route.name])) for route in matrices if route.name in per_head}
     _check_heads(by_head, settings, matrices, elsewhere)
-    reversed_kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)}
     found = {}
     for route in matrices:
-        setting = settings.of(route.names)
-        if setting is not None and setting[1] == "flatten" and id(params[route.name]) in reversed_kernels:
-            raise ValueError(
-                f"{setting[0]}: {route.name!r} belongs to a transposed convolution; expected outputs in "
-                "the first dimension for 'flatten': exclude it"
-            )
         of_route = _divided(route, settings, fused.get(id(params[route.name])), by_head.get(route.name))
         if route.kind == "matrix":
             _check_cut(route, of_route.blocks)
@@ -92,6 +94,10 @@ def divide(
         found[route.name] = of_route
     _warn_of([name for name, of_route in found.items() if of_route.looks_fused])
     return found
+
+
+def _shape(stored: tuple[tuple[int, ...], bool] | None, param: Tensor) -> Sequence[int]:
+    return full_shape(param) if stored is None else stored[0]
 
 
 def _warn_of(names: Sequence[str]) -> None:
@@ -137,9 +143,14 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None, heads: 
     setting = settings.of(route.names)
     shape = route.shape if setting is not None and setting[1] in ("stack", "flatten") else route.joined
     if setting is not None:
-        blocks = blocks_of(route.name, shape, route.transposed, *setting, route.cut)
+        if setting[1] == "flatten" and route.grid is not None:
+            blocks = _of_grid(route, route.grid, None).blocks
+        else:
+            blocks = blocks_of(route, shape, *setting)
         in_turn = isinstance(setting[1], Division) and setting[1].groups == 1
         return Divided(blocks, f"{_described(blocks)}, set by {setting[0]}", parts=_parts(route, blocks, in_turn))
+    if route.grid is not None:
+        return _of_grid(route, route.grid, fused)
     if fused is None and heads is None and not route.side_by_side:
         return _plain(shape)
     grid = Grid.of(shape, len(shape) - 2)
@@ -149,11 +160,11 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None, heads: 
         if route.cut is not None and route.cut.shared and route.cut.dim == 0:  # the parts are those of a shard
             size = shape[0] // route.cut.ranks
             fused = replace(fused, outputs=repeated(fused.outputs, size, route.cut.ranks))
-        assert not fused.inputs or not route.transposed, "only LoRA's B has inputs that are divided"
-        blocks = divided(grid, fused.outputs or undivided(grid.rows), fused.inputs, transposed=route.transposed)
+        outputs = grid.columns if route.transposed else grid.rows
+        blocks = divided(grid, fused.outputs or undivided(outputs), fused.inputs, transposed=route.transposed)
         parts = _parts(route, blocks, in_turn)
         if heads is None:
-            return Divided(blocks, f"{_described(blocks)}, {fused.why}", parts=parts)
+            return Divided(blocks, f"{_described(blocks)}, {fused.why}", parts=parts, truth=fused.truth)
     if heads is not None:
         outputs, of_fused = shape[-1] if route.transposed else shape[-2], () if fused is None else fused.outputs
         of_heads, reason = heads.divide(of_fused, outputs, route.name)
@@ -162,7 +173,23 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None, heads: 
         blocks = divided(grid, grouped(("gate", "up"), [shape[-1] // 2] * 2), transposed=True)
         return Divided(blocks, f"{_described(blocks)}, side by side")
     assert fused is not None
-    return Divided(matrices_of(shape), fused.why, looks_fused=fused.unknown)
+    return Divided(matrices_of(shape), fused.why, looks_fused=fused.unknown, truth=fused.truth)
+
+
+def _of_grid(route: Route, grid: Grid, fused: Fusion | None) -> Divided:
+    """A kernel of several dimensions as one matrix, or as those that its outputs are; a convolution's by group."""
+    outputs, inputs = (grid.columns, grid.rows) if route.transposed else (grid.rows, grid.columns)
+    if route.groups > 1:
+        groups = equal(route.groups, grid.rows // route.groups, "group")
+        of = (undivided(outputs), groups) if route.transposed else (groups, undivided(inputs))
+        return Divided(divided(grid, *of, transposed=route.transposed), is_plain=True)
+    if fused is not None and fused.outputs:
+        blocks = divided(grid, fused.outputs, transposed=route.transposed)
+        return Divided(blocks, f"{_described(blocks)}, {fused.why}", truth=fused.truth)
+    blocks = divided(grid, undivided(outputs), transposed=route.transposed)
+    if fused is None:
+        return Divided(blocks, is_plain=True)
+    return Divided(blocks, fused.why, looks_fused=fused.unknown, truth=fused.truth)
 
 
 @cache

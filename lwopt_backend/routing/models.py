@@ -31,6 +31,34 @@ def called(model: nn.Module) -> list[nn.Module]:
     return list(model) if isinstance(model, nn.ModuleList) else [model]
 
 
+def modules_of(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Module]:
+    """``model.named_modules()``, without overrides, in which PEFT's attention makes parameters anew."""
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module, above: frozenset[int]) -> None:
+        if id(module) in (seen if remove_duplicate else above):
+            return
+        seen.add(id(module))
+        found[name] = module
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(f"{name}.{key}" if name else key, child, above | {id(module)})
+
+    visit("", model, frozenset())
+    return found
+
+
+def parameters_of(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """``model.named_parameters()``, likewise."""
+    seen: set[int] = set()
+    for name, module in modules_of(model, remove_duplicate).items():
+        for key, param in dict.items(module._parameters):
+            if param is not None and not (remove_duplicate and id(param) in seen):
+                seen.add(id(param))
+                yield f"{name}.{key}" if name else key, param
+
+
 def _items(given: Any) -> list[Any]:
     """The items of a list or an iterator; for anything else, a list with the thing itself."""
     return [given] if isinstance(given, (Tensor, Mapping, str)) or not isinstance(given, Iterable) else list(given)
@@ -110,7 +138,7 @@ class Place:
 def places(model: nn.Module, remove_duplicate: bool = False) -> dict[str, Place]:
     """Every module of ``model`` by its full name, in ``named_modules`` order."""
     found: dict[str, Place] = {}
-    for full_name, module in model.named_modules(remove_duplicate=remove_duplicate):
+    for full_name, module in modules_of(model, remove_duplicate).items():
         place = _under(found, full_name, module) if full_name else Place("", module, module, None)
         if is_peft(module) and (place.is_own or hasattr(module, "adapter_layer_names")):
             place = Place(place.name, module, place.outer, full_name)
@@ -161,6 +189,12 @@ class LoRA:
     key: str
     stacked: int
 
+    @property
+    def changed(self) -> Tensor | None:
+        """The weight that it changes, if the base has it under a name that is known."""
+        found = getattr(self.base, self.key, None)
+        return getattr(self.base, "in_proj_weight", None) if found is None else found  # of torch's attention
+
 
 def lora_of(layer: nn.Module, adapter: str) -> LoRA | None:
     """LoRA by that adapter in a PEFT layer; None if A and B are not the weights of two plain linears."""
@@ -179,7 +213,7 @@ def lora_of(layer: nn.Module, adapter: str) -> LoRA | None:
 
 def all_lora(model: nn.Module) -> Iterator[LoRA]:
     """LoRA by every adapter in every layer of ``model``."""
-    for module in model.modules():
+    for module in modules_of(model).values():
         if is_peft(module):
             found = (lora_of(module, adapter) for adapter in getattr(module, "lora_A", ()))
             yield from (lora for lora in found if lora is not None)

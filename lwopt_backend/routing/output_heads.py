@@ -1,16 +1,22 @@
-"""Which weights are output heads, and what parameters are used for."""
+"""Which weights are output heads, and what parameters are used for.
+
+An output head is a weight whose outputs the model returns, with no residual sum, norm or attention on the way, and that
+nothing else in the model reads: so caches, attention maps and the logits of routers are no heads. An example of the
+model's arguments shows it. Without one: what the model's library says itself, then names and widths, then a run on our
+own guess at its arguments, if that begins with tokens or an image, and so is a model and not a part of one.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
-from lwopt_backend.routing.models import Adapter, Place, is_peft, places
-
-# Which weights are output heads: named so, or as wide as a vocabulary. A heuristic, so the reason is printed.
+from lwopt_backend.routing.models import Adapter, Place, called, is_peft, modules_of, parameters_of, places
+from lwopt_backend.routing.shown import Shown, Truth
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # A module with this name is an output head anywhere ...
@@ -18,7 +24,24 @@ HEAD_NAMES = frozenset({"lm_head", "embed_out", "unembed", "output_projection", 
 # ... and one with this name is a head outside repeated blocks, in which the word means something else.
 HEAD_NAMES_OUTSIDE_BLOCKS = frozenset({"head", "heads", "output", "output_layer", "classifier", "score", "qa_outputs"})
 # Words that begin like this name tables of positions and segments; a head of equal width is a coincidence.
-NOT_A_VOCABULARY = re.compile(r"(^|[._])(pos|wpe|type|segment)")
+NOT_A_VOCABULARY = re.compile(r"(^|[._])(pos|wpe|type|segment|rel|.*bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Why a weight is an output head, and what told it."""
+
+    reason: str
+    truth: Truth = "name"
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The output heads of a model, by the ids of weights; and those of weights that may be heads, if nobody can tell:
+    what the model returns, or its last linear."""
+
+    found: Mapping[int, Head]
+    unclear: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +53,182 @@ class Widths:
     tied: bool  # whether an embedding is also a head
 
 
-def output_heads(model: nn.Module, rows: frozenset[int] | None = None) -> dict[int, str]:
-    """The ids of the output heads' weights, with the reason for each.
+def output_heads(
+    model: nn.Module,
+    rows: frozenset[int] | None = None,
+    shown: Shown | None = None,
+    decided: Collection[int] = (),
+) -> Heads:
+    """The output heads, with the reason for each.
 
     A head of several layers (a classifier with a hidden one) is its last linear; a list of heads is the last linear of
     each. A head tied to an embedding may be missing, because it is the embedding. PEFT's replacements of a head are
     also heads: its copies and its adapters. ``rows`` are those of the embeddings that heads are compared with, if
-    ``model`` is a part of one: see ``rows_for_heads``.
+    ``model`` is a part of one: see ``rows_for_heads``. ``shown`` is what the model's code shows; nothing is followed
+    for weights that options have ``decided``, by their ids.
     """
-    if rows is None:
-        (rows,) = rows_for_heads([widths(model)])
+    heads: dict[int, Head] = {}
+    for network, of_network in _with_rows(model, rows):
+        by_library, by_name = _by_library(network), _by_name(network, of_network)
+        both = {key: replace(by_name[key], truth="library") for key in by_name.keys() & by_library.keys()}
+        heads = {**by_name, **heads, **by_library, **both}
+    if shown is None:
+        return Heads(heads)
+    return _by_runs(model, shown, heads, decided, is_part=rows is not None)
+
+
+def _with_rows(model: nn.Module, rows: frozenset[int] | None) -> Iterator[tuple[nn.Module, frozenset[int]]]:
+    """The networks in a model, and the rows with which their heads are compared: their own, or, of modules that are one
+    network together, those of all."""
+    several = networks(model)
+    together = [module for module in called(model) if module in several]
+    of_all = dict(zip(together, rows_for_heads([widths(module) for module in together])))
+    for network in several:
+        own = rows_for_heads([widths(network)])[0]
+        yield network, rows if rows is not None else own or of_all.get(network, own)
+
+
+# What a run shows
+
+
+def _by_runs(
+    model: nn.Module, shown: Shown, heads: Mapping[int, Head], decided: Collection[int], *, is_part: bool
+) -> Heads:
+    """The heads with what runs show: on an example, before all else; on a guess, of weights that nothing tells."""
+    found = dict(heads)
+    for module, ids, _ in shown.heads("example"):
+        used = shown.used(module)
+        found = {key: head for key, head in found.items() if key not in used or head.truth == "library"}
+        found |= dict.fromkeys(_with_adapters(model, ids), Head("output head, returned and not read", "example"))
+    told = {key for module, _, _ in shown.heads("example") for key in shown.used(module)}
+    last = _last_linears(model, in_lists=not found)
+    left = [id(linear.weight) for linear in last if id(linear.weight) not in {*found, *told, *decided}]
+    if not left or is_part or shown.has_example or _is_tied(model) or _is_told(model, found):
+        return Heads(found)
+    unclear: frozenset[int] = frozenset()
+    ran = 0
+    for _, ids, reads in shown.heads("guess"):
+        ran += 1
+        if reads:
+            found |= dict.fromkeys(_with_adapters(model, ids - found.keys()), Head(BY_GUESS, "guess"))
+        else:
+            unclear |= ids
+    if not found and ran < len(called(model)):
+        unclear |= {left[-1]}
+    return Heads(found, unclear - found.keys())
+
+
+BY_GUESS = "output head, returned and not read"
+
+
+def _with_adapters(model: nn.Module, ids: Collection[int]) -> Iterator[int]:
+    """The ids of weights, and of what PEFT put around them."""
+    yield from ids
+    for place in places(model).values():
+        is_wrapped = place.is_own and place.outer is not place.module
+        if is_wrapped and any(id(param) in ids for param in dict.values(place.module._parameters)):
+            yield from (id(param) for _, param in parameters_of(place.outer))
+
+
+def _last_linears(model: nn.Module, *, in_lists: bool = True) -> list[nn.Linear]:
+    """The linears outside of repeated blocks, in their order; with those that are members of lists, or without."""
+    blocks = _repeated_blocks(model)
+    outside = [(place.name, one) for place, one in _linears(_own_modules(model)) if not _inside(place.name, blocks)]
+    return [linear for name, linear in outside if in_lists or name not in blocks]
+
+
+def _is_tied(model: nn.Module) -> bool:
+    return any(widths(network).tied for network in networks(model)) and len(_last_linears(model)) == 1
+
+
+# What a library says
+
+
+def _by_library(model: nn.Module) -> dict[int, Head]:
+    """By transformers' ``get_output_embeddings``, and what is outside of its ``base_model``; by timm's
+    ``get_classifier`` and the names in its ``default_cfg``."""
+    found: dict[int, Head] = {}
+    heads: list[tuple[Any, str]] = []
+    if _is_transformers(model):
+        inside = [one for one in modules_of(model).values() if _is_transformers(one)]
+        heads = [(_called(one, "get_output_embeddings"), "get_output_embeddings") for one in inside]
+        base = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
+        if isinstance(base, nn.Module) and base is not model:
+            outside = (child for child in model._modules.values() if child is not None and child is not base)
+            heads += [(child, "base_model_prefix") for child in outside]
+    else:
+        heads = [(one, "get_classifier") for one in _several(_called(model, "get_classifier"))]
+        config = getattr(model, "default_cfg", None)
+        names = _several(config.get("classifier")) if isinstance(config, Mapping) else []
+        modules = modules_of(model) if names else {}
+        heads += [(modules.get(name), "default_cfg") for name in names if isinstance(name, str)]
+    for module, word in heads:
+        if isinstance(module, nn.Module):
+            for param in _last_weights(module):
+                found.setdefault(id(param), Head(f"output head, by {type(model).__name__}.{word}", "library"))
+    return found
+
+
+def _is_told(model: nn.Module, found: Mapping[int, Head]) -> bool:
+    """Whether the library of a model has said which its heads are, so that there are no others."""
+    by_library = any(head.truth == "library" for head in found.values())
+    return by_library or all(callable(getattr(one, "get_classifier", None)) for one in called(model))
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    is_its = any(kind.__module__.partition(".")[0] == "transformers" for kind in type(model).__mro__)
+    return is_its and hasattr(model, "get_output_embeddings")
+
+
+def _called(model: nn.Module, name: str) -> Any:
+    method = getattr(model, name, None)
+    try:
+        return method() if callable(method) else None
+    except Exception:  # of a model without one
+        return None
+
+
+def _several(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+
+
+# Names and widths: a heuristic, so the reason is printed
+
+
+def _by_name(model: nn.Module, rows: frozenset[int]) -> dict[int, Head]:
     blocks = _repeated_blocks(model)
     heads = _as_wide_as_a_vocabulary(model, blocks, rows)
     for place in _own_modules(model, remove_duplicate=False):
         leaf = place.name.rpartition(".")[2]
         if leaf in HEAD_NAMES or (leaf in HEAD_NAMES_OUTSIDE_BLOCKS and not _inside(place.name, blocks)):
-            heads |= dict.fromkeys(map(id, _last_weights(place.outer)), f"output head, named {leaf!r}")
+            heads |= dict.fromkeys(map(id, _last_weights(place.outer)), Head(f"output head, named {leaf!r}"))
     return heads
+
+
+def networks(model: nn.Module) -> list[nn.Module]:
+    """The model, and the whole networks in it: what a list of modules has, and members of one kind (teacher and
+    student, generator and critic) that have embeddings and layers of their own."""
+    found = [model] if not isinstance(model, nn.ModuleList) else []
+    for module in called(model) if isinstance(model, nn.ModuleList) else [model]:
+        found += [] if module is model else [module]
+        for inside in modules_of(module).values():
+            found += [each for each in _alike(inside) if each is not model]
+    return [*dict.fromkeys(found)]
+
+
+def _alike(module: nn.Module) -> list[nn.Module]:
+    """The children of a module that are networks: several of one kind, or the members of a list."""
+    children = [child for child in module._modules.values() if child is not None and _is_network(child)]
+    kinds = [type(child) for child in children]
+    in_a_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return [child for child in children if in_a_list or kinds.count(type(child)) > 1]
+
+
+def _is_network(module: nn.Module) -> bool:
+    """Whether it has an embedding of tokens, and layers, as its own children."""
+    children = [(key, child) for key, child in module._modules.items() if child is not None]
+    embeds = any(isinstance(child, EMBEDDINGS) and not NOT_A_VOCABULARY.search(key) for key, child in children)
+    return embeds and any(isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) for _, child in children)
 
 
 def widths(model: nn.Module) -> Widths:
@@ -86,11 +268,11 @@ def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from _last_weights(member)
         return
     if isinstance(module, nn.Linear):
-        yield from module.parameters()  # also a low-rank change inside it, as in torchtitan's LoRA
+        yield from _own_parameters(module)  # also a low-rank change inside it, as in torchtitan's LoRA
         return
     linears = _linears(_own_modules(module))
     if not linears:
-        yield from module.parameters(recurse=is_peft(module))
+        yield from _own_parameters(module, recurse=is_peft(module))
         return
     place, last = linears[-1]
     if not place.name or last.in_features != last.out_features:
@@ -99,7 +281,7 @@ def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
                 yield from _parameters(each)
 
 
-def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: frozenset[int]) -> dict[int, str]:
+def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: frozenset[int]) -> dict[int, Head]:
     """The last linear with as many outputs as an embedding has rows, and similar ones in the same list.
 
     Repeated blocks are skipped, because a hidden layer in them may happen to be as wide.
@@ -114,12 +296,17 @@ def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: fro
     in_a_list = container in {p.name for p in own if isinstance(p.module, (nn.ModuleList, nn.ModuleDict))}
     heads = [p for p in wide if p.name == last or (in_a_list and p.name.rpartition(".")[0] == container)]
     params = (param for place in heads for param in _parameters(place))
-    return dict.fromkeys(map(id, params), "output head, as wide as an embedding has rows")
+    return dict.fromkeys(map(id, params), Head("output head, as wide as an embedding has rows"))
 
 
 def _parameters(place: Place) -> Iterator[nn.Parameter]:
     """The parameters of a module and of what PEFT put around it."""
-    return place.outer.parameters(recurse=place.outer is not place.module)
+    return _own_parameters(place.outer, recurse=place.outer is not place.module)
+
+
+def _own_parameters(module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+    of = parameters_of(module) if recurse else dict.items(module._parameters)
+    return (param for _, param in of if param is not None)
 
 
 def _own_modules(model: nn.Module, remove_duplicate: bool = True) -> list[Place]:
@@ -141,10 +328,14 @@ def _repeated_blocks(model: nn.Module) -> frozenset[str]:
         numbered = any(key.isdigit() for key, _ in children)  # a pipeline stage also numbers its layers
         if not numbered and not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
+        if place.outer is model and isinstance(model, nn.ModuleList):
+            continue  # modules of one model, such as a pipeline's stages
         if name.rpartition(".")[2] in HEAD_NAMES | HEAD_NAMES_OUTSIDE_BLOCKS:
             continue
         kinds = [kinds_of.get(id(child), type(child)) for _, child in children]
-        for (key, _), kind in zip(children, kinds):
+        for (key, child), kind in zip(children, kinds):
+            if _is_network(child):
+                continue
             if isinstance(container, nn.ModuleList) or kinds.count(kind) > 1:
                 blocks.add(f"{name}.{key}" if name else key)
     return frozenset(blocks)
@@ -169,12 +360,13 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of a parameter. ``adapter`` describes it if PEFT added it."""
+    """One use of a parameter. ``adapter`` describes it if PEFT added it. ``holder`` is the module's full name."""
 
     name: str
     module_name: str
     module: nn.Module
     adapter: Adapter | None = None
+    holder: str = ""
 
     @property
     def key(self) -> str:
@@ -187,11 +379,14 @@ def uses_of(model: nn.Module) -> Mapping[int, list[Use]]:
     uses: dict[int, list[Use]] = {}
     found = places(model)
     for module_name, place in found.items():
-        for key, param in place.module.named_parameters(recurse=False, remove_duplicate=False):
+        for key, param in dict.items(place.module._parameters):
+            if param is None:
+                continue
             full_name = f"{module_name}.{key}" if module_name else key
             name, adapter = plain_name(full_name), None
             if place.added_by is not None:
                 path = full_name.removeprefix(f"{place.added_by}.").split(".")
                 adapter = Adapter(found[place.added_by], tuple(path))
-            uses.setdefault(id(param), []).append(Use(name, name.rpartition(".")[0], place.module, adapter))
+            used = Use(name, name.rpartition(".")[0], place.module, adapter, module_name)
+            uses.setdefault(id(param), []).append(used)
     return uses

@@ -16,26 +16,13 @@ from lwopt_backend.config.atoms import AtomSettings, Division, Word
 from lwopt_backend.config.options import glob_suggestion, suggestion
 from lwopt_backend.config.versions import is_first_rank
 from lwopt_backend.plan.atoms import Block, Cut, Grid, Parts, Stripes, divided, repeated, undivided
+from lwopt_backend.routing.by_use import Used, use_of
+from lwopt_backend.routing.convolutions import CONVOLUTION, DEPTHWISE, FLATTENED, Convolution, of_module
 from lwopt_backend.routing.fused import joined, side_by_side
-from lwopt_backend.routing.models import LORA, Adapter, lora_of
-from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, plain_name, uses_of
-from lwopt_backend.routing.traced import is_bare, unmultiplied
-
-
-def blocks_of(
-    name: str, shape: Sequence[int], transposed: bool, source: str, setting: Word | Division, cut: Cut | None = None
-) -> tuple[Block, ...]:
-    """The blocks of parameter ``name`` by a setting. Raises ValueError if it does not fit the shape or ``cut``."""
-    whose = f"{source}: {name!r} of shape {tuple(shape)}"
-    if setting in ("stack", "flatten") and len(shape) < 3:
-        raise ValueError(f"{whose}: {setting!r} is for parameters of three dimensions or more")
-    if setting == "flatten":
-        return divided(Grid.of(shape, 0), undivided(shape[0]))
-    outputs = shape[-1] if transposed else shape[-2]
-    parts = setting.parts(outputs, whose) if isinstance(setting, Division) else undivided(outputs)
-    if cut is not None and cut.shared and isinstance(setting, Division) and setting.heads is None:
-        parts = _on_each_rank(parts, outputs, cut.ranks, whose)
-    return divided(Grid.of(shape, len(shape) - 2), parts, transposed=transposed)
+from lwopt_backend.routing.models import LORA, Adapter, lora_of, modules_of, parameters_of
+from lwopt_backend.routing.output_heads import EMBEDDINGS, Head, Use, plain_name, uses_of
+from lwopt_backend.routing.shown import Shown, Truth
+from lwopt_backend.routing.traced import is_bare
 
 
 def _on_each_rank(parts: Parts, outputs: int, ranks: int, whose: str) -> Parts:
@@ -59,6 +46,8 @@ def _on_each_rank(parts: Parts, outputs: int, ranks: int, whose: str) -> Parts:
 Kind = Literal["matrix", "elementwise", "frozen"]
 
 TWO_D = "2-D weight"
+NOT_MULTIPLIED = "added or looked up, not multiplied"
+NOT_SHOWN = "2-D, but nothing shows that it is multiplied"
 MULTIPLIED = re.compile(r"weight|matri|proj|kernel|gate|^[wW][a-zA-Z0-9]?(_|$)")  # names of matrices
 SHOWN = 4  # names in a warning
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -72,14 +61,29 @@ BY_NAME = {"A_log": "one decay per channel and state"}  # of state-space models;
 MARKS = {"use_muon": False, "is_embedding_or_output_parameter": True}
 
 
+CATEGORIES = {  # of reasons for the element-wise rule
+    "convolution": "convolutions",
+    "^embedding|tied between": "embeddings",
+    "output head": "heads",
+    "^excluded|^marked|leaves it$": "excluded",
+    "^norm|^bias|^[01]-D|^one (row|column)$|^A_log|^one decay": "norms and vectors",
+    "^LoRA|^DoRA|PEFT|adapter": "adapters",
+    "^added or looked up": "tables",
+    "nothing shows": "parameters of unknown use",
+    "-D$|stacked": "parameters of 3 and more dimensions",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The route of one parameter, and its reason. ``aliases`` are the other names of a tied parameter.
 
     A ``stack`` has a matrix in its last two dimensions for every index of the others; a ``transposed`` matrix is stored
-    as (inputs, outputs), two ``side_by_side`` as (outputs, 2, inputs). ``rule`` and ``overrides``, the
-    numbers of those that select the parameter, are set once they are known. ``shape`` is the whole parameter's, ``cut``
-    how tensor parallelism cuts it.
+    as (inputs, outputs), two ``side_by_side`` as (outputs, 2, inputs). ``grid`` is that of one matrix of more than two
+    dimensions, or of a convolution's ``groups``. ``rule`` and ``overrides``, the numbers of those that select the
+    parameter, are set once they are known. ``shape`` is the whole parameter's, ``cut`` how tensor parallelism cuts it.
+    ``truth`` is what decided: an option, the name, the class of a module or of a library's, or a run of the model's
+    code, on a guess at its arguments or on an example.
     """
 
     name: str
@@ -92,10 +96,28 @@ class Route:
     rule: str = ""
     cut: Cut | None = None
     overrides: tuple[int, ...] = ()
+    grid: Grid | None = None
+    groups: int = 1
+    truth: Truth = "class"
 
     @property
     def names(self) -> tuple[str, ...]:
         return self.name, *self.aliases
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """The shape in which the last two dimensions are those of a matrix."""
+        return self.joined if self.grid is None else (self.grid.rows, self.grid.columns)
+
+    @property
+    def is_by_name(self) -> bool:
+        """Whether its name alone would make a stack of it."""
+        return named_as_stack(self.name, self.shape)
+
+    @property
+    def category(self) -> str:
+        """What an element-wise parameter is, in one word, for the shares of rules."""
+        return next((word for pattern, word in CATEGORIES.items() if re.search(pattern, self.reason)), "others")
 
     @property
     def side_by_side(self) -> bool:
@@ -106,77 +128,244 @@ class Route:
         """The shape in which two matrices side by side are the halves of every row; otherwise the parameter's own."""
         return joined(self.name, self.shape)
 
-    def as_stack(self) -> Route:
+    def as_stack(self, of: str = "experts") -> Route:
         """A stack of experts, or two matrices side by side, as matrices, unless these count as vectors."""
         if not (self.stack or self.side_by_side) or (self.kind, self.reason) != ("elementwise", f"{len(self.shape)}-D"):
             return self
-        stacked = f"{math.prod(self.joined[:-2])} stacked experts"
+        stacked = f"{math.prod(self.joined[:-2])} stacked {of}"
         if (one := vector(self.joined)) is not None:
             return replace(self, reason=f"{stacked} of {one}")
         return replace(self, kind="matrix", reason=stacked if self.stack else f"{self.reason} weight")
+
+
+def blocks_of(route: Route, shape: Sequence[int], source: str, setting: Word | Division) -> tuple[Block, ...]:
+    """The blocks of a parameter of ``shape`` by a setting. Raises ValueError if it does not fit them."""
+    whose, cut, transposed = f"{source}: {route.name!r} of shape {tuple(shape)}", route.cut, route.transposed
+    if setting in ("stack", "flatten") and len(shape) < 3:
+        raise ValueError(f"{whose}: {setting!r} is for parameters of three dimensions or more")
+    if setting == "flatten":
+        grid = Grid.of(shape, 0)
+        return divided(grid, undivided(grid.columns if transposed else grid.rows), transposed=transposed)
+    outputs, inputs = (shape[-1], shape[-2]) if transposed else (shape[-2], shape[-1])
+    try:
+        parts = setting.parts(outputs, whose) if isinstance(setting, Division) else undivided(outputs)
+    except ValueError as error:
+        if isinstance(setting, Division) and setting.stored is None and setting.fits(inputs):
+            other = "outputs_first" if transposed else "inputs_first"
+            raise ValueError(
+                f"{error}, or, if the weight has its outputs in the other dimension, add 'stored': {other!r}"
+            ) from None
+        raise
+    if cut is not None and cut.shared and isinstance(setting, Division) and setting.heads is None:
+        parts = _on_each_rank(parts, outputs, cut.ranks, whose)
+    return divided(Grid.of(shape, len(shape) - 2), parts, transposed=transposed)
 
 
 def routes_of(
     model: nn.Module,
     include: Sequence[str],
     exclude: Sequence[str],
-    heads: Mapping[int, str],
+    heads: Mapping[int, Head],
     atoms: AtomSettings | None = None,
+    *,
+    shown: Shown | None = None,
+    flatten: bool = False,
 ) -> list[Route]:
     """Route every parameter of ``model``, or of a part of one, in ``named_parameters()`` order, by its plain name.
 
-    Experts that a model stacks in one parameter go to the matrix rule, slice by slice. ``include`` sends 2-D parameters
-    to the matrix rule and ``exclude`` keeps parameters from it, both by globs on a parameter's names (a tied parameter
-    has several); exclude wins. ``heads`` are the whole model's output heads: ids of weights, reasons. ``atoms`` may
-    make matrices of a parameter with more than two dimensions, unless a glob excludes it.
+    Experts that a model stacks in one parameter go to the matrix rule, slice by slice, and with ``flatten``
+    convolutions. ``include`` sends 2-D parameters to the matrix rule and ``exclude`` keeps parameters from it, both by
+    globs on a parameter's names (a tied parameter has several); exclude wins. ``heads`` are the whole model's output
+    heads, by the ids of weights. ``atoms`` may make matrices of a parameter with more than two dimensions, unless a
+    glob excludes it. ``shown`` is what the model's code shows of its weights.
     """
-    uses = uses_of(model)
+    uses, shown = uses_of(model), shown or Shown(model, full_shape)
     routes = []
-    kind: Kind
     for name, param in named_parameters(model):
-        shape, same = full_shape(param), uses[id(param)]
-        names = [name] + [use.name for use in same if use.name != name]
-        if not param.requires_grad:
-            kind, reason = "frozen", "requires_grad is False"
-        else:
-            mark = next((f"{key}={value}" for key, value in MARKS.items() if getattr(param, key, None) is value), None)
-            kind, reason = _by_structure(shape, same, heads.get(id(param)))
-            if mark is not None and (kind == "matrix" or reason == f"{len(shape)}-D"):
-                kind, reason = "elementwise", f"marked {mark}"
-            kind, reason = by_glob(shape, names, include, exclude) or (kind, reason)
-        transposed, stack = any(_stored_transposed(use.module) for use in same), _is_stack(joined(name, shape), same)
-        found = Route(name, shape, kind, reason, tuple(names[1:]), stack, transposed, cut=cut_of(param)).as_stack()
-        set_so = atoms.makes_matrix(names, shape) if atoms is not None else None
-        if set_so is not None and found.kind == "elementwise" and _first_match(names, exclude) is None:
-            found = replace(found, kind="matrix", reason=set_so)
-        if found.kind == "matrix" and transposed:
-            found = replace(found, reason=f"{found.reason}, stored transposed")
+        found = _routed(name, param, uses[id(param)], heads.get(id(param)), include, exclude)
+        found = _flattened(found, uses[id(param)], heads.get(id(param))) if flatten else found
+        set_so = atoms.makes_matrix(found.names, found.shape) if atoms is not None else None
+        if set_so is not None and found.kind == "elementwise" and _first_match(found.names, exclude) is None:
+            word = atoms.of(found.names) if atoms is not None else None
+            flat = _flattened(found, uses[id(param)], None) if word is not None and word[1] == "flatten" else found
+            found = replace(flat, kind="matrix", reason=set_so, truth="option")
         routes.append(found)
-    return _bare_ones_routed(model, routes, uses)
+    routes = _by_use(model, routes, uses, shown, flatten, atoms)
+    told = [found if (told := _set_transposed(found, atoms)) is None else told for found in routes]
+    return [
+        replace(r, reason=f"{r.reason}, stored transposed") if r.kind == "matrix" and r.transposed else r for r in told
+    ]
 
 
-def _bare_ones_routed(model: nn.Module, routes: Sequence[Route], uses: Mapping[int, Sequence[Use]]) -> list[Route]:
-    """Leave 2-D parameters that nothing multiplies, such as tables of positions, to the element-wise rule.
+def _routed(
+    name: str,
+    param: Tensor,
+    same: Sequence[Use],
+    head: Head | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
+) -> Route:
+    """The route of a parameter by the structure of the model, marks and globs."""
+    shape, names = full_shape(param), [name] + [use.name for use in same if use.name != name]
+    kind: Kind
+    truth: Truth = "class"
+    if not param.requires_grad:
+        kind, reason = "frozen", "requires_grad is False"
+    else:
+        mark = next((f"{key}={value}" for key, value in MARKS.items() if getattr(param, key, None) is value), None)
+        kind, reason, truth = _by_structure(shape, same, head)
+        if mark is not None and (kind == "matrix" or reason in (f"{len(shape)}-D", CONVOLUTION)):
+            kind, reason, truth = "elementwise", f"marked {mark}", "option"
+        if (globbed := by_glob(shape, names, include, exclude)) is not None:
+            (kind, reason), truth = globbed, "option"
+    transposed, stack = any(_stored_transposed(use.module) for use in same), _is_stack(joined(name, shape), same)
+    found = Route(
+        name, shape, kind, reason, tuple(names[1:]), stack, transposed, cut=cut_of(param), truth=truth
+    ).as_stack()
+    return replace(found, truth="name") if found.kind == "matrix" and stack and truth == "class" else found
 
-    Some modules' ``forward`` does not show it. Of the parameters that transformers 5.24 has there, and no other reason
-    tells, 19 of 24 are tables; and all five others that are matrices but two have one of these words in their names.
+
+def _flattened(route: Route, same: Sequence[Use], head: Head | None) -> Route:
+    """A convolution as a matrix, unless something else decides."""
+    found = next((one for use in same if (one := of_module(use.module)) is not None and use.key == "weight"), None)
+    return route if found is None else _as_matrix(route, found, head)
+
+
+def _as_matrix(route: Route, convolution: Convolution, head: Head | None) -> Route:
+    if route.kind != "elementwise" or route.reason not in (f"{len(route.shape)}-D", CONVOLUTION) or 0 in route.shape:
+        return route
+    if head is not None:
+        return replace(route, reason=head.reason, truth=head.truth)
+    if convolution.is_depthwise(route.shape):
+        return replace(route, reason=DEPTHWISE)
+    if (one := vector(convolution.matrix(route.shape))) is not None:
+        return replace(route, reason=f"convolution of {one}")
+    grid, reason = Grid.of(route.shape, 0), f"{FLATTENED}{f', {convolution.groups} groups' * (convolution.groups > 1)}"
+    flat = replace(route, kind="matrix", reason=reason, transposed=convolution.transposed, truth="option")
+    return replace(flat, grid=grid, groups=convolution.groups)
+
+
+def _by_use(
+    model: nn.Module,
+    routes: Sequence[Route],
+    uses: Mapping[int, Sequence[Use]],
+    shown: Shown,
+    flatten: bool,
+    atoms: AtomSettings | None,
+) -> list[Route]:
+    """What modules' own parameters are for (``by_use``), where no option, class or word in a name has said it.
+
+    Some modules' ``forward`` does not show it. Of the 2-D parameters that transformers 5.24 has there, and no other
+    reason tells, 19 of 24 are tables; and all five others that are matrices but two have one of the words in
+    ``MULTIPLIED`` in their names.
     """
-    params = dict(named_parameters(model))
-    asked = [r for r in routes if (r.kind, r.reason) == ("matrix", TWO_D)]
-    asked = [r for r in asked if all(is_bare(use.module) for use in uses[id(params[r.name])])]
-    known = unmultiplied(model, [params[r.name] for r in asked], full_shape)
-    told = {r.name: known.get(id(params[r.name]), MULTIPLIED.search(r.name.rpartition(".")[2]) is None) for r in asked}
-    unclear = [r.name for r in asked if told[r.name] and id(params[r.name]) not in known]
+    params, found = dict(named_parameters(model)), []
+    unclear = []
+    for route in routes:
+        same = uses[id(params[route.name])]
+        is_set = atoms is not None and atoms.of(route.names) is not None and len(route.shape) > 2
+        if not _is_asked(route, same) or is_set:
+            found.append(route)
+            continue
+        used = use_of(shown, [use.holder for use in same], params[route.name], route.shape)
+        if used is None and len(route.shape) == 2 and MULTIPLIED.search(route.name.rpartition(".")[2]):
+            found.append(replace(route, truth="name"))
+        elif used is None:
+            if not route.stack:
+                unclear.append(route.name)
+            found.append(route if len(route.shape) > 2 else replace(route, kind="elementwise", reason=NOT_SHOWN))
+        else:
+            found.append(_as_used(route, used, flatten))
     if unclear:
         warn(
-            f"No forward showed what {named(unclear)} are for. They are left to the element-wise rule, as most tables "
-            "are; name those that are matrices in the option include, the others in exclude"
+            f"No forward showed what these parameters are for: {named(unclear)}. The element-wise rule trains them, "
+            "as most such parameters are tables. Name those that are matrices in the option include, stacks of "
+            "matrices as 'stack' in atoms, the others in exclude; an example of the model's arguments, "
+            "example=(args, kwargs), may show it"
         )
-    reasons = {True: "added or looked up, not multiplied", False: "2-D, but nothing shows that it is multiplied"}
-    return [
-        replace(r, kind="elementwise", reason=reasons[id(params[r.name]) in known]) if told.get(r.name) else r
-        for r in routes
-    ]
+    return found
+
+
+def _is_asked(route: Route, same: Sequence[Use]) -> bool:
+    if route.kind == "frozen" or route.truth == "option" or any(use.adapter is not None for use in same):
+        return False
+    if not all(is_bare(use.module) for use in same) or 0 in route.shape or route.transposed:
+        return False
+    if len(route.shape) == 2:
+        return (route.kind, route.reason) == ("matrix", TWO_D)
+    is_plain = (route.kind, route.reason) == ("elementwise", f"{len(route.shape)}-D")
+    return len(route.shape) > 2 and not route.side_by_side and (route.stack or is_plain)
+
+
+def _as_used(route: Route, used: Used, flatten: bool) -> Route:
+    truth: Truth = used.truth
+    if used.table:
+        return replace(route, kind="elementwise", reason=NOT_MULTIPLIED, stack=False, truth=truth)
+    if used.convolution is not None:
+        found = replace(route, reason=CONVOLUTION, truth=truth)
+        return _as_matrix(found, used.convolution, None) if flatten else found
+    transposed = bool(used.transposed)
+    if len(route.shape) == 2 or (route.stack and route.kind == "matrix" and used.grid is None):
+        return replace(route, transposed=transposed, truth=truth)
+    if used.stack:
+        return replace(route, stack=True, transposed=transposed, truth=truth).as_stack("matrices")
+    if used.grid is None or (one := vector((used.grid.rows, used.grid.columns))) is not None:
+        return route if used.grid is None else replace(route, reason=one or "", truth=truth)
+    reason = f"{len(route.shape)}-D weight of one matrix"
+    return replace(route, kind="matrix", reason=reason, stack=False, transposed=transposed, grid=used.grid, truth=truth)
+
+
+def _set_transposed(route: Route, atoms: AtomSettings | None) -> Route | None:
+    """The route as a setting says that it is stored; None if none does."""
+    set_so = atoms.transposed(route.names) if atoms is not None else None
+    return None if set_so is None else replace(route, transposed=set_so, truth="option")
+
+
+def shares(routes: Sequence[Route]) -> dict[tuple[str, str], float]:
+    """The share of the trained elements by rule and by what they are: "" for matrices. The largest of a rule first."""
+    trained = [route for route in routes if route.kind != "frozen"]
+    total = max(1, sum(math.prod(route.shape) for route in trained))
+    found: dict[tuple[str, str], int] = {}
+    for route in trained:
+        key = route.rule or route.kind, "" if route.kind == "matrix" else route.category
+        found[key] = found.get(key, 0) + math.prod(route.shape)
+    order = sorted(found, key=lambda key: (key[1] != "", -found[key]))
+    return {key: found[key] / total for key in order if found[key]}
+
+
+SMALLEST_SHARE = 0.5
+NOT_HIDDEN = ("embeddings", "heads", "tables", "excluded", "adapters", "norms and vectors")
+
+
+def warn_of_share(routes: Sequence[Route]) -> None:
+    """Warn if the matrix rule trains less than half of what is neither embedding, head, table, norm nor excluded.
+
+    These are element-wise whatever one chooses. Of the rest, which is what a matrix rule is chosen for, the larger half
+    decides how the model trains, so below a half another rule decides than the one that was named.
+    """
+    sizes = {"": 0}
+    for route in routes:
+        if route.kind != "frozen":
+            what = "" if route.kind == "matrix" else route.category
+            sizes[what] = sizes.get(what, 0) + math.prod(route.shape)
+    hidden = {what: size for what, size in sizes.items() if what not in NOT_HIDDEN}
+    share = hidden[""] / max(1, sum(hidden.values()))
+    largest = max((what for what in hidden if what), key=hidden.__getitem__, default="")
+    if not largest or share >= SMALLEST_SHARE or not hidden[""]:
+        return
+    rule = next(route.rule for route in routes if route.kind == "matrix")
+    warn(
+        f"{rule} trains {share:.1%} of the elements that are neither embeddings, heads, tables nor norms, and most "
+        f"others are {largest}. {WAYS.get(largest, WAYS['parameters of unknown use'])}, or name them in the option "
+        "exclude, if that is meant"
+    )
+
+
+WAYS = {  # to train more as matrices
+    "convolutions": "To train these as matrices, write convolutions='flatten'",
+    "parameters of 3 and more dimensions": "If they are stacks of matrices, write 'stack' for them in the option atoms",
+    "parameters of unknown use": "Name those that are matrices in the option include",
+}
 
 
 def warn(text: str) -> None:
@@ -197,30 +386,31 @@ def check_all_globs(include: Sequence[str], exclude: Sequence[str], routes: Sequ
     check_globs("exclude", exclude, routes, routes)
 
 
-def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: str | None) -> tuple[Kind, str]:
+def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: Head | None) -> tuple[Kind, str, Truth]:
     added = next((use.adapter for use in uses if use.adapter is not None), None)
     if added is not None:
-        return _by_adapter(added, shape, head)
+        return *_by_adapter(added, shape, head), "class"
     if any(_is_embedding(use.module) for use in uses):
         tied = [use.module_name for use in uses if not _is_embedding(use.module)]
-        return "elementwise", f"embedding, tied to {tied[0]}" if tied else "embedding"
+        return "elementwise", f"embedding, tied to {tied[0]}" if tied else "embedding", "class"
     if len(shape) != 2:
-        return "elementwise", f"{len(shape)}-D"
+        is_convolution = any(use.key == "weight" and of_module(use.module) is not None for use in uses)
+        return "elementwise", CONVOLUTION if is_convolution else f"{len(shape)}-D", "class"
     for use in uses:
         # A norm may have one weight per head and channel (Cohere's does), and every model family brings its own class.
         if isinstance(use.module, NORMS) or type(use.module).__name__.endswith("Norm"):
-            return "elementwise", "norm"
+            return "elementwise", "norm", "class"
         if use.key in BY_NAME:
-            return "elementwise", BY_NAME[use.key]
+            return "elementwise", BY_NAME[use.key], "name"
         for word in use.key.split("_"):
             if word in BY_WORD:
-                return "elementwise", BY_WORD[word]
+                return "elementwise", BY_WORD[word], "name"
     if head is not None:
-        return "elementwise", head
+        return "elementwise", head.reason, head.truth
     if 0 in shape:
-        return "elementwise", "no elements"
+        return "elementwise", "no elements", "class"
     one = vector(shape)
-    return ("matrix", TWO_D) if one is None else ("elementwise", one)
+    return ("matrix", TWO_D, "class") if one is None else ("elementwise", one, "class")
 
 
 def _is_embedding(module: nn.Module) -> bool:
@@ -235,7 +425,7 @@ def vector(shape: Sequence[int]) -> str | None:
     return "one row" if shape[-2] == 1 else "one column"
 
 
-def _by_adapter(adapter: Adapter, shape: Sequence[int], head: str | None) -> tuple[Kind, str]:
+def _by_adapter(adapter: Adapter, shape: Sequence[int], head: Head | None) -> tuple[Kind, str]:
     """LoRA's A and B are routed as the weight that they change, both or neither."""
     if adapter.path[0] not in LORA:
         return "elementwise", adapter.what
@@ -244,7 +434,7 @@ def _by_adapter(adapter: Adapter, shape: Sequence[int], head: str | None) -> tup
     if len(shape) != 2 or lora is None:
         return "elementwise", f"{said}: {f'{len(shape)}-D' if len(shape) != 2 else 'not a plain linear'}"
     a, b = full_shape(lora.a), full_shape(lora.b)
-    kind, reason = _by_structure((b[0], a[1]), [Use(f"{name}.{lora.key}", name, lora.base)], head)
+    kind, reason, _ = _by_structure((b[0], a[1]), [Use(f"{name}.{lora.key}", name, lora.base)], head)
     if kind == "elementwise":
         return kind, f"{said}: {reason}"
     rank = a[0] // lora.stacked
@@ -350,10 +540,10 @@ def atom_settings(model: nn.Module, atoms: Mapping[str, Any]) -> AtomSettings:
     Raises ValueError for a name that is not one of the module's parameters, and for a value that is no setting.
     """
     names, declared = {id(param): name for name, param in named_parameters(model)}, {}
-    for module in model.modules():
+    for module in modules_of(model).values():
         if not callable(getattr(module, DECLARES, None)):
             continue
-        source, own = f"{type(module).__name__}.{DECLARES}", dict(module.named_parameters())
+        source, own = f"{type(module).__name__}.{DECLARES}", dict(parameters_of(module))
         for key, setting in AtomSettings.parse(getattr(module, DECLARES)(), source).by_glob:
             param = next((param for name, param in own.items() if plain_name(name) == key), None)
             if param is None:
@@ -365,4 +555,4 @@ def atom_settings(model: nn.Module, atoms: Mapping[str, Any]) -> AtomSettings:
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """``model.named_parameters()`` with plain names."""
-    return ((plain_name(name), param) for name, param in model.named_parameters())
+    return ((plain_name(name), param) for name, param in parameters_of(model))

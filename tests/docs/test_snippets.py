@@ -46,6 +46,19 @@ batch = torch.randn(16, 8)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 """
 OPTIMIZER = PLAIN + "optimizer = LayerWiseOptimizer(model, lr=0.02, report=False)\nstep(model, optimizer)\n"
+TOKENS = """
+class OfTokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.hidden, self.head = nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, input_ids, labels):
+        scores = self.head(self.hidden(self.embedding(input_ids)).relu())
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+model = OfTokens()
+batch = {key: torch.zeros(2, 3, dtype=torch.int64) for key in ("input_ids", "labels")}
+"""
 BLOCKS = """
 class Blocks(nn.Module):
     def __init__(self):
@@ -161,7 +174,7 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
         f"{PLAIN}fully_shard(model)\noptimizer = LayerWiseOptimizer(model, lr=0.02)\n",
         "step(model, optimizer)",
     ),
-    ("matrices", 0): (PLAIN, "assert not fused and not unclear and len(found) == 4\n"),
+    ("matrices", 0): (PLAIN + TOKENS, "assert not fused and not unclear and found.shares\n"),
     ("matrices", 1): (
         PLAIN,
         """
@@ -192,7 +205,7 @@ assert len(explain(attention)[0].matrices) == 3
         "assert all(block._compiled_call_impl for block in model.layers)",
     ),
     ("planning", 0): (ENGINE + MADE + "optimizer = LayerWiseOptimizer(nn.Linear(4, 4), lr=0.02, report=False)\n", ""),
-    ("start/from_adamw", 0): (PLAIN, ""),
+    ("start/from_adamw", 0): (f"{PLAIN}args, kwargs = (batch,), {{}}\n", ""),
     ("start/trainers", 0): (ENGINE + HUGGING_FACE, "assert args.deepspeed_plugin is not None"),
     ("start/trainers", 1): (PLAIN + FSDP2, TRAINER),
     ("start/trainers", 4): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),

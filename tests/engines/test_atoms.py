@@ -10,7 +10,7 @@ from torch import Tensor
 from lwopt_backend import Heads, QKClip
 from tests.support.cells import cells
 from tests.support.engines import ENGINES, ZERO, Cell, running
-from tests.support.fused import ATOMS, BLOCKS, HEADS, MATRICES, PER_HEAD, FusedLM, HeadsLM
+from tests.support.fused import ATOMS, BLOCKS, HEADS, MATRICES, PER_HEAD, USED, FusedLM, HeadsLM, UsedLM
 from tests.support.models import largest_difference
 from tests.support.on_ranks import on_ranks
 from tests.support.owned import exact_sums, shares
@@ -122,6 +122,20 @@ def test_per_head_on_every_engine_equals_one_process(engine: str) -> None:
     build = HeadsLM if engine == "fsdp2" else lambda: exact_sums(HeadsLM())
     single = Reference(build(), matrices=(*HEADS, "grouped.o_proj.weight"), blocks=HEADS)
     with running(Cell(engine, alike=True, options=PER_HEAD), build()) as run:
+        for step in range(STEPS):
+            run.train(range(step, step + 1))
+            single.step(shares(step, 1))
+        assert largest_difference(run.weights(), single.model) == 0.0
+
+
+@cells(lambda ranks, engine: (ranks, engine) != (3, "fsdp2"), ranks=[1, 2, 3, 4], engine=ENGINES)
+@on_ranks()
+def test_what_is_told_by_use_on_every_engine_equals_one_process(engine: str) -> None:
+    """Modulation, gates, weights on the right, experts in two dimensions, kernels and convolutions. FSDP2 as above."""
+    build = UsedLM if engine == "fsdp2" else lambda: exact_sums(UsedLM())
+    others = ("attn.weight", "up.weight", "down.weight", "mix.weight")
+    single = Reference(build(), matrices=(*USED, *others), blocks=USED)
+    with running(Cell(engine, alike=True, options={"convolutions": "flatten", "atoms": {}}), build()) as run:
         for step in range(STEPS):
             run.train(range(step, step + 1))
             single.step(shares(step, 1))

@@ -151,10 +151,10 @@ class Named(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.emb, self.up = nn.Embedding(8, 6), nn.Linear(6, 9)
-        self.mid, self.down = nn.Linear(9, 7), nn.Linear(7, 6, bias=False)
+        self.mid, self.down, self.head = nn.Linear(9, 7), nn.Linear(7, 6, bias=False), nn.Linear(6, 5)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self.down(self.mid(self.up(self.emb(rows)).relu()).relu()).square().mean()
+        return self.head(self.down(self.mid(self.up(self.emb(rows)).relu()).relu())).square().mean()
 
 
 OF_UP = [{"params": "up.*", "matrix": {"lr": 0.005}, "elementwise": {"lr": 0.001}}]

@@ -43,7 +43,7 @@ MUON, ADAMW = RATES
 
 def optimizer_of_both(lr: Any = MUON, elementwise_lr: Any = ADAMW, **options: Any) -> LayerWiseOptimizer:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6, bias=False))
+    model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 5, bias=False))
     return LayerWiseOptimizer(model, lr=lr, elementwise_lr=elementwise_lr, report=False, **options)
 
 
@@ -539,7 +539,7 @@ def test_scheduler_built_too_early_is_refused() -> None:
     group until the embedding and the head are known for what they are."""
     settings = zero.config(2)
     options = settings.pop("optimizer")["params"]
-    model = torch.nn.Sequential(torch.nn.Embedding(8, 6), torch.nn.Linear(6, 6, bias=False))
+    model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 5, bias=False))
     optimizer = LayerWiseMuon(model.parameters(), **options)
     schedule = LambdaLR(optimizer, lambda step: 1.0)
     told = "the lr_scheduler: expected 2 param groups, as the routed model has, found 1.*lr_scheduler=lambda optimizer"

@@ -177,3 +177,72 @@ HEADS: Blocks = {
     f"{name}.weight": [lambda tensor, i=i, size=size: tensor[i * size : i * size + size] for i in range(count)]
     for (name, size), count in zip({**HEAD_ROWS, "fused.wqkv": 4}.items(), (6, 2, 2, 4, 4, 8), strict=True)
 }
+
+
+# What a weight is, told by use: nothing is set but ``convolutions``
+class UsedLM(nn.Module):
+    """A modulation of six, gates of a cell, weights on the right, experts in two dimensions, a bank, kernels by head,
+    and convolutions of all kinds."""
+
+    layers = ()
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.modulation, self.norm = nn.Linear(WIDTH, 6 * WIDTH), nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.attn, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+        self.cell, self.mix = nn.GRUCell(WIDTH, 10), nn.Linear(10, WIDTH)
+        shapes = {"w_qkv": (WIDTH, 30), "w_out": (10, WIDTH), "w1": (36, WIDTH), "w2": (36, WIDTH)}
+        shapes |= {"bank": (4, WIDTH, 7), "back": (4, 7, WIDTH), "split": (WIDTH, 2, 5), "join": (2, 5, WIDTH)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 5))
+        self.conv, self.grouped = nn.Conv1d(WIDTH, 12, 3, padding=1), nn.Conv1d(12, 12, 3, padding=1, groups=3)
+        self.spread, self.depthwise = nn.ConvTranspose1d(12, 10, 2, stride=2), nn.Conv1d(10, 10, 2, stride=2, groups=10)
+        self.lm_head = nn.Linear(10, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        shift, scale, gate, shift_m, scale_m, gate_m = self.modulation(x.mean(1, keepdim=True)).chunk(6, -1)
+        x = x + gate * self.attn(self.norm(x) * (1 + scale) + shift)
+        x = x + gate_m * self.down(self.up(self.norm(x) * (1 + scale_m) + shift_m).relu())
+        state = x.new_zeros(len(x), 10)
+        for place in range(3):
+            state = self.cell(x[:, place], state)
+        x = x + self.mix(state)[:, None]
+        q, k, v = (x @ self.w_qkv).chunk(3, -1)
+        x = x + ((q @ k.mT).softmax(-1) @ v) @ self.w_out
+        w1, w2 = self.w1.unflatten(0, (3, 12)), self.w2.unflatten(0, (3, 12))
+        x = x + torch.stack([(x @ w1[e].T).relu() @ w2[e] for e in range(3)]).mean(0)
+        hidden = torch.einsum("btd,edf->betf", x, self.bank).tanh()
+        x = x + torch.einsum("betf,efd->betd", hidden, self.back).mean(1)
+        x = x + torch.einsum("bthk,hkd->btd", torch.einsum("btd,dhk->bthk", x, self.split).tanh(), self.join)
+        y = self.depthwise(self.spread(self.grouped(self.conv(x.mT).relu()))).mT
+        return nn.functional.cross_entropy(self.lm_head(y).float().flatten(0, 1), targets.flatten())
+
+
+def _parts(rows: int, count: int) -> list[Callable[[Tensor], Tensor]]:
+    return [lambda tensor, i=i: tensor[i * rows : i * rows + rows] for i in range(count)]  # type: ignore[misc]
+
+
+def _turned(*reads: Callable[[Tensor], Tensor]) -> list[Callable[[Tensor], Tensor]]:
+    return [lambda tensor, read=read: read(tensor).T for read in reads]  # type: ignore[misc]
+
+
+# By hand, as above: (outputs, inputs) of every matrix.
+USED: Blocks = {
+    "modulation.weight": _parts(WIDTH, 6),
+    "cell.weight_ih": _parts(10, 3),
+    "cell.weight_hh": _parts(10, 3),
+    "w_qkv": [lambda tensor, i=i: tensor[:, i * 10 : i * 10 + 10].T for i in range(3)],
+    "w_out": _turned(lambda tensor: tensor),
+    "w1": _parts(12, 3),
+    "w2": _turned(*_parts(12, 3)),
+    "bank": [lambda tensor, i=i: tensor[i].T for i in range(4)],
+    "back": [lambda tensor, i=i: tensor[i].T for i in range(4)],
+    "split": _turned(lambda tensor: tensor.reshape(WIDTH, 10)),
+    "join": _turned(lambda tensor: tensor.reshape(10, WIDTH)),
+    "conv.weight": [lambda tensor: tensor.reshape(12, 72)],
+    "grouped.weight": [lambda tensor, i=i: tensor[i * 4 : i * 4 + 4].reshape(4, 12) for i in range(3)],
+    "spread.weight": _turned(lambda tensor: tensor.reshape(12, 20)),
+}

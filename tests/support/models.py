@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lwopt_backend.routing.output_heads import output_heads
-from lwopt_backend.routing.routing import Route, check_all_globs, routes_of
+from lwopt_backend.routing.routing import Route, check_all_globs, full_shape, routes_of
+from lwopt_backend.routing.shown import Shown
 
 VOCABULARY = 37
 MATRICES = ("layers.0.weight", "layers.2.weight", "layers.5.weight", "gate.weight")
@@ -89,6 +90,7 @@ NORM_ROUNDING = rounding(8_000)  # of the norm of all gradients of a model here,
 
 def routed(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Route]:
     """The routes of a whole model, all of whose parameters are given to the optimizer."""
-    routes = routes_of(model, include, exclude, output_heads(model))
+    shown = Shown(model, full_shape)
+    routes = routes_of(model, include, exclude, output_heads(model, shown=shown).found, shown=shown)
     check_all_globs(include, exclude, routes)
     return routes

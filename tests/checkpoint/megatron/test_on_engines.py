@@ -38,10 +38,13 @@ MUON_ARGUMENTS["muon_extra_scale_factor"] = 1.0
 
 
 class Given(nn.Module):
-    """One weight, and the modules whose names begin with its own."""
+    """One weight, and the modules whose names begin with its own. A matrix is multiplied with; this is its gradient."""
 
     def forward(self, grad: Tensor) -> Tensor:
-        return (self.weight * grad.to(self.weight.dtype)).sum()
+        grad = grad.to(self.weight.dtype)
+        if self.weight.ndim < 2:
+            return (self.weight * grad).sum()
+        return (grad @ self.weight.mT).diagonal(dim1=-2, dim2=-1).sum()
 
 
 class Named(Given):

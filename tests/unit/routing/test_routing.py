@@ -52,9 +52,9 @@ def on_meta(made: hf.PretrainedConfig) -> nn.Module:
 def test_routing_says_how_little_is_a_matrix() -> None:
     """Where stacked experts are excluded, routing says how little is a matrix."""
     model = on_meta(hf.MixtralConfig(**{**TINY, "intermediate_size": 128}))
-    headline, note = routing_headline(routed(model, exclude=["*.experts.*"]))
-    assert "elements are in parameters of 3 and more dimensions (stacked experts" in note
-    assert len(routing_headline(routed(UnevenLM()))) == 1
+    (headline,) = routing_headline(routed(model, exclude=["*.experts.*"]))
+    assert re.search(r"elementwise trains \d\d[.\d]*% as excluded", headline)
+    assert "matrix trains" in routing_headline(routed(UnevenLM()))[0]
 
 
 # Heads, tables, odd modules, and everything that is no matrix
@@ -178,8 +178,8 @@ EXPECTED: dict[Make, dict[str, str]] = {  # by reason the names, without ".weigh
         **{"3 stacked experts of one row": "experts.rows", "3 stacked experts of one column": "experts.columns"},
     },
     odd: {
-        **{"3-D": "conv", "1-D": "conv.bias", "norm": "norm norm.bias of_queries", "0-D": "scale", "bias": "bias"},
-        **{"requires_grad is False": "frozen", "no elements": "empty", PLAIN: "rnn.weight_ih_l0"},
+        **{"convolution": "conv", "1-D": "conv.bias", "norm": "norm norm.bias of_queries", "0-D": "scale"},
+        **{"bias": "bias", "requires_grad is False": "frozen", "no elements": "empty", PLAIN: "rnn.weight_ih_l0"},
     },
 }
 
@@ -257,7 +257,7 @@ def test_own_parameter_is_a_matrix_if_multiplied(use: str) -> None:
 def test_parameters_of_unknown_use_are_elementwise() -> None:
     """Parameters whose use nothing shows are named, and element-wise."""
     model = nn.ModuleList([Uses(a_failure), Uses(a_failure), Uses(a_failure, "in_proj"), Uses(a_failure, "w1")])
-    with pytest.warns(UserWarning, match=r"No forward showed what '0.table', '1.table' are for"):
+    with pytest.warns(UserWarning, match=r"No forward showed what these parameters are for: '0.table', '1.table'"):
         routes = routes_of(model)
     reasons = {name: route.reason for name, route in routes.items() if name[2:] in ("table", "in_proj", "w1")}
     unclear = "2-D, but nothing shows that it is multiplied"

@@ -181,7 +181,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (layer("gate_up.weight", "down.weight", 2), "as many outputs of the key as of the query, found 24 and 46; give"),
     (layer("mix.weight", "out.weight", 6), WITHOUT_BIAS),
     (layer("qkv.weight", "out.weight", 4, 4, "qkv.weight"), "with one, found 'qkv.weight' of shape (40, 24)"),
-    (fused(atoms={}), f"{APART}a single matrix{DIVIDE}"),
+    (fused(atoms={"qkv.weight": "whole"}), f"{APART}a single matrix{DIVIDE}"),
     (fused(atoms={"qkv.weight": {"split_sizes": [24, 8, 8]}}), f"{APART}'part0', 'part1', 'part2'{DIVIDE}"),
     (fused(atoms={}, exclude=["qkv.weight"]), f"{APART}none, because no matrix rule updates it{DIVIDE}"),
     (logged({"fusd": torch.ones(4)}), "unknown layer 'fusd'; did you mean 'fused'?"),

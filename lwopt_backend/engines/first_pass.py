@@ -1,0 +1,83 @@
+"""The first training pass of a model without an example shows what its weights are for: a word, if planned otherwise.
+
+A plan is made before anything runs, from guesses where no example was given. A hook notes the names, shapes and dtypes
+of the first training pass's arguments and goes; the model is followed on these once, without memory, as when the
+optimizer was made. What trains does not change, because state and plans are made; one warning names the weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lwopt_backend.engines.owned.bucket_manager import Hook
+from lwopt_backend.groups.grouping import Grouping
+from lwopt_backend.routing.models import called
+from lwopt_backend.routing.routing import Route, named, warn
+
+SHOWN = 3  # weights in a warning
+
+
+class FirstPass:
+    """Waits for the first training pass of every module that is called. Keep it as long as it should wait."""
+
+    def __init__(self, model: nn.Module, grouping: Grouping) -> None:
+        self._grouping = grouping
+        self._noted: dict[int, Any] = {}
+        self._handles: dict[int, Any] = {}
+        if grouping.again is not None and not grouping.followed.lines:
+            for number, module in enumerate(called(model)):
+                hook = Hook(self, FirstPass._note, number)
+                self._handles[number] = module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _note(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
+            return
+        if number not in self._noted:
+            self._handles[number].remove()
+            self._noted[number] = args, kwargs
+            if len(self._noted) == len(self._handles):
+                noted = [self._noted[each] for each in sorted(self._noted)]
+                self._noted = dict.fromkeys(self._noted)  # nothing is kept of them
+                self._compare(noted if len(noted) > 1 else noted[0])
+
+    def _compare(self, example: Any) -> None:
+        assert self._grouping.again is not None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                seen = self._grouping.again(example)
+        except Exception as error:  # a run goes on; nothing is known that was not known before
+            if isinstance(error, ValueError):
+                warn(f"The first training pass shows that this model's routing is an error with an example: {error}")
+            return
+        different = [*_different(self._grouping, seen)]
+        if different:
+            names = [name for name, _, _ in different]
+            shown = "; ".join(f"{name!r} is {ours}, and used as {theirs}" for name, ours, theirs in different[:SHOWN])
+            warn(
+                f"The first training pass shows that {len(different)} weights are used otherwise than planned, "
+                f"{named(names)}: {shown}. They train as planned. Pass example=(args, kwargs), with such arguments, to "
+                "plan by them, or name these weights in the options include, exclude or atoms"
+            )
+
+
+def _different(planned: Grouping, seen: Grouping) -> Iterator[tuple[str, str, str]]:
+    """The weights that a run on an example shows to be something else: the name, and what they are in each."""
+    theirs = {route.name: route for route in seen.routes}
+    for route in planned.routes:
+        other = theirs.get(route.name)
+        if other is None or route.kind == "frozen" or other.truth != "example":
+            continue
+        blocks = planned.matrices_in(route.name), seen.matrices_in(route.name)
+        alike = route.kind == other.kind and (route.kind != "matrix" or route.transposed == other.transposed)
+        if not alike or (route.kind == "matrix" and blocks[0] != blocks[1]):
+            yield route.name, _said(route), _said(other)
+
+
+def _said(route: Route) -> str:
+    return f"{route.kind} ({route.reason})"

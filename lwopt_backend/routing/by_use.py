@@ -1,0 +1,87 @@
+"""What modules' own parameters are for, by what their ``forward`` does with them.
+
+Of torch's modules it is known: a linear's weight is multiplied, an embedding's looked up. A module of somebody else
+holds parameters of which only its ``forward`` says what they are. Such a parameter is
+
+- a matrix if it is multiplied, (outputs, inputs) or (inputs, outputs) by the side on which it stands;
+- a stack of matrices if each step takes one slice, by its number or in a product of slices with slices, whatever it is
+  called; one matrix if all slices are summed over, or are all outputs of one product, as in a kernel by head;
+- a table if it is only added, scaled with, concatenated or looked up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lwopt_backend.plan.atoms import Grid
+from lwopt_backend.routing.convolutions import Convolution, of_sight
+from lwopt_backend.routing.shown import Shown, Sight, Truth
+
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a parameter of a module's own is for. ``table``: nothing multiplies it.
+
+    Of one that is multiplied: whether it is ``transposed``, None if that is not known; whether it is a ``stack``; the
+    ``grid`` of one matrix of more than two dimensions; its ``convolution``.
+    """
+
+    truth: Truth
+    table: bool = False
+    transposed: bool | None = None
+    stack: bool = False
+    grid: Grid | None = None
+    convolution: Convolution | None = None
+
+
+def use_of(shown: Shown, holders: Sequence[str], param: Tensor, shape: Shape) -> Used | None:
+    """What runs show of a parameter of the modules ``holders``; None if nothing shows it."""
+    for name in dict.fromkeys(holders):
+        for sight in shown.of(name, param, whole=True):
+            used = _plane(sight) if len(shape) == 2 else _solid(sight, shape)
+            if used is not None:
+                return used
+    return None
+
+
+def _plane(sight: Sight) -> Used | None:
+    if "multiplied" in sight.uses:
+        return Used(sight.truth, transposed=sight.transposed)
+    return Used(sight.truth, table=True) if sight.is_added else None
+
+
+def _solid(sight: Sight, shape: Shape) -> Used | None:
+    """Of more than two dimensions."""
+    if (convolution := of_sight(sight)) is not None:
+        return Used(sight.truth, convolution=convolution)
+    use = sight.slices
+    if sight.is_added and not (use is not None and use.taken):
+        return Used(sight.truth, table=True)
+    if use is None:
+        return None
+    if use.taken:
+        return Used(sight.truth, transposed=sight.transposed, stack=True)
+    return _kernel(sight, shape, use.ways)
+
+
+def _kernel(sight: Sight, shape: Shape, ways: set[tuple[bool, bool, bool]]) -> Used | None:
+    """One matrix of three dimensions or more, of which some are its outputs, the others its inputs."""
+    if len(ways) != 1:
+        return None
+    (slices, rows, columns) = next(iter(ways))
+    if len({slices, rows, columns}) != 2:
+        return None
+    if rows == columns:  # the first dimensions are one side
+        if len(shape) > 3:
+            return None
+        return Used(sight.truth, transposed=columns, grid=Grid.of(shape, 0))
+    if slices == rows:
+        grid = Grid(1, math.prod(shape[:-1]), shape[-1])
+        return Used(sight.truth, transposed=columns, grid=grid)
+    return None
