@@ -1,7 +1,7 @@
 # make train         set everything up, then train a small GPT with layer-wise Muon under the deepspeed launcher
 # make train-fsdp2   the same training on FSDP2, under torchrun
 # make check         what is checked without running anything: ruff's rules, the format, types, the words of the pages
-# make test          set everything up, then run the tests: everything once, in twenty minutes on two cores
+# make test          set everything up, then run the tests: everything once, in a quarter of an hour on two cores
 # make test-full     whole tables in place of pairs, on gloo and on the strict transport, every launcher and page, the
 #                    benchmarks, the oldest DeepSpeed and torch, what compares numbers as on CPUs with AVX2 and with SSE
 #                    alone, and the package without each of its waits, which the sanitizer of streams has to find
