@@ -258,9 +258,16 @@ def group_parameters(
             "rest is told as without an example"
         )
     told = Followed(tuple(example_lines(examples)))
-    kept = [{**group, "params": list(group["params"])} for group in given]  # hosts put flat tensors in their place
-    again = None if elsewhere else lambda example: group_parameters(model, kept, rules, config, example=example)
-    return Grouping(routes, groups, names, divided, trains, clip_groups, main_rate(given, rules, trains), told, again)
+    # By name: hosts put flat tensors in the groups, and fully_shard other parameters in the model.
+    kept = [{**group, "params": [names[id(param)] for param in group["params"]]} for group in given]
+
+    def again(example: Any) -> Grouping:
+        now = dict(named_parameters(model))
+        here = [{**group, "params": [now[name] for name in group["params"]]} for group in kept]
+        return group_parameters(model, here, rules, config, example=example)
+
+    rate, later = main_rate(given, rules, trains), None if elsewhere else again
+    return Grouping(routes, groups, names, divided, trains, clip_groups, rate, told, later)
 
 
 def _decided(model: nn.Module, config: HostConfig) -> set[int]:
