@@ -20,7 +20,7 @@ from lwopt_backend.engines.fsdp2 import step as mesh_stepping
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients, check_one_has_all, counted_of
 from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check_is_of, check_sharded, step_all
 from lwopt_backend.groups.choices import Rules
-from lwopt_backend.groups.grouping import Given, Grouping, InModel, as_saved
+from lwopt_backend.groups.grouping import Given, Grouping, InModel
 from lwopt_backend.groups.members import Members, check_all_held
 from lwopt_backend.groups.param_groups import (
     ComparedOptions,
@@ -268,8 +268,7 @@ class MeshOptimizer(LayerWiseOptimizer):
             def check() -> tuple[None, list[list[str]]]:
                 check_all_held(mesh_state.WHAT, self._checked.out)
                 given = (self.param_groups, self._held_names(), self.state, shards, self._checked.members)
-                with as_saved(self._grouping):
-                    mesh_state.check_loadable(state_dict, *given)
+                mesh_state.check_loadable(state_dict, *given)
                 return None, [[] for _ in ranks]
 
             agree_in_all(ranks, mesh_state.WHAT, check)
