@@ -93,6 +93,8 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._steppers = mesh.bind(exchange, self.param_groups, self._names, self._grouping, self.config)
         self._plan_digest = plan_digest(line for stepper in self._steppers for line in stepper.planned.lines())
         self._bound = [list(params) for params in held]
+        for group, params in zip(self._grouping.groups, held):
+            group["params"] = list(params)  # no longer whole ones, if the model was sharded later
         names = zip(chain(*held), chain(*self._names))
         self._checked.members = Members(self.param_groups, {id(param): name for param, name in names})
         trained = [(member.name, member.param) for stepper in self._steppers for member in stepper.members]

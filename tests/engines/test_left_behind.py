@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from tests.support.allocations import reachable
 from tests.support.cells import cells
-from tests.support.fsdp2 import mesh_of
+from tests.support.fsdp2 import mesh_of, shard_later
 from tests.support.models import UnevenLM, batch
 from tests.support.on_ranks import on_ranks
 from tests.support.zero import config, engine_for, settings_for, train
@@ -124,3 +124,16 @@ def test_deleted_optimizer_leaves_no_hook(engine: str) -> None:
         gc.collect()
         assert gone() is None
         assert hooks(model) == before
+
+
+@on_ranks(2)
+def test_no_whole_parameter_is_kept_of_a_model_sharded_later() -> None:
+    """The optimizer kept the whole model beside the shards, in the param groups that it was routed to."""
+    model = UnevenLM()
+    optimizer = LayerWiseOptimizer(model, lr=0.02, report=False, sharded_later=True)
+    whole = [weakref.ref(param) for param in model.parameters()]
+    shard_later(model, optimizer)
+    model(*batch(0, 4)).backward()
+    optimizer.step()
+    gc.collect()
+    assert not any(param() is not None for param in whole)

@@ -21,7 +21,7 @@ from lwopt_backend.engines.fsdp2.plan import local
 from lwopt_backend.groups import param_groups
 from tests.support.cells import cells
 from tests.support.checkpoint_engines import changed, full_weights_of, snapshot
-from tests.support.fsdp2 import mesh_of
+from tests.support.fsdp2 import mesh_of, shard_later
 from tests.support.models import largest_difference
 from tests.support.on_ranks import on_ranks
 from tests.support.zero import PRECISIONS, batch_shares, build, engine_for, settings_for, train
@@ -335,14 +335,8 @@ def passes_of(engine: str, model: nn.Module) -> Iterator[Callable[..., Any]]:
         with engine_for(settings_for(storage, int(stage), report=False), model) as made:
             yield made
     elif engine == "fsdp2, later":
-        named = dict(model.named_parameters())
         optimizer = LayerWiseOptimizer(model, lr=0.02, report=False, sharded_later=True)
-        names = {id(param): name for name, param in named.items()}
-        held = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-        fully_shard(model, mesh=mesh_of())
-        now = dict(model.named_parameters())
-        for group, of_group in zip(optimizer.param_groups, held):  # as Accelerate does
-            group["params"] = [now[name] for name in of_group]
+        shard_later(model, optimizer)
         yield model
     else:
         if engine == "fsdp2":

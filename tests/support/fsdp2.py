@@ -45,6 +45,16 @@ def by_rank(model: nn.Module, plain: tuple[str, ...] = ()) -> Sharded:
     return Sharded(model, dist.get_world_size(), dist.get_rank(), plain)
 
 
+def shard_later(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """``fully_shard``, whose parameters take the places of those in the param groups, as Accelerate does it."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    held = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    fully_shard(model, mesh=mesh_of())
+    sharded = dict(model.named_parameters())
+    for group, of_group in zip(optimizer.param_groups, held):
+        group["params"] = [sharded[name] for name in of_group]
+
+
 @functools.cache  # a mesh makes process groups, and ranks live as long as their file's tests
 def mesh_of(*shape: int, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
     return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
