@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,7 +138,7 @@ States = Mapping[int, Mapping[str, Any]]  # by the position of the tensor in all
 def check_groups(saved: Groups, groups: Groups, grouping: Grouping | None) -> None:
     """Raises ValueError if ``saved`` param groups have other rules or other members than ``groups``."""
     advice = "load it with the model, the 'include', 'exclude' and 'atoms' it was saved with"
-    with as_saved(grouping) if grouping is not None else nullcontext():
+    with as_saved(grouping):
         check_saved_groups(WHAT, groups, saved, lambda group: {DIGEST: group.get("members", "none")}, advice)
 
 

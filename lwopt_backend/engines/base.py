@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def loaded(
     state_dict = dict(state_dict)  # torch's hooks may change the one they are given
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = before(optimizer, state_dict) or state_dict
-    with as_saved(optimizer._grouping) if hasattr(optimizer, "_grouping") else nullcontext():
+    with as_saved(getattr(optimizer, "_grouping", None)):
         take(state_dict)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)

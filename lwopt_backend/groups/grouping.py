@@ -295,16 +295,17 @@ def _warn_of_last(unclear: Sequence[str], routes: Sequence[Route], rules: Rules)
 
 
 @contextmanager
-def as_saved(grouping: Grouping) -> Iterator[None]:
-    """Add to an error about saved rules or state how to train as an earlier version did."""
+def as_saved(grouping: Grouping | None) -> Iterator[None]:
+    """Add to an error about saved rules or state how to train as an earlier version did, where routing is known."""
     try:
         yield
     except ValueError as error:
-        if type(error) is not ValueError or not grouping.old_routing or not ABOUT_RULES.search(str(error)):
+        old = "" if grouping is None else grouping.old_routing
+        if type(error) is not ValueError or not old or not ABOUT_RULES.search(str(error)):
             raise
         raise ValueError(
             f"{error}. Output heads and stacks of matrices are now told by what the model does with them: for a run "
-            f"that began before, {grouping.old_routing} keeps the rules that it had"
+            f"that began before, {old} keeps the rules that it had"
         ) from error
 
 
