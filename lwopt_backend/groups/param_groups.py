@@ -87,6 +87,11 @@ class CheckedGroups:
         """Names of the parameters that were taken out of the groups."""
         return frozenset() if self.members is None else self.members.out
 
+    def sign(self, groups: Sequence[dict[str, Any]]) -> None:
+        """``Members.sign``, where the groups have the model's parameters."""
+        if self.members is not None:
+            self.members.sign(groups)
+
     def check(self, groups: Groups) -> None:
         """Raises ValueError that names option or parameter, group and choices. Called in every step, before anything
         is changed."""

@@ -247,8 +247,7 @@ class MeshOptimizer(LayerWiseOptimizer):
             found = super().state_dict()
         finally:
             self.state = every
-        if self._checked.members is not None:
-            self._checked.members.sign(found["param_groups"])
+        self._checked.sign(found["param_groups"])
         return mesh_state.with_owner_state(found, shards, held)
 
     @undisturbed()

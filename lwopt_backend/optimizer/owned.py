@@ -235,8 +235,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     def _state(self) -> dict[str, Any]:
         found = state_of(self.core, self.param_groups)
-        if self._checked.members is not None:
-            self._checked.members.sign(found["param_groups"])
+        self._checked.sign(found["param_groups"])
         return found
 
     @undisturbed()
