@@ -24,7 +24,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="only tests marked `gpu`, on it: one rank, or several by that transport",
     )
     group.addoption("--seed", type=int, default=0, metavar="N", help="added to the seeds of torch in all tests")
-    group.addoption("--one-in", type=int, default=1, metavar="N", help="of the tests selected, every Nth")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -91,8 +90,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         strict = [item for item in items if on(item) == "strict"]
         left_out = {*strict} - {*strict[::ALSO_ON_STRICT]}
         items[:] = left(lambda item: item not in left_out)
-    kept = {*items[:: config.getoption("one_in")]}
-    items[:] = left(kept.__contains__)
 
 
 def pytest_collection_finish() -> None:
