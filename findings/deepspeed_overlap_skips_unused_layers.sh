@@ -9,11 +9,9 @@
 set -- torch==2.13.0 deepspeed==0.19.8
 . "$(dirname "$0")/environment"
 cat > seen.py << 'PY'
-import os
-
 import deepspeed
 import torch
-import torch.multiprocessing as mp
+import torch.distributed as dist
 
 
 class Layers(torch.nn.Module):
@@ -28,32 +26,26 @@ class Layers(torch.nn.Module):
         return (self.a(x) + self.b(x) if both else self.a(x)).sum()
 
 
-def run(rank: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    deepspeed.init_distributed("gloo")
-    moved = {}
-    for stage, overlap in ((1, False), (1, True), (2, False), (2, True)):
-        model = Layers()
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 1000},
-            "zero_allow_untested_optimizer": True,
-        }
-        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-        engine = deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
-        for both in (True, False):  # gradients of b: 1 and 2 on the two ranks, over 2 micro-batches
-            engine.backward(engine(torch.full((1, 4), rank + 1.0), both))
-            engine.step()
-        moved[stage, overlap] = -model.b.weight[0, 0].item()
+deepspeed.init_distributed("gloo")
+rank, moved = dist.get_rank(), {}
+for stage, overlap in ((1, False), (1, True), (2, False), (2, True)):
+    model = Layers()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 1000},
+        "zero_allow_untested_optimizer": True,
+    }
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
+    for both in (True, False):  # gradients of b: 1 and 2 on the two ranks, over 2 micro-batches
+        engine.backward(engine(torch.full((1, 4), rank + 1.0), both))
+        engine.step()
+    moved[stage, overlap] = by = -model.b.weight[0, 0].item()
     if rank == 0:
-        for (stage, overlap), by in moved.items():
-            print(f"stage {stage}, overlap_comm {overlap}: the layer that only the first micro-batch used moves by {by}")
-        assert moved == {(1, False): 0.75, (1, True): 1.0, (2, False): 0.75, (2, True): 0.75}
-
-
-if __name__ == "__main__":
-    mp.spawn(run, nprocs=2)
+        print(f"stage {stage}, overlap_comm {overlap}: the layer that only the first micro-batch used moves by {by}")
+assert moved == {(1, False): 0.75, (1, True): 1.0, (2, False): 0.75, (2, True): 0.75}
+dist.destroy_process_group()
 PY
-python -W ignore seen.py 2> errors || { cat errors; exit 1; }
+python -W ignore -m torch.distributed.run --nproc_per_node 2 seen.py 2> errors || { cat errors; exit 1; }

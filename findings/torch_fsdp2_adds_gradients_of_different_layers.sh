@@ -10,11 +10,8 @@
 set -- torch==2.13.0
 . "$(dirname "$0")/environment"
 cat > seen.py << 'PY'
-import os
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -29,27 +26,22 @@ class Layers(torch.nn.Module):
         return getattr(self, use)(x).sum()
 
 
-def run(rank: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    seen = {}
-    for zeros in (False, True):
-        model = Layers()
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        model.set_reduce_scatter_unused_params(zeros)
-        model(torch.full((1, 4), rank + 1.0), "ab"[rank]).backward()  # a's gradient is 1 on rank 0, b's 2 on rank 1
-        grads = {name: param.grad for name, param in model.named_parameters()}
-        mine = {name: None if grad is None else grad.to_local()[0, 0].item() for name, grad in grads.items()}
-        seen[zeros] = [None, None]
-        dist.all_gather_object(seen[zeros], mine)
+dist.init_process_group("gloo")
+rank, seen = dist.get_rank(), {}
+for zeros in (False, True):
+    model = Layers()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model.set_reduce_scatter_unused_params(zeros)
+    model(torch.full((1, 4), rank + 1.0), "ab"[rank]).backward()  # a's gradient is 1 on rank 0, b's 2 on rank 1
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    mine = {name: None if grad is None else grad.to_local()[0, 0].item() for name, grad in grads.items()}
+    seen[zeros] = [None, None]
+    dist.all_gather_object(seen[zeros], mine)
     if rank == 0:
-        for zeros, (first, second) in seen.items():
-            print(f"set_reduce_scatter_unused_params({zeros}): rank 0 has {first}, rank 1 has {second}")
-        assert seen[False] == [{"a.weight": 1.5, "b.weight": None}, {"a.weight": None, "b.weight": 1.5}]
-        assert seen[True] == [{"a.weight": 0.5, "b.weight": 1.0}] * 2
-
-
-if __name__ == "__main__":
-    mp.spawn(run, nprocs=2)
+        first, second = seen[zeros]
+        print(f"set_reduce_scatter_unused_params({zeros}): rank 0 has {first}, rank 1 has {second}")
+assert seen[False] == [{"a.weight": 1.5, "b.weight": None}, {"a.weight": None, "b.weight": 1.5}]
+assert seen[True] == [{"a.weight": 0.5, "b.weight": 1.0}] * 2
+dist.destroy_process_group()
 PY
-python -W ignore seen.py 2> errors || { cat errors; exit 1; }
+python -W ignore -m torch.distributed.run --nproc_per_node 2 seen.py 2> errors || { cat errors; exit 1; }
