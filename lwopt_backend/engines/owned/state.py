@@ -363,8 +363,9 @@ def checked_state(
     ``anew``, or is an error.
     """
     mine, taken = {piece.member: piece for piece in state_pieces(core)}, dict[int, dict[str, Found]]()
+    every = [_kept(core, number, groups) for number in range(len(core.members))]
     for number, member in enumerate(core.members):
-        for key in found[number].keys() & _kept(core, number, groups).keys():
+        for key in found[number].keys() & every[number].keys():
             value = found[number][key]
             if isinstance(value, Pieces) and value.ndim and tuple(value.shape) != tuple(member.shape):
                 raise ValueError(
@@ -372,7 +373,7 @@ def checked_state(
                     f"dict has {tuple(value.shape)}; it was saved from another model"
                 )
     for number, member in enumerate(core.members):
-        kept, piece = _kept(core, number, groups), mine.get(number)
+        kept, piece = every[number], mine.get(number)
         owner = core.stepper.owner_tensors(number, groups) if piece else {}
         values = {k: v for k, v in found[number].items() if v is not None and not isinstance(v, Mapping)}
         if MASTER not in kept:
