@@ -44,8 +44,9 @@ from lwopt_backend.engines.owned.state import (
 )
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.engines.owned.untrained import broadcast_untrained, untrained
-from lwopt_backend.groups import Groups, others
+from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import Member
+from lwopt_backend.groups.others import rule_of_saved
 from lwopt_backend.groups.param_groups import UNSAVED, with_options
 from lwopt_backend.groups.registry import check_group, rule_of
 from lwopt_backend.plan.layouts import View
@@ -329,7 +330,7 @@ def _params_of(names: Names, saved: Saved) -> tuple[dict[str, dict[str, Any]], d
         of_group = {PARAM_GROUP: firsts.setdefault(names.groups[key], key)}
         here[key] = {"shape": ours.shape, "dtype": ours.dtype, "rule": ours.rule, **of_group}
         if key in there:
-            rule = group.get("rule") or others.rule_of_saved({*saved.states.get(key, {})}, group)
+            rule = group.get("rule") or rule_of_saved({*saved.states.get(key, {})}, group)
             there[key] = {"rule": rule, PARAM_GROUP: firsts.setdefault(number, key)}
             if weight is not None:
                 dtype = str(weight.dtype).removeprefix("torch.")
