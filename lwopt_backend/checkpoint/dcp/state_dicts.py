@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,12 @@ class Saved:
         found = {name: take_matrices(of_name) for name, of_name in self.states.items()}
         self.matrices = {name: matrices for name, matrices in found.items() if matrices is not None}
 
+    @cached_property
+    def _numbers(self) -> list[set[str]]:
+        """By group, the keys of its rule's state that are numbers."""
+        kept = map(registry.saved_state, self.groups)
+        return [{key for key, like in of_group.items() if not like.ndim} for of_group in kept]
+
     def param(self, name: str, weight: LazyTensor) -> Param:
         """A parameter's saved tensors. Raises Strange for state of unknown shape or place.
 
@@ -238,8 +244,7 @@ class Saved:
         own = None  # the keys of state other than owner state, if known from the rule
         if group is not None and (None in matrix_of.values() or "" in described):
             own = _own_keys(weight, self.groups[group])
-        kept = {} if group is None else registry.saved_state(self.groups[group])
-        numbers = {key for key, like in kept.items() if not like.ndim}
+        numbers = set() if group is None else self._numbers[group]
         states = {} if master is None else {contents.MASTER: master}
         owners: dict[int, dict[str, LazyTensor]] = {}
         for key, tensor in saved.items():
@@ -387,20 +392,19 @@ class _Keys:
     def _sort_numbers(self, named: Sequence[str]) -> None:
         """Move the numbers at the top that are a program's entries from ``weights`` to ``others``."""
         shapes = {name: self.folder.tensors[key].shape for name, key in self.weights.items()}
+        numbers = [name for name, shape in shapes.items() if not shape]
+        if not numbers:
+            return
         modules = {name[:at] for name, shape in shapes.items() if shape for at in _dots(name)}
         trained = {_name_in(rest, shapes) for rest in named}
         if not named:  # no optimizer says what is trained
             dtypes = {name: self.folder.tensors[key].dtype for name, key in self.weights.items()}
             trained = {name for name, dtype in dtypes.items() if contents.is_trained(dtype)}
-        numbers = [name for name, shape in shapes.items() if not shape]
-        mine = [name for name in numbers if name in trained or name.rpartition(".")[0] in modules]
-        entries = [name for name in numbers if name not in {*mine}]
+        is_mine = {name: name in trained or name.rpartition(".")[0] in modules for name in numbers}
+        mine, entries = ([name for name in numbers if is_mine[name] == own] for own in (True, False))
         self.others += [self.weights.pop(name) for name in entries]
-        if numbers:
-            said = [
-                f"{whose}: {contents.some(of)}" for of, whose in ((mine, "the model"), (entries, "the program")) if of
-            ]
-            self.told.append(f"numbers without dimensions at the top were taken as those of {'; of '.join(said)}")
+        said = [f"{whose}: {contents.some(of)}" for of, whose in ((mine, "the model"), (entries, "the program")) if of]
+        self.told.append(f"numbers without dimensions at the top were taken as those of {'; of '.join(said)}")
 
 
 def _dots(name: str) -> Iterator[int]:
