@@ -65,14 +65,14 @@ class Writers:
     def of(self, param: Param) -> Told | ValueError | None:
         """What the table of other optimizers says of a parameter's state, or the reason why it says nothing; None for
         state of this package, and for none. Where the param group is not known, all that fit must say the same."""
-        keys, groups = frozenset(param.states) - {MASTER}, self._checkpoint.groups
-        known = param.group in range(len(groups))
-        if not keys or any("rule" in group for group in (groups[param.group or 0 :][:1] if known else groups)):
+        keys, every = frozenset(param.states) - {MASTER}, self._checkpoint.groups
+        number = param.group if param.group in range(len(every)) else None
+        groups = every if number is None else [every[number]]
+        if not keys or any("rule" in group for group in groups):
             return None
-        kind = param.group if known else None, keys
-        if kind not in self._found:
-            self._found[kind] = self._told(keys, groups if kind[0] is None else [groups[kind[0]]])
-        return self._found[kind]
+        if (number, keys) not in self._found:
+            self._found[number, keys] = self._told(keys, groups)
+        return self._found[number, keys]
 
     def _told(self, keys: frozenset[str], groups: Sequence[Mapping[str, Any]]) -> Told | ValueError:
         found, wrong = set[Told](), ValueError("expected its param group, found none in the checkpoint")

@@ -283,11 +283,11 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
         return as_tensors(dict(checkpoint.params[name].owner_states[place]))
 
     values: Values = {}
-    counters = {number: registry.dtype_of_steps(group) for number, group in enumerate(checkpoint.groups)}
+    counters: dict[int | None, torch.dtype] = dict(enumerate(map(registry.dtype_of_steps, checkpoint.groups)))
     for name, param in checkpoint.params.items():
         values["model", name] = param.best
         matrices = (checkpoint.arguments.get(MATRICES) or {}).get(name)
-        counter = torch.float32 if param.group is None else counters.get(param.group, torch.float32)
+        counter = counters.get(param.group, torch.float32)
         for key, tensor in states_of(name, param, matrices, partial(owner_state, name), counter):
             values["optimizer", "state", name, key] = tensor
     values.update({("model", name): checkpoint.params[of].best for name, of in checkpoint.tied.items()})
