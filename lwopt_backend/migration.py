@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from lwopt_backend.config.options import glob_suggestion, suggestion
 from lwopt_backend.engines.owned.state import OwnedStore
 from lwopt_backend.groups import Group
-from lwopt_backend.groups.others import BUFFER, SOURCES, Form, Source, may_be
+from lwopt_backend.groups.others import BUFFER, SOURCES, Form, Source, check_form, factor, may_be
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, new_state, rule_of
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.state import StateStore, check_fits, keeps_state, put
@@ -75,23 +75,6 @@ def convert_named_momentum(
         mu = momentum[name] if isinstance(momentum, Mapping) else momentum
         state[BUFFER] = convert_momentum(state[BUFFER], mu, source=source, target=target)
     return converted
-
-
-def factor(momentum: float, source: str, target: str) -> float:
-    """The factor from a buffer of form ``source`` to one of ``target``. Raises ValueError as ``convert_momentum``."""
-    check_form("source", source)
-    check_form("target", target)
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum: expected a number in [0, 1), found {momentum!r}")
-    if source == target:
-        return 1.0
-    return 1 - momentum if target == "ema" else 1 / (1 - momentum)
-
-
-def check_form(what: str, form: str) -> None:
-    """Raises ValueError for an unknown form, with the nearest known one."""
-    if form not in get_args(Form):
-        raise ValueError(f"{what}: unknown form of momentum {form!r}; {suggestion(str(form), get_args(Form))}")
 
 
 # Loading whole tensors by parameter name into this package's optimizers: every rank takes what it owns or stores.

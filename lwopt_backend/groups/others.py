@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from lwopt_backend.config.options import suggestion
 
 # Muon's momentum has two forms: a moving average of gradients, or their sum. Starting from zero, B <- mu B + (1 - mu) G
 # equals 1 - mu times M <- mu M + G, as long as mu does not change. If mu was changed during a run, no factor is exact;
@@ -20,6 +22,24 @@ Group = Mapping[str, Any]
 Options = Callable[[Group, Mapping[str, Any]], dict[str, Any]]
 BUFFER = "momentum_buffer"
 MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "max_exp_avg_sq": "max_exp_avg_sq"}
+
+
+def factor(momentum: float, source: str, target: str) -> float:
+    """The factor from a buffer of form ``source`` to one of ``target``. Raises ValueError for an unknown form, and for
+    a ``momentum`` outside [0, 1)."""
+    check_form("source", source)
+    check_form("target", target)
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum: expected a number in [0, 1), found {momentum!r}")
+    if source == target:
+        return 1.0
+    return 1 - momentum if target == "ema" else 1 / (1 - momentum)
+
+
+def check_form(what: str, form: str) -> None:
+    """Raises ValueError for an unknown form, with the nearest known one."""
+    if form not in get_args(Form):
+        raise ValueError(f"{what}: unknown form of momentum {form!r}; {suggestion(str(form), get_args(Form))}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -359,14 +379,13 @@ class Told:
     def scale(self, group: Group, form: str) -> float:
         """The factor of the momentum from the form in which it was saved to ``form``. Raises ValueError without a
         decay rate, or for one of 1 or more."""
-        if self.rule != "muon" or self.source.form in (None, form):
+        saved = self.source.form
+        if self.rule != "muon" or saved is None or saved == form:
             return 1.0
         rates = [float(group[key]) for key in self.source.momentum if key in group]
-        if not rates or not 0 <= rates[0] < 1:
-            raise ValueError(
-                f"expected a momentum in [0, 1), to convert {self.source.form!r} to {form!r}, found {rates}"
-            )
-        return 1 - rates[0] if form == "ema" else 1 / (1 - rates[0])
+        if not rates:
+            raise ValueError(f"expected a momentum in [0, 1), to convert {saved!r} to {form!r}, found none")
+        return factor(rates[0], saved, form)
 
 
 def rule_of_saved(state: Collection[str], group: Group) -> str:
