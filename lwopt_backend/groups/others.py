@@ -96,7 +96,8 @@ class Source:
             return f"has {', '.join(map(repr, unknown))} in its state, which {name!r} does not write"
         if lacking := [key for key in needed if key not in state]:
             return f"has no {lacking[0]!r} in its state, only {list(state)}"
-        if foreign := [key for key in group if key in MARKS - set(self.marks.split())]:
+        others = MARKS - set(self.marks.split())
+        if foreign := [key for key in group if key in others]:
             return f"is in a param group with {foreign[0]!r}, which {name!r} does not write"
         for wanted in (self.adam_needs if adams else self.needs).split():
             if not any(key in group for key in wanted.split("|")):
@@ -105,11 +106,11 @@ class Source:
         return None
 
 
-def _taken(ours_of: Mapping[str, str], **constant: Any) -> Options:
-    """Options with their keys in a param group; one that a group lacks keeps this package's default."""
+def _taken(keys: str, **constant: Any) -> Options:
+    """Options of a param group; one that it lacks keeps this package's default."""
 
     def options(group: Group, _: Mapping[str, Any]) -> dict[str, Any]:
-        return {**{ours: group[key] for ours, key in ours_of.items() if group.get(key) is not None}, **constant}
+        return {**{key: group[key] for key in keys.split() if group.get(key) is not None}, **constant}
 
     return options
 
@@ -121,8 +122,7 @@ def _of_adam(group: Group, arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("expected decoupled weight decay, found an Adam that adds it to the gradient")
     if not group.get("bias_correction", True) or group.get("maximize"):
         raise ValueError("expected bias correction and no maximize, found an Adam that differs")
-    wanted = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-    return {key: group[key] for key in wanted if group.get(key) is not None}
+    return _taken("lr betas eps weight_decay amsgrad")(group, arguments)
 
 
 def _of_lion(group: Group, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,9 +137,9 @@ def _of_sgd(group: Group, _: Mapping[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov") if key in group}
 
 
-_MUONS = {"lr": "lr", "momentum": "momentum", "weight_decay": "weight_decay"}
-_torchs = _taken({**_MUONS, **{key: key for key in ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}})
-_keller = _taken({**_MUONS, "nesterov": "nesterov", "ns_steps": "ns_steps"})
+_MUONS = "lr momentum weight_decay"
+_torchs = _taken(f"{_MUONS} nesterov ns_coefficients eps ns_steps adjust_lr_fn")
+_keller = _taken(f"{_MUONS} nesterov ns_steps")
 
 
 def _keller_2024(group: Group, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,9 +193,8 @@ def _of_megatron(group: Group, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**rates, **found, "ns_coefficients": table, "ns_dtype": "float32" if exact else "bfloat16"}
 
 
-_moonlight = _taken(
-    {**_MUONS, "weight_decay": "wd", "nesterov": "nesterov", "ns_steps": "ns_steps"}, adjust_lr_fn="match_rms_adamw"
-)
+def _moonlight(group: Group, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_keller({**group, "weight_decay": group.get("wd")}, arguments), "adjust_lr_fn": "match_rms_adamw"}
 
 
 def _elsewhere(group: Group, _: Mapping[str, Any]) -> dict[str, Any]:
