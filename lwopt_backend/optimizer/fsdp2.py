@@ -280,7 +280,8 @@ class MeshOptimizer(LayerWiseOptimizer):
             held = [group["params"] for group in self.param_groups]
             mesh_state.take_state(state_dict, held, self.state, shards)
         else:
-            check_saved_groups(mesh_state.WHAT, self.param_groups, state_dict["param_groups"])
+            saved = state_dict["param_groups"]
+            check_saved_groups(mesh_state.WHAT, self.param_groups, saved, members=self._checked.members)
         if state_dict["state"] and not self.state:
             raise ValueError(
                 "load_state_dict: the model is not sharded yet, so there is no state to load into; call it after "

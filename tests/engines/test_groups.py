@@ -197,6 +197,26 @@ def test_resume_with_other_groups_is_an_error(engine: str, form: str) -> None:
     assert [group["lr"] for group in same.param_groups] == rates
 
 
+@on_ranks(2)
+def test_groups_of_another_save_are_refused_before_sharding() -> None:
+    """Fixed: An optimizer whose model was not sharded yet took the options of other parameters."""
+    made = [
+        LayerWiseOptimizer(
+            Named(), lr=0.02, overrides=[{"params": name, "matrix": {"lr": 0.005}}], sharded_later=True, report=False
+        )
+        for name in ("up.weight", "mid.weight", "up.weight")
+    ]
+    saved, other, same = made
+    for group in saved.param_groups:
+        group["lr"] /= 2
+    rates = [group["lr"] for group in other.param_groups]
+    with pytest.raises(ValueError, match="had other parameters"):
+        other.load_state_dict(saved.state_dict())
+    assert [group["lr"] for group in other.param_groups] == rates
+    same.load_state_dict(saved.state_dict())
+    assert [group["lr"] for group in same.param_groups] == [group["lr"] for group in saved.param_groups]
+
+
 def move(loop: Loop) -> None:
     loop.params(1).append(loop.params(0).pop(0))
 
