@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from lwopt_backend import ModuleOptimizers
 from tests.support import fsdp2
 from tests.support.cells import cells
-from tests.support.engines import EXACT, Alone, Cell, Engine, ExactLM, running
+from tests.support.engines import Alone, Cell, Engine, ExactLM, exact, running
 from tests.support.models import NORM_ROUNDING, largest_difference
 from tests.support.on_ranks import on_ranks
 from tests.support.owned import (
@@ -36,7 +36,7 @@ from tests.support.owned import (
     train_ours,
 )
 from tests.support.owned import truth as owned_truth
-from tests.support.references import ADAMW, MUON, newton_schulz_in_float32
+from tests.support.references import MUON, newton_schulz_in_float32
 from tests.support.zero import engine_for, own_settings
 
 # The sums of a norm round in their order, and so does what gradients are multiplied by. Newton-Schulz in fp32 makes up
@@ -192,8 +192,7 @@ ZEROS = (True, True, True, True, False)  # between these steps, and not None
 
 def exact_branches() -> Any:
     model = Branches()
-    for module in model.modules():
-        module.__class__ = EXACT.get(type(module), type(module))
+    exact(model)
     return model
 
 
@@ -203,7 +202,7 @@ def on_branches(name: str) -> tuple[Any, Any]:
         optimizer: Any = optimizer_in(model, **options)
         return model, ModuleOptimizers({"all": optimizer}) if name == "modules" else optimizer
     fully_shard(model, mesh=fsdp2.mesh_of())
-    optimizer = LayerWiseOptimizer(model, **MUON, elementwise={"name": "adamw", **ADAMW}, report=False)
+    optimizer = fsdp2.layer_wise(model)
     if "attach" in options:
         optimizer.attach(model)
     return model, optimizer

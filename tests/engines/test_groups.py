@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from tests.support import fsdp2, references
 from tests.support.cells import cells
-from tests.support.fsdp2 import mesh_of
 from tests.support.models import LinearLoss, largest_difference
 from tests.support.on_ranks import on_ranks
-from tests.support.references import ADAMW, MUON, full_weights
+from tests.support.references import full_weights, torchs
 from tests.support.zero import engine_for, settings_for
 
 ENGINES = ("plain", "plain, lazy", "fsdp2", "fsdp2, attached", "modules", "zero 0", "owned 0", "owned 2")
@@ -39,8 +39,7 @@ class Loop:
 
 def alone() -> Loop:
     model = LinearLoss()
-    muon = torch.optim.Muon([model.first.weight, model.last.weight], **MUON)
-    adamw = torch.optim.AdamW([model.last.bias], **ADAMW)
+    muon, adamw = torchs(dict(model.named_parameters()), ("first.weight", "last.weight"))
 
     def step(factor: float) -> None:
         model(factor).backward()
@@ -53,13 +52,9 @@ def alone() -> Loop:
 
 @contextlib.contextmanager
 def on(engine: str) -> Iterator[Loop]:
-    model, rules = LinearLoss(), {"matrix": {"name": "muon", **MUON}, "elementwise": {"name": "adamw", **ADAMW}}
-    if " " in engine and engine.split()[1].isdigit():
-        settings = settings_for(engine.split()[0], int(engine.split()[1]))
-        settings["optimizer"] = {
-            "type": "LayerWise",
-            "params": {**rules, "storage": engine.split()[0], "report": False},
-        }
+    model, (storage, _, stage) = LinearLoss(), engine.partition(" ")
+    if stage.isdigit():
+        settings = settings_for(storage, int(stage)) | {"optimizer": references.layer_wise("muon", storage=storage)}
         with engine_for(settings, model) as made:
 
             def step_engine(factor: float) -> None:
@@ -69,9 +64,9 @@ def on(engine: str) -> Iterator[Loop]:
             yield Loop(step_engine, lambda: made.optimizer.param_groups, lambda: full_weights(made))
         return
     if engine.startswith("fsdp2"):
-        fully_shard(model, mesh=mesh_of())
+        fully_shard(model, mesh=fsdp2.mesh_of())
     lazy = {"overlap_param_gather": True} if engine == "plain, lazy" else {}
-    one: Any = LayerWiseOptimizer(model, **rules, report=False, **lazy)
+    one: Any = fsdp2.layer_wise(model, **lazy)
     optimizer: Any = ModuleOptimizers({"all": one}) if engine == "modules" else one
     if engine == "fsdp2, attached":
         one.attach(model)
@@ -86,7 +81,7 @@ def on(engine: str) -> Iterator[Loop]:
 
     def weights() -> dict[str, Tensor]:
         one.synchronize()
-        return {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+        return fsdp2.weights_of(model)
 
     yield Loop(step, lambda: optimizer.param_groups, weights)
 
@@ -169,7 +164,7 @@ FORMS = {
 def named_on(engine: str, overrides: list[dict[str, Any]]) -> tuple[nn.Module, LayerWiseOptimizer]:
     model = Named()
     if engine == "fsdp2":
-        fully_shard(model, mesh=mesh_of())
+        fully_shard(model, mesh=fsdp2.mesh_of())
     return model, LayerWiseOptimizer(model, lr=0.02, elementwise_lr=0.003, overrides=overrides, report=False)
 
 

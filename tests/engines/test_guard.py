@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
-from tests.support.fsdp2 import mesh_of
+from tests.support.fsdp2 import mesh_of, weights_of
 from tests.support.models import LinearLoss, largest_difference
 from tests.support.on_ranks import on_ranks
 
@@ -203,7 +203,7 @@ class OnRanks(Loop):
 
     def weights(self) -> dict[str, Tensor]:
         self.one.synchronize()
-        return {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in self.model.named_parameters()}
+        return weights_of(self.model)
 
 
 @pytest.mark.parametrize("engine", ["plain", "plain, kept", "fsdp2", "modules"])

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwopt_backend import ModuleOptimizers
+from tests.support.counted import Operations
 from tests.support.engines import ENGINES, Cell, ExactLM, running
 from tests.support.models import MATRICES
 from tests.support.on_ranks import on_ranks
@@ -81,18 +81,6 @@ def test_profile_names_the_parts_of_a_step(engine: str, optimizer: str, parts: s
 
 # optimizer.metrics()
 APART = {"gates": {"params": "gate.*", "max_norm": 0.001}}
-
-
-class Operations(TorchDispatchMode):
-    """The operations that run within it, reads by the host and allocations among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def operations(engine: Any, step: int) -> list[str]:

@@ -20,18 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import ExponentialLR
 
-from lwopt_backend import LayerWiseOptimizer
+from tests.support import fsdp2, references
 from tests.support.cells import with_full
-from tests.support.fsdp2 import mesh_of
-from tests.support.models import largest_difference
+from tests.support.models import largest_difference, signed_sum
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import gathered
-from tests.support.references import ADAMW, MUON, full_weights
+from tests.support.references import full_weights, torchs
 from tests.support.zero import engine_for, settings_for
 
 NAMES = ("first.weight", "last.weight", "last.bias", "spare.weight")
 SIZES = dict(zip(NAMES, (8.0, 4.0, 16.0, 2.0)))
-RULES = {"matrix": {"name": "muon", **MUON}, "elementwise": {"name": "adamw", **ADAMW}}
 Event = tuple[Any, ...]
 Passes = list[tuple[list[float], list[str]]]  # of each backward pass, the ranks' factors and the parameters used
 
@@ -43,12 +41,7 @@ def is_of_deepspeed(engine: str) -> bool:
 class Summed(nn.Linear):
     def forward(self, sizes: dict[str, float]) -> Tensor:
         """Sums of its parameters, with signs and ``sizes``."""
-        sums = []
-        for name, size in sizes.items():
-            param = self.get_parameter(name)
-            signs = 1.0 - 2 * (torch.arange(param.numel()) % 3 == 0).to(param)
-            sums.append((param * signs.view(param.shape)).sum() * size)
-        return torch.stack(sums).sum()
+        return torch.stack([signed_sum(self.get_parameter(name), size) for name, size in sizes.items()]).sum()
 
 
 class Net(nn.Module):
@@ -74,9 +67,7 @@ class One:
     def __init__(self, engine: str) -> None:
         self.steps, self.fills = is_of_deepspeed(engine), engine.startswith("zero")
         self.model, self.saved = Net(), list[Any]()
-        params = dict(self.model.named_parameters())
-        muon = torch.optim.Muon([params[name] for name in NAMES if name != "last.bias"], **MUON)
-        self.optimizers: list[Any] = [muon, torch.optim.AdamW([params["last.bias"]], **ADAMW)]
+        self.optimizers = torchs(self.weights(), [name for name in NAMES if name != "last.bias"])
         self.schedulers = [ExponentialLR(each, 0.5) for each in self.optimizers]
 
     @property
@@ -130,17 +121,17 @@ class Ranked(One):
     def make(self) -> None:
         self.model, on_fsdp2 = Net(), self.engine.startswith("fsdp2")
         if on_fsdp2:
-            fully_shard(self.model, mesh=mesh_of())
+            fully_shard(self.model, mesh=fsdp2.mesh_of())
         lazy = {"overlap_param_gather": True} if self.engine == "plain, lazy" else {}
         lazy |= {"keep_full_grads": True} if self.engine == "plain, kept" else {}
-        made: Any = LayerWiseOptimizer(self.model, **RULES, on_nonfinite="skip", report=False, **lazy)
+        made: Any = fsdp2.layer_wise(self.model, on_nonfinite="skip", **lazy)
         if self.engine == "fsdp2, attached":
             made.attach(self.model)
         self.optimizers, self.schedulers = [made], [ExponentialLR(made, 0.5)]
 
     def weights(self) -> dict[str, Tensor]:
         self.optimizers[0].synchronize()
-        return {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in self.model.named_parameters()}
+        return fsdp2.weights_of(self.model)
 
     def passes(self, passes: Passes) -> None:
         for number, (factors, uses) in enumerate(passes):
@@ -181,7 +172,7 @@ class OnDeepSpeed(One):
     def __init__(self, engine: str, accumulation: int) -> None:
         storage, stage = engine.split()
         settings = settings_for(storage, int(stage), accumulation=accumulation)
-        settings["optimizer"] = {"type": "LayerWise", "params": {**RULES, "storage": storage, "report": False}}
+        settings["optimizer"] = references.layer_wise("muon", storage=storage)
         self.ends = contextlib.ExitStack()
         self.made = self.ends.enter_context(engine_for(settings, Net()))
         self.model = self.made.module

@@ -1,4 +1,4 @@
-"""What leaves through the door to torch.distributed."""
+"""What runs: operations, and what leaves through the door to torch.distributed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwopt_backend.runtime.collectives import TorchCollectives
+
+
+class Operations(TorchDispatchMode):
+    """The operations that run within it, reads by the host and allocations among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class Counted:

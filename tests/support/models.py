@@ -45,6 +45,12 @@ class UnevenLM(nn.Module):
         return torch.sigmoid(self.gate(x[..., :5])).repeat_interleave(12, dim=-1)
 
 
+def signed_sum(param: Tensor, size: float) -> Tensor:
+    """The sum of its elements, of which every third one counts as negative, times ``size``."""
+    signs = 1.0 - 2 * (torch.arange(param.numel()) % 3 == 0).to(param)
+    return (param * signs.view(param.shape)).sum() * size
+
+
 class LinearLoss(nn.Module):
     """A loss that is linear in the weights: gradients are ``factor`` times whole numbers, whatever the weights are.
 
@@ -56,11 +62,8 @@ class LinearLoss(nn.Module):
         self.first, self.last = nn.Linear(12, 12, bias=False), nn.Linear(9, 4)
 
     def forward(self, factor: float) -> Tensor:
-        sums = []
-        for param, size in ((self.first.weight, 8.0), (self.last.weight, 4.0), (self.last.bias, 16.0)):
-            signs = 1.0 - 2 * (torch.arange(param.numel()) % 3 == 0).to(param)
-            sums.append((param * signs.view(param.shape)).sum() * size)
-        return torch.stack(sums).sum() * factor
+        params = ((self.first.weight, 8.0), (self.last.weight, 4.0), (self.last.bias, 16.0))
+        return torch.stack([signed_sum(*each) for each in params]).sum() * factor
 
 
 def batch(step: int, rows: int, time: int = 9) -> tuple[Tensor, Tensor]:

@@ -61,9 +61,9 @@ class RankPool:
     def __init__(
         self, world_size: int, transport: str = "gloo", device: str | None = None, warning_filters: Sequence[str] = ()
     ) -> None:
-        """``transport``: gloo, or strict, see strict_transport.py. On a ``device``, cuda or in its place cpu, all ranks
-        share the first one, and one rank is on NCCL, or gloo. ``warning_filters``: as in pytest's ``filterwarnings``,
-        for the code that the ranks run."""
+        """``transport``: gloo, shared or strict, see shared_transport.py and strict_transport.py. On a ``device``, cuda
+        or in its place cpu, all ranks share the first one, and one rank is on NCCL, or gloo. ``warning_filters``: as in
+        pytest's ``filterwarnings``, for the code that the ranks run."""
         if device and world_size == 1:
             transport = "nccl" if device == "cuda" else "gloo"
         self.world_size = world_size

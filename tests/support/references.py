@@ -452,14 +452,13 @@ class Masters(Reference):
         *,
         clips: Sequence[float] = (),
         scale: float = 1.0,
-        factor: float = 1.0,
     ) -> float:
-        """A step with the loss times ``factor`` and, until gradients are summed, ``scale``, and with these ``clips``;
-        the norm before."""
+        """A step with the loss times ``scale``, until gradients are summed, and with these ``clips``; the norm
+        before."""
         sums: dict[Tensor, Tensor] = {}
         before, after = (scale, 1.0) if self.predivided else (1.0, scale)
         for rows in batch_shares(step, accumulation):
-            (self.low(*rows) / accumulation * (scale * factor)).backward()
+            (self.low(*rows) / accumulation * scale).backward()
             for param in self.low.parameters():
                 grad = (param.grad.float() if self.in_fp32 else param.grad) / before
                 sums[param] = sums[param] + grad if param in sums else grad

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwopt_backend.runtime.collectives import TorchCollectives
+from tests.support.counted import Operations
 from tests.support.ranks import RankPool, gathered
 from tests.support.wire import INLINE
 
@@ -163,16 +163,6 @@ def test_what_goes_over_it(shared: RankPool, body: Callable[[], None]) -> None:
 # What it says it is
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def passes_for_gloo() -> None:
     group = TorchCollectives()
     assert group._is_gloo(torch.device("cpu")) and group.device == torch.device("cpu")
@@ -185,7 +175,7 @@ def passes_for_gloo() -> None:
     sent = torch.ones(2)
     dist.reduce(sent, 0)
     assert dist.get_rank() == 0 or sent.isnan().all(), "what gloo leaves there is no value"
-    with Seen() as seen:
+    with Operations() as seen:
         dist.all_reduce(sent)
     assert [name.rsplit(".", 1)[0] for name in seen.names] == ["c10d.allreduce_"]
 

@@ -1,6 +1,5 @@
 """What the product says of a model, from outside: ``explain``, and what a matrix rule of a test is given."""
 
-import inspect
 import re
 import warnings
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from lwopt_backend import LayerWiseOptimizer, MatrixRule, explain, register_rule
 from lwopt_backend.groups.registry import MATRIX_RULES
 
-FOLLOWS_EXAMPLES = "example" in inspect.signature(explain).parameters
 OPTIONS: dict[str, Any] = {"allow_no_matrix": True}
 
 
@@ -42,7 +40,7 @@ class Elements(MatrixRule):
 
 def told(model: nn.Module, example: Any = None) -> dict[str, Told]:
     """What would be trained how, by name. ``model`` has memory, and is as it was after the call."""
-    options = {**OPTIONS, **({} if example is None else {"example": example})}
+    options = {**OPTIONS, "example": example}
     with mock.patch.dict(MATRIX_RULES):
         register_rule("elements", Elements, source="a test")
         with heard() as warned:
@@ -53,7 +51,7 @@ def told(model: nn.Module, example: Any = None) -> dict[str, Told]:
         each.name: Told(
             each.why,
             of.get(each.name, []) if each.kind == "matrix" else None,
-            each.looks_fused or any(repr(stem) in warned for stem in _stems(each.name)),
+            is_unclear(each, warned),
         )
         for each in said
     }
@@ -98,10 +96,15 @@ def heard() -> Iterator[Any]:
     texts.extend(str(each.message) for each in caught)
 
 
-def _stems(name: str) -> Iterator[str]:
-    """A name as warnings may have it: with a star for the number of a layer."""
-    yield name
-    yield re.sub(r"\.\d+(?=\.)", ".*", name)
+def kind_of(name: str) -> str:
+    """A name as tables and warnings may have it: with a star for the number of a layer."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def is_unclear(explained: Any, warned: Any) -> bool:
+    """Whether the product says of a weight that it may be otherwise."""
+    names = explained.name, kind_of(explained.name)
+    return bool(explained.looks_fused) or any(repr(name) in warned for name in names)
 
 
 def as_sets(matrix: Tensor) -> tuple[frozenset[frozenset[int]], frozenset[frozenset[int]]]:

@@ -50,6 +50,7 @@ from tests.support.fsdp2 import (
 )
 from tests.support.models import NORM_ROUNDING, UnevenLM, batch, largest_difference
 from tests.support.on_ranks import on_ranks
+from tests.support.owned import optimizers_of
 from tests.support.ranks import gathered
 
 NO_GRADIENT = ("layers.0.weight", "layers.2.bias", "gate.weight")
@@ -282,9 +283,7 @@ def test_ranks_that_use_different_layers_of_a_unit_raise(options: dict[str, Any]
 @pytest.mark.parametrize("attach", [False, True])
 def test_unused_layers_that_torch_fills_with_zeros_train(attach: bool) -> None:
     (model, optimizer, back), alone = either({"attach": attach}, zeros=True), Either()
-    matrices = [param for param in alone.parameters() if param.ndim == 2]
-    others = [param for param in alone.parameters() if param.ndim == 1]
-    theirs = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)]
+    theirs = optimizers_of(alone)
     for step in range(3):
         back(step, ("left", "right")[dist.get_rank()])
         for rank, use in enumerate(("left", "right")):

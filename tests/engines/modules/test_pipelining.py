@@ -23,7 +23,7 @@ from torch.nn import functional
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.optimizer import OwnedOptimizer
 from tests.support.cells import cells
-from tests.support.engines import EXACT, Rounded
+from tests.support.engines import Rounded, exact
 from tests.support.fsdp2 import whole
 from tests.support.models import VOCABULARY, batch
 from tests.support.on_ranks import on_ranks
@@ -46,8 +46,7 @@ class Stage(nn.Module):
         wide = [nn.Linear(WIDTH, 31 + number), nn.GELU(), nn.Linear(31 + number, WIDTH)]
         self.layers = nn.Sequential(*(wide if number != 1 else []), nn.LayerNorm(WIDTH))
         self.table = nn.Embedding(VOCABULARY, WIDTH) if self.first or self.last else None
-        for module in self.modules():
-            module.__class__ = EXACT.get(type(module), type(module))
+        exact(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers(self.table(x) if self.first else x)

@@ -12,7 +12,7 @@ from lwopt_backend import explain
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.groups.grouping import Given
 from tests.support.judge import Judge, Seen, plain_operations
-from tests.support.told import FOLLOWS_EXAMPLES, OPTIONS, heard
+from tests.support.told import OPTIONS, heard, is_unclear, kind_of
 
 Ends = frozenset[tuple[int, int]]  # of each output of a matrix, its first and its last element
 
@@ -65,15 +65,13 @@ def verdicts(model: nn.Module, judge: Judge, example: Any, full: bool = True) ->
 
     ``full``: the pass was of a whole model, so that what it returned says which weights are heads.
     """
-    examples = {"example": example} if FOLLOWS_EXAMPLES and example is not None else {}
     with heard() as warned:
-        told = {each.name: each for each in explain(model, matrix="muon", show=False, **examples, **OPTIONS)}
-    cuts = _cuts(model, examples) if any(len(each.matrices) > 1 for each in told.values()) else {}
+        told = {each.name: each for each in explain(model, matrix="muon", show=False, example=example, **OPTIONS)}
+    cuts = _cuts(model, example) if any(len(each.matrices) > 1 for each in told.values()) else {}
     done: set[tuple[str, str, str]] = set()
     for name, seen in judge.seen.items():
         each = told[name]
-        kind = re.sub(r"\.\d+(?=\.)", ".*", name)
-        said = each.looks_fused or any(repr(stem) in warned for stem in (name, kind))
+        kind, said = kind_of(name), is_unclear(each, warned)
         cut = len(each.matrices) > 1
         what = "cut" if cut else "matrix" if each.kind == "matrix" else each.kind
         is_, wanted = _seen_as(seen, judge.is_head(name) and full)
@@ -108,18 +106,15 @@ def _seen_as(seen: Seen, is_head: bool) -> tuple[str, set[Ends] | None]:
     return (f"{len(found)} matrices" if len(found) > 1 else "one matrix") + ", inputs first" * inputs_first, edges
 
 
-def _cuts(model: nn.Module, examples: dict[str, Any]) -> dict[str, set[Ends]]:
-    """The outputs of each matrix of the product, which ``explain`` does not show; none where it cannot be asked."""
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            grouping = Given({**OPTIONS, "matrix": "muon"}, None, **examples).decide(HostConfig, model)[2]
-        return {
-            route.name: {_ends(block, route.transposed) for block in grouping.divided[route.name].blocks}
-            for route in grouping.routes
-            if route.name in grouping.divided and route.kind == "matrix"
-        }
-    except (AttributeError, TypeError):
-        return {}
+def _cuts(model: nn.Module, example: Any) -> dict[str, set[Ends]]:
+    """The outputs of each matrix of the product, which ``explain`` does not show."""
+    with warnings.catch_warnings(action="ignore"):
+        grouping = Given({**OPTIONS, "matrix": "muon"}, None, example).decide(HostConfig, model)[2]
+    return {
+        route.name: {_ends(block, route.transposed) for block in grouping.divided[route.name].blocks}
+        for route in grouping.routes
+        if route.name in grouping.divided and route.kind == "matrix"
+    }
 
 
 def _ends(block: Any, transposed: bool) -> Ends:

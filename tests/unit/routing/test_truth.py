@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import re
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.judge import judged
-from tests.support.told import FOLLOWS_EXAMPLES, Told, as_sets, told
+from tests.support.told import Told, as_sets, kind_of, told
 from tests.support.truth import CASES, WORDS, matrices
 from tests.support.truth.wrong import WITH_EXAMPLE, WITHOUT_EXAMPLE
 
@@ -46,7 +45,7 @@ def kinds_of_weights(wrong: dict[str, dict[str, str]]) -> list[Any]:
     found: dict[str, Any] = {}
     for case in CASES:
         for name, param in model_of(case).named_parameters():
-            kind = re.sub(r"\.\d+(?=\.)", ".*", name)
+            kind = kind_of(name)
             if param.ndim > 1 and f"{case} {kind}" not in found:
                 why = [
                     why for why, of in wrong.items() if any(fnmatchcase(kind, one) for one in of.get(case, "").split())
@@ -88,7 +87,6 @@ def test_the_judge_sees_what_was_written_by_hand(case: str) -> None:
             assert any({*map(as_sets, found)} <= one for one in wanted), name  # experts that were chosen
 
 
-@pytest.mark.xfail(not FOLLOWS_EXAMPLES, strict=True, reason="explain takes no example")
 @pytest.mark.parametrize("case, name", kinds_of_weights(WITH_EXAMPLE))
 def test_a_weight_is_what_the_forward_on_an_example_does_with_it(case: str, name: str) -> None:
     answer = answers(case, with_example=True)[name]
