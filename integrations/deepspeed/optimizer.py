@@ -218,7 +218,7 @@ class ZeROLayerWise(EngineOptimizer):
         prepare_loading(engine, self, self._binding.ranks)
         zero.guard_state_keys(engine, self, self._binding.grouping)
         self._binding.announce(self.config)
-        self._first_pass = FirstPass(engine.module, binding.grouping)
+        self._first_pass = FirstPass(engine.module, binding.grouping, self)
 
     def _engine(self) -> DeepSpeedEngine:
         if self._binding is None:

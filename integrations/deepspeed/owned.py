@@ -86,7 +86,7 @@ def bind(
         check_model(engine.module, name)
         grouping = group_parameters(engine.module, given, rules, config)
         check_trained(grouping, name)
-        lines = [*settings_lines(rules, config), *grouping.followed.lines]
+        lines = [*settings_lines(rules, config), *grouping.followed]
         return OwnedBinding(engine, grouping, ranks[0]), [lines] * len(ranks)
 
     return agree_in_all(ranks, name, decide)
@@ -150,7 +150,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             overlap=deepspeed_engine.zero_settings(engine).get("overlap_comm") is not False,
         )
         self._owned, self.row_scaling = binding, self.core.row_scaling
-        self._first_pass = FirstPass(engine.module, binding.grouping)
+        self._first_pass = FirstPass(engine.module, binding.grouping, self)
         self._plan_digest = self.core.plan_digest
         self._follow(binding)
         self._tensors = tensors.OwnedTensors(self.core, binding.grouping)

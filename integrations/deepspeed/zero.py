@@ -454,7 +454,7 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
         device = torch.device("cpu") if config.ns_device == "cpu" else engine.device
         check_devices(grouping.groups, config, device, grouping.smallest_matrix)
         units = _units(engine, grouping, config, ranks, places)
-        lines = [[*settings_lines(rules, config), *grouping.followed.lines] for _ in ranks]
+        lines = [[*settings_lines(rules, config), *grouping.followed] for _ in ranks]
         for sharers, of_sharers in zip(ranks, lines):
             of_sharers += [line for unit in units if unit.ranks is sharers for line in unit.plan.lines()]
         return Binding(name, engine, grouping, list(ranks), units, stage, places), lines

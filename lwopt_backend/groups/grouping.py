@@ -107,19 +107,13 @@ class Member(TrainedParam):
     param: Tensor = field(kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """What was followed on examples: ``lines`` that ranks compare."""
-
-    lines: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True)
 class Grouping:
     """``groups`` are param groups of one rule each; ``names`` has parameters' names by id.
 
     ``trains_matrices`` is whether the matrix rule trains anything, also in other parts of the model. ``rate`` is the
-    ``main_rate``. ``again`` groups the same model on an example, None for a part of a model.
+    ``main_rate``. ``followed`` are lines about the examples, which ranks compare. ``again`` groups the same model on an
+    example, None for a part of a model.
     """
 
     routes: list[Route]
@@ -129,7 +123,7 @@ class Grouping:
     trains_matrices: bool
     clip_groups: Mapping[str, str] = field(default_factory=dict)  # of a parameter, by name, if it is in one
     rate: float = 0.0
-    followed: Followed = field(default_factory=lambda: Followed())
+    followed: tuple[str, ...] = ()
     again: Callable[[Any], Grouping] | None = None
 
     def row_scaling(self) -> RowScaling:
@@ -229,7 +223,6 @@ def group_parameters(
     if routes is None:
         heads = output_heads(model, shown=shown, decided=_decided(model, config))
         routes = route_given(model, given, rules, config, heads.found, shown=shown)
-        names = {id(param): name for name, param in named_parameters(model)}
         _warn_of_last([names[key] for key in names if key in heads.unclear], routes, rules)
     everywhere = [*routes, *elsewhere]
     check_all_globs(config.include, config.exclude, everywhere)
@@ -257,7 +250,7 @@ def group_parameters(
             f"without data: {type(run.error).__name__}: {str(run.error)[:200]}. What was seen up to there counts; the "
             "rest is told as without an example"
         )
-    told = Followed(tuple(example_lines(examples)))
+    told = tuple(example_lines(examples))
     # By name: hosts put flat tensors in the groups, and fully_shard other parameters in the model.
     kept = [{**group, "params": [names[id(param)] for param in group["params"]]} for group in given]
 

@@ -75,7 +75,7 @@ class MeshOptimizer(LayerWiseOptimizer):
             trained = [route for route in grouping.routes if route.kind != "frozen"]
             check_globs("copies", config.copies, trained, grouping.routes, lambda route: "are not trained")
             lines = [*settings_lines(rules, config), *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes)]
-            lines += grouping.followed.lines
+            lines += grouping.followed
             return (rules, config, grouping), [lines for _ in exchange]
 
         rules, self.config, self._grouping = agree_in_all([c for _, c in exchange], NAME, decide)

@@ -119,7 +119,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         given = Given({**options, **{key: rate for key, rate in rates.items() if rate is not None}}, params, example)
         sharing = Sharing(process_group, expert_params, expert_process_group, expert_group_size)
         self._train(model, given, sharing, sharded_later)
-        self._first_pass = FirstPass(self._model, self._grouping)
+        self._first_pass = FirstPass(self._model, self._grouping, self)
 
     def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
         """Route, plan and create the state. Called on all ranks."""

@@ -70,7 +70,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
             if experts:
                 theirs = ranks_of(sharing.expert_process_group, "expert_process_group")
                 shares.append(Share(theirs, everyone.world_size, sharing.expert_group_size, named_like(experts)))
-            lines = [*settings_lines(rules, config), *grouping.followed.lines]
+            lines = [*settings_lines(rules, config), *grouping.followed]
             return (module, rules, config, grouping, shares), lines
 
         model, rules, self.config, self._grouping, shares = agree(everyone, NAME, decide)

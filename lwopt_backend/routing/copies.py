@@ -56,8 +56,8 @@ def bare(module: nn.Module, shape: Shape, memo: dict[int, Any], kept: Mapping[in
     inside = module._modules if names is None else {str(place): module._modules[key] for place, key in enumerate(names)}
     own["_modules"] = {key: one and bare(one, shape, memo, kept) for key, one in inside.items()}
     vars(copied).update(own)
-    for key, value in own.items():  # parameters in plain lists, and modules beside their place
-        if isinstance(value, nn.Module) and key not in ("_modules",):
+    for key, value in own.items():  # modules beside their place
+        if isinstance(value, nn.Module):
             vars(copied)[key] = bare(value, shape, memo, kept)
     return copied
 
@@ -130,7 +130,7 @@ def thin(module: nn.Module, kinds: Kinds) -> Thin | None:
         for _, run in groupby(members, key=lambda member: kinds.of(member[1])):
             alike = [*run]
             left_out = alike[2:-1] if len(alike) > FEW else []
-            of_list += [member for member, _ in alike if member not in {name for name, _ in left_out}]
+            of_list += [name for name, _ in ([*alike[:2], alike[-1]] if left_out else alike)]
             for _, child in left_out:
                 pairs = zip(parameters_of(child), parameters_of(alike[1][1]), strict=True)
                 same.update({id(theirs): id(ours) for (_, theirs), (_, ours) in pairs})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class Fusion:
 
 
 Sizes = Callable[[Tensor], tuple[int, int] | None]  # outputs and inputs of a parameter
+Inputs = Callable[[nn.Module], Collection[int]]  # the numbers of inputs of the weights in a module
 
 
 def fused_weights(
@@ -64,6 +66,10 @@ def fused_weights(
         rows, columns = known[id(param)][0][-2:]
         return (rows, columns) if outputs[id(param)] == 2 else (columns, rows)
 
+    @cache  # a list of weights has the same around each of them
+    def inputs_in(module: nn.Module) -> frozenset[int]:
+        return frozenset(its[1] for _, param in parameters_of(module) if (its := sizes(param)) is not None)
+
     found: dict[int, Fusion] = {}
     by_class: dict[int, Fusion] = {}
     for module in modules_of(model).values():
@@ -78,7 +84,7 @@ def fused_weights(
             else:
                 full = f"{name.rpartition('.')[2]}.{key}"
                 is_kernel = len(known[id(param)][0]) < param.ndim
-                told = _told(Held(name, full, holder, param, is_kernel), shown, outputs[id(param)], sizes)
+                told = _told(Held(name, full, holder, param, is_kernel), shown, outputs[id(param)], sizes, inputs_in)
             if found.setdefault(id(param), told).outputs != told.outputs:
                 found[id(param)] = Fusion(why="whole, as two modules divide it in two ways")
     for lora in all_lora(model):
@@ -97,9 +103,9 @@ class Held(NamedTuple):
     is_kernel: bool = False
 
 
-def _told(held: Held, shown: Shown, dim: int, sizes: Sizes) -> Fusion:
+def _told(held: Held, shown: Shown, dim: int, sizes: Sizes, inputs_in: Inputs) -> Fusion:
     """What runs show about the outputs of a weight: the surest that uses it, and does not only return them."""
-    looks = _looks_fused(held, shown.around(held.module_name) or held.module, sizes)
+    looks = _looks_fused(held, shown.around(held.module_name) or held.module, sizes, inputs_in)
     best: tuple[Sight, Ends, Parted] | None = None
     first: Sight | None = None
     for sight in shown.of(held.module_name, held.param, whole=looks):
@@ -183,7 +189,7 @@ def _folded(name: str, sight: Sight, dim: int, size: tuple[int, int] | None) -> 
     return found[0] if len(found) == 1 else None
 
 
-def _looks_fused(held: Held, around: nn.Module, sizes: Sizes) -> bool:
+def _looks_fused(held: Held, around: nn.Module, sizes: Sizes, inputs_in: Inputs) -> bool:
     """By its name; or by its size: no weight beside it takes all its outputs, and they are several times its inputs, or
     twice or three times those of another."""
     ours = sizes(held.param)
@@ -191,7 +197,7 @@ def _looks_fused(held: Held, around: nn.Module, sizes: Sizes) -> bool:
         return False
     if LOOKS_FUSED.search(held.name) is not None:
         return True
-    beside = {its[1] for _, param in parameters_of(around) if (its := sizes(param)) is not None}
+    beside = inputs_in(around)
     several = any(size > 1 and ours[0] in (2 * size, 3 * size) for size in beside)
     of_its_own = ours[0] in [number * ours[1] for number in range(2, MOST + 1)]
     return ours[0] not in beside and (several or of_its_own)

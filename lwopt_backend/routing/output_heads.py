@@ -95,14 +95,15 @@ def _by_runs(
     model: nn.Module, shown: Shown, heads: Mapping[int, Head], decided: Collection[int], *, is_part: bool
 ) -> Heads:
     """The heads with what runs show: on an example, before all else; on a guess, of weights that nothing tells."""
-    found = dict(heads)
+    found, settled = dict(heads), {*decided}
     for module, ids, _ in shown.heads("example"):
         used = shown.used(module)
+        settled |= used
         found = {key: head for key, head in found.items() if key not in used or head.truth == "library"}
         found |= dict.fromkeys(_with_adapters(model, ids), Head("output head, returned and not read", "example"))
-    told = {key for module, _, _ in shown.heads("example") for key in shown.used(module)}
+    settled |= found.keys()
     last = _last_linears(model, in_lists=not found)
-    left = [id(linear.weight) for linear in last if id(linear.weight) not in {*found, *told, *decided}]
+    left = [id(linear.weight) for linear in last if id(linear.weight) not in settled]
     if not left or is_part or shown.has_example or _is_tied(model) or _is_told(model, found):
         return Heads(found)
     unclear: frozenset[int] = frozenset()
@@ -208,11 +209,11 @@ def _by_name(model: nn.Module, rows: frozenset[int]) -> dict[int, Head]:
 def networks(model: nn.Module) -> list[nn.Module]:
     """The model, and the whole networks in it: what a list of modules has, and members of one kind (teacher and
     student, generator and critic) that have embeddings and layers of their own."""
-    found = [model] if not isinstance(model, nn.ModuleList) else []
-    for module in called(model) if isinstance(model, nn.ModuleList) else [model]:
-        found += [] if module is model else [module]
+    found = []
+    for module in called(model):
+        found.append(module)
         for inside in modules_of(module).values():
-            found += [each for each in _alike(inside) if each is not model]
+            found += _alike(inside)
     return [*dict.fromkeys(found)]
 
 

@@ -7,7 +7,7 @@ something is asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -68,7 +68,7 @@ class Sight:
     @property
     def is_used(self) -> bool:
         """Whether the run came to the weight."""
-        return bool(self.uses) or self.slices is not None or any(number == self.number for number, _ in self.run.ends)
+        return self.number in self.run.used
 
     @property
     def transposed(self) -> bool | None:
@@ -151,19 +151,13 @@ class Shown:
                 yield module, frozenset(by_number[number] for number in run.heads), run.reads
 
     def used(self, module: nn.Module) -> set[int]:
-        """The ids of the weights that the run of a module that is called came to."""
-        on_examples = dict(self._on_examples)
-        run = on_examples[module] if module in on_examples else dict(self._guessed)[module]
-        numbers = {number for number, _ in run.ends} | {number for number, uses in run.uses.items() if uses}
-        numbers |= run.heads | run.convolved.keys()
-        return {key for key, number in self._runs.places(module).items() if number in numbers}
+        """The ids of the weights that the run of a module on its example came to."""
+        used = dict(self._on_examples)[module].used
+        return {key for key, number in self._runs.places(module).items() if number in used}
 
     def stopped(self) -> list[tuple[nn.Module, Run]]:
         """The modules whose ``forward`` did not end on its example."""
         return [(module, run) for module, run in self._on_examples if run.error is not None]
-
-    def places(self, module: nn.Module) -> Mapping[int, int]:
-        return self._runs.places(module)
 
 
 def dummy(module: nn.Module) -> Given | None:
@@ -175,7 +169,3 @@ def dummy(module: nn.Module) -> Given | None:
         return None if not isinstance(inputs, Mapping) else as_given(((), inputs))
     except Exception:  # of several hundred model families
         return None
-
-
-def names_of(modules: Sequence[nn.Module]) -> str:
-    return ", ".join(dict.fromkeys(type(module).__name__ for module in modules))

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +61,13 @@ class Run:
     where: str = ""
     line: int = 0
     cost: int = 0
+
+    @cached_property
+    def used(self) -> frozenset[int]:
+        """The weights that the run came to."""
+        by_use = (number for number, uses in self.uses.items() if uses)
+        of_ends = (number for number, _ in self.ends)
+        return frozenset((*of_ends, *by_use, *self.slices, *self.heads, *self.convolved))
 
     @property
     def rank(self) -> tuple[bool, int, int, int]:

@@ -329,33 +329,44 @@ class Conditioned(nn.Module):
 
 
 @contextlib.contextmanager
-def passes_of(engine: str, model: nn.Module) -> Iterator[Callable[..., Any]]:
+def steps_of(engine: str, model: nn.Module) -> Iterator[Callable[..., Any]]:
+    """A pass and a step of the model on an engine."""
     if engine.partition(" ")[0] in ("zero", "owned"):
         storage, _, stage = engine.partition(" ")
-        with engine_for(settings_for(storage, int(stage), report=False), model) as made:
-            yield made
-    elif engine == "fsdp2, later":
-        optimizer = LayerWiseOptimizer(model, lr=0.02, report=False, sharded_later=True)
+        with engine_for(settings_for(storage, int(stage), accumulation=1, report=False), model) as made:
+
+            def step_engine(*args: Any, **kwargs: Any) -> None:
+                made.backward(made(*args, **kwargs))
+                made.step()
+
+            yield step_engine
+        return
+    if engine == "fsdp2":
+        fully_shard(model, mesh=mesh_of())
+    optimizer = LayerWiseOptimizer(model, lr=0.02, report=False, sharded_later="later" in engine)
+    if "later" in engine:
         shard_later(model, optimizer)
-        yield model
-    else:
-        if engine == "fsdp2":
-            fully_shard(model, mesh=mesh_of())
-        optimizer = LayerWiseOptimizer(model, lr=0.02, report=False)
-        yield model
-        assert optimizer is not None  # whose hook it is
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        model(*args, **kwargs).backward()
+        optimizer.step()
+
+    yield step
 
 
 @pytest.mark.parametrize("engine", ["plain", "fsdp2", "fsdp2, later", "zero 0", "zero 1", "zero 3", "owned 2"])
 @on_ranks(2)
 def test_first_pass_tells_of_weights_used_otherwise(engine: str) -> None:
     """On FSDP2, every first pass said that the routing was an error: the parameters that the optimizer was made with
-    are not those of a model that is sharded later, or whose forward pass has gathered them."""
+    are not those of a model that is sharded later, or whose forward pass has gathered them. On ZeRO 3, the model was
+    followed within the pass: every matrix was gathered on each rank, and again in all later passes."""
+    model = Conditioned()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with passes_of(engine, Conditioned()) as forward:
+        with steps_of(engine, model) as step:
             for _ in range(2):
-                forward(torch.randn(2, 5, 16), request={"of": torch.randn(2, 1, 6)})
+                step(torch.randn(2, 5, 16), request={"of": torch.randn(2, 1, 6)})
+    assert not any(getattr(module, "_external_params", None) for module in model.modules())
     found = [str(warning.message) for warning in caught if "first training pass" in str(warning.message)]
     assert len(found) == (dist.get_rank() == 0)
     for said in found:
