@@ -28,6 +28,7 @@ from lwopt_backend.checkpoint import formats
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.support.cells import cells
+from tests.support.command_line import lwopt
 from tests.support.launcher import ROOT, metrics, run_script, succeeds, surroundings_kept
 from tests.support.models import rounding
 from tests.support.on_ranks import on_ranks
@@ -215,7 +216,8 @@ def reference(by_config: bool) -> Truth:
 def test_trainer_equals_torch_optim_and_resumes(
     request: pytest.FixtureRequest, ranks: RankPool, tmp_path: Path, case: str
 ) -> None:
-    """A run routes matrices, equals torch.optim, and resumes exactly."""
+    """A run routes matrices, equals torch.optim, and resumes exactly. Its last folder converts to the weights that the
+    run saved at its end, whatever the format between."""
     of, (out, again), full = CASES[case], (tmp_path / "whole", tmp_path / "resumed"), request.config.getoption("full")
     for folder in (out, again):
         folder.mkdir()
@@ -229,6 +231,15 @@ def test_trainer_equals_torch_optim_and_resumes(
     assert len(resumed) == STEPS - HALF and resumed == whole[HALF:]
     final = [(path / "model" / "model.safetensors").read_bytes() for path in (out, again)]
     assert final[0] == final[1]
+    kept = load_file(out / "model" / "model.safetensors")
+    source = out / f"checkpoint-{STEPS}"
+    for target in ("universal", "dcp", "safetensors"):
+        assert lwopt("convert", source, tmp_path / target, "--to", target).code == 0
+        source = tmp_path / target
+    states = [set(param.states) for param in formats.read(tmp_path / "dcp").params.values()]
+    assert states.count({"momentum_buffer"}) == 14 and states.count({"exp_avg", "exp_avg_sq"}) == 7
+    made = load_file(source / "model.safetensors")
+    assert made.keys() == kept.keys() and all(torch.equal(made[name], weight) for name, weight in kept.items())
 
 
 def check_routing(case: Case, output: str) -> None:
