@@ -145,7 +145,7 @@ def main() -> None:
         return
     adamw, muon = (json.loads((ROOT / "configs" / f"zero2_{name}.json").read_text()) for name in ("adamw", "muon"))
 
-    with tqdm(total=len(args.adamw_rates) + len(args.muon_rates), unit="run") as bar:
+    with tqdm(total=len(args.adamw_rates) + len(args.muon_rates), unit="run", disable=None) as bar:
         sweep = Sweep(args.out, passed_on, bar)
         for rate in args.adamw_rates:
             sweep.run(f"adamw-{rate:g}", with_rates(adamw, rate))
@@ -173,6 +173,7 @@ def main() -> None:
     final, reached = verdict(results)
     steps = f"after {reached} steps" if reached else "not"
     print(f"LayerWiseMuon reaches AdamW's final training loss, {final:.4f}, {steps}; pictures are in {args.out}")
+    print(f"look at the runs: {args.out / 'loss.png'}\ntrain longer:     make train ARGS='--steps 1000'")
 
 
 if __name__ == "__main__":

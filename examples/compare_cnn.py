@@ -100,7 +100,7 @@ def train(data: tuple[Tensor, Tensor, Tensor, Tensor], word: str, lr: float, ada
 def compare_cnn(folder: Path) -> None:
     """Train every arm, write ``cnn.json`` and print the table."""
     data, results, adamw_lr = digits(), {}, 0.0
-    with tqdm(total=len(ARMS) * len(MUON_RATES) * len(SEEDS), unit="run") as bar:
+    with tqdm(total=len(ARMS) * len(MUON_RATES) * len(SEEDS), unit="run", disable=None) as bar:
         for name, word in ARMS.items():
             by_rate = {}
             for lr in MUON_RATES if word else ADAMW_RATES:

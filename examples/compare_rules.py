@@ -99,7 +99,7 @@ def compare_rules(folder: Path, names: list[str], passed_on: list[str]) -> None:
         raise SystemExit(f"--rules {unknown[0]}: expected names of {', '.join(PUBLISHED)}")
     names = ["AdamW", *(name for name in names or PUBLISHED if name != "AdamW")]
     rows = {}
-    with tqdm(total=len(names), unit="rule") as bar:
+    with tqdm(total=len(names), unit="rule", disable=None) as bar:
         rules = Rules(Sweep(folder, [*SMALL, *passed_on], bar, fsdp2=True))
         for name in names:
             rules.search(name)

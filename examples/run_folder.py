@@ -56,7 +56,9 @@ class RunFolder:
         before, after = validation[0], validation[-1]
         print(
             f"validation loss {before['validation_loss']:.4f} before, {after['validation_loss']:.4f} after "
-            f"{after['step']} steps; metrics, loss.png and checkpoint are in {self.path}"
+            f"{after['step']} steps; metrics, loss.png and checkpoint are in {self.path}\n"
+            f"look at it:      lwopt inspect {self.checkpoint}\n"
+            f"go on with it:   lwopt convert {self.checkpoint} NEW_FOLDER --to safetensors"
         )
 
 

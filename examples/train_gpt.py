@@ -32,6 +32,7 @@ from run_folder import RunFolder
 
 WARMUP_STEPS = 20
 FINAL_LR = 0.1  # of the configured rate
+LINES = 30  # at most, about steps, where there is no screen for a bar
 VALIDATION_BATCHES, VALIDATION_ROWS = 8, 16
 
 
@@ -165,14 +166,9 @@ class Training:
             self.engine.optimizer.record_metrics()
         last = min(self.args.steps, self.args.stop_after or self.args.steps)
         tokens = self.engine.micro_batch * self.engine.accumulation * self.world_size * self.args.context
-        show = {
-            "initial": step,
-            "total": self.args.steps,
-            "unit": "step",
-            "mininterval": 1.0,
-            "disable": self.rank != 0,
-        }
-        bar = tqdm(range(step, last), **show)
+        shown = {"initial": step, "total": self.args.steps, "unit": "step", "mininterval": 1.0}
+        bar = tqdm(range(step, last), **shown, disable=True if self.rank else None)  # None: but for a screen
+        lines = range(0) if self.rank or not bar.disable else range(0, last, max(1, self.args.steps // LINES))
         for step in bar:
             started = time.perf_counter()
             rates = [group["lr"] for group in self.engine.optimizer.param_groups]
@@ -181,7 +177,11 @@ class Training:
             taken = self.engine.optimizer.metrics() if self.args.metrics else {}
             taken |= {"lr": rates, "grad_norm": self.engine.grad_norm(), "tokens_per_s": round(speed)}
             self.folder.log({"step": step + 1, "loss": loss, **taken})
-            bar.set_postfix(loss=f"{loss:.3f}", lr=f"{rates[0]:.2g}", tokens_per_s=f"{speed:.0f}", refresh=False)
+            told = {"loss": f"{loss:.3f}", "lr": f"{rates[0]:.2g}", "tokens_per_s": f"{speed:.0f}"}
+            bar.set_postfix(told, refresh=False)
+            if step in lines:
+                line = ", ".join(f"{key}={value}" for key, value in told.items())
+                print(f"step {step + 1} of {self.args.steps}: {line}", file=sys.stderr, flush=True)
             if (step + 1) % self.args.save_every == 0 or step + 1 == last:
                 self.engine.save(self.folder.checkpoint, step + 1)
         self._end(last)

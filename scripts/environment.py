@@ -87,7 +87,10 @@ def install(python: Path, torch: str, has_torch: bool) -> None:
 def pip(python: Path, *arguments: object) -> None:
     say("installing " + " ".join(str(a) for a in arguments if not str(a).startswith("-")))
     command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
-    if subprocess.run([str(part) for part in command], cwd=ROOT, stdout=sys.stderr).returncode != 0:
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    made = subprocess.run([str(part) for part in command], cwd=ROOT, **both)
+    if made.returncode != 0:  # pip's warnings about what it looked at are of no use to anyone otherwise
+        say(made.stdout)
         raise SystemExit("pip failed, see above; nothing is marked as installed, so running make again tries again")
 
 
