@@ -459,10 +459,13 @@ def test_first_pass_warns_of_what_was_planned_otherwise() -> None:
     model.eval()(*args, **kwargs)  # no training pass
     model.train()
     copied = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(*args, **kwargs).sum().backward()
     with pytest.warns(
         UserWarning, match=r"2 weights are used otherwise.*'made\.1\.weight'.*used as.*a, b, c"
     ) as warned:
-        model(*args, **kwargs)
+        optimizer.step()
     assert len(warned) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
