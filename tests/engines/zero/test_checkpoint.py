@@ -13,7 +13,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch import Tensor
 
 from lwopt_backend.plan import Atom
-from lwopt_backend.runtime import owner_state
+from lwopt_backend.runtime import nested, owner_state
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.state import OwnerState
 from tests.support.cells import cells
@@ -423,6 +423,14 @@ def owner_state_of(number: int) -> dict[str, Any]:
     left, right, wide = (torch.randn(3 + number, size, generator=seeded) for size in (5, 7, 9))
     factors = [left.T, right.bfloat16(), wide[:, ::2], torch.empty(0, 3)]
     return {"GG": factors, "count": number, "last": (torch.tensor(2.0), None, "word")}
+
+
+def test_owner_state_comes_back_from_tensors_alone() -> None:
+    """Checkpoints store it so. 0.1 is no float32, and 2**40 + 1 no int32."""
+    state = {**owner_state_of(1), "rate": 0.1, "many": 2**40 + 1, "on": True}
+    found = nested.rebuild(nested.description(nested.described(state)), dict(nested.leaves(state)))
+    assert repr(found) == repr(state)
+    assert found["GG"][0].stride() == state["GG"][0].stride()
 
 
 def bring_to_new_owners(harm: str = "none") -> tuple[dict[str, Any], Counted]:
