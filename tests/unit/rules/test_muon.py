@@ -344,6 +344,12 @@ def test_a_bf16_weight_is_rounded_once_not_its_decay_as_well(name: str, given: d
     assert torch.equal(value, expected.bfloat16())
 
 
+def test_sums_for_norms_are_the_same_over_any_pieces() -> None:
+    """Ranks add up those of their pieces. 2**24 + 1 is no float32."""
+    value, update = torch.tensor([[2.0**12, 1.0]]), torch.tensor([[1.0, 1.0]])
+    assert sums_of(value, update).tolist() == [[2.0**24 + 1, 2.0**12 + 1, 2.0]]
+
+
 # Wrong options
 LEAVE_OUT = "found 0.9; leave it out, or set precondition to 'muon2"
 WITHOUT_GRAM = "but with ns_method 'standard' and without gram_"
