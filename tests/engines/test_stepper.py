@@ -22,7 +22,7 @@ from lwopt_backend.plan.cost import MACHINES
 from lwopt_backend.plan.owners import Limits
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.muon import Muon
-from lwopt_backend.runtime import collectives
+from lwopt_backend.runtime import collectives, whole
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.exchange import ways_back, ways_to_owners
 from lwopt_backend.runtime.pieces import Regions, Slices, flat_regions
@@ -161,9 +161,15 @@ def test_a_batch_holds_no_more_than_its_size() -> None:
         spy = Spy()
         stepped(plan, spy, batch_numel=size)
         assert spy.batches == expected
-    whole = WholeMatrices(plan.atoms, [0] * 7, torch.device("cpu"), batch_numel=35)
-    batches = whole.batches_of_pieces(((atom, 10) for atom in range(7)), frozenset({1}))
+    matrices = WholeMatrices(plan.atoms, [0] * 7, torch.device("cpu"), batch_numel=35)
+    batches = matrices.batches_of_pieces(((atom, 10) for atom in range(7)), frozenset({1}))
     assert [batch.places for batch in batches] == [[0, 2, 3], [4, 5, 6]], "of pieces, what a rank has of them"
+
+
+def test_copies_for_norms_hold_no_more_elements_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pieces of 4 elements fill a copy of 8; a piece of 9 is alone."""
+    monkeypatch.setattr(whole, "COPIED_NUMEL", 8)
+    assert whole._alike([torch.empty(numel) for numel in (4, 9, 4, 4, 9)]) == [[0, 2], [3], [1], [4]]
 
 
 def test_stepper_is_freed_with_the_last_reference() -> None:
