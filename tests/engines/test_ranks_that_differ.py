@@ -42,8 +42,9 @@ def test_every_rank_names_the_first_difference() -> None:
         return agree(collectives, "a test", lambda: ("agreed", [["a", "b"], other][collectives.rank]))
 
     assert agree_with(["a", "b"]) == "agreed"
-    for other, found in ((["a", "c"], "'c'"), (["a"], "nothing further")):
-        with pytest.raises(RanksDisagree, match=f"^a test: ranks differ: rank 0 has 'b', rank 1 has {found}$"):
+    ours, nothing = "'b'", "nothing further"
+    for other, here, there in ((["a", "c"], ours, "'c'"), (["a"], ours, nothing), (["a", "b", "c"], nothing, "'c'")):
+        with pytest.raises(RanksDisagree, match=f"^a test: ranks differ: rank 0 has {here}, rank 1 has {there}$"):
             agree_with(other)
 
 
