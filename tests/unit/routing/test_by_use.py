@@ -395,6 +395,27 @@ def test_an_example_shows_what_no_guess_does() -> None:
     assert list(shown["made.1.weight"].matrices) == ["a", "b", "c"] and shown["made.1.weight"].truth == "example"
 
 
+class Request:
+    def __init__(self, of: Tensor) -> None:
+        self.of, self.kind = of, "depth"
+
+    def mapping(self) -> dict[str, Any]:
+        return {"what": {"of": self.of}}
+
+
+class ConditionedByObject(Conditioned):
+    def forward(self, x: Tensor, request: Request) -> Tensor:  # type: ignore[override]
+        return super().forward(x, request.mapping())
+
+
+def test_an_example_may_have_objects_with_tensors_and_leaves_them() -> None:
+    given = torch.zeros(2, 1, 6)
+    request = Request(given)
+    found = told(ConditionedByObject(), example=(EXAMPLE[0], {"request": request}))
+    assert list(found["made.1.weight"].matrices) == ["a", "b", "c"]
+    assert request.of is given
+
+
 def test_example_is_followed_on_shapes_alone() -> None:
     model = Conditioned()
     before = copy.deepcopy(model.state_dict())
