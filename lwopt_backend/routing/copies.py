@@ -100,7 +100,7 @@ def _is_quantized(module: nn.Module) -> bool:
 
 def _as_linear(module: Any) -> nn.Module:
     with torch.device("meta"):
-        linear = nn.Linear(module.in_features, module.out_features, bias=False, dtype=torch.bfloat16)
+        linear = nn.Linear(module.in_features, module.out_features, bias=False)
     return linear.requires_grad_(False)
 
 

@@ -588,3 +588,33 @@ def test_fused_swiglu_of_torchtitan() -> None:
     ways = [("whole", [(6, 48)] * 3), ({"heads": 2}, [(3, 48)] * 6), ("stack", [(2, 24)] * 18), ("flatten", [(3, 288)])]
     for atoms, shapes in ways:
         assert [block.shape for block in divided_of(model, {"moe.w13": atoms})["moe.w13"].blocks] == shapes
+
+
+class Packed(nn.Module):
+    """A linear with two weights in a byte, which its own kernel alone reads."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        packed = torch.zeros(in_features * out_features // 2, 1, dtype=torch.uint8)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("a kernel")
+
+
+class PackedAttention(nn.Module):
+    """LoRA beside a frozen weight of 4 bits, in a model that computes in bfloat16, as QLoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = Packed(16, 48), nn.Linear(16, 4, bias=False), nn.Linear(4, 48, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.base(x) + self.up(self.down(x))).chunk(3, -1)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_a_forward_is_followed_through_quantized_linears() -> None:
+    (parts,) = fused_of(PackedAttention().bfloat16()).values()
+    assert [outputs_of(part) for part in parts] == [{*range(16)}, {*range(16, 32)}, {*range(32, 48)}]
