@@ -159,7 +159,7 @@ class GradientNorms:
         """The norm of order 2 of all gradients, from those of the groups and of the rest."""
         first, *others = self.of_groups.values()
         if others:
-            first = torch.linalg.vector_norm(torch.stack([first.double(), *(norm.double() for norm in others)]))
+            first = torch.linalg.vector_norm(torch.stack([first, *others]), dtype=torch.float64)
         return gradients.agreed(first)
 
     def _clip(self, gradients: Gradients, limits: Mapping[str | None, float], foreach: bool | None = None) -> None:
