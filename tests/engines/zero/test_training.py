@@ -16,6 +16,7 @@ from deepspeed.utils.logging import logger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.engines.zero import replicated
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.plan import MACHINES, FlatPartition
@@ -153,6 +154,21 @@ def test_training_loops_equal_a_single_process(storage: str, stage: int, loop: s
         for step in range(2):
             run(engine, *zero.own_rows(step, 2))
         on_one_process().check(engine)
+
+
+@on_ranks(2)
+def test_owned_buckets_leave_in_backward_unless_overlap_comm_is_false() -> None:
+    """The embedding's gradient is the last. How many buckets have left by then?"""
+    launch, left = BucketBuffers.launch, list[int]()
+    with mock.patch.object(BucketBuffers, "launch", autospec=True, side_effect=launch) as launched:
+        for given in ({}, {"overlap_comm": True}, {"overlap_comm": False}):
+            settings = settings_for("owned", 2)
+            settings["zero_optimization"] |= given
+            with engine_for(settings) as engine:
+                embedding, before = engine.module.embedding.weight, launched.call_count
+                embedding.register_hook(lambda _, before=before: left.append(launched.call_count - before))
+                train(engine, 1)
+    assert left[0] == left[1] > 0 == left[2]
 
 
 CPU = {"device": "cpu"}
