@@ -148,8 +148,7 @@ def _latent(
         return []
     count = outputs.bit_count()
     for pieces in (*rejoined, _coarsest([piece for piece in left if piece != outputs])):
-        inside = sorted({piece & outputs for piece in pieces if piece & outputs}, key=first)
-        exact = _of(inside, outputs)
+        exact = _of({piece & outputs for piece in pieces}, outputs)
         if exact and sorted(n.bit_count() * sum(sizes) for n in exact) == sorted(size * count for size in sizes):
             return exact
     return []
@@ -187,7 +186,7 @@ def _exact(sets: Sequence[Outputs], count: int) -> list[Outputs]:
     return _of(sets, every(count))
 
 
-def _of(sets: Sequence[Outputs], outputs: Outputs) -> list[Outputs]:
+def _of(sets: Iterable[Outputs], outputs: Outputs) -> list[Outputs]:
     some, union = [one for one in sets if one], 0
     for one in some:
         union |= one
