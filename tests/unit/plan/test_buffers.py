@@ -101,6 +101,8 @@ def test_lpt_deals_equal_matrices_in_turn() -> None:
     assert deal_bins([64] * 3, [1] * 3, [0, 0], 64) == [0, 1, 0]
     loads = [0, 0]  # a padded bucket takes the deal with least padding and most even work
     assert deal_padded([128, 64, 64], [3, 2, 2], loads) == [0, 1, 1] and loads == [3, 4]
+    # 160/280 of the elements and 10/13 of the work; a deal with 9/13 of the work has 200/280 of the elements.
+    assert deal_padded([80, 120, 80], [6, 3, 4], [0, 0]) == [0, 1, 0]
 
 
 def test_padded_buckets_end_where_no_rank_would_wait() -> None:

@@ -7,10 +7,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lwopt_backend.routing.parts import Links
+from lwopt_backend.routing.tracks import Ends
 from tests.unit.routing.test_fused_weights import divided_of
 
 D, H = 24, 4  # the width, and a head's
@@ -252,6 +255,14 @@ TOGETHER: list[tuple[Callable[..., Any], int]] = [
 @pytest.mark.parametrize(("use", "outputs"), TOGETHER)
 def test_outputs_read_along_one_axis_are_one_matrix(use: Any, outputs: int) -> None:
     assert sizes_of(Cut(outputs, use)) == [outputs]
+
+
+def test_outputs_are_linked_by_any_chain_of_sums() -> None:
+    """0 is added to 5, and 3 to 5, so that 3 belongs to 0; and 40 to each other in a random order."""
+    linked = Links(Ends(8, links=[np.array([[0, 3], [5, 5]]), np.array([[1], [2]])]))
+    assert [linked.all_of(1 << output) for output in (3, 2, 4)] == [0b101001, 0b110, 0b10000]
+    chain = np.random.default_rng(0).permutation(40)
+    assert Links(Ends(40, links=[np.stack([chain[:-1], chain[1:]])])).all_of(1) == 2**40 - 1
 
 
 def test_outputs_together_and_apart_stay_whole() -> None:
