@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,25 +19,45 @@ _REMEMBERED: WeakKeyDictionary[nn.Module, Given] = WeakKeyDictionary()
 
 def remember(model: nn.Module, example: Any) -> None:
     """Keep an example for the optimizer that is made for ``model`` later. Raises TypeError unless it is one."""
-    _REMEMBERED[model] = as_given(example)
+    _REMEMBERED[model] = _of_module(model, example)
 
 
 def examples_of(model: nn.Module, example: Any = None) -> dict[nn.Module, Given]:
     """The example of each module that is called: one of the model, or a list of them, one for each module of a list.
 
-    Raises TypeError for anything else, ValueError for another number of examples than modules.
+    Raises TypeError for anything else, and for arguments that a module's ``forward`` does not take; ValueError for
+    another number of examples than modules.
     """
     modules = called(model)
     if example is None:
         return {module: _REMEMBERED[module] for module in (model, *modules) if module in _REMEMBERED}
     if not isinstance(model, nn.ModuleList):
-        return {model: as_given(example)}
+        return {model: _of_module(model, example)}
     several = [example] if _is_one(example) and len(modules) == 1 else example
     if _is_one(several) or not isinstance(several, Sequence):
         raise TypeError(f"example: expected a list with {EXPECTED}, one for each module; found {_found(example)}")
     if len(several) != len(modules):
         raise ValueError(f"example: expected one for each of {len(modules)} modules; found {len(several)}")
-    return {module: as_given(one) for module, one in zip(modules, several) if one is not None}
+    return {module: _of_module(module, one) for module, one in zip(modules, several) if one is not None}
+
+
+def _of_module(module: nn.Module, example: Any) -> Given:
+    """Raises TypeError unless ``example`` is arguments with which ``module`` can be called."""
+    given = as_given(example)
+    inner = getattr(module, "_orig_mod", module)  # torch.compile's wrapper takes anything
+    try:
+        signature = inspect.signature(inner.forward)
+    except (TypeError, ValueError):  # of code that is not Python's
+        return given
+    try:
+        signature.bind(*example[0], **example[1])
+    except TypeError as error:
+        raise TypeError(
+            f"example: expected arguments of {type(inner).__name__}.forward({', '.join(signature.parameters)}); found "
+            f"{len(example[0])} by position and {sorted(map(str, example[1]))} by name: {error}. Write them as the "
+            "model is called in training"
+        ) from None
+    return given
 
 
 def as_given(example: Any) -> Given:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer, explain
 from lwopt_backend.engines.report import routing_headline
+from lwopt_backend.routing.examples import remember
 from tests.support.models import UnevenLM, batch, routed
 
 F = nn.functional
@@ -454,11 +455,35 @@ def test_where_an_example_stops_is_said_and_what_was_seen_counts() -> None:
     [
         (torch.zeros(1, 3, D), r"expected \(args, kwargs\).*found a Tensor"),
         ((torch.zeros(1, 3, D), torch.zeros(1)), r"expected \(args, kwargs\).*found a tuple of Tensor, Tensor"),
+        (
+            (EXAMPLE[0], {**EXAMPLE[1], "mask": None}),
+            r"Conditioned\.forward\(x, request\).*'mask', 'request'\] by name.*unexpected",
+        ),
+        (((*EXAMPLE[0], None, None), {}), r"expected.*found 3 by position and \[\] by name: too many positional"),
+        ((EXAMPLE[0][:1], {}), r"found 1 by position.*missing a required argument: 'request'"),
     ],
 )
-def test_what_is_no_example_is_an_error(example: Any, said: str) -> None:
+@pytest.mark.parametrize("way", ["model", "compiled", "of a list", "remembered"])
+def test_what_is_no_example_is_an_error(example: Any, said: str, way: str) -> None:
+    model: nn.Module = Conditioned()
+    model = torch.compile(model) if way == "compiled" else nn.ModuleList([model]) if way == "of a list" else model
     with pytest.raises(TypeError, match=said):
-        explain(Conditioned(), example=example, show=False, lr=0.02)
+        if way == "remembered":
+            remember(model, example)
+        else:
+            explain(model, example=[example] if way == "of a list" else example, show=False, lr=0.02)
+
+
+def test_an_example_fits_whatever_takes_any_argument() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Conditioned()
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+    assert told(Wrapper(), example=EXAMPLE)["inner.made.1.weight"].truth == "example"
 
 
 def test_lists_of_modules_have_an_example_each() -> None:
