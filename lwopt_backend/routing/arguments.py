@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from lwopt_backend.routing.models import modules_of
 TOKENS = 7
 MANY = 4096  # for modules that cut what they are given into windows
 WIDTHS = 4  # sizes of inputs that are tried
+LARGEST = 2**31  # elements of an argument
 IMAGES = (
     224,
     64,
@@ -48,6 +50,7 @@ LIKE_INPUT = ("hidden", "states", "input", "query", "key", "value", "residual", 
 NOT_INPUT = ("past", "cache", "mask", "output", "position")
 OF_HEADS = ("qk_rope_head_dim", "rotary_ndims", "rotary_dim", "head_dim", "head_size", "attention_head_size")
 aten = torch.ops.aten
+PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,11 @@ class Given:
 
     def changed(self, name: str, value: Any) -> Given:
         return replace(self, by_name={**self.by_name, name: value})
+
+    @property
+    def is_huge(self) -> bool:
+        """Whether a tensor is larger than anybody's, as changes of changes may become."""
+        return any(isinstance(value, Empty) and math.prod(value.shape) > LARGEST for value in self.by_name.values())
 
     @property
     def key(self) -> Any:
@@ -241,6 +249,10 @@ def _first(param: inspect.Parameter, sizes: Sequence[int], way: int) -> Any:
 def _asked_for(given: Given, failure: Failure, images: Sequence[int]) -> Iterator[Given]:
     """What the operation that failed wanted."""
     shapes = [shape for shape, _ in failure.operands]
+    if failure.packet is aten.im2col:
+        for name in failure.names:
+            for size in dict.fromkeys((*images, *IMAGES)):
+                yield given.changed(name, Empty((1, 1, size, size)))
     if failure.packet is aten.convolution and len(shapes) > 1:
         weight = shapes[1]
         for name in failure.operands[0][1]:
@@ -252,17 +264,32 @@ def _asked_for(given: Given, failure: Failure, images: Sequence[int]) -> Iterato
             if isinstance(old, Empty):
                 for shape in ((1, TOKENS), (1,), old.shape[:-1]):
                     yield given.changed(name, Empty(shape, torch.int64))
+    if failure.packet in PRODUCTS and len(shapes) > 1 and len(shapes[-2]) > 1 and len(shapes[-1]) > 1:
+        have, want = shapes[-2][-1], shapes[-1][-2]
+        for name in failure.operands[-2][1]:
+            yield from _as_a_part(given, name, have, want)
+        for name in failure.operands[-1][1]:
+            yield from _as_a_part(given, name, want, have)
     for name in failure.names:
         old = given.by_name.get(name)
         if isinstance(old, Empty) and len(old.shape) > 3 and len({*old.shape[2:]}) == 1:  # an image
             for size in dict.fromkeys((*images, *IMAGES)):
                 yield given.changed(name, replace(old, shape=(*old.shape[:2], *[size] * len(old.shape[2:]))))
+    if "channels" in str(failure.error) and failure.packet is None:  # a norm of channels, before any convolution
+        for name, old in given.by_name.items():
+            for channels in failure.channels if isinstance(old, Empty) and old.data else ():
+                yield from (given.changed(name, Empty((1, channels, *[IMAGES[1]] * dims))) for dims in (2, 1))
+    if (said := BEYOND.search(str(failure.error))) is not None:
+        for name, old in given.by_name.items():  # pairs of numbers, such as a graph's edges
+            if isinstance(old, Empty) and old.shape[:1] == (int(said[2]),):
+                yield given.changed(name, Empty((int(said[1]) + 1, TOKENS), torch.int64))
     for (ours, names), (theirs, _) in product(failure.operands, failure.operands):
         for have, want in dict.fromkeys(_unequal(failure.packet, ours, theirs)):
             for name in names:
                 yield from _resized(given, name, have, want)
 
 
+BEYOND = re.compile(r"index (\d) is out of bounds for dimension 0 with size (\d+)")
 UNPACKED = re.compile(r"not enough values to unpack \(expected (\d), got (\d)\)")
 
 
@@ -282,7 +309,7 @@ def _unpacked(given: Given, failure: Failure, images: Sequence[int]) -> Iterator
 
 def _unequal(packet: Any, ours: Sequence[int], theirs: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Sizes that differ where an operation needs equal ones, and what they would have to be."""
-    if packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm) and len(ours) > 1 and len(theirs) > 1:
+    if packet in PRODUCTS and len(ours) > 1 and len(theirs) > 1:
         yield ours[-1], theirs[-2]
         yield ours[-2], theirs[-1]
     for have, want in zip(reversed(ours), reversed(theirs)):
@@ -299,6 +326,18 @@ def _resized(given: Given, name: str, have: int, want: int) -> Iterator[Given]:
         if size == have:
             made = replace(of, shape=(*of.shape[:dim], want, *of.shape[dim + 1 :]))
             yield given.changed(name, type(old)(made for _ in old) if several else made)  # type: ignore[misc,union-attr]
+
+
+def _as_a_part(given: Given, name: str, have: int, want: int) -> Iterator[Given]:
+    """An argument that makes ``want`` inputs of ``have``, where these are a concatenation of it with something else, or
+    the patches of an image with all its channels."""
+    old = given.by_name.get(name)
+    if not isinstance(old, Empty) or have == want or not old.shape:
+        return
+    if len(old.shape) > 3 and old.shape[1] * want % have == 0:
+        yield given.changed(name, replace(old, shape=(old.shape[0], old.shape[1] * want // have, *old.shape[2:])))
+    if len(old.shape) < 4 and old.shape[-1] + want - have > 0:
+        yield given.changed(name, replace(old, shape=(*old.shape[:-1], old.shape[-1] + want - have)))
 
 
 def _anything(param: inspect.Parameter, sizes: Sequence[int], old: Empty | None = None) -> Iterator[Any]:

@@ -45,7 +45,7 @@ def use_of(shown: Shown, holders: Sequence[str], param: Tensor, shape: Shape) ->
     for name in dict.fromkeys(holders):
         for sight in shown.of(name, param, whole=True):
             used = _plane(sight) if len(shape) == 2 else _solid(sight, shape)
-            if used is not None:
+            if used is not None or sight.truth == "example":  # which is surer than any guess
                 return used
     return None
 
@@ -63,7 +63,7 @@ def _solid(sight: Sight, shape: Shape) -> Used | None:
     use = sight.slices
     if sight.is_added and not (use is not None and use.taken):
         return Used(sight.truth, table=True)
-    if use is None:
+    if use is None or use.mixed:
         return None
     if use.taken:
         return Used(sight.truth, transposed=sight.transposed, stack=True)

@@ -175,6 +175,8 @@ class Follow(TorchDispatchMode):
         if packet in PRODUCTS:
             left, right = args[PRODUCTS[packet] : PRODUCTS[packet] + 2]
             product(self.known, left, right, result)
+            if PRODUCTS[packet] and id(args[0]) in self.known.values:  # what is added to it, such as a bias
+                pointwise(self.known, aten.add, func, [args[0], result], result)
         elif packet in RESHAPES and not isinstance(args[1], torch.dtype):
             old, new = args[0].shape, result.shape
             self.known.carry(args[0], [result], lambda numbers: [reshaped(numbers, old, new)], same=True)
@@ -251,7 +253,10 @@ class Follow(TorchDispatchMode):
         if operands is not None:
             factors = [self.known.values.get(id(tensor)) for tensor in operands]
             weights = [value for value in factors if value is not None and not value.data and value.behind]
-            if weights or all(value is not None and value.data for value in factors):  # else a constant
+            first, last = factors[0], factors[-1]
+            if packet in PRODUCTS and first is not None and last is not None and _is_given(first) and last.data:
+                pass  # sums over positions with weights that the model is given, as a graph's edges
+            elif weights or all(value is not None and value.data for value in factors):  # else a constant
                 self.consumed |= heads
                 heads = 0
                 for weight in weights if data else ():
@@ -329,6 +334,11 @@ class Follow(TorchDispatchMode):
         while frame is not None and frame.f_code not in codes:
             frame = frame.f_back
         return frame
+
+
+def _is_given(value: Value) -> bool:
+    """Whether a tensor is an argument, or was computed from arguments alone."""
+    return value.data and not value.behind
 
 
 # Latent attention

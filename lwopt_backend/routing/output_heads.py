@@ -29,10 +29,12 @@ NOT_A_VOCABULARY = re.compile(r"(^|[._])(pos|wpe|type|segment|rel|.*bias)")
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Why a weight is an output head, and what told it."""
+    """Why a weight is an output head, and what told it. ``doubtful``: a name that means less within
+    another module, or a width that another than the last linear has."""
 
     reason: str
     truth: Truth = "name"
+    doubtful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +104,39 @@ def _by_runs(
         found = {key: head for key, head in found.items() if key not in used or head.truth == "library"}
         found |= dict.fromkeys(_with_adapters(model, ids), Head("output head, returned and not read", "example"))
     settled |= found.keys()
-    last = _last_linears(model, in_lists=not found)
-    left = [id(linear.weight) for linear in last if id(linear.weight) not in settled]
-    if not left or is_part or shown.has_example or _is_tied(model) or _is_told(model, found):
+    linears = [id(one.weight) for one in _last_linears(model, in_lists=not found) if id(one.weight) not in settled]
+    bare = [id(param) for param in _bare(model) if id(param) not in settled] if not found else []
+    doubtful = {key for key, head in found.items() if head.doubtful and head.truth == "name"}
+    is_open = bool(linears or bare or doubtful)
+    if not is_open or is_part or shown.has_example or _is_tied(model) or _is_told(model, found):
         return Heads(found)
     unclear: frozenset[int] = frozenset()
     ran = 0
-    for _, ids, reads in shown.heads("guess"):
+    for module, ids, reads in shown.heads("guess"):
         ran += 1
         if reads:
+            found = {key: head for key, head in found.items() if key not in doubtful & shown.used(module) - ids}
             found |= dict.fromkeys(_with_adapters(model, ids - found.keys()), Head(BY_GUESS, "guess"))
         else:
             unclear |= ids
-    if not found and ran < len(called(model)):
-        unclear |= {left[-1]}
+    if linears and not found and ran < len(called(model)):
+        unclear |= _last_of(model, linears, shown)
     return Heads(found, unclear - found.keys())
+
+
+def _last_of(model: nn.Module, linears: Sequence[int], shown: Shown) -> set[int]:
+    """Of a model whose run on a guess stopped: the linear to which it came last, and the last one, or the one of the
+    last module that this module returns."""
+    children = [child for one in called(model) for child in one._modules.values() if child is not None]
+    last = next((c for c in reversed(children) if any(id(p) == linears[-1] for _, p in parameters_of(c))), None)
+    returned = shown.returned(last) & {*linears} if last is not None and not isinstance(last, nn.Linear) else set()
+    return {*(returned or {linears[-1]}), *shown.last_used({*linears})}
+
+
+def _bare(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of two dimensions that models have beside their modules."""
+    for one in called(model):
+        yield from (param for param in dict.values(one._parameters) if param is not None and param.ndim == 2)
 
 
 BY_GUESS = "output head, returned and not read"
@@ -202,7 +222,8 @@ def _by_name(model: nn.Module, rows: frozenset[int]) -> dict[int, Head]:
     for place in _own_modules(model, remove_duplicate=False):
         leaf = place.name.rpartition(".")[2]
         if leaf in HEAD_NAMES or (leaf in HEAD_NAMES_OUTSIDE_BLOCKS and not _inside(place.name, blocks)):
-            heads |= dict.fromkeys(map(id, _last_weights(place.outer)), Head(f"output head, named {leaf!r}"))
+            head = Head(f"output head, named {leaf!r}", doubtful="." in place.name and leaf not in HEAD_NAMES)
+            heads |= dict.fromkeys(map(id, _last_weights(place.outer)), head)
     return heads
 
 
@@ -297,7 +318,8 @@ def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: fro
     in_a_list = container in {p.name for p in own if isinstance(p.module, (nn.ModuleList, nn.ModuleDict))}
     heads = [p for p in wide if p.name == last or (in_a_list and p.name.rpartition(".")[0] == container)]
     params = (param for place in heads for param in _parameters(place))
-    return dict.fromkeys(map(id, params), Head("output head, as wide as an embedding has rows"))
+    is_last = linears[-1][0].name in {place.name for place in heads}
+    return dict.fromkeys(map(id, params), Head("output head, as wide as an embedding has rows", doubtful=not is_last))
 
 
 def _parameters(place: Place) -> Iterator[nn.Parameter]:

@@ -59,9 +59,12 @@ def _met(known: Tracks, source: Source, one: Track, other: Track, how: str) -> l
     """What becomes of two tracks; None if they have no position in common."""
     ends = known.ends[source]
     treated, stream = one.treated | other.treated, one.stream or other.stream
-    if one.numbers.shape == other.numbers.shape and torch.equal(one.numbers, other.numbers):
-        members = one if len(one.others) >= len(other.others) else other
-        return [replace(members, treated=treated | (ACTIVATED if how == "*" else 0), stream=stream)]
+    if how == "*" and bool(one.others) != bool(other.others) and one.outputs & other.outputs:
+        known.end_track(source, one)  # a sum that one of its own summands scales, which is no rotation
+        known.end_track(source, other)
+        return []
+    if (again := _again(one, other)) is not None:
+        return [replace(again, treated=treated | (ACTIVATED if how == "*" else 0), stream=stream)]
     if not bool(((one.numbers >= 0) & (other.numbers >= 0)).any()):
         if one.others or other.others:
             return None
@@ -78,6 +81,18 @@ def _met(known: Tracks, source: Source, one: Track, other: Track, how: str) -> l
     known.end_track(source, one)
     known.end_track(source, other)
     return []
+
+
+def _again(one: Track, other: Track) -> Track | None:
+    """The track that has the outputs of both, if one of them is, or was added to, the other."""
+    for more, less in ((one, other), (other, one)):
+        if not less.others and any(_are_equal(less.numbers, member) for member in (more.numbers, *more.others)):
+            return more
+    return one if _are_equal(one.numbers, other.numbers) else None
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _weights_pointwise(known: Tracks, given: Sequence[Tensor], values: Sequence[Value | None], result: Tensor) -> None:

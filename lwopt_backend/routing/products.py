@@ -118,7 +118,8 @@ def _note_slices(
     if SLICES in roles_of:
         roles = roles_of[SLICES]
         many = known.counts[number, SLICES] > 1
-        use.taken = use.taken or (many and (not roles or "b" in roles))
+        use.taken = use.taken or (many and roles <= {"b"})
+        use.mixed = use.mixed or ("b" in roles and len(roles) > 1)
         if roles and "b" not in roles:
             kept = "k" in roles, "k" in roles_of.get(2, ()), "k" in roles_of.get(1, ())
             use.ways.add(kept)

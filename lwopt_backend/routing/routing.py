@@ -268,7 +268,7 @@ def _by_use(
             found.append(route)
             continue
         used = use_of(shown, [use.holder for use in same], params[route.name], route.shape)
-        if used is None and len(route.shape) == 2 and MULTIPLIED.search(route.name.rpartition(".")[2]):
+        if used is None and len(route.shape) == 2 and MULTIPLIED.search(_own_name(route.name)):
             found.append(replace(route, truth="name"))
         elif used is None:
             if not route.stack:
@@ -284,6 +284,11 @@ def _by_use(
             "example=(args, kwargs), may show it"
         )
     return found
+
+
+def _own_name(name: str) -> str:
+    """The last part that is no number, as of the members of a ParameterList."""
+    return next((part for part in reversed(name.split(".")) if not part.isdecimal()), name)
 
 
 def _is_asked(route: Route, same: Sequence[Use]) -> bool:

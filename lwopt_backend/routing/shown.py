@@ -7,7 +7,7 @@ something is asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -60,6 +60,11 @@ class Sight:
     def is_added(self) -> bool:
         """Whether it is only added, scaled with or looked up."""
         return self.uses == {"added"}
+
+    @property
+    def is_returned(self) -> bool:
+        """Whether the module returns its outputs, and nothing in it reads them."""
+        return self.run.is_whole and self.number in self.run.heads
 
     @property
     def slices(self) -> Slices | None:
@@ -150,10 +155,24 @@ class Shown:
                 by_number = {number: key for key, number in self._runs.places(module).items()}
                 yield module, frozenset(by_number[number] for number in run.heads), run.reads
 
+    def last_used(self, ids: Collection[int]) -> set[int]:
+        """Of each module whose run on a guess stopped, which of these weights it came to last."""
+        found = set()
+        for module, run in self._guessed:
+            by_number = {number: key for key, number in self._runs.places(module).items()}
+            used = [key for number, _ in run.ends if (key := by_number[number]) in ids]
+            found |= {*used[-1:]} if not run.is_whole else set()
+        return found
+
+    def returned(self, module: nn.Module) -> set[int]:
+        """The ids of weights whose outputs a module within the model returns on a guess, if its run ends."""
+        run = self._runs.of(module)
+        return {key for key, n in self._runs.places(module).items() if n in run.heads} if run.is_whole else set()
+
     def used(self, module: nn.Module) -> set[int]:
-        """The ids of the weights that the run of a module on its example came to."""
-        used = dict(self._on_examples)[module].used
-        return {key for key, number in self._runs.places(module).items() if number in used}
+        """The ids of the weights that the run of a module that is called came to, on its example or on a guess."""
+        run = dict(self._on_examples if module in self._examples else self._guessed)[module]
+        return {key for key, number in self._runs.places(module).items() if number in run.used}
 
     def stopped(self) -> list[tuple[nn.Module, Run]]:
         """The modules whose ``forward`` did not end on its example."""

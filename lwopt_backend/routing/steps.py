@@ -149,7 +149,8 @@ def reduce(known: Tracks, packet: Any, func: Any, args: Any, kwargs: Any, made: 
             if not along:
                 found.setdefault(source, []).append(_reduced(track, dims, keep))
             elif source[1] == SLICES:
-                if packet in SUMS and track.treated & SCALED:
+                others = (track.numbers != track.numbers.narrow(dim, 0, 1) for dim in rest)
+                if packet in SUMS and track.treated & SCALED and not any(bool(other.any()) for other in others):
                     known.slices[source[0]].taken = True
             elif packet in SUMS and len(along) == 1 and rest and not track.others:
                 numbers = track.numbers.movedim(along[0], -1)

@@ -85,7 +85,10 @@ def matrices(module: nn.Module) -> list[Tensor]:
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Whether it is not known what a module does with its parameters: its class is none of torch's, and no linear."""
+    """Whether it is not known what is done with a module's parameters: its class is none of torch's, and no linear, or
+    it only holds them."""
+    if isinstance(module, nn.ParameterDict | nn.ParameterList):
+        return True
     own = [kind for kind in type(module).__mro__ if not f"{kind.__module__}.".startswith(("torch.", "builtins."))]
     is_linear = isinstance(module, nn.Linear) or "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
     return bool(own) and not is_linear
@@ -202,7 +205,7 @@ class _Search:
             node.tries += 1
             if given is None:
                 node.is_done = True
-            elif given.key not in self._tried:
+            elif given.key not in self._tried and not given.is_huge:
                 before = self._found.rank
                 self._run(given)
                 most -= 1 if self._found.rank == before else 0

@@ -144,10 +144,12 @@ class Slices:
 
     ``taken``: by one, or slice by slice, by a product or by a further step on what one made. ``ways`` are the other
     ways of products: whether slices, rows and columns are among their outputs (otherwise their inputs). ``rows`` are
-    those that one product took, if not all, with whether they are its inputs.
+    those that one product took, if not all, with whether they are its inputs. ``mixed``: of several leading dimensions,
+    some are slices and others the outputs or inputs of each.
     """
 
     taken: bool = False
+    mixed: bool = False
     ways: set[tuple[bool, bool, bool]] = field(default_factory=set)
     rows: dict[tuple[Outputs, bool], None] = field(default_factory=dict)
 
@@ -316,15 +318,17 @@ def _places(number: int, weight: Tensor) -> Iterator[tuple[Source, Tensor]]:
 
 
 def _one_run(members: Sequence[Tensor], axis: int | None, count: int) -> tuple[int, int]:
-    """The positions in one run along an axis, or in everything, and the outputs in it."""
+    """Of one run along an axis, or of everything: the positions in which different outputs were added, and these
+    outputs."""
     shape = torch.broadcast_shapes(*(numbers.shape for numbers in members))
     full = [numbers.expand(shape) for numbers in members]
     if axis is not None:
         full = [numbers.movedim(axis, -1).flatten(0, -2)[:1] if numbers.ndim > 1 else numbers for numbers in full]
+    alike = torch.stack([numbers == full[0] for numbers in full]).all(0)
     outputs = 0
     for numbers in full:
-        outputs |= outputs_of(numbers, count)
-    return int((full[0] >= 0).sum()), outputs.bit_count()
+        outputs |= outputs_of(numbers.masked_fill(alike, -1), count)
+    return int(((full[0] >= 0) & ~alike).sum()), outputs.bit_count()
 
 
 def pairs(one: Tensor, other: Tensor) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from lwopt_backend import LayerWiseOptimizer, explain
 from lwopt_backend.engines.report import routing_headline
@@ -396,6 +397,7 @@ def test_an_example_shows_what_no_guess_does() -> None:
     assert list(shown["made.1.weight"].matrices) == ["a", "b", "c"] and shown["made.1.weight"].truth == "example"
 
 
+<<<<<<< HEAD
 class Request:
     def __init__(self, of: Tensor) -> None:
         self.of, self.kind = of, "depth"
@@ -415,6 +417,19 @@ def test_an_example_may_have_objects_with_tensors_and_leaves_them() -> None:
     found = told(ConditionedByObject(), example=(EXAMPLE[0], {"request": request}))
     assert list(found["made.1.weight"].matrices) == ["a", "b", "c"]
     assert request.of is given
+=======
+def test_guesses_do_not_grow_without_bound() -> None:
+    class Wants(nn.Module):  # more channels than it is given, however many these are
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(D, 3 * D)
+
+        def forward(self, image: Tensor) -> Tensor:
+            n, channels, height, width = image.shape
+            return self.wide(image.mean((2, 3)) @ image.new_zeros(1, 1).expand(2**20 * channels, D))
+
+    assert told(Wants(), silent=False)["wide.weight"].rule == "muon"
+>>>>>>> b52434ca (routing: tell what fifteen weights are that were told wrongly)
 
 
 def test_example_is_followed_on_shapes_alone() -> None:
@@ -486,6 +501,47 @@ def test_an_example_fits_whatever_takes_any_argument() -> None:
     assert told(Wrapper(), example=EXAMPLE)["inner.made.1.weight"].truth == "example"
 
 
+@pytest.mark.parametrize("followed", [True, False])
+def test_parameters_in_containers_are_told_by_what_the_module_around_them_does(followed: bool) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList([torch.zeros(D, 7), torch.zeros(7, D)])
+            self.tables = nn.ParameterDict({"row": torch.zeros(5, D), "weight": torch.zeros(5, D)})
+            self.last = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not followed:
+                x.numpy()
+            x = x + self.tables["row"] + self.tables["weight"]
+            return x + self.last((x @ self.weights[0]).relu() @ self.weights[1])
+
+    found = told(Own(), silent=False, example=((torch.zeros(5, D),), {}))
+    assert [found[f"weights.{n}"].rule for n in (0, 1)] == ["muon", "muon"]
+    assert found["tables.row"].rule == "adamw" and (found["tables.weight"].rule == "adamw") == followed
+    assert [found[f"weights.{n}"].why.endswith("stored transposed") for n in (0, 1)] == [followed] * 2
+
+
+def test_parametrized_linears_are_matrices() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = weight_norm(nn.Linear(D, 7)), spectral_norm(nn.Linear(7, D))
+            self.last = nn.Linear(D, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.two(self.one(x).relu()).relu())
+
+    found = told(Normed(), example=((torch.zeros(5, D),), {}))
+    rules = {name: each.rule for name, each in found.items() if len(each.shape) == 2}
+    assert rules == {
+        "one.parametrizations.weight.original0": "adamw",  # one length for each output
+        "one.parametrizations.weight.original1": "muon",
+        "two.parametrizations.weight.original": "muon",
+        "last.weight": "adamw",
+    }
+
+
 def test_lists_of_modules_have_an_example_each() -> None:
     stages = [LM(lambda m, x: x), LM(lambda m, x: m.far(x), embeds=False)]
     examples = [IDS, ((torch.zeros(2, 5, D),), {})]
@@ -508,6 +564,10 @@ def test_first_pass_warns_of_what_was_planned_otherwise() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(*args, **kwargs).sum().backward()
+<<<<<<< HEAD
+=======
+        copied(*args, **kwargs)
+>>>>>>> b52434ca (routing: tell what fifteen weights are that were told wrongly)
     with pytest.warns(
         UserWarning, match=r"2 weights are used otherwise.*'made\.1\.weight'.*used as.*a, b, c"
     ) as warned:

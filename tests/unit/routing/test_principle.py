@@ -154,6 +154,22 @@ def added(m: Any, x: Tensor, made: Tensor) -> Tensor:
     return m.out(one + other)
 
 
+def added_within_a_product(m: Any, x: Tensor, made: Tensor) -> Tensor:
+    """What a product's own operation adds, as a bias, is paired with what it makes."""
+    one, other = torch.broadcast_to(made, (*x.shape[:-1], 2 * D)).chunk(2, -1)
+    return m.out(torch.baddbmm(one, (x @ x.mT).softmax(-1), other))
+
+
+def decayed(m: Any, x: Tensor, made: Tensor) -> Tensor:
+    """A state that begins with zeros, and that one part scales and the other is added to."""
+    decay, new = torch.broadcast_to(made, (*x.shape[:-1], 2 * D)).chunk(2, -1)
+    state, states = x.new_zeros(len(x), D), []
+    for t in range(x.shape[1]):
+        state = state * decay[:, t].sigmoid() + new[:, t]
+        states.append(state)
+    return m.out(torch.stack(states, 1))
+
+
 def returned(m: Any, x: Tensor, made: Tensor) -> Any:
     """A mean and a variance, each returned."""
     mean, variance = made.chunk(2, -1)
@@ -184,6 +200,8 @@ APART: list[tuple[Callable[..., Any], list[int]]] = [
     (parallel_gated, [D] * 5),
     (compared, [D] * 2),
     (added, [D] * 2),
+    (added_within_a_product, [D] * 2),
+    (decayed, [D] * 2),
     (returned, [D] * 2),
     (normed_together, [D] * 3),
     (regularized, [D] * 3),

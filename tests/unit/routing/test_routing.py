@@ -159,7 +159,10 @@ EXPECTED: dict[Make, dict[str, str]] = {  # by reason the names, without ".weigh
         PLAIN: "layers.0.output layers.0.head pooler classifier.dense score.dense heads.0.0 heads.1.0",
         **{WIDE: "predictors.0 predictors.1", CLASSIFIER: "classifier.out_proj", NAMED("heads"): "heads.0.1 heads.1.1"},
     },
-    lambda: nn.Sequential(nn.Embedding(50, 16), *linears(16, 50, 16, 50, 2)): {PLAIN: "1 2 4", WIDE: "3"},
+    # As wide as a vocabulary, but not the last, so that what the model returns decides.
+    lambda: nn.Sequential(nn.Embedding(50, 16), *linears(16, 50, 16, 50, 2)): {
+        **{PLAIN: "1 2 3", "output head, returned and not read": "4"}
+    },
     # A list of plain layers is not a list of blocks.
     lambda: nn.Sequential(nn.Embedding(50, 16), nn.Sequential(*linears(16, 16, 50))): {PLAIN: "1.0", WIDE: "1.1"},
     tied_in_a_function: {PLAIN: "layers.1.0 layers.1.2 pooler"},

@@ -14,7 +14,7 @@ from tests.support.told import Told, as_sets, kind_of, told
 from tests.support.truth import CASES, WORDS, matrices
 from tests.support.truth.wrong import WITH_EXAMPLE, WITHOUT_EXAMPLE
 
-for kind in ("vision", "diffusion", "recurrent", "experts", "encoders", "graphs", "agents"):
+for kind in ("vision", "diffusion", "recurrent", "experts", "encoders", "graphs", "agents", "strangers"):
     importlib.import_module(f"tests.support.truth.{kind}")
 
 
