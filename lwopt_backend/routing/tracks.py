@@ -76,6 +76,7 @@ class Value:
     looked_up: bool = False
     arguments: int = 0
     derived: frozenset[int] = frozenset()
+    read: tuple[int, dict[Source, tuple[Track, ...]]] | None = None  # of a storage, after so many writes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +171,7 @@ class Tracks:
         self.values: dict[int, Value] = {}  # by a tensor's id; a value keeps its tensor
         self.stored: dict[int, dict[Source, Tensor]] = {}  # numbers by storage, if views of it were written
         self._alive: list[Tensor] = []  # whose storages these are
+        self._writes = 0
         for number, weight in enumerate(weights):
             found = dict(_places(number, weight))
             self.counts.update({source: numbers.numel() for source, numbers in found.items()})
@@ -191,6 +193,8 @@ class Tracks:
         """The outputs of weights in a tensor, but those of which all that matters is known."""
         if self.stored and (found := self.stored.get(self.key(value.tensor))) is not None:
             tensor = value.tensor
+            if value.read is not None and value.read[0] == self._writes:
+                return value.read[1]
             tracks: dict[Source, tuple[Track, ...]] = {}
             for source, flat in found.items():
                 numbers = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -199,6 +203,7 @@ class Tracks:
                     numbers = only if bool((numbers == only).all()) else numbers
                 if outputs := outputs_of(numbers, self.counts[source]):
                     tracks[source] = (Track(numbers, outputs),)
+            value.read = self._writes, tracks
             return tracks
         if any(self.ends[source].settled for source in value.tracks):
             value.tracks = {source: tracks for source, tracks in value.tracks.items() if not self.ends[source].settled}
@@ -239,6 +244,7 @@ class Tracks:
                 numbers = spread(track.numbers, target.shape).expand(target.shape)
                 place.copy_(torch.where(numbers >= 0, numbers, place))
         self._alive.append(target)
+        self._writes += 1
 
     def outputs(self, value: Any, *, alone: bool = False) -> Iterator[tuple[Source, Outputs]]:
         """The outputs that a tensor has elements of; ``alone``, if they were not added to anything."""
