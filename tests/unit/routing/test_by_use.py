@@ -502,7 +502,7 @@ def test_an_example_fits_whatever_takes_any_argument() -> None:
 
 
 @pytest.mark.parametrize("followed", [True, False])
-def test_parameters_in_containers_are_told_by_what_the_module_around_them_does(followed: bool) -> None:
+def test_parameters_in_containers_are_told_by_use(followed: bool) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
