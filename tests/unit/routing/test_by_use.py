@@ -397,7 +397,6 @@ def test_an_example_shows_what_no_guess_does() -> None:
     assert list(shown["made.1.weight"].matrices) == ["a", "b", "c"] and shown["made.1.weight"].truth == "example"
 
 
-<<<<<<< HEAD
 class Request:
     def __init__(self, of: Tensor) -> None:
         self.of, self.kind = of, "depth"
@@ -417,7 +416,8 @@ def test_an_example_may_have_objects_with_tensors_and_leaves_them() -> None:
     found = told(ConditionedByObject(), example=(EXAMPLE[0], {"request": request}))
     assert list(found["made.1.weight"].matrices) == ["a", "b", "c"]
     assert request.of is given
-=======
+
+
 def test_guesses_do_not_grow_without_bound() -> None:
     class Wants(nn.Module):  # more channels than it is given, however many these are
         def __init__(self) -> None:
@@ -429,7 +429,6 @@ def test_guesses_do_not_grow_without_bound() -> None:
             return self.wide(image.mean((2, 3)) @ image.new_zeros(1, 1).expand(2**20 * channels, D))
 
     assert told(Wants(), silent=False)["wide.weight"].rule == "muon"
->>>>>>> b52434ca (routing: tell what fifteen weights are that were told wrongly)
 
 
 def test_example_is_followed_on_shapes_alone() -> None:
@@ -564,10 +563,6 @@ def test_first_pass_warns_of_what_was_planned_otherwise() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(*args, **kwargs).sum().backward()
-<<<<<<< HEAD
-=======
-        copied(*args, **kwargs)
->>>>>>> b52434ca (routing: tell what fifteen weights are that were told wrongly)
     with pytest.warns(
         UserWarning, match=r"2 weights are used otherwise.*'made\.1\.weight'.*used as.*a, b, c"
     ) as warned:
