@@ -176,6 +176,26 @@ def test_a_broken_backward_pass_is_dropped_and_training_goes_on(where: str, afte
 
 
 @on_ranks(2)
+def test_gradients_are_not_scaled_after_an_error_until_they_are_cleared() -> None:
+    """Nor those of the next pass, although ranks had agreed on as many passes before the error."""
+    model, optimizer = made()
+    back(model, 0)
+    torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+    if dist.get_rank() == 1:
+        handle = breaks_at(model, "left.weight")
+        with pytest.raises(Broken):
+            back(model, 1)
+        handle.remove()
+    else:
+        back(model, 1)
+    with pytest.raises(RuntimeError, match=f"^{re.escape(BROKEN)}$"):
+        optimizer.step()
+    back(model, 1)
+    with pytest.raises(RuntimeError, match=AGAIN):
+        torch._foreach_mul_([param.grad for param in model.parameters()], 0.5)
+
+
+@on_ranks(2)
 def test_gradients_that_one_rank_drops_are_used_by_none() -> None:
     model, optimizer = made()
     back(model, 5)
