@@ -237,6 +237,29 @@ class Sometimes(ExactLM):
         return gates * torch.sigmoid(self.extra(x)) if self.used else gates
 
 
+class SlopesOfSome(Slopes):
+    """On rank 1, the loss of rows 2 depends on no weight."""
+
+    def forward(self, rows: int) -> Tensor:
+        if (rows, dist.get_rank()) == (2, 1):
+            return torch.ones(1, requires_grad=True).sum()
+        return super().forward(rows)
+
+
+@on_ranks(2)
+def test_a_pass_without_any_gradient_on_one_rank_counts_as_zeros() -> None:
+    """The other rank's is reduced at the end of the pass, in which all take part."""
+    single = Reference(SlopesOfSome(), matrices=("matrix",))
+    with engine_for(settings_for("owned", 2, accumulation=2), SlopesOfSome()) as engine:
+        for rows in (1, 2):
+            engine.backward(engine(rows))
+            engine.step()
+        for number, param in enumerate(single.model.parameters()):
+            param.grad = sum(slopes(*of)[number] for of in [(1, 0), (1, 1), (2, 0)]) / 4
+        single.step()
+        single.check(engine)
+
+
 USED_IN = [(True, True), (False, False), (False, True), (False, False), (True, False), (True, True), (False, False)]
 
 
