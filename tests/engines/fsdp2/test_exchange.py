@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from pytest import MonkeyPatch
 
 from lwopt_backend.rules import muon
+from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.support.cells import cells
 from tests.support.counted import Counted
 from tests.support.fsdp2 import ROWS, BesideTwin, layer_wise, set_sync, shard
@@ -85,6 +87,22 @@ def test_optimizers_share_one_communicator() -> None:
     model = shard("rows", "fp32").model
     first, second = (layer_wise(model)._steppers[0].collectives.group for _ in range(2))
     assert first is not dist.group.WORLD and first is second
+
+
+@on_ranks(2)
+def test_flags_of_a_step_are_waited_for_where_nobody_reads_them() -> None:
+    """On a GPU, other tensors would get their memory while NCCL reduces into it."""
+    run, works, start = BesideTwin(), list[Any](), TorchCollectives.all_reduce_max
+
+    def started(self: TorchCollectives, values: torch.Tensor) -> Any:
+        works.append(mock.Mock(wraps=start(self, values)))
+        return works[-1]
+
+    run.train(1)  # its step compares options, and reads
+    with mock.patch.object(TorchCollectives, "all_reduce_max", started):
+        run.backward(1)
+        run.optimizer.step()
+    assert works and all(work.wait.called for work in works)
 
 
 # Exchange that begins in backward

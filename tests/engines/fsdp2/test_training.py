@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import lwopt_backend
+from lwopt_backend.engines.fsdp2.plan import reduction
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
@@ -692,6 +693,17 @@ def test_the_dtype_in_which_gradients_are_reduced_is_printed(
     told = f"fully_shard reduces gradients in {'bfloat16 and ' if rounded else ''}float32"
     by_version = reduce_dtype is None and (grad_dtype is None or torch.__version__ < "2.15")
     assert rank or f"{told}{';' if by_version else '.'}" in output.getvalue()
+
+
+@on_ranks(2)
+def test_dtypes_of_a_reduction_are_printed_in_alphabetical_order() -> None:
+    """Those of a set follow addresses, which differ between runs and ranks."""
+    dtypes = (torch.float64, torch.bfloat16, torch.float32, torch.float16)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in dtypes))
+    for layer, dtype in zip(model, dtypes):
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    fully_shard(model)
+    assert reduction(model) == "fully_shard reduces gradients in bfloat16 and float16 and float32 and float64."
 
 
 def with_first_weight(weight: DTensor) -> None:
