@@ -18,7 +18,7 @@ from lwopt_backend.engines.owned.step import OwnedStepper
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.runtime import collectives
-from lwopt_backend.runtime.stepper import MatrixStepper
+from lwopt_backend.runtime.step import MatrixStepper
 
 # What a record consists of. Numbers of buckets count through all plans of an engine.
 

@@ -32,7 +32,7 @@ from lwopt_backend.planner.setting import MeshConfig, Setting
 from lwopt_backend.planner.shares import zero_plans
 from lwopt_backend.runtime.agreement import plan_digest
 from lwopt_backend.runtime.collectives import TorchCollectives
-from lwopt_backend.runtime.stepper import MatrixStepper
+from lwopt_backend.runtime.step import MatrixStepper
 
 from .absent_gpu import DEVICE
 

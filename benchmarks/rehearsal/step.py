@@ -20,7 +20,7 @@ from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.study import Stage, Study
 from lwopt_backend.runtime.agreement import plan_digest
 from lwopt_backend.runtime.state import OwnerState
-from lwopt_backend.runtime.whole import WholeMatrices
+from lwopt_backend.runtime.step import Matrices
 
 from .absent_gpu import DEVICE, PACKAGE, Recorder, absent_gpu, pretended, replaced
 from .engines import ENGINES, Engine
@@ -169,22 +169,22 @@ class Counted:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count within it."""
-        transform, step_weight = WholeMatrices.transform, WholeMatrices.step_weight
+        transform, step_weight = Matrices.transform, Matrices.step_weight
 
-        def counted_transform(whole: WholeMatrices, rule: Any, atoms: Sequence[int], *args: Any) -> Any:
+        def counted_transform(whole: Matrices, rule: Any, atoms: Sequence[int], *args: Any) -> Any:
             self._count(whole, len(atoms))
             return transform(whole, rule, atoms, *args)
 
-        def counted_step(whole: WholeMatrices, *args: Any) -> Any:
+        def counted_step(whole: Matrices, *args: Any) -> Any:
             self._count(whole, 1)
             return step_weight(whole, *args)
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(WholeMatrices, "transform", counted_transform))
-            stack.enter_context(replaced(WholeMatrices, "step_weight", counted_step))
+            stack.enter_context(replaced(Matrices, "transform", counted_transform))
+            stack.enter_context(replaced(Matrices, "step_weight", counted_step))
             yield
 
-    def _count(self, whole: WholeMatrices, matrices: int) -> None:
+    def _count(self, whole: Matrices, matrices: int) -> None:
         self.matrices += matrices
         self._owner_states[id(whole)] = whole.owner_state
 

@@ -228,10 +228,10 @@ class Timeline:
 def pipeline(stages: Sequence[Stage], local: Sequence[float], host: float, *, reduced: bool = False) -> Timeline:
     """A step, from the time when all gradients are ready until all ranks have the last update.
 
-    This follows ``MatrixStepper``: two buckets leave, then ranks work for ``local`` seconds. For every bucket they wait
-    for it, work on it, send it back, and wait for the one before. The wire carries one collective at a time, which
-    begins when all ranks have started it. ``host`` are the seconds that a bucket costs every rank's host, which
-    waits for no device.
+    This follows ``MatrixStepper.step``: two buckets leave, then ranks work for ``local`` seconds. For every bucket they
+    wait for it, work on it, send it back, and wait for the one before. The wire carries one collective at a time, which
+    begins when all ranks have started it. ``host`` are the seconds that a bucket costs every rank's host, which waits
+    for no device.
 
     If ``reduced``, the buckets are gradients on owned storage: all are at their owners before the first is worked on,
     and no rank waits for what returns.

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.runtime.exchange import Arrival, Beside
-from lwopt_backend.runtime.pieces import Pieces, Storage
-from lwopt_backend.runtime.stepper import MatrixStepper, Run
+from lwopt_backend.runtime.pieces import Pieces, PiecesOf
+from lwopt_backend.runtime.step import Given, MatrixStepper
 from lwopt_backend.runtime.undisturbed import undisturbed
-from lwopt_backend.runtime.whole import Rules
 
 LONGEST_PAUSE = 32  # steps
 
@@ -42,10 +41,10 @@ class EarlyExchange:
         self._penalty = 1
 
     @torch.no_grad()
-    def ready(self, atom: int, now: Callable[[], tuple[Rules, Storage]]) -> None:
+    def ready(self, atom: int, now: Callable[[], Given]) -> None:
         """Note that an atom's gradient is ready. Called on all ranks, for the same atoms in the same order.
 
-        ``now`` returns the current rules and storage, and is called only for a bucket's last atom. If a gradient is
+        ``now`` returns what the step would be given now, and is called only for a bucket's last atom. If a gradient is
         ready a second time, it belongs to another micro-batch, and everything sent so far is dropped as stale.
         """
         bucket = self._bucket_of.get(atom)
@@ -56,26 +55,26 @@ class EarlyExchange:
             self.forget()
         self._waiting[bucket].discard(atom)
         if not self._waiting[bucket]:
-            rules, storage = now()
-            if self._stepper.in_blocks(rules).intersection(self._buckets[bucket]):
+            given = now()
+            if self._stepper.in_blocks(given.rules).intersection(self._buckets[bucket]):
                 return
             atoms = self._stepper.sent_atoms(bucket)
             with (
                 undisturbed(),
                 torch.no_grad(),
-                self._beside.running(lambda: [grad for atom in atoms for grad in storage(atom).grads]),
+                self._beside.running(lambda: [grad for atom in atoms for grad in given.pieces[atom].grads]),
             ):
-                self._departed[bucket] = self._stepper.send_directions(bucket, Run(rules, copied(storage)))
+                self._departed[bucket] = self._stepper.send_directions(bucket, copied(given))
 
     def forget(self) -> None:
         """Drop all exchanges in flight."""
         self._beside.join()
         for arrival in self._departed.values():
-            arrival.discard()
+            arrival.wait()
         self._departed, self._advanced = {}, set()
         self._waiting = [set(bucket) for bucket in self._buckets]
 
-    def touched(self, rules: Rules, storage: Storage, missing: set[int]) -> Tensor:
+    def touched(self, given: Given, missing: set[int]) -> Tensor:
         """Advance the state of the buckets already sent, and compare them with what the step would send.
 
         Returns int32 flags of shape (buckets of the plan,), 1 where a bucket must be exchanged again.
@@ -89,7 +88,7 @@ class EarlyExchange:
                 flags[bucket] = 1
                 continue
             sent = arrival.sent()
-            now = self._stepper.advance_sent(bucket, rules, storage, arrival)
+            now = self._stepper.advance_sent(bucket, given, arrival)
             if sent:
                 flags[bucket] |= (_bits(torch.cat([*now])) != _bits(torch.cat([*sent]))).any()
             self._advanced.add(bucket)
@@ -100,7 +99,7 @@ class EarlyExchange:
         self._pause = max(0, self._pause - 1)
         wrong = [bucket for bucket in self._departed if touched[bucket]]
         for bucket in wrong:
-            self._departed.pop(bucket).discard()
+            self._departed.pop(bucket).wait()
         settled: dict[int, Arrival | None] = dict.fromkeys(self._advanced)
         settled.update(self._departed)
         if wrong:
@@ -112,15 +111,21 @@ class EarlyExchange:
         return settled
 
 
-def copied(storage: Storage) -> Storage:
-    """Fragments with copies of their state, for an advance before the step."""
+def copied(given: Given) -> Given:
+    """What is given, with copies of the state, for an advance before the step."""
+    return Given(given.rules, _Copied(given.pieces), given.skipped)
 
-    def copies(index: int) -> Pieces:
-        pieces = storage(index)
+
+class _Copied:
+    """Pieces with copies of their state."""
+
+    def __init__(self, pieces: PiecesOf) -> None:
+        self._pieces = pieces
+
+    def __getitem__(self, atom: int, /) -> Pieces:
+        pieces = self._pieces[atom]
         states = [{key: tensor.clone() for key, tensor in state.items()} for state in pieces.states]
         return Pieces(pieces.values, pieces.grads, states)
-
-    return copies
 
 
 def _bits(tensor: Tensor) -> Tensor:

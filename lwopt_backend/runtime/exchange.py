@@ -13,12 +13,23 @@ from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment, Transfer
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Collectives, Pending, phase, sending
-from lwopt_backend.runtime.whole import filled_on, moved
+from lwopt_backend.runtime.tensors import moved, take_filled, to_fill
 
 Parts = Sequence[Tensor]  # the flat parts of a buffer, in the order of the segments
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Packing:
+    """A buffer to send. Its ``parts`` are filled where their elements are stored, and moved in one copy."""
+
+    sent: Tensor
+    filled: Tensor  # ``sent`` itself, if the elements are stored there
+    parts: Parts
+    received: Tensor
+    column: Tensor | None = None
+
+
+@dataclass(slots=True)
 class Arrival:
     """An all-to-all in flight, or an all-gather of ``Copies``. ``column`` is the buffer of the all-gather to follow."""
 
@@ -27,6 +38,7 @@ class Arrival:
     data: Tensor  # what was sent, kept alive until the transport has read it
     pending: Pending
     column: Tensor | None = None
+    waited: bool = False
 
     def passed_on(self) -> Arrival:
         """This arrival; if ranks of other rows store copies, wait, and return the arrival of all rows' updates."""
@@ -34,19 +46,20 @@ class Arrival:
             return self
         assert isinstance(self.way, Way) and self.way.copies is not None
         with phase(self.way.label):
-            self.discard()
+            self.wait()
             return self.way.copies.start(self.column)
 
-    def wait(self, deliver: Callable[[Parts], object], on: torch.device | None = None) -> None:
-        """Pass the parts of the received segments to ``deliver``; ``on`` a device, if given, with one copy."""
-        with phase(self.way.label):
-            self.discard()
-            received = self.received if on is None else moved(self.received, on)
-            deliver(self.way.received_in(received))
+    def parts(self, on: torch.device | None = None) -> Parts:
+        """Wait; returns the parts of the received segments, ``on`` a device, if given, with one copy."""
+        self.wait()
+        return self.way.received_in(self.received if on is None else moved(self.received, on))
 
-    def discard(self) -> None:
-        """Wait without delivering: a buffer must not be freed while the transport writes into it."""
+    def wait(self) -> None:
+        """Wait, once: a buffer must not be freed while the transport writes into it."""
+        if self.waited:
+            return
         self.pending.wait()
+        self.waited = True
         device = self.received.device
         if device.type != "cpu":  # it may have been sent from another stream, in the backward pass
             stream = torch.get_device_module(device).current_stream(device)
@@ -152,35 +165,29 @@ class Way:
         """The parts of the segments that this rank receives, in their order."""
         return buffer.split_with_sizes(self.receive_numels)
 
-    def start(
-        self,
-        dtype: torch.dtype,
-        pack: Callable[[Parts], object],
-        on: torch.device | None = None,
-        *,
-        zeros: bool = False,
-    ) -> Arrival:
-        """Send this rank's segments in ``dtype``, of which ``pack`` fills the parts; first with ``zeros``, if it does
-        not fill all.
+    def packing(self, dtype: torch.dtype, on: torch.device | None = None, *, zeros: bool = False) -> Packing:
+        """The buffers of this rank's segments in ``dtype``, to be filled ``on`` a device, if given; of ``zeros`` if
+        not all will be filled."""
+        sent = torch.empty(sum(self.send_splits), dtype=dtype, device=self._device)
+        numel, column = sum(self.receive_splits), None
+        if self.copies is None:
+            received = torch.empty(numel, dtype=dtype, device=self._device)
+        else:
+            column = torch.empty(self.copies.numel, dtype=dtype, device=self._device)
+            received = column.narrow(0, self.copies.begin, numel)
+        filled = to_fill(sent, on)
+        if zeros:
+            filled.zero_()
+        return Packing(sent, filled, filled.split_with_sizes(self.send_numels), received, column)
 
-        They are filled ``on`` a device, if given, and moved in one copy. Called on all ranks, bucket by bucket.
-        """
-        with phase(self.label):
-            sent = torch.empty(sum(self.send_splits), dtype=dtype, device=self._device)
-            numel, column = sum(self.receive_splits), None
-            if self.copies is None:
-                received = torch.empty(numel, dtype=dtype, device=self._device)
-            else:
-                column = torch.empty(self.copies.numel, dtype=dtype, device=self._device)
-                received = column.narrow(0, self.copies.begin, numel)
-            with filled_on(on or self._device, sent) as filled:
-                if zeros:
-                    filled.zero_()
-                pack(filled.split_with_sizes(self.send_numels))
-            if self._collectives.world_size > 1:  # or it stays here
-                sending((sent.numel() - self.send_splits[self._collectives.rank]) * sent.itemsize)
-            pending = self._collectives.all_to_all(received, sent, self.receive_splits, self.send_splits)
-            return Arrival(self, received, sent, pending, column)
+    def send(self, packing: Packing) -> Arrival:
+        """Send what the buffer was filled with. Called on all ranks, bucket by bucket."""
+        sent, received = packing.sent, packing.received
+        take_filled(sent, packing.filled)
+        if self._collectives.world_size > 1:  # or it stays here
+            sending((sent.numel() - self.send_splits[self._collectives.rank]) * sent.itemsize)
+        pending = self._collectives.all_to_all(received, sent, self.receive_splits, self.send_splits)
+        return Arrival(self, received, sent, pending, packing.column)
 
 
 class Copies:

@@ -13,8 +13,8 @@ from torch import Tensor
 from lwopt_backend.plan import Segment, Transfer
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree_in_all
-from lwopt_backend.runtime.collectives import EXCHANGE_OUT, Collectives
-from lwopt_backend.runtime.exchange import Parts, Way
+from lwopt_backend.runtime.collectives import EXCHANGE_OUT, Collectives, phase
+from lwopt_backend.runtime.exchange import Arrival, Way
 from lwopt_backend.runtime.state import OwnerState
 
 BUCKET_BYTES = 2**26  # of owner state in one all-to-all
@@ -29,15 +29,18 @@ def exchange(ways: Iterable[Way], fetch: Callable[[Segment], Tensor], deliver: C
     """Send the bytes that ``fetch`` returns, to ``deliver``. Each bucket leaves when the one before has arrived and is
     freed. Called on all ranks."""
     for way in ways:
-        _exchange(way, fetch, deliver)
+        arrival = _sent(way, fetch).passed_on()
+        with phase(way.label):
+            deliver(zip(way.arriving, arrival.parts()))
+        del arrival
 
 
-def _exchange(way: Way, fetch: Callable[[Segment], Tensor], deliver: Callable[[Segments], object]) -> None:
-    def pack(parts: Parts) -> None:
-        for segment, target in zip(way.transfer.sends, parts):
+def _sent(way: Way, fetch: Callable[[Segment], Tensor]) -> Arrival:
+    with phase(way.label):
+        packing = way.packing(torch.uint8)
+        for segment, target in zip(way.transfer.sends, packing.parts):
             target.copy_(fetch(segment))
-
-    way.start(torch.uint8, pack).passed_on().wait(lambda parts: deliver(zip(way.arriving, parts)))
+        return way.send(packing)
 
 
 def bring(what: str, groups: Sequence[Collectives], owned: Sequence[Owned], saved: Saved) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -34,7 +34,10 @@ class Pieces(NamedTuple):
     is_flat: bool = False  # one view, with one dimension
 
 
-Storage = Callable[[int], Pieces]  # by the matrix's number
+class PiecesOf(Protocol):
+    """This rank's pieces of matrices during one step, by a matrix's number. An engine cuts them when they are read."""
+
+    def __getitem__(self, atom: int, /) -> Pieces: ...
 
 
 class Regions:

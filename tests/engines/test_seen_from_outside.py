@@ -1,8 +1,10 @@
-"""What profilers, hooks and ``metrics`` see of a step: its parts by name, and one step."""
+"""What profilers, hooks, stack traces and ``metrics`` see of a step: its parts by name, and one step."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,7 +13,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
-from lwopt_backend import ModuleOptimizers
+import lwopt_backend
+from lwopt_backend import ModuleOptimizers, integrations
+from lwopt_backend.engines.base import BaseOptimizer
+from lwopt_backend.rules.muon import Muon
+from lwopt_backend.rules.second_moment import NorMuon
+from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.support.counted import Operations
 from tests.support.engines import ENGINES, Cell, ExactLM, running
 from tests.support.models import MATRICES
@@ -77,6 +84,60 @@ def test_profile_names_the_parts_of_a_step(engine: str, optimizer: str, parts: s
     seen: list[str] = []
     step_on(engine, told(seen), "inherited")
     assert seen == [f"pre {optimizer}", f"post {optimizer}"]
+
+
+OURS = [Path(package.__file__ or "").parent for package in (lwopt_backend, integrations)]
+Walk = list[tuple[str, str]]  # files and functions, the innermost first
+
+
+def walk() -> Walk:
+    """Our frames from where a rule or a collective is called out to the optimizer's step, or to the hook of a
+    gradient."""
+    frame, found = sys._getframe(2), []
+    while frame is not None:
+        file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if any(file.is_relative_to(folder) for folder in OURS) and file.parent.name != "rules":
+            found.append((str(file), name))
+            if name == "step" and isinstance(frame.f_locals.get("self"), BaseOptimizer):
+                break
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+PLACES = [(Muon, "directions"), (Muon, "transform"), (NorMuon, "transform_with")]
+WIRES = [(TorchCollectives, name) for name in ("all_to_all", "reduce_scatter_parts", "all_gather_parts")]
+
+
+@contextmanager
+def walked(found: dict[str, list[Walk]]) -> Iterator[None]:
+    """By the name of what is called: a rule's work, or a collective of a bucket."""
+    with ExitStack() as stack:
+        for owner, name in (*PLACES, *WIRES):
+            stack.enter_context(mock.patch.object(owner, name, _noting(found, name, getattr(owner, name))))
+        yield
+
+
+def _noting(found: dict[str, list[Walk]], name: str, method: Any) -> Any:
+    def noted(*args: Any, **more: Any) -> Any:
+        found.setdefault(name, []).append(walk())
+        return method(*args, **more)
+
+    return noted
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@on_ranks(2)
+def test_a_stack_trace_leads_from_the_step_to_the_rule(engine: str) -> None:
+    """From the optimizer's step to a rule, and from a gradient's hook to its bucket's reduction: at most 8 calls,
+    through at most 4 files. Each has a name, also on the way to other collectives."""
+    found: dict[str, list[Walk]] = {}
+    step_on(engine, walked(found), "normuon")
+    assert {"directions", "transform_with"} <= set().union(*gathered(set(found)))
+    for what, walks in found.items():
+        for each in walks:
+            assert not any(name.startswith("<") for _, name in each), each
+            if what not in ("all_to_all", "all_gather_parts"):
+                assert len(each) <= 8 and len({file for file, _ in each}) <= 4, each
 
 
 # optimizer.metrics()

@@ -26,8 +26,8 @@ from lwopt_backend.runtime import collectives, whole
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.exchange import ways_back, ways_to_owners
 from lwopt_backend.runtime.pieces import Regions, Slices, flat_regions
-from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import WholeMatrices
+from lwopt_backend.runtime.places import Batches
+from lwopt_backend.runtime.step import Given, MatrixStepper
 from tests.support.cells import cells
 from tests.support.counted import Counted
 from tests.support.on_ranks import on_ranks
@@ -64,7 +64,7 @@ def stepped(
     value = value.to(stored)
     for grad in grads:
         slices = Slices(value, grad, state)
-        stepper.step({0: rule}, regions.cut(slices).__getitem__)
+        stepper.step(Given({0: rule}, regions.cut(slices)))
     return slices
 
 
@@ -98,10 +98,10 @@ def test_metrics_do_not_count_as_sent_what_its_owner_has() -> None:
     collectives.RECORDERS.add(recorder)
     out, back = (ways(plan, TorchCollectives(), torch.device("cpu")) for ways in (ways_to_owners, ways_back))
     for way in out:
-        way.start(torch.float32, lambda parts: None).discard()
+        way.send(way.packing(torch.float32)).wait()
     assert sum(sum(way.send_splits) for way in out) > 0 and recorder.sent == 0
     for way in back:
-        way.start(torch.float32, lambda parts: None).discard()
+        way.send(way.packing(torch.float32)).wait()
     assert recorder.sent == 4 * plan.owned_numels()[dist.get_rank()]
 
 
@@ -161,8 +161,7 @@ def test_a_batch_holds_no_more_than_its_size() -> None:
         spy = Spy()
         stepped(plan, spy, batch_numel=size)
         assert spy.batches == expected
-    matrices = WholeMatrices(plan.atoms, [0] * 7, torch.device("cpu"), batch_numel=35)
-    batches = matrices.batches_of_pieces(((atom, 10) for atom in range(7)), frozenset({1}))
+    batches = Batches(plan.atoms, [0] * 7, 35).of_pieces(((atom, 10) for atom in range(7)), frozenset({1}))
     assert [batch.places for batch in batches] == [[0, 2, 3], [4, 5, 6]], "of pieces, what a rank has of them"
 
 
@@ -178,7 +177,7 @@ def test_stepper_is_freed_with_the_last_reference() -> None:
     stepper = MatrixStepper(plan, [0] * len(plan.atoms), Alone(), torch.device("cpu"))
     value, grad, momentum = (random((plan.layout.partition_numel,), seed) for seed in range(3))
     pieces = regions_of(plan, 0).cut(Slices(value, grad, {"momentum_buffer": momentum}))
-    stepper.step({0: rule}, pieces.__getitem__)
+    stepper.step(Given({0: rule}, pieces))
     left = weakref.ref(stepper)
     gc.disable()  # which would free it later
     del stepper
@@ -189,12 +188,12 @@ def test_stepper_is_freed_with_the_last_reference() -> None:
 def test_batches_of_ever_other_matrices_take_no_more_memory() -> None:
     """As of experts, of which other ones have a gradient in every step."""
     atoms, draw = atoms_of([(4, 4)] * 60), Random(0)
-    whole = WholeMatrices(atoms, [0] * 60, torch.device("cpu"), batch_numel=100)
+    batches = Batches(atoms, [0] * 60, 100)
     held = []
     tracemalloc.start()
     for _ in range(3):
         for _ in range(300):
-            whole.batches(tuple(sorted(draw.sample(range(60), 30))), {0: Spy()})
+            batches.of(tuple(sorted(draw.sample(range(60), 30))), {0: Spy()})
         held.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert held[2] < held[0] + 50_000
@@ -250,8 +249,8 @@ def test_cpu_state_is_copied_once_a_bucket(layout: Any, batch_numel: int) -> Non
         stepper = MatrixStepper(plan, kinds, TorchCollectives(), device, batch_numel=batch_numel)
         value, grad, momentum = (torch.zeros(stored.partition_numel) for _ in range(3))
         slices = Slices(value, grad, {"momentum_buffer": momentum})
-        stepper.step(rules, regions_of(plan, 1).cut(slices).__getitem__)
-        local = len(stepper._whole.batches(tuple(plan.local_atoms(1)), rules))
+        stepper.step(Given(rules, regions_of(plan, 1).cut(slices)))
+        local = len(stepper.matrices.batches.of(tuple(plan.local_atoms(1)), rules))
     out = sum(any(way.send_splits) for way in stepper._to_owners)
     back = sum(any(way.receive_splits) for way in stepper._back)
     assert local > 0 if layout is FlatPartition else out > 1 and back > 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -30,11 +30,11 @@ from lwopt_backend.routing.models import as_module
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
-from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, Storage, box_regions
+from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, box_regions
+from lwopt_backend.runtime.places import Rules
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import StatePiece
-from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import Rules
+from lwopt_backend.runtime.step import Given, MatrixStepper
 
 # Reading an FSDP2 model: its parameters, their meshes, and the box of a parameter that each rank stores.
 
@@ -522,9 +522,11 @@ class MeshStepper:
         here = [grad is not None and member.name not in out for member, grad in zip(self.members, grads)]
         return Presence(self.collectives, here, self.device, **flags)
 
-    def active(self, presence: Presence) -> Callable[[int], bool] | None:
-        """Returns whether an atom's parameter has a gradient on any rank; None if every one has."""
-        return None if presence.complete else lambda atom: presence(self.matrices[atom])
+    def skipped(self, presence: Presence) -> frozenset[int]:
+        """The atoms whose parameters have no gradient on any rank. Waits for flags only if one has none here."""
+        if presence.complete:
+            return frozenset()
+        return frozenset(atom for atom, number in enumerate(self.matrices) if not presence(number))
 
     def _kind(self, member: MeshMember) -> int:
         key = (member.group, member.param.dtype, state_dtype(member.param, self.config))
@@ -542,16 +544,14 @@ class MeshStepper:
         """The members' gradients, with their placements. Called on all ranks, as ``place_gradients``."""
         return place_gradients(member.param for member in self.members)
 
-    def storage(self, states: States, grads: Sequence[Tensor | None] | None = None) -> Storage:
-        """This rank's pieces of the matrices during one step; ``grads`` are the members' gradients, if known."""
+    def given(self, rules: Rules, states: States, grads: Sequence[Tensor | None] | None = None) -> Given:
+        """What a step is given, with the ``rules`` of the param groups; ``grads`` are the members', if known."""
+        return Given(self.by_kind(rules), _MemberPieces(self, states, grads))
 
-        @cache
-        def of_member(number: int) -> Sequence[Pieces]:
-            member = self.members[number]
-            grad = member.param.grad if grads is None else grads[number]
-            return self._regions[number].cut(piece(member, grad, states[member.param]))
-
-        return lambda atom: of_member(self.matrices[atom])[self.places[atom]]
+    def pieces_of(self, number: int, states: States, grad: Tensor | None) -> Sequence[Pieces]:
+        """This rank's pieces of a member's matrices."""
+        member = self.members[number]
+        return self._regions[number].cut(piece(member, grad, states[member.param]))
 
     def _find_regions(self) -> dict[int, Regions]:
         """The places of the matrices in each member that has some; many members are alike."""
@@ -577,6 +577,21 @@ class MeshStepper:
         chosen = [i for i, m in enumerate(self.members) if m.group == group and m.rule in registry.ELEMENTWISE_RULES]
         members = [self.members[number] for number in chosen if presence(number)]
         return [piece(member, member.param.grad, states[member.param]) for member in members]
+
+
+class _MemberPieces:
+    """Pieces during one step, cut when a member's first one is read."""
+
+    def __init__(self, stepper: MeshStepper, states: States, grads: Sequence[Tensor | None] | None) -> None:
+        self._stepper, self._states, self._grads = stepper, states, grads
+        self._cut: dict[int, Sequence[Pieces]] = {}  # by member
+
+    def __getitem__(self, atom: int, /) -> Pieces:
+        number = self._stepper.matrices[atom]
+        if number not in self._cut:
+            grad = self._stepper.members[number].param.grad if self._grads is None else self._grads[number]
+            self._cut[number] = self._stepper.pieces_of(number, self._states, grad)
+        return self._cut[number][self._stepper.places[atom]]
 
 
 def piece(member: MeshMember, grad: Tensor | None, state: Mapping[str, Any]) -> Slices:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -35,9 +36,10 @@ from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.runtime.agreement import StepRefused, disagreement
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.early_exchange import EarlyExchange, copied
-from lwopt_backend.runtime.pieces import Slices, Storage
+from lwopt_backend.runtime.pieces import Slices
+from lwopt_backend.runtime.places import Rules
 from lwopt_backend.runtime.presence import Presence, first_of, read_at_once
-from lwopt_backend.runtime.whole import Rules
+from lwopt_backend.runtime.step import Given
 
 
 class StateOnceSharded:
@@ -116,19 +118,19 @@ class Attachment:
                     self._handles.append(stepper.members[index].param.register_post_accumulate_grad_hook(hook))
 
     def _ready(self, number: int, stepper: MeshStepper, atom: int, param: Tensor) -> None:
-        def now() -> tuple[Rules, Storage]:
-            return stepper.by_kind(self._rules()), stepper.storage(self._states())
+        def now() -> Given:
+            return stepper.given(self._rules(), self._states())
 
         place_gradients([param])
         self._early[number].ready(atom, now)
 
-    def touched(self, number: int, stepper: MeshStepper, rules: Rules, storage: Storage) -> Tensor | None:
+    def touched(self, number: int, stepper: MeshStepper, given: Given) -> Tensor | None:
         """Per bucket, 1 if it must be exchanged again, as in ``EarlyExchange``; None if none is sent early."""
         if number not in self._early:
             return None
         members, out = [stepper.members[index] for index in stepper.matrices], self._out()
         missing = {atom for atom, member in enumerate(members) if member.param.grad is None or member.name in out}
-        return self._early[number].touched(rules, storage, missing)
+        return self._early[number].touched(given, missing)
 
     def settle(self, number: int, touched: Sequence[int]) -> Mapping[int, Any]:
         return self._early[number].settle(touched) if number in self._early else {}
@@ -186,27 +188,25 @@ def step_all(
     have. No rank's collectives depend on whether it reads.
     """
     grads = [stepper.placed_gradients() for stepper in steppers]
-    now = [
-        (stepper, stepper.by_kind(rules), stepper.storage(states, of_members))
-        for stepper, of_members in zip(steppers, grads)
-    ]
+    now = [(stepper, stepper.given(rules, states, of_members)) for stepper, of_members in zip(steppers, grads)]
     touched, presences = _meet(now, grads, groups, attachment, options, out)
-    meanwhile: Callable[[], None] | None = functools.partial(
-        _step_elementwise, optimizers, groups, steppers, presences, states
-    )
-    for number, ((stepper, of_kinds, storage), presence) in enumerate(zip(now, presences)):
-        departed: Mapping[int, Any] = {}
-        if attachment is not None and touched[number] is not None:
-            departed = attachment.settle(number, presence.largest("touched"))
-        stepper.stepper.step(
-            of_kinds,
-            storage,
-            active=stepper.active(presence),
-            departed=departed,
-            meanwhile=meanwhile,
-        )
-        presence.finish()
-        meanwhile = None
+    try:
+        for number, ((stepper, given), presence) in enumerate(zip(now, presences)):
+            departed: Mapping[int, Any] = {}
+            if attachment is not None and touched[number] is not None:
+                departed = attachment.settle(number, presence.largest("touched"))
+            given = replace(given, skipped=stepper.skipped(presence))
+            with stepper.stepper.window(given, departed) as window:
+                window.advance()
+                if number == 0:
+                    _step_elementwise(optimizers, groups, steppers, presences, states)
+                window.advance()
+                stepper.stepper.step_in_place(given)
+                while window.advance():
+                    pass
+    finally:  # most ranks have not read their flags
+        for presence in presences:
+            presence.finish()
     if row_scaling:
         for stepper in steppers:
             row_scaling.scale(stepper.members, stepper.pieces(states))
@@ -215,7 +215,7 @@ def step_all(
 
 
 def _meet(
-    now: Sequence[tuple[MeshStepper, Rules, Storage]],
+    now: Sequence[tuple[MeshStepper, Given]],
     grads: Sequence[Sequence[Tensor | None]],
     groups: Sequence[Mapping[str, Any]],
     attachment: Attachment | None,
@@ -226,15 +226,15 @@ def _meet(
     early and has changed since, and the flags. Raises as ``step_all``."""
     flags = options.flags(groups)
     compares = flags[0] != NONE
-    lacking = [stepper.lacking(of_members, out) for (stepper, *_), of_members in zip(now, grads)]
+    lacking = [stepper.lacking(of_members, out) for (stepper, _), of_members in zip(now, grads)]
     looks = compares or any(map(any, lacking))  # for a difference, which ends the step before state advances
 
     def advance_sent(copies: bool) -> list[Tensor | None]:
         if attachment is None:
             return [None] * len(now)
         return [
-            attachment.touched(number, stepper, rules, copied(storage) if copies else storage)
-            for number, (stepper, rules, storage) in enumerate(now)
+            attachment.touched(number, stepper, copied(given) if copies else given)
+            for number, (stepper, given) in enumerate(now)
         ]
 
     touched = advance_sent(copies=looks)
@@ -246,12 +246,12 @@ def _meet(
             lacking=first_of(stepper.collectives, here),
             touched=() if more is None else more,
         )
-        for (stepper, *_), of_members, here, more in zip(now, grads, lacking, touched)
+        for (stepper, _), of_members, here, more in zip(now, grads, lacking, touched)
     ]
     if compares or any(more is not None for more in touched) or not all(each.complete for each in presences):
         read_at_once(presences)
     if looks:
-        steppers = [stepper for stepper, *_ in now]
+        steppers = [stepper for stepper, _ in now]
         error = _used_apart(steppers, presences)
         if error is None and compares:
             error = _difference(steppers, presences, options.lines(groups))

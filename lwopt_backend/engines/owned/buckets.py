@@ -22,7 +22,7 @@ from lwopt_backend.runtime.collectives import (
     sending,
 )
 from lwopt_backend.runtime.exchange import Beside, Writers
-from lwopt_backend.runtime.whole import owned_dtype
+from lwopt_backend.runtime.tensors import owned_dtype
 
 
 @dataclass(frozen=True, eq=False)

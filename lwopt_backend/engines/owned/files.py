@@ -53,7 +53,7 @@ from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime.agreement import agree, check_on_all, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import MATRICES, PARAM_GROUP, check_fits, fill
-from lwopt_backend.runtime.whole import owned_dtype
+from lwopt_backend.runtime.tensors import owned_dtype
 
 SAVING, LOADING = "save_state_dict", "load_state_dict_from"
 MODEL, OPTIMIZER = "model", "optimizer"

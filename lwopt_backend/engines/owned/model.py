@@ -39,7 +39,7 @@ from lwopt_backend.routing.routing import named_parameters
 from lwopt_backend.runtime.agreement import RanksDisagree, StepRefused, disagreement
 from lwopt_backend.runtime.collectives import all_reduce_nbytes
 from lwopt_backend.runtime.presence import Presence, read_at_once
-from lwopt_backend.runtime.whole import owned_dtype
+from lwopt_backend.runtime.tensors import owned_dtype
 
 FSDP2 = "for fully_shard models use lwopt_backend.LayerWiseOptimizer"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -41,9 +40,10 @@ from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, flat_regions
+from lwopt_backend.runtime.places import Rules
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.state import StatePiece, keeps_state, owner_key
-from lwopt_backend.runtime.whole import Rules, WholeMatrices
+from lwopt_backend.runtime.step import Matrices
 
 # Which ranks share which parameters: all ranks of a process group, in instances that each own everything.
 
@@ -140,7 +140,7 @@ class OwnedStepper:
         self._config = config
         mine = {piece.param: piece for bucket in manager.buckets for piece in bucket.pieces}
         self._atoms: list[Atom] = []
-        self._places: list[tuple[int, int]] = []  # by atom: its member, and its number among this rank's atoms of it
+        kinds: list[int] = []  # by atom
         self._regions: dict[int, Regions] = {}  # by member: the places of its atoms in this rank's piece
         self._atoms_of: dict[int, dict[int, int]] = {}  # by member: this rank's atoms, by their place in it
         for number, member in enumerate(members):
@@ -151,13 +151,12 @@ class OwnedStepper:
                 if piece is not None and piece.start <= block.flat(0) < piece.stop:
                     self._atoms_of[number][place] = len(self._atoms)
                     self._atoms.append(atom)
-                    self._places.append((number, len(views)))
+                    kinds.append(member.group)
                     views.append(range_views(block, piece.start, piece.stop, 0))
             self._regions[number] = flat_regions(views, 0 if piece is None else piece.numel)
         device = members[0].param.device
-        kinds = [members[number].group for number, _ in self._places]
         batch = batch_numel_on(device, BATCH_NUMEL)
-        self._whole = WholeMatrices(self._atoms, kinds, device, batch_numel=batch, capture=config.capture)
+        self._matrices = Matrices(self._atoms, kinds, device, batch_numel=batch, capture=config.capture)
         self._elementwise = ElementwiseGroups()
         self.last_first = False  # parameters return in forward order, the reverse of backward
         self.state: dict[int, dict[str, Tensor]] = {}
@@ -190,18 +189,18 @@ class OwnedStepper:
 
     def owner_states(self, number: int) -> dict[int, dict[str, Any]]:
         """The owner state of a member's matrices on this rank, by a matrix's place in the member."""
-        held = self._whole.owner_state.held()
+        held = self._matrices.owner_state.held()
         return {place: held[atom] for place, atom in self._atoms_of[number].items() if atom in held}
 
     def take_owner_states(self, number: int, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace the owner state of a member's matrices; those missing in ``states`` start fresh."""
-        self._whole.owner_state.take({atom: states.get(place) for place, atom in self._atoms_of[number].items()})
+        self._matrices.owner_state.take({atom: states.get(place) for place, atom in self._atoms_of[number].items()})
 
     def owner_tensors(self, number: int, groups: Groups) -> dict[str, Tensor]:
         """``owner_states`` as tensors by key; before the first step, tensors such as that step creates."""
         member, found = self._members[number], {}
         for place, atom in self._made(number, groups).items():
-            for path, tensor in self._whole.owner_state.tensors(atom, ordered=True).items():
+            for path, tensor in self._matrices.owner_state.tensors(atom, ordered=True).items():
                 found[owner_key(path, place, len(member.blocks))] = tensor
         return found
 
@@ -210,7 +209,7 @@ class OwnedStepper:
         for place, atom in self._made(number, groups).items():
             start = owner_key("", place, len(self._members[number].blocks))
             of_matrix = {key.removeprefix(start): found[key] for key in found if key.startswith(start)}
-            self._whole.owner_state.put_tensors(atom, of_matrix)
+            self._matrices.owner_state.put_tensors(atom, of_matrix)
 
     def _made(self, number: int, groups: Groups) -> dict[int, int]:
         """Make the owner state of the matrices that this rank owns in a member; returns their atoms by place."""
@@ -220,12 +219,12 @@ class OwnedStepper:
         rule = build_matrix_rule(groups[self._members[number].group], self._config)
         if not keeps_state(rule):
             return {}
-        self._whole.owner_state.make(dict.fromkeys(atoms.values(), rule))
+        self._matrices.owner_state.make(dict.fromkeys(atoms.values(), rule))
         return atoms
 
     def owner_nbytes(self) -> int:
         """Bytes of all owner state on this rank."""
-        return self._whole.owner_state.nbytes()
+        return self._matrices.owner_state.nbytes()
 
     def _update(self, bucket: BucketBuffers, groups: Groups, rules: Rules, active: Callable[[int], bool]) -> None:
         pieces = zip(bucket.pieces, bucket.owned_values(), bucket.owned_grads())
@@ -234,17 +233,11 @@ class OwnedStepper:
             for piece, value, grad in pieces
             if active(piece.param)
         }
-        matrices = [atom for number in stepped for atom in self._atoms_of[number].values()]
-
-        @cache
-        def of_member(number: int) -> Sequence[Pieces]:
-            return self._regions[number].cut(stepped[number])
-
-        def storage(atom: int) -> Pieces:
-            number, place = self._places[atom]
-            return of_member(number)[place]
-
-        self._whole.step(matrices, rules, storage)
+        by_atom: dict[int, Pieces] = {}
+        for number, slices in stepped.items():
+            if atoms := self._atoms_of[number].values():
+                by_atom.update(zip(atoms, self._regions[number].cut(slices), strict=True))
+        self._matrices.step(by_atom, rules, by_atom)
         by_group: dict[int, list[Slices]] = {}
         for number, slices in stepped.items():
             if self._members[number].rule not in MATRIX_RULES:

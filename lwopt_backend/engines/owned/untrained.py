@@ -15,7 +15,7 @@ from lwopt_backend.engines.owned.bucket_manager import is_followed
 from lwopt_backend.engines.owned.step import WHAT, Share, share_number
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives, Pending
-from lwopt_backend.runtime.whole import copy_alike
+from lwopt_backend.runtime.tensors import copy_alike
 
 BROADCAST_NBYTES = 250 * 2**20  # of tensors that are broadcast together, as in DDP
 

@@ -36,7 +36,7 @@ from lwopt_backend.runtime.agreement import plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.pieces import Regions, Slices, flat_regions
 from lwopt_backend.runtime.state import StatePiece
-from lwopt_backend.runtime.stepper import MatrixStepper
+from lwopt_backend.runtime.step import Given, MatrixStepper
 
 # How ZeRO stores the parameters of a param group, and which of them it steps at a time.
 #
@@ -320,4 +320,4 @@ class GroupStepper(UnitStepper[Tensor]):
             assert isinstance(layout, (Partition, BlockLayout))
             views = [layout.views(atom, rank) for atom in range(len(planned.atoms))]
             self._regions = flat_regions(views, self._stored.numel())
-        self.matrices.step({KIND: rule}, self._regions.cut(elements).__getitem__)
+        self.matrices.step(Given({KIND: rule}, self._regions.cut(elements)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives, phase, sending
 from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, box_regions
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
-from lwopt_backend.runtime.whole import copy_all
+from lwopt_backend.runtime.step import Given
+from lwopt_backend.runtime.tensors import copy_all
 
 # State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it, for
 # any later number of ranks.
@@ -153,11 +153,11 @@ class MatrixReplicas(ReplicatedStepper):
         """One step from the parameters' gradients, which are equal on all ranks."""
         assert self.matrices is not None
         rule = build_matrix_rule(group, self._config)
-        storage = cache(partial(self._pieces, {key: state[key] for key in rule.state_keys}))
-        active = (lambda atom: self._names[atom] not in out) if out else None
-        self.matrices.step({KIND: rule}, storage, active=active)
+        pieces = _WholePieces(self, {key: state[key] for key in rule.state_keys})
+        skipped = frozenset(atom for atom, name in enumerate(self._names) if name in out)
+        self.matrices.step(Given({KIND: rule}, pieces, skipped))
 
-    def _pieces(self, state: Mapping[str, Tensor], atom: int) -> Pieces:
+    def pieces_of(self, state: Mapping[str, Tensor], atom: int) -> Pieces:
         """A whole matrix, or its shard, with its state if this rank keeps it."""
         param, regions = self._places[atom]
         (pieces,) = regions.cut(Slices(param.data, _grad(param), {}))
@@ -170,6 +170,19 @@ class MatrixReplicas(ReplicatedStepper):
             states.append({key: flat.narrow(0, base, numel).view(value.shape) for key, flat in state.items()})
             base += numel
         return pieces._replace(states=states)
+
+
+class _WholePieces:
+    """Pieces during one step, cut when they are first read."""
+
+    def __init__(self, stepper: MatrixReplicas, state: Mapping[str, Tensor]) -> None:
+        self._stepper, self._state = stepper, state
+        self._cut: dict[int, Pieces] = {}
+
+    def __getitem__(self, atom: int, /) -> Pieces:
+        if atom not in self._cut:
+            self._cut[atom] = self._stepper.pieces_of(self._state, atom)
+        return self._cut[atom]
 
 
 def _regions_of(param: TrainedParam, shard: int) -> Iterator[Regions]:

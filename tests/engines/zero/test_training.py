@@ -21,7 +21,7 @@ from lwopt_backend.engines.zero import replicated
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.plan import MACHINES, FlatPartition
 from lwopt_backend.plan.owners import modelled_time
-from lwopt_backend.runtime.stepper import MatrixStepper
+from lwopt_backend.runtime.step import MatrixStepper
 from tests.support import zero
 from tests.support.checkpoint_contents import same
 from tests.support.checkpoint_engines import changed, snapshot

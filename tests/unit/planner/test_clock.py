@@ -30,7 +30,7 @@ from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT
 from lwopt_backend.plan.cost import Machine
 from lwopt_backend.planner.study import Study
 from lwopt_backend.runtime.collectives import TorchCollectives
-from lwopt_backend.runtime.whole import WholeMatrices
+from lwopt_backend.runtime.step import Matrices
 from tests.support.planner_shapes import LAYER, SMALL, study_in
 from tests.support.ranks import RankPool
 
@@ -132,7 +132,7 @@ class Hands:
         """Within it, optimizers' collectives are held, and their rules take the time of their flops."""
         names = ("all_to_all", "all_reduce_max", "reduce_scatter_parts", "all_gather_parts")
         own = {name: getattr(TorchCollectives, name) for name in names}
-        transform = WholeMatrices.transform
+        transform = Matrices.transform
 
         def all_to_all(group: Any, into: Tensor, out: Tensor, receives: Any, sends: Any) -> Any:
             most = max(into.numel() - receives[group.rank], out.numel() - sends[group.rank]) * out.itemsize
@@ -148,8 +148,8 @@ class Hands:
 
             return mock.patch.object(TorchCollectives, name, start)
 
-        def timed(whole: WholeMatrices, rule: Any, atoms: Sequence[int], stack: Tensor) -> Sequence[Tensor]:
-            self.now += sum(whole._atoms[atom].cost for atom in atoms) / REAL.machine.flops_per_second
+        def timed(whole: Matrices, rule: Any, atoms: Sequence[int], stack: Tensor) -> Sequence[Tensor]:
+            self.now += sum(whole.atoms[atom].cost for atom in atoms) / REAL.machine.flops_per_second
             return transform(whole, rule, atoms, stack)
 
         with (
@@ -157,7 +157,7 @@ class Hands:
             mock.patch.object(TorchCollectives, "all_reduce_max", flags),
             in_parts("reduce_scatter_parts", "reduce-scatter"),
             in_parts("all_gather_parts", "all-gather"),
-            mock.patch.object(WholeMatrices, "transform", timed),
+            mock.patch.object(Matrices, "transform", timed),
         ):
             yield
         dist.destroy_process_group(self._ranks)

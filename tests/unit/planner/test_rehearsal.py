@@ -108,7 +108,7 @@ def test_a_value_that_is_read_from_the_gpu_is_found(
     broken(monkeypatch, lambda matrix: matrix * (1 + matrix.norm().item()))
     (found,) = rehearse(study, 0)
     assert [problem.partition(",")[0] for problem in found.problems] == [
-        "waits for the GPU: read at runtime/whole.py: transform"
+        "waits for the GPU: read at runtime/step.py: transform"
     ]
     monkeypatch.undo()
     broken(monkeypatch, lambda matrix: matrix.cpu().to(matrix.device))
@@ -127,7 +127,7 @@ def test_a_tensor_on_the_cpu_among_those_on_the_gpu_is_found(
     broken(monkeypatch, lambda matrix: matrix + torch.ones(matrix.shape, dtype=matrix.dtype))
     (found,) = rehearse(study, 0)
     (problem,) = found.problems
-    assert problem.startswith("step 1 of 1: ") and "same device" in problem and "runtime/whole.py" in problem
+    assert problem.startswith("step 1 of 1: ") and "same device" in problem and "runtime/step.py" in problem
 
 
 def test_memory_that_nobody_frees_is_found(studied: Callable[..., Study], monkeypatch: pytest.MonkeyPatch) -> None:

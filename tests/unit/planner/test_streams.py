@@ -7,7 +7,7 @@ import gc
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,8 @@ from lwopt_backend.engines.owned.state import gathered
 from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.early_exchange import EarlyExchange
 from lwopt_backend.runtime.presence import Presence, read_at_once
-from lwopt_backend.runtime.whole import filled_on
+from lwopt_backend.runtime.step import Matrices
+from lwopt_backend.runtime.tensors import take_filled, to_fill
 from tests.support.planner_shapes import LAYER, SMALL, study_in
 
 pytestmark = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="a rehearsal needs torch 2.13")
@@ -202,11 +203,26 @@ def train_measured(check: StreamCheck, engine: Any) -> None:
     recorder.take(collectives.TorchCollectives())
 
 
+def fail_within(check: StreamCheck, engine: Any) -> None:
+    """The rule raises at an owner while other buckets are on their way there and back."""
+    done: list[Sequence[int]] = []
+    transform = Matrices.transform
+
+    def failing(matrices: Matrices, rule: Any, atoms: Sequence[int], stack: Tensor) -> Tensor:
+        done.append(atoms)
+        if len(done) == 2:
+            raise ArithmeticError
+        return transform(matrices, rule, atoms, stack)
+
+    engine.backward()
+    with replaced(Matrices, "transform", failing), pytest.raises(ArithmeticError):
+        engine.step()
+
+
 def copy_to_cpu(check: StreamCheck, engine: Any) -> None:
     """A batch of matrices for a rule on the CPU, which takes them one by one in every engine here."""
     there = torch.empty(8, device="cpu")
-    with filled_on(DEVICE, there) as filled:
-        filled.fill_(1)
+    take_filled(there, to_fill(there, DEVICE).fill_(1))
     there.add_(1)
 
 
@@ -264,6 +280,8 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "zero3, offload": ("zero3, offload", {"bucket_numel": 9000}, train_alone),
     "zero3, offload, rule on the CPU": ("zero3, offload", {"bucket_numel": 9000, "ns_device": "cpu"}, train_alone),
     "zero3, measured": ("zero3", {"bucket_numel": 9000}, train_measured),
+    "zero3, the rule fails": ("zero3", {"bucket_numel": 9000}, fail_within),
+    "hsdp, the rule fails": ("fsdp2", {"group_size": 2, "bucket_matrices": 2}, fail_within),
     "a batch to the CPU": ("zero3", {}, copy_to_cpu),
     "flags of two groups": ("zero3", {}, read_flags),
     "modules": ("modules", {}, train_modules),
