@@ -88,6 +88,12 @@ def test_torch_distributed_has_one_door() -> None:
         assert all(within(module, *hosts.get(path.parent, ())) for module in used), (path, used)
 
 
+def test_no_class_does_anything_when_it_is_deleted() -> None:
+    """Collectives are waited for by what closes a task, and by finalizers, which do nothing while Python exits."""
+    for path in files(PACKAGE, INTEGRATIONS):
+        assert "def __del__" not in path.read_text(), path
+
+
 def test_imports_of_integrations_and_hosts() -> None:
     """Nobody imports the integrations but themselves, and the package imports no host."""
     for path in files(PACKAGE):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -213,12 +212,13 @@ class BucketManager:
         self.passes = 0  # reducing backward passes since the last step
         self.version = 0  # of the mean gradients
         # What param.grad shows of gradients that were taken, if anything: see ``ReducedGradient``.
-        self.marks: Sequence[Tensor] = ()
+        self.marks: list[Tensor] = []
         self._shown = [False] * len(params)  # whether param.grad shows a gradient for the step, if nobody removed it
         self._lifted: dict[int, bool] = {}  # in a backward pass, marks that were taken away, and whether one was shown
         self._stale: set[int] = set()  # parameters of whose gradients earlier passes are to be forgotten
         self.changes = 0  # a sum over all that was done to gradients; ranks compare it
         self._begin()
+        weakref.finalize(self, _wait_for_all, self.buckets, params, self.marks).atexit = False
 
     def _begin(self) -> None:
         self._waiting = [{slot.param for slot in bucket.bucket.slots} for bucket in self.buckets]
@@ -505,16 +505,6 @@ class BucketManager:
         self.passes = 0
         self._begin()
 
-    def __del__(self) -> None:
-        """Wait for all transfers: a transport whose buffers are freed hangs. When Python exits, nothing waits."""
-        with suppress(RuntimeError):
-            for bucket in getattr(self, "buckets", ()) if not sys.is_finalizing() else ():
-                bucket.receive_values()
-                bucket.drop_gradients()
-            for param, mark in zip(self.params, self.marks):
-                if param.grad is mark:
-                    param.grad = None
-
     @property
     def has_unused_gradients(self) -> bool:
         """Whether a backward pass or ``no_sync`` ran since the last step. The same on all ranks that ran one."""
@@ -529,3 +519,14 @@ class BucketManager:
     def all_left(self) -> bool:
         """Whether a pass has reduced since the last step, and all gradients were sent to their owners."""
         return self.passes > 0 and not self._open and not self.left_behind
+
+
+def _wait_for_all(buckets: Sequence[BucketBuffers], params: Sequence[Tensor], marks: Sequence[Tensor]) -> None:
+    """Of a manager that is gone: a transport whose buffers are freed hangs. When Python exits, nothing waits."""
+    with suppress(RuntimeError):
+        for bucket in buckets:
+            bucket.receive_values()
+            bucket.drop_gradients()
+        for param, mark in zip(params, marks):
+            if param.grad is mark:
+                param.grad = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -93,6 +93,7 @@ class Buffers:
     def __init__(self, model: nn.Module, shares: Sequence[Share], sent: Callable[[str, int], None]) -> None:
         self._model, self._shares, self._sent = model, shares, sent
         self._messages: list[Message] = []
+        weakref.finalize(self, _wait_for_all, self._messages).atexit = False
         # Whether there is anything to do. A model without buffers is not searched for them in every pass, as in DDP.
         self.any = any(True for _ in model.buffers()) and any(shared.ranks.world_size > 1 for shared in shares)
 
@@ -107,17 +108,20 @@ class Buffers:
                 self._messages.append(Message(tensors, shared.ranks))
                 self._sent("buffers", self._messages[-1].nbytes)
 
-    def __del__(self) -> None:
-        with suppress(RuntimeError):  # a transport whose buffers are freed hangs
-            for message in getattr(self, "_messages", ()) if not sys.is_finalizing() else ():
-                message.receive(keep=True)
-
     @torch.no_grad()
     def receive(self, *, keep: bool = False) -> None:
         """Wait for them; ``keep`` this rank's, if others have been loaded in between."""
-        messages, self._messages = self._messages, []
+        messages = [*self._messages]
+        self._messages.clear()
         for message in messages:
             message.receive(keep=keep)
+
+
+def _wait_for_all(messages: Sequence[Message]) -> None:
+    """Of buffers that are gone: a transport whose buffers are freed hangs. When Python exits, nothing waits."""
+    with suppress(RuntimeError):
+        for message in messages:
+            message.receive(keep=True)
 
 
 def _by_share(named: Sequence[tuple[str, Tensor]], shares: Sequence[Share]) -> list[list[tuple[str, Tensor]]]:
