@@ -32,7 +32,7 @@ CALLS = re.compile(
 KEYWORDS = {"non_blocking": ast.Constant(True), "pin_memory": ast.Constant(False)}
 ELSEWHERE = {  # what is no place, with the reason
     "work.wait()": "an all-gather of gloo, which has no streams",
-    "self._backward.discard()": "forgets gradients",
+    "self._meeting.discard()": "forgets gradients",
 }
 
 

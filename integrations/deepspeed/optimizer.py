@@ -247,7 +247,7 @@ class ZeROLayerWise(EngineOptimizer):
         Raises RuntimeError outside an engine, and on every rank, before anything is changed, if DeepSpeed's storage is
         not as planned, or if options differ.
         """
-        self._whole.check()
+        self._integrity.check()
         self.check_loaded()
         replicated = self._binding is not None and self._binding.replicated
         if replicated:
@@ -270,7 +270,7 @@ class ZeROLayerWise(EngineOptimizer):
                 self._rates.warn(self.name, self._all_groups, deepspeed_engine.idle_steps(binding.engine))
             for unit, (group, tensor) in shown.items():
                 stepper = self._steppers[unit]
-                with self._whole.changing():
+                with self._integrity.changing():
                     stepper.step(group, self.state[tensor], self._checked.out)
                 if self.row_scaling:
                     self.row_scaling.scale(stepper.params, stepper.pieces({}, 0))

@@ -20,7 +20,7 @@ from lwopt_backend.engines.base import picked
 from lwopt_backend.engines.first_pass import FirstPass
 from lwopt_backend.engines.gradients import Pick, checked_order, clip_factor, everything
 from lwopt_backend.engines.owned.gradients import OwnedGradients
-from lwopt_backend.engines.owned.model import Backward, check_model, check_trained, described, tell_when_loaded
+from lwopt_backend.engines.owned.model import StepMeeting, check_model, check_trained, described, tell_when_loaded
 from lwopt_backend.engines.owned.state import OwnedStore
 from lwopt_backend.engines.owned.step import OwnedCore, Share
 from lwopt_backend.groups.choices import Rules
@@ -172,14 +172,14 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         """Register hooks on the model and its parameters."""
         model = binding.engine.module
         self.core.manager.reduces = self._reduces
-        self._backward = Backward(self.core, model, self._checked, self.name)
+        self._meeting = StepMeeting(self.core, model, self._checked, self.name)
         self._handles += tell_when_loaded(model, self._take_loaded)
 
     def destroy(self) -> None:
         """Detach from the model of an engine that ends; its parameters keep their values."""
         if self._owned is None:
             return
-        self._backward.remove()
+        self._meeting.remove()
         self._tensors.detach()
         for handle in self._handles:
             handle.remove()
@@ -225,25 +225,25 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         """
         if self._owned is None:
             raise self._no_engine()
-        self._whole.check()
+        self._integrity.check()
         self.check_loaded()
         self.gradients.begin_step()
         with one_call(self, begins=True, ends=True):
-            presences = self._backward.finish(self.param_groups)
+            presences = self._meeting.finish(self.param_groups)
             self._check_groups(self.param_groups)
             if self._loaded:
                 self.refresh_fp32_params()
             self.loss_scaler.update_scale(self._scale_gradients())
             if not self.overflow:
                 self._rates.warn(self.name, self.param_groups, deepspeed_engine.idle_steps(self._owned.engine))
-                with self._whole.changing():
+                with self._integrity.changing():
                     self.core.step(self.param_groups, presences)
                 self.core.manager.receive_values()
             else:
                 self.core.manager.drop_gradients()
                 self.row_scaling.clear()
             self._reductions = 0
-            self._backward.stepped()
+            self._meeting.stepped()
         self.gradients.end_step()
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
@@ -277,7 +277,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
     def _complete_gradients(self) -> OwnedGradients:
         self._engine()
         self.gradients.check()
-        self._backward.finish(self.param_groups, reads=True)
+        self._meeting.finish(self.param_groups, reads=True)
         return self.core.gradients
 
     def _picked(self, names: str | Sequence[str]) -> Pick:
@@ -298,7 +298,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         if self._owned is None:
             super().zero_grad(set_to_none)
             return
-        self._backward.discard()
+        self._meeting.discard()
         self._reductions = 0
         self.gradients.dropped()
 

@@ -408,7 +408,7 @@ class Arrivals:
             for name, param in params.items()
         }
         names = dict(enumerate(self._names)) if speaks else {}
-        self._without = report.WithoutGradient(names, binding.engine.global_rank)
+        self._without = report.MissingGradients(names, binding.engine.global_rank)
 
     def here(self, steps: int) -> list[bool]:
         """Whether each has had one on this rank; empty if no report is due in step number ``steps``."""

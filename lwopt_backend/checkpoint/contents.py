@@ -217,7 +217,7 @@ def joined(parts: Sequence[LazyTensor], function: Callable[[list[Tensor]], Tenso
     return LazyTensor(shape, first.dtype, read, first.where)
 
 
-class Pieces(Sequence[LazyTensor]):
+class FlatPieces(Sequence[LazyTensor]):
     """Pieces of flat tensors, each given as its first element, their number and the tensor. A piece is made when it is
     accessed, because 1,000 ranks have millions."""
 

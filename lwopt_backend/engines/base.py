@@ -68,7 +68,7 @@ def loaded(
         after(optimizer)
 
 
-class Whole:
+class StepIntegrity:
     """Whether an optimizer's weights and state are those of whole steps. ``name`` is for errors."""
 
     def __init__(self, name: str) -> None:
@@ -108,7 +108,7 @@ class BaseOptimizer(torch.optim.Optimizer):
     _made = False  # whether the base class's constructor has added all param groups
     _plan_digest: str | None = None  # once there is a plan
     _recorder: Recorder | None = None  # while steps are measured
-    _whole: Whole
+    _integrity: StepIntegrity
 
     @property
     def plan_digest(self) -> str:
@@ -245,12 +245,12 @@ class BaseOptimizer(torch.optim.Optimizer):
         self.defaults = {**options, "lr": rate}
         self._rates, self._checked = MadeRates(groups), CheckedGroups()
         self._made = True
-        self._whole = Whole(self.name)
+        self._integrity = StepIntegrity(self.name)
         self._show_groups(self.param_groups)
 
     def set_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Replace the param groups by those of a checkpoint."""
-        self._whole.loaded()
+        self._integrity.loaded()
         self._show_groups(groups)
         self._rates.loaded(self.param_groups)
 

@@ -52,7 +52,7 @@ TOLD_AFTER = (1, 100)  # steps
 MOST_NAMES = 10
 
 
-class WithoutGradient:
+class MissingGradients:
     """Reports the trained parameters that no rank had a gradient for since the start, after 1 step and after 100.
 
     ``names`` are of those that rank number ``rank`` reports, by what the engine calls them.

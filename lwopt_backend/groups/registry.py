@@ -326,7 +326,10 @@ def is_cautious(options: Mapping[str, Any]) -> bool:
 
 
 def build_matrix_rule(group: Group, config: HostConfig) -> MatrixRule:
-    """The matrix rule of a param group with its current hyperparameters, in its current step of ``block_period``."""
+    """The matrix rule of a param group with its current hyperparameters, in its current step of ``block_period``.
+
+    Made anew in every step: a schedule or the user may have written any option into the group since the last one.
+    """
     rule = MATRIX_RULES[rule_of(group)].build(**arguments(group))
     object.__setattr__(rule, "rule_name", rule_name(group))  # also on a frozen dataclass
     if rule.block_period > 1 and config.is_owned:

@@ -59,7 +59,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         self._steppers: list[mesh.MeshStepper] = []
         self._elementwise = ElementwiseGroups()
         self._attachment: Attachment | None = None
-        self._without_gradient = report.WithoutGradient({})
+        self._without_gradient = report.MissingGradients({})
         self._bound: list[list[Tensor]] = []
         self._stated = set[int]()  # ids of the parameters that have state
         self._taken: str | None = None  # a parameter for which an optimizer was made later
@@ -140,7 +140,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         self.state, self._stated = state, {id(param) for param in state}
 
     def _begin_step(self) -> None:
-        self._whole.check()
+        self._integrity.check()
         self._ensure_bound()
         if self._taken is not None:
             raise StepRefused(
@@ -157,7 +157,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         kept = (self._elementwise, self.state, self._attachment, self.row_scaling)
         rules = self._matrix_rules()
         self._rates.warn(self.name, self.param_groups)
-        with self._whole.changing():
+        with self._integrity.changing():
             presences = step_all(self._steppers, self.param_groups, rules, *kept, self._options, self._checked.out)
         self._without_gradient.stepped(lambda place: presences[place[0]](place[1]))
         count_block_steps(self.param_groups)

@@ -18,7 +18,7 @@ from lwopt_backend.engines.owned import model as owned_model
 from lwopt_backend.engines.owned.bucket_manager import Hook, remove_with
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.engines.owned.model import (
-    Backward,
+    StepMeeting,
     check_model,
     check_not_compiled,
     check_options,
@@ -92,7 +92,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self._manager, self.row_scaling = self.core.manager, self.core.row_scaling
         if not self.config.keep_full_grads:
             self._manager.marks += gradients_shown(self._manager.names, self._manager.params, self)
-        self._backward = Backward(self.core, model, self._checked)
+        self._meeting = StepMeeting(self.core, model, self._checked)
         self._presences: list[Presence] | None = None  # in a step, once ranks have met
         self._buffers = Buffers(model, shares if self.config.broadcast_buffers else (), self._manager.ledger.send)
         self._manager.pass_ended = self._buffers.send
@@ -118,9 +118,9 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     def _begin_step(self) -> None:
         if self._presences is None:
-            self._whole.check()
+            self._integrity.check()
             self.core.check_loaded()
-            self._presences = self._backward.finish(self.param_groups)
+            self._presences = self._meeting.finish(self.param_groups)
             self._buffers.receive()
 
     def _step(self) -> None:
@@ -130,17 +130,17 @@ class OwnedOptimizer(LayerWiseOptimizer):
         if self._loaded:
             self.refresh_masters()
         self._manager.receive_values()
-        with self._whole.changing():
+        with self._integrity.changing():
             self.core.step(self.param_groups, self._presences)
         if not self.config.overlap_param_gather:
             self._manager.receive_values()
-        self._backward.stepped()
+        self._meeting.stepped()
 
     def _skip(self) -> None:
         self.row_scaling.clear()
         assert self._presences is not None
         self.core.end_step(self._presences)
-        self._backward.stepped()
+        self._meeting.stepped()
 
     def _end_step(self) -> None:
         self._presences = None
@@ -148,7 +148,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
     @undisturbed()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of an interrupted backward pass included, or set them to zero as torch does."""
-        self._backward.discard(to_zero=not set_to_none)
+        self._meeting.discard(to_zero=not set_to_none)
 
     @undisturbed()
     def synchronize(self) -> None:
@@ -168,7 +168,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def gradients(self) -> OwnedGradients:
         """Waits until all gradients are at their owners. Read on all ranks, which compare what they have done."""
         if self._presences is None:
-            self._backward.finish(self.param_groups, reads=True)
+            self._meeting.finish(self.param_groups, reads=True)
         return self.core.gradients
 
     @property
@@ -189,7 +189,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
             said = "ranks have not added up the passes under no_sync(); use it after a pass outside"
         if said:
             raise RuntimeError(f"{NAME}: param.grad: {said}")
-        if together or not self._backward.has_met or not (order is None or self.core.gradients.knows(order)):
+        if together or not self._meeting.has_met or not (order is None or self.core.gradients.knows(order)):
             return self.gradients
         return self.core.gradients
 
@@ -224,13 +224,13 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
         """Replace the param groups by those that were loaded with state."""
         self.set_groups(groups)
-        self._backward.options.compare_next()
+        self._meeting.options.compare_next()
         self._loaded = True
 
     @undisturbed()
     def state_dict(self) -> dict[str, Any]:
         """This rank's pieces of the state, which torch.distributed.checkpoint saves for any number of ranks."""
-        self._backward.options.compare_next()
+        self._meeting.options.compare_next()
         return saved(self, self._state)
 
     def _state(self) -> dict[str, Any]:

@@ -485,10 +485,10 @@ class Replicas:
 
 # Blocks of parameters in flat storage: a rank's elements of a block, and their places.
 
-Storage = FlatPartition | ParameterPartition | Replicas
+StorageLayout = FlatPartition | ParameterPartition | Replicas
 
 
-def in_blocks(storage: Storage, blocks: Sequence[Sequence[Block]]) -> BlockLayout:
+def in_blocks(storage: StorageLayout, blocks: Sequence[Sequence[Block]]) -> BlockLayout:
     """The same storage of the blocks of every parameter; ``blocks[i]`` are parameter i's, numbered consecutively.
 
     Raises ValueError for blocks of another parameter's size.
@@ -509,7 +509,7 @@ class BlockLayout:
     A rank has one contiguous range of a parameter, or all of it, and so of each block.
     """
 
-    storage: Storage
+    storage: StorageLayout
     params: tuple[int, ...]
     blocks: tuple[Block, ...]
     _views: dict[tuple[int, int], tuple[View, ...]] = field(default_factory=dict, compare=False, repr=False)

@@ -267,7 +267,8 @@ class TensorShards(BlockLayout):
     """Matrices that tensor parallelism cuts, or copies. A rank stores its shards as ``storage`` says.
 
     ``places[rank]`` has the tensor- and the data-parallel rank of a rank of the exchange group. The elements of a
-    parameter that is ``cut`` are numbered shard by shard, in ``blocks`` as well.
+    parameter that is ``cut`` are numbered shard by shard, in ``blocks`` as well. So every rank has ranges of elements,
+    and a matrix cut by columns is not in order: its shards are the ``Atom.tiles`` that its owner puts side by side.
 
     ::
 

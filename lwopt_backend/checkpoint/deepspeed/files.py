@@ -457,7 +457,7 @@ class Gathered:
                     "again"
                 )
             kept = [piece for piece in pieces if piece[2]] or pieces[:1]
-            found[key] = contents.end_to_end(contents.Pieces(piece[1:] for piece in kept), self.shape)
+            found[key] = contents.end_to_end(contents.FlatPieces(piece[1:] for piece in kept), self.shape)
         found.update({key: copies[0] for key, copies in self.copies.items()})
         for key, value in self.numbers.items():
             if key != STEP:

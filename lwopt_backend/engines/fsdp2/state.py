@@ -252,6 +252,9 @@ class OwnerShards:
 class BytesInRounds(MatrixPlan):
     """Tensors as matrices of bytes. Bucket n has the n-th ``most`` bytes of every owner, cut across tensors.
 
+    Owner state goes between owners and shards on the ways of a plan's matrices, whatever its shapes and dtypes: the
+    bytes of a tensor's row are a row of a matrix.
+
     A bucket's part of a tensor is the same part of every rank's rows, so that no rank sends or receives much more
     than others. ``begins`` is each tensor's place in the bytes of its owner.
     """

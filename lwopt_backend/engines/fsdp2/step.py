@@ -343,7 +343,7 @@ def _step_elementwise(
 
 def without_gradient(
     steppers: Sequence[MeshStepper], counted: Sequence[Counted], place: Collectives
-) -> report.WithoutGradient:
+) -> report.MissingGradients:
     """The report of missing gradients, by the numbers of a stepper and a member. ``place`` is in the largest mesh.
 
     The first rank of each mesh speaks for it; of copies on several meshes, and of plain tensors, the first of all.
@@ -355,7 +355,7 @@ def without_gradient(
             of_all = stepper.mesh is None or (number, member.name) in copies
             if (place if of_all else stepper.collectives).rank == 0:
                 names[number, index] = f"{member.name} (on rank 0)" if stepper.mesh is None else member.name
-    return report.WithoutGradient(names, place.rank)
+    return report.MissingGradients(names, place.rank)
 
 
 def described(steppers: Sequence[MeshStepper], counted: Sequence[Counted], reduction: str) -> report.Described:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.options import checked, options_in
-from lwopt_backend.engines.base import Whole, loaded, saved
+from lwopt_backend.engines.base import StepIntegrity, loaded, saved
 from lwopt_backend.engines.gradients import (
     ClipGroups,
     GradientNorms,
@@ -117,7 +117,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         self._list, self._shown = list[dict[str, Any]](), list[dict[str, Any]]()  # param groups, also as last shown
         self.overflowed: tuple[str, ...] = ()
         self._steps = 0
-        self._whole = Whole(NAME)
+        self._integrity = StepIntegrity(NAME)
         common = frozenset.intersection(*(has.defaults for has in found))
         mine = next((optimizer.defaults for optimizer in self.modules.values()), {})
         # As after unpickling: the base class's constructor requires parameters, which a rank may not have.
@@ -307,7 +307,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         with one_call(self, begins=True, ends=True), ExitStack() as ends:
             for ours in (part.ours for part in self._parts.values() if part.ours is not None):
                 ends.callback(ours._end_step)
-            self._whole.check()
+            self._integrity.check()
             norms, changed = self._norms_at_step()
             self._steps += 1
             self.overflowed = tuple(name for name, found in norms.items() if not all(map(math.isfinite, found)))
@@ -325,7 +325,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
                     if part.ours is not None:
                         part.ours._settles = False
                         part.ours._rates.told = True  # the rates of all modules were judged above
-                    with self._whole.changing(begun=number > 0):
+                    with self._integrity.changing(begun=number > 0):
                         part.optimizer.step()
                     if part.ours is not None and hooked:
                         part.ours.synchronize()
@@ -503,7 +503,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
         check_on_all(self._everyone, NAME, check)
         together(self._everyone, "load_state_dict", self._parts, load)
-        self._whole.loaded()
+        self._integrity.loaded()
         self._rates.loaded(self.param_groups)
 
     @undisturbed()

@@ -150,9 +150,17 @@ def check_options(
 # From backward to a step: all buckets are sent, and ranks exchange errors and which parameters have gradients.
 
 
-class Backward:
-    """Follows backward passes of ``model``, whose parameters are ``core``'s. Methods are called on all ranks.
-    ``BackwardPasses`` reduces the gradients; here ranks agree on what has come of the passes."""
+class StepMeeting:
+    """The meeting of all ranks before a step: they agree on what has come of the backward passes of ``model``, whose
+    parameters are ``core``'s. ``BackwardPasses`` reduces the gradients. Methods are called on all ranks.
+
+    One vector, of which ranks take the maximum, has a flag for each parameter with a gradient, and
+
+    - ``alike``: backward passes, whether the gradients are only read, a hash of what was done to them, and saves; and
+      ``negated``, the same below zero. Ranks differ where the largest and the smallest are not equal;
+    - ``ends``: whether this rank has an error to report, and whether it drops its gradients;
+    - ``options``: a hash of the param groups' options, in every 64th step.
+    """
 
     def __init__(self, core: OwnedCore, model: nn.Module, checked: CheckedGroups, name: str = NAME) -> None:
         self._core = core

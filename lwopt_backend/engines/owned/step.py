@@ -324,7 +324,7 @@ class OwnedCore:
         self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
         firsts = [held for held in self.holdings if config.report and held.sharers.everyone.rank == 0]
         names = {number: self.members[number].name for held in firsts for number in held.numbers}
-        self.without_gradient = report.WithoutGradient(names, shares[0].ranks.rank)
+        self.without_gradient = report.MissingGradients(names, shares[0].ranks.rank)
 
     def _plan(self, grouping: Grouping, shares: Sequence[Share]) -> list[Holdings]:
         """Plan the members of each share, and compare the plans of all ranks."""

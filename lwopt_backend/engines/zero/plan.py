@@ -28,7 +28,7 @@ from lwopt_backend.plan import (
     plan_matrices,
     plan_spread,
 )
-from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockLayout, Partition, Storage, in_blocks
+from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockLayout, Partition, StorageLayout, in_blocks
 from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.plan.owners import Limits, modelled_time
 from lwopt_backend.rules import MatrixRule
@@ -57,7 +57,7 @@ def unit_layouts(
     is_matrix: bool,
     sub_group_size: int = SUB_GROUP_SIZE,
     param_alignment: int = 1,
-) -> Iterator[tuple[slice, Storage]]:
+) -> Iterator[tuple[slice, StorageLayout]]:
     """Yield the parameters of a group that are stepped together, and their layout. ``numels`` are their sizes.
 
     ``param_alignment`` is that of ``FlatPartition.build``. ``is_matrix`` is whether a matrix rule steps them.
@@ -91,7 +91,7 @@ class GroupPlan:
 
     rule: str
     params: tuple[TrainedParam, ...]
-    layout: Storage
+    layout: StorageLayout
     options: tuple[str, ...]  # the rule's, one line each
     matrices: MatrixPlan | None
     state_bytes: tuple[int, ...]  # of each rank's state
@@ -133,7 +133,7 @@ def members_digest(plans: Sequence[GroupPlan]) -> str:
 def plan_group(
     group: Mapping[str, Any],
     members: Sequence[TrainedParam],
-    layout: Storage,
+    layout: StorageLayout,
     config: ZeROConfig,
     machine: Machine,
     places: Sequence[tuple[int, int]] = (),
@@ -163,8 +163,8 @@ def plan_group(
 
 
 def _of_atoms(
-    members: Sequence[TrainedParam], layout: Storage, places: Sequence[tuple[int, int]]
-) -> Storage | BlockLayout:
+    members: Sequence[TrainedParam], layout: StorageLayout, places: Sequence[tuple[int, int]]
+) -> StorageLayout | BlockLayout:
     """The layout of the matrices in ``members``."""
     if not places:
         blocks = [member.blocks for member in members]
@@ -191,7 +191,7 @@ def kept_numel(plan: MatrixPlan, rank: int) -> int:
 
 def _plan_atoms(
     atoms: Sequence[Atom],
-    layout: Storage | BlockLayout,
+    layout: StorageLayout | BlockLayout,
     matrix_rule: MatrixRule,
     config: ZeROConfig,
     machine: Machine,
