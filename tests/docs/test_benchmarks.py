@@ -218,10 +218,10 @@ def test_the_planner_is_compared_with_megatrons_as_on_its_page() -> None:
     assert f"{better} have" in PAGES["benchmarks"] and f"{equal} are equal, and {worse}" in PAGES["benchmarks"]
 
 
-def test_host_times_are_those_of_the_results() -> None:
-    ms = {row["row"]: f"{row['ms']:.1f} ms" for row in results("host_time")}
+def test_counts_of_a_step_are_those_of_the_results() -> None:
+    calls = {row["row"]: f"{row['calls']:,}" for row in results("step_counts")}
     text = " ".join(PAGES["planning"].split())
-    assert f"{ms['fsdp2']} on FSDP2, {ms['zero3']} on ZeRO 3 and {ms['zero1']} on ZeRO 1" in text
+    assert f"{calls['fsdp2']} functions on FSDP2, {calls['zero3']} on ZeRO 3 and {calls['zero1']} on ZeRO 1" in text
 
 
 def test_losses_of_rules_are_those_of_the_results() -> None:
@@ -247,12 +247,14 @@ def figures(tmp_path: Path, benchmark: str, arguments: str) -> tuple[Any, str]:
 
 
 @pytest.mark.full
-def test_host_time_is_outside_of_operations(tmp_path: Path) -> None:
-    found, _ = figures(tmp_path, "host_time", "--row zero1 fsdp2 --rounds 1")
+def test_counts_of_a_step_are_equal_in_every_run(tmp_path: Path) -> None:
+    found, _ = figures(tmp_path, "step_counts", "--row zero1 fsdp2")
     assert [row["row"] for row in found] == ["zero1", "fsdp2"]
-    assert all(row["ms"] > 0 and row["calls"] > row["operations"] > 0 for row in found)
-    both, _ = figures(tmp_path, "host_time", "--row fsdp2 --rounds 1 --runs 1 --against HEAD")
-    assert {row["figure"]: row["ratio"] for row in both if row["figure"] != "ms"} == {"calls": 1, "operations": 1}
+    assert all(row["calls"] > row["operations"] > 0 and row["bytes"] > 0 and not row["waits"] for row in found)
+    both, _ = figures(tmp_path, "step_counts", "--row fsdp2 --against HEAD")
+    assert len(both) == len(found[1]) - 1
+    for row in both:
+        assert row["before"] == row["after"] == found[1][row["figure"]]
 
 
 @pytest.mark.full
