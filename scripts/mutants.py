@@ -1,7 +1,7 @@
 """Mutants of the core: change one line, run the tests that execute it, and show what no test kills.
 
     python scripts/mutants.py --count 60 --seed 1                   drawn evenly over folders and kinds of change
-    python scripts/mutants.py lwopt_backend/runtime/step.py:284     all of a line, or of a file
+    python scripts/mutants.py lwopt_backend/runtime/step.py:345     all of a line, or of a file
     python scripts/mutants.py --list lwopt_backend/runtime/step.py  show them, run nothing
     python scripts/mutants.py --note --tests tests/unit             note what these tests execute, no more
 

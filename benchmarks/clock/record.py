@@ -13,11 +13,11 @@ from torch._C._distributed_c10d import ProcessGroup
 from benchmarks.rehearsal.absent_gpu import OTHER, Recorder, absent_gpu, pretended, replaced, tensors_in
 from benchmarks.rehearsal.engines import ENGINES, Engine, FlatEngine, MeshEngine, OwnedEngine, Passes
 from benchmarks.rehearsal.step import others_of
-from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.engines.owned.step import OwnedStepper
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.runtime import collectives
+from lwopt_backend.runtime.buffers import BucketBuffers
 from lwopt_backend.runtime.step import MatrixStepper
 
 # What a record consists of. Numbers of buckets count through all plans of an engine.

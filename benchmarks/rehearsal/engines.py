@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lwopt_backend.config.hosts import HostConfig, ZeROConfig
 from lwopt_backend.engines.fsdp2.plan import local
 from lwopt_backend.engines.modules.step import ModuleOptimizers
-from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.engines.zero.plan import GroupPlan, GroupStepper, UnitStepper
 from lwopt_backend.engines.zero.replicated import ElementwiseReplicas, MatrixReplicas
@@ -31,6 +30,7 @@ from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import MeshConfig, Setting
 from lwopt_backend.planner.shares import zero_plans
 from lwopt_backend.runtime.agreement import plan_digest
+from lwopt_backend.runtime.buffers import BucketBuffers
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.step import MatrixStepper
 

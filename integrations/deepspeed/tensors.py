@@ -11,7 +11,6 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER
-from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.engines.owned.state import gathered, state_pieces
 from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.groups import Groups
@@ -19,6 +18,7 @@ from lwopt_backend.groups.grouping import Grouping
 from lwopt_backend.groups.registry import new_state
 from lwopt_backend.integrations.deepspeed.zero import StateKeys
 from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.buffers import BucketBuffers
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")

@@ -91,7 +91,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self._model = model
         self._manager, self.row_scaling = self.core.manager, self.core.row_scaling
         if not self.config.keep_full_grads:
-            self._manager.marks += gradients_shown(self._manager.names, self._manager.params, self)
+            self._manager.marks.extend(gradients_shown(self._manager.names, self._manager.params, self))
         self._meeting = StepMeeting(self.core, model, self._checked)
         self._presences: list[Presence] | None = None  # in a step, once ranks have met
         self._buffers = Buffers(model, shares if self.config.broadcast_buffers else (), self._manager.ledger.send)

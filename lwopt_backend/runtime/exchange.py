@@ -66,6 +66,8 @@ class Arrival:
             self.received.record_stream(stream)
             self.data.record_stream(stream)
 
+    discard = wait
+
     def sent(self, data: Tensor | None = None) -> Parts:
         """The parts of the segments that this rank sent, or those of other ``data`` of their sizes."""
         assert isinstance(self.way, Way)

@@ -19,6 +19,11 @@ collectives, since a transport writes into its buffers, and frees these. Nothing
 stepped to its end, whether its step raised, its gradients were dropped, or its optimizer is collected. When Python
 exits, nothing waits.
 
+The step goes on with the tasks of a host's storage, two buckets at a time (``Window``). In plain PyTorch, the hook of a
+bucket's last gradient begins its reduction, on autograd's thread of the device; a later bucket's hook, the end of the
+pass or the step goes on with it. The step begins the return of new values; the next forward pass ends it, or whoever
+reads parameters before. No two threads go on with tasks at once: backward returns when its hooks have.
+
 No context manager spans a ``yield``: ``no_grad``, a stream or a profiler's label would stay on for whoever goes on with
 the task. Who does, sets what it needs.
 """
@@ -40,6 +45,7 @@ from torch import Tensor
 from lwopt_backend.plan import Atom, MatrixPlan
 from lwopt_backend.plan.exchange import own_block
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
+from lwopt_backend.runtime.buffers import BucketBuffers, PartsPending
 from lwopt_backend.runtime.capture import Capture
 from lwopt_backend.runtime.collectives import (
     Collectives,
@@ -71,7 +77,28 @@ from lwopt_backend.runtime.tensors import (
     views_like,
 )
 
-Task = Generator[None, None, None]  # of one bucket
+Task = Generator[str, None, None]  # of one bucket; yields the name of what is on the wire
+
+
+@dataclass
+class Underway:
+    """A task that has begun. ``at`` is what it has on the wire, nothing once it has ended; ``next`` goes on with it."""
+
+    task: Task
+    at: str
+
+    def __iter__(self) -> Underway:
+        return self
+
+    def __next__(self) -> str:
+        self.at = ""  # if it ends, or raises
+        self.at = next(self.task)
+        return self.at
+
+    def close(self) -> None:
+        """End it early."""
+        self.task.close()
+        self.at = ""
 
 
 class Window:
@@ -104,17 +131,22 @@ class Window:
     ) -> None:
         for task in (self._latest, *self._earlier):
             if task is not None:
-                task.close()
+                with suppress(RuntimeError):  # of ranks that are gone, which an error has told
+                    task.close()
 
 
 ENDED = object()
 
 
-def wait_for(arrivals: Iterable[Arrival]) -> None:
-    """Wait for what a task that ends early has in flight. If ranks are gone, which their error has told, it goes on."""
-    for arrival in arrivals if not sys.is_finalizing() else ():
-        with suppress(RuntimeError):
-            arrival.wait()
+def wait_for(travelling: Iterable[Arrival | PartsPending]) -> None:
+    """At the end of a task: wait for what it has in flight. An error that has ended it already is the one to tell."""
+    ended = sys.exc_info()[0] not in (None, GeneratorExit)
+    for each in travelling if not sys.is_finalizing() else ():
+        try:
+            each.discard()
+        except RuntimeError:
+            if not ended:
+                raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +156,39 @@ class Given:
     rules: Rules
     pieces: PiecesOf
     skipped: frozenset[int] = NONE  # atoms that do not change
+
+
+# Plain PyTorch: the owners' step lies between the two.
+
+GRADIENTS = "gradients"
+
+
+def reduced(bucket: BucketBuffers, earlier: Underway | None) -> Task:
+    """The gradients of one backward pass: | wire: reduce | sum of all passes. If ``replicas`` own the same parts,
+    a wire across instances precedes the sum, after that of an ``earlier`` pass."""
+    travelling: PartsPending | None = bucket.launch()
+    try:
+        yield GRADIENTS
+        assert travelling is not None
+        travelling = bucket.arrive(travelling, earlier or ())
+        if travelling is not None:
+            yield "sums across instances"
+            bucket.add_crossed(travelling)
+            travelling = None
+    finally:
+        wait_for([] if travelling is None else [travelling])
+        if earlier is not None:
+            earlier.close()
+
+
+def returned(bucket: BucketBuffers) -> Task:
+    """New values: | wire: gather |."""
+    travelling = bucket.send_values()
+    try:
+        yield "values"
+        bucket.receive_values(travelling)
+    finally:
+        wait_for([travelling])
 
 
 class Matrices:
@@ -367,12 +432,12 @@ class MatrixStepper:
         travelling: list[Arrival] = []
         try:
             travelling = self._depart(bucket, given, departed)
-            yield
+            yield "directions"
             travelling = [self._update_owned(bucket, travelling, given)]
-            yield
+            yield "updates"
             if self._plan.rows is not None:  # ranks of other rows store copies
                 travelling = [travelling[0].passed_on()]
-                yield
+                yield "updates in the column"
             self._apply_returned(bucket, travelling[0], given)
         finally:
             wait_for(travelling)

@@ -88,6 +88,18 @@ def test_torch_distributed_has_one_door() -> None:
         assert all(within(module, *hosts.get(path.parent, ())) for module in used), (path, used)
 
 
+def test_no_context_manager_spans_a_yield_of_a_task() -> None:
+    """It would stay on for whoever goes on with the task, such as a gradient's hook."""
+    tree = ast.parse((PACKAGE / "runtime" / "step.py").read_text())
+    tasks = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and yields(node)]
+    assert {task.name for task in tasks} == {"_exchanged", "reduced", "returned"}
+    assert not any(yields(node) for task in tasks for node in ast.walk(task) if isinstance(node, ast.With))
+
+
+def yields(node: ast.AST) -> bool:
+    return any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in ast.walk(node))
+
+
 def test_no_class_does_anything_when_it_is_deleted() -> None:
     """Collectives are waited for by what closes a task, and by finalizers, which do nothing while Python exits."""
     for path in files(PACKAGE, INTEGRATIONS):

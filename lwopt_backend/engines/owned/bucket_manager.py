@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from lwopt_backend.engines.owned.buckets import BucketBuffers, Ledger, Sharers
 from lwopt_backend.plan.buffers.layout import Bucket
 from lwopt_backend.routing.models import called
+from lwopt_backend.runtime.buffers import BucketBuffers, Ledger, Sharers
 from lwopt_backend.runtime.exchange import Beside
 from lwopt_backend.runtime.presence import Presence
+from lwopt_backend.runtime.step import GRADIENTS, Underway, reduced, returned
 
 
 class Hook:
@@ -145,6 +146,86 @@ class BackwardPasses:
         self._manager.end_backward()
 
 
+# What param.grad shows of gradients that were taken: a mark (``ReducedGradient``), which the user may remove. That
+# drops what has accumulated.
+
+
+class Shown:
+    """Which of ``params`` show a gradient for the step, if nobody has removed it. There are no ``marks`` under
+    DeepSpeed, and with ``keeps_full``, where param.grad is the gradient itself."""
+
+    def __init__(self, params: Sequence[Tensor], keeps_full: bool) -> None:
+        self.marks: list[Tensor] = []
+        self._params, self._keeps_full = params, keeps_full
+        self.clear()
+
+    def clear(self) -> None:
+        """No parameter shows a gradient for the step."""
+        self._here = [False] * len(self._params)
+        self._lifted: dict[int, bool] = {}  # in a backward pass, marks that were taken away, and whether one was shown
+
+    def show(self, index: int) -> None:
+        """Put the mark into param.grad."""
+        if self.marks:
+            self._lifted.pop(index, None)
+            try:
+                self._params[index].grad = self.marks[index]
+            except RuntimeError:  # the parameter was cast or moved, which the step refuses
+                return
+            self._here[index] = True
+
+    def lift(self, index: int) -> None:
+        """Take the mark out of param.grad, to which autograd is about to add a gradient."""
+        if self._params[index].grad is self.marks[index]:
+            self._params[index].grad = None
+            self._lifted[index], self._here[index] = self._here[index], False
+
+    def put_back(self) -> None:
+        """At the end of a pass: the marks into which torch.autograd.grad has accumulated nothing."""
+        for index, shown in self._lifted.items():
+            self._params[index].grad, self._here[index] = self.marks[index], shown
+        self._lifted = {}
+
+    def show_others(self) -> None:
+        """The marks where other ranks may have a gradient, and this one has none."""
+        for index, shown in enumerate(self._here):
+            if not shown and index not in self._lifted:
+                self.show(index)
+
+    def note_all(self) -> None:
+        """param.grad is the gradient itself."""
+        self._here = [param.grad is not None for param in self._params]
+
+    def removed(self, indices: Iterable[int]) -> list[int]:
+        """Those of these parameters whose gradient was removed since it was shown."""
+        found = []
+        for index in indices:
+            if self._here[index]:
+                grad = self._params[index].grad
+                if grad is None if self._keeps_full else grad is not self.marks[index]:
+                    self._here[index] = False
+                    found.append(index)
+        return found
+
+    def is_mark(self, index: int) -> bool:
+        """Whether param.grad is its mark."""
+        return bool(self.marks) and self._params[index].grad is self.marks[index]
+
+    def is_used(self, index: int) -> bool:
+        """Whether param.grad is the mark of a gradient that the last step has used."""
+        return self.is_mark(index) and not self._here[index]
+
+    def count_again(self, index: int) -> None:
+        """What param.grad shows is for the next step."""
+        self._here[index] = True
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Take these parameters' marks away."""
+        for index in indices if self.marks else ():
+            if self.is_mark(index):
+                self._params[index].grad = None
+
+
 # The bucket manager: it owns the parameters' long-lived buffers, and sends their gradients.
 #
 # ::
@@ -157,9 +238,23 @@ class BackwardPasses:
 # Every rank starts the same collectives in the same order, with or without gradients: every backward pass that reduces
 # sends each bucket exactly once. The order is the plan's until ranks have agreed on another.
 #
+# How far a bucket is, its tasks know (``runtime/step.py``): ``reduced``, which a gradient's hook, the end of a pass or
+# a step goes on with, and ``returned``, which the step begins, and the next forward pass or step ends. Hooks run on
+# autograd's thread of a device, and steps on the caller's, never both at once: a pass has ended when backward returns.
+# In a reentrant checkpoint, the hooks of a nested pass run on the thread of the outer one.
+#
 # Buckets in flight to their owners. The stream of the backward pass waits for the one before them, because its next
 # allocations may reuse that bucket's memory. More in flight would take more memory, and hide no more communication.
 IN_FLIGHT = 2
+
+
+class Pass:
+    """A backward pass that reduces, from its first gradient here until all buckets have left: by bucket, the
+    parameters whose gradients are ``missing``; and the numbers of those that have ``left``."""
+
+    def __init__(self, buckets: Sequence[BucketBuffers]) -> None:
+        self.missing = [{slot.param for slot in bucket.bucket.slots} for bucket in buckets]
+        self.left = set[int]()
 
 
 class BucketManager:
@@ -167,7 +262,7 @@ class BucketManager:
 
     Made on all ranks. Turns the parameters into views of the buckets' buffers. ``order`` is the numbers of the buckets
     as they leave. ``filled`` is those that were full in a backward pass on this rank, in that order; None once ranks
-    have agreed on an order. ``returning`` is those whose new values are still in flight to this rank.
+    have agreed on an order. ``returning`` has the tasks of those whose new values are still in flight to this rank.
     """
 
     def __init__(
@@ -198,37 +293,37 @@ class BucketManager:
         ]
         self.order: Sequence[int] = range(len(buckets))
         self.filled: list[int] | None = []
-        self.returning: set[int] = set()
         self.places = [param.data_ptr() for param in params]
         self.bucket_of = {slot.param: n for n, bucket in enumerate(buckets) for slot in bucket.slots}
-        self._touched = [False] * len(params)  # had a gradient on this rank since the last drop_gradients()
         self.reduces: Callable[[], bool] | None = None  # the host's answer to whether the next pass reduces
         self.pass_ended: Callable[[], None] | None = None  # called on all ranks, once the buckets of a pass have left
         self.keeps_full = keep_full  # whether every rank keeps all mean gradients, in param.grad
         # Whether buckets are sent during backward passes; or all of them in ``finish``, to keep full at a pass' end.
         self.overlap = overlap
-        self._reducing = True
+        # The buckets' tasks, by number, and the pass in which buckets leave.
+        self._reducing: dict[int, Underway] = {}
+        self.returning: dict[int, Underway] = {}
+        self._pass: Pass | None = None
+        # Which gradients count for the next step.
+        self._syncs = True  # the passes that run now reduce
         self.left_behind = False  # a pass left its gradients unreduced
         self.passes = 0  # reducing backward passes since the last step
         self.version = 0  # of the mean gradients
-        # What param.grad shows of gradients that were taken, if anything: see ``ReducedGradient``.
-        self.marks: list[Tensor] = []
-        self._shown = [False] * len(params)  # whether param.grad shows a gradient for the step, if nobody removed it
-        self._lifted: dict[int, bool] = {}  # in a backward pass, marks that were taken away, and whether one was shown
+        self._touched = [False] * len(params)  # had a gradient on this rank since the last drop_gradients()
         self._stale: set[int] = set()  # parameters of whose gradients earlier passes are to be forgotten
         self.changes = 0  # a sum over all that was done to gradients; ranks compare it
-        self._begin()
-        weakref.finalize(self, _wait_for_all, self.buckets, params, self.marks).atexit = False
+        self.shown = Shown(params, keep_full)
+        tasks = (self._reducing, self.returning)
+        weakref.finalize(self, _close, tasks, params, self.shown.marks).atexit = False
 
-    def _begin(self) -> None:
-        self._waiting = [{slot.param for slot in bucket.bucket.slots} for bucket in self.buckets]
-        self._next = 0  # place in ``order``
-        self._left = set[int]()
-        self._open = False  # a reducing pass has gradients here that are not all sent
+    @property
+    def marks(self) -> list[Tensor]:
+        """What param.grad shows of gradients that were taken; none if it shows nothing."""
+        return self.shown.marks
 
     def leave_in(self, order: Sequence[int]) -> None:
         """Send buckets in this order from now on. Called on all ranks, between backward passes."""
-        assert self._next == 0
+        assert self._pass is None or not self._pass.left
         self.order, self.filled = order, None
 
     # Backward
@@ -236,24 +331,31 @@ class BucketManager:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients on this rank, to be reduced together with those of a later backward pass."""
-        before, self._reducing = self._reducing, False
+        before, self._syncs = self._syncs, False
         self.left_behind = True
         try:
             yield
         finally:
-            self._reducing = before
+            self._syncs = before
 
     def begin_backward(self) -> None:
         """Note that a backward pass begins."""
         if self.reduces is not None:
-            self._reducing = self.reduces()
-        self.left_behind = self.left_behind or not self._reducing  # also of passes that follow a use under no_sync
-        self._open = self._open or self._reducing
+            self._syncs = self.reduces()
+        self.left_behind = self.left_behind or not self._syncs  # also of passes that follow a use under no_sync
+        if self._syncs:
+            self._begin_pass()
+
+    def _begin_pass(self) -> Pass:
+        """The pass in which buckets leave: a new one, unless one has not sent all."""
+        if self._pass is None:
+            self._pass = Pass(self.buckets)
+        return self._pass
 
     def arrived(self, index: int) -> None:
         """Take a parameter's gradient. Raises RuntimeError if its bucket was sent, or its new value has not arrived."""
         number = self.bucket_of[index]
-        if self._reducing and number in self._left:
+        if self._syncs and self._pass is not None and number in self._pass.left:
             raise RuntimeError(
                 f"parameter {self.names[index]!r} got another gradient in one backward pass after bucket {number} had "
                 "been sent with its first: several reentrant checkpoints use it. Use checkpoint(..., "
@@ -267,61 +369,62 @@ class BucketManager:
         self._touched[index] = True
         with torch.no_grad():
             self.buckets[number].take(index)
-        self._show(index)
-        if not self._reducing:
+        self.shown.show(index)
+        if not self._syncs:
             return
-        self._open = True
-        self._waiting[number].discard(index)
-        if self.filled is not None and not self._waiting[number] and number not in self.filled:
+        current = self._begin_pass()
+        current.missing[number].discard(index)
+        if self.filled is not None and not current.missing[number] and number not in self.filled:
             self.filled.append(number)
-        while self.overlap and self._next < len(self.buckets) and not self._waiting[self.order[self._next]]:
-            self._launch_next()
-        if self._next == len(self.buckets):
+        while self.overlap and (following := self._next(current)) is not None and not current.missing[following]:
+            self._launch(current, following)
+        if self._next(current) is None:
             self._end_pass()
 
     def end_backward(self) -> None:
         """Send the buckets that were not sent during the backward pass. Called on all ranks."""
-        if self._open and (self.overlap or self.keeps_full):  # whose mean param.grad has after the pass
+        if self._pass is not None and (self.overlap or self.keeps_full):  # whose mean param.grad has after the pass
             self._launch_rest()
-        for index, shown in self._lifted.items():  # into which torch.autograd.grad has accumulated nothing
-            self.params[index].grad, self._shown[index] = self.marks[index], shown
-        self._lifted = {}
+        self.shown.put_back()
+
+    def _next(self, current: Pass) -> int | None:
+        """The bucket that leaves next in a pass; None if all have left."""
+        return self.order[len(current.left)] if len(current.left) < len(self.buckets) else None
 
     def _launch_rest(self) -> None:
-        while self._next < len(self.buckets):
-            self._launch_next()
+        current = self._begin_pass()
+        while (number := self._next(current)) is not None:
+            self._launch(current, number)
         self._end_pass()
 
-    def _launch_next(self) -> None:
-        number = self.order[self._next]
+    def _launch(self, current: Pass, number: int) -> None:
+        """Start to reduce a bucket."""
         # A bucket in flight keeps its buffer, so the oldest arrives first; backward would fill the memory otherwise.
-        if self._next >= IN_FLIGHT:
-            self._arrive(self.order[self._next - IN_FLIGHT])
-        self._next += 1
-        self._left.add(number)
+        if len(current.left) >= IN_FLIGHT:
+            self._arrive(self.order[len(current.left) - IN_FLIGHT])
+        current.left.add(number)
+        self._arrive(number)  # its transfer of an earlier pass
         with torch.no_grad():
-            self._arrive(number)  # its transfer of an earlier pass
             self._look(slot.param for slot in self.buckets[number].bucket.slots)
             self._forget_stale(number)
-            self.buckets[number].launch()
+            task = reduced(self.buckets[number], self._reducing.get(number))
+            self._reducing[number] = Underway(task, next(task))
         self.version += 1
 
     def _end_pass(self) -> None:
-        self._begin()
+        self._pass = None
         self.passes += 1
         self.left_behind = False
         if self.pass_ended is not None:
             self.pass_ended()
         if self.buckets[0].sharers.everyone.world_size > 1:  # other ranks may have a gradient where this one has none
-            for index, shown in enumerate(self._shown):
-                if not shown and index not in self._lifted:
-                    self._show(index)
+            self.shown.show_others()
         if self.keeps_full:
             for bucket in self.settled():
                 with torch.no_grad():
                     bucket.spread_gradients()
             self._show_everywhere()
-            self._shown = [param.grad is not None for param in self.params]
+            self.shown.note_all()
 
     def _show_everywhere(self) -> None:
         """Set ``param.grad`` to the mean gradient where only other ranks had one. Called on all ranks."""
@@ -336,42 +439,30 @@ class BucketManager:
             presence.finish()
 
     def _arrive(self, number: int) -> None:
-        with torch.no_grad():
-            if self.buckets[number].under_way:
-                self.buckets[number].arrive()
+        """Wait for a bucket's gradients, if they are on their way to its owners."""
+        task = self._reducing.get(number)
+        if task is not None and task.at == GRADIENTS:
+            with torch.no_grad():
+                next(task, None)
 
     def _settle(self, number: int) -> None:
         self._arrive(number)
         with torch.no_grad():
-            self.buckets[number].settle()
+            self.buckets[number].settle(self._reducing.pop(number, ()))
             self._forget_stale(number)
 
-    # What param.grad shows: the user may remove it, which drops what has accumulated
-
-    def _show(self, index: int) -> None:
-        if self.marks:
-            self._lifted.pop(index, None)
-            try:
-                self.params[index].grad = self.marks[index]
-            except RuntimeError:  # the parameter was cast or moved, which the step refuses
-                return
-            self._shown[index] = True
+    # What was done to gradients between passes
 
     def lift(self, index: int) -> None:
         """Take the mark out of param.grad, to which autograd is about to add a gradient."""
         self._look([index])
-        if self.params[index].grad is self.marks[index]:
-            self.params[index].grad = None
-            self._lifted[index], self._shown[index] = self._shown[index], False
+        self.shown.lift(index)
 
     def _look(self, indices: Iterable[int]) -> None:
         """Drop the gradients that were removed from param.grad since they were shown there."""
-        for index in indices:
-            if self._shown[index]:
-                grad = self.params[index].grad
-                if grad is None if self.keeps_full else grad is not self.marks[index]:
-                    self._shown[index] = self._touched[index] = False
-                    self.forget([index])
+        for index in self.shown.removed(indices):
+            self._touched[index] = False
+            self.forget([index])
 
     def forget(self, indices: Iterable[int]) -> None:
         """Forget the gradients of these parameters in all passes so far; those of a step's are then zero."""
@@ -389,7 +480,7 @@ class BucketManager:
     def _forget_stale(self, number: int) -> None:
         bucket = self.buckets[number]
         if stale := self._stale.intersection(slot.param for slot in bucket.bucket.slots):
-            bucket.forget(stale)
+            bucket.forget(stale, self._reducing.get(number, ()))
             self._stale -= stale
 
     # Step
@@ -399,7 +490,7 @@ class BucketManager:
 
         A rank that had fewer backward passes than the others takes part with zeros. Called on all ranks.
         """
-        while self._open or self.left_behind or self.passes < passes:
+        while self._pass is not None or self.left_behind or self.passes < passes:
             self._launch_rest()
 
     def has_gradient(self, index: int) -> bool:
@@ -416,7 +507,7 @@ class BucketManager:
         if self.keeps_full:
             return None
         for index, param in enumerate(self.params):
-            if (grad := param.grad) is not None and not (self.marks and grad is self.marks[index]):
+            if param.grad is not None and not self.shown.is_mark(index):
                 return self.names[index]
         return None
 
@@ -437,8 +528,7 @@ class BucketManager:
         """A parameter whose gradient the last step has used, no pass has followed, and nobody has cleared; or None."""
         if self.has_unused_gradients:
             return None
-        left = zip(self.names, self.params, self.marks, self._shown)
-        return next((name for name, param, mark, shown in left if param.grad is mark and not shown), None)
+        return next((name for index, name in enumerate(self.names) if self.shown.is_used(index)), None)
 
     def stepped(self, unused: Iterable[int]) -> None:
         """End a step: drop the gradients, unless ``keep_full`` leaves them for the user to read. Marks stay, as
@@ -447,22 +537,20 @@ class BucketManager:
             self.passes = 0
             return
         self._drop()
-        for index in unused if self.marks else ():
-            if self.params[index].grad is self.marks[index]:
-                self.params[index].grad = None
+        self.shown.drop(unused)
 
     def send_values(self, number: int) -> None:
         """Start sending a bucket's new parameters to all ranks. Called on all ranks, bucket by bucket."""
         with torch.no_grad():
-            self.buckets[number].send_values()
-        self.returning.add(number)
+            task = returned(self.buckets[number])
+            self.returning[number] = Underway(task, next(task))
 
     def receive_values(self, numbers: Iterable[int] | None = None) -> None:
         """Wait until the parameters of these buckets, by default of all, have arrived."""
-        for number in sorted(self.returning if numbers is None else self.returning.intersection(numbers)):
+        for number in sorted(self.returning if numbers is None else self.returning.keys() & set(numbers)):
             with torch.no_grad():
-                self.buckets[number].receive_values()
-            self.returning.remove(number)
+                next(self.returning[number], None)
+            del self.returning[number]
 
     def drop_gradients(self, *, to_zero: bool = False) -> None:
         """Drop all gradients; waits for those in flight. ``to_zero`` leaves zeros in their place, as in torch."""
@@ -475,58 +563,63 @@ class BucketManager:
                 with torch.no_grad():
                     param.grad.zero_()  # type: ignore[union-attr]
             else:
-                self._touched[index] = self._shown[index] = True
+                self._count_again(index)
 
     def _is_shown(self, index: int) -> bool:
         """Whether ``param.grad`` shows a gradient that this rank had, or that the last step has used."""
-        grad = self.params[index].grad
         if self.keeps_full or not self.marks:
-            return self.keeps_full and grad is not None
-        return grad is self.marks[index] and (self._touched[index] or not self._shown[index])
+            return self.keeps_full and self.params[index].grad is not None
+        return self.shown.is_used(index) or (self.shown.is_mark(index) and self._touched[index])
+
+    def _count_again(self, index: int) -> None:
+        self._touched[index] = True
+        self.shown.count_again(index)
 
     def zero(self, indices: Iterable[int]) -> None:
         """Set the gradients that these parameters show to zero. One that the last step has used counts again."""
         indices = list(indices)
         for index in indices:
             if self._is_shown(index):
-                self._touched[index] = self._shown[index] = True
+                self._count_again(index)
         if self.has_unused_gradients:
             self.forget(indices)
         self.version += 1
 
     def _drop(self) -> None:
+        for task in self._reducing.values():
+            task.close()
+        self._reducing.clear()
         for bucket in self.buckets:
             bucket.drop_gradients()
         self._touched = [False] * len(self.params)
-        self._shown = [False] * len(self.params)
-        self._lifted, self._stale, self.changes = {}, set(), 0
+        self.shown.clear()
+        self._stale, self.changes = set(), 0
         self.version += 1
         self.left_behind = False
         self.passes = 0
-        self._begin()
+        self._pass = None
 
     @property
     def has_unused_gradients(self) -> bool:
         """Whether a backward pass or ``no_sync`` ran since the last step. The same on all ranks that ran one."""
-        return self.passes > 0 or self._open or self.left_behind
+        return self.passes > 0 or self._pass is not None or self.left_behind
 
     @property
     def apart(self) -> bool:
         """Whether gradients of the last passes, under ``no_sync``, are each rank's own."""
-        return self.left_behind and not self._open
+        return self.left_behind and self._pass is None
 
     @property
     def all_left(self) -> bool:
         """Whether a pass has reduced since the last step, and all gradients were sent to their owners."""
-        return self.passes > 0 and not self._open and not self.left_behind
+        return self.passes > 0 and self._pass is None and not self.left_behind
 
 
-def _wait_for_all(buckets: Sequence[BucketBuffers], params: Sequence[Tensor], marks: Sequence[Tensor]) -> None:
-    """Of a manager that is gone: a transport whose buffers are freed hangs. When Python exits, nothing waits."""
-    with suppress(RuntimeError):
-        for bucket in buckets:
-            bucket.receive_values()
-            bucket.drop_gradients()
-        for param, mark in zip(params, marks):
-            if param.grad is mark:
-                param.grad = None
+def _close(tasks: Iterable[dict[int, Underway]], params: Sequence[Tensor], marks: Sequence[Tensor]) -> None:
+    """Of a manager that is gone: its buckets' tasks wait for what they have in flight."""
+    for task in [task for of_buckets in tasks for task in of_buckets.values()]:
+        with suppress(RuntimeError):
+            task.close()
+    for param, mark in zip(params, marks):
+        if param.grad is mark:
+            param.grad = None

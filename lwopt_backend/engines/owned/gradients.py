@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lwopt_backend.engines.gradients import Pick, Version, clip_factor, everything, version_of
 from lwopt_backend.engines.owned.bucket_manager import BucketManager
-from lwopt_backend.engines.owned.buckets import Sharers
+from lwopt_backend.runtime.buffers import Sharers
 from lwopt_backend.runtime.collectives import NORM, phase
 from lwopt_backend.runtime.presence import largest_of_all, numbers_on
 

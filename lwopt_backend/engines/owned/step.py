@@ -16,7 +16,6 @@ from lwopt_backend.config.hosts import HostConfig, OwnedStorageConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import batch_numel_on, machine_for
 from lwopt_backend.engines.owned.bucket_manager import BucketManager
-from lwopt_backend.engines.owned.buckets import BucketBuffers, Sharers
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.engines.owned.saves import Saves
 from lwopt_backend.groups import Groups
@@ -38,6 +37,7 @@ from lwopt_backend.plan.cost import Machine, Shape
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
+from lwopt_backend.runtime.buffers import BucketBuffers, Sharers
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, flat_regions
 from lwopt_backend.runtime.places import Rules

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.engines.modules import step as of_modules
-from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.optimizer import OwnedOptimizer
+from lwopt_backend.runtime.buffers import BucketBuffers, PartsPending
 from tests.support.cells import cells
 from tests.support.engines import Alone, ExactLM
 from tests.support.fsdp2 import fsdp, layer_wise, set_weights, whole
@@ -240,9 +240,9 @@ def test_modules_on_the_same_ranks_send_gradients_in_one_order(split: Split, opt
     held = {name: optimizer.core.manager.buckets for name, optimizer in run.optimizers.modules.items()}
     of_bucket = {id(bucket): name for name, buckets in held.items() for bucket in buckets}
 
-    def noted(bucket: BucketBuffers) -> None:
+    def noted(bucket: BucketBuffers) -> PartsPending:
         sent.append(of_bucket[id(bucket)])
-        launch(bucket)
+        return launch(bucket)
 
     with mock.patch.object(BucketBuffers, "launch", noted):
         run.backward(0, names=NAMES[:: 1 if dist.get_rank() % 2 else -1])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lwopt_backend.engines.owned.buckets import BucketBuffers
+from lwopt_backend.runtime.buffers import BucketBuffers, PartsPending
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.support import owned as scenarios
 from tests.support.models import largest_difference
@@ -461,9 +461,9 @@ def test_buckets_leave_in_the_first_ranks_order() -> None:
     during: list[int] = []
     model.first.weight.register_hook(lambda grad: during.append(len(left)))
 
-    def leaves(bucket: BucketBuffers) -> None:
+    def leaves(bucket: BucketBuffers) -> PartsPending:
         left.append(number_of[id(bucket)])
-        launch(bucket)
+        return launch(bucket)
 
     with mock.patch.object(BucketBuffers, "launch", leaves):
         for param in model.last.parameters():

@@ -15,9 +15,9 @@ from torch.torch_version import TorchVersion
 
 from benchmarks.rehearsal.__main__ import run
 from benchmarks.rehearsal.step import Rehearsal, rehearse, rehearse_share
-from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.planner.study import Study
 from lwopt_backend.rules.muon import Muon
+from lwopt_backend.runtime.buffers import BucketBuffers, PartsPending
 from tests.support.planner_shapes import MODEL, SMALL, study_in
 
 pytestmark = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="a rehearsal needs torch 2.13")
@@ -143,10 +143,9 @@ def test_a_collective_that_the_plan_does_not_know_is_found(
 ) -> None:
     study, send = studied("plain"), BucketBuffers.send_values
 
-    def twice(bucket: BucketBuffers) -> None:
-        send(bucket)
-        bucket.receive_values()
-        send(bucket)
+    def twice(bucket: BucketBuffers) -> PartsPending:
+        bucket.receive_values(send(bucket))
+        return send(bucket)
 
     monkeypatch.setattr(BucketBuffers, "send_values", twice)
     (found,) = rehearse(study, 0)

@@ -280,6 +280,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "zero3, offload": ("zero3, offload", {"bucket_numel": 9000}, train_alone),
     "zero3, offload, rule on the CPU": ("zero3, offload", {"bucket_numel": 9000, "ns_device": "cpu"}, train_alone),
     "zero3, measured": ("zero3", {"bucket_numel": 9000}, train_measured),
+    "plain, the rule fails": ("plain", GATHERS, fail_within),
     "zero3, the rule fails": ("zero3", {"bucket_numel": 9000}, fail_within),
     "hsdp, the rule fails": ("fsdp2", {"group_size": 2, "bucket_matrices": 2}, fail_within),
     "a batch to the CPU": ("zero3", {}, copy_to_cpu),

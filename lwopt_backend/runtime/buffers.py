@@ -1,10 +1,10 @@
-"""The buffers of owned buckets on one rank, the ranks that share them, and their collectives."""
+"""The buffers of plain PyTorch's buckets on one rank, the ranks that share them, and their collectives."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,8 +108,9 @@ class PartsPending:
         return into
 
     def discard(self) -> None:
-        """Wait, and free what was received."""
-        self.wait()
+        """Wait, unless that is done, and free what was received."""
+        if self.pending is not DONE or self.sent is not None:
+            self.wait()
         if self.reduced is not None:
             self.ledger.free(self.reduced)
             self.reduced = None
@@ -197,9 +198,6 @@ class BucketBuffers:
         self._params = {slot.param: params[slot.param] for slot in bucket.slots}
         self._slots = {slot.param: slot for slot in bucket.slots}
         self._arrived: set[int] = set()
-        self._way: PartsPending | None = None
-        self._across: PartsPending | None = None
-        self._back: PartsPending | None = None
         first = params[bucket.slots[0].param]
         self._writers = Writers(first.device)
         self.values = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
@@ -299,10 +297,10 @@ class BucketBuffers:
         """Forget what ``take`` has moved here of a parameter's gradients, and what was not sent."""
         self._arrived.discard(index)
 
-    def forget(self, params: Collection[int]) -> None:
-        """Forget what was reduced of these parameters' gradients. Called after ``arrive``."""
-        self._beside.join()
-        self._settle_across()
+    def forget(self, params: Collection[int], crossing: Iterable[object]) -> None:
+        """Forget what was reduced of these parameters' gradients. Called after ``arrive``; what is still ``crossing``
+        to other instances is ended."""
+        self._end(crossing)
         if self._keep_full and self.full is not None:  # where a gradient that came later stays
             for param in params:
                 if self._params[param].grad is None:
@@ -330,7 +328,7 @@ class BucketBuffers:
         self._writers.note(self.full)
         return self.full
 
-    def launch(self) -> None:
+    def launch(self) -> PartsPending:
         """Start reducing the gradients to their owners; missing ones are zero. Called on all ranks."""
         full, ranks = self._full_buffer(), self.sharers.instance
         self._writers.join()
@@ -344,52 +342,51 @@ class BucketBuffers:
             torch._foreach_zero_([full[end:start] for end, start in zip(ends, starts) if start > end])
         if self._predivisor != 1:
             full.mul_(1 / self._predivisor)
-        self._way = reduce_parts(full, self.bucket, ranks, self._ledger, keep=self._keep_full)
+        way = reduce_parts(full, self.bucket, ranks, self._ledger, keep=self._keep_full)
         if not self._keep_full:
             self.full = None
             self._arrived = set()
+        return way
 
-    @property
-    def under_way(self) -> bool:
-        return self._way is not None
-
-    def arrive(self) -> None:
-        """Wait for the reduction that ``launch`` started, and add the sum to that of earlier backward passes.
+    def arrive(self, way: PartsPending, crossing: Iterable[object]) -> PartsPending | None:
+        """Wait for the reduction that ``launch`` started, and add the sum to that of earlier backward passes; or start
+        to add it up across instances, after the sum of an earlier pass that is still ``crossing``.
 
         A side stream does this. The caller's stream waits, because it may now be given the memory that was sent. The
         caller's stream also allocates the sum, which the step uses: the side stream's memory would serve nothing else.
         """
-        assert self._way is not None
-        way, self._way = self._way, None
         way.wait()
         into = way.room(self.owned_dtype)
         with self._beside.running(lambda: [into] if way.reduced is None else [into, way.reduced]):
-            self._take_sum(way.sum(into))
-
-    def _take_sum(self, came: Tensor) -> None:
-        if self.sharers.replicas is not None:
-            self._settle_across()
+            came = way.sum(into)
+            if self.sharers.replicas is None:
+                self._add(came)
+                return None
+            for _ in crossing:
+                pass
             nbytes, replicas = came.numel() * came.itemsize, self.sharers.replicas
             self._ledger.send("across instances", all_reduce_nbytes(nbytes, replicas.world_size))
             with phase(EXCHANGE_OUT):
                 pending = replicas.start_all_reduce(came)
-            self._across = PartsPending(EXCHANGE_OUT, pending, self._ledger, came)
-        else:
-            self._add(came)
+            return PartsPending(EXCHANGE_OUT, pending, self._ledger, came)
 
-    def settle(self) -> None:
-        """Wait for the sum, also across instances, and turn it into a mean. Called on all ranks, after ``arrive``."""
+    def add_crossed(self, across: PartsPending) -> None:
+        """Wait for the sum across instances, and add it to that of earlier backward passes."""
+        self._add(across.sum(across.room(self.owned_dtype)))
+
+    def _end(self, crossing: Iterable[object]) -> None:
         self._beside.join()
-        self._settle_across()
+        for _ in crossing:
+            pass
+
+    def settle(self, crossing: Iterable[object]) -> None:
+        """Wait for the sum, also that which is still ``crossing`` to other instances, and turn it into a mean. Called
+        on all ranks, after ``arrive``."""
+        self._end(crossing)
         used_here(self.mine)
         if self.mine is not None and not self._averaged:
             self.mine.div_(self._rest)
             self._averaged = True
-
-    def _settle_across(self) -> None:
-        if self._across is not None:
-            across, self._across = self._across, None
-            self._add(across.sum(across.room(self.owned_dtype)))
 
     def _add(self, came: Tensor) -> None:
         if self._keep_full:
@@ -409,11 +406,7 @@ class BucketBuffers:
         return_parts(self.full, self.bucket, self.sharers.instance, self._ledger, "gradients").wait()
 
     def drop_gradients(self) -> None:
-        """Free all gradients; waits for those in flight."""
-        for way in (self._way, self._across):
-            if way is not None:
-                way.discard()
-        self._way = self._across = None
+        """Free all gradients. Called once none is in flight."""
         if self.mine is not None:
             self._ledger.free(self.mine)
         self.mine = None
@@ -425,14 +418,12 @@ class BucketBuffers:
 
     # Parameters
 
-    def send_values(self) -> None:
+    def send_values(self) -> PartsPending:
         """Start sending each rank's part of the parameters to all others. Called on all ranks."""
         # The parameters are views by ``.data``, so autograd does not see their changes.
         torch.autograd.graph.increment_version(self._params.values())
-        self._back = return_parts(self.values, self.bucket, self.sharers.instance, self._ledger)
+        return return_parts(self.values, self.bucket, self.sharers.instance, self._ledger)
 
-    def receive_values(self) -> None:
+    def receive_values(self, back: PartsPending) -> None:
         """Wait until the parts of all ranks have arrived."""
-        if self._back is not None:
-            self._back.wait()
-            self._back = None
+        back.wait()
