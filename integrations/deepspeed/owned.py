@@ -18,7 +18,7 @@ from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import picked
 from lwopt_backend.engines.first_pass import FirstPass
-from lwopt_backend.engines.gradients import Pick, checked_order, clip_factor, everything
+from lwopt_backend.engines.gradients import Pick, but, checked_order, clip_factor
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.engines.owned.model import StepMeeting, check_model, check_trained, described, tell_when_loaded
 from lwopt_backend.engines.owned.state import OwnedStore
@@ -256,7 +256,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self._global_grad_norm, self.overflow, nonfinite = None, False, False
         factor: Tensor | float = 1.0
         if self._clip or self._guard.is_on or engine.zero_compute_grad_norm():
-            norm = gradients.norm(2.0, everything) / loss_scale
+            norm = gradients.norm(2.0, but(self._checked.out)) / loss_scale
             total = norm.item()
             self.overflow = self._guard.skips(total)
             nonfinite = self.overflow and not math.isfinite(total)
@@ -281,7 +281,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         return self.core.gradients
 
     def _picked(self, names: str | Sequence[str]) -> Pick:
-        return picked(names, self.core.manager.names)
+        return picked(names, self.core.manager.names, self._checked.out)
 
     def _engine(self) -> DeepSpeedEngine:
         if self._owned is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,13 +36,15 @@ def batch_numel_on(device: torch.device, numel: int) -> int:
     return 0 if device.type in IMMEDIATE else numel
 
 
-def picked(names: str | Sequence[str], known: Sequence[str]) -> Callable[[str], bool]:
-    """Selects names by globs. Raises ValueError for a glob that matches none of those that are ``known``."""
+def picked(names: str | Sequence[str], known: Sequence[str], out: Collection[str] = ()) -> Callable[[str], bool]:
+    """Selects names by globs, but none that is ``out``. Raises ValueError for a glob that matches none that is
+    ``known``."""
     globs = as_globs(names, "names")
     for glob in globs:
         if not any(map(named_like([glob]), known)):
             raise ValueError(f"names: {glob!r} matches no trained parameter; {glob_suggestion(glob, known)}")
-    return named_like(globs)
+    pick = named_like(globs)
+    return (lambda name: pick(name) and name not in out) if out else pick
 
 
 def saved(optimizer: torch.optim.Optimizer, state_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -20,6 +20,11 @@ def everything(name: str) -> bool:
     return True
 
 
+def but(out: Collection[str]) -> Pick:
+    """Selects every parameter that is not ``out``."""
+    return (lambda name: name not in out) if out else everything
+
+
 class ClipGroups:
     """The groups of parameters that are clipped separately, by ``group_of`` a parameter's name, and the rest, None.
 

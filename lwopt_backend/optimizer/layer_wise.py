@@ -255,8 +255,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         return self.gradients.count_zeros(self._picked(names))
 
     def _picked(self, names: str | Sequence[str]) -> Pick:
-        pick, out = picked(names, [name for name, _ in self.named_params()]), self._checked.out
-        return (lambda name: pick(name) and name not in out) if out else pick
+        return picked(names, [name for name, _ in self.named_params()], self._checked.out)
 
     @property
     def clip_group_norms(self) -> dict[str, Tensor]:

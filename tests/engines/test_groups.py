@@ -27,10 +27,16 @@ ENGINES = ("plain", "plain, lazy", "fsdp2", "fsdp2, attached", "modules", "zero 
 
 
 class Loop:
-    """A step with the gradient times ``factor``, the param groups, and the weights."""
+    """A step with the gradient times ``factor``, the param groups, the weights, and all norms of the gradient."""
 
-    def __init__(self, step: Callable[[float], Any], groups: Any, weights: Callable[[], dict[str, Tensor]]) -> None:
-        self.step, self.of_groups, self.weights = step, groups, weights
+    def __init__(
+        self,
+        step: Callable[[float], Any],
+        groups: Any,
+        weights: Callable[[], dict[str, Tensor]],
+        norms: Callable[[], list[float]] = list,
+    ) -> None:
+        self.step, self.of_groups, self.weights, self.norms = step, groups, weights, norms
 
     def params(self, number: int) -> list[Any]:
         found: list[Any] = self.of_groups()[number]["params"]
@@ -61,7 +67,13 @@ def on(engine: str) -> Iterator[Loop]:
                 made.backward(made(factor))
                 made.step()
 
-            yield Loop(step_engine, lambda: made.optimizer.param_groups, lambda: full_weights(made))
+            def norms_of_engine() -> list[float]:
+                made.backward(made(1.0))
+                norm = float(made.optimizer.grad_norm())
+                made.step()
+                return [norm, float(made.get_global_grad_norm())]
+
+            yield Loop(step_engine, lambda: made.optimizer.param_groups, lambda: full_weights(made), norms_of_engine)
         return
     if engine.startswith("fsdp2"):
         fully_shard(model, mesh=fsdp2.mesh_of())
@@ -83,7 +95,11 @@ def on(engine: str) -> Iterator[Loop]:
         one.synchronize()
         return fsdp2.weights_of(model)
 
-    yield Loop(step, lambda: optimizer.param_groups, weights)
+    def norms() -> list[float]:
+        model(1.0).backward()
+        return [float(optimizer.grad_norm()), float(optimizer.clip_grad_norm_(1.0))]
+
+    yield Loop(step, lambda: optimizer.param_groups, weights, norms)
 
 
 def take_out(loop: Loop) -> None:
@@ -121,6 +137,16 @@ def test_parameters_taken_out_and_put_back_train_as_by_torch(engine: str) -> Non
                 truth.step(factor)
                 loop.step(factor)
             assert largest_difference(loop.weights(), dict(truth.weights())) == 0.0, (number, edit)
+
+
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "zero 0"])
+@on_ranks(2)
+def test_gradients_of_what_is_taken_out_count_in_no_norm(engine: str) -> None:
+    """Fixed: owned storage under DeepSpeed clipped the others by it, and skipped their steps for a NaN in it;
+    ``grad_norm`` and ``count_zeros`` of ModuleOptimizers had it too."""
+    with on(engine) as loop:
+        take_out(loop)
+        assert loop.norms() == [40.0, 40.0]
 
 
 @on_ranks(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any
@@ -102,6 +102,11 @@ class Part:
     def params(self) -> list[tuple[str, Tensor]]:
         """The trained parameters with their names."""
         return named_in(self.optimizer) if self.ours is None else self.ours.named_params()
+
+    @property
+    def out(self) -> Collection[str]:
+        """The names of parameters that were taken out of their param groups."""
+        return () if self.ours is None else self.ours._checked.out
 
     def full_names(self) -> list[str]:
         """Their names after the module's."""

@@ -381,7 +381,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
                 if not anywhere:
                     raise ValueError(f"{NAME}: names: {glob!r} matches no trained parameter; name its module first")
         pick = named_like(globs)
-        return {name: lambda param, name=name: pick(f"{name}.{param}") for name in self._parts}  # type: ignore[misc]
+
+        def of(part: Part) -> Pick:
+            return lambda param: pick(f"{part.name}.{param}") and param not in part.out
+
+        return {name: of(part) for name, part in self._parts.items()}
 
     def _norms(self, norm_type: float) -> Measured:
         """The norms of each module's gradients, one for each of ``_groups``."""
