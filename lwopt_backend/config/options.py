@@ -55,12 +55,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close!r}?" if close else f"known: {', '.join(map(repr, known))}"
 
 
-def spelling(name: str, known: Iterable[str]) -> str:
+def spelling(name: str, known: Iterable[str], most: int | None = None) -> str:
     """As ``suggestion``, of names of algorithms, where only the same letters are another spelling: 'newton_muon' is not
-    'normuon', and 'adam' not 'adamw'."""
+    'normuon', and 'adam' not 'adamw'. Lists at most ``most`` names."""
     known = list(known)
     close = nearest(name, [each for each in known if _letters(each) == _letters(name)])
-    return f"did you mean {close!r}?" if close else f"known: {', '.join(map(repr, known))}"
+    more = f" and {len(known) - most} more" if most is not None and len(known) > most else ""
+    return f"did you mean {close!r}?" if close else f"known: {', '.join(map(repr, known[:most]))}{more}"
 
 
 def _letters(name: str) -> set[str]:

@@ -101,8 +101,9 @@ def class_named(path: str) -> type[torch.optim.Optimizer]:
         raise ValueError(f"class {path!r} cannot be imported: {error}{how}") from error
     found = getattr(module, name, None)
     if found is None:
-        known = [key for key, value in vars(module).items() if _is_optimizer(value)]
-        raise ValueError(f"class {path!r}: {module_name} has no {name!r}; {spelling(name, known)}")
+        optimizers = {key: value for key, value in vars(module).items() if _is_optimizer(value)}
+        known = [key for key, value in optimizers.items() if value is not torch.optim.Optimizer]
+        raise ValueError(f"class {path!r}: {module_name} has no {name!r}; {spelling(name, known, most=8)}")
     if not _is_optimizer(found):
         raise ValueError(f"class {path!r}: expected a torch.optim.Optimizer, found {found!r}")
     return found

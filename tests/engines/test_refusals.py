@@ -196,6 +196,7 @@ OF_ONE: dict[Door, list[Wrong]] = {
         (of_class(ADAM) | overriding("*", matrix={"class": "torch.optim.Adm"}), "matrix: class 'torch.optim.Adm': "),
         (of_class(3), f"matrix: {PATH}, e.g. 'pytorch_optimizer.SOAP'; found 3"),
         (of_class("torch.optim.Adm"), "torch.optim has no 'Adm'; did you mean 'Adam'?"),
+        (of_class("torch.optim.Xyz"), "torch.optim has no 'Xyz'; known: 'Adafactor', ... 'ASGD' and 7 more"),
         (of_class(ADAM, betas=3), "Adam refuses these arguments: betas is 3; expected a value like (0.9, 0.999)"),
         (of_class("no_such_package.X"), "cannot be imported: No module named"),
         (of_class("torch.nn.Linear"), "expected a torch.optim.Optimizer, found <class 'torch.nn.modules.linear."),
