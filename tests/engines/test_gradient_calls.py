@@ -236,6 +236,22 @@ def test_zeroed_layer_is_stepped_on_its_zeros(name: str, who: str) -> None:
     assert moved == [False, False, True, True, True, False]
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("name", [name for name in ENGINES if "fsdp2" not in name])
+def test_calls_act_where_ranks_use_different_layers(name: str) -> None:
+    """Fixed: with ``overlap_grad_reduce=False``, param.grad showed only what its rank had used, and a call on all
+    gradients, such as a GradScaler's, was an error in the step."""
+    model, optimizer = on_branches(name)
+    Turn(model, 0, dist.get_rank()).back(use=("left", "right")[dist.get_rank()])
+    for grad in grads(model):
+        grad.div_(4)
+    quarter = float(optimizer.grad_norm())
+    optimizer.zero_grad()
+    Turn(model, 0, dist.get_rank()).back(use=("left", "right")[dist.get_rank()])
+    assert quarter == float(optimizer.grad_norm()) / 4
+    optimizer.step()
+
+
 # A second step without zero_grad
 
 

@@ -385,6 +385,8 @@ class BucketManager:
         """Send the buckets that were not sent during the backward pass. Called on all ranks."""
         if self._pass is not None and (self.overlap or self.keeps_full):  # whose mean param.grad has after the pass
             self._launch_rest()
+        elif self._pass is not None:
+            self._show_others()
         self.shown.put_back()
 
     def _next(self, current: Pass) -> int | None:
@@ -417,14 +419,18 @@ class BucketManager:
         self.left_behind = False
         if self.pass_ended is not None:
             self.pass_ended()
-        if self.buckets[0].sharers.everyone.world_size > 1:  # other ranks may have a gradient where this one has none
-            self.shown.show_others()
+        self._show_others()
         if self.keeps_full:
             for bucket in self.settled():
                 with torch.no_grad():
                     bucket.spread_gradients()
             self._show_everywhere()
             self.shown.note_all()
+
+    def _show_others(self) -> None:
+        """After a pass that reduces: other ranks may have a gradient where this one has none."""
+        if self.buckets[0].sharers.everyone.world_size > 1:
+            self.shown.show_others()
 
     def _show_everywhere(self) -> None:
         """Set ``param.grad`` to the mean gradient where only other ranks had one. Called on all ranks."""
