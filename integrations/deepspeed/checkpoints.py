@@ -132,6 +132,7 @@ def check(
     elif with_state and saved.groups is not None:
         _check_groups(folder, saved.groups, [list(group) for group in engine._get_zero_param_shapes()])
     elif with_state and saved.names is not None:
+        engine.basic_optimizer._checked.arrange(engine.basic_optimizer.param_groups)
         params = [group["params"] for group in engine.basic_optimizer.param_groups]
         _check_groups(folder, saved.names, [[engine.param_names[param] for param in group] for group in params])
     return [f"{folder.name}, saved on {saved.world_size} ranks"]

@@ -354,6 +354,7 @@ class ZeROLayerWise(EngineOptimizer):
         parameter's whole state. It is then called on all ranks."""
         if self.gathered is not None:
             return self.gathered
+        self._checked.arrange(self.param_groups)
         state_dict = super().state_dict()
         if self._binding is not None and self._binding.replicated:
             state_dict["state"] = zero.save_whole(self._binding, self.state)

@@ -23,7 +23,8 @@ class Members:
 
     torch's optimizers read the groups in every step. So does this package, as far as a plan allows: a parameter that
     was taken out of its group is not trained, and keeps its state until it is put back, at any place in the group.
-    Nothing may be added, or moved to another group, because the plan does not know it there.
+    Nothing may be added, or moved to another group, because the plan does not know it there. State dicts count the
+    parameters in the groups' order, so each group gets the order back in which it was made.
     """
 
     def __init__(self, groups: Groups, names: Mapping[int, str]) -> None:
@@ -56,7 +57,8 @@ class Members:
                 )
 
     def look(self, groups: Groups) -> None:
-        """Note which parameters are taken out. Raises ValueError for one that was added or moved."""
+        """Note which parameters are taken out, and put the others in order. Raises ValueError for one that was added or
+        moved, before anything is changed."""
         held: list[Sequence[Tensor]] = [group["params"] for group in groups]
         if len(held) == len(self._seen) and all(map(same, held, self._seen)):
             return
@@ -73,6 +75,13 @@ class Members:
                 found.add(id(param))
         here = {id(param) for params in held for param in params}
         self.out = frozenset(name for key, name in self._names.items() if key not in here)
+        for group, made in zip(groups, self._made):
+            ordered = [param for param in made if id(param) in here]
+            if isinstance(group["params"], list):  # to which a loop may keep a reference
+                group["params"][:] = ordered
+            else:
+                group["params"] = ordered
+        held = [group["params"] for group in groups]
         self._seen = [list(params) for params in held]
 
     def knows_any(self, groups: Groups) -> bool:
@@ -82,6 +91,12 @@ class Members:
     def lines(self) -> list[str]:
         """Lines that must be equal on all ranks."""
         return [setting("parameters taken out of the param groups", sorted(self.out))] if self.out else []
+
+
+def is_by_number(state_dict: Mapping[str, Any]) -> bool:
+    """Whether a state dict counts parameters. torch's ``set_optimizer_state_dict`` gives one by name, in the order in
+    which the groups are."""
+    return all(isinstance(each, int) for group in state_dict.get("param_groups", ()) for each in group["params"])
 
 
 def check_all_held(where: str, out: Collection[str]) -> None:

@@ -92,6 +92,11 @@ class CheckedGroups:
         if self.members is not None:
             self.members.sign(groups)
 
+    def arrange(self, groups: Groups) -> None:
+        """``Members.look``, where the groups have the model's parameters, before a state dict counts them."""
+        if self.members is not None and self.members.knows_any(groups):
+            self.members.look(groups)
+
     def check(self, groups: Groups) -> None:
         """Raises ValueError that names option or parameter, group and choices. Called in every step, before anything
         is changed."""

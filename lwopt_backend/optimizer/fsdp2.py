@@ -21,7 +21,7 @@ from lwopt_backend.engines.fsdp2.gradients import MeshGradients, check_one_has_a
 from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check_is_of, check_sharded, step_all
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping, InModel
-from lwopt_backend.groups.members import Members, check_all_held
+from lwopt_backend.groups.members import Members, check_all_held, is_by_number
 from lwopt_backend.groups.param_groups import (
     ComparedOptions,
     ElementwiseGroups,
@@ -238,6 +238,7 @@ class MeshOptimizer(LayerWiseOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As every torch optimizer's, with owner state as DTensors; called on all ranks if there is any owner state."""
         self._options.compare_next()
+        self._checked.arrange(self.param_groups)
         mesh.reshard(self._model)  # torch's get_optimizer_state_dict lists the model's parameters after this call
         shards = self._owner_shards() if self.state else []
         held = [group["params"] for group in self.param_groups]
@@ -261,6 +262,8 @@ class MeshOptimizer(LayerWiseOptimizer):
         loaded(self, state_dict, self._take_state)
 
     def _take_state(self, state_dict: dict[str, Any]) -> None:
+        if is_by_number(state_dict):
+            self._checked.arrange(self.param_groups)
         if self.state:
             self._ensure_bound()  # to what was sharded, or replaced, after the state was made
             shards = self._owner_shards()

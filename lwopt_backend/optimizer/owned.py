@@ -32,6 +32,7 @@ from lwopt_backend.engines.owned.step import OwnedCore, Share
 from lwopt_backend.engines.owned.untrained import Buffers, broadcast_untrained
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping, as_saved
+from lwopt_backend.groups.members import is_by_number
 from lwopt_backend.groups.param_groups import settings_lines
 from lwopt_backend.groups.rates import warn_of_small_rate
 from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
@@ -234,6 +235,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         return saved(self, self._state)
 
     def _state(self) -> dict[str, Any]:
+        self._checked.arrange(self.param_groups)
         found = state_of(self.core, self.param_groups)
         self._checked.sign(found["param_groups"])
         return found
@@ -246,6 +248,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
         """
 
         def take(found: dict[str, Any]) -> None:
+            if is_by_number(found):
+                self._checked.arrange(self.param_groups)
             self.take_groups(take_state(self.core, self.param_groups, found, self._checked.members))
 
         loaded(self, state_dict, take)

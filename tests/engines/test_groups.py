@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from tests.support import fsdp2, references
 from tests.support.cells import cells
-from tests.support.models import LinearLoss, largest_difference
+from tests.support.models import LinearLoss, largest_difference, signed_sum
 from tests.support.on_ranks import on_ranks
 from tests.support.references import full_weights, torchs
 from tests.support.zero import engine_for, settings_for
@@ -276,3 +276,47 @@ def test_what_is_moved_or_added_is_an_error_that_changes_nothing(engine: str) ->
             with pytest.raises((RuntimeError, ValueError), match="param_groups: expected"):
                 loop.step(1.0)
             assert largest_difference(loop.weights(), before) == 0.0, edit
+
+
+class Alike(nn.Module):
+    """Two matrices of one shape, with gradients of other directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
+
+    def forward(self) -> Tensor:
+        return signed_sum(self.one.weight, 1.0) + signed_sum(self.two.weight.T, 1.0)
+
+
+def made_alike(engine: str, model: nn.Module) -> Any:
+    if engine == "fsdp2":
+        fully_shard(model, mesh=fsdp2.mesh_of())
+    one: Any = fsdp2.layer_wise(model)
+    return ModuleOptimizers({"all": one}) if engine == "modules" else one
+
+
+@pytest.mark.parametrize("engine", ["plain", "fsdp2", "modules"])
+@pytest.mark.parametrize("before", [False, True])
+@on_ranks(2)
+def test_states_stay_with_their_parameters_whatever_the_order_of_a_group(engine: str, before: bool) -> None:
+    """Fixed: a parameter that was taken out and put back stood at another place of its group. A state dict by number
+    gave its state to another one of its shape, without a word. Also where the group that loads was edited."""
+    models = [Alike(), Alike()]
+    both = [made_alike(engine, model) for model in models]
+
+    def step(number: int) -> None:
+        models[number]().backward()
+        both[number].step()
+        both[number].zero_grad()
+
+    step(0)
+    for optimizer in both[: 2 if before else 1]:
+        params = optimizer.param_groups[0]["params"]
+        params.append(params.pop(0))
+    models[1].load_state_dict(models[0].state_dict())
+    both[1].load_state_dict(copy.deepcopy(both[0].state_dict()))
+    for number in range(2):
+        step(number)
+    assert largest_difference(*map(fsdp2.weights_of, models)) == 0.0

@@ -142,6 +142,8 @@ class Part:
 
     def check_saved(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError for a ``state_dict`` of other parameters, with wrong options, or without saved state."""
+        if self.ours is not None:
+            self.ours._checked.arrange(self.ours.param_groups)
         for ours, theirs in zip_longest(self._named_shapes(), saved[PARAMS]):
             if ours != theirs:
                 raise ValueError(
