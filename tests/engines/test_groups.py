@@ -300,7 +300,7 @@ def made_alike(engine: str, model: nn.Module) -> Any:
 @pytest.mark.parametrize("engine", ["plain", "fsdp2", "modules"])
 @pytest.mark.parametrize("before", [False, True])
 @on_ranks(2)
-def test_states_stay_with_their_parameters_whatever_the_order_of_a_group(engine: str, before: bool) -> None:
+def test_states_stay_with_parameters_whatever_a_groups_order(engine: str, before: bool) -> None:
     """Fixed: a parameter that was taken out and put back stood at another place of its group. A state dict by number
     gave its state to another one of its shape, without a word. Also where the group that loads was edited."""
     models = [Alike(), Alike()]

@@ -176,7 +176,7 @@ def test_a_broken_backward_pass_is_dropped_and_training_goes_on(where: str, afte
 
 
 @on_ranks(2)
-def test_gradients_are_not_scaled_after_an_error_until_they_are_cleared() -> None:
+def test_gradients_after_an_error_are_not_scaled_until_cleared() -> None:
     """Nor those of the next pass, although ranks had agreed on as many passes before the error."""
     model, optimizer = made()
     back(model, 0)

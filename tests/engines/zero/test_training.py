@@ -157,7 +157,7 @@ def test_training_loops_equal_a_single_process(storage: str, stage: int, loop: s
 
 
 @on_ranks(2)
-def test_owned_buckets_leave_in_backward_unless_overlap_comm_is_false() -> None:
+def test_owned_buckets_leave_in_backward_with_overlap_comm() -> None:
     """The embedding's gradient is the last. How many buckets have left by then?"""
     launch, left = BucketBuffers.launch, list[int]()
     with mock.patch.object(BucketBuffers, "launch", autospec=True, side_effect=launch) as launched:

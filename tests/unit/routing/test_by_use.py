@@ -410,7 +410,7 @@ class ConditionedByObject(Conditioned):
         return super().forward(x, request.mapping())
 
 
-def test_an_example_may_have_objects_with_tensors_and_leaves_them() -> None:
+def test_an_example_may_have_objects_with_tensors() -> None:
     given = torch.zeros(2, 1, 6)
     request = Request(given)
     found = told(ConditionedByObject(), example=(EXAMPLE[0], {"request": request}))
