@@ -451,18 +451,18 @@ def grad_norm(engine: DeepSpeedEngine, params: Iterable[Tensor]) -> Tensor:
         grads = experts.setdefault(getattr(param, "group_name", ""), []) if is_moe_param(param) else dense
         if param.grad is not None and not getattr(param, "ds_pipe_replicated", False):
             (copies if beside and cut_of(param) is None else grads).append(param.grad)
-    norm = torch.nn.utils.get_total_norm(dense)
+    norm = torch.nn.utils.get_total_norm(dense).to(engine.device)  # that of no gradients is on the CPU
     if copies:
-        norm = norm.to(engine.device) + zero_or_nan(copies)
+        norm = norm + zero_or_nan(copies)
     if engine.pipeline_parallelism or shards:
-        squared = norm.to(engine.device).square()
+        squared = norm.square()
         group = engine.mpu.get_model_parallel_group() if shards else pipeline_group(engine)
         TorchCollectives(group).all_reduce(squared)
         return squared.sqrt()
     for name in sorted(experts):
         squared = torch.nn.utils.get_total_norm(experts[name]).to(engine.device).square()
         TorchCollectives(engine.expert_parallel_group[name]).all_reduce(squared)
-        norm = (norm.to(engine.device).square() + squared).sqrt()
+        norm = (norm.square() + squared).sqrt()
     return norm
 
 
