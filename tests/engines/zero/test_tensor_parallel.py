@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.deepspeed import zero
+from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from tests.support.cells import cells
 from tests.support.command_line import succeeds
 from tests.support.models import VOCABULARY
@@ -349,6 +351,17 @@ def test_native_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
         missing = "expected the files of 2 tensor-parallel ranks, as in mp_rank_01_model_states.pt, found 1"
         with pytest.raises(CheckpointError, match=missing):
             zero.read(tmp_path)
+
+
+BITS = {torch.float8_e4m3fn: "u1", torch.bfloat16: "i2", torch.float32: "i4", torch.float64: "i8"}
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_copies_are_compared_by_the_sum_of_their_bits(dtype: torch.dtype) -> None:
+    """In any dtype and size."""
+    param = torch.tensor([-1.5, 0.25, 3.0]).to(dtype)
+    stored = np.array(param.view(torch.uint8).tolist(), np.uint8).view(BITS[dtype])
+    assert deepspeed_engine._digest(param) == int(stored.sum(dtype=np.int64))
 
 
 @on_ranks(2)

@@ -198,6 +198,13 @@ def tensor_parallel(store: Callable[[tuple[int, ...]], FlatPartition | Replicas]
     return TensorShards(store(shards), (*range(len(cut)),), blocks, places=places, cut=cut)
 
 
+def test_ranks_beside_each_other_have_the_same_shards() -> None:
+    """In data-parallel order, whatever the order in which ranks are numbered."""
+    places = ((1, 1), (0, 0), (0, 1), (1, 0))  # tensor-parallel and data-parallel rank, of ranks 0 to 3
+    shards = TensorShards(Replicas(2, (9,)), (0,), matrices_of((3, 3)), places=places, cut=(True,))
+    assert [shards.beside(rank) for rank in range(4)] == [[3, 0], [1, 2], [1, 2], [3, 0]]
+
+
 LAYOUTS = {
     "TP 2, stage 1": tensor_parallel(lambda shards: FlatPartition.build(shards, 2)),
     "TP 2, stage 0": tensor_parallel(lambda shards: Replicas(2, shards)),
