@@ -79,7 +79,7 @@ class Members:
             ordered = [param for param in made if id(param) in here]
             if isinstance(group["params"], list):  # to which a loop may keep a reference
                 group["params"][:] = ordered
-            else:
+            elif isinstance(group, dict):
                 group["params"] = ordered
         held = [group["params"] for group in groups]
         self._seen = [list(params) for params in held]
