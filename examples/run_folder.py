@@ -53,12 +53,12 @@ class RunFolder:
         rows = read_metrics(self._metrics)
         write_picture(self.path / "loss.png", [(self.path.name, rows)])
         validation = [row for row in rows if "validation_loss" in row]
-        before, after = validation[0], validation[-1]
+        before, after, saved = validation[0], validation[-1], self.checkpoint / (self.checkpoint / "latest").read_text()
         print(
             f"validation loss {before['validation_loss']:.4f} before, {after['validation_loss']:.4f} after "
             f"{after['step']} steps; metrics, loss.png and checkpoint are in {self.path}\n"
-            f"look at it:      lwopt inspect {self.checkpoint}\n"
-            f"go on with it:   lwopt convert {self.checkpoint} NEW_FOLDER --to safetensors"
+            f"look at it:      lwopt inspect {saved}\n"
+            f"go on with it:   lwopt convert {saved} NEW_FOLDER --to safetensors"
         )
 
 

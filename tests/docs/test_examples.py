@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import venv
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
+from tests.support.command_line import lwopt
 from tests.support.launcher import FORGET, ROOT, launch, metrics, python, run_on_ranks, succeeds, torchrun
 from tests.support.models import rounding
 from tests.support.pages import PAGES
@@ -77,6 +79,8 @@ def test_a_run_leaves_metrics_a_picture_and_a_checkpoint(whole_run: tuple[str, P
     assert (folder / "checkpoint" / "latest").read_text() == "step6"
     assert f"validation loss {before:.4f} before, {after:.4f} after" in output
     assert [output.count(once) for once in SAID[engine]] == [1, 1, 1]
+    (advised,) = re.findall(r"lwopt inspect (.+)", output)
+    assert lwopt("inspect", advised).code == 0
     assert "tokens_per_s=" in output and "embedding, tied to lm_head" in output
     nbytes = (ROOT / "LICENSE").stat().st_size
     assert f"{nbytes * 9 // 10:,} bytes to train on and {-(-nbytes // 10):,} to validate on" in output
