@@ -22,7 +22,7 @@ from lwopt_backend.plan.cost import MACHINES
 from lwopt_backend.plan.owners import Limits
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.muon import Muon
-from lwopt_backend.runtime import collectives, whole
+from lwopt_backend.runtime import collectives, tensors
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.exchange import ways_back, ways_to_owners
 from lwopt_backend.runtime.pieces import Regions, Slices, flat_regions
@@ -167,8 +167,8 @@ def test_a_batch_holds_no_more_than_its_size() -> None:
 
 def test_copies_for_norms_hold_no_more_elements_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pieces of 4 elements fill a copy of 8; a piece of 9 is alone."""
-    monkeypatch.setattr(whole, "COPIED_NUMEL", 8)
-    assert whole._alike([torch.empty(numel) for numel in (4, 9, 4, 4, 9)]) == [[0, 2], [3], [1], [4]]
+    monkeypatch.setattr(tensors, "COPIED_NUMEL", 8)
+    assert tensors._alike([torch.empty(numel) for numel in (4, 9, 4, 4, 9)]) == [[0, 2], [3], [1], [4]]
 
 
 def test_stepper_is_freed_with_the_last_reference() -> None:

@@ -16,11 +16,11 @@ from deepspeed.utils.logging import logger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lwopt_backend.engines.owned.buckets import BucketBuffers
 from lwopt_backend.engines.zero import replicated
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.plan import MACHINES, FlatPartition
 from lwopt_backend.plan.owners import modelled_time
+from lwopt_backend.runtime.buffers import BucketBuffers
 from lwopt_backend.runtime.step import MatrixStepper
 from tests.support import zero
 from tests.support.checkpoint_contents import same
