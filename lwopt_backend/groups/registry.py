@@ -443,7 +443,7 @@ def saved_state(group: Group) -> State:
     """The state of one element that a saved param group's element-wise rule keeps, without importing its class; nothing
     of other rules and of other optimizers."""
     entry = ELEMENTWISE_RULES.get(str(group.get("rule")))
-    return {} if entry is None else entry.new_state(torch.empty(1, device="meta"), {"amsgrad": False, **group})
+    return {} if entry is None else entry.new_state(torch.zeros(1), {"amsgrad": False, **group})
 
 
 def state_nbytes(numel: int, group: Group, dtype: torch.dtype = torch.float32) -> int:

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lwopt_backend.checkpoint.contents import (
     MASTER,
     Checkpoint,
@@ -15,12 +17,15 @@ from lwopt_backend.checkpoint.contents import (
     LazyTensor,
     OwnerStates,
     Param,
+    held,
     reader,
     shape_of,
     uncut,
+    zeros,
 )
 from lwopt_backend.checkpoint.deepspeed import files as ds
-from lwopt_backend.checkpoint.deepspeed.files import Gathered, ModelStates
+from lwopt_backend.checkpoint.deepspeed.files import STEP, Gathered, ModelStates
+from lwopt_backend.groups import registry
 from lwopt_backend.groups.rates import joined
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
@@ -46,7 +51,27 @@ def read(tag: Path) -> Checkpoint:
     cuts = ds.inner(of_ranks[0][1]).get(ds.CUTS)
     whole = found[0] if len(found) == 1 else _joined(found) if cuts is None else _of_shards(tag, found, cuts)
     stages = len(parts) if any(map(ds.LAYER.fullmatch, ds.names_in(tag))) else 1
-    return replace(whole, world={**whole.world, "pp": stages})
+    return replace(_before_first(whole), world={**whole.world, "pp": stages})
+
+
+def _before_first(checkpoint: Checkpoint) -> Checkpoint:
+    """With the state that this package's rules begin with: a run that has taken no step has none in DeepSpeed's files,
+    and every other writer saves it. A matrix of a class has owner state alone, which begins as none."""
+    params = dict(checkpoint.params)
+    for name, param in checkpoint.params.items():
+        group = {} if param.group is None else checkpoint.groups[param.group]
+        if param.states.keys() - {MASTER} or param.owner_states or param.step is not None:
+            continue
+        first = registry.saved_state(group)
+        if group.get("rule") in registry.MATRIX_RULES and "class" not in group:
+            first = registry.new_state(torch.zeros(1), group)
+        states = {
+            key: zeros(param.shape, value.dtype, key) if value.ndim else held(value, key)
+            for key, value in first.items()
+            if key != STEP
+        }
+        params[name] = replace(param, states={**param.states, **states}, step=0.0 if STEP in first else None)
+    return replace(checkpoint, params=params)
 
 
 def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
