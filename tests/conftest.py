@@ -108,7 +108,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 def rank_pools(pytestconfig: pytest.Config, transport: str) -> Iterator[dict[int, RankPool]]:
     """Worlds of some numbers of ranks, for the tests of a file."""
     settings = transport, pytestconfig.getoption("device"), pytestconfig.getini("filterwarnings")
-    pools = {world_size: RankPool(world_size, *settings) for world_size in (1, 2, 3, 4, 8, 16, 32)}
+    pools = {world_size: RankPool(world_size, *settings) for world_size in (1, 2, 3, 4, 6, 8, 16, 32)}
     yield pools
     for pool in pools.values():
         pool.close()
