@@ -1,6 +1,7 @@
 """Mutants of the core: change one line, run the tests that execute it, and show what no test kills.
 
     python scripts/mutants.py --count 60 --seed 1                   drawn evenly over folders and kinds of change
+    python scripts/mutants.py --count 60 --seed 1 --first 31        the same, from the 31st on
     python scripts/mutants.py lwopt_backend/runtime/step.py:345     all of a line, or of a file
     python scripts/mutants.py --list lwopt_backend/runtime/step.py  show them, run nothing
     python scripts/mutants.py --note --tests tests/unit             note what these tests execute, no more
@@ -489,6 +490,7 @@ def main() -> None:
     parser.add_argument("places", nargs="*", help="FILE or FILE:LINE; default: draw")
     parser.add_argument("--count", type=int, default=60, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--first", type=int, default=1, metavar="N", help="go on with the Nth, where a run ended")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of one mutant")
     parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
     parser.add_argument("--tests", nargs="+", default=[], metavar="PATH", help="only these; default: all")
@@ -509,12 +511,12 @@ def main() -> None:
         return
     warm()
     tests, trial, fates = tests_of(chosen, note(test_files(given.tests))), Trial(given.limit), {}
-    for number, mutant in enumerate(chosen, 1):
+    for number, mutant in [*enumerate(chosen, 1)][given.first - 1 :]:
         began = time.monotonic()
         fates[mutant] = fate, by = trial.fate(mutant, tests[mutant])
         print(f"{number}/{len(chosen)} {mutant}\n    {fate} {by}; {time.monotonic() - began:.0f} s", flush=True)
     print(f"\n{'':24}{''.join(fate.rjust(14) for fate in FATES)}")
-    for name in dict.fromkeys(sorted(folder_of(mutant.path) for mutant in chosen)):
+    for name in dict.fromkeys(sorted(folder_of(mutant.path) for mutant in fates)):
         counts = Counter(fate for mutant, (fate, _) in fates.items() if folder_of(mutant.path) == name)
         print(f"{name:24}{''.join(str(counts[fate]).rjust(14) for fate in FATES)}")
     for mutant, (fate, by) in fates.items():
