@@ -296,7 +296,7 @@ def run(pools: dict[int, RankPool], program: list[Phase], folder: Path) -> str:
         except Exception as error:
             wrong = f"{convert or 'ranks'}: {type(error).__name__}: {error}"
         if wrong:
-            return f"phase {number}, {wrong}"
+            return "" if wrong == "Invalid" else f"phase {number}, {wrong}"
     return ""
 
 
@@ -321,7 +321,7 @@ def replay(engine: str, events: list[Event], loads: str, kept: str, folder: str,
             if dist.get_rank() == 0:
                 torch.save(truth.saved, f"{folder} truth")
             dist.barrier()
-    return "" if wrong == "Invalid" else wrong
+    return wrong
 
 
 def at_once(do: Callable[[], Any], what: str) -> str:

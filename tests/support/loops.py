@@ -112,7 +112,8 @@ class Loop:
             self.params()[name].grad = None
 
     def clip_value(self, most: float) -> None:
-        torch.nn.utils.clip_grad_value_(list(self.params().values()), most)
+        if any(param.grad is not None for param in self.params().values()):  # torch asks for one
+            torch.nn.utils.clip_grad_value_(list(self.params().values()), most)
 
     # Between steps
 
