@@ -196,7 +196,7 @@ class Drawing:
             self.edit()
         uses: list[Any] = self.uses()
         passes: list[Any] = [(self.factors(), uses) for _ in range(self.accumulation)]
-        if self.happens(0.15):
+        if self.happens(0.15) and self.events[-1:] != [("edit",)]:  # stages 1 to 3 edit masters, and weights in a step
             passes[0][0][self.draw.randrange(self.ranks)] = float("nan")
         self.add("passes", passes, "")
 

@@ -188,7 +188,7 @@ class One(Loop):
         self.steps, self.fills = is_of_deepspeed(engine), engine.startswith("zero")
         frees = engine.startswith(("plain", "modules")) and engine != "plain, kept"
         self.freed = [n for n in NAMES if frees and not (engine == "modules, mixed" and n.startswith("last"))]
-        self.scaled, self.saved = False, None
+        self.scaled, self.reached, self.saved = False, False, None
         for name in NAMES:
             self.freeze(name, False)
         self.model.zero_grad()
@@ -242,7 +242,9 @@ class One(Loop):
         for param in params if self.fills else ():
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         grads, found = self.grads(), self.found
-        if all(bool(grad.isfinite().all()) for grad in grads):
+        finite = all(bool(grad.isfinite().all()) for grad in grads)
+        self.reached = finite or how != "scaled"  # a GradScaler leaves out the step
+        if finite:
             if self.limit and found is not None:
                 of_all = [p.grad for p in self.params().values() if p.grad is not None]  # stage 0 knows no groups
                 norm = float(torch.nn.utils.get_total_norm(of_all)) if self.engine == "zero 0" else self.norm()
@@ -255,7 +257,7 @@ class One(Loop):
             self.model.zero_grad()
 
     def again(self) -> str:
-        if any(self.params()[name].grad is not None for name in self.freed):
+        if self.reached and any(self.params()[name].grad is not None for name in self.freed):
             for name in self.freed:  # as after every step that all ranks refuse
                 self.drop(name)
             return "refused"
