@@ -4,9 +4,9 @@
     python -m benchmarks.timeline llama3.1-8b      some models
 
 One rank is rehearsed as in benchmarks/rehearsal; what the others do is generated from the plan. Devices and wires are
-the cluster's; see benchmarks/clock/play.py. Where the model's passes are played, the backward pass is before the step,
-and hooks start exchanges in it; in owned storage the next forward pass follows, which waits for the parameters. Passes
-have no products of attention.
+the cluster's; see benchmarks/clock/play.py. Where the model's passes are played, the backward pass is before the step;
+in plain PyTorch, hooks start reductions in it, and the next forward pass follows, which waits for the parameters.
+Passes have no products of attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Study
 
 
-def predicted(study: Study, *, given: Given | None = None, attach: bool = False) -> Played:
+def predicted(study: Study, *, given: Given | None = None) -> Played:
     """The step of all ranks of the stage that takes longest, with the passes ``given``. Raises ValueError for a stage
     whose ranks share several sets of parameters, and where passes are not known."""
     stage = study.worst
@@ -38,10 +38,6 @@ def predicted(study: Study, *, given: Given | None = None, attach: bool = False)
     with opened(planned, study.setting, recorded_rank(planned)) as session:
         passes = passes_of(session, planned, study.setting, given)
         session.record()
-        if attach:
-            if not isinstance(session.engine, MeshEngine) or given is None:
-                raise ValueError("--attach is for engine fsdp2, with the model's passes")
-            session.engine.attach()
         return play([*records(session, session.record(passes))], Rates.of(study.setting.machine))
 
 
@@ -83,7 +79,6 @@ WAYS: dict[str, dict[str, Any]] = {  # engines with options, and whether the mod
     "ZeRO 3": {"engine": "zero3"},
     "FSDP2": {"engine": "fsdp2"},
     "FSDP2, with passes": {"engine": "fsdp2", "passes": True},
-    "FSDP2, attached, with passes": {"engine": "fsdp2", "passes": True, "attach": True},
     "plain, with passes": {"engine": "plain", "passes": True},
     "plain, overlap_param_gather, with passes": {
         "engine": "plain",
@@ -105,7 +100,7 @@ def rows(models: Sequence[str] = ()) -> Iterator[list[str]]:
             if way["engine"] == "plain" and not _fits(planned):
                 continue
             given = Given(TOKENS, ACTIVE.get(model, 1.0)) if "passes" in way else None
-            played = predicted(planned, given=given, attach="attach" in way)
+            played = predicted(planned, given=given)
             buckets = sum(len(part.bucket_numels) for part in planned.worst.parts)
             step = played.seconds - played.given
             ratios = (step / played.works[played.busiest], step / played.mean_work, played.seconds / played.bound)

@@ -20,7 +20,7 @@ from lwopt_backend.plan import MatrixPlan
 from lwopt_backend.rules import WeightRule
 
 Place = tuple[str, int]  # a part of the step, and its bucket
-OF_PIECES = ("out", "early", "apply", "sent")  # parts of a step at what a rank stores of a bucket
+OF_PIECES = ("out", "apply")  # parts of a step at what a rank stores of a bucket
 
 
 class Amount(NamedTuple):
@@ -130,7 +130,7 @@ class Generator:
             if isinstance(event, Work):
                 if event.at not in self._of_part:
                     found.append(event)
-                elif event.at[0] in ("local", "sent", "arrive", "settle") and event.at not in done:
+                elif event.at[0] in ("local", "arrive", "settle") and event.at not in done:
                     done.add(event.at)
                     found += self._works(event.at, rank)
                 continue

@@ -48,7 +48,7 @@ class GivenPasses(Passes):
 
 class ShardedPasses(GivenPasses):
     """The same with FSDP2's collectives over ``ranks`` ranks: a block's weights are gathered while the block before it
-    is computed, and its gradients, of ``gradient_bytes``, are reduced on a side stream, where hooks run."""
+    is computed, and its gradients, of ``gradient_bytes``, are reduced on a side stream."""
 
     def __init__(self, given: Given, tracer: Tracer, names: Mapping[int, str], ranks: int, gradient_bytes: int) -> None:
         super().__init__(given, tracer, names)

@@ -315,8 +315,7 @@ def _places(engine: Engine, tracer: Tracer) -> Iterator[Any]:
     units = {id(stepper): number for number, (stepper, _) in enumerate(engine.matrix_steppers)}
     counts = [len(plan.buckets) for _, plan in engine.matrix_steppers]
     first = [sum(counts[:number]) for number in range(len(counts))]
-    parts = {"_depart": "out", "send_directions": "early", "_update_owned": "own", "advance_sent": "sent"}
-    parts |= {"_apply_returned": "apply"}
+    parts = {"_depart": "out", "_update_owned": "own", "_apply_returned": "apply"}
     for name, part in parts.items():
         yield named(MatrixStepper, name, part, lambda stepper, bucket, *_: first[units[id(stepper)]] + bucket)
     yield named(MatrixStepper, "_step_local", "local", lambda stepper, *_: units[id(stepper)])

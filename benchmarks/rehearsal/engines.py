@@ -60,7 +60,7 @@ class Passes:
         """Compute the gradients of ``params``; those of ``following`` are next."""
 
     def reduced(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Reduce the gradients of ``params``; within it, their hooks run."""
+        """Reduce the gradients of ``params``, which are there at its end."""
         return nullcontext()
 
     def end(self) -> None:
@@ -263,10 +263,6 @@ class MeshEngine(Engine):
         """The steppers of matrices in their order, each with its plan."""
         return [(each.stepper, each.plan) for each in self.optimizer._steppers]
 
-    def attach(self) -> None:
-        """Exchange buckets in backward passes from now on."""
-        self.optimizer._attachment = self.optimizer._attached()
-
     def train(self, passes: Passes) -> None:
         self.play(passes)
         self.optimizer.step()
@@ -279,8 +275,6 @@ class MeshEngine(Engine):
             with passes.reduced(params):
                 for param in reversed(params):
                     self._bring(param)
-                    for hook in (param._post_accumulate_grad_hooks or {}).values():
-                        hook(param)
         passes.end()
 
     def _bring(self, param: Tensor) -> None:

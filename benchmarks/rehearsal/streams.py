@@ -53,7 +53,6 @@ class Access:
     end: int
     writes: bool
     what: str
-    torn: bool = False  # a write may come in between: what is read is compared later
 
     def before(self, clock: Clock) -> bool:
         """Whether a thread with this clock follows it."""
@@ -97,7 +96,6 @@ class StreamCheck(Recorder):
         self._open: tuple[str, list[Tensor]] | None = None  # a collective whose handle is about to be made
         self._returned: dict[int, str] = {}  # collectives of DTensor, by what they return
         self._lets_go = False  # the operation does not make the host wait
-        self.compares = False  # what is read of the model's memory is compared with a later read: writes may be between
         super().__init__()
 
     def found(self, what: str, one: object, other: object) -> None:
@@ -179,14 +177,14 @@ class StreamCheck(Recorder):
         begin = int(tensor.storage_offset()) * tensor.itemsize
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
         clock, end = self.clocks[thread], begin + (last + 1) * tensor.itemsize
-        now = Access(thread, clock.get(thread, 0), begin, end, writes, what, self.compares and not memory.ours)
+        now = Access(thread, clock.get(thread, 0), begin, end, writes, what)
         for each in memory.before:
             if not each.before(clock):
                 self.found(REUSED, each, f"new memory: {now}")
         left = []
         for each in memory.accesses:
             ordered = each.before(clock)
-            if not ordered and each.meets(now) and not each.torn:
+            if not ordered and each.meets(now):
                 self.found(UNORDERED if thread != HOST else REWRITTEN if writes else TORN, each, now)
             covered = ordered and begin <= each.begin and each.end <= end and (writes or not each.writes)
             if thread == HOST or not covered:

@@ -9,7 +9,7 @@ from copy import deepcopy
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lwopt_backend.config.hosts import NAME, FSDP2Config, OwnedConfig
 from lwopt_backend.engines import report
@@ -18,7 +18,7 @@ from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2 import state as mesh_state
 from lwopt_backend.engines.fsdp2 import step as mesh_stepping
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients, check_one_has_all, counted_of
-from lwopt_backend.engines.fsdp2.step import Attachment, StateOnceSharded, check_is_of, check_sharded, step_all
+from lwopt_backend.engines.fsdp2.step import StateOnceSharded, check_sharded, step_all
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping, InModel
 from lwopt_backend.groups.members import Members, check_all_held, is_by_number
@@ -58,7 +58,6 @@ class MeshOptimizer(LayerWiseOptimizer):
         module = mesh.sharded_module(model, NAME)
         self._steppers: list[mesh.MeshStepper] = []
         self._elementwise = ElementwiseGroups()
-        self._attachment: Attachment | None = None
         self._without_gradient = report.MissingGradients({})
         self._bound: list[list[Tensor]] = []
         self._stated = set[int]()  # ids of the parameters that have state
@@ -106,9 +105,6 @@ class MeshOptimizer(LayerWiseOptimizer):
         mesh_stepping.check_units(self._model, self._steppers, self._counted)
         if self._norms.guard.is_on:
             check_one_has_all(self._steppers)
-        if self._attachment is not None and self._attachment.is_on:
-            self._attachment.remove()
-            self._attachment = self._attached()
         if self.config.report:
             self._without_gradient = mesh_stepping.without_gradient(self._steppers, self._counted, exchange[-1][1])
         if exchange[-1][1].rank == 0:
@@ -125,8 +121,6 @@ class MeshOptimizer(LayerWiseOptimizer):
             earlier = MADE_LAST.get(id(param))
             if earlier not in (None, self):
                 earlier._taken = name
-                if earlier._attachment is not None:
-                    earlier._attachment.remove()
             MADE_LAST[id(param)] = self
 
     def _make_state(self) -> None:
@@ -149,12 +143,10 @@ class MeshOptimizer(LayerWiseOptimizer):
             )
         self._check_groups(self.param_groups)
         if (changed := self._in_model.replaced()) is not None:
-            if self._attachment is not None:
-                self._attachment.remove()
             raise StepRefused(f"{NAME}: {changed} (rank {ranks_of().rank})")
 
     def _step(self) -> None:
-        kept = (self._elementwise, self.state, self._attachment, self.row_scaling)
+        kept = (self._elementwise, self.state, self.row_scaling)
         rules = self._matrix_rules()
         self._rates.warn(self.name, self.param_groups)
         with self._integrity.changing():
@@ -164,30 +156,11 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def _skip(self) -> None:
         self.row_scaling.clear()
-        if self._attachment is not None:
-            self._attachment.forget()
-
-    @undisturbed()
-    def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
-        module = mesh.sharded_module(model, "attach")
-        self._ensure_bound()
-        mesh.reshard(module)
-        check_is_of(module, self._bound, self._names)
-        if self._attachment is not None:
-            self._attachment.remove()
-        self._attachment = self._attached()
-        return self._attachment
-
-    def _attached(self) -> Attachment:
-        """Hooks that read the state as it is: to read the attribute is to look at every parameter, for each bucket."""
-        of: MeshOptimizer = weakref.proxy(self)
-        reads = (lambda: of._matrix_rules(), lambda: of.__dict__["state"], lambda: of._checked.out)
-        return Attachment(self, self._steppers, *reads)
 
     def _matrix_rules(self) -> dict[int, MatrixRule]:
         try:
             return build_matrix_rules(self.param_groups, self.config)
-        except Exception:  # in the hooks of a backward pass, before a step has looked at the options
+        except Exception:  # in state_dict(), which does not look at the options otherwise
             self._checked.check(self.param_groups)
             raise
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.config.hosts import NAME, FSDP2Config, HostConfig, OwnedConfig
+from lwopt_backend.config.hosts import NAME, HostConfig, OwnedConfig
 from lwopt_backend.engines.base import BaseOptimizer, picked
 from lwopt_backend.engines.first_pass import FirstPass
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients
 from lwopt_backend.engines.fsdp2.plan import is_sharded
-from lwopt_backend.engines.fsdp2.step import Attachment
 from lwopt_backend.engines.gradients import ClipGroups, GradientNorms, Guard, Pick, checked_order
 from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.choices import Rules
@@ -289,28 +288,13 @@ class LayerWiseOptimizer(BaseOptimizer):
     def synchronize(self) -> None:
         """Wait until the parameters of the last step are on this rank (``overlap_param_gather``)."""
 
-    # On FSDP2
-
-    def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
-        """Start the exchange of each bucket in the backward pass, as soon as its last gradient has been reduced.
-
-        Results do not change by a bit: a bucket whose gradients are changed after it was sent (clipped, unscaled) is
-        exchanged again, and early exchange pauses for a few steps. Buckets in flight cost memory until the step.
-
-        Args:
-            model: the model that the optimizer trains, or its pipeline stages on this rank.
-
-        Returns:
-            A handle whose ``remove()`` removes the hooks.
-
-        Raises:
-            ValueError: for a model other than the optimizer's.
-            TypeError: for a plain model.
-
-        Examples:
-            >>> handle = optimizer.attach(model)
-        """
-        raise self._only_of(FSDP2Config, "attach")
+    @property
+    def attach(self) -> NoReturn:
+        """AttributeError: ``step`` does the exchange that ``attach`` began in the backward pass."""
+        raise AttributeError(
+            f"{NAME}.attach is gone: step() does the exchange that it began in the backward pass, with the same bits. "
+            "Delete the call, and that of remove() on what it returned; nothing takes their place"
+        )
 
     # For plain models
 

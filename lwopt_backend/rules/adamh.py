@@ -73,10 +73,9 @@ class AdamH(MatrixRule):
         torch._foreach_addcmul_(squares, grads, grads, value=1 - self.betas[1])
 
     def directions(
-        self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]], *, advance: bool
+        self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]]
     ) -> Sequence[Tensor]:
-        if advance:
-            self.accumulate_all(grads, values, states)
+        self.accumulate_all(grads, values, states)
         roots = list(torch._foreach_sqrt([state["exp_avg_sq"] for state in states]))
         add_to_all(roots, self.eps)
         return torch._foreach_div([state["exp_avg"] for state in states], roots)

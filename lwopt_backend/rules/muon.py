@@ -472,11 +472,10 @@ class Muon(MatrixRule):
             torch._foreach_add_(buffers, grads)
 
     def directions(
-        self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]], *, advance: bool
+        self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]]
     ) -> Sequence[Tensor]:
         grads = [self.gradient(grad, value) for grad, value in zip(grads, values)]
-        if advance:
-            self._accumulate(grads, states)
+        self._accumulate(grads, states)
         found = [state["momentum_buffer"] for state in states]
         if self.nesterov and self.momentum_form == "ema":
             found = list(torch._foreach_lerp(grads, found, self.momentum))

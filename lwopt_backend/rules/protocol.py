@@ -229,15 +229,14 @@ class MatrixRule:
             self.accumulate(self.gradient(grad, value), state)
 
     def directions(
-        self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]], *, advance: bool
+        self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]]
     ) -> Sequence[Tensor]:
-        """``gradient``, ``accumulate`` and ``direction`` of many pieces.
+        """``gradient``, ``accumulate`` and ``direction`` of many pieces, once a step.
 
         Args:
             grads: the gradient of each piece.
             values: the weight of each piece.
             states: the element-wise state of each piece.
-            advance: whether to call ``accumulate``, once a step.
 
         Returns:
             The direction of each piece.
@@ -245,8 +244,7 @@ class MatrixRule:
         found = []
         for grad, value, state in zip(grads, values, states):
             grad = self.gradient(grad, value)
-            if advance:
-                self.accumulate(grad, state)
+            self.accumulate(grad, state)
             found.append(self.direction(grad, state))
         return found
 

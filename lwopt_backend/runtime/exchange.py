@@ -60,18 +60,8 @@ class Arrival:
             return
         self.pending.wait()
         self.waited = True
-        device = self.received.device
-        if device.type != "cpu":  # it may have been sent from another stream, in the backward pass
-            stream = torch.get_device_module(device).current_stream(device)
-            self.received.record_stream(stream)
-            self.data.record_stream(stream)
 
     discard = wait
-
-    def sent(self, data: Tensor | None = None) -> Parts:
-        """The parts of the segments that this rank sent, or those of other ``data`` of their sizes."""
-        assert isinstance(self.way, Way)
-        return (self.data if data is None else data).split_with_sizes(self.way.send_numels)
 
 
 class Beside:

@@ -37,7 +37,7 @@ def first_of(collectives: Collectives, here: Sequence[bool]) -> list[int]:
 class Presence:
     """Which parameters have a gradient on any rank, and the maximum over the ranks of each of their ``flags``, int32.
 
-    Flags are numbers or a tensor on ``device``, by name. Made on all ranks of the group, which starts the exchange. A
+    Flags are numbers, by name. Made on all ranks of the group, which starts the exchange. A
     query for a parameter that has a gradient ``here`` does not wait. Reading is no collective, so any rank may read the
     result, whether others do or not.
     """
@@ -47,24 +47,19 @@ class Presence:
         collectives: Collectives,
         here: Sequence[bool],
         device: torch.device,
-        **flags: Sequence[int] | Tensor,
+        **flags: Sequence[int],
     ) -> None:
         self._here = list(here)
-        numbers = {name: part for name, part in flags.items() if not isinstance(part, Tensor)}
-        tensors = {name: part for name, part in flags.items() if isinstance(part, Tensor)}
-        sizes = {name: len(part) for name, part in (*numbers.items(), *tensors.items())}
-        ends = list(accumulate(sizes.values(), initial=len(self._here)))
-        self._places = dict(zip(sizes, map(slice, ends, ends[1:])))
+        ends = list(accumulate(map(len, flags.values()), initial=len(self._here)))
+        self._places = dict(zip(flags, map(slice, ends, ends[1:])))
         self._pending: Pending | None = None
         self._found: list[int] | None = None
         self._size = collectives.world_size
-        mine = [*first_of(collectives, self._here), *chain.from_iterable(numbers.values())]
-        if collectives.world_size == 1 and not tensors:
+        mine = [*first_of(collectives, self._here), *chain.from_iterable(flags.values())]
+        if collectives.world_size == 1:
             self._found = mine
             return
         self._flags = numbers_on(device, mine, torch.int32)
-        if tensors:
-            self._flags = torch.cat([self._flags, *tensors.values()])
         self._pending = collectives.all_reduce_max(self._flags)
 
     def largest(self, name: str) -> list[int]:

@@ -229,7 +229,7 @@ class Matrices:
                     value, grad = (self._stack(batch.atoms, some) for some in (every.values, every.grads))
                     update = self.step_weight(rule, batch.atoms[0], value, grad)
                 else:
-                    directions = rule.directions([*every.grads], [*every.values], every.states, advance=True)
+                    directions = rule.directions([*every.grads], [*every.values], every.states)
                     update = self.transform(rule, batch.atoms, self._stack(batch.atoms, directions))
                 self._apply(rule, batch, of_batch, update.reshape(len(batch.atoms), -1).unbind())
 
@@ -281,12 +281,12 @@ class Matrices:
 
     # Of pieces in a buffer, given as its flat ``parts``, in the order of its segments
 
-    def pack_directions(self, parts: Parts, batches: Sequence[Batch], given: Given, *, advance: bool) -> None:
-        """Copy the direction of this rank's fragment of each atom into its part."""
+    def pack_directions(self, parts: Parts, batches: Sequence[Batch], given: Given) -> None:
+        """Advance the state, and copy the direction of this rank's fragment of each atom into its part."""
         for batch in batches:
             of_batch = [given.pieces[atom] for atom in batch.atoms]
             grads, values, states = joined(of_batch)
-            directions = given.rules[batch.kind].directions(grads, values, states, advance=advance)
+            directions = given.rules[batch.kind].directions(grads, values, states)
             copy_alike(parts_like(parts, batch.places, of_batch), directions)
 
     def pack_values(self, parts: Parts, batches: Sequence[Batch], given: Given) -> None:
@@ -412,13 +412,12 @@ class MatrixStepper:
             while window.advance():
                 pass
 
-    def window(self, given: Given, departed: Mapping[int, Arrival | None] | None = None) -> Window:
-        """The buckets of a step, in the plan's order. ``departed`` has those whose state is already advanced, with
-        their exchange if it was started."""
+    def window(self, given: Given) -> Window:
+        """The buckets of a step, in the plan's order."""
         own = self.in_blocks(given.rules)
         given = replace(given, skipped=given.skipped | own)
         travel = [number for number, atoms in enumerate(self._plan.buckets) if not own.issuperset(atoms)]
-        return Window(self._exchanged(number, given, departed or {}) for number in travel)
+        return Window(self._exchanged(number, given) for number in travel)
 
     def step_in_place(self, given: Given) -> None:
         """The step of matrices that do not travel, through views: those that this rank stores whole and owns, and its
@@ -427,11 +426,11 @@ class MatrixStepper:
         if own := self.in_blocks(given.rules) - given.skipped:
             self._step_own([atom for atom in self._own if atom in own], given)
 
-    def _exchanged(self, bucket: int, given: Given, departed: Mapping[int, Arrival | None]) -> Task:
+    def _exchanged(self, bucket: int, given: Given) -> Task:
         """The step of a bucket whose matrices travel: direction | wire | transform at the owner | wire | apply."""
         travelling: list[Arrival] = []
         try:
-            travelling = self._depart(bucket, given, departed)
+            travelling = self._depart(bucket, given)
             yield "directions"
             travelling = [self._update_owned(bucket, travelling, given)]
             yield "updates"
@@ -444,28 +443,20 @@ class MatrixStepper:
 
     # Before the wire, where elements are stored
 
-    def _depart(self, bucket: int, given: Given, departed: Mapping[int, Arrival | None]) -> list[Arrival]:
+    def _depart(self, bucket: int, given: Given) -> list[Arrival]:
         """Start sending a bucket's directions to the owners, and its weights if its rule is a ``WeightRule``."""
-        # What left in the backward pass has its gradients in the momentum, and must not add them again.
-        advanced, places = bucket in departed, self._places(bucket, given.skipped)
-        arrivals = [departed.get(bucket) or self.send_directions(bucket, given, advance=not advanced)]
-        if not advanced:
-            self.matrices.advance(places.copies, given)
+        way, places = self._to_owners[bucket], self._places(bucket, given.skipped)
+        with phase(way.label):
+            packing = self._packing(bucket, given)
+            self.matrices.pack_directions(packing.parts, places.sent, given)
+            arrivals = [way.send(packing)]
+        self.matrices.advance(places.copies, given)
         if isinstance(self._first_rule(bucket, given), WeightRule):
-            way = self._to_owners[bucket]
             with phase(way.label):
                 packing = self._packing(bucket, given)
                 self.matrices.pack_values(packing.parts, places.sent, given)
                 arrivals.append(way.send(packing))
         return arrivals
-
-    def send_directions(self, bucket: int, given: Given, *, advance: bool = True) -> Arrival:
-        """Start the all-to-all that sends a bucket's directions to their owners."""
-        way = self._to_owners[bucket]
-        with phase(way.label):
-            packing, places = self._packing(bucket, given), self._places(bucket, given.skipped)
-            self.matrices.pack_directions(packing.parts, places.sent, given, advance=advance)
-            return way.send(packing)
 
     def _packing(self, bucket: int, given: Given) -> Packing:
         """The buffers of what is sent to the owners."""
@@ -555,21 +546,6 @@ class MatrixStepper:
         """Update this rank's blocks by the rule of blocks, a block that is the whole matrix by that of matrices."""
         of_blocks = {~kind: rule.blocks for kind, rule in given.rules.items() if rule.blocks is not None}
         self._own_matrices.step(atoms, {**given.rules, **of_blocks}, given.pieces)
-
-    # What left in the backward pass (``EarlyExchange``)
-
-    def sent_atoms(self, bucket: int) -> list[int]:
-        """The atoms of a bucket of which this rank sends a piece."""
-        return [segment.atom for segment in self._to_owners[bucket].transfer.sends]
-
-    def advance_sent(self, bucket: int, given: Given, arrival: Arrival) -> Parts:
-        """Advance the state of a bucket that was sent before; returns the parts with the current directions."""
-        now, places = torch.empty_like(arrival.data), self._places(bucket, NONE)
-        filled = to_fill(now, _device_of(places.sent, given.pieces))
-        self.matrices.pack_directions(arrival.sent(filled), places.sent, given, advance=True)
-        take_filled(now, filled)
-        self.matrices.advance(places.copies, given)
-        return arrival.sent(now)
 
     # The plan's buckets here
 

@@ -61,11 +61,7 @@ HOW: list[tuple[str, dict[str, Any]]] = [  # options, by the engines that have t
     *(("zero", {"bucket_numel": 1, "policy": policy}) for policy in ("auto", "stay", "balance")),
     ("owned", {}),
     *(("plain", {"layout": layout}) for layout in ("padded", "compact", "auto")),
-    *(
-        ("fsdp2", {"sharding": sharding, "attach": attach})
-        for sharding in ("rows", "columns", "hybrid")
-        for attach in (False, True)
-    ),
+    *(("fsdp2", {"sharding": sharding}) for sharding in ("rows", "columns", "hybrid")),
 ]
 
 

@@ -21,7 +21,6 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "owned": ("owned 2", {}),
     **{f"zero {stage}": (f"zero {stage}", {}) for stage in range(4)},
     "fsdp2": ("fsdp2", {}),
-    "attach": ("fsdp2", {"attach": True}),
 }
 STEPS = 3
 
@@ -75,7 +74,7 @@ CELLS = [
     ("late parameters", "blocks", "after", "aot_eager"),
     ("zero 2", "whole", "after", "aot_eager"),
     ("fsdp2", "whole", "before", "aot_eager"),
-    ("attach", "blocks", "after", "aot_eager"),
+    ("fsdp2", "blocks", "after", "aot_eager"),
 ]
 MORE = [  # inductor takes half a minute where cores are busy
     *((engine, "whole", "after", "aot_eager") for engine in ENGINES),
@@ -172,7 +171,7 @@ def test_class_that_compiles_is_compiled_after_a_trial() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("engine", ["plain", "late parameters", "fsdp2", "attach"])
+@pytest.mark.parametrize("engine", ["plain", "late parameters", "fsdp2"])
 def test_a_compiled_step_runs_the_optimizers_calls_as_they_are(engine: str) -> None:
     """torch.compile(optimizer.step) ended in an internal error of the compiler."""
     name, options = ENGINES[engine]

@@ -61,7 +61,6 @@ WAYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {  # further options, 
     **{name: (("plain",), options) for name, options in owned.MODES.items() if options},
     **{f"instances of {size}": (STORAGE, {"group_size": size}) for size in (1, 2)},
     **{policy: (("zero 1", "zero 2"), {"policy": policy}) for policy in ("stay", "balance")},
-    "attached": (("fsdp2",), {"attach": True}),
 }
 APART = {"layers": {"params": "layers.*", "max_norm": 0.2}, "gates": {"params": "gate.*", "max_norm": 0.001}}
 
@@ -143,7 +142,6 @@ MET_ELEMENTWISE = ("a class", "counts in its group", "adamw, amsgrad", "cautious
 ALL_RULES_ON = "zero 2"
 SEVERAL = [  # rules in further circumstances; DeepSpeed steps each sub-group of ZeRO-3 by itself
     (1, SECTIONS, Cell("plain")),
-    (2, ("sum, coupled", "adamuon", "soap"), Cell("fsdp2", options={"attach": True})),
     (2, ("counts in its group", "lion", *CAUTIOUS), Cell("zero 3", zero={"sub_group_size": 1000})),
     *((4, (*OF_EACH, "normuon", "muon2"), Cell("fsdp2", sharding=way)) for way in ("hybrid", "columns")),
     (6, ("muonh",), Cell("fsdp2", sharding="hybrid")),  # a piece's copies are an odd number of ranks apart
@@ -368,7 +366,7 @@ def alternate(nets: Nets, make: Callable[[str], Any], parts: Sequence[int], free
 
 @cells(
     lambda engine, second, **_: second == "ours" or engine == "fsdp2",
-    engine=["plain", "plain, lazy", "fsdp2", "fsdp2, attached"],
+    engine=["plain", "plain, lazy", "fsdp2"],
     second=["ours", "torch"],
     freeze=[False, True],
     late=[False, True],
@@ -387,8 +385,6 @@ def test_two_optimizers_take_turns_on_one_model(engine: str, second: str, freeze
         settings = {"overlap_param_gather": True} if engine == "plain, lazy" else {}
         sections = {"elementwise": {"name": "adamw", **ADAMW}, "report": False}
         optimizers.append(LayerWiseOptimizer(nets, **MUON, params=params, **sections, **settings))
-        if "attached" in engine:
-            optimizers[-1].attach(nets)
         return optimizers[-1:]
 
     def alone(name: str) -> list[Any]:
@@ -526,10 +522,8 @@ def within(context: Callable[[], AbstractContextManager[Any]], cell: Cell, folde
     run = (Engine if plain else OnFSDP2)(cell, model, optimizer)
     run.whole = None  # type: ignore[attr-defined]
     for step in range(3):
-        with context() if step else nullcontext():
-            handle = nullcontext() if plain else optimizer.attach(model)
         run.backward(shares(step, dist.get_world_size())[dist.get_rank() :][:1])
-        with context(), handle:
+        with context():
             returned.append(float(optimizer.clip_grad_norm_(1.0)))
             returned += [float(optimizer.grad_norm("layers.*")), optimizer.count_zeros()]
             if plain:

@@ -96,7 +96,6 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain, kept": ("plain", {"keep_full_grads": True}),
     "modules": ("plain", {"layout": "padded"}),
     "fsdp2": ("fsdp2", {}),
-    "fsdp2, attached": ("fsdp2", {"attach": True}),
 }
 
 
@@ -202,10 +201,7 @@ def on_branches(name: str) -> tuple[Any, Any]:
         optimizer: Any = optimizer_in(model, **options)
         return model, ModuleOptimizers({"all": optimizer}) if name == "modules" else optimizer
     fully_shard(model, mesh=fsdp2.mesh_of())
-    optimizer = fsdp2.layer_wise(model)
-    if "attach" in options:
-        optimizer.attach(model)
-    return model, optimizer
+    return model, fsdp2.layer_wise(model)
 
 
 @on_ranks(2)

@@ -23,7 +23,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.references import full_weights, torchs
 from tests.support.zero import engine_for, settings_for
 
-ENGINES = ("plain", "plain, lazy", "fsdp2", "fsdp2, attached", "modules", "zero 0", "owned 0", "owned 2")
+ENGINES = ("plain", "plain, lazy", "fsdp2", "modules", "zero 0", "owned 0", "owned 2")
 
 
 class Loop:
@@ -75,13 +75,11 @@ def on(engine: str) -> Iterator[Loop]:
 
             yield Loop(step_engine, lambda: made.optimizer.param_groups, lambda: full_weights(made), norms_of_engine)
         return
-    if engine.startswith("fsdp2"):
+    if engine == "fsdp2":
         fully_shard(model, mesh=fsdp2.mesh_of())
     lazy = {"overlap_param_gather": True} if engine == "plain, lazy" else {}
     one: Any = fsdp2.layer_wise(model, **lazy)
     optimizer: Any = ModuleOptimizers({"all": one}) if engine == "modules" else one
-    if engine == "fsdp2, attached":
-        one.attach(model)
 
     def step(factor: float) -> None:
         try:

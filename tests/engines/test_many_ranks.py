@@ -23,7 +23,7 @@ TABLE = [
         for layout in ("padded", "compact")
     ),
     *(pytest.param(16, Cell(engine), **FULL) for engine in ZERO),
-    *(pytest.param(count, Cell("fsdp2", options={"attach": True}), **FULL) for count in (16, 32)),
+    *(pytest.param(count, Cell("fsdp2"), **FULL) for count in (16, 32)),
     pytest.param(32, Cell("fsdp2", sharding="hybrid"), **FULL),
     pytest.param(16, Cell("fsdp2", sharding="tensor parallel", alike=True), **FULL),
 ]
@@ -43,7 +43,7 @@ def test_experts_on_16_ranks_equal_one_process() -> None:
     run.check()
 
 
-@pytest.mark.parametrize("kinds", [("owned", "FSDP2"), pytest.param(("FSDP2, attached", "owned"), **FULL)])
+@pytest.mark.parametrize("kinds", [("owned", "FSDP2"), pytest.param(("FSDP2", "owned"), **FULL)])
 @on_ranks(8)
 def test_modules_on_disjoint_ranks_equal_one_process(kinds: tuple[str, str]) -> None:
     """Modules on disjoint ranks train the weights of one process."""

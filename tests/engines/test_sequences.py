@@ -26,7 +26,7 @@ from tests.support.ranks import RankPool, gathered
 
 Event = tuple[Any, ...]
 Phase = tuple[str, int, list[Event]]
-ALONE = ["plain", "plain, lazy", "plain, kept", "plain, late", "plain, copies", "fsdp2", "fsdp2, attached"]
+ALONE = ["plain", "plain, lazy", "plain, kept", "plain, late", "plain, copies", "fsdp2", "fsdp2, units"]
 DEEPSPEED = [*(f"zero {stage}" for stage in range(4)), *(f"owned {stage}" for stage in range(3))]
 MODULES = ["modules", "modules, mixed"]
 ENGINES = [*ALONE, *MODULES, *DEEPSPEED]

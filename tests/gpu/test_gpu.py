@@ -35,7 +35,6 @@ from tests.support.references import random, rule_of
 
 pytestmark = pytest.mark.gpu
 READS = {"plain": 0, "modules": 1, "fsdp2": 0, "zero0": 1, "zero1": 0, "zero2": 0, "zero3": 0, "owned": 1}
-ENGINES = (*READS, "fsdp2, attach")
 OFFLOADED = ("fsdp2", "zero1", "zero2", "zero3")
 COMPILED = ("plain", "fsdp2", "zero2", "owned")
 SLEEP = 20_000_000  # cycles of the GPU, some 10 ms, by which the host runs ahead: what does not wait computes garbage
@@ -69,7 +68,6 @@ def training(
     """Ours on an engine as benchmarks.step makes it, and its setting. Matrices are stepped in batches, or
     ``one_by_one`` as on a CPU. State is offloaded to pinned memory if ``offload``, to other memory of the CPU if it is
     False."""
-    engine, _, attach = engine.partition(", ")
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         stack.callback(lambda before: (IMMEDIATE.clear(), IMMEDIATE.update(before)), {*IMMEDIATE})
@@ -80,8 +78,6 @@ def training(
         sizes = {"layers": 2, "width": 64, "tokens": 32, "accumulation": 1, "bucket_mb": 4.0, **setting}
         made = step_systems.Setting(dist.get_world_size(), **sizes, device=device)
         (system,) = stack.enter_context(step_systems.built({"ours": step_systems.systems(engine, made)["ours"]}))
-        if attach:
-            system.optimizers[0].attach(system.model)
         yield system, made
 
 
@@ -255,14 +251,14 @@ def by_package(name: str, device: str) -> float | str:
 
 
 @one_rank
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", READS)
 def test_every_engine_has_the_bits_of_torch_optim(ranks: RankPool, device: str, engine: str) -> None:
     (found,) = ranks.run(trained, engine, device, one_by_one=True, bucket_mb=0.1)
     assert found["differ"] == (0.0, 0.0)
 
 
 @one_rank
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", READS)
 def test_batches_of_matrices_differ_by_rounding(ranks: RankPool, device: str, engine: str, note: Note) -> None:
     (found,) = ranks.run(trained, engine, device)
     note("off", found["off"])
@@ -332,7 +328,7 @@ def test_packages_compute_newton_schulz(ranks: RankPool, device: str, package: s
 
 
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True, ids=lambda size: f"{size} ranks")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", READS)
 def test_several_ranks_have_the_bits_of_torch_optim(ranks: RankPool, device: str, engine: str) -> None:
     """Several ranks on one device have the bits of torch.optim. All have equal batches, whose mean gradient is each
     one's to the bit."""

@@ -277,14 +277,12 @@ def _on_fsdp2(cell: Cell, model: nn.Module, rules: dict[str, Any]) -> Iterator[O
     whole = copy.deepcopy(model) if cell.sharding == "tensor parallel" else None
     sharded = fsdp2.SHARDINGS[cell.sharding](model)
     options = {**sharded.options, **_options(cell), **_groups(cell, sharded.model, "params")}
-    attach = options.pop("attach", False)
     optimizer = fsdp2_engine.LayerWiseOptimizer(sharded.model, **rules, bucket_matrices=2, **options)
     engine = OnFSDP2(cell, sharded.model, optimizer)
     engine.whole = whole
     if not cell.alike:
         engine.part, engine.parts = sharded.part, sharded.parts
-    with fsdp2.attached(optimizer, sharded.model) if attach else contextlib.nullcontext():
-        yield engine
+    yield engine
 
 
 class OnFSDP2(Engine):

@@ -1,10 +1,9 @@
 """What tests on FSDP2 share: the shardings and modes of the support table, and a twin on one process."""
 
-import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,9 +190,6 @@ MODES = (
     "tied",
     "no gradient",
     "clipping",
-    "attach",
-    "attach, accumulation",
-    "attach, clipping",
 )
 
 
@@ -294,15 +290,12 @@ class BesideTwin:
         mode: str = "fp32",
         *,
         sharded: Sharded | None = None,
-        attach: bool = False,
         **options: Any,
     ) -> None:
         self.sharding, self.mode = sharding, mode
         self.sharded = sharded or shard(sharding, mode)
         self.model = self.sharded.model
         self.optimizer, self.twin = layer_wise(self.model, **{**self.sharded.options, **options}), Twin(self.model)
-        if attach or mode.startswith("attach"):
-            self.optimizer.attach(self.model)
 
     def param(self, name: str) -> nn.Parameter:
         return dict(named(self.model))[name]
@@ -401,12 +394,3 @@ def set_sync(model: nn.Module, wanted: bool) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(wanted, recurse=False)
-
-
-@contextlib.contextmanager
-def attached(optimizer: LayerWiseOptimizer, model: nn.Module) -> Iterator[None]:
-    handle = optimizer.attach(model)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -55,7 +55,7 @@ class Ranked(Loop):
     def made_model(self) -> nn.Module:
         model = Net()
         if self.engine.startswith("fsdp2"):
-            for part in model.children() if self.engine == "fsdp2, attached" else ():
+            for part in model.children() if self.engine == "fsdp2, units" else ():
                 fully_shard(part, mesh=fsdp2.mesh_of())
             fully_shard(model, mesh=fsdp2.mesh_of())
         return model
@@ -63,8 +63,6 @@ class Ranked(Loop):
     def make(self, model: nn.Module) -> None:
         self.model = model
         made: Any = fsdp2.layer_wise(model, on_nonfinite="skip", **OPTIONS.get(self.engine, {}))
-        if self.engine == "fsdp2, attached":
-            made.attach(model)
         self.optimizers, self.schedulers = [made], []
         for name in self.frozen:
             self.freeze(name, True)

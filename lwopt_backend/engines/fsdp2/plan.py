@@ -514,9 +514,7 @@ class MeshStepper:
                 )
         return None
 
-    def presence(
-        self, grads: Sequence[Tensor | None], out: Collection[str] = (), **flags: Sequence[int] | Tensor
-    ) -> Presence:
+    def presence(self, grads: Sequence[Tensor | None], out: Collection[str] = (), **flags: Sequence[int]) -> Presence:
         """Start to find which members have a gradient on any rank where they are not ``out`` of the param groups, and
         the largest ``flags``. ``grads`` are this rank's. On all ranks of the mesh."""
         here = [grad is not None and member.name not in out for member, grad in zip(self.members, grads)]
@@ -544,8 +542,8 @@ class MeshStepper:
         """The members' gradients, with their placements. Called on all ranks, as ``place_gradients``."""
         return place_gradients(member.param for member in self.members)
 
-    def given(self, rules: Rules, states: States, grads: Sequence[Tensor | None] | None = None) -> Given:
-        """What a step is given, with the ``rules`` of the param groups; ``grads`` are the members', if known."""
+    def given(self, rules: Rules, states: States, grads: Sequence[Tensor | None]) -> Given:
+        """What a step is given, with the ``rules`` of the param groups and the members' ``grads``."""
         return Given(self.by_kind(rules), _MemberPieces(self, states, grads))
 
     def pieces_of(self, number: int, states: States, grad: Tensor | None) -> Sequence[Pieces]:
@@ -582,15 +580,14 @@ class MeshStepper:
 class _MemberPieces:
     """Pieces during one step, cut when a member's first one is read."""
 
-    def __init__(self, stepper: MeshStepper, states: States, grads: Sequence[Tensor | None] | None) -> None:
+    def __init__(self, stepper: MeshStepper, states: States, grads: Sequence[Tensor | None]) -> None:
         self._stepper, self._states, self._grads = stepper, states, grads
         self._cut: dict[int, Sequence[Pieces]] = {}  # by member
 
     def __getitem__(self, atom: int, /) -> Pieces:
         number = self._stepper.matrices[atom]
         if number not in self._cut:
-            grad = self._stepper.members[number].param.grad if self._grads is None else self._grads[number]
-            self._cut[number] = self._stepper.pieces_of(number, self._states, grad)
+            self._cut[number] = self._stepper.pieces_of(number, self._states, self._grads[number])
         return self._cut[number][self._stepper.places[atom]]
 
 

@@ -14,13 +14,10 @@ So state is created when it is first read after 3., without other ranks. Plannin
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
-import torch
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -29,17 +26,15 @@ from torch.distributed.tensor import DTensor
 from lwopt_backend.config.hosts import NAME
 from lwopt_backend.engines import report
 from lwopt_backend.engines.fsdp2.gradients import Counted
-from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes, place_gradients, sharded_by
+from lwopt_backend.engines.fsdp2.plan import Mesh, MeshStepper, States, mesh_state_nbytes, sharded_by
 from lwopt_backend.groups.param_groups import NONE, ComparedOptions, ElementwiseGroups
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, rule_of
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.runtime.agreement import StepRefused, disagreement
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.early_exchange import EarlyExchange, copied
 from lwopt_backend.runtime.pieces import Slices
 from lwopt_backend.runtime.places import Rules
 from lwopt_backend.runtime.presence import Presence, first_of, read_at_once
-from lwopt_backend.runtime.step import Given
 
 
 class StateOnceSharded:
@@ -71,97 +66,6 @@ def check_sharded(params: Iterable[Tensor]) -> None:
         )
 
 
-# Hooks: the exchange begins in the backward pass, when FSDP2 has reduced the last gradient of a bucket.
-
-RulesNow = Callable[[], Rules]
-
-
-def check_is_of(module: nn.Module, params: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> None:
-    """Raises ValueError for a parameter that is not the module's."""
-    theirs = {id(param) for param in module.parameters()}
-    for group, group_names in zip(params, names):
-        for param, name in zip(group, group_names):
-            if id(param) not in theirs:
-                raise ValueError(
-                    f"attach: expected the optimizer's model, found one without parameter {name!r}; pass the model"
-                )
-
-
-class Attachment:
-    """Hooks on an optimizer's sharded matrices. ``remove()`` removes them, as do the end of a ``with`` block and that
-    of ``owner``, which nothing here keeps alive.
-
-    ``Tensor.register_post_accumulate_grad_hook`` on a sharded parameter is the only public signal that its gradient has
-    been reduced: FSDP2 calls it in the order of the backward pass, which is the same on all ranks.
-    """
-
-    def __init__(
-        self,
-        owner: object,
-        steppers: Sequence[MeshStepper],
-        rules: RulesNow,
-        states: Callable[[], States],
-        out: Callable[[], Collection[str]],
-    ) -> None:
-        self._rules = rules
-        self._states = states
-        self._out = out  # names of parameters that were taken out of the param groups
-        self._early: dict[int, EarlyExchange] = {}
-        self._handles: list[Any] = []
-        self._ends = weakref.finalize(owner, self.remove)
-        self._ends.atexit = False
-        for number, stepper in enumerate(steppers):
-            if stepper.plan.buckets:
-                self._early[number] = EarlyExchange(stepper.stepper, stepper.plan.buckets, stepper.device)
-                for atom, index in enumerate(stepper.matrices):
-                    hook = functools.partial(self._ready, number, stepper, atom)
-                    self._handles.append(stepper.members[index].param.register_post_accumulate_grad_hook(hook))
-
-    def _ready(self, number: int, stepper: MeshStepper, atom: int, param: Tensor) -> None:
-        def now() -> Given:
-            return stepper.given(self._rules(), self._states())
-
-        place_gradients([param])
-        self._early[number].ready(atom, now)
-
-    def touched(self, number: int, stepper: MeshStepper, given: Given) -> Tensor | None:
-        """Per bucket, 1 if it must be exchanged again, as in ``EarlyExchange``; None if none is sent early."""
-        if number not in self._early:
-            return None
-        members, out = [stepper.members[index] for index in stepper.matrices], self._out()
-        missing = {atom for atom, member in enumerate(members) if member.param.grad is None or member.name in out}
-        return self._early[number].touched(given, missing)
-
-    def settle(self, number: int, touched: Sequence[int]) -> Mapping[int, Any]:
-        return self._early[number].settle(touched) if number in self._early else {}
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self._handles)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._ends.detach()
-        self.forget()
-        self._early = {}
-
-    @torch.no_grad()
-    def forget(self) -> None:
-        """Drop all exchanges in flight."""
-        for early in self._early.values():
-            early.forget()
-
-    def __enter__(self) -> Attachment:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
-
 # One step of all steppers of a model: matrices mesh by mesh, other parameters while the first bucket is in transit.
 
 
@@ -171,7 +75,6 @@ def step_all(
     rules: Rules,
     optimizers: ElementwiseGroups,
     states: States,
-    attachment: Attachment | None,
     row_scaling: RowScaling,
     options: ComparedOptions,
     out: Collection[str] = (),
@@ -184,19 +87,16 @@ def step_all(
     weight is changed.
 
     The host reads the flags of other ranks, and so waits for the backward pass, only where something depends on them:
-    in steps that compare options, with an ``attachment``, and on a rank that lacks a gradient that other ranks may
-    have. No rank's collectives depend on whether it reads.
+    in steps that compare options, and on a rank that lacks a gradient that other ranks may have. No rank's collectives
+    depend on whether it reads.
     """
     grads = [stepper.placed_gradients() for stepper in steppers]
     now = [(stepper, stepper.given(rules, states, of_members)) for stepper, of_members in zip(steppers, grads)]
-    touched, presences = _meet(now, grads, groups, attachment, options, out)
+    presences = _meet([stepper for stepper, _ in now], grads, groups, options, out)
     try:
         for number, ((stepper, given), presence) in enumerate(zip(now, presences)):
-            departed: Mapping[int, Any] = {}
-            if attachment is not None and touched[number] is not None:
-                departed = attachment.settle(number, presence.largest("touched"))
             given = replace(given, skipped=stepper.skipped(presence))
-            with stepper.stepper.window(given, departed) as window:
+            with stepper.stepper.window(given) as window:
                 window.advance()
                 if number == 0:
                     _step_elementwise(optimizers, groups, steppers, presences, states)
@@ -215,52 +115,29 @@ def step_all(
 
 
 def _meet(
-    now: Sequence[tuple[MeshStepper, Given]],
+    steppers: Sequence[MeshStepper],
     grads: Sequence[Sequence[Tensor | None]],
     groups: Sequence[Mapping[str, Any]],
-    attachment: Attachment | None,
     options: ComparedOptions,
     out: Collection[str],
-) -> tuple[list[Tensor | None], list[Presence]]:
-    """Advance the state of what was sent early, and start to exchange the flags of every stepper. Returns what was sent
-    early and has changed since, and the flags. Raises as ``step_all``."""
+) -> list[Presence]:
+    """Start to exchange the flags of every stepper, before any state advances. Raises as ``step_all``."""
     flags = options.flags(groups)
     compares = flags[0] != NONE
-    lacking = [stepper.lacking(of_members, out) for (stepper, _), of_members in zip(now, grads)]
-    looks = compares or any(map(any, lacking))  # for a difference, which ends the step before state advances
-
-    def advance_sent(copies: bool) -> list[Tensor | None]:
-        if attachment is None:
-            return [None] * len(now)
-        return [
-            attachment.touched(number, stepper, copied(given) if copies else given)
-            for number, (stepper, given) in enumerate(now)
-        ]
-
-    touched = advance_sent(copies=looks)
+    lacking = [stepper.lacking(of_members, out) for stepper, of_members in zip(steppers, grads)]
     presences = [
-        stepper.presence(
-            of_members,
-            out,
-            options=flags,
-            lacking=first_of(stepper.collectives, here),
-            touched=() if more is None else more,
-        )
-        for (stepper, _), of_members, here, more in zip(now, grads, lacking, touched)
+        stepper.presence(of_members, out, options=flags, lacking=first_of(stepper.collectives, here))
+        for stepper, of_members, here in zip(steppers, grads, lacking)
     ]
-    if compares or any(more is not None for more in touched) or not all(each.complete for each in presences):
+    if compares or not all(each.complete for each in presences):
         read_at_once(presences)
-    if looks:
-        steppers = [stepper for stepper, _ in now]
+    if compares or any(map(any, lacking)):
         error = _used_apart(steppers, presences)
         if error is None and compares:
             error = _difference(steppers, presences, options.lines(groups))
         if error is not None:
-            if attachment is not None:
-                attachment.remove()
             raise error
-        advance_sent(copies=False)
-    return touched, presences
+    return presences
 
 
 def check_units(model: nn.Module, steppers: Sequence[MeshStepper], counted: Sequence[Counted]) -> None:

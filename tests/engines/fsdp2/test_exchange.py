@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from pytest import MonkeyPatch
@@ -15,8 +13,7 @@ from lwopt_backend.rules import muon
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.support.cells import cells
 from tests.support.counted import Counted
-from tests.support.fsdp2 import ROWS, BesideTwin, layer_wise, set_sync, shard
-from tests.support.models import batch
+from tests.support.fsdp2 import BesideTwin, layer_wise, shard
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import gathered
 
@@ -103,114 +100,3 @@ def test_flags_of_a_step_are_waited_for_where_nobody_reads_them() -> None:
         run.backward(1)
         run.optimizer.step()
     assert works and all(work.wait.called for work in works)
-
-
-# Exchange that begins in backward
-
-
-def touch_one_element(run: BesideTwin) -> None:
-    """One matrix, on one rank."""
-    if dist.get_rank() == 1:
-        run.model.layers[2].weight.grad.to_local()[0, 0] += 1.0
-
-
-def unscale(run: BesideTwin) -> None:
-    for param in run.model.parameters():
-        param.grad.mul_(0.5)
-
-
-def change_the_momentum(run: BesideTwin) -> None:
-    for optimizer in (run.optimizer, run.twin.optimizers[0]):
-        optimizer.param_groups[0]["momentum"] = 0.9
-
-
-TOUCH: dict[str, Callable[[BesideTwin], object]] = {
-    "left alone": lambda run: None,
-    "clipped by torch": lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05),
-    "clipped by lwopt": lambda run: run.optimizer.clip_grad_norm_(0.05),
-    "clipped at a large norm": lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e6),
-    "unscaled": unscale,
-    "touched in one element": touch_one_element,
-    "momentum changed": change_the_momentum,
-}
-
-
-def calls_of(touch: str, steps: int = 3, micro: int = 1, sync: bool = True) -> tuple[list[int], list[int]]:
-    """Per step, the all-to-alls that started in backward, and those in the step."""
-    run = BesideTwin(attach=True, bucket_matrices=1)
-    in_backward, in_step = [], []
-    part, parts = run.sharded.part, run.sharded.parts
-    for step in range(steps):
-        with Counted() as counted:
-            for number in range(micro):
-                set_sync(run.model, sync or number == micro - 1)
-                run.model(*(rows[part::parts] for rows in batch(step * micro + number, ROWS))).backward()
-            TOUCH[touch](run)
-        in_backward.append(counted.calls.total())
-        with Counted() as counted:
-            run.update()
-        in_step.append(counted.calls.total())
-    run.check()
-    return in_backward, in_step
-
-
-ALL = 4  # matrices that travel, each cut by rows
-
-
-@on_ranks(3, 4)
-@cells(touch=["left alone", "clipped at a large norm"])
-def test_attached_buckets_leave_in_backward(touch: str) -> None:
-    """All buckets leave in backward, and only return in the step."""
-    assert calls_of(touch) == ([ALL] * 3, [ALL] * 3)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("touch", "again"),
-    [("clipped by torch", ALL), ("clipped by lwopt", ALL), ("unscaled", ALL), ("touched in one element", 1)],
-)
-def test_touched_gradients_are_exchanged_again(touch: str, again: int) -> None:
-    """Touched gradients are exchanged again, and then left alone for a while."""
-    in_backward, in_step = calls_of(touch, 8)
-    assert in_backward == [ALL, 0, ALL, 0, 0, ALL, 0, 0], "pauses of 1, 2 and 4 steps"
-    assert in_step[:2] == [ALL + again, 2 * ALL]
-
-
-@on_ranks(2)
-def test_late_hyperparameters_and_micro_batches_count() -> None:
-    """Hyperparameters that change before the step, and the last micro-batch, count."""
-    in_backward, in_step = calls_of("momentum changed", 2)
-    assert (in_backward[0], in_step[0]) == (ALL, 2 * ALL)
-    for sync in (True, False):  # with a reduction per micro-batch buckets leave each time; without, once
-        assert calls_of("left alone", 3, 2, sync) == ([ALL * (2 if sync else 1)] * 3, [ALL] * 3)
-
-
-@on_ranks(2)
-@cells(how=["skipped", "no gradient at the step", "removed"])
-def test_exchange_of_a_step_not_taken_leaves_no_trace(how: str) -> None:
-    """What has left for a step that is not taken leaves no trace."""
-    run = BesideTwin()
-    attachment = run.optimizer.attach(run.model)
-    for step in range(4):
-        run.backward(step)
-        if step == 1 and how == "removed":
-            attachment.remove()
-        elif step == 1:
-            run.optimizer.zero_grad()
-            if how == "no gradient at the step":
-                run.optimizer.step()
-            continue
-        run.update()
-    run.check()
-
-
-@on_ranks(2)
-def test_nan_is_no_difference() -> None:
-    """Gradients that are not numbers travel as they are: equal bits, nothing is exchanged again."""
-    run = BesideTwin(attach=True, bucket_matrices=1)
-    with torch.no_grad():
-        run.model.lm_head.weight.to_local().fill_(float("nan"))
-    with Counted() as counted:
-        run.backward(0)
-        run.optimizer.step()
-    assert counted.calls.total() == 2 * ALL

@@ -55,12 +55,12 @@ from tests.support.owned import optimizers_of
 from tests.support.ranks import gathered
 
 NO_GRADIENT = ("layers.0.weight", "layers.2.bias", "gate.weight")
-# Every sharding in fp32 and with attach, every mode in two shardings; with --full the whole support table of the page.
+# Every sharding in fp32, every mode in two shardings; with --full the whole support table of the page.
 CELLS = list(itertools.product(SHARDINGS, MODES))
 OFTEN = [
     (sharding, mode)
     for (column, sharding), (row, mode) in itertools.product(enumerate(SHARDINGS), enumerate(MODES))
-    if mode in ("fp32", "attach") or (row - column) % 7 < 2
+    if mode == "fp32" or (row - column) % 7 < 2
 ]
 
 
@@ -122,7 +122,6 @@ def save_and_load(run: BesideTwin, folder: Path) -> None:
 
 CALLS: dict[str, Callable[[BesideTwin, Path], object]] = {
     "clip": lambda run, folder: run.optimizer.clip_grad_norm_(1e-3),
-    "attach": lambda run, folder: run.optimizer.attach(run.model),
     "get and set": get_and_set,
     "save and load": save_and_load,
     "step": lambda run, folder: None,
@@ -130,11 +129,11 @@ CALLS: dict[str, Callable[[BesideTwin, Path], object]] = {
 
 
 @on_ranks(2)
-@cells(call=[*CALLS], attached=[False, True])
-def test_calls_after_a_validation_pass_find_sharded_parameters(tmp_path: Path, call: str, attached: bool) -> None:
+@cells(call=[*CALLS])
+def test_calls_after_a_validation_pass_find_sharded_parameters(tmp_path: Path, call: str) -> None:
     """Fixed: `get_optimizer_state_dict` failed after a validation pass. It leaves the root's parameters unsharded, as
     other objects, whose gradients and state are none."""
-    run = BesideTwin(attach=attached)
+    run = BesideTwin()
     run.train(1)
     run.backward(1)
     with torch.no_grad():
@@ -169,15 +168,15 @@ class Reads(TorchFunctionMode):
 
 @on_ranks(4)
 @pytest.mark.on_gloo  # the strict transport reads what it carries
-@cells(sharding=["rows", "expert parallel", "ignored_params"], attach=[False, True])
-def test_host_reads_once_where_a_rank_lacks_a_gradient(sharding: str, attach: bool) -> None:
+@cells(sharding=["rows", "expert parallel", "ignored_params"])
+def test_host_reads_once_where_a_rank_lacks_a_gradient(sharding: str) -> None:
     """The host reads only where a rank lacks a gradient, and then once. A clip, and a step as on an accelerator; in the
     first step, options are compared. In the third, rank 1 lacks a gradient of an expert or of a plain tensor, or all
     ranks that of a matrix."""
     lacks, found = int(dist.get_rank() == 1 or sharding == "rows"), []
     IMMEDIATE.clear()
     try:
-        run = BesideTwin(sharding, attach=attach)
+        run = BesideTwin(sharding)
         for step in range(3):
             run.backward(step)
             if step == 2 and lacks:
@@ -190,14 +189,14 @@ def test_host_reads_once_where_a_rank_lacks_a_gradient(sharding: str, attach: bo
             found.append((clip.count, reads.count))
     finally:
         IMMEDIATE.add("cpu")
-    assert found == [(0, 1), (0, int(attach)), (lacks, max(lacks, int(attach)))]
+    assert found == [(0, 1), (0, 0), (lacks, lacks)]
 
 
 @on_ranks(4)
-@cells(missing_ranks=[[1], [2, 3]], attach=[False, True])
-def test_expert_gradients_some_ranks_lack_count_as_zero(missing_ranks: list[int], attach: bool) -> None:
+@cells(missing_ranks=[[1], [2, 3]])
+def test_expert_gradients_some_ranks_lack_count_as_zero(missing_ranks: list[int]) -> None:
     """In the step and in the norm; ranks 0 and 2 share an expert, and 1 and 3."""
-    run = BesideTwin("expert parallel", attach=attach, bucket_matrices=1)
+    run = BesideTwin("expert parallel", bucket_matrices=1)
     for step, lacking in enumerate([(), EXPERT, EXPERT[:1], ()]):
         run.backward(step)
         chosen = [run.param(name) for name in lacking if dist.get_rank() in missing_ranks]
@@ -234,14 +233,11 @@ def inputs(step: int, rank: int) -> Tensor:
 
 def either(options: dict[str, Any], zeros: bool = False) -> tuple[Any, Any, Callable[[int, str], None]]:
     """A model that is one fully_shard unit, its optimizer, and this rank's pass of a step."""
-    options, model = {**options}, Either()
-    attach = options.pop("attach", False)
+    model = Either()
     fully_shard(model, mesh=mesh_of())
     if zeros:
         model.set_reduce_scatter_unused_params(True)
     optimizer = layer_wise(model, **options)
-    if attach:
-        optimizer.attach(model)
 
     def back(step: int, use: str) -> None:
         model(inputs(step, dist.get_rank()), use).backward()
@@ -250,7 +246,7 @@ def either(options: dict[str, Any], zeros: bool = False) -> tuple[Any, Any, Call
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("options", [{}, {"attach": True}, {"matrix": "soap"}, {"overrides": OTHER_RULE}])
+@pytest.mark.parametrize("options", [{}, {"matrix": "soap"}, {"overrides": OTHER_RULE}])
 def test_ranks_that_use_different_layers_of_a_unit_raise(options: dict[str, Any]) -> None:
     """torch has then added up gradients of different layers. In the first step, which compares options, and in others;
     training goes on as if nothing had been tried. A rank that has all gradients waits for no flags, so it raises in
@@ -281,9 +277,8 @@ def test_ranks_that_use_different_layers_of_a_unit_raise(options: dict[str, Any]
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch before 2.13")
 @on_ranks(2)
-@pytest.mark.parametrize("attach", [False, True])
-def test_unused_layers_that_torch_fills_with_zeros_train(attach: bool) -> None:
-    (model, optimizer, back), alone = either({"attach": attach}, zeros=True), Either()
+def test_unused_layers_that_torch_fills_with_zeros_train() -> None:
+    (model, optimizer, back), alone = either({}, zeros=True), Either()
     theirs = optimizers_of(alone)
     for step in range(3):
         back(step, ("left", "right")[dist.get_rank()])
@@ -337,8 +332,7 @@ def test_state_has_the_dtype_of_wider_gradients(grad_dtype: torch.dtype | None) 
 
 
 @on_ranks(2)
-@cells(attach=[False, True])
-def test_partial_gradients_belong_to_their_own_weights(attach: bool) -> None:
+def test_partial_gradients_belong_to_their_own_weights() -> None:
     """Gradients that are not yet summed over a mesh belong to their own weights. Each rank packs the matrices that it
     owns first; weights are of one shape, so a sum may go to the wrong one."""
     torch.manual_seed(0)
@@ -350,13 +344,11 @@ def test_partial_gradients_belong_to_their_own_weights(attach: bool) -> None:
     twins = {name: nn.Parameter(whole(param).clone()) for name, param in model.named_parameters()}
     optimizer = LayerWiseOptimizer(model, **MUON, elementwise_lr=0.1, report=False)
     muon = torch.optim.Muon([twin for twin in twins.values() if twin.ndim == 2], **MUON)
-    if attach:
-        optimizer.attach(model)
     for _ in range(2):
         inputs = torch.randn(len(twins), 2, 3, 16)
         for mine, (name, param) in zip(inputs[:, rank], model.named_parameters()):
             (DTensor.from_local(mine, mesh, [Shard(0)]) @ param.view(16, -1)).square().sum().backward()
-            assert attach or param.grad.placements == (Partial(),)
+            assert param.grad.placements == (Partial(),)
             twins[name].grad = whole(param.grad)
         largest = max(float(twin.grad.abs().max()) for twin in twins.values())
         assert float(optimizer.clip_grad_norm_(math.inf, math.inf)) == largest
@@ -435,23 +427,6 @@ def test_ranks_that_know_different_numbers_of_groups_meet(before: str) -> None:
 
 
 @on_ranks(2)
-def test_a_parameter_is_taken_out_of_its_group_while_attached() -> None:
-    """The others go on, under their own names. The plan keeps it, because it may be put back."""
-    run = BesideTwin(attach=True)
-    for step in range(3):
-        run.backward(step)
-        if step == 1:
-            taken = run.optimizer.param_groups[0]["params"].pop(0)
-            assert taken is run.param("layers.0.weight")
-        if step >= 1:
-            taken.grad = None
-        run.update()
-    run.check()
-    names = [member.name for stepper in run.optimizer._steppers for member in stepper.members]
-    assert len(names) == len(set(names)) == 11
-
-
-@on_ranks(2)
 def test_parameter_frozen_for_a_step_keeps_its_state() -> None:
     """A parameter that is frozen for a step is left alone, and keeps its state."""
     run = BesideTwin()
@@ -480,11 +455,11 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 
 
 @on_ranks(2)
-@cells(change=[*CHANGES], attach=[False, True])
-def test_parameter_no_longer_trained_is_an_error(change: str, attach: bool) -> None:
+@cells(change=[*CHANGES])
+def test_parameter_no_longer_trained_is_an_error(change: str) -> None:
     """A parameter that would no longer be trained is an error on its rank. On one rank alone:
     test_ranks_that_differ.py."""
-    run, (make, words) = BesideTwin("rows", "frozen", attach=attach), CHANGES[change]
+    run, (make, words) = BesideTwin("rows", "frozen"), CHANGES[change]
     for step in range(2):
         run.backward(step)
         run.twin.step_with_gradients_of(run.model)
@@ -507,7 +482,7 @@ def test_parameter_no_longer_trained_is_an_error(change: str, attach: bool) -> N
 @on_ranks(2)
 def test_replaced_optimizer_steps_no_more() -> None:
     """Fixed: Two optimizers trained one parameter. An optimizer whose parameters a later one trains steps no more."""
-    run = BesideTwin(attach=True)
+    run = BesideTwin()
     run.train(1)
     earlier, run.optimizer = run.optimizer, layer_wise(run.model, params=[run.param("layers.2.weight")], **MUON)
     run.backward(1)
@@ -766,10 +741,6 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wr
     (lambda: LayerWiseOptimizer(DistributedDataParallel(UnevenLM()), sharded_later=True), "found no shards; call"),
     (lambda: LayerWiseOptimizer(by_fsdp1(), sharded_later=True), "(FSDP1), which flattens matrices; call fully_shard"),
     (lambda: LayerWiseOptimizer(UnevenLM(), state_dtype="float32"), "'state_dtype' is for fully_shard models, but"),
-    (
-        lambda: LayerWiseOptimizer(UnevenLM(), lr=0.02).attach(UnevenLM()),
-        "attach is for fully_shard models, but this optimizer",
-    ),
     (lambda: MeshOptimizer([UnevenLM()]), "expected DTensors in the model, found none; call fully_shard(model) first"),
     (lambda: OwnedOptimizer(shard("rows", "fp32").model), "'embedding.weight' is a DTensor; for fully_shard models"),
     (lambda: of_rows(bucket_mb=1.0), "'bucket_mb' is for DeepSpeed and for plain models, but"),
@@ -788,8 +759,8 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wr
         "expected all param groups in the constructor",
     ),
     (
-        lambda: of_rows().attach(shard("rows", "fp32").model),
-        "attach: expected the optimizer's model, found one without parameter 'layers.0.weight'",
+        lambda: of_rows().attach(UnevenLM()),
+        "attach is gone: step() does the exchange that it began in the backward pass",
     ),
     (lambda: of_rows().clip_grad_norm_(1.0, 0), "norm_type: expected a number above 0, or inf; found 0"),
     (lambda: pickle.dumps(of_rows()), "cannot be copied or pickled; use state_dict()"),
@@ -801,7 +772,7 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wr
 @on_ranks(2)
 def test_refusals_name_what_is_wrong_on_every_rank() -> None:
     for refused, words in REFUSALS:
-        with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        with pytest.raises((AttributeError, TypeError, ValueError, RuntimeError)) as caught:
             refused()
         told = str(caught.value).replace("\\", "")
         if "found 'x'" in words and dist.get_rank() == 0:

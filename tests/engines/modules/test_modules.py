@@ -69,14 +69,11 @@ def sharded(module: nn.Module, group: Any) -> nn.Module:
 
 
 def trained(kind: str, module: nn.Module, group: Any, **options: Any) -> tuple[nn.Module, Any]:
-    """A module and its optimizer. Where FSDP2 is attached, the exchange is under way when a step is skipped."""
+    """A module and its optimizer."""
     if kind == "owned":
         return module, optimizer_for(module, process_group=group, **options)
-    if kind.startswith("FSDP2"):
-        optimizer = layer_wise(sharded(module, group), **options)
-        if kind == "FSDP2, attached":
-            optimizer.attach(module)
-        return module, optimizer
+    if kind == "FSDP2":
+        return module, layer_wise(sharded(module, group), **options)
     by_sgd = sgd(module)
     return DistributedDataParallel(module, process_group=group) if kind == "DDP" else module, by_sgd
 
@@ -282,7 +279,7 @@ OVERFLOWS: list[tuple[Split, tuple[str, str], str, int, float]] = [  # whose gra
     (ONE_AND_REST, OWNED, "vision", -1, INF),
     (OVERLAPPING, OWNED, "language", -1, NAN),
     (APART, ("FSDP2", "owned"), "vision", 0, INF),
-    (APART, ("owned", "FSDP2, attached"), "language", 1, INF),
+    (APART, ("owned", "FSDP2"), "language", 1, INF),
     (APART, ("DDP", "owned"), "language", 1, INF),
     (APART, ("DDP", "FSDP2"), "vision", 1, NAN),
     (((0,), (1, 2)), ("plain", "FSDP2"), "vision", 0, INF),  # the fourth rank has nothing

@@ -24,7 +24,6 @@ from benchmarks.clock.passes import BACKWARD, Given, GivenPasses
 from benchmarks.clock.play import Played, Rates, play
 from benchmarks.clock.record import COMPUTE, REDUCE, Join, Read, Start, Tracer, Wait, Work, opened
 from benchmarks.rehearsal import engines
-from benchmarks.rehearsal.engines import MeshEngine
 from benchmarks.timeline import passes_of, predicted, recorded_rank
 from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT
 from lwopt_backend.plan.cost import Machine
@@ -102,7 +101,6 @@ REALITY: dict[str, tuple[str, dict[str, Any], bool]] = {  # engine, options, whe
     "ZeRO 1": ("zero1", {"policy": "balance", "bucket_numel": 30000}, False),
     "ZeRO 3": ("zero3", {"bucket_numel": 60000}, False),
     "FSDP2": ("fsdp2", {"bucket_matrices": 8}, False),  # by default, a CPU has other buckets
-    "FSDP2, attached": ("fsdp2", {"bucket_matrices": 4}, True),
     "owned": ("plain", {"bucket_mb": 0.05}, True),
 }
 
@@ -182,8 +180,6 @@ def done(folder: Path, case: str) -> float:
         for _ in range(2 if passes else 1):  # as in a session
             engine.backward()
             engine.step()
-        if passes and isinstance(engine, MeshEngine):
-            engine.attach()
         if not passes:
             engine.backward()
         hands = Hands()
@@ -201,8 +197,6 @@ def test_four_ranks_over_gloo_are_done_when_the_clock_says(tmp_path: Path, ranks
     planned = study.worst.planned[0]
     with opened(planned, study.setting, recorded_rank(planned)) as session:
         session.record()
-        if passes and isinstance(session.engine, MeshEngine):
-            session.engine.attach()
         given = GivenPasses(TOKENS, session.tracer, session.engine.names) if passes else None
         expected = play([*records(session, session.record(given))], REAL).seconds
     # In a rehearsal of owned storage, which reads zeros, flags carry the order of buckets in every step.

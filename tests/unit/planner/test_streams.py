@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from benchmarks.rehearsal.streams import StreamCheck
 from lwopt_backend.engines.fsdp2.plan import local
 from lwopt_backend.engines.owned.state import gathered
 from lwopt_backend.runtime import collectives
-from lwopt_backend.runtime.early_exchange import EarlyExchange
 from lwopt_backend.runtime.presence import Presence, read_at_once
 from lwopt_backend.runtime.step import Matrices
 from lwopt_backend.runtime.tensors import take_filled, to_fill
@@ -73,34 +72,31 @@ class TwoStreams(Uses):
 
 
 class Sharded(Uses):
-    """FSDP2's streams, as torch 2.13 has them: every root reduces on its own, where hooks run. The compute stream waits
-    for the reduction before the last one of that root, and at the end for all."""
+    """FSDP2's streams, as torch 2.13 has them: a root reduces on its own. The compute stream waits for the reduction
+    before the last one, and at the end for all."""
 
-    def __init__(self, check: StreamCheck, engine: MeshEngine, roots: int) -> None:
+    def __init__(self, check: StreamCheck) -> None:
         self._check = check
-        blocks = engines.blocks(engine.model.named_parameters())
-        self._root_of = {id(param): number % roots for number, block in enumerate(blocks) for param in block}
-        self._before: dict[str, Any] = {}
+        self._before: Any = None
 
     def backward(self, params: Any, following: Any = ()) -> None:
         pass
 
     @contextmanager
     def reduced(self, params: Any) -> Iterator[None]:
-        check, stream = self._check, f"root {self._root_of[id(params[0])]}"
-        if stream in self._before:
-            check.follow("compute", self._before[stream][1])
+        check, stream = self._check, "root"
+        if self._before is not None:
+            check.follow("compute", self._before[1])
         sent = torch.empty(sum(param.numel() for param in params), device=DEVICE).fill_(1)
         check.joined(stream, "compute")
         with check.on_stream(stream):
             output = torch.empty(sum(local(param).numel() for param in params), device=DEVICE).copy_(sent[:1])
-            self._before[stream] = (sent, output), dict(check.clocks[stream])
+            self._before = (sent, output), dict(check.clocks[stream])
             yield
 
     def end(self) -> None:
-        for stream in self._before:
-            self._check.joined("compute", stream)
-        self._before = {}
+        self._check.joined("compute", "root")
+        self._before = None
 
 
 # How they train.
@@ -133,38 +129,13 @@ def train_owned(check: StreamCheck, engine: OwnedEngine, *, aside: str = "", cli
         engine.play(passes)
 
 
-def train_mesh(
-    check: StreamCheck,
-    engine: MeshEngine,
-    *,
-    roots: int = 1,
-    passes: int = 1,
-    attaches: bool = False,
-    again: bool = False,
-    drops: bool = False,
-    clips: bool = False,
-    detaches: bool = False,
-) -> None:
-    params = [*engine.model.parameters()]
-    host = Sharded(check, engine, roots)
-    settle = EarlyExchange.settle
-    for step in range(STEPS + 1):
-        if step == 1 and attaches:
-            engine.attach()
-        for _ in range(passes - 1 if step else 0):
-            engine.play(host)
-        for param in params if drops else ():
-            param.grad = None
+def train_mesh(check: StreamCheck, engine: MeshEngine, *, clips: bool = False) -> None:
+    params, host = [*engine.model.parameters()], Sharded(check)
+    for step in range(STEPS):
         engine.play(host)
-        if detaches and step == 1:
-            engine.optimizer._attachment.remove()
         if clips:
             engine.optimizer.clip_grad_norm_(1.0, math.inf if step else 2.0)
-        with ExitStack() as stack:
-            if again and step in (2, 3):  # no rank finds a difference in values that are not there
-                found = lambda early, touched: settle(early, [1] * len(touched))  # noqa: E731
-                stack.enter_context(replaced(EarlyExchange, "settle", found))
-            engine.optimizer.step()
+        engine.optimizer.step()
         host.forward(params)
         for param in params:
             param.grad = None
@@ -248,7 +219,6 @@ def with_buffers() -> Iterator[None]:
 MUONH = {"name": "muon", "hyperball": True, "weight_decay": 0.0}
 GATHERS = {"overlap_param_gather": True, **SMALL}
 BUCKETS = {"policy": "balance", "bucket_numel": 9000}
-attached = partial(train_mesh, attaches=True)
 SCENARIOS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "plain": ("plain", SMALL, train_owned),
     "plain, overlap_param_gather": ("plain", GATHERS, train_owned),
@@ -263,16 +233,8 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "plain, pairs, two streams": ("plain", {"group_size": 2, **SMALL}, partial(train_owned, aside="norm")),
     "fsdp2": ("fsdp2", {"bucket_matrices": 2}, train_mesh),
     "fsdp2, norms": ("fsdp2", {"matrix": MUONH, "bucket_matrices": 2}, partial(train_mesh, clips=True)),
-    "fsdp2, attached": ("fsdp2", {"bucket_matrices": 4}, partial(attached, passes=2)),
-    "fsdp2, attached, sent again": ("fsdp2", {"bucket_matrices": 4}, partial(attached, again=True)),
-    "fsdp2, attached, drops a pass": ("fsdp2", {"bucket_matrices": 3}, partial(attached, passes=2, drops=True)),
-    "fsdp2, attached, clips": ("fsdp2", {"bucket_matrices": 4}, partial(attached, clips=True)),
-    "fsdp2, attached, 3 roots": ("fsdp2", {"bucket_matrices": 6}, partial(attached, roots=3, passes=2)),
     "fsdp2, offload": ("fsdp2, offload", {"bucket_matrices": 3}, train_mesh),
-    "fsdp2, offload, attached": ("fsdp2, offload", {"bucket_matrices": 3}, attached),
     "hsdp": ("fsdp2", {"group_size": 2, "bucket_matrices": 2}, train_mesh),
-    "hsdp, attached": ("fsdp2", {"group_size": 2, "bucket_matrices": 4}, attached),
-    "copies alone, attached, detached": ("fsdp2", {"group_size": 1}, partial(attached, detaches=True)),
     "zero0": ("zero0", {"policy": "balance", "bucket_numel": 9000}, train_alone),
     "zero1": ("zero1", BUCKETS, train_alone),
     "zero1, offload": ("zero1, offload", BUCKETS, train_alone),
@@ -304,14 +266,8 @@ def engine_of(kind: str, options: dict[str, Any], path: Path) -> Callable[[], An
 def faults_of(name: str, path: Path) -> Counter[str]:
     """What the sanitizer finds in a scenario on rank 0 of 4; no other rank does more."""
     kind, options, train = SCENARIOS[name]
-    make, check, ready = engine_of(kind, options, path), StreamCheck(), EarlyExchange.ready
-
-    def compared(*args: Any) -> None:
-        with replaced(check, "compares", True):
-            ready(*args)
-
-    early = replaced(EarlyExchange, "ready", compared)
-    with pretended(0, 4, ModulesEngine.others), absent_gpu(check), with_buffers(), early:
+    make, check = engine_of(kind, options, path), StreamCheck()
+    with pretended(0, 4, ModulesEngine.others), absent_gpu(check), with_buffers():
         engine = make()
         train(check, engine)
         del engine
