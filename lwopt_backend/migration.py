@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import glob_suggestion, suggestion
-from lwopt_backend.engines.owned.state import OwnedStore
+from lwopt_backend.engines.buffers.state import BufferStore
 from lwopt_backend.groups import Group
 from lwopt_backend.groups.others import BUFFER, SOURCES, Form, Source, check_form, factor, may_be
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, new_state, rule_of
@@ -132,7 +132,7 @@ def load_pieces(optimizer: Any, state_dict: Mapping[str, Any]) -> list[str]:
     Examples:
         >>> load_pieces(optimizer, torch.load("ckpt.pt")["optimizer"])
     """
-    if not (hasattr(optimizer, "named_params") and isinstance(_store_of(optimizer, "load_pieces"), OwnedStore)):
+    if not (hasattr(optimizer, "named_params") and isinstance(_store_of(optimizer, "load_pieces"), BufferStore)):
         raise TypeError(
             f"load_pieces: expected the LayerWiseOptimizer of a plain model, found {type(optimizer).__name__}"
         )
@@ -249,7 +249,7 @@ def _whole(name: object, state: Any) -> dict[str, Tensor]:
 
 
 def _is_part(value: Tensor) -> bool:
-    """Whether it is a DTensor, or a rank's pieces of a tensor (``engines.owned.state.Pieces``)."""
+    """Whether it is a DTensor, or a rank's pieces of a tensor (``engines.buffers.state.PartialTensor``)."""
     return hasattr(value, "full_tensor") or hasattr(value, "boxes")
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.clock.record import Event, Record, Session, Start, Wait, Work, merged
-from benchmarks.rehearsal.engines import FlatEngine, MeshEngine, OwnedEngine
+from benchmarks.rehearsal.engines import FlatEngine, MeshEngine, PlainEngine
 from lwopt_backend.groups.registry import build_matrix_rules
 from lwopt_backend.plan import MatrixPlan
 from lwopt_backend.rules import WeightRule
@@ -51,8 +51,8 @@ class Generator:
         self._session, self._engine, self._template = session, session.engine, template
         self._amounts: dict[tuple[Place, int], Amount] = defaultdict(Amount)  # by part and rank
         self._kept: Counter[tuple[int, int]] = Counter()  # elements that a rank stores and owns, by bucket and rank
-        if isinstance(self._engine, OwnedEngine):
-            self._count_owned(self._engine)
+        if isinstance(self._engine, PlainEngine):
+            self._count_buckets(self._engine)
         else:
             assert isinstance(self._engine, (MeshEngine, FlatEngine))
             self._count_pieces([plan for _, plan in self._engine.matrix_steppers])
@@ -87,8 +87,8 @@ class Generator:
         owner = plan.ownership.owners[atom]
         self._kept[number, owner] += parts.get(owner, 0)
 
-    def _count_owned(self, engine: OwnedEngine) -> None:
-        """What ranks of owned storage own of each bucket."""
+    def _count_buckets(self, engine: PlainEngine) -> None:
+        """What ranks own of each bucket in plain PyTorch."""
         part = self._session.planned.part
         assert part is not None
         of_matrices = [n for n, buffers in enumerate(engine.buckets) if buffers.bucket.kind == "matrix"]
@@ -105,7 +105,7 @@ class Generator:
     def _kind(self, place: Place) -> str:
         """The parts of a step that have one price."""
         part, bucket = place
-        if part == "own" and isinstance(self._engine, OwnedEngine):
+        if part == "own" and isinstance(self._engine, PlainEngine):
             return f"own {self._engine.buckets[bucket].bucket.kind}"
         return part
 

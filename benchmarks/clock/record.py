@@ -11,9 +11,9 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup
 
 from benchmarks.rehearsal.absent_gpu import OTHER, Recorder, absent_gpu, pretended, replaced, tensors_in
-from benchmarks.rehearsal.engines import ENGINES, Engine, FlatEngine, MeshEngine, OwnedEngine, Passes
+from benchmarks.rehearsal.engines import ENGINES, Engine, FlatEngine, MeshEngine, Passes, PlainEngine
 from benchmarks.rehearsal.step import others_of
-from lwopt_backend.engines.owned.step import OwnedStepper
+from lwopt_backend.engines.buffers.step import BufferStepper
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.runtime import collectives
@@ -304,12 +304,12 @@ def _places(engine: Engine, tracer: Tracer) -> Iterator[Any]:
 
         return replaced(owner, name, run)
 
-    if isinstance(engine, OwnedEngine):
+    if isinstance(engine, PlainEngine):
         numbers = {id(buffers): number for number, buffers in enumerate(engine.buckets)}
         parts = {"take": "take", "launch": "out", "arrive": "arrive", "settle": "settle", "send_values": "back"}
         for name, part in {**parts, "receive_values": "back"}.items():
             yield named(BucketBuffers, name, part, lambda buffers, *_: numbers[id(buffers)])
-        yield named(OwnedStepper, "_update", "own", lambda stepper, buffers, *_: numbers[id(buffers)])
+        yield named(BufferStepper, "_update", "own", lambda stepper, buffers, *_: numbers[id(buffers)])
         return
     assert isinstance(engine, (MeshEngine, FlatEngine))
     units = {id(stepper): number for number, (stepper, _) in enumerate(engine.matrix_steppers)}

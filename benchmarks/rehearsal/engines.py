@@ -16,15 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lwopt_backend.config.hosts import HostConfig, ZeROConfig
+from lwopt_backend.engines.buffers.step import BufferCore
 from lwopt_backend.engines.fsdp2.plan import local
 from lwopt_backend.engines.modules.step import ModuleOptimizers
-from lwopt_backend.engines.owned.step import OwnedCore
 from lwopt_backend.engines.zero.plan import GroupPlan, GroupStepper, UnitStepper
 from lwopt_backend.engines.zero.replicated import ElementwiseReplicas, MatrixReplicas
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping
-from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
-from lwopt_backend.optimizer.layer_wise import Sharing
+from lwopt_backend.optimizer import MeshOptimizer, PlainOptimizer
+from lwopt_backend.optimizer.layer_wise import PlainArguments
 from lwopt_backend.plan import MatrixPlan, Replicas, Sharding
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import MeshConfig, Setting
@@ -131,15 +131,15 @@ def _quiet(setting: Setting) -> HostConfig:
     return replace(setting.config, report=False)
 
 
-class OwnedEngine(Engine):
+class PlainEngine(Engine):
     """``LayerWiseOptimizer`` of a plain model: gradients leave in the backward pass, parameters return after the
     step."""
 
     def __init__(self, planned: Planned, setting: Setting) -> None:
         self.model, grouping = _made(planned.shared.grouping, partial(torch.empty_like, device=DEVICE))
         given: Any = Routed(setting.rules, _quiet(setting), grouping)
-        self.optimizer = cast(OwnedOptimizer, OwnedOptimizer.__new__(OwnedOptimizer))
-        self.optimizer._train(self.model, given, Sharing(), sharded_later=False)
+        self.optimizer = cast(PlainOptimizer, PlainOptimizer.__new__(PlainOptimizer))
+        self.optimizer._train(self.model, given, PlainArguments(), sharded_later=False)
         self.names = {id(param): name for name, param in self.model.named_parameters()}
         self._core, self.digest = self.optimizer.core, self.optimizer.plan_digest
         flags = 2 if self.optimizer.config.keep_full_grads else 1  # also for those who see others' gradients
@@ -150,7 +150,7 @@ class OwnedEngine(Engine):
         return self._core.manager.buckets
 
     @property
-    def core(self) -> OwnedCore:
+    def core(self) -> BufferCore:
         return self._core
 
     def play(self, passes: Passes) -> None:
@@ -252,7 +252,7 @@ class MeshEngine(Engine):
         self.model, grouping = _made(planned.shared.grouping, make)
         given: Any = Routed(setting.rules, _quiet(setting), grouping)
         self.optimizer = cast(MeshOptimizer, MeshOptimizer.__new__(MeshOptimizer))
-        self.optimizer._train(self.model, given, Sharing(), sharded_later=False)
+        self.optimizer._train(self.model, given, PlainArguments(), sharded_later=False)
         self.names = {id(param): name for name, param in self.model.named_parameters()}
         self.digest = self.optimizer.plan_digest
         self.optimizer._options.flags(self.optimizer.param_groups)  # of the first step, which reads to compare them
@@ -367,7 +367,7 @@ class ModulesEngine(Engine):
     """``ModuleOptimizers`` of several engines' optimizers. All ranks have all modules; `lwopt plan` plans them one by
     one."""
 
-    def __init__(self, engines: Mapping[str, OwnedEngine | MeshEngine]) -> None:
+    def __init__(self, engines: Mapping[str, PlainEngine | MeshEngine]) -> None:
         self._engines = [*engines.values()]
         self.optimizer = ModuleOptimizers({name: engine.optimizer for name, engine in engines.items()})
 
@@ -392,8 +392,8 @@ class ModulesEngine(Engine):
         return {kind: [tensor for each in of_all for tensor in each.get(kind, ())] for kind in KEPT}
 
 
-ENGINES: Mapping[str, type[OwnedEngine | MeshEngine | FlatEngine]] = {
-    "plain": OwnedEngine,
+ENGINES: Mapping[str, type[PlainEngine | MeshEngine | FlatEngine]] = {
+    "plain": PlainEngine,
     "fsdp2": MeshEngine,
     "zero1": FlatEngine,
     "zero2": FlatEngine,

@@ -19,7 +19,7 @@ from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.deepspeed.files import NAMES, inner, load_mapping
 from lwopt_backend.checkpoint.files.pickles import options
 from lwopt_backend.config.hosts import THESE_OF_BUCKETS
-from lwopt_backend.engines.owned.step import OwnedCore
+from lwopt_backend.engines.buffers.step import BufferCore
 from lwopt_backend.groups.param_groups import of_another_optimizer
 from lwopt_backend.groups.registry import check_group
 from lwopt_backend.integrations.deepspeed.tensors import mark
@@ -85,7 +85,7 @@ def prepare_saving(engine: DeepSpeedEngine, optimizer: Any, ranks: Collectives) 
 
 
 def check(
-    engine: DeepSpeedEngine, core: OwnedCore | None, load_dir: str, tag: str | None, with_state: bool
+    engine: DeepSpeedEngine, core: BufferCore | None, load_dir: str, tag: str | None, with_state: bool
 ) -> list[str]:
     """Raises ValueError for a checkpoint of another world size, ZeRO stage, storage or optimizer. Returns lines that
     must be equal on all ranks. For a missing checkpoint DeepSpeed warns and returns (None, None).
@@ -138,7 +138,7 @@ def check(
     return [f"{folder.name}, saved on {saved.world_size} ranks"]
 
 
-def _check_optimizer(folder: Path, saved: Saved, core: OwnedCore | None, stage: int) -> None:
+def _check_optimizer(folder: Path, saved: Saved, core: BufferCore | None, stage: int) -> None:
     """Raises ValueError for the state of another optimizer, storage or stage."""
     if saved.stranger is not None:  # its state has other names and other groups
         raise ValueError(
@@ -223,7 +223,7 @@ def _check_groups(folder: Path, saved: list[list[str]], ours: list[list[str]]) -
     check_fits(f"the checkpoint {str(folder)!r}", *sides, advice=AS_SAVED)
 
 
-def _check_owned(folder: Path, owned: Mapping[str, Any] | None, core: OwnedCore, stage: int) -> None:
+def _check_owned(folder: Path, owned: Mapping[str, Any] | None, core: BufferCore, stage: int) -> None:
     if owned is None:
         raise ValueError(
             f'the checkpoint {str(folder)!r}: expected "storage": "owned", found another, which has the optimizer\'s '

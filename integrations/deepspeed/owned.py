@@ -17,12 +17,12 @@ from torch import Tensor
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import picked
+from lwopt_backend.engines.buffers.gradients import BufferGradients
+from lwopt_backend.engines.buffers.model import StepMeeting, check_model, check_trained, described, tell_when_loaded
+from lwopt_backend.engines.buffers.state import BufferStore
+from lwopt_backend.engines.buffers.step import BufferCore, ParamSet
 from lwopt_backend.engines.first_pass import FirstPass
 from lwopt_backend.engines.gradients import Pick, but, checked_order, clip_factor
-from lwopt_backend.engines.owned.gradients import OwnedGradients
-from lwopt_backend.engines.owned.model import StepMeeting, check_model, check_trained, described, tell_when_loaded
-from lwopt_backend.engines.owned.state import OwnedStore
-from lwopt_backend.engines.owned.step import OwnedCore, Share
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Grouping, group_parameters
 from lwopt_backend.groups.param_groups import settings_lines
@@ -92,7 +92,7 @@ def bind(
     return agree_in_all(ranks, name, decide)
 
 
-def announce(binding: OwnedBinding, core: OwnedCore) -> None:
+def announce(binding: OwnedBinding, core: BufferCore) -> None:
     """Print the routing, the plan, and the settings without effect."""
     groups = binding.grouping.groups
     report.show(binding.grouping.routes, groups, described(core, groups), core.plan_digest)
@@ -142,9 +142,9 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             dynamic_loss_args=engine.dynamic_loss_scale_args(),
         )
         self.dynamic_loss_scale = self.loss_scaler.dynamic
-        self.core = OwnedCore(
+        self.core = BufferCore(
             binding.grouping,
-            [Share(binding.ranks, binding.divisor, self.config.group_size)],
+            [ParamSet(binding.ranks, binding.divisor, self.config.group_size)],
             self.config,
             grad_dtype=binding.grad_dtype,
             overlap=deepspeed_engine.zero_settings(engine).get("overlap_comm") is not False,
@@ -274,7 +274,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
     def count_zeros(self, names: str | Sequence[str] = "*") -> int:
         return self._complete_gradients().count_zeros(self._picked(names))
 
-    def _complete_gradients(self) -> OwnedGradients:
+    def _complete_gradients(self) -> BufferGradients:
         self._engine()
         self.gradients.check()
         self._meeting.finish(self.param_groups, reads=True)
@@ -289,7 +289,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         return self._owned.engine
 
     def _everyone(self) -> Collectives:
-        return self.core.holdings[0].sharers.everyone
+        return self.core.planned_sets[0].rank_groups.everyone
 
     _with_these_groups = _everyone
 
@@ -377,10 +377,10 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             self.refresh_fp32_params()
         self._loaded = False
 
-    def state_store(self) -> OwnedStore:
+    def state_store(self) -> BufferStore:
         if self._owned is None:
             raise self._no_engine()
-        return OwnedStore(self.core, self.param_groups)
+        return BufferStore(self.core, self.param_groups)
 
     def take_loaded(self, options: Sequence[dict[str, Any]]) -> None:
         super().take_loaded(options)

@@ -11,8 +11,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER
-from lwopt_backend.engines.owned.state import gathered, state_pieces
-from lwopt_backend.engines.owned.step import OwnedCore
+from lwopt_backend.engines.buffers.state import gathered, state_pieces
+from lwopt_backend.engines.buffers.step import BufferCore
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import Grouping
 from lwopt_backend.groups.registry import new_state
@@ -33,7 +33,7 @@ class OwnedTensors:
     raises there.
     """
 
-    def __init__(self, core: OwnedCore, grouping: Grouping) -> None:
+    def __init__(self, core: BufferCore, grouping: Grouping) -> None:
         self._core = core
         self._numbers = {id(member.param): number for number, member in enumerate(core.members)}
         self._ranges = {piece.member: slice(piece.start, piece.stop) for piece in state_pieces(core)}
@@ -92,12 +92,12 @@ class OwnedTensors:
         return next((tensor for piece, tensor in zip(bucket.pieces, tensors(bucket)) if piece.param == number), None)
 
     def _whole(self, param: Tensor, mine: Tensor | None) -> Tensor:
-        sharers = self._core.holdings[0].sharers
+        rank_groups = self._core.planned_sets[0].rank_groups
         dtype = torch.float32 if param.dtype.itemsize < 4 else param.dtype
         whole = torch.zeros(param.numel(), dtype=dtype, device=param.device)
-        if mine is not None and (sharers.replicas is None or sharers.replicas.rank == 0):
+        if mine is not None and (rank_groups.replicas is None or rank_groups.replicas.rank == 0):
             whole[self._ranges[self._numbers[id(param)]]] = mine
-        sharers.everyone.start_all_reduce(whole).wait()
+        rank_groups.everyone.start_all_reduce(whole).wait()
         return whole.view(param.shape)
 
     def _put(self, param: Tensor, mine: Tensor | None, value: Tensor) -> None:
@@ -110,26 +110,26 @@ class OwnedTensors:
 # therefore read them. At stage 0, the first rank writes everything, whole.
 
 
-def mark(core: OwnedCore) -> dict[str, Any]:
+def mark(core: BufferCore) -> dict[str, Any]:
     """A checkpoint's description of itself: its parameters, and the pieces of them that this rank owns."""
     pieces = {core.members[piece.member].name: (piece.start, piece.stop) for piece in state_pieces(core)}
     members = [(m.name, tuple(m.param.shape), m.rule, list(map(str, m.blocks))) for m in core.members]
     return {"members": members, "pieces": pieces}
 
 
-def saved_groups(core: OwnedCore, groups: Groups) -> list[dict[str, Any]]:
+def saved_groups(core: BufferCore, groups: Groups) -> list[dict[str, Any]]:
     """The param groups, with names in place of parameters."""
     names = {id(member.param): member.name for member in core.members}
     return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]
 
 
-def _owner_states(core: OwnedCore) -> dict[str, dict[int, dict[str, Any]]]:
+def _owner_states(core: BufferCore) -> dict[str, dict[int, dict[str, Any]]]:
     """The owner state on this rank, by parameter and matrix."""
     found = {core.members[piece.member].name: piece.owner for piece in state_pieces(core)}
     return {name: {place: nested.plain(s) for place, s in states.items()} for name, states in found.items() if states}
 
 
-def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
+def save_parts(core: BufferCore, groups: Groups) -> dict[str, Any]:
     """This rank's pieces, under the keys that DeepSpeed's tools read. Only the first instance saves any."""
     mine = {} if _is_copy(core) else {piece.member: piece.value for piece in state_pieces(core)}
     weights, states, places = [], {}, []
@@ -147,20 +147,20 @@ def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
         "single_partition_of_fp32_groups": weights,
         "param_slice_mappings": places,
         "group_paddings": [0] * count,
-        "partition_count": [core.holdings[0].sharers.everyone.world_size] * count,
+        "partition_count": [core.planned_sets[0].rank_groups.everyone.world_size] * count,
         CHECKPOINT_KEY: _owner_states(core),
     }
 
 
-def _is_copy(core: OwnedCore) -> bool:
+def _is_copy(core: BufferCore) -> bool:
     """Whether another instance saves the pieces that this rank owns."""
-    replicas = core.holdings[0].sharers.replicas
+    replicas = core.planned_sets[0].rank_groups.replicas
     return replicas is not None and replicas.rank > 0
 
 
-def save_whole(core: OwnedCore, groups: Groups) -> dict[str, Any]:
+def save_whole(core: BufferCore, groups: Groups) -> dict[str, Any]:
     """All weights and states by name, on the first rank. Called on all ranks."""
-    everyone = core.holdings[0].sharers.everyone
+    everyone = core.planned_sets[0].rank_groups.everyone
     states: dict[str, dict[str, Tensor]] = {member.name: {} for member in core.members}
     for number, key, whole in gathered(core, groups):
         if everyone.rank == 0:
@@ -177,12 +177,12 @@ def save_whole(core: OwnedCore, groups: Groups) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def take_parts(core: OwnedCore, saved: Mapping[str, Any], *, weights: bool, state: bool) -> None:
+def take_parts(core: BufferCore, saved: Mapping[str, Any], *, weights: bool, state: bool) -> None:
     """Load this rank's ``save_parts``: weights into masters, and state. Called on all ranks.
 
     Only the first instance saves, so it broadcasts its loaded state to the others.
     """
-    replicas, states = core.holdings[0].sharers.replicas, saved["base_optimizer_state"]["state"]
+    replicas, states = core.planned_sets[0].rank_groups.replicas, saved["base_optimizer_state"]["state"]
     for piece in state_pieces(core):
         number = piece.member
         pairs = [(piece.value, saved["single_partition_of_fp32_groups"][number])] * weights

@@ -28,7 +28,7 @@ from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed.files import STEP, renumbered, tag_of
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.files.torch_files import Archive, check_files
-from lwopt_backend.engines.owned.step import OwnedCore
+from lwopt_backend.engines.buffers.step import BufferCore
 from lwopt_backend.groups import Group, Groups
 from lwopt_backend.groups.others import Told
 from lwopt_backend.groups.param_groups import OURS
@@ -51,7 +51,7 @@ BY_CONVERT = "convert the checkpoint with lwopt convert, which takes owner state
 
 
 def prepare_loading(
-    engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Collectives], core: OwnedCore | None = None
+    engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Collectives], core: BufferCore | None = None
 ) -> None:
     """Make ``engine.load_checkpoint`` load universal checkpoints if configured, otherwise check DeepSpeed's own first.
 

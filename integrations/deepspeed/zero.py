@@ -64,10 +64,10 @@ class Unit:
     plan: GroupPlan
     ranks: Collectives
 
-    def numbers(self, sharers: Collectives) -> Sequence[int]:
-        """The numbers among ``ranks`` of the data-parallel ranks ``sharers``, which store the same shards."""
+    def numbers(self, data_parallel: Collectives) -> Sequence[int]:
+        """The numbers among ``ranks`` of the data-parallel ranks ``data_parallel``, which store the same shards."""
         layout = None if self.plan.matrices is None else self.plan.matrices.layout
-        return layout.beside(self.ranks.rank) if isinstance(layout, TensorShards) else range(sharers.world_size)
+        return layout.beside(self.ranks.rank) if isinstance(layout, TensorShards) else range(data_parallel.world_size)
 
     def check_stored(self, flat: Tensor, sub_group: int | None) -> None:
         """Raises RuntimeError if DeepSpeed stores this rank's pieces in other places than planned.
@@ -165,9 +165,9 @@ def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> 
     experts = binding.engine.has_moe_layers
     saved: dict[int, dict[str, Any]] = {}
     for unit in binding.units:
-        sharers = binding.ranks[0] if binding.places else unit.ranks
+        data_parallel = binding.ranks[0] if binding.places else unit.ranks
         state = states.get(unit.params[0], {})
-        whole = gather_whole(unit.plan, state, sharers, unit.numbers(sharers), on_all=experts)
+        whole = gather_whole(unit.plan, state, data_parallel, unit.numbers(data_parallel), on_all=experts)
         saved.update((unit.first + i, state) for i, state in enumerate(whole or []) if state)
     return saved
 
@@ -200,8 +200,8 @@ def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -
         return found
     if binding.replicated:
         of_units = (unit.ranks for unit in binding.units)  # without those of other stages
-        sharers = dict.fromkeys(binding.ranks if binding.places else of_units)
-        parts = [part for ranks in sharers for part in ranks.gather_objects_to_first(held) or []]
+        data_parallel = dict.fromkeys(binding.ranks if binding.places else of_units)
+        parts = [part for ranks in data_parallel for part in ranks.gather_objects_to_first(held) or []]
         held = {name: state for part in parts for name, state in part.items()}
     return {**found, CHECKPOINT_KEY: held}
 
@@ -455,8 +455,8 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
         check_devices(grouping.groups, config, device, grouping.smallest_matrix)
         units = _units(engine, grouping, config, ranks, places)
         lines = [[*settings_lines(rules, config), *grouping.followed] for _ in ranks]
-        for sharers, of_sharers in zip(ranks, lines):
-            of_sharers += [line for unit in units if unit.ranks is sharers for line in unit.plan.lines()]
+        for data_parallel, of_group in zip(ranks, lines):
+            of_group += [line for unit in units if unit.ranks is data_parallel for line in unit.plan.lines()]
         return Binding(name, engine, grouping, list(ranks), units, stage, places), lines
 
     return agree_in_all(ranks, name, decide)
@@ -470,7 +470,7 @@ def _units(
     places: Sequence[tuple[int, int]],
 ) -> list[Unit]:
     """DeepSpeed's successive steps, in its order."""
-    by_group = {sharers.group: sharers for sharers in ranks}
+    by_group = {data_parallel.group: data_parallel for data_parallel in ranks}
     machine = machine_for(engine.device)
     found: list[Unit] = []
     earlier: dict[Collectives, Sequence[int]] = {}  # each rank's work in the units so far, by who shares them
@@ -487,10 +487,10 @@ def _units(
             sub_group_size=engine.zero_sub_group_size(),
             param_alignment=deepspeed_engine.param_alignment(engine, params),
         )
-        sharers = ranks[-1] if places and is_matrix else by_group[of_group]
+        data_parallel = ranks[-1] if places and is_matrix else by_group[of_group]
         for part, layout in layouts:
-            plan = plan_group(group, every[part], layout, config, machine, places, earlier.get(sharers, ()))
-            earlier[sharers] = plan.work(earlier.get(sharers, ()))
+            plan = plan_group(group, every[part], layout, config, machine, places, earlier.get(data_parallel, ()))
+            earlier[data_parallel] = plan.work(earlier.get(data_parallel, ()))
             first = found[-1].first + len(found[-1].params) if found else 0
-            found.append(Unit(number, first, params[part], plan, sharers))
+            found.append(Unit(number, first, params[part], plan, data_parallel))
     return found

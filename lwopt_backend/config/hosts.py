@@ -46,9 +46,9 @@ class HostConfig:
     advice: ClassVar[str] = "leave it out"
 
     @property
-    def is_owned(self) -> bool:
+    def stores_whole(self) -> bool:
         """Whether every matrix is whole at one rank, so that no rank has a block of it."""
-        return isinstance(self, OwnedStorageConfig) and getattr(self, "storage", "owned") == "owned"
+        return isinstance(self, BufferConfig) and getattr(self, "storage", "owned") == "owned"
 
     @classmethod
     def check_given(cls, given: Mapping[str, Any]) -> None:
@@ -111,8 +111,8 @@ class ClippingConfig(HostConfig):
 
 
 @dataclass(frozen=True)
-class OwnedStorageConfig(HostConfig):
-    """Options of owned storage, under DeepSpeed or without it."""
+class BufferConfig(HostConfig):
+    """Options of this package's buffers: in plain PyTorch, and with DeepSpeed's ``"storage": "owned"``."""
 
     layout: Literal["auto", "padded", "compact"] = option(
         "auto",
@@ -144,7 +144,7 @@ THESE_OF_BUCKETS = f"{', '.join(OF_BUCKETS[:-1])} and {OF_BUCKETS[-1]}"
 
 
 @dataclass(frozen=True)
-class ZeROConfig(OwnedStorageConfig):
+class ZeROConfig(BufferConfig):
     """Options for DeepSpeed. ``storage`` decides which of the others may be given."""
 
     whose: ClassVar[str] = "for DeepSpeed"
@@ -212,7 +212,7 @@ class FSDP2Config(ClippingConfig):
 
 
 @dataclass(frozen=True)
-class OwnedConfig(OwnedStorageConfig, ClippingConfig):
+class PlainConfig(BufferConfig, ClippingConfig):
     """Options of ``LayerWiseOptimizer`` for a plain model."""
 
     whose: ClassVar[str] = "for plain models"
@@ -242,4 +242,4 @@ class OwnedConfig(OwnedStorageConfig, ClippingConfig):
     )
 
 
-HOSTS: dict[str, type[HostConfig]] = {"DeepSpeed": ZeROConfig, "FSDP2": FSDP2Config, "plain PyTorch": OwnedConfig}
+HOSTS: dict[str, type[HostConfig]] = {"DeepSpeed": ZeROConfig, "FSDP2": FSDP2Config, "plain PyTorch": PlainConfig}

@@ -332,10 +332,10 @@ def build_matrix_rule(group: Group, config: HostConfig) -> MatrixRule:
     """
     rule = MATRIX_RULES[rule_of(group)].build(**arguments(group))
     object.__setattr__(rule, "rule_name", rule_name(group))  # also on a frozen dataclass
-    if rule.block_period > 1 and config.is_owned:
+    if rule.block_period > 1 and config.stores_whole:
         raise ValueError(
-            f"block_period is {rule.block_period}, but owned storage keeps every matrix whole at one rank, so no rank "
-            "has another block; leave block_period out"
+            f"block_period is {rule.block_period}, but plain PyTorch and DeepSpeed's storage 'owned' keep every "
+            "matrix whole at one rank, so no rank has a block of it; leave block_period out"
         )
     if config.exchange_dtype != "auto":
         rule.exchange_dtype = getattr(torch, config.exchange_dtype)

@@ -2,6 +2,6 @@
 
 from lwopt_backend.optimizer.fsdp2 import MeshOptimizer
 from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer
-from lwopt_backend.optimizer.owned import OwnedOptimizer
+from lwopt_backend.optimizer.plain import PlainOptimizer
 
-__all__ = ["LayerWiseOptimizer", "MeshOptimizer", "OwnedOptimizer"]
+__all__ = ["LayerWiseOptimizer", "MeshOptimizer", "PlainOptimizer"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lwopt_backend.config.hosts import NAME, FSDP2Config, OwnedConfig
+from lwopt_backend.config.hosts import NAME, FSDP2Config, PlainConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import loaded
 from lwopt_backend.engines.fsdp2 import plan as mesh
@@ -31,7 +31,7 @@ from lwopt_backend.groups.param_groups import (
 )
 from lwopt_backend.groups.rates import warn_of_small_rate
 from lwopt_backend.groups.registry import build_matrix_rules, count_block_steps
-from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
+from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, PlainArguments
 from lwopt_backend.routing.routing import check_globs, named_like
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import StepRefused, agree_in_all, plan_digest
@@ -54,7 +54,7 @@ class MeshOptimizer(LayerWiseOptimizer):
     config: FSDP2Config
     state = StateOnceSharded()
 
-    def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
+    def _train(self, model: Any, given: Given, plain: PlainArguments, sharded_later: bool) -> None:
         module = mesh.sharded_module(model, NAME)
         self._steppers: list[mesh.MeshStepper] = []
         self._elementwise = ElementwiseGroups()
@@ -67,9 +67,9 @@ class MeshOptimizer(LayerWiseOptimizer):
         exchange = [] if sharded_later else mesh.exchange_groups(module.parameters())
 
         def decide() -> tuple[tuple[Rules, FSDP2Config, Grouping], list[list[str]]]:
-            for name, value in sharing._asdict().items():
+            for name, value in plain._asdict().items():
                 if value is not None and value != ():
-                    raise ValueError(f"{NAME}: {FSDP2Config.lacks(repr(name), OwnedConfig)}; meshes define the ranks")
+                    raise ValueError(f"{NAME}: {FSDP2Config.lacks(repr(name), PlainConfig)}; meshes define the ranks")
             rules, config, grouping = given.decide(FSDP2Config, module)
             trained = [route for route in grouping.routes if route.kind != "frozen"]
             check_globs("copies", config.copies, trained, grouping.routes, lambda route: "are not trained")

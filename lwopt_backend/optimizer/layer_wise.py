@@ -1,6 +1,6 @@
 """``LayerWiseOptimizer(model)``: layer-wise matrix optimizers in plain PyTorch and on FSDP2.
 
-``OwnedOptimizer`` trains a plain model: backward reduces gradients to their owners, ``step()`` sends new parameters to
+``PlainOptimizer`` trains a plain model: backward reduces gradients to their owners, ``step()`` sends new parameters to
 all ranks. ``MeshOptimizer`` trains a ``fully_shard`` model: tensors stay sharded DTensors; ``step()`` sends the pieces
 of each matrix to one rank of its mesh, and returns the pieces of the update.
 """
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.config.hosts import NAME, HostConfig, OwnedConfig
+from lwopt_backend.config.hosts import NAME, HostConfig, PlainConfig
 from lwopt_backend.engines.base import BaseOptimizer, picked
+from lwopt_backend.engines.buffers.gradients import BufferGradients
 from lwopt_backend.engines.first_pass import FirstPass
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients
 from lwopt_backend.engines.fsdp2.plan import is_sharded
 from lwopt_backend.engines.gradients import ClipGroups, GradientNorms, Guard, Pick, checked_order
-from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping
 from lwopt_backend.groups.members import Members
@@ -32,7 +32,7 @@ from lwopt_backend.runtime.state import StateStore
 from lwopt_backend.runtime.undisturbed import uncompiled, undisturbed
 
 
-class Sharing(NamedTuple):
+class PlainArguments(NamedTuple):
     """The arguments about which ranks share a plain model's parameters."""
 
     process_group: Any = None
@@ -89,9 +89,9 @@ class LayerWiseOptimizer(BaseOptimizer):
 
     def __new__(cls, model: Any = None, *args: Any, sharded_later: bool = False, **options: Any) -> LayerWiseOptimizer:
         if cls is LayerWiseOptimizer:
-            from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
+            from lwopt_backend.optimizer import MeshOptimizer, PlainOptimizer
 
-            cls = MeshOptimizer if sharded_later or is_sharded(model) else OwnedOptimizer
+            cls = MeshOptimizer if sharded_later or is_sharded(model) else PlainOptimizer
         return super().__new__(cls)
 
     @undisturbed()
@@ -116,13 +116,13 @@ class LayerWiseOptimizer(BaseOptimizer):
         options |= {"matrix": matrix, "elementwise": elementwise, "overrides": overrides}
         rates = {"lr": lr, "elementwise_lr": elementwise_lr}
         given = Given({**options, **{key: rate for key, rate in rates.items() if rate is not None}}, params, example)
-        sharing = Sharing(process_group, expert_params, expert_process_group, expert_group_size)
-        self._train(model, given, sharing, sharded_later)
+        plain = PlainArguments(process_group, expert_params, expert_process_group, expert_group_size)
+        self._train(model, given, plain, sharded_later)
         self._first_pass = FirstPass(self._model, self._grouping, self)
 
-    def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
+    def _train(self, model: Any, given: Given, plain: PlainArguments, sharded_later: bool) -> None:
         """Route, plan and create the state. Called on all ranks."""
-        raise TypeError(f"subclass OwnedOptimizer or MeshOptimizer, not {NAME}, which chooses one of them")
+        raise TypeError(f"subclass PlainOptimizer or MeshOptimizer, not {NAME}, which chooses one of them")
 
     def _take_groups(self, rules: Rules) -> None:
         """Start with the routed param groups, without the marks that engines compare."""
@@ -265,7 +265,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         return self._norms.of_groups.get(None), self._norms.named
 
     @property
-    def gradients(self) -> MeshGradients | OwnedGradients:
+    def gradients(self) -> MeshGradients | BufferGradients:
         """Norm and scaling of the reduced gradients. Read on all ranks."""
         raise NotImplementedError
 
@@ -312,7 +312,7 @@ class LayerWiseOptimizer(BaseOptimizer):
             ...     model(first).sum().backward()
             >>> model(second).sum().backward()
         """
-        raise self._only_of(OwnedConfig, "no_sync")
+        raise self._only_of(PlainConfig, "no_sync")
 
     def refresh_masters(self) -> None:
         """Copy 16-bit parameters into their fp32 masters, after they were changed by hand. For plain models.
@@ -320,7 +320,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         Raises:
             TypeError: for a ``fully_shard`` model.
         """
-        raise self._only_of(OwnedConfig, "refresh_masters")
+        raise self._only_of(PlainConfig, "refresh_masters")
 
     def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
         """Write weights, state and ``more`` to a folder that torch.distributed.checkpoint reads. For plain models.
@@ -338,7 +338,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         Examples:
             >>> optimizer.save_state_dict("checkpoints/100", step=100)
         """
-        raise self._only_of(OwnedConfig, "save_state_dict")
+        raise self._only_of(PlainConfig, "save_state_dict")
 
     def load_state_dict_from(self, path: str | PathLike[str], *, check: bool = True) -> dict[str, Any]:
         """Load any engine's ``{"model": ..., "optimizer": ...}``, saved on any number of ranks. For plain models.
@@ -354,7 +354,7 @@ class LayerWiseOptimizer(BaseOptimizer):
             ValueError: on all ranks, before anything is changed, for what does not fit.
             TypeError: for a ``fully_shard`` model.
         """
-        raise self._only_of(OwnedConfig, "load_state_dict_from")
+        raise self._only_of(PlainConfig, "load_state_dict_from")
 
     def memory_report(self) -> list[RankMemory]:
         """Measure what each rank stores. For plain models.
@@ -365,7 +365,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         Raises:
             TypeError: for a ``fully_shard`` model.
         """
-        raise self._only_of(OwnedConfig, "memory_report")
+        raise self._only_of(PlainConfig, "memory_report")
 
     def traffic(self) -> dict[str, int]:
         """Count what this rank has sent. For plain models.
@@ -376,7 +376,7 @@ class LayerWiseOptimizer(BaseOptimizer):
         Raises:
             TypeError: for a ``fully_shard`` model.
         """
-        raise self._only_of(OwnedConfig, "traffic")
+        raise self._only_of(PlainConfig, "traffic")
 
     def _only_of(self, config: type[HostConfig], name: str) -> TypeError:
         return TypeError(f"{NAME}: {type(self.config).lacks(name, config)}")

@@ -165,7 +165,7 @@ def equal_buckets(atoms: Sequence[Atom], travelling: Sequence[int], count: int) 
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class BucketSeconds:
     """One bucket on its way: seconds on the wire to the owners and back, and by owner on its device and its host."""
 
     out: float
@@ -225,7 +225,9 @@ class Timeline:
         return Timeline(self.seconds + following.seconds, (*self.buckets, *shifted))
 
 
-def pipeline(stages: Sequence[Stage], local: Sequence[float], host: float, *, reduced: bool = False) -> Timeline:
+def pipeline(
+    buckets: Sequence[BucketSeconds], local: Sequence[float], host: float, *, reduced: bool = False
+) -> Timeline:
     """A step, from the time when all gradients are ready until all ranks have the last update.
 
     This follows ``MatrixStepper.step``: two buckets leave, then ranks work for ``local`` seconds. For every bucket they
@@ -233,33 +235,33 @@ def pipeline(stages: Sequence[Stage], local: Sequence[float], host: float, *, re
     begins when all ranks have started it. ``host`` are the seconds that a bucket costs every rank's host, which waits
     for no device.
 
-    If ``reduced``, the buckets are gradients on owned storage: all are at their owners before the first is worked on,
+    If ``reduced``, the buckets are gradients in plain PyTorch: all are at their owners before the first is worked on,
     and no rank waits for what returns.
     """
     outs: list[Span] = []
     wire = 0.0
-    for stage in stages if reduced else stages[:2]:
-        outs.append((wire, wire + stage.out))
-        wire += stage.out
+    for bucket in buckets if reduced else buckets[:2]:
+        outs.append((wire, wire + bucket.out))
+        wire += bucket.out
     done, hosts = list(local), [0.0] * len(local)
     slowest, floor, returned = max(local), wire if reduced else 0.0, 0.0
     times = []
-    for number, stage in enumerate(stages):
-        if len(outs) <= number + 1 < len(stages):  # the next bucket leaves when all ranks have got here
+    for number, bucket in enumerate(buckets):
+        if len(outs) <= number + 1 < len(buckets):  # the next bucket leaves when all ranks have got here
             leaves = max(wire, slowest)
-            wire = leaves + stages[number + 1].out
+            wire = leaves + buckets[number + 1].out
             outs.append((leaves, wire))
         floor = max(floor, outs[number][1])
         slowest = max(slowest, floor)
-        begins = min((max(done[rank], floor) for rank in stage.work), default=floor)
+        begins = min((max(done[rank], floor) for rank in bucket.work), default=floor)
         ends = begins
-        for rank, (seconds, launches) in stage.work.items():
+        for rank, (seconds, launches) in bucket.work.items():
             hosts[rank] += launches
             done[rank] = max(max(done[rank], floor) + seconds, hosts[rank] + (number + 1) * host)
             ends = max(ends, done[rank])
         slowest = max(slowest, ends)
         leaves = max(wire, slowest)
-        floor, returned = floor if reduced else max(floor, returned), leaves + stage.back
+        floor, returned = floor if reduced else max(floor, returned), leaves + bucket.back
         times.append(BucketTime(outs[number], (begins, ends), (leaves, returned)))
         wire = returned
         slowest = max(slowest, floor)

@@ -184,7 +184,7 @@ class RankMemory:
     gradients.
     - ``workspace``: the planned additional need of a step's largest batch of matrices; ``exchange``: the peak of the
       buffers in which a host's matrices are sent.
-    - ``transient``: the additional need of backward passes on owned storage, for gradients on their way; in a run, the
+    - ``transient``: the additional need of backward passes in plain PyTorch, for gradients on their way; in a run, the
       measured need. A flag per parameter is not counted.
     - ``sent``: the bytes that a step with one backward pass sends.
     """

@@ -15,7 +15,7 @@ from lwopt_backend.plan.buckets import (
     BUCKET_LAUNCHES,
     FREE_BYTES,
     NUMBERS,
-    Stage,
+    BucketSeconds,
     Timeline,
     bucket_work,
     critical_path,
@@ -272,16 +272,16 @@ def exchange_timeline(plan: MatrixPlan, limits: Limits) -> Timeline:
         stride = among[1] - among[0] if len(among) > 1 else 1
         return sum(machine.collective(nbytes, len(among), stride=stride, of=ranks, direct=direct))
 
-    stages = []
+    buckets = []
     for number in range(len(plan.buckets)):
         forth, back, passed_on = map(max, plan.bucket_bytes([number]))
         stays = plan.stays(number)
         ways = [seconds(nbytes, row, direct=True) for nbytes in (max(forth, back), back)]
         along = seconds(passed_on, column, direct=False)
         work = bucket_work(plan.work(number), machine, limits.batch_numel)
-        stages.append(Stage(0.0 if stays else ways[0], ways[stays] + along, work))
+        buckets.append(BucketSeconds(0.0 if stays else ways[0], ways[stays] + along, work))
     local = [load / machine.flops_per_second for load in plan.loads_before]
-    return pipeline(stages, local, BUCKET_LAUNCHES * machine.launch_seconds)
+    return pipeline(buckets, local, BUCKET_LAUNCHES * machine.launch_seconds)
 
 
 def plan_spread(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.buckets import BUCKET_LAUNCHES, Stage, Timeline, bucket_work, pipeline
+from lwopt_backend.plan.buckets import BUCKET_LAUNCHES, BucketSeconds, Timeline, bucket_work, pipeline
 from lwopt_backend.plan.cost import Machine, StepTime, per_rank
 
 
@@ -59,15 +59,15 @@ def buffer_timeline(
     A rule takes up to ``batch_numel`` elements at once.
     """
     elements = elements or Elements()
-    assert min(plan.buckets, default=0) >= 0, "owned storage exchanges every matrix"
+    assert min(plan.buckets, default=0) >= 0, "in plain PyTorch every matrix travels"
     owned: list[list[tuple[int, Atom, int]]] = [[] for _ in plan.bucket_numels]
     for atom, bucket, owner in zip(plan.atoms, plan.buckets, plan.owners):
         owned[bucket].append((owner, atom, 1))
-    stages = []
+    seconds = []
     for numel, some in zip(plan.bucket_numels, owned):
         reduce, across, gather = _bucket_wire(plan, numel, machine, instances, elements)
-        stages.append(Stage(sum(reduce) + sum(across), sum(gather), bucket_work(some, machine, batch_numel)))
-    return pipeline(stages, [0.0] * plan.shards, BUCKET_LAUNCHES * machine.launch_seconds, reduced=True)
+        seconds.append(BucketSeconds(sum(reduce) + sum(across), sum(gather), bucket_work(some, machine, batch_numel)))
+    return pipeline(seconds, [0.0] * plan.shards, BUCKET_LAUNCHES * machine.launch_seconds, reduced=True)
 
 
 Seconds = tuple[float, float]  # on the wire, and of latency

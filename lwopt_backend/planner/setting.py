@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field
 from torch import nn
 
-from lwopt_backend.config.hosts import OF_BUCKETS, FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
+from lwopt_backend.config.hosts import OF_BUCKETS, FSDP2Config, HostConfig, PlainConfig, ZeROConfig
 from lwopt_backend.config.options import options_in, parse, suggestion
 from lwopt_backend.groups.choices import Rules, settings_of
 from lwopt_backend.groups.grouping import Grouping
@@ -96,7 +96,7 @@ class MeshConfig(FSDP2Config):
 
 
 ENGINES: Mapping[str, type[HostConfig]] = {
-    **{"plain": OwnedConfig, "zero1": ZeROConfig, "zero2": ZeROConfig, "zero3": ZeROConfig, "fsdp2": MeshConfig}
+    **{"plain": PlainConfig, "zero1": ZeROConfig, "zero2": ZeROConfig, "zero3": ZeROConfig, "fsdp2": MeshConfig}
 }
 WHERE = "lwopt plan"
 
@@ -142,7 +142,7 @@ class Setting:
         given = {**({"grad_dtype": grad_dtype} if engine == "plain" else {}), **(options or {})}
         rules, config = settings_of(ENGINES[engine], given, f"{WHERE}, engine {engine!r}")
         dtype = dtype or (torch.float32 if engine == "fsdp2" else torch.bfloat16)
-        wide = (config.grad_dtype if isinstance(config, OwnedConfig) else grad_dtype) == "float32"
+        wide = (config.grad_dtype if isinstance(config, PlainConfig) else grad_dtype) == "float32"
         plans_for = plans_for or (machine if machine == MACHINES["cpu"] else MACHINES["cuda"])
         grad = torch.float32 if wide else dtype
         return cls(engine, config, rules, machine, dtype, grad, plans_for, sub_group_size)
@@ -230,12 +230,12 @@ def _cut(
 
 # The command line's arguments, as the engine's own options.
 
-OF_OWNED_STORAGE = ("storage", *OF_BUCKETS)  # fields of ZeROConfig of owned storage
+OF_STORAGE_OWNED = ("storage", *OF_BUCKETS)  # fields of ZeROConfig, for ``"storage": "owned"``
 
 
 def fields_of(engine: str) -> list[str]:
     """The options that an engine has."""
-    hidden = OF_OWNED_STORAGE if engine.startswith("zero") else ()
+    hidden = OF_STORAGE_OWNED if engine.startswith("zero") else ()
     return [name for name in options_in(ENGINES[engine]) if name not in hidden]
 
 

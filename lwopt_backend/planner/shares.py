@@ -1,4 +1,4 @@
-"""Each engine's plan for what some ranks share: ZeRO, owned storage, FSDP2."""
+"""Each engine's plan for what some ranks share: ZeRO, plain PyTorch, FSDP2."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
+from lwopt_backend.config.hosts import PlainConfig, ZeROConfig
+from lwopt_backend.engines.buffers import step as buffers_step
+from lwopt_backend.engines.buffers.model import rank_memories
+from lwopt_backend.engines.buffers.step import members_of, plan_lines, plan_members
 from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
-from lwopt_backend.engines.owned import step as owned
-from lwopt_backend.engines.owned.model import rank_memories
-from lwopt_backend.engines.owned.step import members_of, plan_lines, plan_members
 from lwopt_backend.engines.report import on_blocks, on_peers
 from lwopt_backend.engines.zero import plan as flat
 from lwopt_backend.engines.zero.plan import GroupPlan, plan_group, unit_layouts
@@ -26,7 +26,7 @@ from lwopt_backend.groups.registry import MATRIX_RULES, atoms_of, build_matrix_r
 from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Sharding
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buckets import Timeline, critical_path
-from lwopt_backend.plan.buffers.owned import OwnedPlan
+from lwopt_backend.plan.buffers.plan import BufferPlan
 from lwopt_backend.plan.cost import RankMemory, Shape, StepTime, per_rank
 from lwopt_backend.plan.mesh import Coordinate
 from lwopt_backend.plan.owners import Limits, MatrixPlan, exchange_timeline
@@ -278,15 +278,15 @@ def _zero_traffic(plans: Sequence[GroupPlan], ranks: int, setting: Setting, stag
     ]
 
 
-# Owned storage in a study: the plan that training makes, and what it stores and sends.
+# Plain PyTorch in a study: the plan that training makes, and what it stores and sends.
 
 
-def plan_owned_share(
+def plan_plain_share(
     name: str, shared: Share, ranks: int, setting: Setting, base: Sequence[int] | None = None
 ) -> Planned:
     """The plan of ``lwopt_backend.LayerWiseOptimizer`` over ``ranks`` ranks, with each rank's other work ``base``."""
     config = setting.config
-    assert isinstance(config, OwnedConfig)
+    assert isinstance(config, PlainConfig)
     members, groups = members_of(shared.grouping), shared.grouping.groups
     plan = plan_members(
         members,
@@ -319,16 +319,16 @@ def plan_owned_share(
     )
 
 
-def _wide(config: OwnedConfig) -> torch.dtype | None:
+def _wide(config: PlainConfig) -> torch.dtype | None:
     return torch.float32 if config.grad_dtype == "float32" else None
 
 
-def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, setting: Setting) -> Part:
+def _part(name: str, plan: BufferPlan, members: Sequence[Member], shared: Share, setting: Setting) -> Part:
     """The figures of a plan's matrix buckets."""
     config = setting.config
-    assert isinstance(config, OwnedConfig)
-    placed = _owned_placed(plan, members, shared, setting)
-    batch_numel = _batch(setting, owned.BATCH_NUMEL)
+    assert isinstance(config, PlainConfig)
+    placed = _plain_placed(plan, members, shared, setting)
+    batch_numel = _batch(setting, buffers_step.BATCH_NUMEL)
     works = workspaces(placed, batch_numel)
     in_order = sorted(zip(placed.buckets, (atom.name for atom in placed.atoms), placed.owners), key=lambda row: row[0])
     machine, elements = setting.machine, setting.elements
@@ -354,7 +354,7 @@ def _batch(setting: Setting, numel: int) -> int:
     return 0 if setting.plans_for == MACHINES["cpu"] else numel
 
 
-def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, setting: Setting) -> Placed:
+def _plain_placed(plan: BufferPlan, members: Sequence[Member], shared: Share, setting: Setting) -> Placed:
     """Every matrix, in the model's order, at the rank whose part of the buffer contains it."""
     found: dict[int, list[Row]] = {}
     groups = shared.grouping.groups
@@ -374,7 +374,7 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, set
     return placed_at(rows, plan.group_size, (bucket.numel for bucket in plan.buckets), shared, setting)
 
 
-def _collectives(plan: OwnedPlan, setting: Setting, config: OwnedConfig) -> list[Collective]:
+def _collectives(plan: BufferPlan, setting: Setting, config: PlainConfig) -> list[Collective]:
     """The collectives of a step, with the busiest rank's bytes, as ``traffic`` counts them."""
     if not plan.buckets:
         return []

@@ -14,7 +14,7 @@ from lwopt_backend.planner import EXPERTS
 from lwopt_backend.planner.part import Part, Planned
 from lwopt_backend.planner.setting import Setting, Share, share_of
 from lwopt_backend.planner.shapes import ModelShapes
-from lwopt_backend.planner.shares import plan_fsdp2_share, plan_owned_share, plan_zero_share
+from lwopt_backend.planner.shares import plan_fsdp2_share, plan_plain_share, plan_zero_share
 from lwopt_backend.routing.matrices import Divided
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.runtime.agreement import plan_digest
@@ -26,7 +26,7 @@ def plan_share(name: str, shared: Share, ranks: int, setting: Setting, base: Seq
     ``base`` is each rank's other work, which DeepSpeed's groups ignore.
     """
     if setting.engine == "plain":
-        return plan_owned_share(name, shared, ranks, setting, base)
+        return plan_plain_share(name, shared, ranks, setting, base)
     if setting.engine == "fsdp2":
         return plan_fsdp2_share(name, shared, ranks, setting, base)
     return plan_zero_share(name, shared, ranks, setting)

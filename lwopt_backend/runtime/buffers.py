@@ -26,7 +26,7 @@ from lwopt_backend.runtime.tensors import owned_dtype
 
 
 @dataclass(frozen=True, eq=False)
-class Sharers:
+class RankGroups:
     """The ranks that share some parameters: ``instance`` owns them; ``replicas`` own this rank's part in all instances.
 
     ``everyone`` is the ranks of all instances. A mean gradient is the sum divided by ``divisor``.
@@ -180,7 +180,7 @@ class BucketBuffers:
         self,
         bucket: Bucket,
         params: Sequence[Tensor],
-        sharers: Sharers,
+        rank_groups: RankGroups,
         grad_dtype: torch.dtype,
         ledger: Ledger,
         beside: Beside,
@@ -188,9 +188,9 @@ class BucketBuffers:
         keep_full: bool,
     ) -> None:
         self.bucket = bucket
-        self.sharers = sharers
-        self._predivisor = predivisor(sharers.divisor)
-        self._rest = sharers.divisor / self._predivisor
+        self.rank_groups = rank_groups
+        self._predivisor = predivisor(rank_groups.divisor)
+        self._rest = rank_groups.divisor / self._predivisor
         self._grad_dtype = grad_dtype
         self._ledger = ledger
         self._beside = beside
@@ -205,7 +205,7 @@ class BucketBuffers:
             view = self.view(self.values, slot.param)
             view.copy_(params[slot.param].data)
             params[slot.param].data = view
-        self.pieces: list[Piece] = list(bucket.pieces(sharers.instance.rank))
+        self.pieces: list[Piece] = list(bucket.pieces(rank_groups.instance.rank))
         self.owned_dtype = owned_dtype(first.dtype)
         self.masters: Tensor | None = None
         if self.owned_dtype != first.dtype:
@@ -223,7 +223,7 @@ class BucketBuffers:
         """Bytes of the gradients that are kept between a backward pass and its step."""
         if self._keep_full:
             return self.bucket.numel * self._grad_dtype.itemsize
-        start, stop = self.bucket.parts[self.sharers.instance.rank]
+        start, stop = self.bucket.parts[self.rank_groups.instance.rank]
         return (stop - start) * self.owned_dtype.itemsize
 
     def view(self, buffer: Tensor, param: int) -> Tensor:
@@ -244,7 +244,7 @@ class BucketBuffers:
             grads = [self.full.narrow(0, piece.offset, piece.numel) for piece in self.pieces]
             return [grad.to(self.owned_dtype) for grad in grads]
         assert self.mine is not None
-        start = self.bucket.parts[self.sharers.instance.rank][0]
+        start = self.bucket.parts[self.rank_groups.instance.rank][0]
         return [self.mine.narrow(0, piece.offset - start, piece.numel) for piece in self.pieces]
 
     def stored_grads(self, pick: Callable[[int], bool] | None = None) -> list[Tensor]:
@@ -330,7 +330,7 @@ class BucketBuffers:
 
     def launch(self) -> PartsPending:
         """Start reducing the gradients to their owners; missing ones are zero. Called on all ranks."""
-        full, ranks = self._full_buffer(), self.sharers.instance
+        full, ranks = self._full_buffer(), self.rank_groups.instance
         self._writers.join()
         here = {i for i, p in self._params.items() if p.grad is not None} if self._keep_full else self._arrived
         for index in self._slots.keys() - here:
@@ -359,12 +359,12 @@ class BucketBuffers:
         into = way.room(self.owned_dtype)
         with self._beside.running(lambda: [into] if way.reduced is None else [into, way.reduced]):
             came = way.sum(into)
-            if self.sharers.replicas is None:
+            if self.rank_groups.replicas is None:
                 self._add(came)
                 return None
             for _ in crossing:
                 pass
-            nbytes, replicas = came.numel() * came.itemsize, self.sharers.replicas
+            nbytes, replicas = came.numel() * came.itemsize, self.rank_groups.replicas
             self._ledger.send("across instances", all_reduce_nbytes(nbytes, replicas.world_size))
             with phase(EXCHANGE_OUT):
                 pending = replicas.start_all_reduce(came)
@@ -391,7 +391,7 @@ class BucketBuffers:
     def _add(self, came: Tensor) -> None:
         if self._keep_full:
             assert self.full is not None
-            start, _ = self.bucket.parts[self.sharers.instance.rank]
+            start, _ = self.bucket.parts[self.rank_groups.instance.rank]
             self.full.narrow(0, start, len(came)).copy_(came.div_(self._rest))
             self._ledger.free(came)
         elif self.mine is None:
@@ -403,7 +403,7 @@ class BucketBuffers:
     def spread_gradients(self) -> None:
         """Send the mean gradients to all ranks (``keep_full``). Called on all ranks."""
         assert self.full is not None
-        return_parts(self.full, self.bucket, self.sharers.instance, self._ledger, "gradients").wait()
+        return_parts(self.full, self.bucket, self.rank_groups.instance, self._ledger, "gradients").wait()
 
     def drop_gradients(self) -> None:
         """Free all gradients. Called once none is in flight."""
@@ -422,7 +422,7 @@ class BucketBuffers:
         """Start sending each rank's part of the parameters to all others. Called on all ranks."""
         # The parameters are views by ``.data``, so autograd does not see their changes.
         torch.autograd.graph.increment_version(self._params.values())
-        return return_parts(self.values, self.bucket, self.sharers.instance, self._ledger)
+        return return_parts(self.values, self.bucket, self.rank_groups.instance, self._ledger)
 
     def receive_values(self, back: PartsPending) -> None:
         """Wait until the parts of all ranks have arrived."""

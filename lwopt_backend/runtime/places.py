@@ -100,8 +100,8 @@ class Places:
     copies: Sequence[Batch]
     owned: tuple[int, ...]
     skips_owned: bool
-    arrived: Cuts
-    sent_back: Cuts
+    arrived: SegmentPlaces
+    sent_back: SegmentPlaces
     returned: Sequence[Batch]
     counted: frozenset[int]
 
@@ -121,7 +121,8 @@ class BucketPlaces:
         parts = ((atom, plan.layout.fragment(atom, rank)) for atom in copies)
         self._copies = [(atom, part.numel) for atom, part in parts if part is not None]
         self._owned = [atom for atom in self._atoms if owners[atom] == rank]
-        self._arrived, self._sent_back = Cuts(plan.atoms, out.receives), Cuts(plan.atoms, back.transfer.sends)
+        self._arrived = SegmentPlaces(plan.atoms, out.receives)
+        self._sent_back = SegmentPlaces(plan.atoms, back.transfer.sends)
         # One rank counts a piece that several ranks store: the one that would send it to the owner.
         self._counted = frozenset(a for a in self._atoms if plan.layout.is_source(a, rank, owners[a]))
         self._known: dict[frozenset[int], Places] = {}
@@ -151,7 +152,7 @@ class BucketPlaces:
         )
 
 
-class Cuts:
+class SegmentPlaces:
     """Where the segments of a buffer lie in whole matrices. A matrix that its segments fill in order, such as rows over
     ranks, is cut by one call of the host, with all of a stack."""
 
@@ -180,7 +181,9 @@ class Cuts:
                 cuts += stack.view(-1).split_with_sizes(numels)
                 continue
             matrices = stack.unbind() if stack.ndim > 2 else [stack]
-            found = [cut(m, segment) for m, atom in zip(matrices, batch.atoms) for segment in self._segments[atom]]
+            found = [
+                elements_of(m, segment) for m, atom in zip(matrices, batch.atoms) for segment in self._segments[atom]
+            ]
             of_buffer += [part.view_as(elements) for part, elements in zip(here, found)]
             cuts += found
         return of_buffer, cuts
@@ -196,7 +199,7 @@ def fills_in_order(segments: Sequence[Segment], numel: int) -> bool:
     return end == numel
 
 
-def cut(matrix: Tensor, segment: Segment) -> Tensor:
+def elements_of(matrix: Tensor, segment: Segment) -> Tensor:
     """The segment's elements; whole rows or a rectangle as a view, whatever the matrix's strides."""
     columns, length = matrix.shape[1], segment.stop - segment.start
     row, column = divmod(segment.start, columns)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend.checkpoint.deepspeed.files import renumbered
-from lwopt_backend.engines.owned.state import state_pieces
+from lwopt_backend.engines.buffers.state import state_pieces
 from lwopt_backend.integrations.deepspeed.engine import first_experts
 from lwopt_backend.migration import change_momentum_form, from_checkpoint, load_named_state
 from tests.engines.plain import test_experts as experts

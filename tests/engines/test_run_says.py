@@ -134,7 +134,7 @@ class Loop:
     def step(self, number: int, factor: float = 1.0) -> Any:
         """Rank 1 multiplies its loss by ``factor``."""
         rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
-        if self.sharded or self.how == "GradScaler":  # a step of owned storage, also one that is skipped, frees them
+        if self.sharded or self.how == "GradScaler":  # a step in plain PyTorch, also one that is skipped, frees them
             self.optimizer.zero_grad()
         loss = self.model(rows) * (factor if dist.get_rank() == 1 else 1.0)
         self.scaler.scale(loss).backward()

@@ -62,7 +62,7 @@ PARTS = {f"lwopt: {part}" for part in ("exchange out", "rule muon", "exchange ba
 # DeepSpeed's; it steps a group at a time, of which hooks are told once.
 SEEN: list[tuple[str, str, set[str] | None]] = [
     ("fsdp2", "MeshOptimizer", PARTS),
-    ("plain", "OwnedOptimizer", PARTS),
+    ("plain", "PlainOptimizer", PARTS),
     ("modules", "ModuleOptimizers", None),
     ("zero 0", "ZeROLayerWise", PARTS),
     ("zero 1", "ZeROLayerWise", None),

@@ -1,5 +1,5 @@
 """Where AdamW trains everything, param groups have the keys of torch.optim.AdamW's. So state dicts go from one
-optimizer to the other: FSDP2's nested and flat, owned storage's by torch.distributed.checkpoint. The sequence is that
+optimizer to the other: FSDP2's nested and flat, plain PyTorch's by torch.distributed.checkpoint. The sequence is that
 of torch's own tests of ``torch.distributed.checkpoint.state_dict``: states are compared after some steps, loaded into a
 fresh optimizer, and trained on."""
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.engines.owned.state import Pieces
+from lwopt_backend.engines.buffers.state import PartialTensor
 from lwopt_backend.integrations import fsdp2
 from tests.support.checkpoint_contents import same
 from tests.support.fsdp2 import shard, weights_of, whole
@@ -98,10 +98,10 @@ def test_torchs_sequence(form: str) -> None:
 
 
 def whole_of(value: Any) -> Any:
-    """What is sharded is whole, and owned storage's pieces are their boxes."""
+    """What is sharded is whole, and plain PyTorch's pieces are their boxes."""
     if isinstance(value, dict):
         return {key: whole_of(entry) for key, entry in value.items()}
-    if isinstance(value, Pieces):
+    if isinstance(value, PartialTensor):
         return value.boxes
     return whole(value) if isinstance(value, Tensor) else value
 
@@ -112,7 +112,7 @@ def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @on_ranks(2)
 def test_owned_storage_loads_torchs_whole_state(tmp_path: Path) -> None:
-    """Owned storage takes torch's whole state, and gives its own in a checkpoint."""
+    """Plain PyTorch takes torch's whole state, and gives its own in a checkpoint."""
     (model, adamw), (our_model, ours), (next_model, fresh) = torchs(), ours_on("owned"), torchs()
     train(model, adamw, range(3))
     our_model.load_state_dict(model.state_dict())

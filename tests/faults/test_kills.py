@@ -37,7 +37,7 @@ def group_of(name: str) -> Any:
 
 
 class Modules(Engine):
-    """Two modules, each in owned storage; weights are saved with the state."""
+    """Two plain modules; weights are saved with the state."""
 
     def __init__(self) -> None:
         model = ExactLM()

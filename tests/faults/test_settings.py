@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.cli import app
 from lwopt_backend.config.foreign import ADVICE, GRANTED, MEANT
-from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
+from lwopt_backend.config.hosts import FSDP2Config, PlainConfig, ZeROConfig
 from lwopt_backend.config.options import Option, options_in
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES, known_of
 from lwopt_backend.plan.cost import CLUSTERS
@@ -89,7 +89,7 @@ def picked(draw: Any, known: Known) -> dict[str, Any]:
     if found and draw(some.booleans()):
         found[draw(some.sampled_from(sorted(found)))] = draw(anything)
     if draw(some.integers(0, 14)) == 7:
-        wrong = [*MEANT, *GRANTED, *ADVICE, "", "lrr", "Momentum", *options_in(OwnedConfig)]
+        wrong = [*MEANT, *GRANTED, *ADVICE, "", "lrr", "Momentum", *options_in(PlainConfig)]
         found[draw(some.sampled_from(wrong))] = draw(anything)
     return found
 
@@ -123,7 +123,7 @@ BY_SECTIONS = {**SECTIONS, "lr": some.floats(0, 1), "weight_decay": some.floats(
 TO_DEEPSPEED = given_to(ZeROConfig, **FLAT) | given_to(ZeROConfig, **BY_SECTIONS)
 TYPES = some.sampled_from(["LayerWise", "LayerWiseMuon"])
 GIVEN = {
-    "plain PyTorch": given_to(OwnedConfig, **BY_SECTIONS, **IN_PYTHON),
+    "plain PyTorch": given_to(PlainConfig, **BY_SECTIONS, **IN_PYTHON),
     "FSDP2": given_to(FSDP2Config, **BY_SECTIONS, **IN_PYTHON),
     "DeepSpeed": some.fixed_dictionaries({"type": TYPES, "params": TO_DEEPSPEED, "stage": some.integers(0, 3)}),
 }

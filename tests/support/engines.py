@@ -173,7 +173,7 @@ def falling(optimizer: Any) -> LambdaLR:
 
 
 class Engine:
-    """A model in training on these ranks, each on its rows or all on all; here with owned storage in plain PyTorch."""
+    """A model in training on these ranks, each on its rows or all on all; here in plain PyTorch."""
 
     def __init__(self, cell: Cell, model: nn.Module, optimizer: Any, loaded_form: str = "") -> None:
         self.cell, self.model, self.optimizer, self.loaded_form = cell, model, optimizer, loaded_form

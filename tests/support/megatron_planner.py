@@ -1,4 +1,4 @@
-"""The planner for owned storage compared with Megatron-Core's, on a cell of its figures: padding and balance.
+"""The planner for plain PyTorch compared with Megatron-Core's, on a cell of its figures: padding and balance.
 
 ``data/megatron_planner.csv`` holds what Megatron-Core's own code planned (August 2026): buckets, elements with padding,
 cost imbalance (max over mean of l s^2 per rank), a longest-first deal of the whole model, and the lower bound of any.
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from benchmarks.public_models import atoms
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.dealing import deal, ends_where_even
-from lwopt_backend.plan.buffers.layout import OwnedParam, aligned, aligned_shard, imbalance
-from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
+from lwopt_backend.plan.buffers.layout import BufferParam, aligned, aligned_shard, imbalance
+from lwopt_backend.plan.buffers.plan import BufferPlan, plan_buffers
 from lwopt_backend.plan.cost import Shape, max_min_squared, newton_schulz_flops, per_rank
 
 MEASURES: dict[str, Callable[[Shape], int]] = {"flops": newton_schulz_flops, "l s^2": max_min_squared}
@@ -62,16 +62,16 @@ def megatron(matrices: Sequence[Atom], ranks: int, bucket: int | None) -> tuple[
 
 def planned(
     matrices: Sequence[Atom], ranks: int, layout: str, bucket: int | None, measure: str = "flops"
-) -> tuple[OwnedPlan, float]:
+) -> tuple[BufferPlan, float]:
     """The plan whose owners have even work by ``measure``, and the seconds of CPU that planning took."""
     cost = MEASURES[measure]
-    params = [OwnedParam(a.name, a.numel, "bfloat16", Atom(a.name, a.shape, cost(a.shape))) for a in matrices]
+    params = [BufferParam(a.name, a.numel, "bfloat16", Atom(a.name, a.shape, cost(a.shape))) for a in matrices]
     start = time.process_time()
-    plan = plan_owned(params, ranks, layout, bucket or sum(atom.numel for atom in matrices))
+    plan = plan_buffers(params, ranks, layout, bucket or sum(atom.numel for atom in matrices))
     return plan, time.process_time() - start
 
 
-def figures(plan: OwnedPlan) -> tuple[int, float, float]:
+def figures(plan: BufferPlan) -> tuple[int, float, float]:
     """Buckets, padding in %, and imbalance."""
     numel = sum(bucket.numel for bucket in plan.buckets)
     padding = 100 * plan.padding / (numel - plan.padding)

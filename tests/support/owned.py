@@ -1,4 +1,4 @@
-"""Training on owned storage as users write it, and on one process with torch's optimizers; sums are exact."""
+"""Training in plain PyTorch as users write it, and on one process with torch's optimizers; sums are exact."""
 
 import contextlib
 import functools

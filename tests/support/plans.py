@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from lwopt_backend.plan import MatrixPlan
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.buffers.layout import LAYOUTS, OwnedParam
-from lwopt_backend.plan.buffers.owned import plan_owned
+from lwopt_backend.plan.buffers.layout import LAYOUTS, BufferParam
+from lwopt_backend.plan.buffers.plan import plan_buffers
 from lwopt_backend.plan.cost import MACHINES, newton_schulz_flops
 from lwopt_backend.plan.layouts import FlatPartition
 from lwopt_backend.plan.mesh import MeshLayout, Sharding
@@ -39,8 +39,8 @@ def everything() -> str:
     kinds = [(64 * draw.randint(1, 64), 64 * draw.randint(1, 64)) for _ in range(20)]
     kinds += [(128, 1024), (256, 512), (64, 2048), (2048, 1024), (4096, 512)]  # equal sizes, other costs
     atoms, many = atoms_of([draw.choice(kinds) for _ in range(500)]), SHAPES * 20
-    params = [OwnedParam(atom.name, atom.numel, "float32", atom) for atom in atoms]
-    owned = [plan_owned(params, 24, layout, numel) for layout in LAYOUTS for numel in (1, 20_000_000)]
+    params = [BufferParam(atom.name, atom.numel, "float32", atom) for atom in atoms]
+    owned = [plan_buffers(params, 24, layout, numel) for layout in LAYOUTS for numel in (1, 20_000_000)]
     found = [line for plan in owned for line in plan.lines()]
     spread = plan_spread(atoms_of(many), rows_over(many, 16))
     lines = [*plan_of(many, 16, "balance").lines(), *spread.lines(), *found]

@@ -11,7 +11,7 @@ from typing import Any
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.megatron import conventions
-from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, is_gated, local_shape, merge
+from lwopt_backend.checkpoint.megatron.ranks import TPSplit, is_gated, local_shape, merge, tp_split_of
 
 # The places of parameters in the flat buffers of Megatron's DistributedOptimizer. A buffer has the parameters of one
 # dtype in reversed module order, in buckets (P = padding of a start to 64 elements, E = padding of a bucket's end,
@@ -226,7 +226,9 @@ class _Optimizer:
         self._tied = tied if tied and tied[0] in weights else ()
         self._weights = {**weights, tied[1]: weights[tied[0]]} if self._tied else weights
         gated = is_gated(arguments)
-        self._cuts = {name: cut_of(name, gated=gated) if self._tensor > 1 else Cut("whole") for name in self._weights}
+        self._cuts = {
+            name: tp_split_of(name, gated=gated) if self._tensor > 1 else TPSplit("whole") for name in self._weights
+        }
         count = 1 + max((conventions.expert_of(name) or 0 for name in weights), default=0)
         self._layers = 1 + max((conventions.layer_of(name) or 0 for name in weights), default=0)
         if self._layers > 1 + len(weights):

@@ -37,7 +37,7 @@ _ROLES: tuple[tuple[str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Cut:
+class TPSplit:
     """How tensor-parallel ranks store a parameter: ``whole`` on each, ``split`` along ``dim``, or ``gated``: rank r has
     [gate_r; up_r] of the whole [gate; up], along dimension 0."""
 
@@ -45,7 +45,7 @@ class Cut:
     dim: int = 0
 
 
-def cut_of(name: str, *, gated: bool) -> Cut:
+def tp_split_of(name: str, *, gated: bool) -> TPSplit:
     """The cut of a parameter, by its local-spec name; with ``gated``, fc1 has gate and up (SwiGLU).
 
     The rules are those of Megatron's parameters (``partition_dim``, ``partition_stride``). Raises CheckpointError for a
@@ -59,8 +59,8 @@ def cut_of(name: str, *, gated: bool) -> Cut:
             "1, or in the torch_dist format"
         )
     if kind == "fc1":
-        return Cut("gated" if gated else "split", 0)
-    return Cut("whole") if kind == "replicated" else Cut("split", 0 if kind == "columns" else 1)
+        return TPSplit("gated" if gated else "split", 0)
+    return TPSplit("whole") if kind == "replicated" else TPSplit("split", 0 if kind == "columns" else 1)
 
 
 def is_gated(arguments: Mapping[str, Any]) -> bool:
@@ -68,7 +68,7 @@ def is_gated(arguments: Mapping[str, Any]) -> bool:
     return bool(arguments.get("swiglu") or arguments.get("quick_geglu"))
 
 
-def merge(parts: Sequence[LazyTensor], cut: Cut) -> LazyTensor:
+def merge(parts: Sequence[LazyTensor], cut: TPSplit) -> LazyTensor:
     """The whole tensor from all ranks' parts, in rank order; rank 0's copy of a ``whole`` one. Raises CheckpointError
     if the parts have different shapes or dtypes."""
     first = parts[0]
@@ -85,7 +85,7 @@ def merge(parts: Sequence[LazyTensor], cut: Cut) -> LazyTensor:
     return uncut(parts, cut.dim, [first.shape[0] // 2] * 2 if cut.kind == "gated" else ())
 
 
-def local_shape(shape: Sequence[int], cut: Cut, ranks: int) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], cut: TPSplit, ranks: int) -> tuple[int, ...]:
     """The shape of one rank's part of a tensor of ``shape``. Raises ValueError if it does not divide."""
     if cut.kind == "whole" or ranks == 1:
         return tuple(shape)

@@ -18,7 +18,7 @@ from lwopt_backend.checkpoint.megatron import conventions
 from lwopt_backend.checkpoint.megatron import ranks as of_ranks
 from lwopt_backend.checkpoint.megatron.buffers import bucket_numel, buckets, own_buckets, part
 from lwopt_backend.checkpoint.megatron.conventions import EMBEDDING, FLAT, HEAD, Coordinates
-from lwopt_backend.checkpoint.megatron.ranks import Cut, Inner, Kept, Rank, Ranks
+from lwopt_backend.checkpoint.megatron.ranks import Inner, Kept, Rank, Ranks, TPSplit
 
 # The assignment of parameters to ranks in Megatron's LayerWiseDistributedOptimizer, replayed. The parameters of all
 # param groups, one group after another and each in module order, are sorted by size (equal sizes keep their order) and
@@ -217,7 +217,7 @@ def _param(
     pairs: list[Pair],
 ) -> Param:
     size = ranks.world["tp"]
-    cut = of_ranks.cut_of(name, gated=of_ranks.is_gated(ranks.arguments)) if size > 1 else Cut("whole")
+    cut = of_ranks.tp_split_of(name, gated=of_ranks.is_gated(ranks.arguments)) if size > 1 else TPSplit("whole")
     if len({place[1] for place in weights}) > 1:
         raise CheckpointError(
             f"{name}: expected on one pipeline rank, found on {sorted({place[1] for place in weights})}; copy all "
@@ -240,7 +240,9 @@ def _param(
     )
 
 
-def _whole(what: str, parts: Mapping[Coordinates, LazyTensor], size: int, cut: Cut, pairs: list[Pair]) -> LazyTensor:
+def _whole(
+    what: str, parts: Mapping[Coordinates, LazyTensor], size: int, cut: TPSplit, pairs: list[Pair]
+) -> LazyTensor:
     """One tensor from the ranks' parts; adds equal copies of a part to ``pairs``."""
     by_rank: list[list[tuple[Coordinates, LazyTensor]]] = [
         [(place, part) for place, part in sorted(parts.items()) if place[0] == rank] for rank in range(size)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.engines.base import picked
+from lwopt_backend.engines.buffers.gradients import BufferGradients
 from lwopt_backend.engines.fsdp2.gradients import MeshGradients, sum_of_bits
 from lwopt_backend.engines.gradients import ClipGroups, GradientNorms, Guard, Pick, Version, everything, version_of
-from lwopt_backend.engines.owned.gradients import OwnedGradients
 from lwopt_backend.groups.param_groups import option_lines, plain
 from lwopt_backend.groups.registry import check_group, rule_of
-from lwopt_backend.optimizer import LayerWiseOptimizer, OwnedOptimizer
+from lwopt_backend.optimizer import LayerWiseOptimizer, PlainOptimizer
 from lwopt_backend.runtime.agreement import (
     RanksDisagree,
     check_on_all,
@@ -113,7 +113,7 @@ class Part:
         return [f"{self.name}.{name}" for name, _ in self.params()]
 
     @property
-    def gradients(self) -> OwnedGradients | MeshGradients | CopiedGradients:
+    def gradients(self) -> BufferGradients | MeshGradients | CopiedGradients:
         """The mean gradients, each element once. Read on all ranks of the module, where norms are equal."""
         return CopiedGradients(self.optimizer) if self.ours is None else self.ours.gradients
 
@@ -205,11 +205,11 @@ def check_names(what: str, found: Mapping[str, Any], names: Sequence[str], neede
 
 
 @dataclass(frozen=True)
-class Held:
+class PartFacts:
     """A rank's part of a module.
 
     - ``place``: this rank, and the number of ranks that share the optimizer's work; None for copies.
-    - ``numel``: of the gradients that owned storage sends in backward; infinite where DDP or FSDP2 sends them.
+    - ``numel``: of the gradients that this package sends in backward; infinite where DDP or FSDP2 sends them.
     - ``lines``: a digest of ``Part.lines``.
     - ``defaults``: the names of the optimizer's defaults.
     - ``groups``: the names of its clip groups.
@@ -222,17 +222,17 @@ class Held:
     groups: tuple[str | None, ...]
 
 
-def held_by(part: Part) -> Held:
+def facts_of(part: Part) -> PartFacts:
     """The facts that other ranks must know about a part."""
     everyone = None if part.ours is None else part.ours._everyone()
     place = None if everyone is None else (everyone.rank, everyone.world_size)
     in_backward = sum(param.numel() for _, param in part.params())
-    numel = in_backward if isinstance(part.optimizer, OwnedOptimizer) else math.inf
-    return Held(place, numel, digest(part.lines()), frozenset(part.optimizer.defaults), (*part.groups.limits,))
+    numel = in_backward if isinstance(part.optimizer, PlainOptimizer) else math.inf
+    return PartFacts(place, numel, digest(part.lines()), frozenset(part.optimizer.defaults), (*part.groups.limits,))
 
 
 def check_held(
-    everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part], held: Sequence[Mapping[str, Held]]
+    everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part], held: Sequence[Mapping[str, PartFacts]]
 ) -> None:
     """Compare the ranks' parts of each module. Called on all ranks; raises the same error on all of them."""
     for name in names:
@@ -262,7 +262,7 @@ def difference(everyone: Collectives, name: str, lines: Sequence[str] | None) ->
     )
 
 
-def in_one_order(parts: Mapping[str, Part], held: Sequence[Mapping[str, Held]]) -> dict[str, Part]:
+def in_one_order(parts: Mapping[str, Part], held: Sequence[Mapping[str, PartFacts]]) -> dict[str, Part]:
     """The parts in the one order in which ranks call their collectives, those with the most elements first.
 
     Two groups that share ranks must start collectives in one order on all of these ranks. NCCL's kernels wait on the
@@ -281,7 +281,7 @@ def in_one_order(parts: Mapping[str, Part], held: Sequence[Mapping[str, Held]]) 
     for number, name in enumerate(order):
         before = set().union(*(ranks[other] for other in order[:number] if len(ranks[other]) > 1))
         optimizer = parts[name].optimizer if name in parts else None
-        if isinstance(optimizer, OwnedOptimizer) and before & ranks[name]:
+        if isinstance(optimizer, PlainOptimizer) and before & ranks[name]:
             optimizer.core.manager.overlap = False
     return {name: parts[name] for name in order if name in parts}
 

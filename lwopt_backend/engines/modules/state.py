@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
+from lwopt_backend.engines.buffers.files import LOADING, SAVING, check_readable, opened
+from lwopt_backend.engines.buffers.state import PartialTensor
 from lwopt_backend.engines.fsdp2.state import as_shard, box_of
-from lwopt_backend.engines.owned.files import LOADING, SAVING, check_readable, opened
-from lwopt_backend.engines.owned.state import Pieces
 from lwopt_backend.runtime.agreement import check_on_all
 from lwopt_backend.runtime.collectives import Collectives
 
@@ -46,14 +46,14 @@ def read(
 ) -> dict[str, dict[str, Any]]:
     """The contents of a save: all modules' names, and this rank's part of the modules in its ``state_dict``.
 
-    ``owned`` are modules in owned storage. Called on all ranks, which raise for a folder that cannot be read.
+    ``owned`` are plain modules. Called on all ranks, which raise for a folder that cannot be read.
     """
     source = opened(everyone, folder, check)
     found: dict[str, dict[str, Any]] = {str(path[0]): {STATE: {}, GROUPS: {}} for path in source.paths.values()}
 
     def take() -> None:
         here = _flat(state_dict)
-        some = {path[:3] for path, value in here.items() if isinstance(value, Pieces) and value.boxes}
+        some = {path[:3] for path, value in here.items() if isinstance(value, PartialTensor) and value.boxes}
         for key, path in source.paths.items():
             # A parameter, or a matrix in it, that other ranks own: they have the state that this rank lacks. Any other
             # key is unexpected, and the optimizer refuses it.
@@ -90,9 +90,9 @@ def _read(folder: DcpFolder, key: str, like: Any) -> Any:
     saved = folder.tensors[key]
     if isinstance(like, Tensor) and saved.shape != tuple(like.shape):
         raise ValueError(f"{key} in {folder.path}: expected shape {tuple(like.shape)}, found {saved.shape}")
-    if isinstance(like, Pieces):
+    if isinstance(like, PartialTensor):
         boxes = {at: folder.read_box(key, at, box.shape) for at, box in like.boxes.items()}
-        return Pieces(saved.shape, saved.dtype, boxes)
+        return PartialTensor(saved.shape, saved.dtype, boxes)
     if hasattr(like, "to_local"):
         return as_shard(folder.read_box(key, *box_of(like)), like)
     return folder.tensor(key).read()

@@ -38,7 +38,7 @@ from lwopt_backend.engines.modules.parts import (
     check_names,
     check_none_failed,
     difference,
-    held_by,
+    facts_of,
     in_one_order,
     parts_of,
     together,
@@ -46,7 +46,7 @@ from lwopt_backend.engines.modules.parts import (
 from lwopt_backend.groups.members import same
 from lwopt_backend.groups.param_groups import COMPARED_EVERY, plain
 from lwopt_backend.groups.rates import MadeRates
-from lwopt_backend.optimizer import OwnedOptimizer
+from lwopt_backend.optimizer import PlainOptimizer
 from lwopt_backend.routing.routing import as_globs, named_like
 from lwopt_backend.rules.protocol import AFTER, inner_steps, one_call
 from lwopt_backend.runtime.agreement import agree, check_on_all, digest, setting
@@ -106,7 +106,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         self.names = tuple(optimizers)
         self.modules = {name: part.optimizer for name, part in parts.items()}
         # Describing this rank's parts may fail: then all ranks raise, and none waits.
-        here = agree(self._everyone, NAME, lambda: ({name: held_by(part) for name, part in parts.items()}, []))
+        here = agree(self._everyone, NAME, lambda: ({name: facts_of(part) for name, part in parts.items()}, []))
         held = self._everyone.gather_objects(here)
         check_held(self._everyone, self.names, parts, held)
         self._parts = in_one_order(parts, held)
@@ -151,7 +151,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         with ExitStack() as stack:
             for optimizer in self.modules.values():
-                if isinstance(optimizer, OwnedOptimizer):
+                if isinstance(optimizer, PlainOptimizer):
                     stack.enter_context(optimizer.no_sync())
             yield
 
@@ -541,7 +541,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         from lwopt_backend.engines.modules import state
 
-        owned = [name for name, optimizer in self.modules.items() if isinstance(optimizer, OwnedOptimizer)]
+        owned = [name for name, optimizer in self.modules.items() if isinstance(optimizer, PlainOptimizer)]
         self.load_state_dict(state.read(self._everyone, owned, self.state_dict(), Path(path), check))
 
     # What it is not

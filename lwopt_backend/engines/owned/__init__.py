@@ -1,1 +1,1 @@
-"""Owned storage: buckets of whole parameters, of which each rank owns a part."""
+"""What pickles call by its earlier name: the folder was called so before it was ``engines/buffers``."""

@@ -1,1 +1,1 @@
-"""Owned buffers: padded and compact layouts of matrices over shards."""
+"""Plain PyTorch's buckets: padded and compact layouts of matrices over shards."""

@@ -1,4 +1,4 @@
-"""Owned buffers: the planned parameters, buckets with slots and shards, and the arrangement of parameters."""
+"""Plain PyTorch's buckets: the planned parameters, buckets with slots and shards, and the arrangement of parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lwopt_backend.plan.atoms import Atom
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedParam:
+class BufferParam:
     """A parameter as planning sees it. ``atom`` is None for an element-wise one; a ``tied`` one is used several times.
 
     ``parts`` are the elements and cost of its matrices, if it has several that lie end to end.

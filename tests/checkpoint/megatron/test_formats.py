@@ -24,7 +24,7 @@ from lwopt_backend.checkpoint.megatron import torch_dist as dist_reader
 from lwopt_backend.checkpoint.megatron import torch_format as torch_reader
 from lwopt_backend.checkpoint.megatron.buffers import bucket_numel, states_in_buckets
 from lwopt_backend.checkpoint.megatron.conventions import module_order, respelled
-from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, local_shape
+from lwopt_backend.checkpoint.megatron.ranks import TPSplit, local_shape, tp_split_of
 from lwopt_backend.checkpoint.names import translate
 from tests.support import megatron_torch
 from tests.support.checkpoint_contents import params_of, same
@@ -659,19 +659,19 @@ def test_ranks_do_not_look_through_other_ranks_parameters(monkeypatch: pytest.Mo
 
 def test_how_a_parameter_is_cut() -> None:
     cuts = {
-        "mlp.shared_experts.linear_fc1.weight": Cut("gated", 0),
-        "mlp.experts.local_experts.11.linear_fc1.bias": Cut("gated", 0),
-        "self_attention.q_layernorm.weight": Cut("whole"),
-        "mlp.shared_experts.gate_weight": Cut("whole"),
+        "mlp.shared_experts.linear_fc1.weight": TPSplit("gated", 0),
+        "mlp.experts.local_experts.11.linear_fc1.bias": TPSplit("gated", 0),
+        "self_attention.q_layernorm.weight": TPSplit("whole"),
+        "mlp.shared_experts.gate_weight": TPSplit("whole"),
     }
     for name, cut in cuts.items():
-        assert cut_of(f"decoder.layers.3.{name}", gated=True) == cut, name
-        not_gated = Cut("split", 0) if cut.kind == "gated" else cut
-        assert cut_of(f"decoder.layers.3.{name}", gated=False) == not_gated, name
+        assert tp_split_of(f"decoder.layers.3.{name}", gated=True) == cut, name
+        not_gated = TPSplit("split", 0) if cut.kind == "gated" else cut
+        assert tp_split_of(f"decoder.layers.3.{name}", gated=False) == not_gated, name
     with pytest.raises(CheckpointError, match="linear_kv_down_proj.*torch_dist"):
-        cut_of(LATENT.format(".0"), gated=True)
+        tp_split_of(LATENT.format(".0"), gated=True)
     with pytest.raises(ValueError, match="expected a shape with"):
-        local_shape((6, 6), Cut("gated", 0), 2)
+        local_shape((6, 6), TPSplit("gated", 0), 2)
 
 
 def test_the_order_of_modules_by_their_implementation() -> None:

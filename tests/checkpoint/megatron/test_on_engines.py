@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
-from lwopt_backend import LayerWiseOptimizer as OwnedOptimizer
+from lwopt_backend import LayerWiseOptimizer as PlainOptimizer
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.deepspeed import universal as universal_writer
 from lwopt_backend.checkpoint.files.folders import write_folder
@@ -316,7 +316,7 @@ def test_megatrons_run_goes_on_in_plain_pytorch(sources: dict[str, Source], tmp_
     source = sources["muon"]
     succeeds("convert", source.folder, tmp_path / "dcp", "--to", "dcp", "--json")
     model = Named(source.shapes).to(dtype)
-    optimizer = OwnedOptimizer(model, "muon", 1.0, params=groups_of(model), **AS_MEGATRON, report=False)
+    optimizer = PlainOptimizer(model, "muon", 1.0, params=groups_of(model), **AS_MEGATRON, report=False)
     optimizer.load_state_dict_from(tmp_path / "dcp")
     optimizer.save_state_dict(tmp_path / "again")
     assert_states(states_in(tmp_path / "again"), source.states)

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 import lwopt_backend
 from lwopt_backend.engines.fsdp2.plan import reduction
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
-from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
+from lwopt_backend.optimizer import MeshOptimizer, PlainOptimizer
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.support.cells import cells, with_full
@@ -742,7 +742,7 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wr
     (lambda: LayerWiseOptimizer(by_fsdp1(), sharded_later=True), "(FSDP1), which flattens matrices; call fully_shard"),
     (lambda: LayerWiseOptimizer(UnevenLM(), state_dtype="float32"), "'state_dtype' is for fully_shard models, but"),
     (lambda: MeshOptimizer([UnevenLM()]), "expected DTensors in the model, found none; call fully_shard(model) first"),
-    (lambda: OwnedOptimizer(shard("rows", "fp32").model), "'embedding.weight' is a DTensor; for fully_shard models"),
+    (lambda: PlainOptimizer(shard("rows", "fp32").model), "'embedding.weight' is a DTensor; for fully_shard models"),
     (lambda: of_rows(bucket_mb=1.0), "'bucket_mb' is for DeepSpeed and for plain models, but"),
     (lambda: of_rows(process_group=dist.group.WORLD), "'process_group' is for plain models, but this optimizer is for"),
     (lambda: of_rows().no_sync(), "no_sync is for plain models, but this optimizer is for fully_shard models"),
@@ -789,7 +789,7 @@ def test_one_name_is_the_optimizer_of_either_model() -> None:
     run.model(*batch(0, 2))  # after it the root keeps its parameters as plain tensors
     models = (run.model, UnevenLM(), UnevenLM())
     sharded, plain, later = (LayerWiseOptimizer(m, **MUON, sharded_later=m is models[2], report=False) for m in models)
-    assert [type(each) for each in (sharded, plain, later)] == [MeshOptimizer, OwnedOptimizer, MeshOptimizer]
+    assert [type(each) for each in (sharded, plain, later)] == [MeshOptimizer, PlainOptimizer, MeshOptimizer]
     assert all(isinstance(each, LayerWiseOptimizer) for each in (sharded, plain, later))
     with pytest.raises(ValueError, match="the model is not sharded yet"):
         later.load_state_dict(sharded.state_dict())

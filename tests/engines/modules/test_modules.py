@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.engines.modules import step as of_modules
-from lwopt_backend.optimizer import OwnedOptimizer
+from lwopt_backend.optimizer import PlainOptimizer
 from lwopt_backend.runtime.buffers import BucketBuffers, PartsPending
 from tests.support.cells import cells
 from tests.support.engines import Alone, ExactLM
@@ -157,7 +157,7 @@ class Beside:
 
     def check(self) -> None:
         for of, module in self.modules.items():
-            if isinstance(optimizer := self.optimizers.modules[of], OwnedOptimizer):
+            if isinstance(optimizer := self.optimizers.modules[of], PlainOptimizer):
                 optimizer.synchronize()  # with overlap_param_gather, values may still be on their way
             for name, param in module.named_parameters():
                 expected = self.single[of].get_parameter(name.removeprefix("module."))  # DDP's
@@ -219,7 +219,7 @@ def test_parameters_equal_one_process_that_holds_both_modules(
 @pytest.mark.also_on_gloo
 @on_ranks(4)
 def test_clip_groups_on_fsdp2_and_owned_storage() -> None:
-    """Clip groups are of modules on FSDP2 and in owned storage, and the rest of each module is clipped by a limit of
+    """Clip groups are of modules on FSDP2 and of plain modules, and the rest of each module is clipped by a limit of
     its own, of which one clips seven times as much."""
     run = Beside(APART, ("FSDP2", "owned"), **BIASES)
     run.train(range(3), clip={"vision": 0.007, "language": 0.05})
@@ -424,7 +424,7 @@ def test_modules_that_do_not_fit_together_are_refused() -> None:
     shared, elsewhere = {**ours, "language": adam(language, *vision.layers[: rank == 1])}, on(everyone)
     by_adam = {"vision": adam(sharded(model_of("vision"), everyone))}
     sizes = "[0, 1, 2, 3] have an optimizer of module 'vision', but their process groups have other sizes: {0: 2,"
-    kinds = "module 'vision': ranks differ in optimizer: 'OwnedOptimizer' on rank 0, 'Adam'"
+    kinds = "module 'vision': ranks differ in optimizer: 'PlainOptimizer' on rank 0, 'Adam'"
     given: list[tuple[str, dict[str, Any]]] = [
         (order, dict(both[:: -1 if rank == 2 else 1])),
         (order, ours if rank == 1 else {**ours, "language": None}),
@@ -459,8 +459,8 @@ def test_copies_are_compared_in_any_dtype() -> None:
             optimizer.param_groups[0]["params"][0][1] = other if dist.get_rank() else 1
         fails_with("ranks differ in parameter 0 of group 0", lambda given={"all": optimizer}: ModuleOptimizers(given))
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
-    described = KeyError("broken") if dist.get_rank() == 0 else of_modules.held_by
-    broken = mock.patch.object(of_modules, "held_by", side_effect=described)
+    described = KeyError("broken") if dist.get_rank() == 0 else of_modules.facts_of
+    broken = mock.patch.object(of_modules, "facts_of", side_effect=described)
     with broken, pytest.raises((KeyError, RuntimeError), match="broken"):
         ModuleOptimizers({"all": optimizer})
     ModuleOptimizers({"all": optimizer})

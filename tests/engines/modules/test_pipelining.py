@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 from torch.nn import functional
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
-from lwopt_backend.optimizer import OwnedOptimizer
+from lwopt_backend.optimizer import PlainOptimizer
 from tests.support.cells import cells
 from tests.support.engines import Rounded, exact
 from tests.support.fsdp2 import whole
@@ -114,7 +114,7 @@ class Pipeline:
         self.alone_optimizers = torchs(params, matrices)
 
     def step(self, step: int, *, reduced_once: bool = True) -> None:
-        owned = [optimizer for optimizer in self.optimizers.values() if isinstance(optimizer, OwnedOptimizer)]
+        owned = [optimizer for optimizer in self.optimizers.values() if isinstance(optimizer, PlainOptimizer)]
         with ExitStack() as contexts:
             for optimizer in ([self.joined] if self.joined is not None else owned) if reduced_once else []:
                 contexts.enter_context(optimizer.no_sync())

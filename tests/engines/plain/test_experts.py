@@ -84,7 +84,7 @@ def test_experts_equal_one_process_and_count_in_the_norm(layout: str, options: d
 @on_ranks(4)
 def test_dense_matrices_go_where_experts_leave_room() -> None:
     core = expert_optimizer(sharded()[0], group_size=4).core
-    loads = gathered([held.plan.loads[held.sharers.instance.rank] for held in core.holdings])
+    loads = gathered([held.plan.loads[held.rank_groups.instance.rank] for held in core.planned_sets])
     with_dense = [experts for dense, experts in loads if dense]
     assert min(experts for _, experts in loads) == max(with_dense)
 

@@ -1,4 +1,4 @@
-"""What owned storage refuses, and what happens when a rank, a backward pass or the model breaks: never a hang."""
+"""What plain PyTorch refuses, and what happens when a rank, a backward pass or the model breaks: never a hang."""
 
 import contextlib
 import re

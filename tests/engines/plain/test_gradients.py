@@ -1,4 +1,4 @@
-"""Gradients of owned storage: kept on all ranks as under DDP, measured as on one process, in 16 bits, and in their
+"""Gradients in plain PyTorch: kept on all ranks as under DDP, measured as on one process, in 16 bits, and in their
 range."""
 
 import contextlib

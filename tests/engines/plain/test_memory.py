@@ -41,7 +41,7 @@ def backward(model: nn.Module, step: int = 0) -> None:
 
 
 def buckets_of(optimizer: LayerWiseOptimizer) -> list[Bucket]:
-    return [bucket for held in optimizer.core.holdings for bucket in held.plan.buckets]
+    return [bucket for held in optimizer.core.planned_sets for bucket in held.plan.buckets]
 
 
 def padding_of(optimizer: LayerWiseOptimizer, dtype: torch.dtype) -> int:
@@ -211,9 +211,9 @@ def test_traffic_is_what_the_formulas_say(dtype: torch.dtype, options: dict[str,
         optimizer.zero_grad()
         optimizer.synchronize()
     sent = Counter(optimizer.traffic()) - before
-    (held,) = optimizer.core.holdings
+    (held,) = optimizer.core.planned_sets
     n, group_size = held.plan.instances, held.plan.group_size
-    assert optimizer.memory_report()[held.sharers.instance.rank].sent == sum(sent.values())
+    assert optimizer.memory_report()[held.rank_groups.instance.rank].sent == sum(sent.values())
     everyones = sum(gathered(sent), Counter())
     numel = sum(param.numel() for param in model.parameters()) + held.plan.padding
     wire = 4 if options.get("grad_dtype") == "float32" else dtype.itemsize

@@ -1,4 +1,4 @@
-"""Optimizer state of owned storage: what is written, and that what does not fit is an error and changes nothing. That
+"""Optimizer state in plain PyTorch: what is written, and that what does not fit is an error and changes nothing. That
 it goes on on other ranks and layouts, bit for bit, is in test_checkpoints.py."""
 
 import contextlib
@@ -32,9 +32,9 @@ from lwopt_backend.checkpoint import formats, ties
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files import manifest
-from lwopt_backend.engines.owned import files as owned_files
-from lwopt_backend.engines.owned import step
-from lwopt_backend.engines.owned.state import put_state, state_pieces
+from lwopt_backend.engines.buffers import files as buffers_files
+from lwopt_backend.engines.buffers import step
+from lwopt_backend.engines.buffers.state import put_state, state_pieces
 from lwopt_backend.migration import load_pieces
 from lwopt_backend.runtime.agreement import RanksDisagree
 from tests.engines.plain.test_experts import MoE, expert_optimizer, one_pass, sharded, sharers_of_experts
@@ -285,7 +285,7 @@ def load_what_is_lost_meanwhile(folder: str, good: str) -> None:
             os.truncate(path, 0)
         put_state(*what)
 
-    with mock.patch.object(owned_files, "put_state", lose), pytest.raises(Exception, match="ends early|is damaged"):
+    with mock.patch.object(buffers_files, "put_state", lose), pytest.raises(Exception, match="ends early|is damaged"):
         optimizer.load_state_dict_from(folder)
     for use in (optimizer.step, lambda: optimizer.save_state_dict(f"{folder}, again")):
         with pytest.raises(
@@ -650,3 +650,16 @@ def test_file_of_one_rank_is_told_and_loaded_in_part() -> None:
     for number, (state, _) in owned_state(other)[0].items():
         name = other.core.members[number].name
         assert same(state, (new if name in fresh else before[0])[number][0]), name
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@on_ranks(2)
+def test_state_dict_pickled_under_the_earlier_name_loads(weights_only: bool) -> None:
+    """Its tensors' class was ``Pieces`` in ``engines.owned.state``."""
+    (_, optimizer), (_, other), file = trained(), trained(0), io.BytesIO()
+    torch.save(optimizer.state_dict(), file, _use_new_zipfile_serialization=False)  # which has names and no sizes
+    now, then = b"lwopt_backend.engines.buffers.state\nPartialTensor\n", b"lwopt_backend.engines.owned.state\nPieces\n"
+    assert now in file.getvalue()
+    earlier = io.BytesIO(file.getvalue().replace(now, then))
+    other.load_state_dict(torch.load(earlier, weights_only=weights_only))
+    assert same(owned_state(other)[0], owned_state(optimizer)[0])

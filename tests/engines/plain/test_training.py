@@ -1,4 +1,4 @@
-"""Owned storage under what users do: their loops, models, norms and precisions, bit for bit as on one process."""
+"""Plain PyTorch under what users do: their loops, models, norms and precisions, bit for bit as on one process."""
 
 import contextlib
 import copy

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from lwopt_backend.checkpoint import formats, names
 from lwopt_backend.cli.tables import recording
 from lwopt_backend.config.atoms import Division
-from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
+from lwopt_backend.config.hosts import FSDP2Config, PlainConfig, ZeROConfig
 from lwopt_backend.config.options import options_in
 from lwopt_backend.engines import report
 from lwopt_backend.groups.registry import ELEMENTWISE_RULES, MATRIX_RULES
@@ -255,7 +255,7 @@ def test_every_option_has_a_meaning_and_a_source() -> None:
     assert "second_moment (rows x 1) at the owner" in rules["normuon", "matrices"]["state"]
     assert {name for name, _ in rules} == {*MATRIX_RULES, *ELEMENTWISE_RULES}
     hosts = {host["name"]: {o["name"]: o["default"] for o in host["options"]} for host in listed["hosts"]}
-    models = {"DeepSpeed": ZeROConfig, "FSDP2": FSDP2Config, "plain PyTorch": OwnedConfig}
+    models = {"DeepSpeed": ZeROConfig, "FSDP2": FSDP2Config, "plain PyTorch": PlainConfig}
     expected = {name: {"matrix", "elementwise", "overrides", *options_in(model)} for name, model in models.items()}
     assert {name: set(options) for name, options in hosts.items()} == expected
     assert (hosts["DeepSpeed"]["bucket_numel"], hosts["FSDP2"]["elementwise"]) == ("null", '"adamw"')

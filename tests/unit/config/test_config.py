@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer, MatrixRule, register_rule
 from lwopt_backend.cli.rule_facts import rule_facts
-from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
+from lwopt_backend.config.hosts import PlainConfig, ZeROConfig
 from lwopt_backend.config.options import options_in
 from lwopt_backend.groups import registry
 from lwopt_backend.groups.choices import changed, settings_of
@@ -66,7 +66,7 @@ def muon_settings(given: Mapping[str, Any], where: str = "here") -> Any:
 
 
 def arguments(matrix: Any = "muon", **given: Any) -> Any:
-    return settings_of(OwnedConfig, {"matrix": matrix, **given}, "here")
+    return settings_of(PlainConfig, {"matrix": matrix, **given}, "here")
 
 
 class Demanding(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""Plans of owned storage, as pure data: owners by longest processing time first (LPT), buckets, the padded and the
+"""Plans of plain PyTorch, as pure data: owners by longest processing time first (LPT), buckets, the padded and the
 compact layout. Compared with exact answers, and with what Megatron-Core's planner makes of public models."""
 
 import csv
@@ -23,8 +23,8 @@ from lwopt_backend.plan.buffers.dealing import (
     ends_where_full,
     least_room,
 )
-from lwopt_backend.plan.buffers.layout import BUCKET_END, LAYOUTS, NCCL_BUCKET_END, Bucket, OwnedParam, Slot
-from lwopt_backend.plan.buffers.owned import OwnedPlan, arrange_cut, plan_owned
+from lwopt_backend.plan.buffers.layout import BUCKET_END, LAYOUTS, NCCL_BUCKET_END, Bucket, BufferParam, Slot
+from lwopt_backend.plan.buffers.plan import BufferPlan, arrange_cut, plan_buffers
 from lwopt_backend.plan.cost import MACHINES, newton_schulz_flops
 from tests.support import megatron_planner as planner
 from tests.support.models import UnevenLM
@@ -71,7 +71,7 @@ def test_a_trillion_parameters_are_planned_in_seconds() -> None:
     assert len(matrices) == sum(len(bucket.slots) for bucket in plan.buckets) == 46_567
     assert max(plan.loads) * 1024 <= 1.01 * sum(plan.loads) and seconds <= 10
     began = time.process_time()
-    plan = plan_owned([stack(str(number), 3, 2, 2) for number in range(20_000)], 8, "auto", 2**20)
+    plan = plan_buffers([stack(str(number), 3, 2, 2) for number in range(20_000)], 8, "auto", 2**20)
     assert time.process_time() - began < 5, "looking through all for every one took minutes"
     assert plan.loads == (plan.loads[0],) * 8
 
@@ -136,8 +136,8 @@ def test_padded_buckets_end_on_multiples_for_nccl() -> None:
         UnevenLM(), layout="padded", pad_buckets_for_high_nccl_busbw=True, report=False, lr=0.02
     )
     assert {buffers.bucket.numel for buffers in optimizer.core.manager.buckets} == {2**16}
-    params = [OwnedParam("m", 64 * 128, "bfloat16", Atom("m", (64, 128), 1)), OwnedParam("v", 64, "bfloat16", None)]
-    plain, ended = (plan_owned(params, 3, "padded", 1, end=end) for end in (BUCKET_END, NCCL_BUCKET_END))
+    params = [BufferParam("m", 64 * 128, "bfloat16", Atom("m", (64, 128), 1)), BufferParam("v", 64, "bfloat16", None)]
+    plain, ended = (plan_buffers(params, 3, "padded", 1, end=end) for end in (BUCKET_END, NCCL_BUCKET_END))
     assert [bucket.numel for bucket in plain.buckets] == [384, 3 * 64 * 128]  # the vector comes first
     assert [bucket.numel for bucket in ended.buckets] == [3 * 2**16, 3 * 2**16]
     added = 6 * 2**16 - 384 - 3 * 64 * 128
@@ -147,25 +147,25 @@ def test_padded_buckets_end_on_multiples_for_nccl() -> None:
 
 
 # Plans of a model
-def planned(params: list[OwnedParam], ranks: int, group_size: int | None = None, layout: str = "auto") -> OwnedPlan:
-    return plan_owned(params, ranks, layout, 100_000, group_size)
+def planned(params: list[BufferParam], ranks: int, group_size: int | None = None, layout: str = "auto") -> BufferPlan:
+    return plan_buffers(params, ranks, layout, 100_000, group_size)
 
 
-def matrix(name: str, rows: int, columns: int, dtype: str = "bfloat16") -> OwnedParam:
-    return OwnedParam(name, rows * columns, dtype, Atom(name, (rows, columns), newton_schulz_flops((rows, columns))))
+def matrix(name: str, rows: int, columns: int, dtype: str = "bfloat16") -> BufferParam:
+    return BufferParam(name, rows * columns, dtype, Atom(name, (rows, columns), newton_schulz_flops((rows, columns))))
 
 
-def vector(name: str, numel: int, dtype: str = "bfloat16", tied: bool = False) -> OwnedParam:
-    return OwnedParam(name, numel, dtype, None, tied)
+def vector(name: str, numel: int, dtype: str = "bfloat16", tied: bool = False) -> BufferParam:
+    return BufferParam(name, numel, dtype, None, tied)
 
 
-def stack(name: str, count: int, rows: int, columns: int) -> OwnedParam:
+def stack(name: str, count: int, rows: int, columns: int) -> BufferParam:
     cost = newton_schulz_flops((rows, columns))
     whole = Atom(name, (count * rows, columns), count * cost)
-    return OwnedParam(name, whole.numel, "bfloat16", whole, parts=((rows * columns, cost),) * count)
+    return BufferParam(name, whole.numel, "bfloat16", whole, parts=((rows * columns, cost),) * count)
 
 
-def gpt(layers: int = 4, odd: int = 0) -> list[OwnedParam]:
+def gpt(layers: int = 4, odd: int = 0) -> list[BufferParam]:
     params = [vector("embedding", 1000 * 96, tied=True)]
     for layer in range(layers):
         shapes = {"qkv": (288, 96), "out": (96, 96 + odd), "up": (384, 96), "down": (96 + odd, 384)}
@@ -174,7 +174,7 @@ def gpt(layers: int = 4, odd: int = 0) -> list[OwnedParam]:
     return params
 
 
-def random_params(draw: Random) -> list[OwnedParam]:
+def random_params(draw: Random) -> list[BufferParam]:
     params = []
     for number in range(draw.randint(1, 40)):
         name, dtype = f"p{number}", draw.choice(["bfloat16", "bfloat16", "float32"])
@@ -235,7 +235,7 @@ def test_auto_layout_is_padded_where_little_is_added(
     """The layout is padded where little is added, or where uneven is many operations. Little is a twentieth."""
     params = [matrix(f"{layer}.{n}", *shape) for layer in range(12) for n, shape in enumerate(shapes)]
     for machine, layout in (("cuda", on_nccl), ("cpu", on_gloo)):
-        plan = plan_owned(params, ranks, "auto", 2**25, machine=MACHINES[machine])
+        plan = plan_buffers(params, ranks, "auto", 2**25, machine=MACHINES[machine])
         assert {bucket.layout for bucket in plan.buckets} == {layout}, machine
 
 
@@ -295,7 +295,7 @@ def test_stacks_are_cut_as_evenly_as_can_be(seed: int) -> None:
         ranks = draw.randint(1, 4)
         parts = tuple((draw.choice([64, 128, 192]), draw.randint(1, 50)) for _ in range(draw.randint(1, 8)))
         before = [draw.randint(0, 60) for _ in range(ranks)]
-        param = OwnedParam("p", sum(numel for numel, _ in parts), "bfloat16", None, parts=parts)
+        param = BufferParam("p", sum(numel for numel, _ in parts), "bfloat16", None, parts=parts)
         bucket, added = arrange_cut([param], [0], before)
         best = min(
             max(load + sum(cost for _, cost in parts[a:b]) for load, a, b in zip(before, bounds, bounds[1:]))

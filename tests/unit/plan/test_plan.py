@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from benchmarks import public_models
 from lwopt_backend.plan.atoms import Atom, matrices_of
-from lwopt_backend.plan.buckets import BucketTime, Stage, Timeline, cut_buckets, pipeline
+from lwopt_backend.plan.buckets import BucketSeconds, BucketTime, Timeline, cut_buckets, pipeline
 from lwopt_backend.plan.cost import MACHINES, Machine, newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas, in_blocks
@@ -338,17 +338,17 @@ def test_bucket_leaves_when_the_wire_is_free() -> None:
     # rank 0          | b0 3     |
     # rank 1                 | b1 3      |
     """A bucket leaves when the ranks get there and the wire is free."""
-    halves = [Stage(2, 2, {0: (3, 0)}), Stage(2, 2, {1: (3, 0)})]
+    halves = [BucketSeconds(2, 2, {0: (3, 0)}), BucketSeconds(2, 2, {1: (3, 0)})]
     two = (BucketTime((0, 2), (2, 5), (5, 7)), BucketTime((2, 4), (4, 7), (7, 9)))
     assert pipeline(halves, [0, 1], 0) == Timeline(9, two)
-    assert pipeline([Stage(4, 4, {0: (3, 0), 1: (3, 0)})], [0, 1], 0).seconds == 11
-    third = pipeline([*halves, Stage(1, 1, {0: (1, 0)})], [0, 0], 0)
+    assert pipeline([BucketSeconds(4, 4, {0: (3, 0), 1: (3, 0)})], [0, 1], 0).seconds == 11
+    third = pipeline([*halves, BucketSeconds(1, 1, {0: (1, 0)})], [0, 0], 0)
     assert third.seconds == 11, "the third leaves after the first's return"
-    slowly = pipeline([Stage(2, 2, {0: (1, 4)})] * 2, [0, 0], 1)
+    slowly = pipeline([BucketSeconds(2, 2, {0: (1, 4)})] * 2, [0, 0], 1)
     assert slowly.seconds == 12, "a device waits for a host that launches slowly"
     assert pipeline([], [2, 3], 0) == Timeline(3), "all matrices are at home"
     shifted = BucketTime((9, 13), (13, 16), (16, 20))
-    assert Timeline(9, two).then(pipeline([Stage(4, 4, {0: (3, 0)})], [0], 0)) == Timeline(20, (*two, shifted))
+    assert Timeline(9, two).then(pipeline([BucketSeconds(4, 4, {0: (3, 0)})], [0], 0)) == Timeline(20, (*two, shifted))
 
 
 def test_buckets_are_as_many_as_make_the_modelled_step_shortest() -> None:

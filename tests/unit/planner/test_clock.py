@@ -25,7 +25,7 @@ from benchmarks.clock.play import Played, Rates, play
 from benchmarks.clock.record import COMPUTE, REDUCE, Join, Read, Start, Tracer, Wait, Work, opened
 from benchmarks.rehearsal import engines
 from benchmarks.timeline import passes_of, predicted, recorded_rank
-from lwopt_backend.engines.owned.bucket_manager import IN_FLIGHT
+from lwopt_backend.engines.buffers.bucket_manager import IN_FLIGHT
 from lwopt_backend.plan.cost import Machine
 from lwopt_backend.planner.study import Study
 from lwopt_backend.runtime.collectives import TorchCollectives
@@ -101,7 +101,7 @@ REALITY: dict[str, tuple[str, dict[str, Any], bool]] = {  # engine, options, whe
     "ZeRO 1": ("zero1", {"policy": "balance", "bucket_numel": 30000}, False),
     "ZeRO 3": ("zero3", {"bucket_numel": 60000}, False),
     "FSDP2": ("fsdp2", {"bucket_matrices": 8}, False),  # by default, a CPU has other buckets
-    "owned": ("plain", {"bucket_mb": 0.05}, True),
+    "plain": ("plain", {"bucket_mb": 0.05}, True),
 }
 
 
@@ -199,15 +199,15 @@ def test_four_ranks_over_gloo_are_done_when_the_clock_says(tmp_path: Path, ranks
         session.record()
         given = GivenPasses(TOKENS, session.tracer, session.engine.names) if passes else None
         expected = play([*records(session, session.record(given))], REAL).seconds
-    # In a rehearsal of owned storage, which reads zeros, flags carry the order of buckets in every step.
-    assert max(ranks.run(done, tmp_path, case)) == pytest.approx(expected, rel=1e-4 if case == "owned" else 1e-9)
+    # In a rehearsal of plain PyTorch, which reads zeros, flags carry the order of buckets in every step.
+    assert max(ranks.run(done, tmp_path, case)) == pytest.approx(expected, rel=1e-4 if case == "plain" else 1e-9)
 
 
 # Passes of a model, and the command.
 
 
 def test_owned_gradients_are_added_beside_backward(studied: Callable[..., Study]) -> None:
-    """What has come of owned storage is added beside the backward pass. Which waits for no bucket but the one whose
+    """What has come in plain PyTorch is added beside the backward pass. Which waits for no bucket but the one whose
     memory it takes, the last but two."""
     study = studied("plain", layout="compact", **SMALL)
     planned = study.worst.planned[0]
@@ -228,7 +228,7 @@ def test_owned_gradients_are_added_beside_backward(studied: Callable[..., Study]
 
 
 def test_owned_parameters_return_behind_the_forward(studied: Callable[..., Study]) -> None:
-    """Parameters of owned storage return behind the next forward pass."""
+    """Parameters in plain PyTorch return behind the next forward pass."""
     studies = (studied("plain", overlap_param_gather=overlap, bucket_mb=0.05) for overlap in (False, True))
     at_once, later = (predicted(study, given=Given(2**22)) for study in studies)
     assert later.given == pytest.approx(at_once.given) and later.seconds < at_once.seconds

@@ -21,10 +21,10 @@ from torch.torch_version import TorchVersion
 
 from benchmarks.rehearsal import engines
 from benchmarks.rehearsal.absent_gpu import DEVICE, absent_gpu, pretended, replaced
-from benchmarks.rehearsal.engines import ENGINES, MeshEngine, ModulesEngine, OwnedEngine, Passes, ReplicatedEngine
+from benchmarks.rehearsal.engines import ENGINES, MeshEngine, ModulesEngine, Passes, PlainEngine, ReplicatedEngine
 from benchmarks.rehearsal.streams import StreamCheck
+from lwopt_backend.engines.buffers.state import gathered
 from lwopt_backend.engines.fsdp2.plan import local
-from lwopt_backend.engines.owned.state import gathered
 from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.presence import Presence, read_at_once
 from lwopt_backend.runtime.step import Matrices
@@ -56,7 +56,7 @@ class TwoStreams(Uses):
     """Parameters whose names have a ``word`` were used on a side stream, where autograd then writes their gradients and
     calls their hooks."""
 
-    def __init__(self, check: StreamCheck, engine: OwnedEngine, word: str) -> None:
+    def __init__(self, check: StreamCheck, engine: PlainEngine, word: str) -> None:
         self._check = check
         self._aside = {key for key, name in engine.names.items() if word in name}
 
@@ -102,7 +102,7 @@ class Sharded(Uses):
 # How they train.
 
 
-def train_owned(check: StreamCheck, engine: OwnedEngine, *, aside: str = "", clips: bool = False) -> None:
+def train_owned(check: StreamCheck, engine: PlainEngine, *, aside: str = "", clips: bool = False) -> None:
     """Three passes a step, the first of which reduces nothing; at the end, a checkpoint's state, and gradients that are
     never sent."""
     optimizer, params = engine.optimizer, engine.core.manager.params

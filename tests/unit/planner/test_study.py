@@ -11,7 +11,7 @@ import pytest
 from benchmarks.public_models import study
 from lwopt_backend.plan import Atom, Machine
 from lwopt_backend.plan.atoms import matrices_of
-from lwopt_backend.plan.buckets import BucketTime, Stage, pipeline
+from lwopt_backend.plan.buckets import BucketSeconds, BucketTime, pipeline
 from lwopt_backend.plan.cost import CLUSTERS, StepTime, newton_schulz_flops
 from lwopt_backend.plan.owners import longest_first
 from lwopt_backend.planner.document import document
@@ -182,7 +182,7 @@ def test_a_cluster_file(tmp_path: Path) -> None:
             cluster_named(str(path))
 
 
-# Seconds of a step on owned storage
+# Seconds of a step in plain PyTorch
 H100 = CLUSTERS["h100-8x-ib"]
 SIMPLE = Machine("simple", flops_per_second=10, bytes_per_second=2, latency_seconds=100)
 NODES_OF_TWO = replace(SIMPLE, node_size=2, node_bytes_per_second=8)
@@ -229,7 +229,7 @@ def test_pipeline_of_buckets_out_and_back() -> None:
     # shard 0                | b0 3 | b1 4 |
     # shard 1                | b0 2 | b1 1 |
     """Gradients arrive in order, then buckets return when all ranks got there."""
-    stages = [Stage(2, 1, {0: (3, 0), 1: (2, 0)}), Stage(3, 1, {0: (4, 0), 1: (1, 0)})]
+    stages = [BucketSeconds(2, 1, {0: (3, 0), 1: (2, 0)}), BucketSeconds(3, 1, {0: (4, 0), 1: (1, 0)})]
     times = pipeline(stages, [0, 0], 0, reduced=True).buckets
     assert times == (BucketTime((0, 2), (5, 8), (8, 9)), BucketTime((2, 5), (7, 12), (12, 13)))
     assert pipeline([stages[0]], [0, 0], 0, reduced=True).seconds == 6, "one bucket"

@@ -1,4 +1,4 @@
-"""Plans of owned storage: matrices and element-wise parameters in buckets, cut between ranks."""
+"""Plans of plain PyTorch's buckets: matrices and element-wise parameters in buckets, cut between ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lwopt_backend.plan.buffers.layout import (
     LAYOUTS,
     Bucket,
     BucketLayout,
-    OwnedParam,
+    BufferParam,
     Slot,
     aligned,
     arrange_elementwise,
@@ -36,7 +36,7 @@ from lwopt_backend.plan.cost import MACHINES, Machine
 
 
 def arrange_cut(
-    params: Sequence[OwnedParam], members: Sequence[int], before: Sequence[int]
+    params: Sequence[BufferParam], members: Sequence[int], before: Sequence[int]
 ) -> tuple[Bucket, list[int]]:
     """One bucket of ``members``, in this order, over as many ranks as ``before``, each rank's work so far.
 
@@ -83,7 +83,7 @@ def _filled(cost_before: Sequence[int], before: Sequence[int], limit: int) -> tu
 
 
 def split_buckets(
-    params: Sequence[OwnedParam], bucket_numel: int, before: Sequence[int]
+    params: Sequence[BufferParam], bucket_numel: int, before: Sequence[int]
 ) -> tuple[list[Bucket], list[int], list[str]]:
     """Buckets of the parameters with several matrices, in backward order; a bucket closes at ``bucket_numel``."""
     buckets: list[Bucket] = []
@@ -107,7 +107,7 @@ ELEMENT_BYTES = 2  # on the wire, of a 16-bit parameter; the choice between layo
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedPlan:
+class BufferPlan:
     """``buckets`` over ``group_size`` ranks, repeated in ``instances``; slots name parameters by their position.
 
     ``loads`` is the work of each rank of an instance. ``choices`` explain the plan in sentences.
@@ -128,8 +128,8 @@ class OwnedPlan:
         return [f"{self.instances} instances of {self.group_size}", *(bucket.line() for bucket in self.buckets)]
 
 
-def plan_owned(
-    params: Sequence[OwnedParam],
+def plan_buffers(
+    params: Sequence[BufferParam],
     ranks: int,
     layout: str,
     bucket_numel: int,
@@ -137,7 +137,7 @@ def plan_owned(
     base: Sequence[int] | None = None,
     machine: Machine = MACHINES["cpu"],
     end: int = BUCKET_END,
-) -> OwnedPlan:
+) -> BufferPlan:
     """Plan ``params``, in model order, over groups of ``group_size`` ranks; None is all ``ranks``.
 
     Buckets are in the order in which backward completes them, and close at ``bucket_numel`` elements. The matrices in
@@ -177,17 +177,17 @@ def plan_owned(
             f"{size - matrices} of {size} ranks own no matrix, because there are {matrices}. With group_size={fewer}, "
             f"{ranks // fewer} instances of {fewer} ranks would each own all, and no rank would be without."
         )
-    plan = OwnedPlan(size, ranks // size, tuple(buckets), tuple(loads), tuple(choices))
+    plan = BufferPlan(size, ranks // size, tuple(buckets), tuple(loads), tuple(choices))
     if end == BUCKET_END:
         return plan
-    more = plan.padding - plan_owned(params, ranks, layout, bucket_numel, group_size, base, machine).padding
+    more = plan.padding - plan_buffers(params, ranks, layout, bucket_numel, group_size, base, machine).padding
     of_all = more / max(1, sum(param.numel for param in params))
     told = f"Padded buckets end on multiples of {end} elements, which adds {more} elements of padding ({of_all:.2%})."
     return replace(plan, choices=(*choices, told))
 
 
 def _matrix_buckets(
-    params: Sequence[OwnedParam],
+    params: Sequence[BufferParam],
     members: Sequence[int],
     layout: str,
     bucket_numel: int,
@@ -228,7 +228,7 @@ def _matrix_buckets(
 
 
 def _elementwise_bucket(
-    params: Sequence[OwnedParam], members: Sequence[int], ranks: int, layout: str, end: int
+    params: Sequence[BufferParam], members: Sequence[int], ranks: int, layout: str, end: int
 ) -> Bucket:
     """A bucket of element-wise parameters; ``auto`` works as for matrices."""
     sizes, dtype = [(index, params[index].numel) for index in members], params[members[0]].dtype
@@ -261,7 +261,7 @@ def _padding(buckets: Sequence[Bucket]) -> float:
 
 
 def _in_buckets(
-    params: Sequence[OwnedParam], members: Sequence[int], bucket_numel: float = math.inf
+    params: Sequence[BufferParam], members: Sequence[int], bucket_numel: float = math.inf
 ) -> Iterator[list[int]]:
     """Yield ``members`` of equal dtype, closed at ``bucket_numel``; a tied element-wise one has its own bucket.
 

@@ -1,4 +1,4 @@
-"""Norm, number of zeros and scaling of the mean gradients of owned storage; each element is counted once."""
+"""Norm, number of zeros and scaling of the mean gradients in buckets; each element is counted once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lwopt_backend.engines.buffers.bucket_manager import BucketManager
 from lwopt_backend.engines.gradients import Pick, Version, clip_factor, everything, version_of
-from lwopt_backend.engines.owned.bucket_manager import BucketManager
-from lwopt_backend.runtime.buffers import Sharers
+from lwopt_backend.runtime.buffers import RankGroups
 from lwopt_backend.runtime.collectives import NORM, phase
 from lwopt_backend.runtime.presence import largest_of_all, numbers_on
 
@@ -19,18 +19,18 @@ Scale = Callable[[Tensor, Any], Tensor]
 SCALES: dict[str, Scale] = {"mul_": Tensor.mul_, "div_": Tensor.div_}  # by operator: what also scales the norms
 
 
-class OwnedGradients:
-    """The mean gradients of ``manager``, after ``finish``. ``widest`` are the sharers with all ranks.
+class BufferGradients:
+    """The mean gradients of ``manager``, after ``finish``. ``widest`` are the rank_groups with all ranks.
 
     Sums use a vector with one entry per parameter that all of ``widest`` have, and one for all others (experts), so
     that a rank's additions do not depend on where a layout puts parameters.
     """
 
-    def __init__(self, manager: BucketManager, widest: Sharers) -> None:
+    def __init__(self, manager: BucketManager, widest: RankGroups) -> None:
         self._manager = manager
         self._widest, self.everyone = widest, widest.everyone
         self._device = manager.params[0].device
-        common = [slot.param for b in manager.buckets if b.sharers is widest for slot in b.bucket.slots]
+        common = [slot.param for b in manager.buckets if b.rank_groups is widest for slot in b.bucket.slots]
         self._entry = {param: number for number, param in enumerate(sorted(common))}
         self._known: dict[float, Tensor] = {}  # norms by entry, in the orders that were asked for
         self._known_of = 0  # the manager's version of the gradients
@@ -167,8 +167,8 @@ class OwnedGradients:
         """The gradients of this rank's pieces; none on instances other than the first."""
         found = []
         for bucket in list(self._manager.settled()):
-            sharers = bucket.sharers
-            if sharers.replicas is not None and sharers.replicas.rank > 0:
+            rank_groups = bucket.rank_groups
+            if rank_groups.replicas is not None and rank_groups.replicas.rank > 0:
                 continue
             pieces = zip(bucket.pieces, bucket.owned_grads())
             found += [(piece.param, grad) for piece, grad in pieces if pick(self._manager.names[piece.param])]

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.config.hosts import NAME, OwnedConfig
+from lwopt_backend.config.hosts import NAME, PlainConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import loaded, saved
-from lwopt_backend.engines.owned import model as owned_model
-from lwopt_backend.engines.owned.bucket_manager import Hook, remove_with
-from lwopt_backend.engines.owned.gradients import OwnedGradients
-from lwopt_backend.engines.owned.model import (
+from lwopt_backend.engines.buffers import model as of_model
+from lwopt_backend.engines.buffers.bucket_manager import Hook, remove_with
+from lwopt_backend.engines.buffers.gradients import BufferGradients
+from lwopt_backend.engines.buffers.model import (
     StepMeeting,
     check_model,
     check_not_compiled,
@@ -26,16 +26,16 @@ from lwopt_backend.engines.owned.model import (
     tell_when_loaded,
     wait_in_forward,
 )
-from lwopt_backend.engines.owned.shown import gradients_shown
-from lwopt_backend.engines.owned.state import OwnedStore, held_state, state_of, take_state
-from lwopt_backend.engines.owned.step import OwnedCore, Share
-from lwopt_backend.engines.owned.untrained import Buffers, broadcast_untrained
+from lwopt_backend.engines.buffers.shown import gradients_shown
+from lwopt_backend.engines.buffers.state import BufferStore, held_state, state_of, take_state
+from lwopt_backend.engines.buffers.step import BufferCore, ParamSet
+from lwopt_backend.engines.buffers.untrained import Buffers, broadcast_untrained
 from lwopt_backend.groups.choices import Rules
 from lwopt_backend.groups.grouping import Given, Grouping, as_saved
 from lwopt_backend.groups.members import is_by_number
 from lwopt_backend.groups.param_groups import settings_lines
 from lwopt_backend.groups.rates import warn_of_small_rate
-from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, Sharing
+from lwopt_backend.optimizer.layer_wise import LayerWiseOptimizer, PlainArguments
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.models import as_module, called
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
@@ -45,42 +45,42 @@ from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.undisturbed import undisturbed
 
 
-class OwnedOptimizer(LayerWiseOptimizer):
+class PlainOptimizer(LayerWiseOptimizer):
     """``LayerWiseOptimizer`` of a plain model; copies all parameters and buffers from the group's first rank to all.
 
     After backward, the owners have the mean gradients, which ``step`` frees. ``param.grad`` is a ``ReducedGradient``,
     with ``keep_full_grads`` the mean gradient itself.
     """
 
-    config: OwnedConfig
+    config: PlainConfig
 
-    def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
-        everyone = ranks_of(sharing.process_group)
+    def _train(self, model: Any, given: Given, plain: PlainArguments, sharded_later: bool) -> None:
+        everyone = ranks_of(plain.process_group)
 
-        def decide() -> tuple[tuple[Any, Rules, OwnedConfig, Grouping, list[Share]], list[str]]:
+        def decide() -> tuple[tuple[Any, Rules, PlainConfig, Grouping, list[ParamSet]], list[str]]:
             module = as_module(model, NAME)
             check_model(module)
-            rules, config, grouping = given.decide(OwnedConfig, module)
+            rules, config, grouping = given.decide(PlainConfig, module)
             check_trained(grouping)
             if config.overlap_param_gather:
                 check_not_compiled(module)
-            experts = as_globs(sharing.expert_params, "expert_params")
+            experts = as_globs(plain.expert_params, "expert_params")
             check_globs("expert_params", experts, grouping.routes, grouping.routes)
-            check_options(config, grouping, experts, *sharing[2:])
-            shares = [Share(everyone, everyone.world_size, config.group_size)]
+            check_options(config, grouping, experts, *plain[2:])
+            sets = [ParamSet(everyone, everyone.world_size, config.group_size)]
             if experts:
-                theirs = ranks_of(sharing.expert_process_group, "expert_process_group")
-                shares.append(Share(theirs, everyone.world_size, sharing.expert_group_size, named_like(experts)))
+                theirs = ranks_of(plain.expert_process_group, "expert_process_group")
+                sets.append(ParamSet(theirs, everyone.world_size, plain.expert_group_size, named_like(experts)))
             lines = [*settings_lines(rules, config), *grouping.followed]
-            return (module, rules, config, grouping, shares), lines
+            return (module, rules, config, grouping, sets), lines
 
-        model, rules, self.config, self._grouping, shares = agree(everyone, NAME, decide)
+        model, rules, self.config, self._grouping, sets = agree(everyone, NAME, decide)
         trained = {id(param) for group in self._grouping.groups for param in group["params"]}
         kept = () if self.config.broadcast_buffers else {name for name, _ in model.named_buffers()}
-        broadcast_untrained(model, trained, shares, lambda name: name not in kept)
-        self.core = OwnedCore(
+        broadcast_untrained(model, trained, sets, lambda name: name not in kept)
+        self.core = BufferCore(
             self._grouping,
-            shares,
+            sets,
             self.config,
             grad_dtype=torch.float32 if self.config.grad_dtype == "float32" else None,
             keep_full=self.config.keep_full_grads,
@@ -95,7 +95,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
             self._manager.marks.extend(gradients_shown(self._manager.names, self._manager.params, self))
         self._meeting = StepMeeting(self.core, model, self._checked)
         self._presences: list[Presence] | None = None  # in a step, once ranks have met
-        self._buffers = Buffers(model, shares if self.config.broadcast_buffers else (), self._manager.ledger.send)
+        self._buffers = Buffers(model, sets if self.config.broadcast_buffers else (), self._manager.ledger.send)
         self._manager.pass_ended = self._buffers.send
         if self._buffers.any:
             receives = Hook(self._buffers, lambda buffers, *args: buffers.receive())
@@ -109,7 +109,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
             warn_of_small_rate(self._grouping.groups)
             if self.config.report:
                 groups = self._grouping.groups
-                plans = owned_model.described(self.core, groups)
+                plans = of_model.described(self.core, groups)
                 report.show(self._grouping.routes, groups, plans, self.core.plan_digest)
 
     # The loop
@@ -166,7 +166,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self._buffers.receive(keep=True)
 
     @property
-    def gradients(self) -> OwnedGradients:
+    def gradients(self) -> BufferGradients:
         """Waits until all gradients are at their owners. Read on all ranks, which compare what they have done."""
         if self._presences is None:
             self._meeting.finish(self.param_groups, reads=True)
@@ -177,7 +177,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         """As ``Reader``."""
         return self._manager.version
 
-    def shown(self, *, order: float | None = None, together: bool = False, scales: bool = False) -> OwnedGradients:
+    def shown(self, *, order: float | None = None, together: bool = False, scales: bool = False) -> BufferGradients:
         """As ``Reader``."""
         manager, said = self._manager, ""
         if torch._C._current_graph_task_id() != -1:
@@ -203,22 +203,22 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def named_params(self) -> list[tuple[str, Tensor]]:
         return [(member.name, member.param) for member in self.core.members]
 
-    def state_store(self) -> OwnedStore:
-        return OwnedStore(self.core, self.param_groups)
+    def state_store(self) -> BufferStore:
+        return BufferStore(self.core, self.param_groups)
 
     @undisturbed()
     def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
-        from lwopt_backend.engines.owned import files as owned_files
+        from lwopt_backend.engines.buffers import files
 
-        owned_files.save(self.core, self.param_groups, self._model, Path(path), more)
+        files.save(self.core, self.param_groups, self._model, Path(path), more)
 
     @undisturbed()
     def load_state_dict_from(self, path: str | PathLike[str], *, check: bool = True) -> dict[str, Any]:
-        from lwopt_backend.engines.owned import files as owned_files
+        from lwopt_backend.engines.buffers import files
 
         self._buffers.receive()
         with as_saved(self._grouping):
-            groups, more = owned_files.load(self.core, self.param_groups, self._model, Path(path), check)
+            groups, more = files.load(self.core, self.param_groups, self._model, Path(path), check)
         self.take_groups(groups)
         return more
 
@@ -256,10 +256,10 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     @undisturbed()
     def memory_report(self) -> list[RankMemory]:
-        return owned_model.memory_of_all(self.core, self.param_groups)
+        return of_model.memory_of_all(self.core, self.param_groups)
 
     def traffic(self) -> dict[str, int]:
         return dict(self._manager.ledger.sent)
 
     def _everyone(self) -> Collectives:
-        return self.core.holdings[0].sharers.everyone
+        return self.core.planned_sets[0].rank_groups.everyone

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
-from lwopt_backend.engines.owned.gradients import SCALES, OwnedGradients
+from lwopt_backend.engines.buffers.gradients import SCALES, BufferGradients
 
 aten: Any = torch.ops.aten
 
@@ -23,7 +23,7 @@ class Reader(Protocol):
     @property
     def version(self) -> int: ...
 
-    def shown(self, *, order: float | None = None, together: bool = False, scales: bool = False) -> OwnedGradients:
+    def shown(self, *, order: float | None = None, together: bool = False, scales: bool = False) -> BufferGradients:
         """The gradients: to change some, for their norms of this ``order``, or for what all ranks do ``together``.
         Raises RuntimeError if they may not be used now. What ``scales`` may come before ranks add them up."""
 

@@ -1,4 +1,4 @@
-"""Owned storage's checks of models, hooks on models, report, and bytes of a rank."""
+"""What buckets do with a model: checks, hooks, the meeting of ranks before a step, the report, and bytes of a rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lwopt_backend.config.hosts import NAME, OwnedConfig
+from lwopt_backend.config.hosts import NAME, PlainConfig
 from lwopt_backend.engines import report
-from lwopt_backend.engines.owned.bucket_manager import (
+from lwopt_backend.engines.buffers.bucket_manager import (
     IN_FLIGHT,
     BackwardPasses,
     BucketManager,
@@ -26,13 +26,13 @@ from lwopt_backend.engines.owned.bucket_manager import (
     is_followed,
     remove_with,
 )
-from lwopt_backend.engines.owned.step import Holdings, OwnedCore
+from lwopt_backend.engines.buffers.step import BufferCore, PlannedSet
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import ADVICE, Grouping, InModel, Member
 from lwopt_backend.groups.param_groups import NONE, CheckedGroups, ComparedOptions
 from lwopt_backend.groups.registry import state_nbytes
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
-from lwopt_backend.plan.buffers.owned import OwnedPlan
+from lwopt_backend.plan.buffers.plan import BufferPlan
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.models import check_is_module
 from lwopt_backend.routing.routing import named_parameters
@@ -123,7 +123,7 @@ def check_not_compiled(model: nn.Module) -> None:
 
 
 def check_options(
-    config: OwnedConfig,
+    config: PlainConfig,
     grouping: Grouping,
     expert_params: Sequence[str],
     expert_process_group: Any,
@@ -162,7 +162,7 @@ class StepMeeting:
     - ``options``: a hash of the param groups' options, in every 64th step.
     """
 
-    def __init__(self, core: OwnedCore, model: nn.Module, checked: CheckedGroups, name: str = NAME) -> None:
+    def __init__(self, core: BufferCore, model: nn.Module, checked: CheckedGroups, name: str = NAME) -> None:
         self._core = core
         self._name = name  # for errors
         self._manager = core.manager
@@ -259,7 +259,7 @@ class StepMeeting:
                 f"{fewest[0]} on others, {alike[0]} on this rank; run equally many on all, or accumulate under "
                 "no_sync()"
             )
-        everyone = self._core.holdings[0].sharers.everyone
+        everyone = self._core.planned_sets[0].rank_groups.everyone
         if any_problem:
             rank, said = next((rank, said) for rank, said in enumerate(everyone.gather_objects(mine)) if said)
             return presences, StepRefused(f"{self._name}: {said} (rank {rank})")
@@ -361,29 +361,30 @@ class _StateForCopies:
         return {key: value for key, value in state.items() if value is not self}
 
 
-# What is printed when owned storage is made: the routing, the layout with its reason, and what each rank owns.
+# What is printed when the buckets are made: the routing, the layout with its reason, and what each rank owns.
 
 
-def described(core: OwnedCore, groups: Sequence[Mapping[str, Any]]) -> report.Described:
+def described(core: BufferCore, groups: Sequence[Mapping[str, Any]]) -> report.Described:
     """For each set of ranks, its layout and a row per rank of an instance."""
-    for number, held in enumerate(core.holdings):
-        plan = held.plan
-        whose = f"{held.sharers.everyone.world_size} {'ranks that share experts' if number else 'data-parallel ranks'}"
+    for number, planned in enumerate(core.planned_sets):
+        plan = planned.plan
+        count = planned.rank_groups.everyone.world_size
+        whose = f"{count} {'ranks that share experts' if number else 'data-parallel ranks'}"
         kinds = [bucket.kind for bucket in plan.buckets]
         counts = f"{kinds.count('matrix')} matrix and {kinds.count('elementwise')} element-wise bucket(s)"
         storage = f"Storage: owned by {whose}; {counts}, {plan.padding} elements of padding."
-        yield [storage, *plan.choices, _table(core, groups, held)]
+        yield [storage, *plan.choices, _table(core, groups, planned)]
 
 
-def _table(core: OwnedCore, groups: Sequence[Mapping[str, Any]], held: Holdings) -> Table:
+def _table(core: BufferCore, groups: Sequence[Mapping[str, Any]], planned: PlannedSet) -> Table:
     """One row per rank: its matrices and their work, its bytes between steps, and the bytes that it sends in a step."""
-    members = [core.members[number] for number in held.numbers]
+    members = [core.members[number] for number in planned.numbers]
 
     def owned(rank: int) -> str:
-        pieces = [piece for bucket in held.plan.buckets for piece in bucket.pieces(rank)]
+        pieces = [piece for bucket in planned.plan.buckets for piece in bucket.pieces(rank)]
         return str(sum(p.start <= block.flat(0) < p.stop for p in pieces for block in members[p.param].blocks))
 
-    memory = memories_of(core, groups, held)
+    memory = memories_of(core, groups, planned)
     columns = {
         "matrices": owned,
         "parameters": lambda rank: report.nbytes(memory[rank].parameters + memory[rank].padding),
@@ -391,30 +392,30 @@ def _table(core: OwnedCore, groups: Sequence[Mapping[str, Any]], held: Holdings)
         "state": lambda rank: report.nbytes(memory[rank].state),
         "sent a step": lambda rank: report.nbytes(memory[rank].sent),
     }
-    return report.rank_table(held.plan.loads, [groups[member.group]["rule"] for member in members], columns)
+    return report.rank_table(planned.plan.loads, [groups[member.group]["rule"] for member in members], columns)
 
 
 # The bytes that a rank stores and sends, computed from the plan.
 
 
-def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]]) -> list[RankMemory]:
+def memory_of_all(core: BufferCore, groups: Sequence[Mapping[str, Any]]) -> list[RankMemory]:
     """The bytes of every rank, transient ones as measured. Called on all ranks."""
     mine = RankMemory(state=core.stepper.owner_nbytes())
-    for held in core.holdings:
-        mine += memories_of(core, groups, held)[held.sharers.instance.rank]
+    for planned in core.planned_sets:
+        mine += memories_of(core, groups, planned)[planned.rank_groups.instance.rank]
     kept = sum(bucket.grad_nbytes for bucket in core.manager.buckets)
     mine = replace(mine, transient=max(0, core.manager.ledger.most_held - kept))
-    return core.holdings[0].sharers.everyone.gather_objects(mine)
+    return core.planned_sets[0].rank_groups.everyone.gather_objects(mine)
 
 
-def memories_of(core: OwnedCore, groups: Sequence[Mapping[str, Any]], held: Holdings) -> list[RankMemory]:
-    """The bytes of every rank of an instance for the members of ``held``."""
-    members = [core.members[number] for number in held.numbers]
-    return rank_memories(held.plan, members, groups, grad_dtype=core.grad_dtype, keep_full=core.keep_full)
+def memories_of(core: BufferCore, groups: Sequence[Mapping[str, Any]], planned: PlannedSet) -> list[RankMemory]:
+    """The bytes of every rank of an instance for the members of ``planned``."""
+    members = [core.members[number] for number in planned.numbers]
+    return rank_memories(planned.plan, members, groups, grad_dtype=core.grad_dtype, keep_full=core.keep_full)
 
 
 def rank_memories(
-    plan: OwnedPlan,
+    plan: BufferPlan,
     members: Sequence[Member],
     groups: Sequence[Mapping[str, Any]],
     *,
@@ -437,7 +438,7 @@ def rank_memories(
 
 
 def _transients(
-    plan: OwnedPlan, members: Sequence[Member], *, grad_dtype: torch.dtype | None, keep_full: bool
+    plan: BufferPlan, members: Sequence[Member], *, grad_dtype: torch.dtype | None, keep_full: bool
 ) -> list[int]:
     """Per rank of an instance, the bytes that a backward pass needs in addition to the gradients that it keeps.
 
@@ -490,7 +491,7 @@ def _of_bucket(
     bucket: Bucket,
     rank: int,
     pieces: Sequence[Piece],
-    plan: OwnedPlan,
+    plan: BufferPlan,
     members: Sequence[Member],
     state_of: Callable[[int, int, torch.dtype], int],
     grad_dtype: torch.dtype | None,

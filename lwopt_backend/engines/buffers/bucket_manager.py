@@ -1,4 +1,4 @@
-"""Owned storage in the backward pass: take gradients, reduce them to their owners, and return new values."""
+"""Buckets in the backward pass: take gradients, reduce them to their owners, and return new values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lwopt_backend.plan.buffers.layout import Bucket
 from lwopt_backend.routing.models import called
-from lwopt_backend.runtime.buffers import BucketBuffers, Ledger, Sharers
+from lwopt_backend.runtime.buffers import BucketBuffers, Ledger, RankGroups
 from lwopt_backend.runtime.exchange import Beside
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.step import GRADIENTS, Underway, reduced, returned
@@ -258,7 +258,7 @@ class Pass:
 
 
 class BucketManager:
-    """The ``buckets`` of ``params`` in backward order; the ranks ``sharers[i]`` share ``buckets[i]``.
+    """The ``buckets`` of ``params`` in backward order; the ranks ``rank_groups[i]`` share ``buckets[i]``.
 
     Made on all ranks. Turns the parameters into views of the buckets' buffers. ``order`` is the numbers of the buckets
     as they leave. ``filled`` is those that were full in a backward pass on this rank, in that order; None once ranks
@@ -268,7 +268,7 @@ class BucketManager:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        sharers: Sequence[Sharers],
+        rank_groups: Sequence[RankGroups],
         params: Sequence[Tensor],
         names: Sequence[str],
         *,
@@ -289,7 +289,7 @@ class BucketManager:
                 beside,
                 keep_full=keep_full,
             )
-            for bucket, of_bucket in zip(buckets, sharers, strict=True)
+            for bucket, of_bucket in zip(buckets, rank_groups, strict=True)
         ]
         self.order: Sequence[int] = range(len(buckets))
         self.filled: list[int] | None = []
@@ -429,15 +429,15 @@ class BucketManager:
 
     def _show_others(self) -> None:
         """After a pass that reduces: other ranks may have a gradient where this one has none."""
-        if self.buckets[0].sharers.everyone.world_size > 1:
+        if self.buckets[0].rank_groups.everyone.world_size > 1:
             self.shown.show_others()
 
     def _show_everywhere(self) -> None:
         """Set ``param.grad`` to the mean gradient where only other ranks had one. Called on all ranks."""
-        for sharers in {id(bucket.sharers): bucket.sharers for bucket in self.buckets}.values():
-            slots = [(b, slot.param) for b in self.buckets if b.sharers is sharers for slot in b.bucket.slots]
+        for rank_groups in {id(bucket.rank_groups): bucket.rank_groups for bucket in self.buckets}.values():
+            slots = [(b, slot.param) for b in self.buckets if b.rank_groups is rank_groups for slot in b.bucket.slots]
             here = [self.params[index].grad is not None for _, index in slots]
-            presence = Presence(sharers.everyone, here, self.params[0].device)
+            presence = Presence(rank_groups.everyone, here, self.params[0].device)
             for place, (bucket, index) in enumerate(slots):
                 if not here[place] and presence(place):
                     assert bucket.full is not None

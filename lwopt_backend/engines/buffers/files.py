@@ -1,4 +1,4 @@
-"""Owned storage in a folder of torch.distributed.checkpoint, for any later number of ranks and layout.
+"""Weights and state of buckets in a folder of torch.distributed.checkpoint, for any later number of ranks and layout.
 
 ::
 
@@ -32,18 +32,18 @@ from lwopt_backend.checkpoint.dcp.saving import Values, entries_of
 from lwopt_backend.checkpoint.dcp.state_dicts import Saved
 from lwopt_backend.checkpoint.files.pickles import in_memory
 from lwopt_backend.checkpoint.ties import RECORD
-from lwopt_backend.engines.owned.state import (
+from lwopt_backend.engines.buffers.state import (
     Found,
     Names,
-    Pieces,
+    PartialTensor,
     by_member,
     checked_state,
     names_of,
     put_state,
     state_pieces,
 )
-from lwopt_backend.engines.owned.step import OwnedCore
-from lwopt_backend.engines.owned.untrained import broadcast_untrained, untrained
+from lwopt_backend.engines.buffers.step import BufferCore
+from lwopt_backend.engines.buffers.untrained import broadcast_untrained, untrained
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import Member
 from lwopt_backend.groups.others import rule_of_saved
@@ -59,12 +59,12 @@ SAVING, LOADING = "save_state_dict", "load_state_dict_from"
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
-def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: Mapping[str, Any]) -> None:
+def save(core: BufferCore, groups: Groups, model: nn.Module, folder: Path, more: Mapping[str, Any]) -> None:
     """Write weights and state of all ranks, and the first rank's ``more``, into ``folder``, which all ranks see.
 
     Called on all ranks. An error on any rank is raised on all of them; the folder then keeps its earlier content.
     """
-    everyone = core.holdings[0].sharers.everyone
+    everyone = core.planned_sets[0].rank_groups.everyone
     core.manager.receive_values()
     names, options = names_of(core, groups), common_options(core, groups)
     pieces = {piece.member: piece for piece in state_pieces(core)}
@@ -89,10 +89,10 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
                 continue
             param, piece = core.members[number].param.detach(), pieces.get(number)
             boxes = piece.boxes(param.reshape(-1)[piece.start : piece.stop], param.shape) if piece else {}
-            values[MODEL, names.keys[number]] = Pieces(param.shape, param.dtype, boxes)
+            values[MODEL, names.keys[number]] = PartialTensor(param.shape, param.dtype, boxes)
         for number, of_member in by_member(core, groups).items():
             for key, tensor in of_member.items():  # under a name that other experts do not have
-                pieces_of = Pieces(tensor.shape, tensor.dtype, tensor.boxes)
+                pieces_of = PartialTensor(tensor.shape, tensor.dtype, tensor.boxes)
                 values[OPTIMIZER, "state", names.keys[number], key] = pieces_of
         for number, (group, of_group) in enumerate(options.items()):
             params = [name for name, key in names.groups.items() if key == group]
@@ -103,13 +103,13 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
     saving.save(folder, values, everyone, SAVING)
 
 
-def others_of(core: OwnedCore, model: nn.Module) -> dict[str, Any]:
+def others_of(core: BufferCore, model: nn.Module) -> dict[str, Any]:
     """A model's state dict without the trained parameters: frozen ones, buffers, tied names."""
     trained = {member.name for member in core.members}
     return {name: value for name, value in model.state_dict().items() if name not in trained}
 
 
-def _tied(core: OwnedCore, model: nn.Module, names: Names) -> dict[str, str]:
+def _tied(core: BufferCore, model: nn.Module, names: Names) -> dict[str, str]:
     """The further names of trained parameters in a model's state dict, each with its name in the checkpoint."""
     first = {id(member.param): number for number, member in enumerate(core.members)}
     found = {}
@@ -132,13 +132,13 @@ def _take_tied(saved: Saved, tied: Mapping[str, str], compares: bool) -> None:
                 found[of] = found.pop(name)
 
 
-def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]:
+def common_options(core: BufferCore, groups: Groups) -> dict[str, dict[str, Any]]:
     """The options of all ranks' param groups, by key. Called on all ranks.
 
     Raises, on all of them, RanksDisagree if options differ between ranks, and ValueError if ``torch.load`` cannot read
     them back.
     """
-    everyone = core.holdings[0].sharers.everyone
+    everyone = core.planned_sets[0].rank_groups.everyone
     options = ({key: value for key, value in group.items() if key not in UNSAVED} for group in groups)
     mine = {k: {**of, "rule": rule_of(g)} for k, of, g in zip(core.group_keys, options, groups)}
 
@@ -201,7 +201,7 @@ def opened(everyone: Collectives, folder: Path, check: bool) -> DcpFolder:
 
 
 def load(
-    core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, check: bool = True
+    core: BufferCore, groups: Groups, model: nn.Module, folder: Path, check: bool = True
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Load weights and state; returns the param groups to use from now on, and the program's other entries.
 
@@ -210,7 +210,7 @@ def load(
     other parameters, rules or groups; with ``check``, for wrong checksums. A file that cannot be read later is an error
     on all ranks, which take no step before a load succeeds.
     """
-    everyone = core.holdings[0].sharers.everyone
+    everyone = core.planned_sets[0].rank_groups.everyone
     names, others = names_of(core, groups), others_of(core, model)
     elsewhere = {name for of_rank in everyone.gather_objects(list(others)) for name in of_rank}
 
@@ -233,7 +233,7 @@ def load(
     def reads(key: str) -> bool:
         """Whether this rank reads an entry that is not a trained weight: the first rank that shares it does. This
         includes broadcast tensors; further names of trained weights are read by the weights' owners."""
-        mine = key not in from_first or core.share_of(key).ranks.rank == 0
+        mine = key not in from_first or core.set_of(key).ranks.rank == 0
         return mine and key in saved.weights
 
     trained = {id(member.param) for member in core.members}
@@ -243,15 +243,15 @@ def load(
     for number in range(len(core.manager.buckets)):
         core.manager.send_values(number)
     core.manager.receive_values()
-    broadcast_untrained(model, trained, core.shares, sent.__contains__)
+    broadcast_untrained(model, trained, core.sets, sent.__contains__)
     core.half_loaded = False
     return found.groups, rest
 
 
-def _take(core: OwnedCore, take: Callable[[], None]) -> None:
+def _take(core: BufferCore, take: Callable[[], None]) -> None:
     """Call ``take`` on all ranks; if it fails on one, all ranks raise, and take no step before a load succeeds."""
     core.half_loaded = True
-    check_on_all(core.holdings[0].sharers.everyone, LOADING, take)
+    check_on_all(core.planned_sets[0].rank_groups.everyone, LOADING, take)
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class Fitting:
 
 
 def _fitting(
-    core: OwnedCore,
+    core: BufferCore,
     groups: Groups,
     names: Names,
     beside: tuple[Mapping[str, Any], Collection[str], Mapping[str, str]],
@@ -283,7 +283,7 @@ def _fitting(
             f"{where}: expected weights and an optimizer's state, found weights alone; load them into the model with "
             "torch.distributed.checkpoint.load, before the optimizer is made, which then begins with new state"
         )
-    _take_tied(saved, tied, core.holdings[0].sharers.everyone.rank == 0)
+    _take_tied(saved, tied, core.planned_sets[0].rank_groups.everyone.rank == 0)
     check_fits(where, *_params_of(names, saved))
     known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
     for key in [*names.keys.values(), *others, *saved.weights]:

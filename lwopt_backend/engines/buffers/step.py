@@ -1,4 +1,4 @@
-"""Owned storage: members, plans, buffers and steps."""
+"""Buckets as a whole: members, plans, buffers and steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER
-from lwopt_backend.config.hosts import HostConfig, OwnedStorageConfig
+from lwopt_backend.config.hosts import BufferConfig, HostConfig
 from lwopt_backend.engines import report
 from lwopt_backend.engines.base import batch_numel_on, machine_for
-from lwopt_backend.engines.owned.bucket_manager import BucketManager
-from lwopt_backend.engines.owned.gradients import OwnedGradients
-from lwopt_backend.engines.owned.saves import Saves
+from lwopt_backend.engines.buffers.bucket_manager import BucketManager
+from lwopt_backend.engines.buffers.gradients import BufferGradients
+from lwopt_backend.engines.buffers.saves import Saves
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.grouping import Grouping, Member
 from lwopt_backend.groups.param_groups import ElementwiseGroups
@@ -31,13 +31,13 @@ from lwopt_backend.groups.registry import (
 )
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import end_to_end
-from lwopt_backend.plan.buffers.layout import BUCKET_END, NCCL_BUCKET_END, Bucket, OwnedParam
-from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
+from lwopt_backend.plan.buffers.layout import BUCKET_END, NCCL_BUCKET_END, Bucket, BufferParam
+from lwopt_backend.plan.buffers.plan import BufferPlan, plan_buffers
 from lwopt_backend.plan.cost import Machine, Shape
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
-from lwopt_backend.runtime.buffers import BucketBuffers, Sharers
+from lwopt_backend.runtime.buffers import BucketBuffers, RankGroups
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.pieces import Pieces, Regions, Slices, flat_regions
 from lwopt_backend.runtime.places import Rules
@@ -48,20 +48,20 @@ from lwopt_backend.runtime.step import Matrices
 # Which ranks share which parameters: all ranks of a process group, in instances that each own everything.
 
 
-def share(everyone: Collectives, plan: OwnedPlan, divisor: float) -> Sharers:
+def rank_groups_of(everyone: Collectives, plan: BufferPlan, divisor: float) -> RankGroups:
     """Divide ``everyone`` into instances of neighbouring ranks. Called on all of these ranks."""
     if plan.instances == 1:
-        return Sharers(everyone, everyone, None, divisor)
+        return RankGroups(everyone, everyone, None, divisor)
     if plan.group_size == 1:
-        return Sharers(everyone, Collectives(), everyone, divisor)
+        return RankGroups(everyone, Collectives(), everyone, divisor)
     assert isinstance(everyone, TorchCollectives)
     size, ranks = plan.group_size, range(everyone.world_size)
     instance = everyone.part([ranks[first : first + size] for first in ranks[::size]])
     replicas = everyone.part([ranks[place::size] for place in ranks[:size]])
-    return Sharers(everyone, instance, replicas, divisor)
+    return RankGroups(everyone, instance, replicas, divisor)
 
 
-# The parameters of owned storage, and the plan of each set of ranks that shares some of them.
+# The parameters in buckets, and the plan of each set of them that some ranks share.
 
 
 def members_of(grouping: Grouping) -> list[Member]:
@@ -78,26 +78,26 @@ def plan_members(
     members: Sequence[Member],
     groups: Sequence[Mapping[str, Any]],
     ranks: int,
-    config: OwnedStorageConfig,
+    config: BufferConfig,
     *,
     group_size: int | None,
     grad_dtype: torch.dtype | None,
     base: Sequence[int] | None = None,
     machine: Machine,
-) -> OwnedPlan:
+) -> BufferPlan:
     """Plan ``members`` over ``ranks`` ranks, the same on every rank; slots name members by position.
 
     ``base`` is each rank's work from other plans; ``machine`` is the plan's target.
     """
     costs: list[dict[Shape, int]] = [{} for _ in groups]
-    params = [_owned_param(member, groups[member.group], costs[member.group]) for member in members]
+    params = [_buffer_param(member, groups[member.group], costs[member.group]) for member in members]
     gradient = (grad_dtype or members[0].param.dtype).itemsize
     numel = max(1, int(config.bucket_mb * 2**20 / gradient))
     end = NCCL_BUCKET_END if config.pad_buckets_for_high_nccl_busbw else BUCKET_END
-    return plan_owned(params, ranks, config.layout, numel, group_size, base, machine, end)
+    return plan_buffers(params, ranks, config.layout, numel, group_size, base, machine, end)
 
 
-def _owned_param(member: Member, group: Mapping[str, Any], costs: dict[Shape, int]) -> OwnedParam:
+def _buffer_param(member: Member, group: Mapping[str, Any], costs: dict[Shape, int]) -> BufferParam:
     """A member as planned: contiguous, to be a view; it may be cut between adjacent matrices."""
     atoms = atoms_of(member, group, costs)
     whole = None
@@ -106,21 +106,21 @@ def _owned_param(member: Member, group: Mapping[str, Any], costs: dict[Shape, in
         shape = (rows, member.param.numel() // rows)
         whole = Atom(member.name, shape, sum(atom.cost for atom in atoms))
     parts = tuple((atom.numel, atom.cost) for atom in atoms) if len(atoms) > 1 and end_to_end(member.blocks) else ()
-    return OwnedParam(member.name, member.param.numel(), member.dtype, whole, member.tied, parts)
+    return BufferParam(member.name, member.param.numel(), member.dtype, whole, member.tied, parts)
 
 
-def plan_lines(members: Sequence[Member], plan: OwnedPlan) -> list[str]:
+def plan_lines(members: Sequence[Member], plan: BufferPlan) -> list[str]:
     """The lines that must be equal on all ranks that share these members."""
     shapes = [f"{m.name} {m.shape} {m.dtype} {m.rule} group {m.group}" for m in members]
     return [*shapes, *plan.lines()]
 
 
-# One step of owned buffers on one rank, bucket by bucket.
+# One step on one rank, bucket by bucket.
 
 BATCH_NUMEL = 2**24  # elements of equal matrices that go through the rule together on an accelerator
 
 
-class OwnedStepper:
+class BufferStepper:
     """Steps this rank's pieces of ``members``, the parameters of ``manager``, and stores their state.
 
     ``state[member]`` has the flat state tensors of this rank's piece of the member, by key.
@@ -247,16 +247,16 @@ class OwnedStepper:
         bucket.publish_masters()
 
 
-# Owned storage as a whole: members, plans, buffers, steps. Hosts build their optimizers on it.
+# All of it: members, plans, buffers, steps. Plain PyTorch and DeepSpeed build their optimizers on it.
 
-WHAT = "owned storage"
+WHAT = "the optimizer's buffers"
 
 
 @dataclass(frozen=True)
-class Share:
+class ParamSet:
     """Parameters that the ranks of one process group share. ``takes`` selects them by name; the first takes the rest.
 
-    ``group_size`` is that of ``OwnedConfig``. A mean gradient is the sum over these ranks divided by ``divisor``.
+    ``group_size`` is that of ``PlainConfig``. A mean gradient is the sum over these ranks divided by ``divisor``.
     """
 
     ranks: Collectives
@@ -266,16 +266,16 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class PlannedSet:
     """The members that one process group shares, by number, their plan, and the groups of ranks that use it."""
 
     numbers: tuple[int, ...]
-    plan: OwnedPlan
-    sharers: Sharers
+    plan: BufferPlan
+    rank_groups: RankGroups
 
 
-class OwnedCore:
-    """The buffers of a model's trained parameters, and their steps. Made on all ranks of all ``shares``.
+class BufferCore:
+    """The buffers of a model's trained parameters, and their steps. Made on all ranks of all ``sets``.
 
     Raises RuntimeError, on all of them, if their plans differ.
     """
@@ -283,31 +283,31 @@ class OwnedCore:
     def __init__(
         self,
         grouping: Grouping,
-        shares: Sequence[Share],
-        config: OwnedStorageConfig,
+        sets: Sequence[ParamSet],
+        config: BufferConfig,
         *,
         grad_dtype: torch.dtype | None = None,
         keep_full: bool = False,
         overlap: bool = True,
     ) -> None:
-        self.members, self.shares = members_of(grouping), shares
+        self.members, self.sets = members_of(grouping), sets
         self.config, self.grad_dtype, self.keep_full = config, grad_dtype, keep_full
         # Equal on all ranks for the same part of a user's group, unique otherwise.
         self.group_keys = [f"{g['from_group']}.{g['rule']}{g['overrides'] or ''}" for g in grouping.groups]
-        self.holdings = self._plan(grouping, shares)
-        of_shares = [enumerate(held.numbers) for held in self.holdings]
-        self._places = {number: (share, place) for share, of in enumerate(of_shares) for place, number in of}
-        buckets: list[tuple[Bucket, Sharers]] = []
-        for held in self.holdings:
-            for bucket in held.plan.buckets:
-                slots = (replace(slot, param=held.numbers[slot.param]) for slot in bucket.slots)
-                buckets.append((replace(bucket, slots=tuple(slots)), held.sharers))
+        self.planned_sets = self._plan(grouping, sets)
+        of_sets = [enumerate(planned.numbers) for planned in self.planned_sets]
+        self._places = {number: (one, place) for one, of in enumerate(of_sets) for place, number in of}
+        buckets: list[tuple[Bucket, RankGroups]] = []
+        for planned in self.planned_sets:
+            for bucket in planned.plan.buckets:
+                slots = (replace(slot, param=planned.numbers[slot.param]) for slot in bucket.slots)
+                buckets.append((replace(bucket, slots=tuple(slots)), planned.rank_groups))
         buckets.sort(key=lambda pair: -min(slot.param for slot in pair[0].slots))
-        if shares[0].ranks.rank == 0:
+        if sets[0].ranks.rank == 0:
             warn_of_strides(self.members)
         self.manager = BucketManager(
             [bucket for bucket, _ in buckets],
-            [sharers for _, sharers in buckets],
+            [rank_groups for _, rank_groups in buckets],
             [member.param for member in self.members],
             [member.name for member in self.members],
             grad_dtype=grad_dtype,
@@ -315,20 +315,20 @@ class OwnedCore:
             overlap=overlap,
         )
         for buffers in self.manager.buckets:
-            buffers.sharers.everyone.broadcast(buffers.values)
+            buffers.rank_groups.everyone.broadcast(buffers.values)
             buffers.refresh_masters()
         self.half_loaded = False
-        self.saves = Saves(self.holdings[0].sharers.everyone, self.plan_digest)
+        self.saves = Saves(self.planned_sets[0].rank_groups.everyone, self.plan_digest)
         self.row_scaling = grouping.row_scaling()
-        self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config, self.row_scaling)
-        self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
-        firsts = [held for held in self.holdings if config.report and held.sharers.everyone.rank == 0]
-        names = {number: self.members[number].name for held in firsts for number in held.numbers}
-        self.without_gradient = report.MissingGradients(names, shares[0].ranks.rank)
+        self.stepper = BufferStepper(self.members, grouping.groups, self.manager, config, self.row_scaling)
+        self.gradients = BufferGradients(self.manager, self.planned_sets[0].rank_groups)
+        firsts = [planned for planned in self.planned_sets if config.report and planned.rank_groups.everyone.rank == 0]
+        names = {number: self.members[number].name for planned in firsts for number in planned.numbers}
+        self.without_gradient = report.MissingGradients(names, sets[0].ranks.rank)
 
-    def _plan(self, grouping: Grouping, shares: Sequence[Share]) -> list[Holdings]:
-        """Plan the members of each share, and compare the plans of all ranks."""
-        ranks = [shared.ranks for shared in shares]
+    def _plan(self, grouping: Grouping, sets: Sequence[ParamSet]) -> list[PlannedSet]:
+        """Plan the members of each set, and compare the plans of all ranks."""
+        ranks = [shared.ranks for shared in sets]
 
         def divide() -> tuple[list[list[int]], list[list[str]]]:
             device = self.members[0].param.device
@@ -336,22 +336,22 @@ class OwnedCore:
             check_gradients(self.members, self.grad_dtype)
             for each in ranks:
                 each.check_device(device)
-            parts: list[list[int]] = [[] for _ in shares]
+            parts: list[list[int]] = [[] for _ in sets]
             for number, member in enumerate(self.members):
-                parts[share_number(member.name, shares)].append(number)
-            for shared, part in zip(shares, parts):
+                parts[set_number(member.name, sets)].append(number)
+            for shared, part in zip(sets, parts):
                 if not part:
                     raise ValueError(
                         "expected a trained parameter for the dense ranks, found none"
                         if shared.takes is None
                         else f"expected a trained parameter named like the experts, found {self.members[0].name!r}, ..."
                     )
-            return parts, [[] for _ in shares]
+            return parts, [[] for _ in sets]
 
         parts = agree_in_all(ranks, WHAT, divide)
 
-        def planned(number: int, base: Sequence[int] | None = None) -> OwnedPlan:
-            members, shared = [self.members[n] for n in parts[number]], shares[number]
+        def plan_set(number: int, base: Sequence[int] | None = None) -> BufferPlan:
+            members, shared = [self.members[n] for n in parts[number]], sets[number]
             return plan_members(
                 members,
                 grouping.groups,
@@ -363,27 +363,27 @@ class OwnedCore:
                 machine=machine_for(self.members[0].param.device),
             )
 
-        def plan_experts() -> tuple[list[OwnedPlan], list[list[str]]]:
-            plans = [planned(number) for number in range(1, len(shares))]
+        def plan_experts() -> tuple[list[BufferPlan], list[list[str]]]:
+            plans = [plan_set(number) for number in range(1, len(sets))]
             return plans, [[], *(self._lines(part, plan) for part, plan in zip(parts[1:], plans))]
 
-        def plan_dense() -> tuple[OwnedPlan, list[str]]:
-            plan = planned(0, base)
+        def plan_dense() -> tuple[BufferPlan, list[str]]:
+            plan = plan_set(0, base)
             return plan, self._lines(parts[0], plan)
 
         # Experts have few possible owners, so they are planned first; dense matrices then go to the least loaded ranks.
         experts = agree_in_all(ranks, WHAT, plan_experts)
-        mine = sum(plan.loads[s.ranks.rank % plan.group_size] for plan, s in zip(experts, shares[1:]))
-        base = shares[0].ranks.gather_objects(mine) if experts else None
-        plans = [agree(shares[0].ranks, WHAT, plan_dense), *experts]
+        mine = sum(plan.loads[s.ranks.rank % plan.group_size] for plan, s in zip(experts, sets[1:]))
+        base = sets[0].ranks.gather_objects(mine) if experts else None
+        plans = [agree(sets[0].ranks, WHAT, plan_dense), *experts]
         return [
-            Holdings(tuple(part), plan, share(shared.ranks, plan, shared.divisor))
-            for part, plan, shared in zip(parts, plans, shares)
+            PlannedSet(tuple(part), plan, rank_groups_of(shared.ranks, plan, shared.divisor))
+            for part, plan, shared in zip(parts, plans, sets)
         ]
 
-    def share_of(self, name: str) -> Share:
+    def set_of(self, name: str) -> ParamSet:
         """The ranks that share a parameter or a buffer."""
-        return self.shares[share_number(name, self.shares)]
+        return self.sets[set_number(name, self.sets)]
 
     def check_loaded(self) -> None:
         """Raises RuntimeError, on all ranks, if the last load ended in an error in between."""
@@ -401,26 +401,26 @@ class OwnedCore:
     @property
     def plan_digest(self) -> str:
         """The digest of the plans of all parameters that this rank shares."""
-        return plan_digest(line for held in self.holdings for line in self._lines(held.numbers, held.plan))
+        return plan_digest(line for planned in self.planned_sets for line in self._lines(planned.numbers, planned.plan))
 
-    def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
+    def _lines(self, part: Sequence[int], plan: BufferPlan) -> list[str]:
         return plan_lines([self.members[number] for number in part], plan)
 
     def presences(self, out: Collection[str] = (), **more: Sequence[int]) -> list[Presence]:
-        """Which members have a gradient on any rank, per holdings, and are not ``out`` of the param groups there;
+        """Which members have a gradient on any rank, by planned set, and are not ``out`` of the param groups there;
         ``more`` are flags of all ranks of the first.
 
         Until ``order_buckets``, the places of the first rank's full buckets precede them; 0 means never full.
         """
         device, filled = self.members[0].param.device, self.manager.filled
         found = []
-        for number, held in enumerate(self.holdings):
-            here = [self.manager.has_gradient(n) and self.members[n].name not in out for n in held.numbers]
-            first = held.sharers.everyone.rank == 0
-            numbers = () if filled is None else self._buckets_of(held)
+        for number, planned in enumerate(self.planned_sets):
+            here = [self.manager.has_gradient(n) and self.members[n].name not in out for n in planned.numbers]
+            first = planned.rank_groups.everyone.rank == 0
+            numbers = () if filled is None else self._buckets_of(planned)
             places = [filled.index(each) + 1 if first and filled and each in filled else 0 for each in numbers]
             of_all = {name: () if number else flags for name, flags in more.items()}
-            found.append(Presence(held.sharers.everyone, here, device, places=places, **of_all))
+            found.append(Presence(planned.rank_groups.everyone, here, device, places=places, **of_all))
         return found
 
     def order_buckets(self, presences: Sequence[Presence]) -> None:
@@ -434,22 +434,24 @@ class OwnedCore:
         if self.manager.filled is None:
             return
         places: list[tuple[float, int, int]] = []
-        for number, (held, presence) in enumerate(zip(self.holdings, presences)):
-            found, numbers = presence.largest("places"), self._buckets_of(held)
+        for number, (planned, presence) in enumerate(zip(self.planned_sets, presences)):
+            found, numbers = presence.largest("places"), self._buckets_of(planned)
             if number == 0 and not any(found):
                 return
             places += [(place or math.inf, number, each) for place, each in zip(found, numbers)]
         self.manager.leave_in([each for *_, each in sorted(places)])
 
-    def _buckets_of(self, held: Holdings) -> list[int]:
-        return [number for number, bucket in enumerate(self.manager.buckets) if bucket.sharers is held.sharers]
+    def _buckets_of(self, planned: PlannedSet) -> list[int]:
+        return [
+            number for number, bucket in enumerate(self.manager.buckets) if bucket.rank_groups is planned.rank_groups
+        ]
 
     def had_gradient(self, presences: Sequence[Presence]) -> Callable[[int], bool]:
         """Returns whether any rank has a gradient for a member, by the result of ``presences``."""
 
         def had_one(number: int) -> bool:
-            share, place = self._places[number]
-            return presences[share](place)
+            one, place = self._places[number]
+            return presences[one](place)
 
         return had_one
 
@@ -460,7 +462,7 @@ class OwnedCore:
 
     def end_step(self, presences: Sequence[Presence]) -> None:
         """The gradients have been used, or are to be skipped."""
-        found = ((held.numbers, presence.anywhere()) for held, presence in zip(self.holdings, presences))
+        found = ((planned.numbers, presence.anywhere()) for planned, presence in zip(self.planned_sets, presences))
         self.manager.stepped(number for numbers, had in found for number, one in zip(numbers, had) if not one)
 
 
@@ -488,6 +490,6 @@ def warn_of_strides(members: Sequence[Member]) -> None:
         )
 
 
-def share_number(name: str, shares: Sequence[Share]) -> int:
-    """The number of the share that a parameter or a buffer is in."""
-    return next((i for i, shared in enumerate(shares) if shared.takes is not None and shared.takes(name)), 0)
+def set_number(name: str, sets: Sequence[ParamSet]) -> int:
+    """The number of the set that a parameter or a buffer is in."""
+    return next((i for i, shared in enumerate(sets) if shared.takes is not None and shared.takes(name)), 0)

@@ -1,4 +1,4 @@
-"""What owned storage keeps equal on all ranks although it trains none of it: frozen parameters and buffers."""
+"""What is kept equal on all ranks although nobody trains it: frozen parameters and buffers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lwopt_backend.engines.owned.bucket_manager import is_followed
-from lwopt_backend.engines.owned.step import WHAT, Share, share_number
+from lwopt_backend.engines.buffers.bucket_manager import is_followed
+from lwopt_backend.engines.buffers.step import WHAT, ParamSet, set_number
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives, Pending
 from lwopt_backend.runtime.tensors import copy_alike
@@ -29,7 +29,7 @@ def untrained(model: nn.Module, trained: Collection[int]) -> list[tuple[str, Ten
 def broadcast_untrained(
     model: nn.Module,
     trained: Collection[int],
-    shares: Sequence[Share],
+    sets: Sequence[ParamSet],
     chosen: Callable[[str], bool] = lambda name: True,
 ) -> None:
     """Copy what is ``untrained`` and whose name is ``chosen`` from the first rank that shares it, as DDP does.
@@ -38,14 +38,14 @@ def broadcast_untrained(
     Experts come from the first of their own ranks. Raises, on all ranks, ValueError for a tensor on a device for which
     its process group has no backend, and RanksDisagree if ranks have other names, shapes or dtypes.
     """
-    found = _by_share([(name, tensor) for name, tensor in untrained(model, trained) if chosen(name)], shares)
+    found = _by_set([(name, tensor) for name, tensor in untrained(model, trained) if chosen(name)], sets)
 
     def check() -> tuple[list[list[list[Tensor]]], list[list[str]]]:
         lines = [[f"{name} {tuple(t.shape)} {t.dtype} {t.layout}" for name, t in named] for named in found]
-        return [_batches(named, shared.ranks) for named, shared in zip(found, shares)], lines
+        return [_batches(named, shared.ranks) for named, shared in zip(found, sets)], lines
 
-    agreed = agree_in_all([shared.ranks for shared in shares], WHAT, check)
-    for shared, batches in zip(shares, agreed):
+    agreed = agree_in_all([shared.ranks for shared in sets], WHAT, check)
+    for shared, batches in zip(sets, agreed):
         for tensors in batches:
             message = Message(tensors, shared.ranks)
             message.receive()
@@ -90,12 +90,12 @@ class Buffers:
     and arrive by the next forward pass or step: an evaluation may then run on some ranks only, and all have equal ones.
     """
 
-    def __init__(self, model: nn.Module, shares: Sequence[Share], sent: Callable[[str, int], None]) -> None:
-        self._model, self._shares, self._sent = model, shares, sent
+    def __init__(self, model: nn.Module, sets: Sequence[ParamSet], sent: Callable[[str, int], None]) -> None:
+        self._model, self._sets, self._sent = model, sets, sent
         self._messages: list[Message] = []
         weakref.finalize(self, _wait_for_all, self._messages).atexit = False
         # Whether there is anything to do. A model without buffers is not searched for them in every pass, as in DDP.
-        self.any = any(True for _ in model.buffers()) and any(shared.ranks.world_size > 1 for shared in shares)
+        self.any = any(True for _ in model.buffers()) and any(shared.ranks.world_size > 1 for shared in sets)
 
     @torch.no_grad()
     def send(self) -> None:
@@ -103,7 +103,7 @@ class Buffers:
         self.receive()
         if not self.any:
             return
-        for named, shared in zip(_by_share([*self._model.named_buffers()], self._shares), self._shares):
+        for named, shared in zip(_by_set([*self._model.named_buffers()], self._sets), self._sets):
             for tensors in _batches(named, shared.ranks):
                 self._messages.append(Message(tensors, shared.ranks))
                 self._sent("buffers", self._messages[-1].nbytes)
@@ -124,11 +124,11 @@ def _wait_for_all(messages: Sequence[Message]) -> None:
             message.receive(keep=True)
 
 
-def _by_share(named: Sequence[tuple[str, Tensor]], shares: Sequence[Share]) -> list[list[tuple[str, Tensor]]]:
-    """For each of the shares, the stored tensors that its ranks have in common."""
-    found: list[list[tuple[str, Tensor]]] = [[] for _ in shares]
+def _by_set(named: Sequence[tuple[str, Tensor]], sets: Sequence[ParamSet]) -> list[list[tuple[str, Tensor]]]:
+    """For each of the sets, the stored tensors that its ranks have in common."""
+    found: list[list[tuple[str, Tensor]]] = [[] for _ in sets]
     for name, tensor in named:
-        found[share_number(name, shares)] += _stored(name, tensor.detach())
+        found[set_number(name, sets)] += _stored(name, tensor.detach())
     return found
 
 
