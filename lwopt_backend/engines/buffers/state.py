@@ -39,6 +39,7 @@ from lwopt_backend.runtime.state import (
 )
 
 Found = Tensor | LazyTensor
+Boxes = Mapping[tuple[int, ...], Tensor]  # by the place of their first element
 
 
 def state_pieces(core: BufferCore) -> list[StatePiece]:
@@ -357,6 +358,52 @@ def _here(value: Found) -> Tensor:
     return value if isinstance(value, Tensor) else value.read()
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What this rank keeps of a member's state, by key: ``kept`` is of elements, with empty tensors; ``owner`` of the
+    whole matrices that this rank owns. ``piece`` is its piece of the member, None if it has none."""
+
+    member: Member
+    piece: StatePiece | None
+    kept: Mapping[str, Tensor]
+    owner: Mapping[str, Tensor]
+
+    @property
+    def matrices(self) -> set[str]:
+        """The matrices with owner state here, as their keys begin."""
+        return {_matrix_of(key) for key in self.owner}
+
+    def boxes(self, key: str) -> Boxes:
+        """This rank's boxes of the ``kept`` tensor."""
+        return {} if self.piece is None else self.piece.boxes(self.piece.tensors[key], self.whole(key).shape)
+
+    def whole(self, key: str) -> Tensor:
+        """The whole tensor, without memory."""
+        like = self.owner[key] if key in self.owner else self.kept[key]
+        shape = self.member.shape if key not in self.owner and like.ndim else like.shape
+        return torch.empty(shape, dtype=like.dtype, device="meta")
+
+    def of(self, saved: Mapping[str, Any]) -> dict[str, Found]:
+        """What this rank takes of a member's state: all of its elements, and what its own matrices have."""
+        mine, found = self.matrices, dict[str, Found]()
+        for key, value in in_state(saved, self.kept).items():
+            others = self.piece is None or (key.startswith("[") and _matrix_of(key) not in mine)
+            if key not in self.kept and self.member.blocks and others:
+                continue  # its owner takes it
+            found[key] = value if isinstance(value, LazyTensor) else torch.as_tensor(value)
+        return found
+
+
+def in_state(saved: Mapping[str, Any], kept: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The tensors in a member's state; without its master, if none is ``kept``, and without descriptions."""
+    left_out = {MATRICES} if MASTER in kept else {MATRICES, MASTER}
+    return {
+        key: value
+        for key, value in saved.items()
+        if key not in left_out and value is not None and not isinstance(value, Mapping)
+    }
+
+
 def checked_state(
     core: BufferCore, groups: Groups, where: str, found: Sequence[Mapping[str, Any]], *, anew: bool = False
 ) -> dict[int, dict[str, Found]]:
@@ -365,72 +412,78 @@ def checked_state(
     Tensors are pieces as of ``state_of``, or whole, in memory or in a file. A matrix without owner state starts
     ``anew``, or is an error.
     """
-    mine, taken = {piece.member: piece for piece in state_pieces(core)}, dict[int, dict[str, Found]]()
+    mine = {piece.member: piece for piece in state_pieces(core)}
     every = [_kept(core, number, groups) for number in range(len(core.members))]
-    for number, member in enumerate(core.members):
-        for key in found[number].keys() & every[number].keys():
-            value = found[number][key]
-            if isinstance(value, PartialTensor) and value.ndim and tuple(value.shape) != tuple(member.shape):
-                raise ValueError(
-                    f"{where}: parameter {member.name!r}: expected {key!r} of shape {tuple(member.shape)}, the state "
-                    f"dict has {tuple(value.shape)}; it was saved from another model"
-                )
-    for number, member in enumerate(core.members):
-        kept, piece = every[number], mine.get(number)
+    for member, kept, saved in zip(core.members, every, found):
+        _check_shapes(where, member, kept, saved)
+    taken: dict[int, dict[str, Found]] = {}
+    for number, (member, kept, saved) in enumerate(zip(core.members, every, found)):
+        piece = mine.get(number)
         owner = core.stepper.owner_tensors(number, groups) if piece else {}
-        values = {k: v for k, v in found[number].items() if v is not None and not isinstance(v, Mapping)}
-        if MASTER not in kept:
-            values.pop(MASTER, None)
-        matrices = values.pop(MATRICES, None)
-        own, given = ({_matrix_of(key) for key in some} for some in (owner, values.keys() - kept.keys()))
-        for key in values.keys() - kept.keys() if member.blocks else ():
-            if piece is None or key.startswith("[") and _matrix_of(key) not in own:
-                del values[key]  # its owner takes it
-        # State with a description may have other keys than after the rule's first step.
-        free = {matrix for matrix in own if f"{matrix}{STRUCTURE}" in values} | (own - given if anew else set())
-        here, there = (
-            dict[str, Any](state=sorted(key for key in some if key in kept or _matrix_of(key) not in free))
-            for some in ({**kept, **owner}.keys() - {MASTER}, values.keys() - {MASTER})
-        )
-        if owner and given:
-            by_shape = list(map(str, matrices_by_shape(member.shape)))
-            theirs = nested.rebuilt(_here(matrices)) if isinstance(matrices, Tensor) else matrices or by_shape
-            here, there = {"matrices": member.matrices, **here}, {"matrices": theirs, **there}
-        tensors = {key: v if isinstance(v, LazyTensor) else torch.as_tensor(v) for key, v in values.items()}
-        boxes_here = {}
-        for key, like in {**kept, **owner}.items():
-            if key in tensors and key != STRUCTURE and (key in kept or _matrix_of(key) not in free):
-                shape = like.shape if key in owner or not like.ndim else member.shape
-                boxes = piece.boxes(piece.tensors[key], shape) if piece and key in kept else {}
-                whole = torch.empty(shape, dtype=like.dtype, device="meta")
-                if key in kept:
-                    boxes_here[key] = boxes
-                here[f"{key!r} as"], there[f"{key!r} as"] = _forms(whole, tensors[key], None if key in owner else boxes)
-        _check_pieces(core, where, member, boxes_here, tensors)
+        expected = Expected(member, piece, kept, owner)
+        taken[number] = expected.of(saved)
+        _check_boxes(core, where, expected, taken[number])
+        here, there = _facts(expected, saved, taken[number], anew)
         to_do = {**TO_DO, "state": FLAT if owner else SAME_RULE}
         check_fits(where, {member.name: here}, {member.name: there}, advice=OTHER_RANKS, to_do=to_do)
-        taken[number] = tensors
     return taken
 
 
-def _check_pieces(
-    core: BufferCore,
-    where: str,
-    member: Member,
-    boxes: Mapping[str, Mapping[tuple[int, ...], Tensor]],
-    found: Mapping[str, Found],
-) -> None:
+def _check_shapes(where: str, member: Member, kept: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    """Raises ValueError for pieces of a tensor of another shape than the member's."""
+    for key in saved.keys() & kept.keys():
+        value = saved[key]
+        if isinstance(value, PartialTensor) and value.ndim and tuple(value.shape) != tuple(member.shape):
+            raise ValueError(
+                f"{where}: parameter {member.name!r}: expected {key!r} of shape {tuple(member.shape)}, the state "
+                f"dict has {tuple(value.shape)}; it was saved from another model"
+            )
+
+
+def _check_boxes(core: BufferCore, where: str, expected: Expected, taken: Mapping[str, Found]) -> None:
     """Raises ValueError if a state dict's pieces of a member are those of another rank."""
-    for key, own in boxes.items():
-        value = found[key]
-        if isinstance(value, PartialTensor) and _sizes(value.boxes) != _sizes(own):
+    for key in expected.kept.keys() & taken.keys():
+        value = taken[key]
+        if isinstance(value, PartialTensor) and _sizes(value.boxes) != _sizes(expected.boxes(key)):
             everyone = core.planned_sets[0].rank_groups.everyone
             here = f"rank {everyone.rank} of {everyone.world_size}"
             there = f"rank {value.of[0]} of {value.of[1]} ranks" if value.of else "another rank"
             raise ValueError(
                 f"{where}: these are the pieces of the state that {there} owns, and {here} owns others, of "
-                f"{member.name!r} for one. {OTHER_RANKS}"
+                f"{expected.member.name!r} for one. {OTHER_RANKS}"
             )
+
+
+def _facts(
+    expected: Expected, saved: Mapping[str, Any], taken: Mapping[str, Found], anew: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What must be equal here and there: the matrices of owner state, the keys, and the forms of tensors."""
+    kept, owner, member = expected.kept, expected.owner, expected.member
+    given = {_matrix_of(key) for key in in_state(saved, kept).keys() - kept.keys()}
+    # State with a description may have other keys than after the rule's first step.
+    free = {matrix for matrix in expected.matrices if f"{matrix}{STRUCTURE}" in taken}
+    free |= expected.matrices - given if anew else set()
+
+    def keys(some: Collection[str]) -> list[str]:
+        return sorted(key for key in some if key != MASTER and (key in kept or _matrix_of(key) not in free))
+
+    here, there = dict[str, Any](), dict[str, Any]()
+    if owner and given:
+        here["matrices"], there["matrices"] = member.matrices, _matrices_in(saved, member)
+    here["state"], there["state"] = keys({**kept, **owner}), keys(taken)
+    for key in (*kept, *owner):
+        if key in taken and key != STRUCTURE and (key in kept or _matrix_of(key) not in free):
+            boxes = None if key in owner else expected.boxes(key)
+            here[f"{key!r} as"], there[f"{key!r} as"] = _forms(expected.whole(key), taken[key], boxes)
+    return here, there
+
+
+def _matrices_in(saved: Mapping[str, Any], member: Member) -> Any:
+    """The matrices to which the owner state belongs; those of the member's shape, if nothing describes them."""
+    described = saved.get(MATRICES)
+    if isinstance(described, Tensor):
+        return nested.rebuilt(_here(described))
+    return described or list(map(str, matrices_by_shape(member.shape)))
 
 
 def _matrix_of(key: str) -> str:
@@ -438,7 +491,7 @@ def _matrix_of(key: str) -> str:
     return key[: key.index(".") + 1] if key.startswith("[") else ""
 
 
-def _forms(like: Tensor, value: Found, boxes: Mapping[tuple[int, ...], Tensor] | None) -> tuple[str, str]:
+def _forms(like: Tensor, value: Found, boxes: Boxes | None) -> tuple[str, str]:
     """The forms of a whole tensor, with ``boxes`` on this rank, and of the ``value`` for it."""
     if isinstance(value, LazyTensor):
         return f"{like.dtype} of shape {tuple(like.shape)}", f"{value.dtype} of shape {value.shape}"
@@ -447,5 +500,5 @@ def _forms(like: Tensor, value: Found, boxes: Mapping[tuple[int, ...], Tensor] |
     return form_of(like, _sizes(boxes)), form_of(value, _sizes(value.boxes))
 
 
-def _sizes(boxes: Mapping[tuple[int, ...], Tensor]) -> dict[tuple[int, ...], tuple[int, ...]]:
+def _sizes(boxes: Boxes) -> dict[tuple[int, ...], tuple[int, ...]]:
     return {place: tuple(box.shape) for place, box in boxes.items()}
