@@ -22,7 +22,9 @@ exits, nothing waits.
 The step goes on with the tasks of a host's storage, two buckets at a time (``Window``). In plain PyTorch, the hook of a
 bucket's last gradient begins its reduction, on autograd's thread of the device; a later bucket's hook, the end of the
 pass or the step goes on with it. The step begins the return of new values; the next forward pass ends it, or whoever
-reads parameters before. No two threads go on with tasks at once: backward returns when its hooks have.
+reads parameters before. A reentrant checkpoint runs a pass within a hook of the outer one, on the same thread: its
+gradients arrive before the outer pass goes on. No two threads go on with tasks at once: backward returns when its hooks
+have.
 
 No context manager spans a ``yield``: ``no_grad``, a stream or a profiler's label would stay on for whoever goes on with
 the task. Who does, sets what it needs.

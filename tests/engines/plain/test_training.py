@@ -6,8 +6,10 @@ import dataclasses
 import gc
 import itertools
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -177,6 +179,11 @@ def without_the_model(turn: Turn) -> None:
     x.square().mean().backward()
 
 
+def on_another_thread(turn: Turn) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(turn.back).result()
+
+
 def structured_pass(turn: Turn) -> None:
     output = turn.model(turn.rows())
     scenarios.loss_of(torch.cat([output["first"].value, output["rest"][0]])).backward()
@@ -206,6 +213,7 @@ LOOPS: dict[str, tuple[scenarios.Scenario, Callable[[], nn.Module], tuple[str, .
     "reentrant checkpoints": (lambda t: t.back(reentrant=True), Checkpointed, ALL),
     "reentrant checkpoints under no_sync": (scenarios.micro_batches(False, True, reentrant=True), Checkpointed, ALL),
     "reentrant checkpoints without the model": (without_the_model, Checkpointed, scenarios.MODES),
+    "a pass on another thread": (on_another_thread, Branches, ALL),
     "a tied embedding and attention": (Turn.back, Transformer, ALL),
     "a structured output": (structured_pass, structured, ALL),
     "convolutions": (Turn.back, Convolutions, ALL),
@@ -227,6 +235,30 @@ def test_every_loop_and_model_equals_one_process_in_every_mode(loop: str) -> Non
 
 
 # Other events around a step
+@pytest.mark.parametrize("mode", ["plain", "lazy return"])
+@on_ranks(2)
+def test_tasks_go_on_with_the_thread_of_whoever_has_reason_to(mode: str) -> None:
+    """autograd runs hooks on a thread of each GPU, here on that of the pass: it begins every reduction, and the step
+    ends the last ones. The step begins the return of new values; it ends that, or the next pass does."""
+    (model, optimizer), seen = scenarios.made(mode=mode), dict[str, set[bool]]()
+
+    def noted(what: str) -> Any:
+        done = getattr(BucketBuffers, what)
+
+        def run(buffers: BucketBuffers, *args: Any) -> Any:
+            seen.setdefault(what, set()).add(threading.current_thread() is threading.main_thread())
+            return done(buffers, *args)
+
+        return mock.patch.object(BucketBuffers, what, run)
+
+    with noted("launch"), noted("settle"), noted("send_values"), noted("receive_values"):
+        train_ours(model, optimizer, 3, on_another_thread)
+    in_step, in_pass = {True}, {False}
+    assert seen["launch"] == in_pass and seen["settle"] == seen["send_values"] == in_step
+    assert seen["receive_values"] == (in_step if mode == "plain" else in_pass | in_step), "also synchronize()"
+    assert_same(model, truth(3))
+
+
 @on_ranks(2)
 def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     model, optimizer = scenarios.made()
