@@ -432,7 +432,7 @@ class MatrixStepper:
         """The step of a bucket whose matrices travel: direction | wire | transform at the owner | wire | apply."""
         travelling: list[Arrival] = []
         try:
-            travelling = self._depart(bucket, given)
+            self._depart(bucket, given, travelling)
             yield "directions"
             travelling = [self._update_owned(bucket, travelling, given)]
             yield "updates"
@@ -445,20 +445,20 @@ class MatrixStepper:
 
     # Before the wire, where elements are stored
 
-    def _depart(self, bucket: int, given: Given) -> list[Arrival]:
-        """Start sending a bucket's directions to the owners, and its weights if its rule is a ``WeightRule``."""
+    def _depart(self, bucket: int, given: Given, travelling: list[Arrival]) -> None:
+        """Start sending a bucket's directions to the owners, and its weights if its rule is a ``WeightRule``. What has
+        left is ``travelling``, also if the rule raises after that."""
         way, places = self._to_owners[bucket], self._places(bucket, given.skipped)
         with phase(way.label):
             packing = self._packing(bucket, given)
             self.matrices.pack_directions(packing.parts, places.sent, given)
-            arrivals = [way.send(packing)]
+            travelling.append(way.send(packing))
         self.matrices.advance(places.copies, given)
         if isinstance(self._first_rule(bucket, given), WeightRule):
             with phase(way.label):
                 packing = self._packing(bucket, given)
                 self.matrices.pack_values(packing.parts, places.sent, given)
-                arrivals.append(way.send(packing))
-        return arrivals
+                travelling.append(way.send(packing))
 
     def _packing(self, bucket: int, given: Given) -> Packing:
         """The buffers of what is sent to the owners."""

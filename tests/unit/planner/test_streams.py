@@ -25,6 +25,7 @@ from benchmarks.rehearsal.engines import ENGINES, MeshEngine, ModulesEngine, Pas
 from benchmarks.rehearsal.streams import StreamCheck
 from lwopt_backend.engines.buffers.state import gathered
 from lwopt_backend.engines.fsdp2.plan import local
+from lwopt_backend.rules import Muon
 from lwopt_backend.runtime import collectives
 from lwopt_backend.runtime.presence import Presence, read_at_once
 from lwopt_backend.runtime.step import Matrices
@@ -190,6 +191,13 @@ def fail_within(check: StreamCheck, engine: Any) -> None:
         engine.step()
 
 
+def fail_in_copies(check: StreamCheck, engine: Any) -> None:
+    """The rule raises where another rank sends the direction of a piece that this rank also stores."""
+    engine.backward()
+    with replaced(Muon, "accumulate_all", lambda *_: 1 // 0), pytest.raises(ZeroDivisionError):
+        engine.step()
+
+
 def copy_to_cpu(check: StreamCheck, engine: Any) -> None:
     """A batch of matrices for a rule on the CPU, which takes them one by one in every engine here."""
     there = torch.empty(8, device="cpu")
@@ -245,6 +253,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "plain, the rule fails": ("plain", GATHERS, fail_within),
     "zero3, the rule fails": ("zero3", {"bucket_numel": 9000}, fail_within),
     "hsdp, the rule fails": ("fsdp2", {"group_size": 2, "bucket_matrices": 2}, fail_within),
+    "hsdp, the rule fails in copies": ("fsdp2", {"group_size": 2, "bucket_matrices": 2}, fail_in_copies),
     "a batch to the CPU": ("zero3", {}, copy_to_cpu),
     "flags of two groups": ("zero3", {}, read_flags),
     "modules": ("modules", {}, train_modules),
