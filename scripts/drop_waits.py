@@ -33,6 +33,8 @@ KEYWORDS = {"non_blocking": ast.Constant(True), "pin_memory": ast.Constant(False
 ELSEWHERE = {  # what is no place, with the reason
     "work.wait()": "an all-gather of gloo, which has no streams",
     "self._meeting.discard()": "forgets gradients",
+    "way.wait()": "the side stream waits as well; the caller's does so that it may be given the memory that was sent",
+    "back.wait()": "the task's finally waits as well",
 }
 
 

@@ -287,11 +287,8 @@ class BucketBuffers:
         param.grad = None
 
     def taken(self, params: Collection[int]) -> list[Tensor]:
-        """What ``take`` has moved here of these parameters' gradients."""
-        found = self._arrived.intersection(params)
-        if found:
-            self._writers.join()
-        return [self.view(self._full_buffer(), index) for index in found]
+        """What ``take`` has moved here of these parameters' gradients. After backward, whose streams autograd joins."""
+        return [self.view(self._full_buffer(), index) for index in self._arrived.intersection(params)]
 
     def forget_taken(self, index: int) -> None:
         """Forget what ``take`` has moved here of a parameter's gradients, and what was not sent."""

@@ -111,6 +111,8 @@ def train_owned(check: StreamCheck, engine: PlainEngine, *, aside: str = "", cli
     for step in range(STEPS):
         with optimizer.no_sync():
             engine.play(passes)
+        if aside and step == 0:  # what both streams have filled is changed before it is sent
+            optimizer.core.gradients.change(range(len(params)), torch.ops.aten.mul_.Scalar, 0.5)
         engine.play(passes)
         if step == 1:  # and forget these
             optimizer.zero_grad()
