@@ -19,8 +19,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from run_folder import read_metrics, running_mean, write_whole
 from tqdm import tqdm
+from train_gpt import IN_FP32
+
+from lwopt_backend.rules.newton_schulz import multiplies_bf16
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -143,6 +147,8 @@ def main() -> None:
 
         compare_rules(args.out, args.rules, passed_on)
         return
+    if not torch.accelerator.is_available() and not multiplies_bf16():
+        print(IN_FP32, flush=True)
     adamw, muon = (json.loads((ROOT / "configs" / f"zero2_{name}.json").read_text()) for name in ("adamw", "muon"))
 
     with tqdm(total=len(args.adamw_rates) + len(args.muon_rates), unit="run", disable=None) as bar:

@@ -10,9 +10,11 @@ metrics.jsonl, loss.png and a checkpoint, from which ``--resume`` continues.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,10 +32,13 @@ from corpus import Corpus
 from gpt import GPT, GPTConfig
 from run_folder import RunFolder
 
+from lwopt_backend.rules.newton_schulz import multiplies_bf16
+
 WARMUP_STEPS = 20
 FINAL_LR = 0.1  # of the configured rate
 LINES = 30  # at most, about steps, where there is no screen for a bar
 VALIDATION_BATCHES, VALIDATION_ROWS = 8, 16
+IN_FP32 = "Newton-Schulz runs in fp32 (ns_dtype), because this CPU has no products in bfloat16"
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,29 @@ def make_engine(args: argparse.Namespace) -> Engine:
         torch.manual_seed(args.seed)
         return GPT(GPTConfig(layers=args.layers, width=args.width, context=args.context, tied_head=args.tied_head))
 
-    return EngineClass(args, make_model, lambda step: schedule(args.steps, step))
+    with tempfile.TemporaryDirectory() as folder:
+        if iterate_in_fp32(args, Path(folder)) and int(os.environ.get("RANK", 0)) == 0:
+            print(IN_FP32, flush=True)
+        return EngineClass(args, make_model, lambda step: schedule(args.steps, step))
+
+
+def iterate_in_fp32(args: argparse.Namespace, folder: Path) -> bool:
+    """Where a CPU without products in bfloat16 trains: take the configuration from a copy in ``folder`` that says so,
+    unless it has an ``ns_dtype``, or no Muon. Returns whether it does."""
+    path = Path(config_file(args))
+    try:
+        content = json.loads(path.read_text())
+        options = content["optimizer"]
+        options = options["params"] if options.get("type") == "LayerWiseMuon" else options
+        is_muon = options is not content["optimizer"] or options["matrix"] == "muon"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False  # the engine says what is wrong
+    if torch.accelerator.is_available() or multiplies_bf16() or not is_muon or "ns_dtype" in options:
+        return False
+    options["ns_dtype"] = "float32"
+    (folder / path.name).write_text(json.dumps(content))
+    setattr(args, STARTS[args.engine].option, str(folder / path.name))
+    return True
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -11,15 +11,18 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Column, Table
 
 from lwopt_backend.engines.zero.plan import GroupPlan
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.param_groups import rates
-from lwopt_backend.groups.registry import MATRIX_RULES, rules_with_owner_state
+from lwopt_backend.groups.registry import MATRIX_RULES, arguments, rule_of, rules_with_owner_state
 from lwopt_backend.plan import MatrixPlan, StepTime
 from lwopt_backend.routing.routing import Route, shares
+from lwopt_backend.rules import Muon
+from lwopt_backend.rules.newton_schulz import multiplies_bf16
 
 WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width; 80 columns would cut names
 BORDER = 3  # of a column, in characters
@@ -36,6 +39,8 @@ def show(routes: Sequence[Route], groups: Groups, plans: Described, plan_digest:
         show_routing(console, routes, groups)
         for each in chain.from_iterable(plans):
             print_whole(console, each)
+        if (slow := slow_products(groups)) is not None:
+            console.print(slow)
         show_digest(console, plan_digest)
 
 
@@ -160,6 +165,15 @@ def routing_headline(routes: Sequence[Route]) -> list[str]:
     counts = f"{sum(r.kind == 'matrix' for r in routes)} of {len(trained)} trained parameters are matrices"
     trains = "; ".join(f"{rule} trains {', '.join(some)}" for rule, some in by_rule.items())
     return [f"Routing: {counts}. {trains}."]
+
+
+def slow_products(groups: Groups) -> str | None:
+    """A sentence if this CPU iterates in bfloat16, and has no instructions for it."""
+    on_cpu = [group for group in groups if any(param.device.type == "cpu" for param in group["params"])]
+    rules = [MATRIX_RULES[rule_of(g)].build(**arguments(g)) for g in on_cpu if rule_of(g) in MATRIX_RULES]
+    if multiplies_bf16() or not any(isinstance(r, Muon) and r.iterates_in == torch.bfloat16 for r in rules):
+        return None
+    return "This CPU has no products in bfloat16, in which Newton-Schulz runs: 'ns_dtype': 'float32' is quicker here."
 
 
 def _percent(share: float) -> str:

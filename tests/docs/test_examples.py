@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
+import os
 import re
 import sys
 import venv
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from matplotlib import pyplot
 
+from lwopt_backend.rules.newton_schulz import multiplies_bf16
 from tests.support.command_line import lwopt
 from tests.support.launcher import FORGET, ROOT, launch, metrics, python, run_on_ranks, succeeds, torchrun
 from tests.support.models import rounding
@@ -99,6 +104,27 @@ def test_losses_after_a_resume_are_those_of_the_whole_run(ranks: RankPool, whole
     train(ranks, engine, folder.parent, *broken, "--resume")
     assert without_speeds(run) == without_speeds(folder)
     assert not (run / "checkpoint" / ".step6.tmp").exists()
+
+
+def test_a_cpu_without_products_in_bf16_iterates_in_fp32(tmp_path: Path) -> None:
+    """Fixed: Half of the example's time on such a CPU was Newton-Schulz in bf16, which takes 25 times as long."""
+    program = "from lwopt_backend.rules.newton_schulz import multiplies_bf16; print(multiplies_bf16())"
+    printed = succeeds([sys.executable, "-c", program], ROOT, ONEDNN_MAX_CPU_ISA="AVX2")
+    assert printed.endswith("False\n")
+    flags = Path("/proc/cpuinfo").read_text()
+    if "ONEDNN_MAX_CPU_ISA" not in os.environ and "avx2" in flags:
+        assert multiplies_bf16() == ("avx512_bf16" in flags)
+    for has, name in itertools.product((True, False), ("zero2_muon", "fsdp2_muon", "zero2_soap", "zero2_adamw")):
+        engine = "fsdp2" if name == "fsdp2_muon" else "deepspeed"
+        option, file = train_gpt.STARTS[engine].option, ROOT / "configs" / f"{name}.json"
+        args = argparse.Namespace(engine=engine, **{option: str(file)})
+        with mock.patch.object(train_gpt, "multiplies_bf16", mock.Mock(return_value=has)):
+            changes = train_gpt.iterate_in_fp32(args, tmp_path)
+        assert changes == (not has and "muon" in name)
+        taken, before = (json.loads(Path(path).read_text()) for path in (getattr(args, option), file))
+        options = before["optimizer"] if engine == "fsdp2" else before["optimizer"].get("params")
+        options.update({"ns_dtype": "float32"} if changes else {})
+        assert taken == before
 
 
 @pytest.mark.full
