@@ -27,9 +27,9 @@ from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import TO_DO, check_fits
 
 MARK = "lwopt.owned"  # the key of a checkpoint of owned storage
+BY_UNIVERSAL = "convert the folder with lwopt convert SRC DST --to universal, and load DST"
 CONVERT, CONVERT_OWNED = (
-    f"{what} needs DeepSpeed's universal format: convert the folder with lwopt convert SRC DST --to universal, and set "
-    '"checkpoint": {"load_universal": true}'
+    f"{what} needs DeepSpeed's universal format: {BY_UNIVERSAL}"
     for what in ("A different number of ranks", "A different number of ranks or layout")
 )
 AS_SAVED = "load it with the optimizer, the model, the param groups, 'include' and 'exclude' it was saved with"
@@ -143,13 +143,14 @@ def _check_optimizer(folder: Path, saved: Saved, core: BufferCore | None, stage:
     if saved.stranger is not None:  # its state has other names and other groups
         raise ValueError(
             f"the checkpoint {str(folder)!r}: expected this optimizer's state, found another's ({saved.stranger}); "
-            "load the weights alone, with engine.load_checkpoint(..., load_optimizer_states=False). "
-            "lwopt_backend.migration can load another Muon's momentum"
+            "load the weights alone, with engine.load_checkpoint(..., load_optimizer_states=False), best after lwopt "
+            "convert SRC DST --to universal, which keeps fp32 master weights. lwopt_backend.migration can load another "
+            "Muon's momentum"
         )
     if core is None and saved.owned is not None:
         raise ValueError(
-            f'the checkpoint {str(folder)!r} was saved with "storage": "owned"; load it with that, or its weights '
-            "alone, with load_optimizer_states=False"
+            f'the checkpoint {str(folder)!r} was saved with "storage": "owned"; load it with that, {BY_UNIVERSAL}, or '
+            "load its weights alone, with load_optimizer_states=False"
         )
     if (saved.groups is None) != (stage == 0):
         raise _wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
@@ -206,7 +207,7 @@ def _without_tensors(file: Path) -> Mapping[str, Any]:
 def _wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:
     return ValueError(
         f"the checkpoint {str(folder)!r}: expected ZeRO stage {stage}, found {saved_at}; load it at the stage it was "
-        "saved at (1 and 2 can load each other's)"
+        f"saved at (1 and 2 can load each other's), or {BY_UNIVERSAL}"
     )
 
 
@@ -227,9 +228,8 @@ def _check_owned(folder: Path, owned: Mapping[str, Any] | None, core: BufferCore
     if owned is None:
         raise ValueError(
             f'the checkpoint {str(folder)!r}: expected "storage": "owned", found another, which has the optimizer\'s '
-            "state in other pieces; load it with the storage it was saved with, convert it with lwopt convert SRC DST "
-            '--to universal and set "checkpoint": {"load_universal": true}, or load its weights alone, with '
-            "load_optimizer_states=False"
+            f"state in other pieces; load it with the storage it was saved with, {BY_UNIVERSAL}, or load its weights "
+            "alone, with load_optimizer_states=False"
         )
     to_do = {**TO_DO, "place": AS_SAVED, "elements": f"{AS_LAID_OUT}. {CONVERT_OWNED}"}
     for in_parts in (False, True) if stage > 0 else (False,):

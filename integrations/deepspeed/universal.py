@@ -53,7 +53,9 @@ BY_CONVERT = "convert the checkpoint with lwopt convert, which takes owner state
 def prepare_loading(
     engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Collectives], core: BufferCore | None = None
 ) -> None:
-    """Make ``engine.load_checkpoint`` load universal checkpoints if configured, otherwise check DeepSpeed's own first.
+    """Make ``engine.load_checkpoint`` load what the folder has: a universal checkpoint, or DeepSpeed's own files, which
+    are checked first. ``load_universal`` decides where a folder names both. So a run that began from a universal
+    checkpoint goes on from its own ones without a change of its configuration.
 
     Called once for an engine, on all ranks. From then on, ``load_checkpoint`` raises on every rank if a checkpoint does
     not fit on one. ``optimizer`` is this package's; ``ranks`` are the groups that share parameters with this rank;
@@ -61,7 +63,7 @@ def prepare_loading(
     """
     everyone = ranks_of()
     prepare_saving(engine, optimizer, everyone)
-    load, universal = engine.load_checkpoint, engine.load_universal_checkpoint()
+    load, preferred = engine.load_checkpoint, engine.load_universal_checkpoint()
     signature = inspect.signature(load)
 
     @functools.wraps(load)
@@ -70,6 +72,8 @@ def prepare_loading(
         call.apply_defaults()
         asked = call.arguments
         with_state = asked["load_optimizer_states"] and not asked["load_module_only"]
+        here = functools.partial(is_universal, Path(asked["load_dir"]), asked["tag"], preferred)
+        universal = from_first(everyone, WHAT, here)
 
         def fits() -> tuple[None, list[list[str]]]:
             return None, [check(engine, core, asked["load_dir"], asked["tag"], with_state)] * len(ranks)
@@ -83,8 +87,12 @@ def prepare_loading(
         if universal:
             loaded = _load(engine, optimizer, everyone, asked, with_state)
         else:
-            with _as_configured(engine.optimizer):
-                loaded = load(*call.args, **call.kwargs)
+            engine._config.load_universal_checkpoint = False
+            try:
+                with _as_configured(engine.optimizer):
+                    loaded = load(*call.args, **call.kwargs)
+            finally:
+                engine._config.load_universal_checkpoint = preferred
         if loaded[0] is not None:  # the step begins anew; DeepSpeed goes on with an accumulation
             optimizer.gradients.drop()
             engine.micro_steps = 0
@@ -200,6 +208,17 @@ def _go_on(engine: DeepSpeedEngine, choice: Choice, asked: Mapping[str, Any]) ->
     return []
 
 
+def is_universal(root: Path, tag: str | None, preferred: bool) -> bool:
+    """Whether a load of this tag in ``root``, or of the newest, is of a universal checkpoint. If neither kind is there,
+    or both are, it is if ``preferred``."""
+    if tag is None:
+        own, ours = ((root / name).is_file() for name in ("latest", deepspeed_universal.POINTER))
+    else:
+        ours = formats.recognises("universal", root / str(tag))
+        own = (root / str(tag)).is_dir() and not ours
+    return preferred if own == ours else ours
+
+
 def open_folder(asked: Mapping[str, Any], tied: Mapping[str, str]) -> tuple[Path, Checkpoint, list[Path]]:
     """The folder of the checkpoint that an engine is ``asked`` for, its content, and its files. ``tied`` are further
     names in the engine's model. Raises CheckpointError."""
@@ -207,8 +226,8 @@ def open_folder(asked: Mapping[str, Any], tied: Mapping[str, str]) -> tuple[Path
     folder = tag_of(root, deepspeed_universal.POINTER) if tag is None else root / str(tag)
     if not formats.recognises("universal", folder):
         raise CheckpointError(
-            f"checkpoint.load_universal is on: expected a universal checkpoint in {folder}, found no "
-            "zero/optimizer_state.pt; switch it off, or convert the checkpoint with lwopt convert --to universal"
+            f"expected a universal checkpoint in {folder}, found no zero/optimizer_state.pt; convert the "
+            "checkpoint with lwopt convert --to universal, and load the new folder"
         )
     checkpoint = ties.of_model(deepspeed_universal.read(folder), tied)
     files = [file.stored.path for file in checkpoint.files if isinstance(file, Archive)]
@@ -241,7 +260,7 @@ def choose(
     or rules that do not fit, and, with ``load_module_strict``, for a frozen parameter or a buffer that is missing.
     """
     if asked["custom_load_fn"] is not None:
-        raise ValueError("expected no custom_load_fn with checkpoint.load_universal; leave custom_load_fn out")
+        raise ValueError("expected no custom_load_fn with a universal checkpoint; leave custom_load_fn out")
     folder, checkpoint = opened
     trained, groups = {param.name: param for param in store.params}, store.groups
     others, known = _others(engine, trained), translation.translated(checkpoint)

@@ -203,7 +203,6 @@ def rates_on(engine: str, name: str, folder: str, load: bool, steps: range) -> l
             param.use_muon = param_name in MATRICES  # type: ignore[attr-defined]
     else:
         params |= {kind: {**params[kind], "lr": rate} for kind, rate in zip(("matrix", "elementwise"), RATES)}
-    settings |= {"checkpoint": {"load_universal": load}}
     settings.pop("scheduler", None)
     found = []
     make = functools.partial(SCHEDULES[name], of=all_of)
