@@ -12,8 +12,8 @@ import torch
 
 from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, Param, some
-from lwopt_backend.checkpoint.files.folders import write_folder, write_whole
-from lwopt_backend.checkpoint.formats import FORMATS, TARGETS
+from lwopt_backend.checkpoint.files.folders import Content, put_whole, write_folder
+from lwopt_backend.checkpoint.formats import FORMATS, ON_FSDP2, TARGETS
 from lwopt_backend.checkpoint.names.applying import with_matrices
 from lwopt_backend.checkpoint.translation import as_ours, on_loading, with_lions_steps
 from lwopt_backend.config.options import suggestion
@@ -53,19 +53,28 @@ def of_module(checkpoint: Checkpoint, module: str) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Place:
-    """The destination of a checkpoint: a ``folder``, which is written whole, and pointers in its parent, by name."""
+    """The destination of a checkpoint: a ``folder``, which is written whole. In ``root``, which is this folder or its
+    parent, ``files`` are written last: what comes along, then pointers."""
 
     folder: Path
-    pointers: Mapping[str, str]
+    root: Path
+    files: Mapping[str, Content]
 
 
-def place_of(checkpoint: Checkpoint, target: str, destination: Path) -> Place:
-    """A step's folder in ``destination``, if the format has a pointer to it; otherwise ``destination`` itself."""
-    format = FORMATS[target]
+def place_of(
+    checkpoint: Checkpoint,
+    target: str,
+    destination: Path,
+    tag: str | None = None,
+    files: Mapping[str, Content] | None = None,
+) -> Place:
+    """A step's folder in ``destination``, if the format has a pointer to it; otherwise ``destination`` itself. The step
+    keeps the ``tag`` that it has, by which trainers ask for it. ``files`` come along."""
+    format, files = FORMATS[target], files or {}
     if format.pointer is None:
-        return Place(destination, {})
-    name = format.step_folder.format(step=checkpoint.iteration or 0)
-    return Place(destination / name, {format.pointer: name})
+        return Place(destination, destination, files)
+    name = tag or format.step_folder.format(step=checkpoint.iteration or 0)
+    return Place(destination / name, destination, {**files, format.pointer: name})
 
 
 def needed(
@@ -115,7 +124,7 @@ def prepared(
 ) -> Checkpoint:
     """The checkpoint under the names of ``vocabulary``, by default its own, or as a map makes them.
 
-    For DCP, param groups get this package's options, under which its optimizers load them. Raises CheckpointError;
+    On FSDP2, param groups get this package's options, under which its optimizers load them. Raises CheckpointError;
     nothing is written before.
     """
     vocabulary = vocabulary or source_vocabulary or (checkpoint.names if checkpoint.names in names.FAMILIES else None)
@@ -131,7 +140,7 @@ def prepared(
         if not any(param.states or param.owner_states for param in checkpoint.params.values()):
             notes = (*notes, WEIGHTS_ALONE)
         checkpoint = replace(checkpoint, notes=notes)
-    return as_ours(checkpoint) if target == "dcp" else checkpoint
+    return as_ours(checkpoint) if target in ON_FSDP2 else checkpoint
 
 
 def _without_group(checkpoint: Checkpoint) -> list[str]:
@@ -172,8 +181,8 @@ def write(
 ) -> None:
     """Write a checkpoint, ``workers`` tensors at a time. ``options``: safetensors' ``dtype``.
 
-    ``check`` is called when all is read and written, but has no name yet; if it raises, nothing remains. Pointers come
-    last. A new destination appears with its pointers, at once.
+    ``check`` is called when all is read and written, but has no name yet; if it raises, nothing remains. What lies
+    beside the step's folder comes last, pointers at the end. A new destination appears with all of it, at once.
     """
     name = FORMATS[target].writer if target in TARGETS else None
     if name is None:
@@ -184,15 +193,14 @@ def write(
         writer.write(checkpoint, folder, workers=workers, **options)
         check()
 
-    def fill_destination(folder: Path) -> None:
-        inner = folder / place.folder.name
-        inner.mkdir()
+    def fill_root(folder: Path) -> None:
+        inner = folder if place.root == place.folder else folder / place.folder.name
+        inner.mkdir(exist_ok=True)
         fill(inner)
-        for name, text in place.pointers.items():
-            write_whole(folder / name, text.encode())
+        for name, content in place.files.items():
+            put_whole(folder / name, content)
 
-    destination = place.folder.parent
-    if place.pointers and not destination.exists():
-        write_folder(destination, fill_destination)
+    if place.root == place.folder or not place.root.exists():
+        write_folder(place.root, fill_root)
     else:
-        write_folder(place.folder, fill, pointers=place.pointers)
+        write_folder(place.folder, fill, beside=place.files)

@@ -58,6 +58,12 @@ FORMATS = {
         writer=f"{_HERE}.dcp.saving",
         written="torch dcp",
     ),
+    "accelerate": Format(
+        "the two folders of torch.distributed.checkpoint that Accelerate and the Trainer save on FSDP2",
+        reader=f"{_HERE}.dcp.state_dicts",
+        writer=f"{_HERE}.dcp.accelerate",
+        written="torch dcp",
+    ),
     "safetensors": Format(
         "weights as safetensors",
         reader=f"{_HERE}.safetensors",
@@ -66,6 +72,7 @@ FORMATS = {
     ),
     "pytorch-bin": Format("weights as pytorch_model.bin", f"{_HERE}.pytorch_bin"),
 }
+ON_FSDP2 = ("dcp", "accelerate")  # whose weights are the masters
 TARGETS = tuple(name for name, format in FORMATS.items() if format.writer)
 
 

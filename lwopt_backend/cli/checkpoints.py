@@ -177,6 +177,7 @@ SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 WORKERS = 2  # one thread computes checksums while another waits for the disk; each has a tensor in memory
 Text = str | None
 PLACE = "FILE.py:FUNCTION"
+KEEPS_TAG = ("deepspeed", "universal")  # by which Accelerate and Lightning ask DeepSpeed for a checkpoint
 BOTH = "expected --names or --map, found both; leave one out"
 HELP = {
     "names": f"Naming scheme of the output. One of {FAMILIES}. Default: keep names.",
@@ -220,7 +221,7 @@ def convert(
     Tensors are checked as they are copied; the destination appears at the end, whole, or not at all.
     """
     with importing():
-        from lwopt_backend.checkpoint import contents, gates, names, ties
+        from lwopt_backend.checkpoint import companions, contents, gates, names, ties
         from lwopt_backend.checkpoint import convert as conversion
         from lwopt_backend.checkpoint.files import folders
 
@@ -235,8 +236,13 @@ def convert(
     source = folder_of(source)
     reader, found = opened(source, format, module)
     found = ties.declared(found, tied or ())
-    place = conversion.place_of(found, to, destination)
+    along = [] if module else companions.beside(source, reader, to)
+    found = companions.with_schedule(found, along)
+    taken = companions.contents(found, along, to, dtype and SHORT.get(dtype, dtype))
+    tag = formats.step_of(source, reader).name if reader in KEEPS_TAG else None
+    place = conversion.place_of(found, to, destination, tag, taken)
     folders.refuse_existing(place.folder)  # before hours are spent on reading
+    companions.refuse_others(place.root, taken)
     stored = conversion.needed(found, to, options.get("dtype"), vocab_size)
     checks, started, notes = gates.Checks(stored), time.monotonic(), gates.on_state(found)
     with progress("converting", contents.nbytes(stored), as_json) as advance:
@@ -253,6 +259,7 @@ def convert(
         "source": {"path": str(source), "reader": reader, **described(found)},
         "result": {"path": str(place.folder), "written": not dry_run, **described(result)},
         "tensors": counts,
+        "files": [*taken],
         "notes": [*made.notes, *notes, *conversion.left_out(counts)],
         "seconds": time.monotonic() - started,
     }
@@ -280,7 +287,7 @@ def _as_written(made: Checkpoint, to: str) -> Checkpoint:
     from lwopt_backend.checkpoint.contents import MASTER
 
     params = dict(made.params)
-    if to == "dcp":
+    if to in formats.ON_FSDP2:
         for name, param in params.items():
             kept = {key: tensor for key, tensor in param.states.items() if key != MASTER}
             params[name] = dataclasses.replace(param, weight=param.best, states=kept)
@@ -312,6 +319,8 @@ def _show_conversion(summary: Mapping[str, Any]) -> None:
     if counts := summary["tensors"]["in_folder"]:
         left = len(summary["tensors"]["left_out"])
         console.print(f"\nOf {counts:,} tensors in the folder, {counts - left:,} are converted, {left:,} left out.")
+    if summary["files"]:
+        console.print(f"\nTaken along: {', '.join(summary['files'])}.")
     print_sentences(console, "Notes", summary["notes"])
     took = f" in {summary['seconds']:.0f} s, {nbytes(after['size'] / max(summary['seconds'], 1e-9))} a second"
     said = f"Written to {after['path']}{took}." if after["written"] else "Nothing was written (--dry-run)."

@@ -261,6 +261,42 @@ def test_the_source_and_its_newest_step_are_not_replaced(made: dict[str, Path], 
         assert files(folder) == before
 
 
+def test_what_lies_beside_a_checkpoint_comes_along(made: dict[str, Path], tmp_path: Path) -> None:
+    """A trainer's files and the model's: neither weights nor anything else, and never over another step's."""
+    run, config = Path(shutil.copytree(made["universal"], tmp_path / "run")), {"dtype": "float32", "heads": 2}
+    model = {"config.json": json.dumps(config), "tokenizer.json": "words"}
+    of_run = {"trainer_state.json": "{}", "rng_state_1.pth": "random", "custom_checkpoint_0.pkl": "mine"}
+    others = {"model.safetensors": "weights", "log.txt": "mine"}
+    for name, text in {**model, **of_run, **others}.items():
+        (run / name).write_text(text)
+    succeeds("convert", run, tmp_path / "to", "--to", "universal")
+    added = {name: text for name, text in files(tmp_path / "to").items() if "/" not in name}
+    assert added.keys() == {*model, *of_run, "latest_universal"}
+    assert {name: added[name].decode() for name in (*model, *of_run)} == model | of_run
+    step, dtype = tmp_path / "to" / "global_step7", ("--dtype", "bf16")
+    succeeds("convert", step, tmp_path / "weights", "--to", "safetensors", *dtype)
+    exported = files(tmp_path / "weights")
+    assert exported.keys() == {*model, "model.safetensors", "lwopt_manifest.json"}
+    assert json.loads(exported["config.json"]) == {**config, "dtype": "bfloat16"}
+    step.rename(step.with_name("global_step6"))
+    (run / "trainer_state.json").write_text("another step")
+    before = files(tmp_path / "to")
+    assert "trainer_state.json already exists" in refused("convert", run, tmp_path / "to", "--to", "universal")
+    assert files(tmp_path / "to") == before
+    (run / "trainer_state.json").write_text("{}")
+    succeeds("convert", run, tmp_path / "to", "--to", "universal")
+
+
+def test_a_step_keeps_the_name_that_its_trainer_asks_for(made: dict[str, Path], tmp_path: Path) -> None:
+    """Accelerate asks for ``pytorch_model``, Lightning for ``checkpoint``."""
+    run = Path(shutil.copytree(made["universal"], tmp_path / "run"))
+    (run / "global_step7").rename(run / "checkpoint")
+    (run / "latest_universal").write_text("checkpoint")
+    succeeds("convert", run, tmp_path / "to", "--to", "universal")
+    assert {path.name for path in (tmp_path / "to").iterdir()} == {"checkpoint", "latest_universal"}
+    assert (tmp_path / "to" / "latest_universal").read_text() == "checkpoint"
+
+
 def test_tables_fit_into_the_terminal(made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = torch_dist(tmp_path / "other", muon=False)
     convert = ("convert", made["source"], tmp_path / "to", "--to", "universal", "--dry-run")

@@ -48,7 +48,7 @@ ALL_KINDS: dict[str, Any] = {"model": functools.partial(engines.Buffered, tied=T
 def universal(source: Path, folder: Path) -> Checkpoint:
     checkpoint = read_zero.read(source)
     pointers = {"latest_universal": "step3"}
-    write_folder(folder / "step3", lambda new: write_universal.write(checkpoint, new), pointers=pointers)
+    write_folder(folder / "step3", lambda new: write_universal.write(checkpoint, new), beside=pointers)
     return checkpoint
 
 

@@ -270,7 +270,13 @@ def _with_places(value: Any, keys: Collection[str], path: tuple[Any, ...]) -> An
 
 
 def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
-    """Write to ``folder``, which is empty. ``workers`` tensors, or the owner state of as many matrices, are in memory.
+    """Write to ``folder``, which is empty. ``workers`` tensors, or the owner state of as many matrices, are in
+    memory."""
+    save(folder, values_of(checkpoint, workers), workers=workers, step=checkpoint.iteration)
+
+
+def values_of(checkpoint: Checkpoint, workers: int) -> Values:
+    """What a folder has of a checkpoint, with the owner state of ``workers`` matrices in memory.
 
     Weights are the master weights if there are any: FSDP2's parameters are the masters, and loading rounds them to
     narrower parameters. Besides ``model`` and ``optimizer`` it has ``iteration``, ``samples``, ``scheduler``,
@@ -304,7 +310,7 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
         values["arguments",] = dict(checkpoint.arguments)
     values |= entries_of({**{key: value for key, value in more.items() if value is not None}, **checkpoint.client})
     values[RECORD,] = dict(checkpoint.tied)
-    save(folder, values, workers=workers, step=checkpoint.iteration)
+    return values
 
 
 def states_of(

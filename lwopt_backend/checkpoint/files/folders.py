@@ -9,11 +9,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.files.threads import all_done
 
 NEW = ".lwopt-new"
+Content = str | bytes | Path  # of a file; a path is of one to copy
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
@@ -21,10 +23,23 @@ def write_whole(path: str | Path, content: bytes) -> None:
     Creates its folder. The bytes are flushed to disk before the file gets its name."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = beside(path, NEW)
+    _replace(path, lambda file: file.write(content))
+
+
+def put_whole(path: Path, content: Content) -> None:
+    """As ``write_whole``; a file to copy may have any size."""
+    if not isinstance(content, Path):
+        write_whole(path, content.encode() if isinstance(content, str) else content)
+        return
+    with content.open("rb") as source:
+        _replace(path, lambda file: shutil.copyfileobj(source, file))
+
+
+def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
+    temporary = temporary_of(path, NEW)
     try:
         with temporary.open("xb") as file:
-            file.write(content)
+            fill(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -33,7 +48,7 @@ def write_whole(path: str | Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def beside(path: Path, ending: str) -> Path:
+def temporary_of(path: Path, ending: str) -> Path:
     """A unique name in the same folder for an unfinished file or folder, so that it can be renamed."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{ending}")
 
@@ -55,19 +70,20 @@ def flush(path: Path) -> None:
 FLUSHES = 8  # files flushed at a time: a file system commits waiting ones together
 
 
-def write_folder(target: Path, fill: Callable[[Path], None], *, pointers: Mapping[str, str] | None = None) -> None:
-    """Make ``target`` a folder with what ``fill`` writes to an empty one; then write ``pointers`` to its parent.
+def write_folder(target: Path, fill: Callable[[Path], None], *, beside: Mapping[str, Content] | None = None) -> None:
+    """Make ``target`` a folder with what ``fill`` writes to an empty one; then write what is ``beside`` it, by file
+    name and in order.
 
-    Pointers are texts by file name, written in order. Raises CheckpointError if the target exists, and for a name
-    outside the folder; also raises the errors of ``fill``. After an error, nothing of the new folder remains.
+    Raises CheckpointError if the target exists, and for a name outside the folder; also raises the errors of ``fill``.
+    After an error, nothing of the new folder remains.
     """
-    for name in (target.name, *(pointers or {})):
+    for name in (target.name, *(beside or {})):
         check_name(name, "a folder's or a pointer's name")
     refuse_existing(target)
     missing = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        new = beside(target, NEW)
+        new = temporary_of(target, NEW)
         new.mkdir()
     except OSError as error:
         raise CheckpointError(f"{target} cannot be made: {error}") from error
@@ -88,12 +104,13 @@ def write_folder(target: Path, fill: Callable[[Path], None], *, pointers: Mappin
         if isinstance(error, OSError):  # a full disk's error names no file
             raise CheckpointError(f"{target} was not written: {error}") from error
         raise
-    for name, text in (pointers or {}).items():
+    for name, content in (beside or {}).items():
         path = target.with_name(name)
         try:
-            write_whole(path, text.encode())
+            put_whole(path, content)
         except OSError as error:
-            raise CheckpointError(f"{path} was not written: {error}; write {text!r} into it") from error
+            to_do = f"write {content!r} into it" if isinstance(content, str) else "write it again"
+            raise CheckpointError(f"{path} was not written: {error}; {to_do}") from error
 
 
 def refuse_existing(target: Path) -> None:

@@ -72,7 +72,7 @@ def filled(text: str, step: str = "step1") -> dict[str, str]:
 
 def test_folder_and_pointer_are_written_once(tmp_path: Path) -> None:
     """Nothing is replaced."""
-    write_folder(tmp_path / "step1", fill("1"), pointers={"latest": "step1"})
+    write_folder(tmp_path / "step1", fill("1"), beside={"latest": "step1"})
     assert content(tmp_path) == {"latest": "step1", **filled("1")}
     assert read_pointer(tmp_path / "latest") == tmp_path / "step1"
     (tmp_path / "file").write_text("mine")
@@ -80,12 +80,12 @@ def test_folder_and_pointer_are_written_once(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("step1", "file", "empty", "link"):
         with pytest.raises(CheckpointError, match=f"{name} already exists, .*choose another name, or remove it"):
-            write_folder(tmp_path / name, fill("2"), pointers={"latest": "none"})
+            write_folder(tmp_path / name, fill("2"), beside={"latest": "none"})
     assert content(tmp_path) == {"latest": "step1", "file": "mine", **filled("1")}
 
 
 def test_what_cannot_be_written_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    write_folder(tmp_path / "step1", fill("1"), pointers={"latest": "step1"})
+    write_folder(tmp_path / "step1", fill("1"), beside={"latest": "step1"})
 
     def damaged(folder: Path) -> None:
         fill("2")(folder)
@@ -97,10 +97,10 @@ def test_what_cannot_be_written_leaves_everything_as_it_was(tmp_path: Path) -> N
 
     for target in ("step2", "further/step2"):
         with pytest.raises(CheckpointError, match="the source is damaged"):
-            write_folder(tmp_path / target, damaged, pointers={"latest": "step2"})
+            write_folder(tmp_path / target, damaged, beside={"latest": "step2"})
         assert content(tmp_path) == {"latest": "step1", **filled("1")}
     with pytest.raises(CheckpointError, match="step2 already exists"):
-        write_folder(tmp_path / "step2", overtaken, pointers={"latest": "step2"})
+        write_folder(tmp_path / "step2", overtaken, beside={"latest": "step2"})
     assert content(tmp_path) == {"latest": "step1", **filled("1"), **filled("1", "step2")}
 
 
@@ -113,7 +113,7 @@ def test_a_name_that_leads_elsewhere_or_to_nothing_is_refused(tmp_path: Path) ->
         with pytest.raises(CheckpointError, match="leads elsewhere"):
             read_pointer(pointer)
         with pytest.raises(CheckpointError, match="leads elsewhere"):
-            write_folder(tmp_path / "root" / "step1", fill("1"), pointers={name: "step1"})
+            write_folder(tmp_path / "root" / "step1", fill("1"), beside={name: "step1"})
         assert content(tmp_path) == {"root/latest": name}
     for data, said in ((b"step9", "found 'step9'"), (b"\xff\xfe\x00", "cannot be read")):
         pointer.write_bytes(data)

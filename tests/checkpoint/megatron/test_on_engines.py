@@ -359,7 +359,7 @@ def test_options_are_the_checkpoints_and_rank_0_says_what_is_not(
     groups = tuple({**group, **(of_adam if "betas" in group else {})} for group in found.groups)
     checkpoint = dataclasses.replace(found, params=params, groups=groups, arguments=arguments, names="mine")
     folder, pointers = tmp_path / "universal", {"latest_universal": "step"}
-    write_folder(folder / "step", lambda made: universal_writer.write(checkpoint, made), pointers=pointers)
+    write_folder(folder / "step", lambda made: universal_writer.write(checkpoint, made), beside=pointers)
     shapes = {f"wrapped.{name}": shape for name, shape in sources["muon"].shapes.items()}
     first, second = ranks.run(step_on_zero, str(folder), shapes, 1, ours(**configured))
     for of_rank in (first, second):
