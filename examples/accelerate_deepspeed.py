@@ -44,6 +44,7 @@ def main() -> None:
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if args.resume:
         accelerator.load_state(str(args.resume))
+        accelerator.step = 0  # micro-batches, which it counts on: a step may now have another number of them
         loader = accelerator.skip_first_batches(loader, model.global_steps * args.accumulation)
     train(accelerator, model, optimizer, scheduler, loader, args)
     weights = accelerator.get_state_dict(model)

@@ -41,6 +41,7 @@ def main() -> None:
     accelerator.register_for_checkpointing(scheduler)
     if args.resume:
         accelerator.load_state(str(args.resume))
+        accelerator.step = 0  # micro-batches, which it counts on: a step may now have another number of them
         loader = accelerator.skip_first_batches(loader, scheduler.last_epoch * args.accumulation)
     train(accelerator, model, optimizer, scheduler, loader, args)
     weights = accelerator.get_state_dict(model)

@@ -80,6 +80,14 @@ CASES = {
     "trainer-fsdp2": Case("torchrun", TRAINER_FSDP2),
 }
 
+ELSEWHERE = {  # what goes on from the first half of a case: another engine or stage, on how many ranks; and the format
+    "trainer": (Case("torchrun", TRAINER_FSDP2), 2, "accelerate"),
+    "accelerate": (Case("accelerate", ACCELERATE, BY_CONFIG), 1, "universal"),
+    "trainer-accelerate-stage3": (Case("deepspeed", TRAINER, BY_TRAINER, stage=1), 1, "universal"),
+    "accelerate-stage0": (Case("accelerate", ACCELERATE, BY_CONFIG, stage=2), 2, "universal"),
+    "trainer-fsdp2": (Case("deepspeed", TRAINER, BY_TRAINER), 1, "universal"),
+}
+
 
 def written_config(name: str, folder: Path, stage: int) -> Path:
     """A shipped configuration at ``stage`` and with Newton-Schulz in fp32, in ``folder``."""
@@ -105,27 +113,29 @@ def train(ranks: RankPool, case: Case, out: Path, *more: object, launched: bool)
         options += ["--model", model, *(["--deepspeed", config] if case.launcher == "deepspeed" else [])]
     arguments = [str(part) for part in [ROOT / "examples" / case.script, "--cpu", *options, *case.more, *more]]
     if launched:
-        return succeeds([sys.executable, "-m", *command_of(case, config), *arguments], ROOT, **HIDDEN)
+        command = command_of(case, config, ranks.world_size)
+        return succeeds([sys.executable, "-m", *command, *arguments], ROOT, **HIDDEN)
+    variables = variables_of(case, config, arguments, ranks.world_size)
     try:
-        return "".join(ranks.run(run_example, arguments, variables_of(case, config, arguments), config is not None))
+        return "".join(ranks.run(run_example, arguments, variables, config is not None))
     finally:
         ranks.close()
 
 
-def command_of(case: Case, config: Path | None) -> list[str]:
+def command_of(case: Case, config: Path | None, processes: int) -> list[str]:
     """The launcher's module, so that it is this interpreter's, and its options."""
     port = "--main_process_port" if case.launcher == "accelerate" else "--master_port"
     settings = FSDP2_SETTINGS if config is None else ROOT / "configs" / "accelerate_deepspeed.yaml"
-    of_accelerate = ["accelerate.commands.launch", "--config_file", settings, "--num_processes", 2]
+    of_accelerate = ["accelerate.commands.launch", "--config_file", settings, "--num_processes", processes]
     command = {
-        "deepspeed": ["deepspeed.launcher.runner", "--num_accelerators", 2],
-        "torchrun": ["torch.distributed.run", "--nproc_per_node", 2],
+        "deepspeed": ["deepspeed.launcher.runner", "--num_accelerators", processes],
+        "torchrun": ["torch.distributed.run", "--nproc_per_node", processes],
         "accelerate": [*of_accelerate, *(["--deepspeed_config_file", config] if config else [])],
     }[case.launcher]
     return [str(part) for part in [*command, port, free_port()]]
 
 
-def variables_of(case: Case, config: Path | None, arguments: list[str]) -> dict[str, str]:
+def variables_of(case: Case, config: Path | None, arguments: list[str], processes: int) -> dict[str, str]:
     """What a script learns from its launcher: of Accelerate's, what it gives to torch's."""
     found = {**HIDDEN, "MASTER_PORT": str(free_port())}
     if case.launcher == "accelerate":
@@ -134,7 +144,7 @@ def variables_of(case: Case, config: Path | None, arguments: list[str]) -> dict[
             assert [given.training_script, *given.training_script_args] == arguments
             found.update({key: value for key, value in os.environ.items() if before.get(key) != value})
 
-        _, *options = command_of(case, config)
+        _, *options = command_of(case, config, processes)
         before, given = dict(os.environ), launch_command_parser().parse_args([*options, *arguments])
         with mock.patch("torch.distributed.run.run", start), surroundings_kept():
             launch_command(given)
@@ -214,10 +224,11 @@ def reference(by_config: bool) -> Truth:
 
 @pytest.mark.parametrize("case", CASES)
 def test_trainer_equals_torch_optim_and_resumes(
-    request: pytest.FixtureRequest, ranks: RankPool, tmp_path: Path, case: str
+    request: pytest.FixtureRequest, rank_pools: dict[int, RankPool], tmp_path: Path, case: str
 ) -> None:
-    """A run routes matrices, equals torch.optim, and resumes exactly. Its last folder converts to the weights that the
-    run saved at its end, whatever the format between."""
+    """A run routes matrices, equals torch.optim, and resumes exactly; converted, on another engine, stage or number of
+    ranks too. Its last folder converts to the weights that the run saved at its end, whatever the format between."""
+    ranks = rank_pools[2]
     of, (out, again), full = CASES[case], (tmp_path / "whole", tmp_path / "resumed"), request.config.getoption("full")
     for folder in (out, again):
         folder.mkdir()
@@ -231,6 +242,14 @@ def test_trainer_equals_torch_optim_and_resumes(
     assert len(resumed) == STEPS - HALF and resumed == whole[HALF:]
     final = [(path / "model" / "model.safetensors").read_bytes() for path in (out, again)]
     assert final[0] == final[1]
+    if case in ELSEWHERE:
+        there, number, target = ELSEWHERE[case]
+        elsewhere, converted = tmp_path / "elsewhere", tmp_path / "converted"
+        elsewhere.mkdir()
+        assert lwopt("convert", out / f"checkpoint-{HALF}", converted, "--to", target).code == 0
+        more = ("--resume", converted, "--accumulation", 2 * ACCUMULATION // number)
+        train(rank_pools[number], there, elsewhere, *more, launched=full)
+        check_numbers(there, metrics(elsewhere), load_file(elsewhere / "model" / "model.safetensors"))
     kept = load_file(out / "model" / "model.safetensors")
     source = out / f"checkpoint-{STEPS}"
     for target in ("universal", "dcp", "safetensors"):
@@ -251,19 +270,19 @@ def check_routing(case: Case, output: str) -> None:
 
 
 def check_numbers(case: Case, rows: list[dict[str, Any]], ours: dict[str, Tensor]) -> None:
-    """Losses, gradient norms, rates and final weights."""
-    truth = reference(case.config == BY_CONFIG)
+    """Losses, gradient norms and rates of all steps or of the last ones, and final weights."""
+    truth, first = reference(case.config == BY_CONFIG), STEPS - len(rows)
     assert ours.keys() == truth.weights.keys()
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    assert first or rows[-1]["loss"] < rows[0]["loss"] - 0.1
     tokens, numel = 2 * ACCUMULATION * ROWS * CONTEXT, sum(true.numel() for true in truth.weights.values())
-    for row, loss, norm in zip(rows, truth.losses, truth.norms, strict=True):
+    for row, loss, norm in zip(rows, truth.losses[first:], truth.norms[first:], strict=True):
         assert row["loss"] == pytest.approx(loss, rel=rounding(tokens))
         assert row["grad_norm"] == pytest.approx(norm, rel=rounding(numel))
     if "lr" in rows[0]:
-        for row, expected in zip(rows, truth.rates, strict=True):
+        for row, expected in zip(rows, truth.rates[first:], strict=True):
             assert row["lr"] == pytest.approx(expected, rel=1e-12)
     else:  # under DeepSpeed, the Trainer logs the rate that comes next
-        logged = [matrix for matrix, _ in truth.rates[case.config is not None :]]
+        logged = [matrix for matrix, _ in truth.rates[first + (case.config is not None) :]]
         assert [row["learning_rate"] for row in rows[: len(logged)]] == pytest.approx(logged)
     for name, true in truth.weights.items():
         assert (ours[name] - true).norm() <= TOLERANCE * true.norm(), name

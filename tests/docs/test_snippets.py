@@ -22,6 +22,7 @@ SCRIPTS = {  # by the test that runs them
     "test_pages.py": {"train.py", "client.py", "fsdp2_train.py", "owned_train.py", "modules_train.py"}
     | {"move_a_run.py", "own_rule.py", "pipeline_train.py"},
     "test_checkpoint_docs.py": {"train.py", "load_fsdp2.py", "load_weights.py", "my_names.py"},
+    "test_second_day.py": {"second_day.py", "generate.py", "merge.py"},
     "peers/test_torchtitan.py": {"torchtitan"},
     "peers/test_emerging.py": {"emerging"},
     "peers/test_lightning.py": {"lightning_train.py"},
@@ -110,6 +111,29 @@ for cls, names in ((torch.optim.Muon, matrices), (torch.optim.AdamW, others)):
     named |= from_checkpoint(other.state_dict(), names, source=f"torch.optim.{cls.__name__}")
 """
 )
+OF_ADAMW = (
+    ENGINE
+    + """
+from deepspeed.utils import safe_get_full_fp32_param
+from tests.support.command_line import lwopt
+both = {"train_batch_size": 16, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+adamw, batch = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}, batch.bfloat16()
+engine, *_ = deepspeed.initialize(model=model, config={**both, "optimizer": adamw})
+for _ in range(3):
+    engine.backward(engine(batch).square().mean())
+    engine.step()
+engine.save_checkpoint("adamw")
+masters = {name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
+json.dump({**both, "optimizer": entry}, open("ds_config.json", "w"))
+assert lwopt("convert", "adamw", "masters", "--to", "universal").code == 0
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+"""
+)
+SAME_MASTERS = """
+for name, param in model.named_parameters():
+    found = safe_get_full_fp32_param(param)
+    assert torch.equal(found, masters[name]) and not torch.equal(found, found.bfloat16().float())
+"""
 HUGGING_FACE = f"""
 sys.path.append({str(ROOT / "examples")!r})
 from hugging_face import deepspeed_on_cpus_too
@@ -206,6 +230,7 @@ assert len(explain(attention)[0].matrices) == 3
     ),
     ("planning", 0): (ENGINE + MADE + "optimizer = LayerWiseOptimizer(nn.Linear(4, 4), lr=0.02, report=False)\n", ""),
     ("start/from_adamw", 0): (f"{PLAIN}args, kwargs = (batch,), {{}}\n", ""),
+    ("start/save_and_resume", 3): (OF_ADAMW, SAME_MASTERS),
     ("start/trainers", 0): (ENGINE + HUGGING_FACE, "assert args.deepspeed_plugin is not None"),
     ("start/trainers", 1): (PLAIN + FSDP2, TRAINER),
     ("start/trainers", 4): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lwopt_backend import LayerWiseOptimizer
+from tests.support.command_line import lwopt
 from tests.support.launcher import succeeds, torchrun
 from tests.support.pages import unpack_page
 from tests.support.zero import ADAMW, MUON, Reference, newton_schulz_in_float32
@@ -73,7 +74,7 @@ def strategy_of(kind: str) -> Any:
     return "auto" if kind == "owned" else OnCPUs(config={**config, "zero_allow_untested_optimizer": True})
 
 
-def fit(folder: Path, name: str, kind: str, resume: bool) -> list[float]:
+def fit(folder: Path, name: str, kind: str, resume: str | None, ranks: int) -> list[float]:
     """A run of Lightning's Trainer, on every rank; the losses of its steps over all ranks."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -106,7 +107,6 @@ def fit(folder: Path, name: str, kind: str, resume: bool) -> list[float]:
             return loss
 
     torch.set_num_threads(1)
-    ranks = 1 if kind == "owned" else 2
     deepspeed_zero.register()
     checkpoints = ModelCheckpoint(folder, filename=f"{name}-{{epoch}}", save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -121,7 +121,7 @@ def fit(folder: Path, name: str, kind: str, resume: bool) -> list[float]:
         **quiet,
     )
     module = Module()
-    path = str(folder / "whole-epoch=0.ckpt") if resume else None
+    path = str(folder / resume) if resume else None
     mine = Subset(Rows(), range(int(os.environ.get("RANK", 0)), HALF * ROWS, ranks))
     trainer.fit(module, DataLoader(mine, batch_size=ROWS // ranks), ckpt_path=path)
     return module.losses
@@ -130,15 +130,24 @@ def fit(folder: Path, name: str, kind: str, resume: bool) -> list[float]:
 @pytest.mark.parametrize("kind", ["fsdp2", "owned", "deepspeed", "entry"])
 def test_it_has_the_losses_of_torch_optim_and_resumes_with_them(tmp_path: Path, kind: str) -> None:
     """``deepspeed`` has the optimizer from ``configure_optimizers``, ``entry`` from DeepSpeed's configuration."""
-    found = {}
-    for name in ("whole", "resumed"):
+    found, saved = {}, "whole-epoch=0.ckpt"
+
+    def run(name: str, resume: str | None, ranks: int = 2) -> None:
         if kind == "owned":
-            found[name] = fit(tmp_path, name, kind, name == "resumed")
+            found[name] = fit(tmp_path, name, kind, resume, 1)
         else:
-            torchrun("-m", "tests.peers.test_lightning", tmp_path, name, kind)
+            given = (tmp_path, name, kind, resume or "", ranks)
+            torchrun("-m", "tests.peers.test_lightning", *given, processes=ranks)
             found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+
+    run("whole", None)
+    run("resumed", saved)
     assert found["whole"] == pytest.approx(by_torch(), rel=1e-5) and len(set(found["whole"])) == STEPS
     assert found["resumed"] == found["whole"][HALF:]
+    if kind in ("deepspeed", "entry"):  # on another number of ranks
+        assert lwopt("convert", tmp_path / saved, tmp_path / "moved.ckpt", "--to", "universal").code == 0
+        run("moved", "moved.ckpt", 1)
+        assert found["moved"] == pytest.approx(found["whole"][HALF:], rel=1e-5)
 
 
 def test_the_pages_script_trains(tmp_path: Path) -> None:
@@ -148,6 +157,6 @@ def test_the_pages_script_trains(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    losses = fit(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[2] == "resumed")
+    losses = fit(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] or None, int(sys.argv[5]))
     if dist.get_rank() == 0:
         Path(sys.argv[1], f"{sys.argv[2]}.json").write_text(json.dumps(losses))
