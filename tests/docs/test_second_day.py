@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lwopt_backend.checkpoint import formats
-from tests.docs.test_hugging_face import HIDDEN, ROOT, TOLERANCE, run_example
+from tests.docs.test_hugging_face import HIDDEN, TOLERANCE, run_example
 from tests.support.command_line import lwopt
-from tests.support.launcher import python, succeeds
+from tests.support.launcher import ROOT, python, succeeds
 from tests.support.pages import blocks
-from tests.support.ranks import RankPool, free_port
+from tests.support.ranks import RankFailed, RankPool, free_port
 
 sys.path.append(str(ROOT / "examples"))
 
@@ -83,6 +83,20 @@ def test_a_run_goes_on_as_it_would_have(walked: tuple[Path, dict[str, str]]) -> 
         for elsewhere in ("one_rank", "stage3"):
             assert logged(folder / elsewhere, key) == pytest.approx(whole, rel=TOLERANCE)
         assert logged(folder / "lora_one", key) == pytest.approx(logged(folder / "lora", key), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("number", "options"), [(1, []), (2, ["--stage", "3"])])
+def test_a_refusal_gives_the_pages_command(
+    walked: tuple[Path, dict[str, str]], rank_pools: dict[int, RankPool], number: int, options: list[str]
+) -> None:
+    """Fixed: What was done as it said ended in transformers' FileNotFoundError: trainer_state.json."""
+    folder, printed = walked
+    arguments = ["second_day.py", "refused", "--resume", "out/checkpoint-2", *options]
+    with pytest.raises(RankFailed) as refused:
+        rank_pools[number].run(run_there, str(folder), arguments, {**HIDDEN, "MASTER_PORT": str(free_port())})
+    rank_pools[number].close()
+    assert "lwopt convert SRC DST --to universal, and load DST" in str(refused.value)
+    assert "lwopt convert out/checkpoint-2 moved --to universal" in printed
 
 
 def test_an_export_has_the_weights_and_what_they_need(walked: tuple[Path, dict[str, str]]) -> None:

@@ -130,7 +130,7 @@ def fit(folder: Path, name: str, kind: str, resume: str | None, ranks: int) -> l
 @pytest.mark.parametrize("kind", ["fsdp2", "owned", "deepspeed", "entry"])
 def test_it_has_the_losses_of_torch_optim_and_resumes_with_them(tmp_path: Path, kind: str) -> None:
     """``deepspeed`` has the optimizer from ``configure_optimizers``, ``entry`` from DeepSpeed's configuration."""
-    found, saved = {}, "whole-epoch=0.ckpt"
+    found, saved = dict[str, list[float]](), "whole-epoch=0.ckpt"
 
     def run(name: str, resume: str | None, ranks: int = 2) -> None:
         if kind == "owned":
