@@ -147,6 +147,7 @@ class Judge(TorchDispatchMode):
         self.seen = {name: Seen(param.shape) for name, param in named.items()}
         self._named = {param.untyped_storage()._cdata: (name, param) for name, param in named.items()}
         self._origins: dict[int, Origin] = {}
+        self._settled = set[str]()
         self._numbers = torch.arange(1, LARGEST + 1, dtype=torch.int32, device="cpu")
         self._all = {param.untyped_storage()._cdata for param in model.parameters()}
 
@@ -193,7 +194,11 @@ class Judge(TorchDispatchMode):
         origin = self._known(tensor)
         if origin is None or tensor.numel() > LARGEST:
             return {}
-        seen = {name: [_seen_as(tensor, one) for one in planes] for name, planes in _at(origin, tensor).items()}
+        seen = {
+            name: [_seen_as(tensor, one) for one in planes]
+            for name, planes in _at(origin, tensor).items()
+            if name not in self._settled
+        }
         kept = {name: [one for one in planes if bool(one.any())] for name, planes in seen.items()}
         return {name: planes for name, planes in kept.items() if planes}
 
@@ -573,6 +578,15 @@ class Judge(TorchDispatchMode):
                     numbers = numbers.amax(axis, keepdim=True)
             for one in numbers.unbind(1) if by_slice else [numbers]:
                 self.seen[name].taken |= {*_one_matrix(one.reshape(len(planes), -1))}
+            self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        """Follow a weight no further of which one operation took all outputs: whatever follows, it is one matrix."""
+        seen = self.seen[name]
+        if len(seen.shape) == 2 and len(seen.blocks) == 1:
+            outputs = len(next(iter(seen.blocks.values())))
+            if outputs in seen.shape and any(len(one) == outputs for one in seen.taken):
+                self._settled.add(name)
 
 
 def judged(model: nn.Module, args: Any, kwargs: Any) -> Judge:

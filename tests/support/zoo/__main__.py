@@ -8,6 +8,8 @@ they are told, and by what the judge says, with the false cuts apart. Fails wher
 counted: a run that was ended is continued so. ``--trace`` prints where building stopped.
 """
 
+import gc
+import importlib
 import json
 import multiprocessing
 import resource
@@ -32,7 +34,8 @@ from tests.support.zoo.compare import Verdict, ran, verdicts
 from tests.support.zoo.libraries import LIBRARIES, Family, shortened
 
 GIBIBYTES = 8  # of one family, beyond the libraries
-SECONDS = 600  # of a CPU
+SECONDS = 300  # of a CPU
+SHARED = ("torch._dynamo", "transformers.modeling_utils", "transformers.masking_utils", "transformers.generation")
 # Cuts that the judge does not see, by family and the end of a weight's name, and why each is right
 ARGUED = {
     ("transformers.falcon", "query_key_value.weight"): "71 heads of queries, a head of keys and one of values",
@@ -101,7 +104,7 @@ def outcome(family: Family) -> Outcome:
     """Of one family; its process may end in any way."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    child = fork.Process(target=limited, args=(family, sender))
+    child = fork.Process(target=limited, args=(family, sender), daemon=True)  # ends with this one
     child.start()
     sender.close()
     try:
@@ -122,6 +125,9 @@ def warmed() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
         judged(Family("", lambda: model, lambda _: ((torch.zeros(2, 4),), {})))
+    for name in SHARED:
+        importlib.import_module(name)
+    gc.freeze()  # so that no collection copies the memory that forks share
 
 
 def outcomes(wanted: list[str], log: Path | None) -> Iterator[Outcome]:
@@ -150,6 +156,7 @@ def outcomes(wanted: list[str], log: Path | None) -> Iterator[Outcome]:
 def main() -> None:
     vision_operators.load()
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     wanted = [word for word in sys.argv[1:] if not word.startswith("--")]
     log = next((Path(word.partition("=")[2]) for word in sys.argv[1:] if word.startswith("--json=")), None)
     found = list[Outcome]()
