@@ -286,7 +286,7 @@ def _asked_for(given: Given, failure: Failure, images: Sequence[int]) -> Iterato
     for (ours, names), (theirs, _) in product(failure.operands, failure.operands):
         for have, want in dict.fromkeys(_unequal(failure.packet, ours, theirs)):
             for name in names:
-                yield from _resized(given, name, have, want)
+                yield from _resized(given, name, have, want, batched=failure.packet is aten.convolution)
 
 
 BEYOND = re.compile(r"index (\d) is out of bounds for dimension 0 with size (\d+)")
@@ -317,13 +317,16 @@ def _unequal(packet: Any, ours: Sequence[int], theirs: Sequence[int]) -> Iterato
             yield have, want
 
 
-def _resized(given: Given, name: str, have: int, want: int) -> Iterator[Given]:
-    """An argument, or the members of a pair, with ``want`` in place of one dimension of ``have``."""
+def _resized(given: Given, name: str, have: int, want: int, batched: bool) -> Iterator[Given]:
+    """An argument, or the members of a pair, with ``want`` in place of one dimension of ``have``.
+
+    Not of the first of three or more, if it is ``batched``: a convolution would take one image for a batch of channels.
+    """
     old = given.by_name.get(name)
     several = isinstance(old, (list, tuple)) and bool(old) and all(isinstance(each, Empty) for each in old)
     of: Any = old[0] if several else old  # type: ignore[index]
     for dim, size in enumerate(of.shape) if isinstance(of, Empty) and have != want else ():
-        if size == have:
+        if size == have and not (batched and dim == 0 and len(of.shape) > 2):
             made = replace(of, shape=(*of.shape[:dim], want, *of.shape[dim + 1 :]))
             yield given.changed(name, type(old)(made for _ in old) if several else made)  # type: ignore[misc,union-attr]
 

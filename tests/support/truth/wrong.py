@@ -3,11 +3,7 @@
 By the reason, and by the model, the names of weights, as globs.
 """
 
-WITHOUT_EXAMPLE: dict[str, dict[str, str]] = {
-    "a guess at a picture so small that one place stands for all": {
-        "strangers.Capsules": "routes",
-    },
-}
+WITHOUT_EXAMPLE: dict[str, dict[str, str]] = {}
 
 WITH_EXAMPLE: dict[str, dict[str, str]] = {
     "a stack of kernels by head": {
