@@ -64,9 +64,10 @@ class FirstPass:
         different = [*_different(self._grouping, seen)]
         if different:
             names = [name for name, _, _ in different]
+            count = "1 weight is used" if len(different) == 1 else f"{len(different)} weights are used"
             shown = "; ".join(f"{name!r} is {ours}, and used as {theirs}" for name, ours, theirs in different[:SHOWN])
             warn(
-                f"The first training pass shows that {len(different)} weights are used otherwise than planned, "
+                f"The first training pass shows that {count} otherwise than planned, "
                 f"{named(names)}: {shown}. They train as planned. Pass example=(args, kwargs), with such arguments, to "
                 "plan by them, or name these weights in the options include, exclude or atoms"
             )
