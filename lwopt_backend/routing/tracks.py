@@ -199,8 +199,7 @@ class Tracks:
             for source, flat in found.items():
                 numbers = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
                 for dim in range(numbers.ndim):
-                    only = numbers.narrow(dim, 0, min(1, numbers.shape[dim]))
-                    numbers = only if bool((numbers == only).all()) else numbers
+                    numbers = _once_along(numbers, dim)
                 if outputs := outputs_of(numbers, self.counts[source]):
                     tracks[source] = (Track(numbers, outputs),)
             value.read = self._writes, tracks
@@ -241,8 +240,9 @@ class Tracks:
                 stored[source] = torch.full((size,), -1, dtype=torch.int32, device="cpu")
             place = stored[source].as_strided(target.shape, target.stride(), target.storage_offset())
             for track in some:
-                numbers = spread(track.numbers, target.shape).expand(target.shape)
-                place.copy_(torch.where(numbers >= 0, numbers, place))
+                numbers = spread(track.numbers, target.shape)
+                every_one = bool((numbers >= 0).all())
+                place.copy_(numbers if every_one else torch.where(numbers >= 0, numbers, place))
         self._alive.append(target)
         self._writes += 1
 
@@ -321,6 +321,14 @@ def _places(number: int, weight: Tensor) -> Iterator[tuple[Source, Tensor]]:
     if weight.ndim > 2:
         slices = torch.arange(math.prod(shape[:-2]), dtype=torch.int32, device="cpu")
         yield (number, SLICES), slices.view(*shape[:-2], 1, 1)
+
+
+def _once_along(numbers: Tensor, dim: int) -> Tensor:
+    """With one place along a dimension along which they do not change; two places tell most that they do."""
+    if numbers.shape[dim] < 2 or not torch.equal(numbers.select(dim, 0), numbers.select(dim, -1)):
+        return numbers
+    only = numbers.narrow(dim, 0, 1)
+    return only if bool((numbers == only).all()) else numbers
 
 
 def _one_run(members: Sequence[Tensor], axis: int | None, count: int) -> tuple[int, int]:
