@@ -108,8 +108,12 @@ class Given:
         return [made.pop(name) for name in self.first], made, whose, constant
 
     def filled(self, other: Given) -> Given:
-        """With the values of another where this one has None."""
-        missing = {name: value for name, value in other.by_name.items() if self.by_name.get(name, value) is None}
+        """With the values of another where this one has None, other than rotations, of which there may be none."""
+        missing = {
+            name: value
+            for name, value in other.by_name.items()
+            if self.by_name.get(name, value) is None and not any(word in name for word in ROTATIONS)
+        }
         return replace(self, by_name={**self.by_name, **missing}) if missing else self
 
     def changed(self, name: str, value: Any) -> Given:
@@ -140,7 +144,8 @@ def likely(module: nn.Module, params: Sequence[inspect.Parameter], width: int) -
     full, one, half = (Empty((1, TOKENS, n), data=False) for n in (size, 1, size // 2))
     pairs = [(each, each) for each in (full, one, half)]
     flat, half_flat = (Empty((TOKENS, n), data=False) for n in (size, size // 2))
-    rotations: list[Any] = [*pairs, one, half_flat, (flat, flat), None] if turning else [None]
+    matrices = Empty((1, 1, 1, 1, 2, 2), data=False)  # of two numbers each, as Flux has them
+    rotations: list[Any] = [*pairs, one, half_flat, (flat, flat), None, matrices] if turning else [None]
     optional = any(is_input(each) and each.default is None for each in params[1:])
     rows = {(1, len(param)) for param in module._parameters.values() if param is not None and param.ndim == 2}
     leads = [(1, TOKENS), (TOKENS,), (1, TOKENS, TOKENS), (1, MANY), *sorted(rows)]

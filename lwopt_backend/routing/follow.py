@@ -84,7 +84,7 @@ class Follow(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = Tracks(weights, linears)
         self.steps = 0  # operations on what is followed
-        self.operations = 0
+        self.operations = self.computations = 0  # the latter are no views, of which more dimensions take more
         self.returned_heads = self.consumed = 0  # weights, a bit each
         self.reads = False  # whether an argument is looked up in an embedding, or goes through a convolution first
         self._packet: Any = None  # the last operation, if it failed
@@ -147,6 +147,7 @@ class Follow(TorchDispatchMode):
         self._packet, self._last = func.overloadpacket, given
         result = without_data(func, args, kwargs)
         self.operations += 1
+        self.computations += not (is_view(func) or self._packet in RESHAPES)
         self._packet = None
         if known or (self.known.stored and any(self.known.key(tensor) in self.known.stored for tensor in given)):
             with torch._C.DisableTorchFunction():

@@ -206,7 +206,8 @@ def _looks_fused(held: Held, around: nn.Module, sizes: Sizes, inputs_in: Inputs)
 
 
 def _without_heads(parts: Sequence[Outputs], ends: Ends) -> list[Outputs]:
-    """The parts, as one those that the forward takes from one variable, without names: heads in a loop."""
+    """The parts, as one those that the forward takes from one variable, without names and not paired with each other:
+    heads in a loop."""
     found = [*parts]
     for outputs in ends.names.values():
         within = [part for part in found if part != outputs and part & outputs == part]
@@ -214,6 +215,7 @@ def _without_heads(parts: Sequence[Outputs], ends: Ends) -> list[Outputs]:
         for part in within:
             together |= part
         alike = len({part.bit_count() for part in within}) == 1 and together == outputs
+        alike = alike and not any((one | other) & outputs == one | other for one, other in ends.apart)
         if alike and outputs.bit_count() < ends.count and not any(_name(part, ends) for part in within):
             found = sorted([*(part for part in found if part not in within), outputs], key=first_of)
     return found

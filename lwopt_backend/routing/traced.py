@@ -43,9 +43,10 @@ class Run:
     ``ends`` are those of outputs, by number and dimension, ``steps`` the operations on them, ``divided`` how many
     weights have parts. ``uses`` are those of ``is_bare`` modules' parameters. ``heads`` are weights whose outputs were
     returned, and that nothing else reads. ``convolved`` are those of convolutions, with their groups, and whether they
-    are transposed. ``reads``: an argument is looked up in an embedding, or goes through a convolution first. ``where``
-    is the class of the module in which the forward failed, ``line`` where in the run module's own code. ``cost`` are
-    the operations of all runs that looked for its arguments.
+    are transposed. ``reads``: an argument is looked up in an embedding, or goes through a convolution first.
+    ``computations`` are the operations that are no views. ``where`` is the class of the module in which the forward
+    failed, ``line`` where in the run module's own code. ``cost`` are the operations of all runs that looked for its
+    arguments.
     """
 
     ends: Mapping[tuple[int, int], Ends]
@@ -58,6 +59,7 @@ class Run:
     convolved: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
     reads: bool = False
     operations: int = 0
+    computations: int = 0
     where: str = ""
     line: int = 0
     cost: int = 0
@@ -71,7 +73,7 @@ class Run:
 
     @property
     def rank(self) -> tuple[bool, int, int, int]:
-        return self.is_whole, self.divided, self.operations, self.line
+        return self.is_whole, self.divided, self.computations, self.line
 
     @property
     def is_whole(self) -> bool:
@@ -296,6 +298,7 @@ def _seen(follow: Follow, of_all: Sequence[int], error: Exception | None, where:
         spread(known.convolved),
         follow.reads,
         follow.operations,
+        follow.computations,
         where,
         line,
     )

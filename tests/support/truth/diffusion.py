@@ -590,3 +590,48 @@ class LongSkips(nn.Module):
         x = self.skip_linear(torch.cat([x, skip], -1))
         x = x + self.b(F.layer_norm(x, (WIDTH,)))
         return unpatchify(self.unfold(F.layer_norm(x, (WIDTH,))[:, 1:]))
+
+
+@case(
+    {
+        **{"fold.weight": "oi", "block.six.1.weight": "oi/6", "block.?.weight": "oi", "block.mlp.fc?.weight": "oi"},
+        **{"unfold.weight": "head"},
+    },
+    LATENT,
+    TIMES,
+)
+class TwoSteps(nn.Module):
+    """Kandinsky: the modulation is divided into two, and each half into three; queries and keys are turned by matrices.
+
+    The block does without the matrices, but its caller gives them.
+    """
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.six = nn.Sequential(nn.SiLU(), nn.Linear(10, 6 * WIDTH))
+            self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+            self.mlp = Mlp()
+
+        def forward(self, x: Tensor, when: Tensor, rope: Tensor) -> Tensor:
+            of_attention, of_mlp = self.six(when).unsqueeze(1).chunk(2, -1)
+            shift, scale, gate = of_attention.chunk(3, -1)
+            y = F.layer_norm(x, (WIDTH,)) * (1 + scale) + shift
+            q, k = (self._turned(linear(y), rope) for linear in (self.q, self.k))
+            x = x + gate * self.o(attend(q, k, self.v(y)))
+            shift, scale, gate = of_mlp.chunk(3, -1)
+            return x + gate * self.mlp(F.layer_norm(x, (WIDTH,)) * (1 + scale) + shift)
+
+        def _turned(self, x: Tensor, rope: Tensor) -> Tensor:
+            pairs = x.unflatten(-1, (4, -1, 1, 2))
+            return (rope * pairs).sum(-1).flatten(-3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fold, self.block, self.unfold = nn.Linear(16, WIDTH), self.Block(), nn.Linear(WIDTH, 16)
+
+    def forward(self, latent: Tensor, t: Tensor) -> Tensor:
+        angles = torch.arange(16.0)[:, None] * torch.tensor([1.0, 0.1, 0.01])
+        rope = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).view(16, 1, 3, 2, 2)
+        x = self.block(self.fold(F.unfold(latent, 2, stride=2).mT), waves(t, 10), rope.to(latent.device))
+        return unpatchify(self.unfold(F.layer_norm(x, (WIDTH,))))

@@ -293,6 +293,7 @@ def _known(model: nn.Module, config: Any) -> Candidates:
         "added_cond_kwargs": [
             lambda: {"resolution": None, "aspect_ratio": None},
             lambda: {"text_embeds": zeros(1, 1280)(), "time_ids": zeros(1, 6)()},
+            lambda: {"resolution": zeros(1, 2)(), "aspect_ratio": zeros(1, 1)()},
         ],
         "added_time_ids": [zeros(1, 3)],
         "sample_posterior": [lambda: False],
