@@ -34,7 +34,7 @@ from tests.support.zoo.compare import Verdict, ran, verdicts
 from tests.support.zoo.libraries import LIBRARIES, Family, shortened
 
 GIBIBYTES = 8  # of one family, beyond the libraries
-SECONDS = 300  # of a CPU
+SECONDS = 120  # of a CPU
 SHARED = ("torch._dynamo", "transformers.modeling_utils", "transformers.masking_utils", "transformers.generation")
 # Cuts that the judge does not see, by family and the end of a weight's name, and why each is right
 ARGUED = {
