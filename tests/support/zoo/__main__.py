@@ -39,9 +39,10 @@ SHARED = ("torch._dynamo", "transformers.modeling_utils", "transformers.masking_
 # Cuts that the judge does not see, by family and the end of a weight's name, and why each is right
 ARGUED = {
     ("transformers.falcon", "query_key_value.weight"): "71 heads of queries, a head of keys and one of values",
-    ("transformers.focalnet", "projection_in.weight"): "queries, context, and gates, each of which is one row",
-    ("transformers.embedding_gemma2", "per_layer_model_projection.weight"): "every layer takes its own outputs",
-    ("transformers.embedding_gemma2_text", "per_layer_model_projection.weight"): "every layer takes its own outputs",
+    ("transformers.focalnet", "projection_in.weight"): "queries, the context that they are multiplied with, and the "
+    "weights of levels, which are one small matrix, as a router's",
+    ("transformers", "per_layer_model_projection.weight"): "Gemma: the norm is of each layer's outputs by themselves, "
+    "and no layer takes another's",
     ("diffusers.Flux2Transformer2DModel", "to_qkv_mlp_proj.weight"): "values and an MLP's outputs, side by side",
 }
 
