@@ -181,6 +181,8 @@ class Follow(TorchDispatchMode):
         elif packet in RESHAPES and not isinstance(args[1], torch.dtype):
             old, new = args[0].shape, result.shape
             self.known.carry(args[0], [result], lambda numbers: [reshaped(numbers, old, new)], same=True)
+        elif packet in (aten.squeeze_, aten.unsqueeze_):  # as a linear does with one row of inputs
+            steps.in_place(self.known, func, args, result)
         elif packet in COPIES:
             self.known.carry(args[0], made[:1], lambda numbers: [numbers], same=True)
         elif packet in MOVES:

@@ -23,6 +23,18 @@ def view(known: Tracks, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor
     known.carry(args[0], made, move, same=func.overloadpacket in moves)
 
 
+def in_place(known: Tracks, func: Any, args: Any, result: Tensor) -> None:
+    """A tensor that has one dimension fewer or more from now on; the shape that it had is that of its numbers."""
+    view_of = getattr(getattr(aten, func.overloadpacket.__name__.removesuffix("_")), func._overloadname)
+
+    def move(numbers: Tensor) -> list[Tensor | None]:
+        if numbers.ndim == result.ndim:  # there was nothing to squeeze
+            return [numbers]
+        return [view_of(numbers, *args[1:]) if len(args) > 1 else None]
+
+    known.carry(args[0], [result], move, same=True)
+
+
 def as_complex(known: Tracks, tensor: Tensor, result: Tensor) -> None:
     """Real and imaginary parts are one plane, of which the first has the number."""
     for source, tracks in known.of(tensor).items():

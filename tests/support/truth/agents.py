@@ -287,3 +287,16 @@ class World(nn.Module):
             apart.append(((std / prior_std).square() + ((mean - prior_mean) / prior_std).square()).sum(-1))
             made.append(self.decode(torch.cat([h, z], -1)))
         return torch.stack(made, 1), torch.stack(apart).mean()
+
+
+@case({"see.weight": "oi", "gated.weight": "oi/2", "act.weight": "head"}, torch.zeros(11))
+class Lone(nn.Module):
+    """Acts on one observation, without a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see, self.gated, self.act = nn.Linear(11, 16), nn.Linear(16, 24), nn.Linear(12, 4)
+
+    def forward(self, state: Tensor) -> Tensor:
+        gate, value = self.gated(self.see(state).tanh()).unflatten(0, (2, 12)).unbind()
+        return self.act(gate.sigmoid() * value)
