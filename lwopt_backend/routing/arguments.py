@@ -275,6 +275,12 @@ def _asked_for(given: Given, failure: Failure, images: Sequence[int]) -> Iterato
             yield from _as_a_part(given, name, have, want)
         for name in failure.operands[-1][1]:
             yield from _as_a_part(given, name, want, have)
+    if "used as indices" in str(failure.error):  # rows of a table, table[ids]
+        for name in failure.names or given.by_name:
+            old = given.by_name.get(name)
+            if isinstance(old, Empty) and old.data and old.dtype is None:
+                for shape in ((1, TOKENS), (1,), old.shape[:-1]):
+                    yield given.changed(name, Empty(shape, torch.int64))
     for name in failure.names:
         old = given.by_name.get(name)
         if isinstance(old, Empty) and len(old.shape) > 3 and len({*old.shape[2:]}) == 1:  # an image

@@ -260,7 +260,7 @@ def _by_use(
     ``MULTIPLIED`` in their names.
     """
     params, found = dict(named_parameters(model)), []
-    unclear = []
+    unclear, by_name = [], []
     for route in routes:
         same = uses[id(params[route.name])]
         is_set = atoms is not None and atoms.of(route.names) is not None and len(route.shape) > 2
@@ -269,6 +269,8 @@ def _by_use(
             continue
         used = use_of(shown, [use.holder for use in same], params[route.name], route.shape)
         if used is None and len(route.shape) == 2 and MULTIPLIED.search(_own_name(route.name)):
+            if atoms is None or atoms.of(route.names) is None:
+                by_name.append(route.name)
             found.append(replace(route, truth="name"))
         elif used is None:
             if not route.stack:
@@ -282,6 +284,12 @@ def _by_use(
             "as most such parameters are tables. Name those that are matrices in the option include, stacks of "
             "matrices as 'stack' in atoms, the others in exclude; an example of the model's arguments, "
             "example=(args, kwargs), may show it"
+        )
+    if by_name:
+        warn(
+            f"No forward showed how these weights are multiplied: {named(by_name)}. By their names each is one matrix, "
+            "of (outputs, inputs). An example of the model's arguments, example=(args, kwargs), may show it. Otherwise "
+            f"set the option atoms: {{{named(by_name[:1])}: 'whole'}}, or {{'stored': 'inputs_first'}} for 'whole'"
         )
     return found
 

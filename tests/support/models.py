@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.routing.output_heads import output_heads
 from lwopt_backend.routing.routing import Route, check_all_globs, full_shape, routes_of
 from lwopt_backend.routing.shown import Shown
@@ -91,9 +92,11 @@ def rounding(terms: int, dtype: torch.dtype = torch.float32) -> float:
 NORM_ROUNDING = rounding(8_000)  # of the norm of all gradients of a model here, summed in fp32
 
 
-def routed(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Route]:
+def routed(
+    model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = (), atoms: AtomSettings | None = None
+) -> list[Route]:
     """The routes of a whole model, all of whose parameters are given to the optimizer."""
     shown = Shown(model, full_shape)
-    routes = routes_of(model, include, exclude, output_heads(model, shown=shown).found, shown=shown)
+    routes = routes_of(model, include, exclude, output_heads(model, shown=shown).found, atoms, shown=shown)
     check_all_globs(include, exclude, routes)
     return routes

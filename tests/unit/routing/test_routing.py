@@ -1,6 +1,7 @@
 """Which parameters go to the matrix rule and why: of models people train, of those that PEFT wrapped, and by name."""
 
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
+from lwopt_backend.config.atoms import AtomSettings
 from lwopt_backend.engines.report import routing_headline
 from lwopt_backend.integrations import fsdp2
 from lwopt_backend.plan.atoms import Block, Stripes
@@ -258,14 +260,21 @@ def test_own_parameter_is_a_matrix_if_multiplied(use: str) -> None:
 
 
 def test_parameters_of_unknown_use_are_elementwise() -> None:
-    """Parameters whose use nothing shows are named, and element-wise."""
+    """Parameters whose use nothing shows are named, and element-wise; or matrices by their names, and named as well."""
     model = nn.ModuleList([Uses(a_failure), Uses(a_failure), Uses(a_failure, "in_proj"), Uses(a_failure, "w1")])
-    with pytest.warns(UserWarning, match=r"No forward showed what these parameters are for: '0.table', '1.table'"):
+    by_name = r"No forward showed how these weights are multiplied: '2.in_proj', '3.w1'\. .*'2.in_proj': 'whole'"
+    with (
+        pytest.warns(UserWarning, match=r"No forward showed what these parameters are for: '0.table', '1.table'"),
+        pytest.warns(UserWarning, match=by_name),
+    ):
         routes = routes_of(model)
     reasons = {name: route.reason for name, route in routes.items() if name[2:] in ("table", "in_proj", "w1")}
     unclear = "2-D, but nothing shows that it is multiplied"
     assert reasons == {"0.table": unclear, "1.table": unclear, "2.in_proj": "2-D weight", "3.w1": "2-D weight"}
-    asked = routes_of(model, include=["0.table"], exclude=["1.table"])
+    ends_it = AtomSettings.parse({"2.in_proj": "whole", "3.w1": {"stored": "inputs_first"}})
+    with warnings.catch_warnings(action="error"):
+        asked = routes_of(model, include=["0.table"], exclude=["1.table"], atoms=ends_it)
+    assert asked["3.w1"].transposed and not asked["2.in_proj"].transposed
     assert [asked[f"{n}.table"].kind for n in (0, 1)] == ["matrix", "elementwise"]
 
 
