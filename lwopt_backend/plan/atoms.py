@@ -139,22 +139,21 @@ class Grid:
 
         Dimensions of size 1 allow several numbers; returns the largest, which flattens the fewest dimensions.
         """
-        for lead in reversed(range(len(shape) - 1)):
-            if Grid.of(shape, lead) == self:
-                return lead
-        self.in_rows(shape)
-        return 0
+        return self.in_rows(shape)[0]
 
-    def in_rows(self, shape: Sequence[int]) -> int:
-        """The number of dimensions of ``shape`` that are flattened into rows: one, or several of a kernel by head.
+    def in_rows(self, shape: Sequence[int]) -> tuple[int, int]:
+        """How many dimensions of ``shape`` are slices, and how many after them are flattened into rows: one, or several
+        of a kernel by head.
 
         Raises ValueError for the shape of a different grid.
         """
-        if any(Grid.of(shape, lead) == self for lead in range(len(shape) - 1)):
-            return 1
-        for count in range(2, len(shape)):
-            if self == Grid(1, math.prod(shape[:count]), math.prod(shape[count:])):
-                return count
+        for lead in reversed(range(len(shape) - 1)):
+            if Grid.of(shape, lead) == self:
+                return lead, 1
+        for lead in range(len(shape) - 2):
+            for stop in range(lead + 2, len(shape)):
+                if self == Grid(*map(math.prod, (shape[:lead], shape[lead:stop], shape[stop:]))):
+                    return lead, stop - lead
         raise ValueError(f"a parameter of shape {tuple(shape)} is not {self}")
 
     @property

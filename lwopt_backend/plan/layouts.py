@@ -171,17 +171,19 @@ def _in_rows(
     block: Block, shape: Sequence[int], box: Sequence[Span], strides: Sequence[int]
 ) -> tuple[Sequence[int], Sequence[Span], Sequence[int]]:
     """The shape, the box and the strides with one dimension for those that are flattened into rows."""
-    count = block.grid.in_rows(shape)
+    lead, count = block.grid.in_rows(shape)
     if count == 1:
         return shape, box, strides
-    inner = math.prod(shape[1:count])
-    (begin, size), others = box[0], box[1:count]
-    if size and any(span != (0, full) for span, full in zip(others, shape[1:count])):
+    stop = lead + count
+    inner = math.prod(shape[lead + 1 : stop])
+    (begin, size), others = box[lead], box[lead + 1 : stop]
+    if size and any(span != (0, full) for span, full in zip(others, shape[lead + 1 : stop])):
         raise ValueError(f"the part {box} cuts a dimension flattened into rows, and only the first may be cut")
-    if strides and size > 1 and any(strides[i] != shape[i + 1] * strides[i + 1] for i in range(count - 1)):
+    if strides and size > 1 and any(strides[i] != shape[i + 1] * strides[i + 1] for i in range(lead, stop - 1)):
         raise ValueError(f"the part {box} has strides {strides}, and the rows of {block} are not evenly apart in it")
     rows = begin * inner, size * inner
-    return (math.prod(shape[:count]), *shape[count:]), (rows, *box[count:]), strides[count - 1 :]
+    flat = *shape[:lead], math.prod(shape[lead:stop]), *shape[stop:]
+    return flat, (*box[:lead], rows, *box[stop:]), (*strides[:lead], *strides[stop - 1 :])
 
 
 def _flattened(block: Block, sizes: Sequence[int], box: Sequence[Span]) -> Span:

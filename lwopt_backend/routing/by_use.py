@@ -19,7 +19,9 @@ from torch import Tensor
 
 from lwopt_backend.plan.atoms import Grid
 from lwopt_backend.routing.convolutions import Convolution, of_sight
+from lwopt_backend.routing.parts import partition
 from lwopt_backend.routing.shown import Shown, Sight, Truth
+from lwopt_backend.routing.tracks import LEADS
 
 Shape = Sequence[int]
 
@@ -61,6 +63,8 @@ def _solid(sight: Sight, shape: Shape) -> Used | None:
     if (convolution := of_sight(sight)) is not None:
         return Used(sight.truth, convolution=convolution)
     use = sight.slices
+    if use is not None and len(use.dims) == 1 and len(shape) > 3 and (found := _kernels(sight, shape, *use.dims)):
+        return found
     if sight.is_added and not (use is not None and use.taken):
         return Used(sight.truth, table=True)
     if use is None or use.mixed:
@@ -68,6 +72,20 @@ def _solid(sight: Sight, shape: Shape) -> Used | None:
     if use.taken:
         return Used(sight.truth, transposed=sight.transposed, stack=True)
     return _kernel(sight, shape, use.ways)
+
+
+def _kernels(sight: Sight, shape: Shape, dims: str) -> Used | None:
+    """A stack of kernels by head, such as (experts, inputs, heads, size): each step takes one, or what one made."""
+    lead = len(dims) - len(dims.lstrip("e"))
+    if not lead and dims[0] == "o" and (ends := sight.run.ends.get((sight.number, LEADS))) is not None:
+        apart = partition(ends).parts  # all in one product, whose outputs are then taken apart
+        lead = int(len(apart) == shape[0] > 1)
+    kernel = dims[lead:]
+    stop = len(dims) - len(kernel.lstrip(kernel[:1]))
+    if not lead or len(kernel) < 3 or {kernel[0], dims[-1]} != {"o", "i"} or len({*dims[stop:]}) != 1:
+        return None
+    grid = Grid(*map(math.prod, (shape[:lead], shape[lead:stop], shape[stop:])))
+    return Used(sight.truth, transposed=kernel[0] == "i", grid=grid)
 
 
 def _kernel(sight: Sight, shape: Shape, ways: set[tuple[bool, bool, bool]]) -> Used | None:

@@ -13,6 +13,7 @@ from lwopt_backend.routing.numbered import LARGEST, changes_along, every, output
 from lwopt_backend.routing.tracks import (
     CHANNELS,
     KERNEL,
+    LEADS,
     MIXED,
     SLICES,
     End,
@@ -112,6 +113,9 @@ def _note_slices(
     known: Tracks, number: int, roles_of: Mapping[int, set[str]], value: Value, at: Callable[[Tensor], Tensor]
 ) -> None:
     use = known.slices.setdefault(number, Slices())
+    if LEADS in roles_of:
+        leads = sorted(dim for dim in roles_of if dim >= LEADS)
+        use.dims.add("".join(_letter(roles_of[dim], at(value.weight[number, dim])) for dim in (*leads, 2, 1)))
     if value.looked_up:  # slices that an index chose
         use.taken = True
         return
@@ -134,6 +138,11 @@ def _note_slices(
             use.rows[outputs_of(some, known.counts[number, 2]), "c" in roles] = None
     elif rows.numel() < known.counts[number, 2]:
         use.rows[outputs_of(rows, known.counts[number, 2]), "c" in roles] = None
+
+
+def _letter(roles: set[str], numbers: Tensor) -> str:
+    """How a product takes a dimension of a weight; one of size one, or of which it has one index, is the first's."""
+    return {"b": "e", "k": "o", "c": "i"}.get("".join(roles), "?") if numbers.numel() > 1 else "e"
 
 
 def _contract(

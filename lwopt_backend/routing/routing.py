@@ -324,7 +324,8 @@ def _as_used(route: Route, used: Used, flatten: bool) -> Route:
         return replace(route, stack=True, transposed=transposed, truth=truth).as_stack("matrices")
     if used.grid is None or (one := vector((used.grid.rows, used.grid.columns))) is not None:
         return route if used.grid is None else replace(route, reason=one or "", truth=truth)
-    reason = f"{len(route.shape)}-D weight of one matrix"
+    slices = used.grid.slices
+    reason = f"{slices} stacked kernels" if slices > 1 else f"{len(route.shape)}-D weight of one matrix"
     return replace(route, kind="matrix", reason=reason, stack=False, transposed=transposed, grid=used.grid, truth=truth)
 
 

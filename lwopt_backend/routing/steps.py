@@ -202,11 +202,11 @@ def look_up(known: Tracks, packet: Any, args: Any, result: Tensor) -> None:
     move = looked_up(packet, args, result)
     if value is not None and value.weight:
         known.note(tensor, "added")
-        if move is None or len(value.weight) != 3:
+        if move is None or len(value.weight) < 3:
             return
         for source, numbers in value.weight.items():
             there = move(numbers)
-            if there is not None and source[1] != SLICES:
+            if there is not None and source[1] < SLICES:
                 known.values[id(result)].weight[source] = there
                 known.values[id(result)].looked_up = True
     found: dict[Source, list[Track]] = {}

@@ -16,9 +16,9 @@ from lwopt_backend.routing.numbered import LARGEST, Outputs, every, outputs_of, 
 
 # A weight's number, and what is followed: its rows or columns (dimension 2 or 1, from the end), one of which are its
 # outputs; the slices of a stack; the outputs of a kernel of several dimensions, numbered as they are stored; the
-# channels that a convolution makes.
+# channels that a convolution makes; each leading dimension of several by itself, from LEADS on.
 Source = tuple[int, int]
-SLICES, KERNEL, CHANNELS = 3, 4, 0
+SLICES, KERNEL, CHANNELS, LEADS = 3, 4, 0, 5
 Use = Literal["multiplied", "added", "lost"]  # of a weight that no linear has: the last by an unknown operation
 ACTIVATED, MIXED, SCALED = 1, 2, 4  # how outputs were treated: by an activation, attention, data
 
@@ -146,11 +146,13 @@ class Slices:
     ``taken``: by one, or slice by slice, by a product or by a further step on what one made. ``ways`` are the other
     ways of products: whether slices, rows and columns are among their outputs (otherwise their inputs). ``rows`` are
     those that one product took, if not all, with whether they are its inputs. ``mixed``: of several leading dimensions,
-    some are slices and others the outputs or inputs of each.
+    some are slices and others the outputs or inputs of each; ``dims`` are then the ways of products by dimension, a
+    letter each: one at a time (e), outputs (o), inputs (i), or something else (?).
     """
 
     taken: bool = False
     mixed: bool = False
+    dims: set[str] = field(default_factory=set)
     ways: set[tuple[bool, bool, bool]] = field(default_factory=set)
     rows: dict[tuple[Outputs, bool], None] = field(default_factory=dict)
 
@@ -251,7 +253,7 @@ class Tracks:
         if isinstance(value, Tensor) and id(value) in self.values:
             for source, tracks in self.tracks(self.values[id(value)]).items():
                 outputs = union(track for track in tracks if not (alone and track.stream))
-                if outputs and source[1] != SLICES:
+                if outputs and source[1] != SLICES and source[1] < LEADS:
                     yield source, outputs
 
     def note(self, tensor: Tensor, use: Use) -> None:
@@ -321,6 +323,9 @@ def _places(number: int, weight: Tensor) -> Iterator[tuple[Source, Tensor]]:
     if weight.ndim > 2:
         slices = torch.arange(math.prod(shape[:-2]), dtype=torch.int32, device="cpu")
         yield (number, SLICES), slices.view(*shape[:-2], 1, 1)
+    for lead in range(weight.ndim - 2) if weight.ndim > 3 else ():
+        places = torch.arange(shape[lead], dtype=torch.int32, device="cpu")
+        yield (number, LEADS + lead), places.view([-1 if dim == lead else 1 for dim in range(weight.ndim)])
 
 
 def _once_along(numbers: Tensor, dim: int) -> Tensor:

@@ -182,7 +182,7 @@ HEADS: Blocks = {
 # What a weight is, told by use: nothing is set but ``convolutions``
 class UsedLM(nn.Module):
     """A modulation of six, gates of a cell, weights on the right, experts in two dimensions, a bank, kernels by head,
-    and convolutions of all kinds."""
+    stacks of these, and convolutions of all kinds."""
 
     layers = ()
 
@@ -195,6 +195,7 @@ class UsedLM(nn.Module):
         self.cell, self.mix = nn.GRUCell(WIDTH, 10), nn.Linear(10, WIDTH)
         shapes = {"w_qkv": (WIDTH, 30), "w_out": (10, WIDTH), "w1": (36, WIDTH), "w2": (36, WIDTH)}
         shapes |= {"bank": (4, WIDTH, 7), "back": (4, 7, WIDTH), "split": (WIDTH, 2, 5), "join": (2, 5, WIDTH)}
+        shapes |= {"splits": (2, WIDTH, 2, 5), "joins": (2, 2, 5, WIDTH)}
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape) / 5))
         self.conv, self.grouped = nn.Conv1d(WIDTH, 12, 3, padding=1), nn.Conv1d(12, 12, 3, padding=1, groups=3)
@@ -217,6 +218,8 @@ class UsedLM(nn.Module):
         hidden = torch.einsum("btd,edf->betf", x, self.bank).tanh()
         x = x + torch.einsum("betf,efd->betd", hidden, self.back).mean(1)
         x = x + torch.einsum("bthk,hkd->btd", torch.einsum("btd,dhk->bthk", x, self.split).tanh(), self.join)
+        for split, join in zip(self.splits, self.joins):
+            x = x + torch.einsum("bthk,hkd->btd", torch.einsum("btd,dhk->bthk", x, split).tanh(), join)
         y = self.depthwise(self.spread(self.grouped(self.conv(x.mT).relu()))).mT
         return nn.functional.cross_entropy(self.lm_head(y).float().flatten(0, 1), targets.flatten())
 
@@ -242,6 +245,8 @@ USED: Blocks = {
     "back": [lambda tensor, i=i: tensor[i].T for i in range(4)],
     "split": _turned(lambda tensor: tensor.reshape(WIDTH, 10)),
     "join": _turned(lambda tensor: tensor.reshape(10, WIDTH)),
+    "splits": [lambda tensor, i=i: tensor[i].reshape(WIDTH, 10).T for i in range(2)],
+    "joins": [lambda tensor, i=i: tensor[i].reshape(10, WIDTH).T for i in range(2)],
     "conv.weight": [lambda tensor: tensor.reshape(12, 72)],
     "grouped.weight": [lambda tensor, i=i: tensor[i * 4 : i * 4 + 4].reshape(4, 12) for i in range(3)],
     "spread.weight": _turned(lambda tensor: tensor.reshape(12, 20)),

@@ -460,3 +460,42 @@ class Notes(nn.Module):
             read = (where[:, 1, :, None] * memory).sum(1)
             made.append(self.tell(torch.cat([state[0], read], -1)))
         return torch.stack(made, 1)
+
+
+def _kernels(**shapes: tuple[int, ...]) -> nn.ParameterDict:
+    return nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+
+
+@case(
+    {
+        **{"tokens": "table", "positions": "table", "layers.?.q.kernel": "ioo", "layers.?.kv.kernel": "eioo"},
+        **{"layers.?.o.kernel": "iio", "layers.?.wi.kernel": "io/2", "layers.?.wo.kernel": "io"},
+        **{"layers.?.q.bias": "vector", "unembed.kernel": "head"},
+    },
+    WORDS,
+)
+class Ported(nn.Module):
+    """From JAX: dictionaries of kernels with their inputs first, one of which has those of keys and of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Parameter(torch.zeros(30, 16)), nn.Parameter(torch.zeros(5, 16))
+        self.layers, self.unembed = nn.ModuleList(self._layer() for _ in range(2)), _kernels(kernel=(16, 30))
+
+    def _layer(self) -> nn.ModuleDict:
+        attention = {"q": _kernels(kernel=(16, 2, 8), bias=(2, 8)), "kv": _kernels(kernel=(2, 16, 2, 8))}
+        mlp = {"wi": _kernels(kernel=(16, 44)), "wo": _kernels(kernel=(22, 16))}
+        return nn.ModuleDict({**attention, "o": _kernels(kernel=(2, 8, 16)), **mlp})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens[ids] + self.positions
+        for layer in self.layers:
+            p = {name: dict(one.items()) for name, one in layer.items()}  # type: ignore[operator, union-attr]
+            y = F.layer_norm(x, (16,))
+            q = torch.einsum("btd,dhk->bthk", y, p["q"]["kernel"]) + p["q"]["bias"]
+            k, v = (torch.einsum("btd,dhk->bthk", y, kernel) for kernel in p["kv"]["kernel"])
+            near = torch.einsum("bthk,bshk->bhts", q, k).softmax(-1)
+            x = x + torch.einsum("bhts,bshk,hkd->btd", near, v, p["o"]["kernel"])
+            gate, up = (F.layer_norm(x, (16,)) @ p["wi"]["kernel"]).split(22, -1)
+            x = x + (F.gelu(gate) * up) @ p["wo"]["kernel"]
+        return F.layer_norm(x, (16,)) @ self.unembed["kernel"]

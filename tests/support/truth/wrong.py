@@ -5,9 +5,4 @@ By the reason, and by the model, the names of weights, as globs.
 
 WITHOUT_EXAMPLE: dict[str, dict[str, str]] = {}
 
-WITH_EXAMPLE: dict[str, dict[str, str]] = {
-    "a stack of kernels by head": {
-        "strangers.Capsules": "routes",
-        "strangers.Stacked": "att.qkv",
-    },
-}
+WITH_EXAMPLE: dict[str, dict[str, str]] = {}

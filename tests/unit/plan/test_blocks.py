@@ -1,6 +1,7 @@
 """Blocks of a parameter: exactly its elements, in every storage and in the memory of every rank, in order."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from random import Random
 
@@ -41,7 +42,7 @@ def some_parts(size: int, draw: Random) -> Parts:
 
 def some_param(draw: Random) -> tuple[tuple[int, ...], tuple[Block, ...]]:
     """A parameter's shape and a division of it: a matrix, a stack of one or two dimensions, a flattened convolution,
-    or gate and up side by side, as (outputs, 2, inputs) in each slice of a stack."""
+    gate and up side by side, as (outputs, 2, inputs) in each slice of a stack, or kernels by head."""
     lead = draw.choice([0, 0, 0, 1, 1, 2])
     shape = tuple(draw.randint(1, 3) for _ in range(lead)) + (draw.randint(1, 12), draw.randint(1, 12))
     if draw.random() < 0.1:
@@ -51,6 +52,10 @@ def some_param(draw: Random) -> tuple[tuple[int, ...], tuple[Block, ...]]:
         shape += (draw.randint(1, 3),)
         return shape, divided(Grid.of(shape, 0), some_parts(shape[0], draw))
     transposed = draw.random() < 0.5
+    if draw.random() < 0.1:  # a kernel by head, or a stack of these
+        shape = (*shape[:-1], draw.randint(1, 3), shape[-1])
+        grid = Grid(*map(math.prod, (shape[:lead], shape[lead:-1], shape[-1:])))
+        return shape, divided(grid, undivided(grid.columns if transposed else grid.rows), transposed=transposed)
     parts = some_parts(shape[-1 if transposed else -2], draw)
     return shape, divided(Grid.of(shape, lead), parts, transposed=transposed)
 
@@ -155,10 +160,11 @@ def test_views_of_blocks_on_meshes(seed: int) -> None:
     blocks in runs longer than one, over a mesh that cuts columns."""
     draw = Random(seed)
     for shape, blocks in (some_param(draw) for _ in range(15)):
-        lead, side_by_side = blocks[0].grid.lead(shape), blocks[0].name.endswith("gate")
+        (lead, rows), side_by_side = blocks[0].grid.in_rows(shape), blocks[0].name.endswith("gate")
         mesh = tuple(draw.randint(1, 3) for _ in range(draw.randint(1, 3)))
         # A mesh cuts only the first of flattened dimensions.
-        dims = tuple(draw.choice([None, *range(lead + (1 if side_by_side else 2))]) for _ in mesh)
+        firsts = [*range(lead + 1), *([] if side_by_side else [lead + rows])]
+        dims = tuple(draw.choice([None, *firsts]) for _ in mesh)
         late = tuple(dim is not None and draw.random() < 0.3 for dim in dims)
         param, coordinates = numbered(shape), tuple(itertools.product(*map(range, mesh)))
         for block in blocks:
@@ -182,7 +188,9 @@ def test_views_of_blocks_on_meshes(seed: int) -> None:
                 assert torch.equal(held, expected[mine]), "the rectangle is what the rank holds of the block, in order"
                 if all(a == 0 for a, dim in zip(coordinate, dims) if dim is None):
                     seen.append(held)
-                for stored_as in () if refused else (local, local.contiguous(), backwards(local)):
+                # Rows of several dimensions have to be evenly apart
+                ways = (local.contiguous(), *(() if rows > 1 else (local, backwards(local))))
+                for stored_as in () if refused else ways:
                     regions = box_regions([block], shape, sharding.box(coordinate))
                     (pieces,) = regions.cut(Slices(local.contiguous(), stored_as, {"state": local.contiguous()}))
                     views = [pieces.values, pieces.grads, [state["state"] for state in pieces.states]]
