@@ -67,9 +67,9 @@ class FirstPass:
             count = "1 weight is used" if len(different) == 1 else f"{len(different)} weights are used"
             shown = "; ".join(f"{name!r} is {ours}, and used as {theirs}" for name, ours, theirs in different[:SHOWN])
             warn(
-                f"The first training pass shows that {count} otherwise than planned, "
-                f"{named(names)}: {shown}. They train as planned. Pass example=(args, kwargs), with such arguments, to "
-                "plan by them, or name these weights in the options include, exclude or atoms"
+                f"The first training pass shows that {count} otherwise than planned, {named(names)}: {shown}. "
+                "The run goes on as planned. Pass example=(args, kwargs), with such arguments, to plan by them, or "
+                "name what differs in the options include, exclude or atoms"
             )
 
 

@@ -106,8 +106,9 @@ def _warn_of(names: Sequence[str]) -> None:
     """Warn of the matrices that look fused and stay whole, if there are any."""
     if not names:
         return
+    count = "1 weight looks" if len(names) == 1 else f"{len(names)} weights look"
     warn(
-        f"{len(names)} weights look as if they were several matrices, and are trained as one each: {named(names)}. Set "
+        f"{count} fused, and the matrix rule trains each as one matrix: {named(names)}. Set "
         f"the option atoms, e.g. {{{named(names[:1])}: {{'split_sizes': [...]}}}} with the outputs of each matrix, or "
         f"{{{named(names[:1])}: 'whole'}} if each is one"
     )

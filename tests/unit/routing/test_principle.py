@@ -288,7 +288,7 @@ def test_outputs_together_and_apart_stay_whole() -> None:
         one, other = made.chunk(2, -1)
         return m.out(one * other.sigmoid()) + m.wide(made)
 
-    with pytest.warns(UserWarning, match="look as if they were several"):
+    with pytest.warns(UserWarning, match="fused, and the matrix rule trains each as one"):
         found = divided_of(nn.ModuleDict({"m": Cut(2 * D, both)}))["m.made.weight"]
     assert len(found.blocks) == 1 and "together by one step and apart by another" in found.reason
 
