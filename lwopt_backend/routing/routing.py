@@ -22,7 +22,7 @@ from lwopt_backend.routing.fused import joined, side_by_side
 from lwopt_backend.routing.models import LORA, Adapter, lora_of, modules_of, parameters_of
 from lwopt_backend.routing.output_heads import EMBEDDINGS, Head, Use, plain_name, uses_of
 from lwopt_backend.routing.shown import Shown, Truth
-from lwopt_backend.routing.traced import is_bare
+from lwopt_backend.routing.traced import is_bare, is_own_linear
 
 
 def _on_each_rank(parts: Parts, outputs: int, ranks: int, whose: str) -> Parts:
@@ -268,6 +268,9 @@ def _by_use(
             found.append(route)
             continue
         used = use_of(shown, [use.holder for use in same], params[route.name], route.shape)
+        if any(is_own_linear(use.module) for use in same):  # a matrix by its class
+            found.append(route if used is None or used.table else _as_used(route, used, flatten))
+            continue
         if used is None and len(route.shape) == 2 and MULTIPLIED.search(_own_name(route.name)):
             if atoms is None or atoms.of(route.names) is None:
                 by_name.append(route.name)
@@ -302,12 +305,13 @@ def _own_name(name: str) -> str:
 def _is_asked(route: Route, same: Sequence[Use]) -> bool:
     if route.kind == "frozen" or route.truth == "option" or any(use.adapter is not None for use in same):
         return False
-    if not all(is_bare(use.module) for use in same) or 0 in route.shape or route.transposed:
+    if 0 in route.shape or route.transposed:
         return False
-    if len(route.shape) == 2:
+    if len(route.shape) == 2 and all(is_bare(use.module) or is_own_linear(use.module) for use in same):
         return (route.kind, route.reason) == ("matrix", TWO_D)
     is_plain = (route.kind, route.reason) == ("elementwise", f"{len(route.shape)}-D")
-    return len(route.shape) > 2 and not route.side_by_side and (route.stack or is_plain)
+    bare = len(route.shape) > 2 and all(is_bare(use.module) for use in same)
+    return bare and not route.side_by_side and (route.stack or is_plain)
 
 
 def _as_used(route: Route, used: Used, flatten: bool) -> Route:

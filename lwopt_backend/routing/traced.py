@@ -91,9 +91,21 @@ def is_bare(module: nn.Module) -> bool:
     it only holds them."""
     if isinstance(module, nn.ParameterDict | nn.ParameterList):
         return True
-    own = [kind for kind in type(module).__mro__ if not f"{kind.__module__}.".startswith(("torch.", "builtins."))]
-    is_linear = isinstance(module, nn.Linear) or "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
-    return bool(own) and not is_linear
+    return _is_own(module) and not _is_linear(module)
+
+
+def is_own_linear(module: nn.Module) -> bool:
+    """Whether it is a linear with a forward of its own, which may have its inputs first."""
+    own = _is_own(module) and type(module).forward is not nn.Linear.forward
+    return own and _is_linear(module) and type(module).__name__ != "Conv1D"
+
+
+def _is_own(module: nn.Module) -> bool:
+    return any(not f"{kind.__module__}.".startswith(("torch.", "builtins.")) for kind in type(module).__mro__)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
 
 
 class Runs:
@@ -245,7 +257,8 @@ def run(module: nn.Module, shape: Shape, given: Given, kinds: Kinds | None = Non
     here = [param for param in held if id(param) in memo or id(param) not in same]
     numbers = {id(param): number for number, param in enumerate(here)}
     of_all = [numbers[id(param)] if id(param) in numbers else numbers[same[id(param)]] for param in held]
-    bare_ones = {id(param) for one in modules_of(module).values() if is_bare(one) for param in one._parameters.values()}
+    unknown = [one for one in modules_of(module).values() if is_bare(one) or is_own_linear(one)]
+    bare_ones = {id(param) for one in unknown for param in one._parameters.values()}
     linears = [number for number, param in enumerate(here) if id(param) not in bare_ones]
     weights = [memo.get(id(param), param) for param in here]  # those of quantized linears are not copied
     with torch.no_grad():

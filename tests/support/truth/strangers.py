@@ -499,3 +499,40 @@ class Ported(nn.Module):
             gate, up = (F.layer_norm(x, (16,)) @ p["wi"]["kernel"]).split(22, -1)
             x = x + (F.gelu(gate) * up) @ p["wo"]["kernel"]
         return F.layer_norm(x, (16,)) @ self.unembed["kernel"]
+
+
+class _InputsFirst(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.weight = nn.Parameter(torch.zeros(inputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class _ScaledLinear(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(inputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.weight) * self.weight.shape[0] ** -0.5
+
+
+@case({"widen.weight": "io/2", "narrow.weight": "io", "same.weight": "oi", "sort.weight": "head"}, SET)
+class Subclassed(nn.Module):
+    """Linears of its own: two that have their inputs first, and one that scales what torch's makes."""
+
+    class Same(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 0.1 * super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = _InputsFirst(6, 22), _ScaledLinear(11, 6)
+        self.same, self.sort = self.Same(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.widen(x).chunk(2, -1)
+        x = x + self.narrow(up * gate.sigmoid())
+        return self.sort(F.layer_norm(x + self.same(x), (6,)))
