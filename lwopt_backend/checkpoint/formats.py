@@ -5,6 +5,7 @@ The command's help needs these, so torch is imported only to read a folder."""
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
+MOST_BELOW, SHOWN = 1000, 8  # entries of a folder that is no checkpoint that are looked at, and checkpoints named
 
 _HERE = "lwopt_backend.checkpoint"
 
@@ -86,24 +88,46 @@ def find(path: Path, format: str = AUTO) -> str:
     if not path.is_dir():
         found = "something else" if path.exists() else "nothing"
         raise CheckpointError(f"{path}: expected a checkpoint's folder, found {found}; give the folder")
-    kind = next((name for name in (format, *FORMATS) if name != AUTO and recognises(name, path)), None)
-    if format not in (AUTO, kind):
-        if kind is None:  # its reader says what is wrong
-            return format
-        said = f"expected {FORMATS[format].help}, found {FORMATS[kind].help}"
-        raise CheckpointError(f"{path}: {said}; say --from {kind}, or leave it out")
-    if kind is None:
-        hint = ""
-        if any(path.glob("*.distcp")):
-            hint = ": it has .distcp files, but no .metadata with their contents; copy all files"
-        pointers = [format.pointer for format in FORMATS.values() if format.pointer]
-        if name := next((name for name in pointers if (path / name).is_file()), None):
-            hint = f": its file {name} names {(path / name).read_bytes()[:100]!r}, which is missing; copy all of it"
+    kind = _recognised(path, format)
+    if kind is None and (below := _below(path)):
+        listed = [f"{found.relative_to(path)} ({name})" for found, name in below.items()]
+        more = f" and {len(listed) - SHOWN} more" * (len(listed) > SHOWN)
+        said = f"expected one checkpoint, found none{_hint(path)}; give a folder in it"
+        raise CheckpointError(f"{path}: {said}: {', '.join(listed[:SHOWN])}{more}")
+    if kind is None and format == AUTO:
         known = "; ".join(f"{name} ({of_name.help})" for name, of_name in FORMATS.items())
         raise CheckpointError(
-            f"{path}: expected a checkpoint of a known format, found none{hint}. Known formats: {known}"
+            f"{path}: expected a checkpoint of a known format, found none{_hint(path)}. Known formats: {known}"
         )
+    if kind is None:  # its reader says what is wrong
+        return format
+    if format not in (AUTO, kind):
+        said = f"expected {FORMATS[format].help}, found {FORMATS[kind].help}"
+        raise CheckpointError(f"{path}: {said}; say --from {kind}, or leave it out")
     return kind
+
+
+def _below(path: Path) -> dict[Path, str]:
+    """The checkpoints in a folder, or else in its folders, with their formats."""
+    for places in ("*", "*/*"):
+        entries = sorted(itertools.islice(path.glob(places), MOST_BELOW))
+        kinds = {each: _recognised(each) for each in entries if each.is_dir() and not each.name.startswith(".")}
+        if found := {each: kind for each, kind in kinds.items() if kind}:
+            return found
+    return {}
+
+
+def _hint(path: Path) -> str:
+    """What else is known of a folder that is no checkpoint."""
+    if any(path.glob("*.distcp")):
+        return ": it has .distcp files, but no .metadata with their contents; copy all files"
+    for name, format in FORMATS.items():
+        if format.pointer and (path / format.pointer).is_file():
+            try:
+                return f": its file {format.pointer} names {step_of(path, name).name!r}, which is none"
+            except CheckpointError as error:
+                return f": {error}"
+    return ""
 
 
 def step_of(path: Path, format: str) -> Path:
@@ -118,6 +142,10 @@ def recognises(name: str, path: Path) -> bool:
         return bool(_reader(name).recognises(path))
     except (CheckpointError, OSError):
         return False
+
+
+def _recognised(path: Path, first: str = AUTO) -> str | None:
+    return next((name for name in (first, *FORMATS) if name != AUTO and recognises(name, path)), None)
 
 
 def read(path: Path, format: str = AUTO) -> Checkpoint:

@@ -116,6 +116,29 @@ def test_inspect_says_format_and_sizes(made: dict[str, Path], tmp_path: Path) ->
     assert states["exp_avg"]["size"] == 4 * states["exp_avg"]["elements"]
 
 
+def test_a_folder_of_steps_is_followed_or_its_checkpoints_are_named(made: dict[str, Path], tmp_path: Path) -> None:
+    """Fixed: of a file `latest` beside steps of DCP, as a loop writes it, it was said that its step is missing."""
+    run = tmp_path / "run"
+    for name in ("step-3", "step-7"):
+        shutil.copytree(made["dcp"], run / name)
+    (run / "latest").write_text("step-7\n")
+    found, step = inspected(run), inspected(run / "step-7")
+    assert found | {"path": ""} == step | {"path": ""} and differing(run, run / "step-7", "--from-a", "dcp")["equal"]
+    succeeds("convert", run, tmp_path / "to", "--to", "dcp")
+    assert differing(tmp_path / "to", made["dcp"])["different"] == []
+    there = "give a folder in it: step-3 (dcp), step-7 (dcp)"
+    for text, said in (("step-9", "found 'step-9'"), ("", "latest is empty"), (None, f"found none; {there}")):
+        (run / "latest").unlink() if text is None else (run / "latest").write_text(text)
+        for words in (("inspect", run), ("inspect", run, "--from", "dcp"), ("diff", run, run)):
+            error = refused(*words)
+            assert said in error and there in error and "b'" not in error, error
+    (run / "step-7" / ".metadata").unlink()
+    (run / "latest").write_text("step-7")
+    assert "its file latest names 'step-7', which is none; give a folder in it: step-3 (dcp)" in refused("inspect", run)
+    shutil.rmtree(tmp_path / "to")
+    assert "give a folder in it: run/step-3 (dcp)" in refused("inspect", tmp_path)
+
+
 def test_tensors_are_listed_by_glob(made: dict[str, Path]) -> None:
     """Without being read: of a name, of a state, and of all."""
     look = ("inspect", made["source"], "--no-check", "--json", "--tensors")

@@ -14,6 +14,7 @@ import torch
 from lwopt_backend.checkpoint import contents, ties
 from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, OwnerStates, Param
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
+from lwopt_backend.checkpoint.files.folders import read_pointer
 from lwopt_backend.checkpoint.files.pickles import plain, scalar
 from lwopt_backend.groups import registry
 from lwopt_backend.groups.rates import restored
@@ -71,6 +72,7 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
 ENTRIES = "lwopt_entries"  # this package's record of entries without tensors, not flattened
 FORMS = "lwopt_forms"  # and of entries with tensors, with {PLACE: a tensor's key} for each
 PLACE = "lwopt_place"
+POINTER = "latest"
 KNOWN = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
 GROUPS, STATE = "param_groups.", "state."
 OF_MODEL, OF_OPTIMIZER = "pytorch_model_fsdp_", "optimizer_"  # with a number, Accelerate's folders of a model's parts
@@ -81,7 +83,18 @@ Path_ = tuple[Any, ...]  # of a key in the nested state dict
 
 def recognises(path: Path) -> bool:
     """Whether it is a folder of DCP. Megatron's formats, which DCP also writes, must be tested first."""
+    return _is_step(step_folder(path))
+
+
+def _is_step(path: Path) -> bool:
     return any((folder / METADATA).is_file() for folder in (path, path / f"{OF_MODEL}0"))
+
+
+def step_folder(path: Path) -> Path:
+    """``path``, or the folder of a step that a file ``latest`` in it names, as loops write it. Raises CheckpointError
+    for a name of no folder."""
+    pointer = path / POINTER
+    return read_pointer(pointer) if pointer.is_file() and not _is_step(path) else path
 
 
 def _opened(path: Path) -> DcpFolder:
@@ -101,9 +114,9 @@ def _opened(path: Path) -> DcpFolder:
     return folder
 
 
-@contents.reader("DCP")
+@contents.reader("DCP", step_folder)
 def read(path: Path) -> Checkpoint:
-    """A checkpoint's content. Raises CheckpointError for damage, and for tensors that are neither weight nor state."""
+    """A step's content. Raises CheckpointError for damage, and for tensors that are neither weight nor state."""
     told = list[str]()
     saved = Saved(_opened(path), partial(plain, notes=told))
     if not saved.weights:

@@ -125,6 +125,8 @@ def read_pointer(path: Path) -> Path:
         name = path.read_bytes()[:4096].decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; give the folder that it should name") from error
+    if not name:
+        raise CheckpointError(f"{path} is empty, because its save was interrupted; give one step's folder")
     check_name(name, str(path))
     found = path.with_name(name)
     if not found.is_dir():

@@ -110,7 +110,7 @@ def test_a_name_that_leads_elsewhere_or_to_nothing_is_refused(tmp_path: Path) ->
         (tmp_path / folder).mkdir()
     for name in ("..", ".", "", "a/b", "../step1", "/etc", "a\\b", f".step1.0123abcd{NEW}"):
         pointer.write_text(name)
-        with pytest.raises(CheckpointError, match="leads elsewhere"):
+        with pytest.raises(CheckpointError, match="leads elsewhere" if name else "latest is empty, because"):
             read_pointer(pointer)
         with pytest.raises(CheckpointError, match="leads elsewhere"):
             write_folder(tmp_path / "root" / "step1", fill("1"), beside={name: "step1"})
