@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils.logging import logger
@@ -63,6 +64,7 @@ def prepare_loading(
     """
     everyone = ranks_of()
     prepare_saving(engine, optimizer, everyone)
+    _take_frozen_since(engine)
     load, preferred = engine.load_checkpoint, engine.load_universal_checkpoint()
     signature = inspect.signature(load)
 
@@ -112,6 +114,22 @@ def _as_configured(wrapper: Any) -> Iterator[None]:
         configured["loss_scaler"] = wrapper.loss_scaler
     for key, value in configured.items():
         setattr(wrapper, key, value)
+
+
+def _take_frozen_since(engine: DeepSpeedEngine) -> None:
+    """Let weights alone load into parameters that were trained at the save and are frozen here. DeepSpeed 0.19.8 puts
+    them there from the module's state dict, and then takes the files' frozen parameters, which lack them: KeyError."""
+    load = engine.load_module_state_dict
+
+    @functools.wraps(load)
+    def load_module_state_dict(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        frozen = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+        if frozen is not None:
+            here = {name: getattr(param, "ds_tensor", param) for name, param in engine.module.named_parameters()}
+            checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: {**here, **frozen}}
+        return load(checkpoint, *args, **kwargs)
+
+    engine.load_module_state_dict = load_module_state_dict
 
 
 def _load(
@@ -310,10 +328,11 @@ def _fitting(
     params = {name: checkpoint.params[theirs] for name, theirs in names.items() if theirs in checkpoint.params}
     left = {*checkpoint.params} - {*names.values(), *others, *map(checkpoint.name_of, others)}
     there: dict[str, dict[str, Any]] = {name: {} for name in left}
-    there |= {name: {"shape": p.shape, "status": "trained" if p.states else "frozen"} for name, p in params.items()}
-    here: dict[str, dict[str, Any]] = {
-        param.name: {"shape": param.shape, "status": "trained"} for param in store.params
-    }
+    there |= {name: {"shape": p.shape} for name, p in params.items()}
+    here: dict[str, dict[str, Any]] = {param.name: {"shape": param.shape} for param in store.params}
+    if writers is not None:
+        for name, param in params.items():
+            here[name]["status"], there[name]["status"] = "trained", "trained" if param.states else "frozen"
     notes: list[str] = []
     params |= _stepped_together(store, params)
     keep_any = any(param.owner_states for param in checkpoint.params.values())
@@ -329,7 +348,8 @@ def _fitting(
             there[param.name] |= {**theirs, "counters": {STEP: params[param.name].step}}
             notes += [f"{folder}: {note}" for note in more]
     advice = f"its names are {checkpoint.names!r}; convert it with lwopt convert --names if the model's differ"
-    to_do = {fact: text if fact in ("shape", "status") else f"{text}, or {ALONE}" for fact, text in TO_DO.items()}
+    to_do = {fact: text if fact == "shape" else f"{text}, or {ALONE}" for fact, text in TO_DO.items()}
+    to_do["status"] = f"freeze it, or {ALONE}"
     for reason in reasons(here, there, advice=advice, to_do={**to_do, KEPT: f"{BY_CONVERT}, or {ALONE}"}):
         raise CheckpointError(f"{folder}: {reason}")
     return params, notes
