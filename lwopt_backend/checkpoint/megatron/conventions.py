@@ -132,7 +132,10 @@ def check_states(
 
 _IN_LAYER = re.compile(r"decoder\.layers\.\d+\.((?:mlp\.experts\.local_experts\.\d+\.)?(.+))")
 _BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings", "embedding.tokentype_embeddings")
-_AFTER = ("decoder.final_layernorm", "decoder.final_norm", "output_layer")  # HybridModel has final_norm
+_AFTER = ("decoder.final_layernorm", "decoder.final_norm")  # HybridModel has final_norm
+_HEAD = ("output_layer",)  # after layers that predict further tokens (MTP)
+_MTP = re.compile(r"mtp\.layers\.(\d+)\.([^.]+)\.(.+)")
+_IN_MTP = ("enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm")
 # In the order of the constructors: TransformerLayer, Attention before SelfAttention, MoELayer, MLP.
 _ATTENTION = ("self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.q_layernorm")
 _LOCAL = (
@@ -166,11 +169,16 @@ def module_order(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str
 
 
 def _key(name: str, modules: tuple[str, ...], grouped: bool) -> tuple[int, ...] | None:
+    if (mtp := _MTP.fullmatch(name)) and mtp[2] in _IN_MTP:
+        place, rest = _IN_MTP.index(mtp[2]), mtp[3]
+        inner = _key(f"decoder.layers.{mtp[1]}.{rest}", modules, grouped) if mtp[2] == "transformer_layer" else None
+        ends = inner[2:] if inner else (_LAST.index(rest),) if rest in _LAST else None
+        return None if ends is None else (3, int(mtp[1]), place, *ends)
     layer, expert, match = layer_of(name), expert_of(name), _IN_LAYER.fullmatch(name)
     if layer is None or match is None:
         module, _, last = name.rpartition(".")
         known: tuple[str, ...]
-        for part, known in ((0, _BEFORE), (2, _AFTER)):
+        for part, known in ((0, _BEFORE), (2, _AFTER), (4, _HEAD)):
             if module in known and last in _LAST:
                 return (part, known.index(module), _LAST.index(last))
         return None

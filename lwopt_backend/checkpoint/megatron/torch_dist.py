@@ -189,7 +189,21 @@ def _keys(folder: DcpFolder) -> tuple[dict[str, str], dict[str, dict[str, str]],
             )
         elif not _LEFT_OUT.fullmatch(key):
             of_model[key] = key
+    for key in of_model:
+        _check_of_model(folder, key, of_model)
     return of_model, of_state, has_buckets
+
+
+def _check_of_model(folder: DcpFolder, key: str, of_model: Mapping[str, str]) -> None:
+    """Raises CheckpointError for a key that is a state's with a changed byte: another key of the model's, of the same
+    shape, behind names. Any other name may be a model's."""
+    _, *ends = itertools.accumulate(reversed(key.split(".")), lambda end, name: f"{name}.{end}")
+    for end in ends[:-2]:
+        if end in of_model and folder.tensors[end].shape == folder.tensors[key].shape:
+            raise CheckpointError(
+                f"{key} in {folder.path}: expected a state of {end} under optimizer.state, or another weight, found "
+                f"neither; copy {METADATA} again"
+            )
 
 
 def _version(folder: DcpFolder, arguments: Mapping[str, Any]) -> str:

@@ -253,6 +253,7 @@ REFUSED: list[tuple[TorchSetup | Setup | None, Damage, str]] = [
     (Setup(), updated(COMMON, content_metadata={LAYOUT: "dp_zero_gather_scatter"}), "'dp_zero_gather_scatter'"),
     (Setup(), updated(COMMON, content_metadata={LAYOUT: "fully_sharded_model_space"}), "only Megatron 0.14 and 0.15 w"),
     (Setup(), added(**{SHAMPOO: torch.ones(3)}), f"{SHAMPOO} in .*: expected a known state"),
+    (Setup(), added(**{f"opt)mizer.state.a.{OUTPUT}": torch.ones(16, 8)}), f"expected a state of {OUTPUT} under optim"),
     (Setup(), added(**{OUTPUT: torch.ones(3, 8)}), rf"{OUTPUT}: expected the weight's shape \(3, 8\), found \(16, 8\)"),
     (Setup(), added(**{MASTER: torch.ones(16, 8).bfloat16()}), "master weight of output_layer.weight: expected fp32"),
     (Setup(style="single"), resaved(lambda s: s.pop(UP)), r"expected exactly decoder.layers.1.mlp.linear_fc1.weight_w"),
@@ -680,14 +681,23 @@ def test_the_order_of_modules_by_their_implementation() -> None:
     mlp = ["router.weight", *experts, "shared_experts.gate_weight", "shared_experts.linear_fc1.weight"]
     of_layer = [f"{name}.weight" for name in ("input_layernorm", *attention, "pre_mlp_layernorm")]
     names = [EMBEDDING, *(f"decoder.layers.1.{name}" for name in (*of_layer, *(f"mlp.{name}" for name in mlp)))]
-    names += ["decoder.layers.10.input_layernorm.weight", NORM, "decoder.final_layernorm.bias", OUTPUT]
+    names += ["decoder.layers.10.input_layernorm.weight", NORM, "decoder.final_layernorm.bias"]
+    of_further = (
+        "enorm",
+        "hnorm",
+        "eh_proj",
+        *(f"transformer_layer.{name[:-7]}" for name in of_layer),
+        "final_layernorm",
+    )
+    names += [*(f"mtp.layers.{number}.{name}.weight" for number in (2, 10) for name in of_further), OUTPUT]
     assert module_order(sorted(names), {"transformer_impl": "local"}) == names
     fused = module_order(sorted(names), {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True})
     assert fused[1:3] == [names[2], names[1]]
     found = [name.split("local_experts.")[1] for name in fused[8:12]]
     assert found == [f"{e}.linear_fc{i}.weight" for i in (1, 2) for e in (2, 10)]
-    with pytest.raises(CheckpointError, match="decoder.layers.0.mixer.in_proj.weight"):
-        module_order([*names, "decoder.layers.0.mixer.in_proj.weight"], {})
+    for other in ("decoder.layers.0.mixer.in_proj.weight", "mtp.layers.0.transformer_layer.mixer.in_proj.weight"):
+        with pytest.raises(CheckpointError, match=other):
+            module_order([*names, other], {})
     assert respelled("decoder.layers.0.mlp.experts.linear_fc1.weight3").endswith("local_experts.3.linear_fc1.weight")
     one = {"model": {"decoder.layers.0.mlp.experts.weight1": held(torch.ones(2), "a tensor")}}
     with pytest.raises(CheckpointError, match="expected separate experts, found one tensor"):
