@@ -28,6 +28,7 @@ from .streams import StreamCheck
 
 TRAFFIC = ("all-to-all", "reduce-scatter", "all-gather", "all-reduce")
 FLAG_NBYTES = 8  # of each parameter and each rank, at most, that an engine may keep after a step
+NEEDED = "most that the step needs beside it"  # beside what is kept
 Kept = Mapping[str, tuple[int, int]]  # by kind, the bytes of the elements and of the memory that they lie in
 
 # What a rehearsal finds.
@@ -109,14 +110,14 @@ def rehearse_share(stage: Stage, planned: Planned, rank: int, steps: int) -> Reh
             engine = ENGINES[stage.setting.engine](planned, stage.setting)
             for number in range(steps):
                 doing = f"step {number + 1} of {steps}"
-                kept = _step(engine, recorder, counted)
+                kept, held = _step(engine, recorder, counted)
         except Exception as error:
             return replace(found, problems=(f"{doing}: {_told(error)}",))
         mine_planned = planned.memory(mine % planned.group_size)
         figures = (
             *_work(recorder, counted, planned, mine),
             *_memory(engine, kept, mine_planned),
-            Figure("peak of the step", recorder.peak, mine_planned.peak, exact=False),
+            Figure(NEEDED, recorder.peak - held, mine_planned.workspace + mine_planned.exchange, exact=False),
             *(Figure("gradients on their way", way, mine_planned.transient) for way in engine.transient()),
         )
         waits = {f"{what} at {where}": times for (what, where), times in sorted(recorder.waits.items())}
@@ -140,15 +141,15 @@ def others_of(planned: Planned) -> Callable[[Any, int], list[Any]]:
     return say
 
 
-def _step(engine: Engine, recorder: Recorder, counted: Counted) -> Kept:
-    """One backward pass and one step; returns what is kept in between."""
+def _step(engine: Engine, recorder: Recorder, counted: Counted) -> tuple[Kept, int]:
+    """One backward pass and one step; returns what is kept in between, and all bytes that are held then."""
     recorder.forget()
     counted.matrices = 0
     engine.backward()
     kept = {kind: recorder.sizes(tensors) for kind, tensors in engine.tensors().items()}
-    recorder.peak = recorder.total
+    recorder.peak = held = recorder.total
     engine.step()
-    return kept
+    return kept, held
 
 
 def _told(error: Exception) -> str:

@@ -182,8 +182,8 @@ class RankMemory:
 
     - ``gradients`` are freed after the step unless all ranks keep them; ``padding`` is that of parameters and
     gradients.
-    - ``workspace``: the planned additional need of a step's largest batch of matrices; ``exchange``: the peak of the
-      buffers in which a host's matrices are sent.
+    - ``workspace`` and ``exchange``: the planned additional need of the phase of a step that needs most: for a batch of
+      matrices that a rule updates, and for the buffers in which matrices are sent.
     - ``transient``: the additional need of backward passes in plain PyTorch, for gradients on their way; in a run, the
       measured need. A flag per parameter is not counted.
     - ``sent``: the bytes that a step with one backward pass sends.
@@ -214,15 +214,16 @@ class RankMemory:
         return self.long_lived + self.transient
 
     def __add__(self, other: RankMemory) -> RankMemory:
-        """The sum of two buffers on one rank; the step uses one workspace and one exchange after the other."""
+        """The sum of two buffers on one rank; the step has their phases one after the other."""
+        largest = max(self, other, key=lambda each: each.workspace + each.exchange)
         return RankMemory(
             self.parameters + other.parameters,
             self.gradients + other.gradients,
             self.masters + other.masters,
             self.state + other.state,
             self.padding + other.padding,
-            max(self.workspace, other.workspace),
-            max(self.exchange, other.exchange),
+            largest.workspace,
+            largest.exchange,
             self.transient + other.transient,
             self.sent + other.sent,
         )

@@ -528,25 +528,44 @@ class MatrixPlan:
         return [copied_numels(bucket, self.ownership.owners, self.layout, self.rows) for bucket in self.buckets]
 
     def exchange_bytes(self) -> list[int]:
-        """Per rank, the most bytes that the buffers of exchanges take at one time in a step.
+        """Per rank, the most bytes that the buffers of exchanges take at one time in a step."""
+        return [buffers for _, buffers in self.largest_phases({})]
 
-        An updated bucket's buffers are its own and the next one's sent and received pieces, with its matrices and their
-        updates; or its updates and returns, and the returns of the bucket before, with ``rows`` of the two before.
-        Every rank's pieces are counted as the largest ones where many ranks have some.
+    def largest_phases(self, works: Mapping[int, Mapping[int, int]]) -> list[tuple[int, int]]:
+        """Per rank, the phase of a step that needs most: bytes of a rule at work, and of the buffers of exchanges.
+        ``works`` are by bucket, -1 for what does not travel, and rank, what its rules need.
+
+        When a bucket's pieces have arrived, they and its matrices are there; then its matrices while a rule computes;
+        then these, their updates and the returns. All the while the next bucket's pieces are on their way to the
+        owners, and the returns of the bucket before on theirs, with ``rows`` those of the two before. Matrices that do
+        not travel are stepped while the first two buckets are on their way. Every rank's pieces are counted as the
+        largest ones where many ranks have some.
         """
         nothing = _Buffers(0, 0, Counter(), Counter(), Counter())
         buckets = [nothing, nothing, *map(self._buffers, self._counted, self._copied), nothing]
-        found, everywhere = [0] * self.layout.world_size, 0
-        for earlier, before, now, after in zip(buckets, buckets[1:], buckets[2:], buckets[3:]):
-            least = self.tensors * (now.pieces + after.pieces) + now.landed + before.landed
-            least += 0 if self.rows is None else earlier.landed
-            everywhere = max(everywhere, least)
-            for rank in {*before.held, *before.owned, *now.held, *now.owned, *after.held, *after.owned}:
-                arrived = sum(self.tensors * (each.held[rank] + each.owned[rank]) for each in (now, after))
-                made = now.owned[rank] + max(self.tensors * now.owned[rank], now.returned[rank] + now.held[rank])
-                most = least + arrived + made + before.returned[rank] + before.held[rank]
-                found[rank] = max(found[rank], most)
-        return [max(numel, everywhere) * self.element_bytes for numel in found]
+
+        def out(of: _Buffers, rank: int) -> int:
+            return self.tensors * (of.pieces + of.held[rank] + of.owned[rank])
+
+        def back(of: _Buffers, rank: int) -> int:
+            return of.landed + of.held[rank] + of.returned[rank]
+
+        found, everywhere, size = dict[int, tuple[int, int]](), (0, 0), self.element_bytes
+        for rank, work in works.get(-1, {}).items():
+            found[rank] = work, size * sum(out(each, rank) for each in buckets[2:4])
+        for number, (earlier, before, now, after) in enumerate(zip(buckets, buckets[1:], buckets[2:], buckets[3:])):
+            of_rules, passed_on = works.get(number, {}), 0 if self.rows is None else earlier.landed
+            involved = set[int]().union(*({*each.held, *each.owned} for each in (before, now, after)))
+            for rank in (*involved, -1):  # and one that has no further piece and no matrix of these
+                others = out(after, rank) + back(before, rank) + passed_on
+                matrices = self.tensors * now.owned[rank]
+                most = others + max(out(now, rank) + matrices, now.owned[rank] + back(now, rank) + now.owned[rank])
+                phases = (0, size * most), (of_rules.get(rank, 0), size * (others + matrices))
+                if rank < 0:
+                    everywhere = max(everywhere, *phases, key=sum)
+                else:
+                    found[rank] = max(found.get(rank, (0, 0)), *phases, key=sum)
+        return [max(found.get(rank, (0, 0)), everywhere, key=sum) for rank in range(self.layout.world_size)]
 
     def _buffers(self, counted: Mapping[tuple[int, int], int], copied: Sequence[int]) -> _Buffers:
         """Elements of one bucket, whose parts of columns' all-gathers are ``copied``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lwopt_backend.plan.atoms import Atom
@@ -140,16 +141,21 @@ class Planned:
         return self.kept[place] if self.part is None else self.kept[place] + self.part.memory[place]
 
 
-def workspaces(placed: Placed, batch_numel: int = 0) -> list[int]:
-    """Per rank, bytes of Newton-Schulz on its largest batch: X, B X and the update, A, A A and B, in bf16; the
-    direction and the update in fp32.
+def workspaces(placed: Placed, batch_numel: int = 0, *, travel: bool) -> Mapping[int, Mapping[int, int]]:
+    """By bucket and rank, bytes that Newton-Schulz needs for its largest batch: X, B X, and A and A A or B, in bf16.
 
-    A batch has equal matrices of one bucket, of at most ``batch_numel`` elements, or one matrix.
+    Matrices with a bucket, from 0 on, ``travel`` or not. What arrived is in a buffer of the exchange; of other matrices
+    come the direction in fp32, and X before its norm is one. A batch has equal matrices of one bucket, of at most
+    ``batch_numel`` elements, or one matrix.
     """
-    found = [0] * placed.shards
+    found = dict[int, dict[int, int]]()
     alike = Counter(zip(placed.owners, placed.buckets, (atom.shape for atom in placed.atoms)))
-    for (owner, _, shape), count in alike.items():
+    for (owner, bucket, shape), count in alike.items():
         numel = shape[0] * shape[1]
         batch = max(1, min(count, batch_numel // numel))
-        found[owner] = max(found[owner], batch * (2 * (3 * numel + 3 * min(shape) ** 2) + 8 * numel))
+        needed = iteration = 2 * (2 * numel + 2 * min(shape) ** 2)
+        if not travel or bucket < 0:
+            needed = 4 * numel + max(iteration, 2 * 3 * numel)
+        of_bucket = found.setdefault(bucket, {})
+        of_bucket[owner] = max(of_bucket.get(owner, 0), batch * needed)
     return found

@@ -68,9 +68,13 @@ def host_part(
     norms = _norms(plans, shared, setting)
     added = sum(each.nbytes for each in norms)
     moved = (Collective("all-to-all to the owners, and back", trips, max(sent)), *norms, *host)
-    works = workspaces(placed, batch_numel)
-    buffers = [*map(max, zip(*(plan.exchange_bytes() for plan in plans)))]
-    needed = zip(works, buffers, sent)
+    works = workspaces(placed, batch_numel, travel=True)
+    phases, first = [], 0  # of each plan, whose buckets are numbered from there
+    for plan in plans:
+        of_plan = {number: works.get(first + number, {}) for number in range(len(plan.buckets))}
+        phases.append(plan.largest_phases({**of_plan, -1: works.get(-1, {})}))
+        first += len(plan.buckets)
+    needed = (max(of_rank, key=sum) for of_rank in zip(*phases))
     rounds = trips + sum(each.count for each in norms)
     time = StepTime(
         setting.seconds(_path(plans, shared, setting, before, meet=True)),
@@ -87,7 +91,7 @@ def host_part(
         f"policy {plans[0].ownership.policy!r}",
         placed,
         buffer_numel,
-        tuple(RankMemory(workspace=work, exchange=most, sent=mine + added) for work, most, mine in needed),
+        tuple(RankMemory(workspace=work, exchange=of, sent=mine + added) for (work, of), mine in zip(needed, sent)),
         moved,
         time,
         reduce(Timeline.then, timelines),
@@ -329,7 +333,7 @@ def _part(name: str, plan: BufferPlan, members: Sequence[Member], shared: Share,
     assert isinstance(config, PlainConfig)
     placed = _plain_placed(plan, members, shared, setting)
     batch_numel = _batch(setting, buffers_step.BATCH_NUMEL)
-    works = workspaces(placed, batch_numel)
+    works = workspaces(placed, batch_numel, travel=False)
     in_order = sorted(zip(placed.buckets, (atom.name for atom in placed.atoms), placed.owners), key=lambda row: row[0])
     machine, elements = setting.machine, setting.elements
     layouts = {bucket.layout for bucket in plan.buckets}
@@ -340,7 +344,10 @@ def _part(name: str, plan: BufferPlan, members: Sequence[Member], shared: Share,
         f"layout {config.layout!r}",
         placed,
         sum(bucket.numel for bucket in plan.buckets),
-        tuple(RankMemory(workspace=work) for work in works),
+        tuple(
+            RankMemory(workspace=max((of_bucket.get(rank, 0) for of_bucket in works.values()), default=0))
+            for rank in range(placed.shards)
+        ),
         tuple(_collectives(plan, setting, config)),
         buffer_step(placed, machine, instances=plan.instances, elements=elements),
         buffer_timeline(placed, machine, instances=plan.instances, elements=elements, batch_numel=batch_numel),

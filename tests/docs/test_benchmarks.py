@@ -106,13 +106,15 @@ def test_memory_in_the_readme_is_what_lwopt_plan_prints(tmp_path: Path) -> None:
         words = ["--hf", str(tmp_path), "--world-size", "64", *given]
         document = json.loads(lwopt("plan", *words, "--json").out)
         held = [(of, of["parameters"] + of["gradients"] + of["masters"]) for of in document["memory_per_rank"]]
-        buffers = [max(of["workspace"] + of["exchange"], of["transient"]) for of, _ in held]
+        needed = max(of["workspace"] + of["exchange"] for of, _ in held)
         adamw = 8 * sum(of["numel"] for of in document["routing"]) / (1 if engine == "plain" else 64)
-        expected = [max(kept for _, kept in held), max(of["state"] for of, _ in held), adamw, max(buffers)]
+        expected = [max(kept for _, kept in held), max(of["state"] for of, _ in held), adamw, needed]
         for cell, nbytes in zip(row[1:5], expected):
             shown = cell.partition(" under DDP")[0]
             assert float(shown) == round(nbytes / 2**30, len(shown.partition(".")[2])), (engine, cell)
     assert engines == ["zero1", "zero2", "zero3", "fsdp2", "plain"]
+    transient = max(of["transient"] for of in document["memory_per_rank"])
+    assert f"A backward pass on plain PyTorch needs {transient / 2**30:.1f} GiB more" in PAGES["README"]
 
 
 # A step, by systems.

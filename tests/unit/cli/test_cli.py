@@ -120,7 +120,7 @@ def models(shapes: Path, tmp_path: Path) -> dict[str, Path]:
     made = {
         "stack": [["layers.0.experts.up", [4, 64, 32]], ["layers.0.q", [64, 64]]],
         "odd[red]": [["layers.0.w[bold]", [64, 64]], ["layers.1.w[/red]", [64, 64]]],
-        "large": [[f"layers.{i}.w", [32768, 32768]] for i in range(24)],
+        "large": [[f"layers.{i}.w", [32768, 32768]] for i in range(30)],
         "experts": [[f"layers.{i}.{name}", shape] for i in range(4) for name, shape in layer],
     }
     return {"shapes": shapes, **{name: written(tmp_path / f"{name}.json", content) for name, content in made.items()}}
@@ -151,7 +151,7 @@ def test_the_printed_plan(models: dict[str, Path], monkeypatch: pytest.MonkeyPat
         printed = " ".join(run("plan", "--shapes", models[model], *words).split())
         assert all(text in printed for text in expected), (expected, printed)
     on_fsdp2 = ("plan", "--shapes", models["large"], *ALONE_ON_8, "--engine", "fsdp2")
-    assert "Does not fit" not in run(*on_fsdp2) and "Does not fit" in run(*on_fsdp2, "--option", "bucket_matrices=24")
+    assert "Does not fit" not in run(*on_fsdp2) and "Does not fit" in run(*on_fsdp2, "--option", "bucket_matrices=30")
     found = plan(models["experts"], *EXPERTS)
     assert [(part["name"], part["ranks"]) for part in found["parts"]] == [("dense", 16), ("experts", 2)]
     assert len(found["stages"]) == 2 and found["stages"][0]["padding_pct"]["experts"] == 0

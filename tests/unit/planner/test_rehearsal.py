@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from benchmarks.rehearsal.__main__ import run
-from benchmarks.rehearsal.step import Rehearsal, rehearse, rehearse_share
+from benchmarks.rehearsal.step import NEEDED, Rehearsal, rehearse, rehearse_share
 from lwopt_backend.planner.study import Study
 from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime.buffers import BucketBuffers, PartsPending
@@ -71,11 +71,34 @@ def test_a_step_of_every_engine_does_what_its_plan_says(studied: Callable[..., S
         assert found.rank == rank and found.ranks == 4
 
 
+LLAMA = [
+    [f"layers.{i}.{name}", shape]
+    for i in range(4)
+    for name, shape in {
+        "q": [4096] * 2,
+        "kv": [2048, 4096],
+        "o": [4096] * 2,
+        "up": [14336, 4096],
+        "down": [4096, 14336],
+    }.items()
+]
+
+
+@pytest.mark.parametrize("engine", ["plain", "fsdp2", "zero1", "zero2", "zero3"])
+def test_a_step_needs_the_memory_that_is_planned(studied: Callable[..., Study], engine: str) -> None:
+    """The largest phase of a step: of matrices of real sizes, whose norms and counters are nothing beside them."""
+    study = studied(engine, 4, LLAMA)
+    found = [rehearse(study, rank, steps=2)[0] for rank in range(4)]
+    needs = [figure for each in found for figure in each.figures if figure.what == NEEDED]
+    most, planned = (max(getattr(each, of) for each in needs) for of in ("rehearsed", "planned"))
+    assert len(needs) == 4 and most == pytest.approx(planned, rel=0.05)
+
+
 def test_a_rank_of_many_with_matrices_that_fit_no_machine(studied: Callable[..., Study]) -> None:
     for engine in ("plain", "fsdp2"):
         study = studied(engine, 1024, HUGE)
         (found,) = rehearse(study, study.worst.loads().index(max(study.worst.loads())))
-        assert found.problems == () and figures(found)["peak of the step"] > 2**35, "bytes that nobody has allocated"
+        assert found.problems == () and figures(found)[NEEDED] > 2**35, "bytes that nobody has allocated"
 
 
 def test_stages_and_parts_are_rehearsed_in_turn(studied: Callable[..., Study]) -> None:
