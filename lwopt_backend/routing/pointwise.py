@@ -39,7 +39,8 @@ def pointwise(known: Tracks, packet: Any, func: Any, given: Sequence[Tensor], re
         if named:
             known.ends[source].activated += [track.outputs for track in mine]
     if found or id(result) in known.values:
-        known.keep(result, found)
+        of_factors = known.values[id(result)].weight.keys() if id(result) in known.values else ()
+        known.keep(result, {source: mine for source, mine in found.items() if source not in of_factors})
 
 
 def _combined(known: Tracks, source: Source, mine: list[Track], more: list[Track], how: str) -> list[Track]:
@@ -97,7 +98,11 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 def _weights_pointwise(known: Tracks, given: Sequence[Tensor], values: Sequence[Value | None], result: Tensor) -> None:
     data = any(value is not None and value.data for value in values)
+    to_weight = any(value is not None and value.weight for value in values)
     for tensor, value in zip(given, values):
+        if value is not None and value.factors and not data:  # which are a weight once they are added to one
+            ours = known.values[id(result)]
+            (ours.weight if to_weight else ours.factors).update(value.factors)
         if value is None or not (value.weight or value.derived):
             continue
         if data or tensor.numel() < result.numel():

@@ -49,6 +49,18 @@ def product(known: Tracks, left: Tensor, right: Tensor, result: Tensor) -> None:
     known.keep(
         result, {source: [_shaped(track, result) for track in tracks] for source, tracks in found.items() if tracks}
     )
+    _factors(known, left, right, result)
+
+
+def _factors(known: Tracks, left: Tensor, right: Tensor, result: Tensor) -> None:
+    """Note the rows of one weight and the columns of another that a product of both has."""
+    values = known.values.get(id(left)), known.values.get(id(right))
+    if result.ndim != 2 or any(value is None or value.data or len(value.weight) != 2 for value in values):
+        return
+    for value, summed in zip(values, (-1, -2)):
+        for source, numbers in value.weight.items() if value is not None else ():
+            if not changes_along(numbers, summed):
+                known.values[id(result)].factors[source] = numbers
 
 
 def _note_uses(known: Tracks, left: Tensor, right: Tensor) -> None:
@@ -70,12 +82,15 @@ def _use_weight(
 ) -> None:
     """Note how a product uses a weight: what it sums over, and what is left."""
     slices: dict[int, dict[int, set[str]]] = {}
+    theirs = known.values.get(id(other))
     for source, numbers in value.weight.items():
         placed = at(numbers)
         roles = {"c"} if changes_along(placed, summed) else set()
         roles |= {"k"} if changes_along(placed, kept) else set()
         roles |= {"b"} if any(changes_along(placed, dim) for dim in range(placed.ndim - 2)) else set()
         slices.setdefault(source[0], {})[source[1]] = roles
+        if roles == {"c"} and theirs is not None and theirs.data:
+            known.contracted.add(source)
         if "k" in roles and "c" not in roles:
             known.ends.setdefault(source, Ends(known.counts[source]))
             ours = _placed(placed.narrow(summed, 0, 1), ndim)

@@ -79,6 +79,8 @@ class Sight:
     def transposed(self) -> bool | None:
         """Whether products take the weight as (inputs, outputs); None if they take it both ways, or not at all."""
         rows, columns = ((self.number, dim) in self.run.ends for dim in (2, 1))
+        if columns and not rows and (self.number, 1) in self.run.contracted:  # a factor, before which another stands
+            return False
         return None if rows == columns else columns
 
 

@@ -43,10 +43,10 @@ class Run:
     ``ends`` are those of outputs, by number and dimension, ``steps`` the operations on them, ``divided`` how many
     weights have parts. ``uses`` are those of ``is_bare`` modules' parameters. ``heads`` are weights whose outputs were
     returned, and that nothing else reads. ``convolved`` are those of convolutions, with their groups, and whether they
-    are transposed. ``reads``: an argument is looked up in an embedding, or goes through a convolution first.
-    ``computations`` are the operations that are no views. ``where`` is the class of the module in which the forward
-    failed, ``line`` where in the run module's own code. ``cost`` are the operations of all runs that looked for its
-    arguments.
+    are transposed, ``contracted`` the dimensions over which products summed. ``reads``: an argument is looked up in an
+    embedding, or goes through a convolution first. ``computations`` are the operations that are no views. ``where`` is
+    the class of the module in which the forward failed, ``line`` where in the run module's own code. ``cost`` are the
+    operations of all runs that looked for its arguments.
     """
 
     ends: Mapping[tuple[int, int], Ends]
@@ -57,6 +57,7 @@ class Run:
     slices: Mapping[int, Slices] = field(default_factory=dict)
     heads: frozenset[int] = frozenset()
     convolved: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
+    contracted: frozenset[tuple[int, int]] = frozenset()
     reads: bool = False
     operations: int = 0
     computations: int = 0
@@ -309,6 +310,7 @@ def _seen(follow: Follow, of_all: Sequence[int], error: Exception | None, where:
         spread(known.slices),
         frozenset(number for ran in follow.heads for number in alike[ran]),
         spread(known.convolved),
+        frozenset((number, dim) for ran, dim in known.contracted for number in alike[ran]),
         follow.reads,
         follow.operations,
         follow.computations,

@@ -63,6 +63,7 @@ class Value:
     activated, scaled or averaged. ``root`` are those of which it is a root of a sum, as a norm takes it. ``data`` if it
     depends on the input, ``arguments`` are those on which it does. ``looked_up`` if slices of the weight were chosen by
     an index. ``derived`` are the weights from which an unknown operation computed it, such as a transform or a power.
+    ``factors`` are the rows of one weight and the columns of another whose product it is.
     """
 
     tensor: Tensor
@@ -76,6 +77,7 @@ class Value:
     looked_up: bool = False
     arguments: int = 0
     derived: frozenset[int] = frozenset()
+    factors: dict[Source, Tensor] = field(default_factory=dict)
     read: tuple[int, dict[Source, tuple[Track, ...]]] | None = None  # of a storage, after so many writes
 
 
@@ -161,7 +163,8 @@ class Tracks:
     """Follows the outputs of ``weights``.
 
     ``uses`` are those of weights that are not among ``linears``, which are known to be multiplied. ``convolved`` has,
-    by weight, the groups of its convolution, and whether that is transposed.
+    by weight, the groups of its convolution, and whether that is transposed. ``contracted`` are rows or columns over
+    which a product with data summed.
     """
 
     def __init__(self, weights: Sequence[Tensor], linears: Collection[int] = ()) -> None:
@@ -169,6 +172,7 @@ class Tracks:
         self.slices: dict[int, Slices] = {}
         self.uses: dict[int, set[Use]] = {n: set() for n in range(len(weights)) if n not in linears}
         self.convolved: dict[int, tuple[int, bool]] = {}
+        self.contracted: set[Source] = set()
         self.counts: dict[Source, int] = {}
         self.values: dict[int, Value] = {}  # by a tensor's id; a value keeps its tensor
         self.stored: dict[int, dict[Source, Tensor]] = {}  # numbers by storage, if views of it were written

@@ -536,3 +536,18 @@ class Subclassed(nn.Module):
         up, gate = self.widen(x).chunk(2, -1)
         x = x + self.narrow(up * gate.sigmoid())
         return self.sort(F.layer_norm(x + self.same(x), (6,)))
+
+
+@case({"enter.weight": "oi", "base.weight": "oi/2", "up": "oi/2", "down": "oi", "mean.weight": "head"}, SET)
+class Factored(nn.Module):
+    """Factors of low rank are added to the weight of a linear, which has gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.base, self.mean = nn.Linear(6, 16), nn.Linear(16, 32, bias=False), nn.Linear(16, 2)
+        self.up, self.down = nn.Parameter(torch.zeros(32, 3)), nn.Parameter(torch.zeros(3, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        gate, up = F.linear(x, self.base.weight + 0.5 * (self.up @ self.down)).chunk(2, -1)
+        return self.mean(F.layer_norm(x + gate.sigmoid() * up, (16,)))
