@@ -9,7 +9,7 @@ import random
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -426,6 +426,22 @@ def test_a_run_that_took_no_step_goes_on_elsewhere(rank_pools: dict[int, RankPoo
         (folder := tmp_path / str(number)).mkdir()
         wrong = run(rank_pools, [(f"zero {stage}", 2, []), (engine, 2, events)], folder)
         assert not wrong
+
+
+@pytest.mark.parametrize(("engine", "way"), [("plain", "flat"), ("plain", "nested"), ("fsdp2", "nested")])
+def test_state_of_what_is_frozen_comes_back(
+    rank_pools: dict[int, RankPool], engine: str, way: str, tmp_path: Path
+) -> None:
+    """torch's set_optimizer_state_dict leaves it out, and plain PyTorch refused the rest."""
+    frozen = "spare.weight"
+    others = [name for name in NAMES if name != frozen]
+
+    def step(uses: Sequence[str]) -> list[Event]:
+        return [("passes", [([24.0, 48.0], uses)], ""), ("step", ""), ("clear", "both", True)]
+
+    events = [*step(NAMES), ("freeze", frozen, True), *step(others), ("save", way), *step(others), ("load", True)]
+    events += [*step(others), ("freeze", frozen, False), *step(NAMES)]
+    assert not run(rank_pools, [(engine, 2, events)], tmp_path)
 
 
 def coverage() -> str:

@@ -6,6 +6,7 @@ The ``state_dict`` has this rank's pieces and fits no other rank. Any ranks can 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -330,16 +331,21 @@ def take_state(
         pairs = [pair for group, of_group in zip(groups, saved) for pair in zip(group["params"], of_group["params"])]
         indices = {id(param): index for param, index in pairs}
         check_all_held(WHAT, [member.name for member in core.members if id(member.param) not in indices])
-        found = [state_dict["state"].get(indices[id(member.param)], {}) for member in core.members]
+        every = [(member, state_dict["state"].get(indices[id(member.param)])) for member in core.members]
+        # torch's set_optimizer_state_dict leaves out the state of what is frozen now.
+        found = [{} if state is None and member.param.requires_grad else state for member, state in every]
         return checked_state(core, groups, WHAT, found), []
 
-    put_state(core, groups, agree(core.planned_sets[0].rank_groups.everyone, WHAT, check))
+    taken = agree(core.planned_sets[0].rank_groups.everyone, WHAT, check)
+    if frozen := [member.name for number, member in enumerate(core.members) if number not in taken]:
+        warnings.warn(f"{WHAT}: no state of {frozen} is given, which are frozen; it does not change", stacklevel=3)
+    put_state(core, groups, taken)
     return [with_options(group, saved) for group, saved in zip(groups, state_dict["param_groups"])]
 
 
 def put_state(core: BufferCore, groups: Groups, taken: Mapping[int, Mapping[str, Found]]) -> None:
     """Copy the result of ``checked_state`` into this rank's pieces, and give owners their state."""
-    for piece in state_pieces(core):
+    for piece in (each for each in state_pieces(core) if each.member in taken):
         found, shape = dict(taken[piece.member]), core.members[piece.member].param.shape
         for key, tensor in piece.tensors.items():
             value = found.pop(key, None)
@@ -405,19 +411,22 @@ def in_state(saved: Mapping[str, Any], kept: Mapping[str, Tensor]) -> dict[str, 
 
 
 def checked_state(
-    core: BufferCore, groups: Groups, where: str, found: Sequence[Mapping[str, Any]], *, anew: bool = False
+    core: BufferCore, groups: Groups, where: str, found: Sequence[Mapping[str, Any] | None], *, anew: bool = False
 ) -> dict[int, dict[str, Found]]:
-    """By member, this rank's part of the state ``found``. Raises ValueError for state that does not fit.
+    """By member, this rank's part of the state ``found``, without members whose state is None. Raises ValueError for
+    state that does not fit.
 
     Tensors are pieces as of ``state_of``, or whole, in memory or in a file. A matrix without owner state starts
     ``anew``, or is an error.
     """
     mine = {piece.member: piece for piece in state_pieces(core)}
     every = [_kept(core, number, groups) for number in range(len(core.members))]
-    for member, kept, saved in zip(core.members, every, found):
-        _check_shapes(where, member, kept, saved)
+    given = [(number, saved) for number, saved in enumerate(found) if saved is not None]
+    for number, saved in given:
+        _check_shapes(where, core.members[number], every[number], saved)
     taken: dict[int, dict[str, Found]] = {}
-    for number, (member, kept, saved) in enumerate(zip(core.members, every, found)):
+    for number, saved in given:
+        member, kept = core.members[number], every[number]
         piece = mine.get(number)
         owner = core.stepper.owner_tensors(number, groups) if piece else {}
         expected = Expected(member, piece, kept, owner)
