@@ -264,6 +264,13 @@ def _by_use(
     for route in routes:
         same = uses[id(params[route.name])]
         is_set = atoms is not None and atoms.of(route.names) is not None and len(route.shape) > 2
+        if _is_table(route, same, params[route.name], shown, atoms):
+            found.append(
+                replace(
+                    route, kind="elementwise", reason=NOT_MULTIPLIED, truth="example" if shown.has_example else "guess"
+                )
+            )
+            continue
         if not _is_asked(route, same) or is_set:
             found.append(route)
             continue
@@ -295,6 +302,14 @@ def _by_use(
             f"set the option atoms: {{{named(by_name[:1])}: 'whole'}}, or {{'stored': 'inputs_first'}} for 'whole'"
         )
     return found
+
+
+def _is_table(route: Route, same: Sequence[Use], param: Tensor, shown: Shown, atoms: AtomSettings | None) -> bool:
+    """Whether it is the weight of a linear that is never called: rows are taken from it."""
+    is_plain = (route.kind, route.reason, route.truth) == ("matrix", TWO_D, "class") and len(same) == 1
+    if not is_plain or not isinstance(same[0].module, nn.Linear) or (atoms is not None and atoms.of(route.names)):
+        return False
+    return shown.only_looked_up(same[0].holder, param)
 
 
 def _own_name(name: str) -> str:

@@ -157,6 +157,15 @@ class Shown:
                 by_number = {number: key for key, number in self._runs.places(module).items()}
                 yield module, frozenset(by_number[number] for number in run.heads), run.reads
 
+    def only_looked_up(self, name: str, param: Tensor) -> bool:
+        """Whether a parameter of the module ``name`` is looked up in, as a table is, and nothing is multiplied with it,
+        as far as the surest run that uses it shows."""
+        for sight in self.of(name, param):
+            is_multiplied = any((sight.number, dim) in sight.run.ends for dim in (1, 2))
+            if is_multiplied or sight.number in sight.run.looked_up:
+                return not is_multiplied
+        return False
+
     def last_used(self, ids: Collection[int]) -> set[int]:
         """Of each module whose run on a guess stopped, which of these weights it came to last."""
         found = set()

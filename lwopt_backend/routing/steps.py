@@ -202,6 +202,7 @@ def look_up(known: Tracks, packet: Any, args: Any, result: Tensor) -> None:
     move = looked_up(packet, args, result)
     if value is not None and value.weight:
         known.note(tensor, "added")
+        known.looked_up |= {number for number, _ in value.weight}
         if move is None or len(value.weight) < 3:
             return
         for source, numbers in value.weight.items():

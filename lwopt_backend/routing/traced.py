@@ -43,10 +43,10 @@ class Run:
     ``ends`` are those of outputs, by number and dimension, ``steps`` the operations on them, ``divided`` how many
     weights have parts. ``uses`` are those of ``is_bare`` modules' parameters. ``heads`` are weights whose outputs were
     returned, and that nothing else reads. ``convolved`` are those of convolutions, with their groups, and whether they
-    are transposed, ``contracted`` the dimensions over which products summed. ``reads``: an argument is looked up in an
-    embedding, or goes through a convolution first. ``computations`` are the operations that are no views. ``where`` is
-    the class of the module in which the forward failed, ``line`` where in the run module's own code. ``cost`` are the
-    operations of all runs that looked for its arguments.
+    are transposed, ``contracted`` the dimensions over which products summed, ``looked_up`` those of which an index took
+    elements. ``reads``: an argument is looked up in an embedding, or goes through a convolution first. ``computations``
+    are the operations that are no views. ``where`` is the class of the module in which the forward failed, ``line``
+    where in the run module's own code. ``cost`` are the operations of all runs that looked for its arguments.
     """
 
     ends: Mapping[tuple[int, int], Ends]
@@ -58,6 +58,7 @@ class Run:
     heads: frozenset[int] = frozenset()
     convolved: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
     contracted: frozenset[tuple[int, int]] = frozenset()
+    looked_up: frozenset[int] = frozenset()
     reads: bool = False
     operations: int = 0
     computations: int = 0
@@ -311,6 +312,7 @@ def _seen(follow: Follow, of_all: Sequence[int], error: Exception | None, where:
         frozenset(number for ran in follow.heads for number in alike[ran]),
         spread(known.convolved),
         frozenset((number, dim) for ran, dim in known.contracted for number in alike[ran]),
+        frozenset(number for ran in known.looked_up for number in alike[ran]),
         follow.reads,
         follow.operations,
         follow.computations,

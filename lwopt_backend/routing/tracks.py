@@ -164,7 +164,7 @@ class Tracks:
 
     ``uses`` are those of weights that are not among ``linears``, which are known to be multiplied. ``convolved`` has,
     by weight, the groups of its convolution, and whether that is transposed. ``contracted`` are rows or columns over
-    which a product with data summed.
+    which a product with data summed, ``looked_up`` the weights of which an index took rows or elements.
     """
 
     def __init__(self, weights: Sequence[Tensor], linears: Collection[int] = ()) -> None:
@@ -173,6 +173,7 @@ class Tracks:
         self.uses: dict[int, set[Use]] = {n: set() for n in range(len(weights)) if n not in linears}
         self.convolved: dict[int, tuple[int, bool]] = {}
         self.contracted: set[Source] = set()
+        self.looked_up: set[int] = set()
         self.counts: dict[Source, int] = {}
         self.values: dict[int, Value] = {}  # by a tensor's id; a value keeps its tensor
         self.stored: dict[int, dict[Source, Tensor]] = {}  # numbers by storage, if views of it were written

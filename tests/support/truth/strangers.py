@@ -551,3 +551,26 @@ class Factored(nn.Module):
         x = self.enter(x)
         gate, up = F.linear(x, self.base.weight + 0.5 * (self.up @ self.down)).chunk(2, -1)
         return self.mean(F.layer_norm(x + gate.sigmoid() * up, (16,)))
+
+
+@case(
+    {
+        **{"words.weight": "embedding", "qkv.weight": "oi/3", "out.weight": "oi", "far.weight": "table"},
+        **{"guess.weight": "head"},
+    },
+    WORDS,
+)
+class Distances(nn.Module):
+    """LayoutLMv3: biases of distances are the weight of a linear, which is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.far = nn.Embedding(30, 16), nn.Linear(9, 2, bias=False)
+        self.qkv, self.out, self.guess = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 30)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, places = self.words(ids), torch.arange(ids.shape[1], device=ids.device)
+        bias = self.far.weight.t()[places[:, None] - places + 4].permute(2, 0, 1)
+        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(F.layer_norm(x, (16,))).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
+        return self.guess(F.layer_norm(x, (16,)))
