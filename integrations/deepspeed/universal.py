@@ -331,8 +331,8 @@ def _fitting(
     there |= {name: {"shape": p.shape} for name, p in params.items()}
     here: dict[str, dict[str, Any]] = {param.name: {"shape": param.shape} for param in store.params}
     if writers is not None:
-        for name, param in params.items():
-            here[name]["status"], there[name]["status"] = "trained", "trained" if param.states else "frozen"
+        for name, saved in params.items():
+            here[name]["status"], there[name]["status"] = "trained", "trained" if saved.states else "frozen"
     notes: list[str] = []
     params |= _stepped_together(store, params)
     keep_any = any(param.owner_states for param in checkpoint.params.values())

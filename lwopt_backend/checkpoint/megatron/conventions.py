@@ -170,10 +170,10 @@ def module_order(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str
 
 def _key(name: str, modules: tuple[str, ...], grouped: bool) -> tuple[int, ...] | None:
     if (mtp := _MTP.fullmatch(name)) and mtp[2] in _IN_MTP:
-        place, rest = _IN_MTP.index(mtp[2]), mtp[3]
-        inner = _key(f"decoder.layers.{mtp[1]}.{rest}", modules, grouped) if mtp[2] == "transformer_layer" else None
-        ends = inner[2:] if inner else (_LAST.index(rest),) if rest in _LAST else None
-        return None if ends is None else (3, int(mtp[1]), place, *ends)
+        within = mtp[3]
+        inner = _key(f"decoder.layers.{mtp[1]}.{within}", modules, grouped) if mtp[2] == "transformer_layer" else None
+        ends = inner[2:] if inner else (_LAST.index(within),) if within in _LAST else None
+        return None if ends is None else (3, int(mtp[1]), _IN_MTP.index(mtp[2]), *ends)
     layer, expert, match = layer_of(name), expert_of(name), _IN_LAYER.fullmatch(name)
     if layer is None or match is None:
         module, _, last = name.rpartition(".")
