@@ -195,7 +195,8 @@ def summary(found: list[Outcome]) -> int:
             if why:
                 whys[one.library, what, why] += 1
         for kind in one.kinds:
-            key = one.library, kind.is_, kind.told, kind.fault or "agrees"
+            is_argued = kind.fault == "false cut" and argued(one.family, kind.weight)
+            key = one.library, kind.is_, kind.told, "argued cut" if is_argued else kind.fault or "agrees"
             families[key].add(one.family)
             kinds[key] += 1
             counts[one.library]["kinds"] += 1
