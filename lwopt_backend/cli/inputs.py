@@ -62,6 +62,7 @@ PlannedPolicy = Annotated[
     of_plan(help="Choice of owners: stay (fewest bytes), balance (even work), auto (faster by the model) (zero1-3)."),
 ]
 SubGroupSize = Annotated[int, of_plan(min=1, help="DeepSpeed's sub_group_size, in elements (zero3).")]
+StackDim = Annotated[int, of_plan(min=0, max=2, help="Dimension of stacked experts that is sharded (fsdp2).")]
 GradientDtype = Annotated[GradDtype, of_plan(help="Dtype of stored and sent gradients.")]
 Option = Annotated[list[str] | None, of_plan(metavar="KEY=VALUE", help=OPTION)]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -19,7 +21,8 @@ from lwopt_backend.engines.zero.plan import GroupPlan
 from lwopt_backend.groups import Groups
 from lwopt_backend.groups.param_groups import rates
 from lwopt_backend.groups.registry import MATRIX_RULES, arguments, rule_of, rules_with_owner_state
-from lwopt_backend.plan import MatrixPlan, StepTime
+from lwopt_backend.plan import MatrixPlan, Sharding, StepTime
+from lwopt_backend.plan.mesh import MeshLayout
 from lwopt_backend.routing.routing import Route, shares
 from lwopt_backend.rules import Muon
 from lwopt_backend.rules.newton_schulz import multiplies_bf16
@@ -231,6 +234,27 @@ def on_blocks(plan: MatrixPlan) -> list[str]:
         f"{nbytes(max(plan.between.wire_bytes()))} from the busiest rank, a step of whole matrices "
         f"{nbytes(max(plan.wire_bytes()))}. A different number of ranks has other blocks, and trains differently."
     ]
+
+
+STACKS = "Stacks: "
+
+
+def on_stacks(plan: MatrixPlan) -> list[str]:
+    """A sentence on stacked matrices that are cut between, not within, and are fewer than the ranks that share them."""
+    layout, found = plan.layout, dict[Sharding, int]()
+    for atom, sharding in enumerate(layout.shardings if isinstance(layout, MeshLayout) else ()):
+        if sharding.block is not None and len(sharding.shape) == 3:
+            found.setdefault(replace(sharding, block=None), atom)
+    for sharding, atom in found.items():
+        parts = math.prod(parts for parts, dim in zip(sharding.mesh_shape, sharding.dims) if dim == 0)
+        if parts > sharding.shape[0]:
+            return [
+                f"{STACKS}{sharding.shape[0]} matrices, such as {plan.atoms[atom].name!r}, are cut by Shard(0) over "
+                f"{parts} ranks, so {1 - sharding.shape[0] / parts:.0%} of these store none, and the others all of "
+                "them. Cut within matrices: fully_shard(..., shard_placement_fn=lambda param: Shard(1) if param.ndim "
+                "== 3 else None)."
+            ]
+    return []
 
 
 MANY_PEERS = 256  # from some hundreds on, users of all-to-all saw transports run out of queue pairs

@@ -110,6 +110,7 @@ class Setting:
       engine knows is whether it is on CPUs.
     - ``dtype``, ``grad_dtype``: of parameters, and of gradients as they are kept and sent.
     - ``sub_group_size``: ZeRO-3's.
+    - ``stack_dim``: the dimension of stacked matrices that FSDP2 shards.
     """
 
     engine: str
@@ -120,6 +121,7 @@ class Setting:
     grad_dtype: torch.dtype
     plans_for: Machine
     sub_group_size: int = SUB_GROUP_SIZE
+    stack_dim: int = 0
 
     @classmethod
     def of(
@@ -132,6 +134,7 @@ class Setting:
         grad_dtype: str = "parameter",
         plans_for: Machine | None = None,
         sub_group_size: int = SUB_GROUP_SIZE,
+        stack_dim: int = 0,
     ) -> Setting:
         """The setting of an engine, with ``options`` as its optimizer takes them: the engine's own, and rules'
         sections.
@@ -145,7 +148,7 @@ class Setting:
         wide = (config.grad_dtype if isinstance(config, PlainConfig) else grad_dtype) == "float32"
         plans_for = plans_for or (machine if machine == MACHINES["cpu"] else MACHINES["cuda"])
         grad = torch.float32 if wide else dtype
-        return cls(engine, config, rules, machine, dtype, grad, plans_for, sub_group_size)
+        return cls(engine, config, rules, machine, dtype, grad, plans_for, sub_group_size, stack_dim)
 
     def of_experts(self) -> Setting:
         """This setting for experts, which have their own ranks: a group size that the user gave is that of the rest."""

@@ -18,7 +18,7 @@ from lwopt_backend.engines.buffers.model import rank_memories
 from lwopt_backend.engines.buffers.step import members_of, plan_lines, plan_members
 from lwopt_backend.engines.fsdp2 import plan as mesh
 from lwopt_backend.engines.fsdp2.plan import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
-from lwopt_backend.engines.report import on_blocks, on_peers
+from lwopt_backend.engines.report import on_blocks, on_peers, on_stacks
 from lwopt_backend.engines.zero import plan as flat
 from lwopt_backend.engines.zero.plan import GroupPlan, plan_group, unit_layouts
 from lwopt_backend.groups.grouping import Member
@@ -98,7 +98,7 @@ def host_part(
         tuple((atom.name, owner, None if bucket < 0 else bucket) for atom, owner, bucket in rows),
         _path(plans, shared, setting, before, meet=False),
         tuple(before),
-        (*notes, *(sentence for plan in plans for sentence in on_blocks(plan)), *on_peers(plans)),
+        (*notes, *(said for plan in plans for said in (*on_blocks(plan), *on_stacks(plan))), *on_peers(plans)),
     )
 
 
@@ -415,7 +415,7 @@ def plan_fsdp2_share(
     assert isinstance(config, MeshConfig)
     rules = build_matrix_rules(groups, config)
     shape = _mesh(ranks, config.group_size or ranks)
-    members = _members(shared, shape)
+    members = _members(shared, shape, setting.stack_dim)
     coordinates = tuple(itertools.product(*map(range, shape)))
     loads = tuple(base or (0,) * ranks)
     plans: list[MeshPlan] = []
@@ -467,12 +467,13 @@ def _mesh(ranks: int, shards: int) -> tuple[int, ...]:
     return (ranks,) if shards == ranks else (ranks // shards, shards)
 
 
-def _members(shared: Share, shape: tuple[int, ...]) -> list[MeshMember]:
-    """All trained parameters in the model's order, as ``fully_shard`` shards them."""
+def _members(shared: Share, shape: tuple[int, ...], stack_dim: int) -> list[MeshMember]:
+    """All trained parameters in the model's order, as ``fully_shard`` shards them: stacks along ``stack_dim``, others
+    by rows."""
     grouping = shared.grouping
     group_of = {id(param): number for number, group in enumerate(grouping.groups) for param in group["params"]}
     params = {grouping.names[id(param)]: param for group in grouping.groups for param in group["params"]}
-    dims, late = (None,) * (len(shape) - 1) + (0,), (False,) * len(shape)
+    copies, late = (None,) * (len(shape) - 1), (False,) * len(shape)
     shardings: dict[tuple[int, ...], Sharding] = {}
     found = []
     for route in grouping.routes:
@@ -481,7 +482,8 @@ def _members(shared: Share, shape: tuple[int, ...]) -> list[MeshMember]:
             continue
         member = grouping.member(route.name, param, group_of[id(param)])
         if member.shape not in shardings:
-            shardings[member.shape] = Sharding(member.shape, shape, dims, late)
+            dim = stack_dim if len(member.shape) == 3 else 0
+            shardings[member.shape] = Sharding(member.shape, shape, (*copies, dim), late)
         found.append(MeshMember(**vars(member), sharding=shardings[member.shape]))
     return found
 

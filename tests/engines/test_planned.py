@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import lwopt_backend
 from lwopt_backend.integrations import fsdp2
@@ -182,3 +182,27 @@ def test_lwopt_plan_takes_the_dtype_of_config_json(phi3: str, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(written))
     found = planned(str(tmp_path), *words)
     assert found["options"]["dtype"] == "bfloat16" and "assumed to be bfloat16" in found["notes"][-1]
+
+
+class Stacks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ParameterDict({"up": torch.ones(2, 24, 16), "down": torch.ones(2, 16, 24)})
+        self.mixes = nn.Linear(16, 16, bias=False)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_stacks_are_planned_as_they_are_cut(tmp_path: Path, dim: int) -> None:
+    """Of fewer experts than ranks, cut between or within; what cuts between leaves ranks without any, and is told."""
+    model = Stacks()
+    shapes = [[name, [*param.shape]] for name, param in model.named_parameters()]
+    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
+    fully_shard(model, shard_placement_fn=lambda param: Shard(dim) if param.ndim == 3 else None)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        digest = fsdp2.LayerWiseOptimizer(model, lr=0.02).plan_digest
+    words = ["--shapes", tmp_path / "shapes.json", "--world-size", 4, "--engine", "fsdp2", "--stack-dim", dim]
+    assert json.loads(run("plan", *words, "--json"))["digest"] == digest
+    if dist.get_rank() == 0:
+        assert ("Stacks: 2 matrices" in " ".join(printed.getvalue().split())) == (dim == 0)

@@ -241,7 +241,14 @@ def described(steppers: Sequence[MeshStepper], counted: Sequence[Counted], reduc
         elsewhere = [_elsewhere(each) for each in counted if each.stepper == number and each.firsts]
         table = [] if stepper.mesh is None else [_table(stepper, stepper.mesh)]
         plan = stepper.plan
-        yield [_sentence(stepper), *elsewhere, *report.on_blocks(plan), *report.on_peers([plan]), *table]
+        yield [
+            _sentence(stepper),
+            *elsewhere,
+            *report.on_blocks(plan),
+            *report.on_stacks(plan),
+            *report.on_peers([plan]),
+            *table,
+        ]
     if reduction:
         yield [reduction]
 

@@ -152,6 +152,12 @@ def test_the_printed_plan(models: dict[str, Path], monkeypatch: pytest.MonkeyPat
         assert all(text in printed for text in expected), (expected, printed)
     on_fsdp2 = ("plan", "--shapes", models["large"], *ALONE_ON_8, "--engine", "fsdp2")
     assert "Does not fit" not in run(*on_fsdp2) and "Does not fit" in run(*on_fsdp2, "--option", "bucket_matrices=30")
+    on_more_ranks = run("plan", "--shapes", models["stack"], "--world-size", 8, "--engine", "fsdp2")
+    assert "Stacks: 4 matrices" in on_more_ranks and "over 8 ranks, so 50% of these store none" in on_more_ranks
+    assert "--stack-dim 1" in on_more_ranks
+    assert "Stacks" not in run(
+        "plan", "--shapes", models["stack"], "--world-size", 8, "--engine", "fsdp2", "--stack-dim", 1
+    )
     found = plan(models["experts"], *EXPERTS)
     assert [(part["name"], part["ranks"]) for part in found["parts"]] == [("dense", 16), ("experts", 2)]
     assert len(found["stages"]) == 2 and found["stages"][0]["padding_pct"]["experts"] == 0
