@@ -21,6 +21,7 @@ from tests.support.command_line import succeeds
 from tests.support.engines import Cell, Engine, ExactLM, running
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.timeout(3600)  # hundreds of attacks in one test
 MORE_ADDRESSES = 4 << 30  # bytes beyond those of a process with an engine
 # What this package reads itself. DeepSpeed and torch unpickle whatever they are given: docs/limits.md.
 LOADS = {"plain": Cell("plain"), "modules": Cell("modules")}

@@ -20,6 +20,7 @@ from tests.faults.test_kills import WAYS, engine_of
 from tests.support.allocations import live_bytes
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.timeout(3600)  # thousands of steps in one test
 LIBC = ctypes.CDLL("libc.so.6")
 MOST_GROWTH = 12 << 20  # bytes of a process, of what malloc does not see: its allocators round and cache
 # Half of what has to be found in each round: bytes in use of malloc, and Python's blocks, of at most 512 bytes each.
