@@ -116,7 +116,7 @@ def test_inspect_says_format_and_sizes(made: dict[str, Path], tmp_path: Path) ->
     assert states["exp_avg"]["size"] == 4 * states["exp_avg"]["elements"]
 
 
-def test_a_folder_of_steps_is_followed_or_its_checkpoints_are_named(made: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_of_steps_is_followed_or_listed(made: dict[str, Path], tmp_path: Path) -> None:
     """Fixed: of a file `latest` beside steps of DCP, as a loop writes it, it was said that its step is missing."""
     run = tmp_path / "run"
     for name in ("step-3", "step-7"):

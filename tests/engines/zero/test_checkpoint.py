@@ -262,7 +262,7 @@ def test_the_schedule_starts_anew_where_its_state_is_not_loaded(tmp_path: Path, 
 
 @pytest.mark.parametrize(("kind", "stage"), [("zero", 0), ("zero", 2), ("zero", 3), ("owned", 1)])
 @on_ranks()
-def test_weights_load_where_others_are_frozen_than_at_the_save(tmp_path: Path, kind: str, stage: int) -> None:
+def test_weights_load_where_others_are_frozen_now(tmp_path: Path, kind: str, stage: int) -> None:
     """Fixed: at stages 2 and 3 DeepSpeed ended with a KeyError where a parameter was trained at the save and is frozen
     now, and weights alone of a universal folder were refused where one was frozen at the save. With state, both are
     refused in words, but for state of what is frozen now in a universal folder."""
