@@ -89,15 +89,16 @@ def find(path: Path, format: str = AUTO) -> str:
         found = "something else" if path.exists() else "nothing"
         raise CheckpointError(f"{path}: expected a checkpoint's folder, found {found}; give the folder")
     kind = _recognised(path, format)
-    if kind is None and (below := _below(path)):
+    hint = _hint(path) if kind is None else ""  # which may name a step that is damaged
+    if kind is None and (below := {at: of for at, of in _below(path).items() if repr(at.name) not in hint}):
         listed = [f"{found.relative_to(path)} ({name})" for found, name in below.items()]
         more = f" and {len(listed) - SHOWN} more" * (len(listed) > SHOWN)
-        said = f"expected one checkpoint, found none{_hint(path)}; give a folder in it"
+        said = f"expected one checkpoint, found none{hint}; give a folder in it"
         raise CheckpointError(f"{path}: {said}: {', '.join(listed[:SHOWN])}{more}")
     if kind is None and format == AUTO:
         known = "; ".join(f"{name} ({of_name.help})" for name, of_name in FORMATS.items())
         raise CheckpointError(
-            f"{path}: expected a checkpoint of a known format, found none{_hint(path)}. Known formats: {known}"
+            f"{path}: expected a checkpoint of a known format, found none{hint}. Known formats: {known}"
         )
     if kind is None:  # its reader says what is wrong
         return format

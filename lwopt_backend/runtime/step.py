@@ -59,7 +59,7 @@ from lwopt_backend.runtime.collectives import (
     sending,
 )
 from lwopt_backend.runtime.exchange import Arrival, Packing, Parts, ways_back, ways_to_owners
-from lwopt_backend.runtime.pieces import Joined, Pieces, PiecesOf, joined
+from lwopt_backend.runtime.pieces import Pieces, PiecesOf, joined
 from lwopt_backend.runtime.places import NONE, Batch, Batches, BucketPlaces, Places, Rules
 from lwopt_backend.runtime.state import OwnerState, step_whole
 from lwopt_backend.runtime.tensors import (
@@ -226,19 +226,16 @@ class Matrices:
         for batch in self.batches.of(tuple(atoms), rules):
             rule, of_batch = rules[batch.kind], [pieces[atom] for atom in batch.atoms]
             with changing(_name(rule), partial(_values, of_batch)):
-                # Of no name: the next batch needs its memory.
-                self._apply(rule, batch, of_batch, self._update(rule, batch, joined(of_batch)))
-
-    def _update(self, rule: MatrixRule, batch: Batch, every: Joined) -> Sequence[Tensor]:
-        """The updates of a batch, flat, or their new weights."""
-        if isinstance(rule, WeightRule):
-            value, grad = (self._stack(batch.atoms, some) for some in (every.values, every.grads))
-            update = self.step_weight(rule, batch.atoms[0], value, grad)
-        else:
-            grads, values, states = every
-            stack = self._stack(batch.atoms, rule.directions([*grads], [*values], states))
-            update = self.transform(rule, batch.atoms, stack)
-        return update.reshape(len(batch.atoms), -1).unbind()
+                grads, values, states = joined(of_batch)
+                if isinstance(rule, WeightRule):
+                    value, grad = (self._stack(batch.atoms, some) for some in (values, grads))
+                    update = self.step_weight(rule, batch.atoms[0], value, grad)
+                else:
+                    stack = self._stack(batch.atoms, rule.directions([*grads], [*values], states))
+                    update = self.transform(rule, batch.atoms, stack)
+                    del stack
+                self._apply(rule, batch, of_batch, update.reshape(len(batch.atoms), -1).unbind())
+                del update  # the next batch needs the memory
 
     def _stack(self, batch: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
         """The matrices of a batch from all their pieces; a single contiguous piece is not copied."""

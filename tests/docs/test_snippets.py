@@ -194,10 +194,6 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
         "for name, made in {'images': images, 'language': language}.items():\n    made.save_state_dict(name)\n",
         "",
     ),
-    ("fsdp2", 0): (
-        f"{PLAIN}fully_shard(model)\noptimizer = LayerWiseOptimizer(model, lr=0.02)\n",
-        "step(model, optimizer)",
-    ),
     ("matrices", 0): (PLAIN + TOKENS, "assert not fused and not unclear and found.shares\n"),
     ("matrices", 1): (
         PLAIN,
